@@ -12,14 +12,14 @@
 namespace gradwire {
 namespace {
 
-// An NVLink of the fourth generation, less a quarter for its headers.
+// A fourth-generation NVLink, less a quarter for headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
 constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr double kPeerReadUs = 1;
-constexpr size_t kSmallBytes = 64;        // of a message
+constexpr size_t kSmallBytes = 64;        // per message
 constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
-constexpr size_t kMostLarge = 64 << 20;   // likewise, between GPUs
-constexpr double kLongestRoundUs = 10e3;  // that a larger round should take
+constexpr size_t kMostLarge = 64 << 20;   // the same, between GPUs
+constexpr double kLongestRoundUs = 10e3;  // larger rounds must not take longer
 
 class Meter {
  public:
@@ -28,7 +28,7 @@ class Meter {
         stream_(stream),
         most_bytes_(most_bytes),
         out_(transport.device(), most_bytes),
-        // Small messages are 64 bytes each, however many there are.
+        // Each small message takes 64 bytes, whatever the number of ranks.
         in_(transport.device(), std::max(most_bytes, kSmallBytes * static_cast<size_t>(transport.world()))),
         begin_(Event::create_timer(transport.device())),
         end_(Event::create_timer(transport.device())),
@@ -62,13 +62,15 @@ class Meter {
   }
 
  private:
-  // Of rounds of any size: `share` cuts a rank's bytes into what one round is made with, `bytes` says what that moves,
-  // and `round` makes the function that enqueues it.
+  // Measures one pattern with rounds of several sizes. `share(all)` is the size of a message (or of an
+  // allreduce's buffer) when a rank sends `all` bytes. `bytes(share)` is the number of bytes that a round of
+  // this size moves. `round(share)` returns the function that enqueues the round.
   template <typename Share, typename Bytes, typename Round>
   LinkCosts::Pattern fit(Share share, Bytes bytes, Round round) {
     const double small = round_us(round(kSmallBytes), 8, 6);
     auto time = [&](size_t all) { return round_us(round(share(all)), 1, 3); };
-    // NVLink moves 2 MiB in less time than a round takes to start: fast links show their rate with more.
+    // NVLink moves 2 MiB in less time than a round takes to start: measuring a fast link takes larger
+    // messages.
     size_t large_bytes = kLeastLarge;
     double large = time(large_bytes);
     const double slowest = slowest_us(large);
@@ -77,12 +79,12 @@ class Meter {
       large_bytes *= 2;
     }
     if (large_bytes > kLeastLarge) large = time(large_bytes);
-    // The cost per byte comes from two large rounds: part of the latency overlaps with a large transfer, and
-    // a rate limiter lets the first bytes through as a burst.
+    // The cost per byte comes from two large rounds, because part of the latency overlaps with a large
+    // transfer, and a rate limiter passes the first bytes as a burst.
     const size_t medium_bytes = large_bytes / 4;
     const double medium = time(medium_bytes);
     const double most = bytes(share(large_bytes)), fewer = bytes(share(medium_bytes));
-    // Where the latency dominates, noise must not make bytes free, nor more expensive than the whole round.
+    // Where latency dominates, noise must make bytes neither free nor more expensive than the whole round.
     const double more = std::clamp((large - medium) * most / (most - fewer), 0.5 * large, large);
     return {small, most / more};
   }
@@ -98,11 +100,12 @@ class Meter {
     return transfers;
   }
 
-  // The best of `repeats` runs of `rounds` consecutive rounds, after one run to warm up. By events, behind a round that
-  // is not measured: it brings the ranks together, and on a GPU the host enqueues meanwhile.
+  // Returns the best of `repeats` runs of `rounds` consecutive rounds, after one warm-up run. Timed by
+  // events, after an unmeasured round that synchronizes the ranks and, on a GPU, gives the host time to
+  // enqueue.
   template <typename Round>
   double round_us(const Round& round, int rounds, int repeats) {
-    const FinishOnError finish(stream_);  // rounds use memory that `round` owns
+    const FinishOnError finish(stream_);  // rounds use memory owned by `round`
     double best = std::numeric_limits<double>::infinity();
     for (int i = 0; i <= repeats; ++i) {
       stream_.synchronize();
@@ -116,7 +119,8 @@ class Meter {
     return std::max(best, 1e-3);
   }
 
-  // Ranks must exchange the same number of bytes, so they choose it by the same number.
+  // Returns the slowest rank's time. Ranks must exchange the same number of bytes, so they choose it by the
+  // same time.
   double slowest_us(double mine) {
     double slowest = mine;
     for (const auto& theirs :

@@ -1,4 +1,4 @@
-// The cost of a round of transfers between these ranks, from which schedule=auto chooses.
+// The cost of a round of transfers between these ranks; the input of schedule=auto.
 //
 // Schedules load links in four patterns, and the throughput of a link depends on the pattern (a switch, a
 // shared network card, a bus). So each pattern is measured as it is used: all ranks at once. A round in which
@@ -12,7 +12,7 @@
 namespace gradwire {
 
 struct LinkCosts {
-  // The defaults are typical of threads of one process: good enough where memory is the link, and the same in
+  // The defaults are typical of threads of one process: adequate where memory is the link, and the same in
   // every run.
   struct Pattern {
     double latency_us = 20;
@@ -21,29 +21,28 @@ struct LinkCosts {
   };
   Pattern neighbour;   // rank r to r + 1: the rounds of a ring and, roughly, of a tree
   Pattern all_pairs;   // every rank to every other: two-shot
-  Pattern intra_node;  // ranks of a node to each other; same as all_pairs if nodes are unknown
-  Pattern inter_node;  // ranks with the same local index to each other; likewise
-  // Loads from each other's memory, and what a barrier takes: assumed, never measured.
+  Pattern intra_node;  // ranks of a node to each other; all_pairs if nodes are unknown
+  Pattern inter_node;  // ranks with the same local index to each other; all_pairs if nodes are unknown
+  // Loads from other ranks' memory, and the time of a barrier. Assumed, never measured.
   Pattern peer_memory;
-  // How long a read from another GPU's memory takes, assumed; 0 between threads on the host.
+  // The time of a read from another GPU's memory. Assumed; 0 between threads on the host.
   double peer_read_us = 0;
   bool measured = false;
-  // NCCL's own allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us. Measured where the
-  // transport has one.
+  // NCCL's own allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us. Measured
+  // if the transport has one.
   Pattern library;
   bool library_measured = false;
 
   bool operator==(const LinkCosts&) const = default;
-  // "to a neighbour 31 us and 1.10 GB/s, to all 45 us and 0.93 GB/s, ..."
+  // Returns "to a neighbour 31 us and 1.10 GB/s, to all 45 us and 0.93 GB/s, ..."
   std::string to_string() const;
 };
 
-// Collective, and blocks the caller: a few dozen small exchanges and a few large ones per pattern, and as many
-// allreduces of the transport's own, where it has one. Large is 2 MiB per
-// rank, a tenth of a second in all at 1 Gb/s, and where links are fast up to `most_bytes`, which must be the same on
-// all ranks; 0: 64 MiB between GPUs, and no more than 2 MiB on the host. Timed by events, so that the host's share of
-// an exchange counts only where it is the longer one. Every rank returns the slowest rank's numbers. The exchanges run
-// on `stream`.
+// Measures the links with a few dozen small exchanges and a few large ones per pattern, and as many of the
+// transport's own allreduces, if it has one. Large is 2 MiB per rank: 0.1 s in all at 1 Gb/s. On fast links
+// it is up to `most_bytes`, which must be the same on all ranks; 0: 64 MiB between GPUs, 2 MiB on the host.
+// Timed by events, so that the host's share of an exchange counts only if it is the longer one. Returns the
+// slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
                              size_t most_bytes = 0);
 

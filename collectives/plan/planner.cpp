@@ -14,7 +14,7 @@ namespace {
 constexpr double kWorseByLossyStep = 0.1, kAsGood = 1.2;
 constexpr double kLatenciesPerSlice = 4;
 constexpr int64_t kLeastSlice = 128 << 10;
-// NCCL's allreduce where it was not measured: NCCL 2.27.7 on eight H200 behind one NVSwitch, as published
+// NCCL's allreduce if not measured: NCCL 2.27.7 on eight H200 behind one NVSwitch, as published
 // (stas00/ml-engineering, 2026-08): 38 us up to 512 KiB, 482 GB/s at 16 GiB.
 constexpr LinkCosts::Pattern kNcclOnNvlink{.latency_us = 38, .bytes_per_us = 482e3};
 
@@ -73,7 +73,7 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  // Where there are no windows, messages give the kernel's bits: a spec means the same everywhere.
+  // Without peer windows, messages give the kernel's bits: a spec has the same result everywhere.
   const bool like_a_kernel = request.lsa == Lsa::on && request.collective == Collective::allreduce &&
                              request.kind == ScheduleKind::automatic;
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
@@ -87,7 +87,7 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     inside_->schedule.carrier = Carrier::node_windows;
     return;
   }
-  const bool broadcast = request.collective == Collective::broadcast;  // which adds nothing
+  const bool broadcast = request.collective == Collective::broadcast;  // adds nothing
   if (world <= kMaxInputs + 1 || broadcast) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
   if (nodes && (ranks_per_node <= kMaxInputs || broadcast)) add(ScheduleKind::hierarchical);
@@ -148,10 +148,10 @@ double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire w
 }
 
 bool SchedulePlanner::can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const {
-  if (candidates_.size() == 1) return true;  // there is no other
+  if (candidates_.size() == 1) return true;  // no alternative
   switch (candidate.schedule.kind) {
     case ScheduleKind::tree:
-      return shards.empty();  // it gives parts to two ranks only
+      return shards.empty();  // a tree gives parts to two ranks only
     case ScheduleKind::nccl:
       return shards.empty() && wire->exact;
     default:
@@ -175,8 +175,8 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
     rate = std::min(rate, limits.bytes_ahead / costs_.peer_read_us);
     encode_us = static_cast<double>(count) / limits.values_per_us;
   }
-  // Messages are not charged for their encodes, which have the whole GPU. Here, every value is encoded or added up, and
-  // decoded; in one shot, each rank adds up all of them.
+  // Messages are not charged for their encodes, which have the whole GPU. Here every value is encoded or
+  // added up, and decoded. In one shot, each rank adds up all values.
   const double two = 2 * link.latency_us + std::max(2 * (n - 1) / n * bytes / rate, 2 * encode_us);
   const double one =
       link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);

@@ -1,18 +1,18 @@
-// Chooses the schedule of a collective: the one that the spec asks for or, for schedule=auto, the fastest
-// according to a model of this group's link costs, with a penalty for rounding error.
+// Chooses a collective's schedule: the one in the spec or, for schedule=auto, the fastest according to a
+// model of this group's link costs, with a penalty for rounding error.
 //
 // Predicted time: rounds x latency + bytes / rate, for the pattern in which the schedule loads the links
 //   (link_costs.h). Bytes are those of the busiest rank in each round, in the wire format of the link. Slices
 //   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
-// Choice: the first of two_shot, hierarchical, ring, tree, nccl within 20 % of the best, so that measurement noise
-//   seldom changes it. Equal costs give equal choices, so every rank decides on its own.
-// NCCL's own allreduce takes what it took when the links were measured; unless it was, and for anything but whole FP32
-//   allreduces, it is not among the choices.
+// Choice: the first of two_shot, hierarchical, ring, tree, nccl within 20 % of the best, so that measurement
+//   noise seldom changes it. Equal costs give equal choices, so ranks decide without communication.
+// NCCL's own allreduce is predicted from its measured time. It is a candidate only if measured, and only for
+// whole FP32 allreduces.
 //
-// One kernel (transport=lsa): two shots, or one where the barrier that it saves takes longer than the bytes that it
-// adds. In a hierarchical schedule, rounds inside nodes then cost what loads from each other's memory do. With
-// transport=auto that competes with the choice among messages, and wins unless it takes longer.
+// One kernel (transport=lsa): two shots, or one shot where the saved barrier takes longer than the added
+// bytes. In a hierarchical schedule, rounds inside nodes then cost as much as loads from other ranks' memory.
+// With transport=auto the kernel competes with the choice among messages, and wins unless it is slower.
 //
 // Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
 // slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
@@ -31,14 +31,14 @@
 
 namespace gradwire {
 
-// The part of a compression spec that schedules depend on.
+// The part of a compression spec that determines schedules.
 struct ScheduleRequest {
   ScheduleKind kind = ScheduleKind::automatic;
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
-  // An allreduce in one kernel or, if hierarchical, without messages inside nodes, where ranks read each other's memory;
-  // and why they do not, if they do not (Communicator::lsa_obstacle()).
+  // Whether an allreduce runs as one kernel or, if hierarchical, without messages inside nodes, where ranks
+  // can read each other's memory. lsa_obstacle: why they cannot (Communicator::lsa_obstacle()).
   Lsa lsa = Lsa::off;
   std::string lsa_obstacle = {};
 };
@@ -53,11 +53,11 @@ class SchedulePlanner {
   struct Choice {
     Schedule schedule;
     std::string reason;       // "asked for", or the predictions
-    double predicted_us = 0;  // from costs(), which may be assumptions rather than measurements
+    double predicted_us = 0;  // from costs(), which may be assumed
     int64_t slice_bytes = 0;  // for Program::Options
   };
-  // For `count` floats in this wire format, cut evenly or into these shards. Cheap enough to be called for
-  // every program. Throws BadInput if the schedule asked for cannot serve the shards.
+  // Returns the choice for `count` floats in this wire format, cut evenly or into these shards. Cheap enough
+  // to be called for every program. Throws BadInput if the requested schedule does not support the shards.
   Choice choose(int64_t count, Wire wire, const Shards& shards = {}) const;
 
   const LinkCosts& costs() const { return costs_; }
@@ -66,8 +66,10 @@ class SchedulePlanner {
   // A schedule's load on one class of links, inside or between nodes.
   struct Load {
     int rounds = 0;
-    double serial = 0;   // sum over rounds of the most that any rank sends or receives, in buffers
-    double busiest = 0;  // the most that any rank sends or receives in total
+    // Sum over rounds of the most that any rank sends or receives, in buffers.
+    double serial = 0;
+    // The most that any rank sends or receives in total.
+    double busiest = 0;
   };
   struct Loads {
     Load of[2];        // [intra_node]
@@ -75,7 +77,7 @@ class SchedulePlanner {
   };
   struct Candidate {
     Schedule schedule;
-    Loads even;  // with an even cut
+    Loads even;  // for an even cut
   };
   struct Option {
     const Candidate* candidate;
@@ -84,7 +86,7 @@ class SchedulePlanner {
     double us, score;
     int lossy_steps;
   };
-  // `part` of each chunk in the buffer, (chunks).
+  // `parts`: each chunk's fraction of the buffer, (chunks).
   static Loads loads(const Schedule& schedule, const std::vector<double>& parts);
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
   int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
@@ -94,7 +96,7 @@ class SchedulePlanner {
   Choice choose_inside_nodes(int64_t count, Wire wire) const;
   Choice choose_messages(int64_t count, Wire wire, const Shards& shards) const;
   int lossy_steps(const Candidate& candidate, Wire wire) const;
-  // Whether this one is among the choices for the wire and the shards.
+  // Returns whether the candidate supports this wire and these shards.
   bool can_serve(const Candidate& candidate, Wire wire, const Shards& shards) const;
 
   const ScheduleRequest request_;
@@ -102,9 +104,9 @@ class SchedulePlanner {
   const LinkCosts costs_;
   const int64_t slice_bytes_;
   std::vector<Candidate> candidates_;  // in order of preference; one if the spec names it
-  std::optional<Candidate>
-      inside_;          // the hierarchical schedule in which ranks of a node read each other's memory
-  std::string reason_;  // when there is nothing to choose
+  // The hierarchical schedule in which ranks of a node read each other's memory.
+  std::optional<Candidate> inside_;
+  std::string reason_;  // if there is only one candidate
 };
 
 }  // namespace gradwire
