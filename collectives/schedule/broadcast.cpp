@@ -1,5 +1,5 @@
-// Broadcast: an all-gather in which the root owns every chunk. Nobody adds anything: what the root encodes is
-// forwarded as the same bytes. S is the size of the buffer, n the number of ranks; each rank but the root
+// Broadcast: an all-gather in which the root owns every chunk. Nothing is added: the bytes that the root
+// encodes are forwarded unchanged. S is the size of the buffer, n the number of ranks; each rank but the root
 // receives S, the minimum, and the value is rounded once.
 //
 // ring: a chain through all ranks, right neighbours first, in n chunks. Chunk c crosses hop h in round c + h,
@@ -7,12 +7,12 @@
 // two_shot: n - 1 chunks. Round 1, the root sends chunk c directly to the c-th other rank; round 2, each of
 //   them sends its chunk directly to the others. The root sends S, the others (n-2)/(n-1) S.
 // hierarchical: N nodes of L ranks, (N-1) L chunks. Round 1, the root sends one chunk to every rank of the
-//   other nodes, so each node is entered by S over L links; round 2, ranks of the same local index exchange
-//   their chunks between those nodes, while the root scatters all chunks inside its own node; round 3, inside
-//   each node, every rank sends the chunks that it got in rounds 1 and 2 to the others.
+//   other nodes, so S enters each node over L links; round 2, ranks of the same local index exchange their
+//   chunks between those nodes, while the root scatters all chunks inside its own node; round 3, inside each
+//   node, every rank sends the chunks from rounds 1 and 2 to the others.
 //   The root sends S between nodes and S inside its node; another node's ranks (N-2)/(N-1) S/L between nodes
-//   and (L-1)/L S inside. The value goes to other nodes first, so what the root's node gets is what the wire
-//   carried.
+//   and (L-1)/L S inside. The value goes to other nodes first, so the root's node receives the transmitted
+//   value.
 // Sync points: each round waits for its sender only.
 #include <fmt/format.h>
 
@@ -59,14 +59,14 @@ Schedule scatter_and_exchange(int world, int root) {
 Schedule node_by_node(int nodes, int per_node, int root) {
   const int world = nodes * per_node, parts = std::max(1, nodes - 1);
   const int first = nodes > 1 ? 1 : 0;                   // rounds before the second phase
-  const int second = nodes > 2 || per_node > 1 ? 1 : 0;  // and those of the second
+  const int second = nodes > 2 || per_node > 1 ? 1 : 0;  // rounds of the second phase
   const int third = per_node > 2 || (nodes > 1 && per_node > 1) ? 1 : 0;
   Schedule s = from_root(ScheduleKind::hierarchical, world, root, parts * per_node, first + second + third);
   s.nodes = nodes;
   s.per_node = per_node;
   s.inter_node_lossy_steps = nodes > 1 ? 1 : 0;
   const int home = root / per_node, at_home = root % per_node;
-  // Chunk (m, l) is the one that enters the m-th other node through its local rank l.
+  // Chunk (m, l) enters the m-th other node through its local rank l.
   const auto chunk = [&](int m, int l) { return m * per_node + l; };
   const auto rank = [&](int m, int l) { return (home + 1 + m) % nodes * per_node + l; };
   for (int m = 0; m < parts; ++m) {
@@ -85,8 +85,8 @@ Schedule node_by_node(int nodes, int per_node, int root) {
         }
       }
       if (per_node == 1) continue;
-      // At home the chunks of the root's own index go to its neighbours in turn, so that it sends each chunk
-      // once.
+      // In the root's node, the chunks of the root's own index go to its neighbours in turn, so that it sends
+      // each chunk once.
       const int to = l != at_home ? l : (at_home + 1 + m % (per_node - 1)) % per_node;
       const auto local = [&](int index) { return home * per_node + index; };
       detail::add_transfer(s, first, root, local(to), c, Step::Kind::recv_copy, true);

@@ -5,12 +5,13 @@
 
 namespace gradwire::detail {
 
-// An allreduce with `rounds` empty rounds per rank; none in a world of 1. owner[c] is the rank that owns
-// chunk c. Throws BadInput for a world below 1. Every rank is its own node unless the builder changes that.
+// Returns an allreduce with `rounds` empty rounds per rank; none in a world of 1. owner[c] is the rank that
+// owns chunk c. Every rank is its own node unless the builder changes that. Throws BadInput for a world below
+// 1.
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds);
 // Derives the unknown part of the topology from the world. Throws BadInput if it does not fit the world.
 Topology complete(Topology topology, int world);
-// As many chunks as ranks, chunk c owned by rank c.
+// Returns as many chunks as ranks; chunk c is owned by rank c.
 std::vector<int32_t> one_chunk_each(int world);
 
 // Adds both ends of a transfer of chunk `chunk` to round `round`: a send at `from`, `receive` at `to`.

@@ -15,12 +15,13 @@ namespace {
 
 using Rule = CheckReport::Rule;
 
-// What is sent, and what a rank holds of a chunk. Immutable once it has been sent.
+// A rank's value of a chunk, or a sent value. Immutable once sent.
 struct Value {
-  std::vector<uint8_t> parts;  // [rank] how many times its contribution is included; saturates at 255
+  std::vector<uint8_t> parts;  // [rank]: how many times its contribution is included; saturates at 255
   int lossy_steps = 0;         // the maximum over all parts
   int inter_node_lossy_steps = 0;
-  bool exact = false;  // with the wire format only on links between nodes: closed without being rounded
+  // With the wire format only on links between nodes: closed without rounding.
+  bool exact = false;
 };
 
 struct Holding {
@@ -186,8 +187,8 @@ class Player {
   }
 
  private:
-  // All but the root receive the buffer once, and each node is entered by it once. The root sends it once to
-  // other nodes and once inside its own, where there are any.
+  // Every rank but the root receives the buffer once, and it enters each node once. The root sends it once to
+  // other nodes and once inside its own node, if there are any.
   void check_broadcast_cost() {
     const int root = s_.owner[0];
     auto expect = [&](int r, int64_t moved, int64_t want, const char* what) {
@@ -286,8 +287,8 @@ class Player {
     }
   }
 
-  // Closes the partial sums that this round sends for the first time, which rounds them. With the wire format
-  // only on links between nodes, a sum is rounded only if one of its sends goes over such a link.
+  // Closes, and so rounds, the partial sums that this round sends for the first time. With the wire format
+  // only on links between nodes, a sum is rounded only if one of its sends crosses such a link.
   void close_what_is_sent(int r, int k) {
     for (const Step& step : s_.rounds[r][k]) {
       if (step.kind != Step::Kind::send) continue;
@@ -319,7 +320,7 @@ class Player {
       receives.pop_front();
       const Step& sent = s_.rounds[from][send.round][send.step];
       const Step& wanted = s_.rounds[to][receive.round][receive.step];
-      // Once out of step, two ranks stay so: report only the first mismatch.
+      // A mismatch repeats in later transfers of the same two ranks: report only the first.
       if ((sent.chunk != wanted.chunk || send.round != receive.round) && !mismatched_[link(from, to)]) {
         mismatched_[link(from, to)] = true;
         violation(Rule::match, fmt::format("{}, but there it meets {}", describe(from, send.round, sent),
@@ -410,7 +411,7 @@ class Player {
   CheckReport& report_;
   std::vector<const Step*> first_use_;                        // [chunk] within the current round
   std::vector<Holding> holdings_;                             // [rank][chunk]
-  std::vector<std::deque<Post>> sends_, receives_;            // [from][to], posted and not yet matched
+  std::vector<std::deque<Post>> sends_, receives_;            // [from][to], posted and not matched yet
   std::vector<bool> mismatched_;                              // [from][to]
   std::vector<int> current_round_, outstanding_;              // [rank]
   std::vector<std::vector<std::shared_ptr<Value>>> arrived_;  // [rank][step of its current round]

@@ -3,17 +3,17 @@
 // It simulates the schedule by the rules of schedule.h. Each value is the list of ranks whose contributions
 // it holds and how often it was rounded. A round is a group whose transfers progress together, a send
 // completes only once its receive has been posted (rendezvous), and transfers between the same two ranks
-// match in order. What must hold:
-//   form      every rank has the same rounds; peers, chunks and owners exist; no rank talks to itself; in one
-//             round a rank does one kind of thing to a chunk; both ends agree on the link class
+// match in order. Rules:
+//   form      every rank has the same rounds; peers, chunks and owners exist; no rank sends to itself; in one
+//             round a rank does one kind of step to a chunk; both ends agree on the link class
 //   match     the k-th send from a to b and the k-th receive at b from a are for the same chunk, in the same
 //             round
 //   progress  every rank finishes its last round
-//   result    nothing is added to a partial sum after it was closed; every rank that the collective promises
-//             a chunk's final value ends with one that holds each rank's contribution exactly once
+//   result    nothing is added to a partial sum after it was closed; every rank that must get a chunk's final
+//             value ends with a value that holds each rank's contribution exactly once
 //   ownership an owner closes the final value of its chunks itself; every other rank copies it
 //   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; no
-//             value goes to another node after ranks of its own node got it unrounded; no hop adds more
+//             value goes to another node after ranks of its own node received it unrounded; no hop adds more
 //             messages than the kernels accept
 //   cost      bytes sent per rank and per link class are the known optimum for the collective and the kind
 #pragma once
@@ -32,8 +32,9 @@ struct CheckReport {
     Rule rule;
     std::string text;  // names rank, round and transfer, all counted from 0
   };
-  bool ok = false;                    // no violations at all
-  bool correct = false;               // none other than of rounding and cost: it computes its collective
+  bool ok = false;  // no violations
+  // No violations except of rounding and cost: it computes its collective.
+  bool correct = false;
   std::vector<Violation> violations;  // the first kMostViolations
   static constexpr int kMostViolations = 20;
   int64_t violations_found = 0;
@@ -45,7 +46,8 @@ struct CheckReport {
   int lossy_steps = 0, inter_node_lossy_steps = 0;
   int most_inputs = 0;  // the most messages merged when a partial sum is closed
 
-  std::string to_string() const;  // one line per violation, "ok" when there is none
+  // Returns one line per violation, or "ok".
+  std::string to_string() const;
 };
 
 CheckReport check(const Schedule& schedule);

@@ -34,7 +34,7 @@ struct Tree {
 // its height.
 int grow(Tree& tree, int begin, int end, int parent, int depth) {
   if (begin >= end) return -1;
-  // The middle one of the odd positions; a range of one position is a leaf.
+  // The middle odd position; a range of one position is a leaf.
   int first_odd = begin | 1, odds = (end - first_odd + 1) / 2;
   int top = end - begin == 1 ? begin : first_odd + (odds - 1) / 2 * 2;
   tree.parent[top] = parent;

@@ -13,9 +13,9 @@
 //   it only between nodes: 2 or N.
 // Sync points: rounds inside a node wait for its slowest rank, rounds between nodes as in their schedule.
 //
-// Partial sums leave a node only after phase 1, so what crosses to other nodes is already the node's sum. The
-// owner's first send of a finished chunk goes to another node, so the value that it keeps, and that phase 3
-// distributes, is the one that the wire carried.
+// Partial sums leave a node only after phase 1, so other nodes receive the node's sum. The owner's first send
+// of a finished chunk goes to another node, so the owner keeps, and phase 3 distributes, the transmitted
+// value.
 #include <fmt/format.h>
 
 #include "collectives/schedule/build.h"
@@ -69,7 +69,7 @@ Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
     }
   }
   if (nodes == 1) return s;
-  // The schedule between the nodes, run by each local index on its own shard.
+  // The schedule between the nodes; each local index runs it on its own shard.
   Schedule across = straight ? two_shot(nodes) : ring(nodes);
   for (int local = 0; local < per_node; ++local) {
     for (int node = 0; node < nodes; ++node) {

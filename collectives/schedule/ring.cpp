@@ -1,7 +1,7 @@
 // Ring allreduce: the classic bandwidth-optimal schedule.
 //
 // Phases: n-1 rounds of reduce-scatter, n-1 of all-gather. In each round every rank sends one chunk of S/n to
-//   its right neighbour and receives one from its left. Chunk c starts at rank c + 1, picks up a contribution
+//   its right neighbour and receives one from its left. Chunk c starts at rank c + 1, collects a contribution
 //   per hop, is complete at rank c, its owner, and then goes around once more.
 // Bytes per rank: 2 (n-1)/n S, the minimum, all over one link.
 // Lossy steps: n, one per hop of the reduction and the owner's encode, so the error grows with n.

@@ -73,7 +73,7 @@ void add_transfer(Schedule& schedule, int round, int from, int to, int chunk, St
 
 namespace {
 
-// The transfers of an allreduce whose receiving step is of kind `receive`.
+// Returns the transfers of an allreduce whose receiving step is of kind `receive`.
 Schedule half(const Schedule& allreduce, Collective collective, Step::Kind receive) {
   if (allreduce.collective != Collective::allreduce) {
     throw BadInput(fmt::format("cannot take the {} half of a {}; give an allreduce", name(collective),
@@ -84,7 +84,7 @@ Schedule half(const Schedule& allreduce, Collective collective, Step::Kind recei
   for (int k = s.num_rounds(); k-- > 0;) {
     size_t left = 0;
     for (int r = 0; r < s.world; ++r) {
-      // A send does not tell which half it belongs to; the receiving step, in the same round, does.
+      // A send does not say which half it belongs to; the receiving step, in the same round, does.
       std::erase_if(s.rounds[r][k], [&](const Step& step) {
         if (step.kind != Step::Kind::send) return step.kind != receive;
         const Round& other = allreduce.rounds[step.peer][k];
@@ -104,7 +104,7 @@ Schedule half(const Schedule& allreduce, Collective collective, Step::Kind recei
 
 Schedule reduce_scatter(const Schedule& allreduce) {
   Schedule s = half(allreduce, Collective::reduce_scatter, Step::Kind::recv_reduce);
-  // The owner's own encode belongs to the gather.
+  // The owner's encode belongs to the gather.
   s.lossy_steps = std::max(0, s.lossy_steps - 1);
   s.inter_node_lossy_steps = std::max(0, s.inter_node_lossy_steps - 1);
   return s;
@@ -267,7 +267,7 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
       return double_tree(world);
     case ScheduleKind::hierarchical: {
       Topology t = detail::complete(topology, world);
-      // With very many nodes a ring between them, because each of its steps adds a single message.
+      // With very many nodes, a ring between them: each of its steps adds a single message.
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
     }

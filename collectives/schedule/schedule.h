@@ -1,26 +1,26 @@
 // Schedules are data: for each rank, rounds of transfers that make up a collective. A schedule touches
-// neither memory nor a wire; one program runs all schedules, one checker proves them, one planner predicts
-// their cost.
+// neither memory nor wire formats. One program runs all schedules, one checker proves them, one planner
+// predicts their cost.
 //
 // The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
 // together, as in an NCCL group; a round starts when the previous one is done on this rank. Kinds of step:
-//   send c to p              what this rank holds of chunk c: its partial sum, or the final value
+//   send c to p              this rank's value of chunk c: its partial sum, or the final value
 //   recv_reduce c from p     a contribution, added to this rank's partial sum of c
 //   recv_copy c from p       the final value of c
-// A rank's first send of c closes its partial sum of c: nothing may be added after that. What the owner of c
-// closes is final. The collectives differ in where they begin and end:
+// A rank's first send of c closes its partial sum of c: nothing may be added after that. A sum closed by the
+// owner of c is final. The collectives differ in where they begin and end:
 //   allreduce        every rank begins with a part of every chunk and ends with every final value
 //   reduce_scatter   begins the same way; ends with each owner holding the final value of its chunks
 //   all_gather       begins where reduce_scatter ends, and ends where allreduce does
 //   broadcast        an all_gather in which one rank, the root, owns every chunk
 //
 // Summation order is part of a schedule's meaning: when a partial sum is closed, its parts are added in FP32
-// in ascending order of the source rank, this rank's own part in its place.
+// in ascending order of the source rank, including this rank's own part.
 //
-// Within a round order does not matter, except that transfers between the same two ranks match in order: what
-// is sent was complete before the round began, and in one round a rank does only one of the three things to a
-// chunk (any number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in
-// the same round of their ranks, so round k of all ranks is one closed exchange and no round can deadlock.
+// Within a round order does not matter, except that transfers between the same two ranks match in order. Sent
+// values were complete before the round began. In one round a rank does only one kind of step to a chunk (any
+// number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in the same
+// round of their ranks, so round k of all ranks is one closed exchange and no round can deadlock.
 //
 // checker.h proves all of this for a given schedule.
 #pragma once
@@ -32,12 +32,12 @@
 namespace gradwire {
 
 enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadcast };
-// How transfers are arranged. `automatic` leaves the choice to the planner (collectives/plan); no schedule
-// has that kind. `nccl` leaves everything to NCCL.
+// How transfers are arranged. `automatic` lets the planner (collectives/plan) choose; no schedule has that
+// kind. `nccl` lets NCCL arrange them.
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical, nccl };
 
 const char* name(Collective collective);
-const char* name(ScheduleKind kind);  // as the spec grammar has it: "auto", "ring", ...
+const char* name(ScheduleKind kind);  // as in the spec grammar: "auto", "ring", ...
 
 struct Step {
   enum class Kind : uint8_t { send, recv_reduce, recv_copy };
@@ -52,12 +52,13 @@ struct Step {
 
 using Round = std::vector<Step>;
 
-// How a schedule is carried out: by messages or, where ranks read each other's memory, a two-shot by one kernel, in two
-// shots or in one (kernels/wire/fused.h), and a hierarchical one with messages between nodes only. All of these give the
-// bits of messages. `library` is an allreduce of the transport's own, which is not told how to do it.
+// How a schedule is executed. `messages`: by sends and receives. Where ranks read each other's memory: a
+// two-shot as one kernel, in two shots or one (kernels/wire/fused.h), and a hierarchical schedule with
+// messages between nodes only. All give the bits of messages. `library`: the transport's own allreduce, which
+// ignores the schedule.
 enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, node_windows, library };
 
-// Whether ranks may read each other's memory instead of sending messages: never, wherever they can, or where it is
+// Whether ranks may read each other's memory instead of sending messages: never, wherever possible, or where
 // predicted to be faster.
 enum class Lsa : uint8_t { off, on, automatic };
 
@@ -81,13 +82,13 @@ struct Schedule {
   // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
   int nodes = 1;
   int per_node = 1;
-  std::vector<std::vector<Round>> rounds;  // [rank][round]; every rank has the same number of rounds
+  // [rank][round]; every rank has the same number of rounds.
+  std::vector<std::vector<Round>> rounds;
 
   int num_rounds() const { return rounds.empty() ? 0 : static_cast<int>(rounds[0].size()); }
 };
 
-// Below, S is the size of the whole buffer; each function's file says how it works. The first four are
-// allreduces.
+// Below, S is the size of the whole buffer; each function's file explains it. The first four are allreduces.
 
 // n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
 Schedule ring(int world);
@@ -102,24 +103,26 @@ Schedule double_tree(int world);
 // node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
 
-// NCCL's own allreduce. Which transfers it makes only NCCL knows. These are a ring's, and nobody makes them: its bytes,
-// the minimum, are what is counted.
+// NCCL's own allreduce. NCCL's transfers are unknown. The schedule's transfers are a ring's and are never
+// made: they count its bytes, the minimum.
 Schedule nccl_allreduce(int world);
 
-// The two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
-// values. Rounds that become empty on all ranks are dropped. Throws BadInput for another collective.
+// Return the two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
+// values. Rounds that become empty on all ranks are dropped. Throw BadInput for another collective.
 Schedule reduce_scatter(const Schedule& allreduce);
 Schedule all_gather(const Schedule& allreduce);
 
-// From `root` to all: as a chain (ring), through all pairs (two_shot), or entering each node once
-// (hierarchical). Each rank but the root receives S, the minimum; broadcast.cpp says what each sends. One lossy
-// step. Throws BadInput for schedule=tree, a root that does not exist, and shapes that are not the world.
+// Sends from `root` to all ranks: as a chain (ring), through all pairs (two_shot), or entering each node once
+// (hierarchical). Each rank but the root receives S, the minimum; broadcast.cpp lists the bytes sent. One
+// lossy step. Throws BadInput for schedule=tree, a root that does not exist, and shapes that do not match the
+// world.
 Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology = {});
 
-// The same schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
-// whole. So the parts share the links, and between two rounds of one part there is a round of others during
-// which its contributions can be added up: a round never needs what the previous round received. 2 (rounds -
-// 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself. Same sums, same bits.
+// Runs the schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
+// whole. The parts share the links, and between two rounds of one part there is a round of other parts,
+// during which its contributions can be added up: a round never needs data received in the previous round.
+// Takes 2 (rounds - 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself. Same
+// sums, same bits.
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`
@@ -130,24 +133,23 @@ struct ChunkRange {
 };
 ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
 
-// Sizes of the ranks' shards, (world), chosen by the caller: any size, 0 too. Shards lie one after another in
-// rank order. Empty: shards follow from an even cut into chunks.
+// Sizes of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards follow each other
+// in rank order. Empty: shards follow from an even cut into chunks.
 using Shards = std::vector<int64_t>;
-// Where each chunk lies, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
-// evenly as `granularity` allows among the chunks that the rank owns. Throws BadInput unless there is one
-// shard for each rank, they add up to `count`, and every rank with a shard owns a chunk.
+// Returns each chunk's range, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
+// evenly as `granularity` allows among the owner's chunks. Throws BadInput unless there is one shard per
+// rank, they add up to `count`, and every rank with a shard owns a chunk.
 std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
                                      int64_t granularity = 8);
 
-// Elements this rank sends when the schedule runs over `count` elements.
+// Returns the elements this rank sends when the schedule runs over `count` elements.
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards = {});
-// Elements of the chunks that this rank owns.
 int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8,
                        const Shards& shards = {});
 
-// An allreduce of this kind. Throws BadInput for a kind that cannot serve this world.
+// Returns an allreduce of this kind. Throws BadInput for a kind that does not support this world.
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology = {});
-// The same for any collective; `root` is that of a broadcast. Throws BadInput also for a collective that has no
+// The same for any collective; `root`: of a broadcast. Also throws BadInput for a collective without a
 // schedule of this kind.
 Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology = {},
                        int root = 0);
