@@ -1,21 +1,21 @@
-// `powersgd` with alternate=on: P and Q in turns, one of them in each step (ACP-SGD: Zhang et al., "Evaluation
-// and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023). Half of PowerSGD's
-// bytes, and one collective instead of two.
+// `powersgd` with alternate=on: sends P and Q in turns, one of them in each step (ACP-SGD: Zhang et al.,
+// "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS 2023). Half of
+// PowerSGD's bytes, and one collective instead of two.
 //
-// A step of a bucket that sends P; the next one sends Q, with P and Q, rows and columns exchanged:
-//   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns are
-//                  orthonormal
+// A step of a bucket that sends P. The next step sends Q, with P and Q, rows and columns exchanged:
+//   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns
+//                  are orthonormal
 //   pack           dense tensors (vectors, small matrices) after P
 //   allreduce      [P | dense], mean
 //   unpack         dense tensors, which are now done
 //   orthonormalize P into P0, which the next step projects with; matrices with non-finite values are flagged
 //                  here, identically on every rank; a column that vanished is re-seeded
-//   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as the paper has it, is left for the
-//                  next step's project, or for whoever reads it before
+//   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as in the paper, is computed by
+//                  the next step's project, or by an earlier reader
 //
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), because Q0 is the same on all
-// ranks and P enters linearly. What this rank's encodes lose of P on a lossy wire stays in E along with the
-// rest: E = M - (P_own - lost) Q0^T.
+// ranks and P enters linearly. On a lossy wire the error of this rank's encodes of P stays in E: E = M -
+// (P_own - lost) Q0^T.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -56,7 +56,7 @@ class AcpCodec final : public Codec {
     }
     if (lazy()) {
       residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
-        for (const Turn& turn : turns_) {  // one of which has nothing left
+        for (const Turn& turn : turns_) {  // one of them has nothing pending
           settle(stream, matrices_, residual_.values(), pending(turn), turn.which, begin, end);
         }
       });
@@ -90,7 +90,7 @@ class AcpCodec final : public Codec {
     const Turn &now = turns_[which], &other = turns_[1 - which];
     residual_.load(stream, phases);
     phases.enter(stream, Phase::compress);
-    // The other turn's gaps are elsewhere.
+    // The other turn's gaps are at other places.
     if (!spec_.wire->exact) fill_zero(stream, sum_.data(), sum_.bytes());
     if (matrices_.count() > 0) project(stream, now, other);
     pack(stream, {&now.dense, gradients_, sum_.as<float>(), false});
@@ -152,23 +152,23 @@ class AcpCodec final : public Codec {
       if (turn.elements + plan_.dense_elements > 0) {
         all.push_back({turn.part, turn.choice.schedule.kind, turn.choice.reason});
       }
-      if (matrices_.count() == 0) break;  // both sum the dense tensors alone
+      if (matrices_.count() == 0) break;  // both sum only the dense tensors
     }
     return all;
   }
 
  private:
-  // What is specific to the steps that send one of the factors.
+  // The state of the steps that send one of the factors.
   struct Turn {
     Factor which = Factor::p;
     std::string part = {};
     int64_t elements = 0;     // of the factor
     SegmentTable dense = {};  // packed after it
-    Buffer basis = {};        // the factor's orthonormal columns, with which the other turn projects
-    Buffer kept = {};         // lost - own, of the factor: with the other's basis, what E is beyond M
+    Buffer basis = {};        // the factor's orthonormal columns; the other turn projects with them
+    Buffer kept = {};         // lost - own, of the factor; times the other's basis: E - M
     SchedulePlanner::Choice choice = {};
     std::unique_ptr<Program> allreduce = {};  // of [factor | dense], in sum_
-    ThinProducts* by = nullptr;               // of the factor's products; null: the fused kernel
+    ThinProducts* by = nullptr;               // computes the factor's products; null: the fused kernel
   };
 
   Turn make_turn(const BucketContext& c, Factor which) const {
@@ -190,9 +190,9 @@ class AcpCodec final : public Codec {
     return turn;
   }
 
-  // Whether E is left for the next step: not where it is encoded at the end of this one.
+  // Whether the next step computes E. Not if E is encoded at the end of this step.
   bool lazy() const { return residual_ && !residual_.encoded(); }
-  // What a step that sends `turn`'s factor leaves.
+  // Returns the part of E that a step sending `turn`'s factor leaves pending.
   PendingFactors pending(const Turn& turn) const {
     const bool p = turn.which == Factor::p;
     return {.p = (p ? turn.kept : turns_[0].basis).as<const float>(),
@@ -277,11 +277,12 @@ class AcpCodec final : public Codec {
   const uint64_t* step_;
   MatrixTable matrices_;
   const bool put_back_;  // error feedback over a lossy wire
-  Residual residual_;    // E, or M and what is pending; also of dense tensors if the wire is lossy
-  Buffer sum_;           // [P | dense] or [Q | dense]: first this rank's, then the mean
-  Buffer lost_;          // [P | dense] or [Q | dense], lossy wires only: the residual of the allreduce
+  // E, or M with a pending part; also of dense tensors if the wire is lossy.
+  Residual residual_;
+  Buffer sum_;   // [P | dense] or [Q | dense]: first this rank's, then the mean
+  Buffer lost_;  // [P | dense] or [Q | dense], lossy wires only: the allreduce's residual
   Buffer flags_;
-  Buffer marks_;               // scratch of passes by the library
+  Buffer marks_;               // scratch of the library's passes
   std::array<Turn, 2> turns_;  // P's, then Q's
   std::unique_ptr<Program> before_start_;
 };

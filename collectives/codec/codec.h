@@ -1,8 +1,8 @@
 // A codec averages the gradients of one bucket over the ranks while sending few bytes.
 //
-// To add one: derive from Codec, construct it in make_codec(), give it a name in the spec grammar (spec.h).
-// The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then pick it up
-// through its spec string.
+// To add one: derive from Codec, construct it in make_codec(), and add its name to the spec grammar (spec.h).
+// The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then use it through
+// its spec string.
 #pragma once
 
 #include <memory>
@@ -22,13 +22,13 @@ namespace gradwire {
 // A tensor's position in a bucket.
 struct BucketTensor {
   std::string name;
-  int64_t rows = 0, cols = 0;  // as PowerSGD sees it: shape[0] x the rest; a vector has cols == 1
+  int64_t rows = 0, cols = 0;  // for PowerSGD: shape[0] x the rest; a vector has cols == 1
   int64_t offset = 0;          // of its first element, from the bucket's start
   int32_t index = 0;           // in the whole model
   int64_t count() const { return rows * cols; }
 };
 
-// The part of a spec that the planner needs.
+// Returns the part of a spec that the planner needs.
 inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
   return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .lsa = spec.lsa};
 }
@@ -42,29 +42,29 @@ struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
   Schedule schedule;                         // of every allreduce, unless there is a planner
-  const SchedulePlanner* planner = nullptr;  // used only while the codec is constructed
+  const SchedulePlanner* planner = nullptr;  // used only during the codec's construction
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
-  // A sharded reducer's: each rank needs only its own part of the mean, so a codec may end with a reduce-scatter.
-  // Codecs that cannot (those with factors or coordinates in common) leave the mean on every rank.
+  // For a sharded reducer: each rank needs only its own part of the mean, so a codec may end with a
+  // reduce-scatter. Codecs with common factors or coordinates cannot, and leave the mean on every rank.
   Shards shards = {};                                // of the bucket, by rank; empty: not sharded
-  const SchedulePlanner* scatter_planner = nullptr;  // of reduce-scatters
+  const SchedulePlanner* scatter_planner = nullptr;  // for reduce-scatters
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   // For exchanges that overlap with kernels, and the size of their slices (see Program::Options). Ordered
   // with the exchanges on the stream given to run().
   Stream transfers;
   int64_t slice_bytes = 0;
-  bool beside_others = false;  // other buckets run at the same time, on another stream
+  bool beside_others = false;  // other buckets run concurrently on another stream
   std::vector<BucketTensor> tensors;
-  std::vector<ElementSpan> aside;  // parts of them that the codec does not compress, in the order of offsets
-  Wire dense_wire = kFp32;         // of what is averaged beside the compressed tensors (dense.h)
-  float* gradients = nullptr;      // the bucket; null when rebind() comes before the first run()
-  int64_t elements = 0;            // of the bucket, gaps between tensors included
+  std::vector<ElementSpan> aside;  // parts that the codec does not compress, by offset
+  Wire dense_wire = kFp32;         // for parts averaged separately (dense.h)
+  float* gradients = nullptr;      // the bucket; null if rebind() precedes the first run()
+  int64_t elements = 0;            // of the bucket, including gaps between tensors
   int64_t first_element = 0;       // of the bucket within the model's flat gradient
   float scale = 1.0f;              // 1 / world for the mean
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
-  // For floats that an allreduce sends and receives in place.
+  // Returns memory for floats that an allreduce sends and receives in place.
   Buffer exchanged(int64_t floats) const {
     return transport->exchange_memory(static_cast<size_t>(floats) * sizeof(float));
   }
@@ -72,7 +72,7 @@ struct BucketContext {
 
 // An allreduce that a codec performs in each step, and its schedule.
 struct PlannedAllreduce {
-  std::string what;  // "" when it is the only one
+  std::string what;  // "" for a codec's only one
   ScheduleKind schedule = ScheduleKind::ring;
   std::string reason;
 };
@@ -81,27 +81,27 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Scratch shared with the other buckets of the same stream; bind() is called once, before the first run().
+  // Scratch shared with the other buckets of the same stream. bind() is called once, before the first run().
   virtual size_t workspace_bytes() const = 0;
   virtual void bind(void* workspace) = 0;
-  // The bucket's gradients have moved, with the same layout. Only while none of its work is in flight.
+  // Moves the bucket's gradients, with the same layout. Only while none of the codec's work is in flight.
   virtual void rebind(float* gradients) = 0;
-  // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0. Tells
-  // `phases` which phase the work on `stream` belongs to: compression, exchanges or decompression.
+  // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0. Reports
+  // to `phases` the phase of the work on `stream`: compression, exchanges or decompression.
   virtual void run(const Stream& stream, int64_t step, BucketPhases& phases) = 0;
   void run(const Stream& stream, int64_t step) {
     BucketPhases nobody;
     run(stream, step, nobody);
   }
-  // From this step on run() enqueues the same work in every step, so it can be captured in a graph. Anything
-  // that still differs between steps depends on BucketContext::step, on the device.
+  // Returns the step from which run() enqueues the same work in every step, so that it can be captured in a
+  // graph. Remaining differences between steps depend on BucketContext::step, on the device.
   virtual int64_t steady_from() const { return 0; }
-  // The same work in every period()-th step only: 2 when two kinds of step alternate.
+  // Returns the period in steps of the enqueued work: 2 if two kinds of step alternate.
   virtual int64_t period() const { return 1; }
 
-  // The residual of error feedback; null: none.
+  // Returns the residual of error feedback; null: none.
   virtual Residual* residual() { return nullptr; }
-  // All other state that outlives a step, by tensor (BucketTensor::index).
+  // Returns all other state that outlives a step, by tensor (BucketTensor::index).
   virtual std::vector<TensorState> tensor_state() { return {}; }
   virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
   virtual std::string describe() const = 0;
@@ -109,18 +109,16 @@ class Codec {
 };
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
-// The codec that the spec names, for all tensors of the context: what make_codec() makes of the ones that are
-// not dense (dense.h).
+// Returns the codec named by the spec, for all tensors of the context. make_codec() uses it for the tensors
+// that are not dense (dense.h).
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
 
-// The codec of every wire format: one allreduce of the whole bucket.
+// Returns the codec of a wire format: one allreduce of the whole bucket.
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);
-// The rank at which `powersgd` compresses a rows x cols tensor; 0: it stays dense. PyTorch's rule: compress
-// if the factors are spec.min_ratio times smaller than the matrix; never vectors.
+// Returns the rank at which `powersgd` compresses a rows x cols tensor; 0: it stays dense. PyTorch's rule:
+// compress if the factors are spec.min_ratio times smaller than the matrix; never vectors.
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols);
-// The codec of `powersgd`.
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context);
-// The codec of `randk`.
 std::unique_ptr<Codec> make_randk_codec(const BucketContext& context);
 
 }  // namespace gradwire

@@ -1,15 +1,15 @@
-// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32 (BF16 gradients in
-// BF16), and the other elements through another codec. One step:
-//   pack         dense tensors and ends into a separate buffer; zeros take their places in the bucket
+// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32 (BF16
+// gradients in BF16), and the other elements through another codec. One step:
+//   pack         dense tensors and ends into a separate buffer; zeros replace them in the bucket
 //   allreduce    that buffer, in FP32 or BF16
-//   the codec    of the whole bucket, which sees zeros there
+//   the codec    of the whole bucket, including the zeros
 //   unpack       the averages into their places
-// One small exchange more than without; the zeros cost as many bytes as the codec's format takes for them, an
-// eighth of the tensors' FP32 or less in the formats that do this by default. Nothing is copied but the dense
-// tensors: 20 bytes for each of their elements.
+// Costs one small exchange more. The zeros cost as many bytes as the codec's format takes for them: at most
+// an eighth of the tensors' FP32 in the formats that do this by default. Only the dense tensors are copied:
+// 20 bytes per element.
 //
-// A bucket of dense tensors alone is one allreduce in place. BF16 rounds what the ranks add, as PyTorch does; error
-// feedback would send the rest later, but the result is rounded to BF16 in any case.
+// A bucket of only dense tensors is one allreduce in place. BF16 rounds sums over ranks, as PyTorch does.
+// Error feedback would send the error later, but the result is rounded to BF16 in any case.
 #include <fmt/format.h>
 #include <fnmatch.h>
 
@@ -53,7 +53,7 @@ class DenseCodec final : public Codec {
 
   static constexpr int64_t kUnit = 4;  // elements, for vectorized kernels
 
-  // One for both: they do not run at the same time.
+  // Shared: the two do not run concurrently.
   size_t workspace_bytes() const override {
     return std::max(codec_->workspace_bytes(), allreduce_.workspace_bytes());
   }
@@ -94,8 +94,8 @@ class DenseCodec final : public Codec {
   }
 
  private:
-  // A loaded state, perhaps from another layout, may have residuals of ends and dense tensors. What codecs make of them
-  // is overwritten, and they leave none there.
+  // A loaded state, perhaps from another layout, may hold residuals of ends and dense tensors. Adds them
+  // here, because the codec's output there is overwritten. No residual is left there.
   void add_residual(const Stream& stream, BucketPhases& phases) {
     const Residual& all = *codec_->residual();
     all.load(stream, phases);
@@ -114,7 +114,7 @@ class DenseCodec final : public Codec {
   int64_t elements_;
   float* gradients_;
   Buffer packed_;
-  Buffer kept_;  // with error feedback: residuals that were loaded
+  Buffer kept_;  // with error feedback: loaded residuals
   Wire wire_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;

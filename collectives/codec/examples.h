@@ -1,5 +1,5 @@
-// Lists of specs that tests, benchmarks and `gradwire compare --preset` run through. Wire formats are included
-// automatically; add a line for a new codec or option, and all of these cover it.
+// Lists of specs for tests, benchmarks and `gradwire compare --preset`. Wire formats are included
+// automatically. Add a line for a new codec or option, and all of these cover it.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace gradwire {
 
-// Every wire format as it is by default and, where it has that, with stochastic rounding.
+// Returns every wire format with default options and, if supported, with stochastic rounding.
 inline std::vector<std::string> format_specs() {
   std::vector<std::string> all;
   for (Wire wire : wire_formats()) {
@@ -22,8 +22,8 @@ inline std::vector<std::string> format_specs() {
   return all;
 }
 
-// `--preset shelf`: what one would choose from. Every format as it is by default, and the options that make one
-// another choice.
+// `--preset shelf`: the practical choices. Every format with default options, and the options that change the
+// trade-off.
 inline std::vector<std::string> shelf_specs() {
   std::vector<std::string> all;
   for (Wire wire : wire_formats()) all.emplace_back(wire->name);
@@ -34,8 +34,8 @@ inline std::vector<std::string> shelf_specs() {
   return all;
 }
 
-// A spec of every kind to test: identical bits on all ranks, conservation, resuming and the benchmarks run
-// through this list.
+// Returns a spec of every kind to test: identical bits on all ranks, conservation, resuming and the
+// benchmarks use this list.
 inline std::vector<std::string> example_specs() {
   std::vector<std::string> all = format_specs();
   for (Wire wire : wire_formats()) {
@@ -70,8 +70,8 @@ inline std::vector<std::string> example_specs() {
   return all;
 }
 
-// All of them with every schedule. Rounding at random, or another wire format in the same codec, changes nothing
-// about the exchanges: each of those gets one schedule, in turns.
+// Returns all of them with every schedule. Stochastic rounding, or another wire format in the same codec,
+// does not change the exchanges: such specs get one schedule each, in turns.
 inline std::vector<std::string> example_specs_with_schedules() {
   const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
   std::vector<std::string> all = {

@@ -39,7 +39,7 @@ const char* name(PowerSgdPass::Kind kind) {
   }
 }
 
-// Elements of an array that the matrices' parts at `offset` lie in.
+// Returns the size, in elements, of an array that holds the matrices' parts at `offset`.
 template <typename Count>
 int64_t extent(const MatrixTable& table, int64_t MatrixDescriptor::*offset, const Count& count) {
   int64_t end = 0;
@@ -47,7 +47,7 @@ int64_t extent(const MatrixTable& table, int64_t MatrixDescriptor::*offset, cons
   return end;
 }
 
-// Microseconds of a run, the least of a few; the first is not counted.
+// Returns the microseconds of one run: the least of several. The first run is a warm-up.
 double time_us(const Stream& stream, const std::function<void()>& run) {
   constexpr int kTimes = 3, kRuns = 4;
   Event begin = Event::create_timer(stream.device()), end = Event::create_timer(stream.device());
@@ -172,7 +172,7 @@ std::vector<ThinProducts*> choose_products(const BucketContext& c, const std::ve
   const Device device = c.transport->device();
   ThinProducts* const library = thin_products(device);
   const Request request = requested();
-  // The host has no library but a test's stand-in.
+  // The host has no library except a test's stand-in.
   if (passes.empty() || (device.is_host() && library == nullptr)) return chosen;
   if (request == Request::library && library == nullptr) {
     throw BadInput(fmt::format("{}=library, but {}; install it, or take auto or fused", kVariable,

@@ -1,13 +1,13 @@
 // `powersgd`: rank-r approximation of each gradient matrix (Vogels et al., arXiv 1905.13727), one step of
 // subspace iteration per training step, with the residual kept locally.
 //
-// One step of a bucket: two collectives, the second split in two halves in a large bucket:
+// One step of a bucket: two collectives; in a large bucket the second is split in two halves:
 //   project        E of the last step; M = G + E (into E's memory), P = M Q   on this rank
 //   pack           dense tensors (vectors, small matrices) after P
 //   allreduce 1    [P | dense], mean
 //   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
 //   unpack         dense tensors, which are now done
-//   back_project   Q = M^T P. E = M - P Q^T is left for the next step's project, or for whoever reads it before
+//   back_project   Q = M^T P. E = M - P Q^T is computed by the next step's project, or by an earlier reader
 //   allreduce 2    Q, mean. In two halves the exchange of the first overlaps with back_project of the second,
 //                  and that of the second with reconstruct of the first
 //   reconstruct    G = P Q^T
@@ -15,7 +15,7 @@
 //
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
 // the same on all ranks and the applied Q is the mean of theirs. With a lossy wire each encode of Q has an
-// error; the rank that encoded keeps it: E = M - P (Q - lost)^T. A lossy wire for P loses nothing of the
+// error; the encoding rank keeps it: E = M - P (Q - lost)^T. A lossy wire for P loses nothing of the
 // gradient: it only tilts the subspace, identically on all ranks.
 #include <fmt/format.h>
 
@@ -80,7 +80,7 @@ class PowerSgdCodec final : public Codec {
 
   void bind(void* workspace) override {
     workspace = residual_.bind(workspace);
-    // One workspace for all: no two allreduces run at the same time.
+    // One workspace for all: allreduces do not run concurrently.
     p_allreduce_.bind(workspace);
     for (Half& half : halves_) half.allreduce->bind(workspace);
     if (before_start_) before_start_->bind(workspace);
@@ -101,7 +101,7 @@ class PowerSgdCodec final : public Codec {
     float* p = p_.as<float>();
     float* q_sum = q_sum_.as<float>();
     const bool any_matrix = matrices_.count() > 0;
-    if (!spec_.wire->keeps_zero()) {  // in the gaps, too
+    if (!spec_.wire->keeps_zero()) {  // including the gaps
       for (Buffer* b : {&p_, &q_sum_}) fill_zero(stream, b->data(), b->bytes());
     }
     if (any_matrix) {
@@ -118,7 +118,7 @@ class PowerSgdCodec final : public Codec {
     }
     pack(stream, {&dense_, gradients_, p, false});
     if (with_wire_residual()) {
-      // By the next step the error of P's encode belongs to another basis: keep only that of dense tensors.
+      // In the next step the error of P's encode belongs to another basis: keep only that of dense tensors.
       fill_zero(stream, p_residual_.data(), p_residual_.bytes());
       pack(stream, {&dense_, residual_.values(), p_residual_.as<float>(), false});
     }
@@ -248,12 +248,12 @@ class PowerSgdCodec final : public Codec {
     SchedulePlanner::Choice choice;
     std::unique_ptr<Program> allreduce;
     ThinProducts* back_project_by = nullptr;  // null: the fused kernel
-    Event ready, summed;                      // Q is complete on this rank, and summed over all
+    Event ready, summed;                      // Q is complete on this rank; Q is summed over all ranks
   };
 
-  // One part, or two of about the same size if there is enough to overlap: back_project over half of the
-  // matrices must take longer than an additional exchange. Measured over TCP on four hosts with one core
-  // each: a bucket of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two.
+  // One part, or two of about the same size if back_project over half of the matrices takes longer than an
+  // additional exchange. Measured over TCP on four hosts with one core each: a bucket of 6.5 million elements
+  // takes 37 to 38 ms in one part and 40 to 41 ms in two.
   static constexpr int64_t kElementsToHalve = 32 << 20;
   void make_halves(const BucketContext& c) {
     const auto& all = plan_.matrices;
@@ -291,7 +291,7 @@ class PowerSgdCodec final : public Codec {
     }
   }
 
-  // Q's pass, then P's of each half.
+  // Returns Q's pass, then P's of each half.
   std::vector<PowerSgdPass> passes() const {
     if (matrices_.count() == 0) return {};
     std::vector<PowerSgdPass> all{
@@ -314,7 +314,7 @@ class PowerSgdCodec final : public Codec {
 
   bool with_wire_residual() const { return lossy_ && spec_.error_feedback; }
 
-  // Whether E is left for the next step: not where it is encoded at the end of this one.
+  // Whether the next step computes E. Not if E is encoded at the end of this step.
   bool lazy() const { return residual_ && !residual_.encoded(); }
   PendingFactors pending() const { return {basis_.as<const float>(), q_kept_.as<const float>()}; }
 
@@ -334,16 +334,16 @@ class PowerSgdCodec final : public Codec {
   Buffer p_;           // [P | dense]
   Buffer basis_;       // the orthonormal P
   Buffer p_residual_;  // scratch, lossy wires only: the residual of [P | dense] during allreduce 1
-  Buffer q_;           // the orthonormal Q that a step starts from
+  Buffer q_;           // the orthonormal Q at a step's start
   Buffer q_sum_;       // this step's Q
   Buffer q_lost_;      // lossy wires only
-  Buffer q_kept_;      // lost - own, of Q: with P, what E is beyond M
+  Buffer q_kept_;      // lost - own, of Q; P times it: E - M
   Buffer flags_;
-  Buffer marks_;                        // scratch of passes by the library
+  Buffer marks_;                        // scratch of the library's passes
   ThinProducts* project_by_ = nullptr;  // null: the fused kernel
   SchedulePlanner::Choice p_choice_;
   Program p_allreduce_;
-  std::vector<Half> halves_;  // none without matrices
+  std::vector<Half> halves_;  // empty without matrices
   std::unique_ptr<Program> before_start_;
   Stream transfers_;
 };

@@ -1,5 +1,5 @@
-// What the two codecs of `powersgd` share: which tensors are compressed, where each goes in the packed factors,
-// and their allreduces.
+// Common parts of the two `powersgd` codecs: which tensors are compressed, their places in the packed
+// factors, and their allreduces.
 #pragma once
 
 #include <memory>
@@ -20,24 +20,24 @@ struct PowerSgdPlan {
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 
   explicit PowerSgdPlan(const BucketContext& context);
-  // The dense pieces, packed after `elements` elements of a factor.
+  // Returns the dense pieces, packed after `elements` elements of a factor.
   std::vector<Segment> dense_after(int64_t elements) const;
 };
 
-// How a part of the bucket, such as "Q", is summed; `first_element` tells its stochastic rounding from that of
-// other parts.
+// Returns the options of the allreduce of `part` of the bucket, such as "Q". `first_element` distinguishes
+// its stochastic rounding from that of other parts.
 Program::Options powersgd_options(const BucketContext& context, const std::string& part,
                                   uint64_t first_element, int64_t slice_bytes);
 
-// The plain FP32 allreduce of the steps before spec.start; null when there are none.
+// Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.
 std::unique_ptr<Program> make_plain_start(const BucketContext& context);
 
-// Random orthonormal columns, the same on every rank: orthonormalizing zeros re-seeds every column.
+// Draws random orthonormal columns, the same on every rank: orthonormalizing zeros re-seeds every column.
 void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,
                 int32_t* flags, uint64_t seed, const uint64_t* step);
 
-// Brings the matrices among elements [begin, end) of the residual up to date: adds what is pending of them, and sets
-// `zeroed`, which is one of its factors, to zero there, so that nothing is.
+// Brings the matrices among elements [begin, end) of the residual up to date: adds their pending parts, then
+// sets `zeroed`, one of the pending factors, to zero there, so that nothing remains pending.
 void settle(const Stream& stream, const MatrixTable& matrices, float* residual, const PendingFactors& pending,
             Factor zeroed, int64_t begin, int64_t end);
 

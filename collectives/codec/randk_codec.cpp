@@ -3,12 +3,12 @@
 //
 // One step of a bucket, one collective:
 //   gather      S = G + E; the values of S at this step's coordinates, drawn from (seed, step, tensor)
-//               alike on every rank; E keeps all else, G becomes 0                       on this rank
-//   allreduce   the values, mean: nothing says where they belong
+//               identically on every rank; E keeps the rest, G becomes 0                 on this rank
+//   allreduce   the values, mean; coordinates are not sent
 //   scatter     G = the mean, at those coordinates
 //
-// Conservation: S is the values and E. What a lossy wire loses of a value goes back to its place in E. Without
-// error feedback all else is dropped; nothing is scaled up, so the expected squared error is 1 - k/n.
+// Conservation: S is the values and E. The error of a lossy wire is added to E at the value's place. Without
+// error feedback the rest is dropped and nothing is scaled up, so the expected squared error is 1 - k/n.
 #include <fmt/format.h>
 
 #include "collectives/codec/codec.h"
@@ -71,7 +71,7 @@ class RandKCodec final : public Codec {
                           .chosen = chosen_.as<int64_t>(),
                           .seed = spec_.seed,
                           .step = step_});
-    fill_zero(stream, lost_.data(), lost_.bytes());  // what the last step lost is in the residual
+    fill_zero(stream, lost_.data(), lost_.bytes());  // the last step's losses are in the residual
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),
@@ -111,8 +111,8 @@ class RandKCodec final : public Codec {
   const uint64_t* step_;
   Residual residual_;
   Buffer values_;
-  Buffer lost_;    // lossy wires with error feedback: of the values, by this rank's encodes
-  Buffer chosen_;  // where each value belongs
+  Buffer lost_;    // lossy wires with error feedback: the errors of this rank's encodes
+  Buffer chosen_;  // each value's coordinate
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };

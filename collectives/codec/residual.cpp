@@ -19,10 +19,10 @@ Residual::Residual(const BucketContext& c, bool needed)
     : format_(c.spec.residual),
       count_(needed ? c.elements : 0),
       kept_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
-      // The wire draws from the rank's seed itself.
+      // The wire uses the rank's seed unmixed.
       rounding_{Rounding::stochastic, mix(c.rounding_seed, kResidualKind), c.step, c.first_element} {
   if (!encoded()) values_ = kept_.as<float>();
-  fill_zero(c.stream, kept_.data(), kept_.bytes());  // of any format: zeros
+  fill_zero(c.stream, kept_.data(), kept_.bytes());  // zero in every format
 }
 
 size_t Residual::workspace_bytes() const {
@@ -87,8 +87,8 @@ void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byt
   copy(stream, to.data(), value_bytes(first_byte), to.size());
 }
 
-// To nearest: the decoded values of a block are multiples of its unit, so that they, or some of them beside
-// zeros, encode exactly. So does the part around what is written.
+// Rounds to nearest: the decoded values of a block are multiples of its unit, so they encode exactly, even if
+// some are replaced by zeros. The same holds for the values around the written ones.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
   const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
   written_ = true;

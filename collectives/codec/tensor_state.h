@@ -1,5 +1,5 @@
-// The state that a codec keeps of one tensor between steps, which a checkpoint must hold. Code that writes
-// checkpoints (the C ABI's states, the trainer) needs to know nothing else about codecs.
+// A tensor's state in a codec between steps, which a checkpoint must hold. Code that writes checkpoints (the
+// C ABI's states, the trainer) needs nothing else from codecs.
 #pragma once
 
 #include <cstddef>
@@ -17,26 +17,28 @@ namespace gradwire {
 class Residual;
 
 // The residual of error feedback: FP32, shaped as the tensor. Only its sum over the ranks matters, so when
-// the number of ranks shrinks, residuals are added up, and a missing one counts as zero.
+// the world shrinks residuals are added up, and a missing one counts as zero.
 inline constexpr const char* kResidualKind = "residual";
 
 struct TensorState {
-  int tensor = 0;         // as registered with the reducer
-  std::string kind = {};  // one of each kind per tensor; letters, digits and '_': "residual", "factor"
+  int tensor = 0;  // as registered with the reducer
+  // Unique per tensor; letters, digits and '_': "residual", "factor".
+  std::string kind = {};
   DType dtype = DType::f32;
-  void* data = nullptr;  // on the device; null: kept in `residual` from element `first` on
+  // On the device; null: stored in `residual` from element `first` on.
+  void* data = nullptr;
   const Residual* residual = nullptr;
   int64_t first = 0;
   std::vector<int64_t> shape = {};  // for readers of a checkpoint
-  // The same bits on every rank, so a checkpoint holds it once. Otherwise it belongs to this rank and, except
-  // for a residual, starts afresh when the number of ranks changes.
+  // The same bits on every rank, so a checkpoint holds it once. Otherwise it belongs to this rank and, unless
+  // it is a residual, is reset when the world size changes.
   bool same_on_all_ranks = false;
 
   int64_t count() const { return element_count(shape); }
   int64_t bytes() const { return count() * bytes_of(dtype); }
 
-  // Copies from and to host memory, between steps, in the order of the stream; enqueues only. What read() gave
-  // of every state of a reducer comes back bit for bit if all are cleared, then each is written as a whole.
+  // Copies from and to host memory, between steps, in stream order; enqueue only. To restore the bits that
+  // read() returned for every state of a reducer, clear all states and then write each as a whole.
   void read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream) const;

@@ -1,9 +1,9 @@
-// A wire format by itself (`fp32`, `bf16`, ...): the bucket crosses the wire in one allreduce or, for a sharded
+// A wire format by itself (`fp32`, `bf16`, ...): the bucket is sent in one allreduce or, for a sharded
 // reducer, in one reduce-scatter in place.
 //
-// The gaps between the bucket's tensors, and the parts of its tensors that the codec does not compress, are
-// zeros. Where a format makes something else of a zero (one bit per value has none; NaN may take the whole
-// block) they become zeros again, in the result, which is the next step's gradient there, and in the
+// The gaps between the bucket's tensors, and parts of its tensors that the codec does not compress, are zero.
+// Some formats decode zeros to other values (one bit per value has no zero; NaN may spread over the whole
+// block). These are reset to zero, in the result, which is the next step's gradient there, and in the
 // residual, which no tensor's state holds.
 #include <numeric>
 
@@ -14,8 +14,8 @@
 namespace gradwire {
 namespace {
 
-// Returns the elements of the bucket that do not belong to a tensor or that are aside. The tensors are in the
-// order of their offsets.
+// Returns the elements of the bucket that belong to no tensor or are in `aside`. Tensors are in the order of
+// their offsets.
 std::vector<Segment> gaps_between(const BucketContext& c) {
   std::vector<Segment> gaps;
   int64_t end = 0;
@@ -101,7 +101,7 @@ class WireCodec final : public Codec {
   std::string name_;
   float* gradients_;
   SegmentTable gaps_;
-  const int64_t shard_;  // where this rank's begins; 0 in an allreduce
+  const int64_t shard_;  // begin of this rank's shard; 0 in an allreduce
   SchedulePlanner::Choice choice_;
   Program program_;
 };
