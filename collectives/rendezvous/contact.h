@@ -1,9 +1,9 @@
-// The addresses at which a listener can be reached, with its port and name, and how to reach it.
+// A listener's addresses, port and name, and how to reach it.
 //
 // A host has addresses that only some other hosts can reach (a VPN, a second network). It also has addresses
-// that every host has (docker0's 172.17.0.1), at which another process may answer. So a listener publishes
-// all its addresses, and a connecting process tries them until the handshake proves that the intended
-// listener answers.
+// that every host has (docker0's 172.17.0.1), where another process may answer. So a listener publishes all
+// its addresses, and a connecting process tries them until the handshake proves that the intended listener
+// answers.
 #pragma once
 
 #include <chrono>
@@ -31,8 +31,8 @@ struct Contact {
 // addresses of this host.
 Contact contact_of(const Socket& listener, const std::string& address, const std::string& name);
 
-// Returns the text of a contact with one more address, to be tried last: the one at which this process has reached that
-// rank before. Rank 0 may have another than its own here, where the ports of a container are forwarded.
+// Returns the contact's text with one more address, tried last: the address at which this process has already
+// reached that rank. It may differ from rank 0's own address if a container's ports are forwarded.
 std::string with_address(const std::string& contact, const std::string& address);
 
 // Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
@@ -45,10 +45,10 @@ std::string host_id();
 std::vector<std::string> addresses_to_try(const Contact& contact);
 
 struct Reach {
-  std::optional<Socket> socket;  // proved by the handshake
+  std::optional<Socket> socket;  // authenticated by the handshake
   std::string why;    // without a socket: "10.9.0.1:4000: Connection refused; 172.17.0.1:4000: no answer"
-  bool gone = false;  // at each of the addresses nothing listens or something else answers
-  bool other_secret = false;  // at each of the addresses something else answers
+  bool gone = false;  // at every address nothing listens or another process answers
+  bool other_secret = false;  // at every address another process answers
 };
 
 struct ReachOptions {
@@ -56,7 +56,7 @@ struct ReachOptions {
   // Whether to retry an address that refuses or hangs up, until the deadline; otherwise each address is tried
   // once.
   bool retry = false;
-  int stop = -1;  // a file descriptor: once it can be read, ends with `why` = "interrupted"
+  int stop = -1;  // a file descriptor; once readable, reach() ends with `why` = "interrupted"
 };
 // Connects to the listener of `contact` at the first of its addresses that answers. An address that does not
 // answer delays the next one by 200 ms. All attempts stay open until the handshake succeeds at one address.

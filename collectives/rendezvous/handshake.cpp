@@ -74,7 +74,7 @@ Challenge::State Challenge::advance(const Socket& socket) {
     theirs_ = received_.substr(kGreeting.size());
     received_.clear();
     const std::string answer = mine_ + text_of(proof(credentials_, "acceptor", theirs_, mine_));
-    // A new connection has room for this.
+    // Fits into a new connection's buffer.
     if (send(socket.fd(), answer.data(), answer.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
         static_cast<ssize_t>(answer.size())) {
       return refuse("hung up");
@@ -106,7 +106,7 @@ Introduction::State Introduction::refuse(const char* why) {
 }
 
 Introduction::State Introduction::advance(const Socket& socket) {
-  // A new connection has room for all bytes of the handshake.
+  // All bytes of the handshake fit into a new connection's buffer.
   const auto sent = [&](const std::string& bytes) {
     return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
            static_cast<ssize_t>(bytes.size());
@@ -125,7 +125,8 @@ Introduction::State Introduction::advance(const Socket& socket) {
   }
   const std::string theirs = received_.substr(0, kChallenge);
   const bool right = equal(digest_at(received_, kChallenge), proof(credentials_, "acceptor", mine_, theirs));
-  // Sent even if the proof is wrong, so that the other side can tell a wrong secret from a lost connection.
+  // Sent even if the proof is wrong, so that the other side can distinguish a wrong secret from a lost
+  // connection.
   const bool answered = sent(text_of(proof(credentials_, "connector", mine_, theirs)));
   if (!right) return refuse(kOtherSecret);
   return answered ? State::proved : refuse(kHungUp);

@@ -1,12 +1,13 @@
-// How both ends of a new connection prove that they know the run's secret, before either reads anything else.
+// The handshake by which both ends of a new connection prove that they know the run's secret, before either
+// reads anything else.
 //
 //   connector -> acceptor   greeting (8), its challenge (32)
 //   acceptor -> connector   its challenge (32), proof (32)
 //   connector -> acceptor   proof (32)
 //
-// A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so a proof
-// that was overheard serves nowhere else; the side keeps a proof from being sent back to who made it; the
-// purpose keeps one listener's connections from being passed on to another. A relay in front of the same
+// A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so
+// proofs cannot be replayed on another connection. The side prevents reflecting a proof to its sender. The
+// purpose prevents relaying one listener's connections to another listener. A relay in front of the same
 // listener is not detected. Later bytes on the connection are neither encrypted nor authenticated.
 #pragma once
 
@@ -21,25 +22,25 @@
 
 namespace gradwire {
 
-// Of connections that have not proved anything yet: how long they are kept, and how many (beyond one per rank)
-// before the oldest must go.
+// Limits on unauthenticated connections: how long they are kept, and how many (beyond one per rank) before
+// the oldest is dropped.
 inline constexpr std::chrono::seconds kHandshakeTime{5};
 inline constexpr size_t kMostStrangers = 64;
 
 inline constexpr const char* kStorePurpose = "store";
 
 struct Credentials {
-  std::string key;      // may be empty: then anybody can make a proof
-  std::string purpose;  // the same on both sides: what the listener is for
+  std::string key;      // may be empty: then any process can make a proof
+  std::string purpose;  // the same on both sides: the listener's purpose
 };
 
-// The acceptor's side, for connections served by one thread: fed with what has arrived.
+// The acceptor's side, for connections served by one thread; processes the bytes that have arrived.
 class Challenge {
  public:
   explicit Challenge(const Credentials& credentials);
 
   enum class State { waiting, proved, refused };
-  // Reads what is there, at most what the handshake needs, and answers. After `proved` the connection's next
+  // Reads available bytes, at most those of the handshake, and answers. After `proved` the connection's next
   // byte is the peer's first.
   State advance(const Socket& socket);
   // After `refused`: "wrong secret", "not a rank of this version", "hung up".
@@ -55,14 +56,14 @@ class Challenge {
   std::string why_;
 };
 
-// A listener's record of whom it has turned away, and what of it is worth a line in a log: of each address and reason the
-// first time, and each time that their number has doubled. Beyond kMostNamed of them, the rest counts together: neither
-// the record nor the log grows with a flood.
+// Counts a listener's rejected connections and decides which to log: for each address and reason, the first
+// and every doubling of their number. Beyond kMostNamed of them, the rest is counted together, so that
+// neither the record nor the log grows with a flood.
 class TurnedAway {
  public:
   static constexpr size_t kMostNamed = 64;
-  // "turned away a connection from 10.0.0.7: wrong secret (8 so far)", or nothing. `from`: an address; empty: of a peer
-  // that is gone.
+  // Returns "turned away a connection from 10.0.0.7: wrong secret (8 so far)", or "". `from`: an address;
+  // empty: the peer is gone.
   std::string note(const std::string& from, const std::string& why);
 
  private:
@@ -70,11 +71,11 @@ class TurnedAway {
   uint64_t others_ = 0;
 };
 
-// Why connections are turned away that said nothing wrong.
+// Reasons to drop a connection that sent nothing invalid.
 inline constexpr const char* kTooMany = "too many connections at once";
 inline constexpr const char* kSaidNothing = "nothing said in time";
 
-// What introduce() says of an acceptor with another key.
+// introduce()'s text for an acceptor with another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";
 
 // The connector's side for a polled socket: processes the bytes that have arrived.

@@ -29,11 +29,11 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   const auto named = [](const char* kind, const std::string& id) {
     return fmt::format("{} {}", kind, id.substr(0, kMostBytes));
   };
-  // torchrun calls a run "none" unless --rdzv-id or --standalone names it.
+  // torchrun names a run "none" unless --rdzv-id or --standalone names it.
   if (const std::string id = value("TORCHELASTIC_RUN_ID"); !id.empty() && id != "none") {
     return named("torchrun's", id);
   }
-  // Whoever launches one process at a time starts a run's ranks one by one; then the launch's id is not the run's.
+  // With one process per launch, a run's ranks are separate launches, and a launch's id is not the run's.
   const auto several = [&](const char* processes) {
     const std::string count = value(processes);
     return !count.empty() && count != "1";
@@ -45,7 +45,7 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   }
   if (const std::string id = value("PMI_JOBID"); !id.empty() && several("PMI_SIZE"))
     return named("mpirun's", id);
-  // The parts of a heterogeneous job have ids of their own, and the first one's in common.
+  // The parts of a heterogeneous job have their own ids and share the first one's.
   std::string job = value("SLURM_HET_JOB_ID");
   if (job.empty()) job = value("SLURM_JOB_ID");
   if (job.empty()) return "";

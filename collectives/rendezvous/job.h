@@ -1,5 +1,6 @@
-// Which run a process belongs to, as far as anybody has said so. Ranks of two runs can meet at one port by mistake, and
-// would train with each other; where both ends know their run and the runs differ, they are refused by name.
+// The run that a process belongs to, if known. Ranks of two runs can meet at one port by mistake and would
+// train together. If both ends know their run and the runs differ, the connection is rejected with both
+// names.
 #pragma once
 
 #include <functional>
@@ -7,13 +8,13 @@
 
 namespace gradwire {
 
-// GRADWIRE_JOB, or the id that the launcher gives each of its processes: "Slurm job 123, step 0". The same on all ranks
-// of a run. Empty where nothing says it; that goes with any run. Throws BadInput for a text that is too long.
+// Returns GRADWIRE_JOB, or the launcher's id: "Slurm job 123, step 0". The same on all ranks of a run. Empty
+// if unknown; an unknown run matches any run. Throws BadInput for a text that is too long.
 std::string job_from_environment();
-// The same with `lookup` in place of getenv(); null: not set.
+// The same, with `lookup` instead of getenv(); null: not set.
 std::string job_of(const std::function<const char*(const char*)>& lookup);
 
-// Part of what a rank of another run is told.
+// Part of the error text for a rank of another run.
 inline constexpr const char* kOtherJob = "belongs to another run";
 
 }  // namespace gradwire

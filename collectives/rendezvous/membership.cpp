@@ -27,10 +27,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Where to find rank 0's store.
+// The location of rank 0's store.
 struct Meeting {
-  Contact store;       // without addresses: still unknown
-  std::string secret;  // file:///'s own
+  Contact store;       // without addresses: not known yet
+  std::string secret;  // of a file:/// rendezvous
 };
 
 constexpr const char* kFileMagic = "gradwire-rendezvous-1";
@@ -57,7 +57,7 @@ Endpoint parse_tcp(const std::string& rendezvous) {
 
 constexpr const char kHost = '@';
 
-// What rank 0 puts on a board: a secret, and where its store listens.
+// Returns the text that rank 0 publishes: a secret, and its store's location.
 std::string meeting_text(const std::string& secret, const Contact& store) {
   std::string text =
       fmt::format("{}\n{} {} {}", kFileMagic, secret, store.port, fmt::join(store.addresses, " "));
@@ -80,7 +80,7 @@ Meeting parse_meeting(const std::string& text) {
   return meeting;
 }
 
-// Returns "" until there is a readable file.
+// Returns "" until the file is readable.
 std::string read_file(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) return "";
@@ -90,7 +90,7 @@ std::string read_file(const std::string& path) {
   }
   try {
     return read_regular_file(path);
-  } catch (const BadInput&) {  // removed, or replaced, meanwhile
+  } catch (const BadInput&) {  // removed or replaced meanwhile
     return "";
   }
 }
@@ -106,7 +106,7 @@ Board file_board(const std::string& path) {
           .read = [path] { return read_file(path); }};
 }
 
-// Refuses to open a port to a network for anybody who can reach it.
+// Rejects a rendezvous without a secret at an address that other machines can reach.
 void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
   if (!options.secret.empty() || !faces_network(endpoint.host)) return;
   if (options.insecure || insecure_by_environment()) {
@@ -180,7 +180,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     meeting.store = {.addresses = {named.host}, .port = named.port};
     key_ = options_.secret;
     if (rank == 0) {
-      // Debian gives a machine's own name a loopback address, at which other machines cannot reach it.
+      // Debian gives a machine's own name a loopback address, which other machines cannot reach.
       const bool own_name = !is_loopback(named.host) && !faces_network(named.host);
       const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
       server_ = std::make_unique<StoreServer>(listen_on(here), world, key_, options_.job);
@@ -191,11 +191,12 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   }
   std::string why =
       path.empty() ? board ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
-  // A run that has just ended may still have the port.
+  // The previous run may still have the port.
   constexpr milliseconds kPatience{3000};
   auto patient_until = SteadyClock::time_point::max();
-  std::string refused;  // why, by a process of another run
-  // Between attempts. Who is refused asks less and less often: each time is a line in the other's log, in the beginning.
+  std::string refused;  // by a process of another run: its reason
+  // Delays between attempts. After a rejection the delay grows, because each attempt can add a line to the
+  // other run's log.
   constexpr milliseconds kRetry{20}, kAskAgain{100}, kAskAgainAtMost{1000};
   milliseconds pause = kRetry, refused_pause = kAskAgain;
   while (!client_) {
@@ -207,7 +208,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
     if (!meeting.store.addresses.empty()) {
       const auto now = SteadyClock::now();
       const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
-      bool others = false;  // another run's store
+      bool others = false;  // another run's store answered
       try {
         client_ = std::make_unique<StoreClient>(meeting.store, key_, rank, world, patience, options_.job);
         break;
@@ -276,13 +277,14 @@ std::string Membership::listening_address(SteadyClock::time_point deadline) {
 }
 
 std::string Membership::address(SteadyClock::time_point deadline) {
-  // Both ends of this rank's connection to rank 0, as this rank sees them. All ranks publish them, because
+  // Both ends of this rank's connection to rank 0, as seen from this rank. All ranks publish them, because
   // other ranks wait for them.
   std::string mine = client_->local_address();
   client_->set(fmt::format("address/{}", rank()), fmt::format("{} {}", mine, client_->peer_address()));
   if (!options_.interface.empty()) return address_of_interface(options_.interface);
   if (!is_loopback(mine)) return mine;
-  // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 serves here too.
+  // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 is also valid
+  // here.
   for (int r = 0; r < world(); ++r) {
     std::istringstream seen(client_->get(fmt::format("address/{}", r), deadline,
                                          fmt::format("rank {}, waiting for rank {} to join", rank(), r)));
@@ -304,7 +306,7 @@ void Membership::barrier() {
   std::string key = fmt::format("barrier/{}", barriers_);
   auto deadline = SteadyClock::now() + options_.timeout;
   if (client_->add(key) == world()) {
-    // All have left the one before, so the store need not keep it.
+    // All ranks have left the previous barrier: the store need not keep it.
     if (barriers_ > 0) client_->drop(fmt::format("barrier/{}", barriers_ - 1));
     client_->set(key, "open");
   }

@@ -1,5 +1,5 @@
-// A process's membership in a group of processes: how the ranks find each other, learn of each other's
-// failures, and wait for each other. Transports between processes are built on it.
+// A process's membership in a group: ranks find each other, are notified of failures, and wait for each
+// other. Transports between processes are built on it.
 //
 // The rendezvous is a string, the same on every rank:
 //   tcp://host:port   rank 0 listens on `port`; the others find it at `host` (MASTER_ADDR, MASTER_PORT)
@@ -17,18 +17,18 @@
 
 namespace gradwire {
 
-// Where rank 0 says how it can be reached, for those who may know.
+// A rendezvous by callbacks: how rank 0 publishes its store's location to the other ranks.
 struct Board {
-  std::string address = {};  // where it listens; empty: at all its addresses
+  std::string address = {};  // where rank 0 listens; empty: at all its addresses
   std::function<void(const std::string& text)> publish;
-  std::function<std::string()> read;  // empty as long as nothing has been published
-  // Rank 0's sockets to the last ranks: see StoreServer's `invited`. They stay the caller's.
+  std::function<std::string()> read;  // returns "" until published
+  // Rank 0's sockets to the last ranks (see StoreServer's `invited`). Owned by the caller.
   std::vector<int> invited = {};
-  // Whether it is known that the group will not form, for ranks that cannot reach rank 0.
+  // Returns whether the group is known not to form, for ranks that cannot reach rank 0.
   std::function<bool()> given_up = nullptr;
 };
 
-// Whether rank 0 may have published this.
+// Returns whether `text` may have been published by rank 0.
 bool is_meeting(const std::string& text);
 
 // Writes a regular file that only this user can read (runtime/output_file.h). Throws BadInput if `path`
@@ -39,10 +39,11 @@ struct GroupOptions {
   std::string rendezvous;
   int rank = 0;
   int world = 1;
-  std::chrono::milliseconds timeout{60'000};  // for each operation, and for joining unless `joining` is set
+  std::chrono::milliseconds timeout{60'000};  // per operation, and for joining unless `joining` is set
   std::chrono::milliseconds joining{0};
-  // Whoever knows it may join. Empty: the environment's (secret.h); with file:///, whoever can read the file may
-  // join. Without any secret, tcp:// serves only this machine, unless `insecure` or GRADWIRE_INSECURE=1.
+  // Secret that admits a process to the group. Empty: from the environment (secret.h); with file:///, read
+  // access to the file admits. Without any secret, tcp:// serves only this machine, unless `insecure` or
+  // GRADWIRE_INSECURE=1.
   std::string secret = {};
   bool insecure = false;
   // The network interface and the range of ports at which this process listens for other ranks; it uses the
@@ -51,9 +52,11 @@ struct GroupOptions {
   // these ports.
   std::string interface = {};
   PortRange ports = {};
-  // Which run this rank belongs to (job.h); empty: the environment's. Ranks of runs that are known to differ do not meet.
+  // The run this rank belongs to (job.h); empty: from the environment. Ranks of runs known to differ do not
+  // connect.
   std::string job = {};
-  std::optional<Board> board = {};  // in place of the rendezvous, which is then a name for error texts
+  // Replaces the rendezvous, which then only names the group in error texts.
+  std::optional<Board> board = {};
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
@@ -64,8 +67,8 @@ void read_listening(GroupOptions& options);
 
 class Membership {
  public:
-  // Blocks until it has reached rank 0's store. Throws BadInput for invalid options, CommError if the store
-  // cannot be reached in time or refuses.
+  // Blocks until connected to rank 0's store. Throws BadInput for invalid options, CommError if the store
+  // cannot be reached in time or rejects this rank.
   explicit Membership(const GroupOptions& options);
   ~Membership();
 
@@ -74,7 +77,7 @@ class Membership {
   std::chrono::milliseconds timeout() const { return options_.timeout; }
   StoreClient& store() { return *client_; }
 
-  // What connections between the ranks prove to know (handshake.h).
+  // The key of the handshakes between ranks (handshake.h).
   const std::string& key() const { return key_; }
 
   const GroupOptions& options() const { return options_; }  // completed from the environment
@@ -91,16 +94,16 @@ class Membership {
   // CommError if the group fails, take_message() also at the timeout.
   void send_message(const std::string& message) { client_->send_message(message); }
   std::string take_message(int from);
-  // Announces an orderly departure: from here on silence is no failure. The destructor does so too.
+  // Announces an orderly departure: from here on silence is not a failure. Also done by the destructor.
   void leave() { client_.reset(); }
 
  private:
   const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;
-  std::optional<std::string> listen_at_;  // the board's address, if there is a board
-  std::string published_file_;            // rank 0's, with file:///
-  std::unique_ptr<StoreServer> server_;   // rank 0's; outlives its client
+  std::optional<std::string> listen_at_;  // the board's address, if any
+  std::string published_file_;            // of rank 0, with file:///
+  std::unique_ptr<StoreServer> server_;   // of rank 0; outlives its client
   std::unique_ptr<StoreClient> client_;
   int barriers_ = 0;
 };

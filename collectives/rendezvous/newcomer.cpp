@@ -19,9 +19,10 @@ namespace {
 using Op = StoreMessage::Op;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kSilence{3000};  // of a rank that has this process wait, before it is given up
+// The silence after which a rank that keeps this process waiting is given up.
+constexpr milliseconds kSilence{3000};
 constexpr milliseconds kKnockAgain{50};
-// How long a group of which all ranks are gone, or have another secret, may take to say where it is now.
+// How long a group may take to publish its new location if all its ranks are gone or have another secret.
 constexpr milliseconds kNobody{3000};
 
 struct Found {
@@ -52,14 +53,14 @@ class Newcomer {
     auto nobody_since = SteadyClock::now();
     while (true) {
       const Found doors = parse_doors(request_.doors());
-      // The list goes when the run has ended.
+      // The list is removed when the run ends.
       bool somebody = doors.contacts.empty() && !seen_;
       seen_ = seen_ || !doors.contacts.empty();
       if (doors.contacts.empty())
         why_ = seen_ ? "its ranks have gone" : "nobody has said yet where its ranks are";
       for (const std::string& contact : doors.contacts) {
         std::string next = contact;
-        // A rank may send this process on, to one that may have gone meanwhile.
+        // A rank may redirect this process to a rank that is gone by now.
         for (int hops = 0; hops < 2 && !next.empty(); ++hops) {
           const std::string at = std::exchange(next, "");
           if (auto invitation = ask(at, secret_ + doors.secret, next)) return std::move(*invitation);
@@ -82,8 +83,8 @@ class Newcomer {
   }
 
  private:
-  // Asks one rank, and waits as long as it says so. Nothing when it cannot let this process in; `next` is whom it sends
-  // this process to.
+  // Sends a join request to one rank and waits for as long as it says so. Returns nullopt if the rank cannot
+  // admit this process; `next` is the contact that it redirects to, if any.
   std::optional<Invitation> ask(const std::string& contact, const std::string& key, std::string& next) {
     const Contact theirs = Contact::parse(contact).value_or(Contact());
     auto soon = [] { return SteadyClock::now() + Reunion::kPatience; };
@@ -92,7 +93,7 @@ class Newcomer {
     if (!reached.socket) {
       why_ = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
       other_secret_ = other_secret_ || reached.other_secret;
-      // Both are final for this process, but the group may have another rank there soon.
+      // Both are final for this process, but another rank of the group may soon listen there.
       answered_ = !reached.gone;
       return std::nullopt;
     }
@@ -103,7 +104,7 @@ class Newcomer {
     std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
     if (!request_.interface.empty()) address = address_of_interface(request_.interface);
     if (!reunion_ || reunion_->key() != key || address != address_) {
-      reunion_ = nullptr;  // its port may be the only one
+      reunion_ = nullptr;  // frees the port, which may be the only one
       reunion_ = std::make_shared<Reunion>(address, key, request_.ports);
       address_ = address;
     }
@@ -141,7 +142,7 @@ class Newcomer {
     Invitation invitation{.reunion = reunion_, .host = std::move(host)};
     int number = 0;
     lines >> invitation.rank >> invitation.world >> number >> invitation.name;
-    lines.ignore();  // the line's end
+    lines.ignore();  // skip the line's end
     invitation.meeting.assign(std::istreambuf_iterator<char>(lines), {});
     if (invitation.rank < 1 || invitation.rank >= invitation.world || invitation.name.empty()) {
       throw CommError("what this process was told of the group it joins cannot be read");
@@ -155,9 +156,9 @@ class Newcomer {
   const std::string secret_;
   std::shared_ptr<Reunion> reunion_;
   std::string address_, why_;
-  bool seen_ = false;          // there were doors
-  bool other_secret_ = false;  // some rank has, and none has answered since
-  bool answered_ = false;      // the latest to be asked may let this process in, now or later
+  bool seen_ = false;          // a list of ranks has been published
+  bool other_secret_ = false;  // a rank has, and no rank has answered since
+  bool answered_ = false;      // the rank asked last may admit this process, now or later
   SteadyClock::time_point give_up_at_, until_;
 };
 

@@ -15,10 +15,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Delay of the next address after one that does not answer: while connecting, and once connected. An
-// accepting rank may be busy for long, and each dropped connection would add a line to its log.
+// Delay before the next address if one does not answer: while connecting, and once connected. An accepting
+// rank may be busy for a long time, and each dropped connection would add a line to its log.
 constexpr milliseconds kNextAfter{200}, kNextAfterConnected{2000};
-// Delay before another attempt at a host that did not answer, which may be connected by then.
+// Delay before another attempt at a host that did not answer; it may be reachable by then.
 constexpr milliseconds kConnectAnew{5000};
 constexpr milliseconds kFirstPause{20}, kLongestPause{500};
 
@@ -29,7 +29,7 @@ class Attempt {
   Attempt(const Address& address, const Credentials& credentials, bool retry)
       : address_(address), credentials_(credentials), retry_(retry), why_("no answer") {}
 
-  // Begins at the start time. Returns whether the handshake has succeeded.
+  // Starts at the start time. Returns whether the handshake has succeeded.
   bool advance(SteadyClock::time_point now) {
     if (state_ == State::idle && now >= begin_at_) begin(now);
     if (state_ == State::connecting && writable_) finish_connecting();
@@ -51,7 +51,7 @@ class Attempt {
     if (state_ == State::connecting && retry_) return began_at_ + kConnectAnew;
     return SteadyClock::time_point::max();
   }
-  // Returns when the next address may begin.
+  // Returns when the next address may start.
   SteadyClock::time_point next_at() const {
     if (failed_ || state_ == State::ended) return SteadyClock::time_point::min();
     if (state_ == State::idle) return SteadyClock::time_point::max();
@@ -108,7 +108,7 @@ class Attempt {
     refused_ = false;
     failed_ = true;
     socket_.close();
-    // The port belongs to another process, which keeps it.
+    // The port belongs to another process now.
     const bool again = retry_ && !other_secret();
     state_ = again ? State::idle : State::ended;
     begin_at_ = now + pause_;
@@ -162,7 +162,7 @@ Reach reach(const Contact& contact, const Credentials& credentials, const ReachO
       wake_at = std::min(wake_at, attempt.wake_at());
     }
     if (all_ended || now >= options.deadline) break;
-    // An attempt that has just failed lets the next one begin.
+    // An attempt that has just failed lets the next one start.
     bool begin = false;
     for (size_t i = 1; i < attempts.size(); ++i) {
       begin = begin || (attempts[i]->waits() && attempts[i - 1]->next_at() <= now);

@@ -25,21 +25,22 @@ namespace {
 using Op = StoreMessage::Op;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kFirstAsk{50};   // most survivors call by themselves
-constexpr milliseconds kAskAgain{500};  // those that are waited for may die, too
-constexpr milliseconds kTick{200};      // within which joiners are told to wait
+constexpr milliseconds kFirstAsk{50};   // most survivors call without being asked
+constexpr milliseconds kAskAgain{500};  // awaited ranks may also die
+constexpr milliseconds kTick{200};      // poll interval; limits the delay of joiners' wait messages
 constexpr milliseconds kRetry{20};
-constexpr size_t kAskAtOnce = 16;  // ranks; each takes a thread and a descriptor
-// A leader may learn of the failure that much later, and it looks for lower ranks before it leads.
+constexpr size_t kAskAtOnce = 16;  // in ranks; each takes a thread and a descriptor
+// A leader may be notified of the failure this much later, and it probes lower ranks before it leads.
 constexpr milliseconds kSlack{3000};
-// Keys of a hello: what a rank wants of another.
-constexpr const char* kCall = "call";  // to be told who is left
-constexpr const char* kAsk = "ask";    // whether it lives
-// Keys of a refusal.
+// Keys of a hello: the caller's request.
+constexpr const char* kCall = "call";  // requests the survivors
+constexpr const char* kAsk = "ask";    // asks whether the rank is alive
+// Keys of a rejection.
 constexpr const char* kAgain = "again";    // another rank leads now
-constexpr const char* kMissed = "missed";  // the group went on without the caller
+constexpr const char* kMissed = "missed";  // the group continued without the caller
 
-// What understand() reads: the name, the ranks, how many have joined, the contact of each, and the meeting.
+// Returns the text that understand() parses: the name, the ranks, the number of joined ranks, the contact of
+// each, and the meeting.
 std::string text_of(const Reunion::Survivors& survivors) {
   std::string text =
       fmt::format("{}\n{}\n{}\n", survivors.name, fmt::join(survivors.ranks, " "), survivors.joined.size());
@@ -51,8 +52,8 @@ bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Runs work(i) for all i below n, each on a thread, or on the caller's thread if the system refuses threads.
-// Rethrows an exception of one of the calls.
+// Runs work(i) for all i below n, each on its own thread, or on the caller's thread if the system refuses
+// threads. Rethrows an exception of one of the calls.
 template <typename Work>
 void at_once(size_t n, Work work) {
   std::vector<std::exception_ptr> errors(n);
@@ -109,7 +110,7 @@ void Reunion::enter(int rank, std::vector<std::string> contacts,
   contacts_ = std::move(contacts);
   failed_ = std::move(failed);
   note_ = std::move(note);
-  told_ = false;  // that was the group before
+  told_ = false;  // belongs to the previous group
   followers_.clear();
   if (told_by_) {
     const StoreMessage here{Op::hello, 0, kHere, ""};
@@ -124,13 +125,13 @@ void Reunion::leave() {
   note_ = nullptr;
 }
 
-// ---- The thread that answers ------------------------------------------------------------------------------
+// ---- The serving thread ----
 
 void Reunion::serve() {
   while (true) {
     try {
       return serve_until_stopped();
-    } catch (const std::bad_alloc&) {  // continues once there is memory
+    } catch (const std::bad_alloc&) {  // retry once there is memory
       std::this_thread::sleep_for(kTick);
     }
   }
@@ -156,7 +157,7 @@ void Reunion::serve_until_stopped() {
     std::lock_guard calling(calling_);
     tell_of_strangers(rank, notes);
     lock.lock();
-    const bool still_told = told_;  // not if this process has entered the next group meanwhile
+    const bool still_told = told_;  // false if this process has entered the next group meanwhile
     lock.unlock();
     if (still_told && failed_) failed_("another rank has found that the group has failed");
   }
@@ -166,7 +167,7 @@ void Reunion::turn_away(const Caller& c, const std::string& why) {
   if (const std::string line = turned_away_.note(c.from, why); !line.empty()) notes_.push_back(line);
 }
 
-// Without the mutex: rank 0 may be slow.
+// Runs without the mutex: rank 0 may be slow.
 void Reunion::tell_of_strangers(int rank, const std::vector<std::string>& lines) {
   for (const std::string& line : lines) {
     if (note_ && note_(line)) continue;
@@ -191,7 +192,7 @@ void Reunion::serve_callers() {
     callers_.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials_)});
   }
   have_newcomers_wait();
-  // The oldest that has proved nothing makes way.
+  // Drop the oldest unauthenticated callers.
   const size_t most = kMostStrangers + 2 * contacts_.size();
   while (static_cast<size_t>(std::count_if(callers_.begin(), callers_.end(),
                                            [](const Caller& c) { return c.challenge != nullptr; })) > most) {
@@ -223,7 +224,7 @@ void Reunion::listen_to(Caller& c) {
   }
 }
 
-// Under the mutex, as all that the thread does with callers.
+// Requires the mutex, like everything the thread does with callers.
 void Reunion::answer(Caller& c, const StoreMessage& message) {
   std::istringstream words(message.value);
   int rank = -1, number = -1;
@@ -234,9 +235,9 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
     send_all(c.socket, StoreMessage{op, 0, key, text}.encode(), SteadyClock::now() + kPatience);
   };
   if (number + 1 == number_ && name == before_ && contains(last_, rank)) {
-    reply(Op::ok, "", last_text_);  // it has not heard yet
+    reply(Op::ok, "", last_text_);  // the caller has not received it yet
   } else if (number > number_) {
-    reply(Op::refuse, kAgain, "");  // this rank has not
+    reply(Op::refuse, kAgain, "");  // this rank has not received it yet
   } else if (number < number_ || name != name_) {
     reply(
         Op::refuse, kMissed,
@@ -250,14 +251,14 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
     } else if (follows_) {
       reply(Op::refuse, kAgain, "");
     } else {
-      c.rank = rank;  // it waits
+      c.rank = rank;  // the caller waits
     }
   }
 }
 
-// ---- The rank's own thread --------------------------------------------------------------------------------
+// ---- The rank's own thread ----
 
-// Connects to a rank, proves who this is and says what it wants.
+// Connects to a rank, authenticates this rank and sends its request.
 Reunion::Call Reunion::call(int rank, const char* what) {
   const auto deadline = SteadyClock::now() + kPatience;
   const std::string& text = contacts_[static_cast<size_t>(rank)];
@@ -305,7 +306,8 @@ Reunion::Survivors Reunion::understand(const std::string& text) const {
   return survivors;
 }
 
-// Waits to be told by rank `leader`. Nothing when that one cannot say: it died, was stopped, or follows another itself.
+// Waits for the survivors from rank `leader`. Returns nullopt if the leader died, was stopped, or follows
+// another rank.
 std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
                                                   SteadyClock::time_point deadline) {
   std::string bytes;
@@ -325,8 +327,8 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
   }
 }
 
-// Asks lower ranks until some answer, several at the same time, so that several stopped ranks cost no more time than
-// one. The ranks in `silent` have not answered in this regrouping and are not asked again.
+// Asks lower ranks until some answer, several concurrently, so that several stopped ranks cost no more time
+// than one. Ranks in `silent` have not answered in this regrouping and are not asked again.
 void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
   std::vector<int> ask;
   for (int r = 0; r < rank_; ++r) {
@@ -355,14 +357,14 @@ Reunion::Survivors Reunion::regroup(milliseconds timeout) {
       std::lock_guard lock(mutex_);
       for (const int r : heard_) silent.erase(r);
       heard_.clear();
-      follows_ = rank_ > 0;  // until it is known that no lower rank answers
+      follows_ = rank_ > 0;  // until known that no lower rank answers
       outranked_ = lost_caller_ = false;
       followers_.clear();
       told_by_.close();
       if (follows_) send_away();
     }
     look_below(silent, gone);
-    if (SteadyClock::now() >= give_up) break;  // as when the call was cancelled
+    if (SteadyClock::now() >= give_up) break;  // for example after the call was cancelled
     int leader = 0;
     while (silent.contains(leader) || gone.contains(leader)) ++leader;
     if (leader < rank_) {
@@ -387,7 +389,7 @@ Reunion::Survivors Reunion::regroup(milliseconds timeout) {
   throw CommError(fmt::format("rank {}: the ranks that are left did not find each other in time", rank_));
 }
 
-// Who calls a rank that follows another starts again. Under the mutex.
+// Makes waiting callers start again, because this rank follows another. Requires the mutex.
 void Reunion::send_away() {
   for (Caller& c : callers_) {
     if (c.rank < 0) continue;
@@ -407,7 +409,8 @@ std::vector<int> Reunion::missing(const std::set<int>& silent, const std::set<in
   return ranks;
 }
 
-// Nothing when a lower rank leads after all. With a meeting when the others have been told already.
+// Returns nullopt if a lower rank leads after all. Returns survivors with a meeting if they have already been
+// notified.
 std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<int> gone,
                                                 SteadyClock::time_point deadline) {
   auto ask_at = SteadyClock::now() + kFirstAsk;
@@ -423,7 +426,7 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
         return std::nullopt;
       }
       ask = missing(silent, gone);
-      if (SteadyClock::now() >= deadline) {  // they live, and do not come
+      if (SteadyClock::now() >= deadline) {  // alive, but did not call
         silent.insert(ask.begin(), ask.end());
         ask.clear();
       }
@@ -451,13 +454,13 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
   }
 }
 
-// Under the mutex.
+// Requires the mutex.
 Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gone) {
   std::set<int> here = {rank_};
   for (const Caller& c : callers_) {
     if (c.rank > rank_ && c.rank < static_cast<int>(contacts_.size())) here.insert(c.rank);
   }
-  // Somebody who went on without this rank may have ended since, in good order.
+  // A rank that continued without this one may have ended normally since.
   if (RunningClock::long_stops() != long_stops_) silent.insert(gone.begin(), gone.end());
   for (const int r : here) silent.erase(r);
   const size_t alive = here.size(), perhaps = alive + silent.size();
@@ -471,7 +474,7 @@ Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gon
   here.erase(rank_);
   Survivors survivors{.ranks = {rank_}, .name = random_secret()};
   for (const int r : here) {
-    // Its latest call: it has left those before.
+    // The rank's latest call; it has left earlier ones.
     const auto its =
         std::find_if(callers_.rbegin(), callers_.rend(), [&](const Caller& c) { return c.rank == r; });
     survivors.ranks.push_back(r);
@@ -499,7 +502,7 @@ void Reunion::publish(Survivors survivors, const std::string& meeting) {
   adopt(survivors);
 }
 
-// The new group begins. Tells those who wait, and those who ask later.
+// Begins the new group. Notifies current and future callers.
 void Reunion::adopt(const Survivors& survivors) {
   std::lock_guard lock(mutex_);
   last_ = survivors.ranks;

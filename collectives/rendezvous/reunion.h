@@ -1,25 +1,26 @@
-// How the ranks of a failed group agree on which of them are left.
+// How the ranks of a failed group agree on the survivors.
 //
-// Each rank of a group that may go on listens at a port of its own, from the beginning, served by a thread. After a
-// failure each survivor asks all ranks below it at the same time, and waits for the lowest that answers. A
-// rank that reaches no lower rank leads. A silent rank is not asked again in this regrouping unless it calls.
-// The leader asks the ranks that have not called, which also tells them of the failure, waits for those that
-// answer, and publishes who is left and where its new store is. A rank that is missing is one of
-//   gone     nothing listens at its port any more: the process has ended
-//   silent   it does not answer in a second: stopped, or cut off. It may live
+// Each rank of a shrinkable group listens at its own port from the beginning, served by a thread. After a
+// failure each survivor asks all lower ranks concurrently and waits for the lowest that answers. A rank that
+// reaches no lower rank leads. A silent rank is not asked again in this regrouping unless it calls. The
+// leader asks the ranks that have not called, which also notifies them of the failure. It waits for those
+// that answer, and publishes the survivors and the location of its new store. A missing rank is either
+//   gone     nothing listens at its port: the process has ended
+//   silent   no answer within a second: stopped, or cut off; it may be alive
 //
-// Two groups never go on from one. The leader needs more than half of the ranks that may live (all but those gone), or
-// half of them and the lowest. A rank that was itself stopped, so that the others may have gone on without it and
-// ended, takes nobody for gone. Each group has a number and a random name, so members of two can tell that they are.
-// The listener outlives the group: a rank that was left out is told so when it calls.
+// At most one group survives (no split brain). The leader needs more than half of the ranks that may be alive
+// (all except those gone), or half of them including the lowest. If a rank was itself stopped, the others may
+// have continued without it and ended, so it must not assume that any rank is dead. Each group has a number
+// and a random name, which distinguish members of different groups. The listener outlives the group, so that
+// a rank that was left out gets an error when it calls.
 //
-// The connections over which the leader has told the others stay until each of these is in the new group, so that a rank
-// that dies before is missed at once.
+// The leader's connections to the other survivors stay open until each survivor is in the new group, so that
+// the death of a rank before that is detected at once.
 //
-// New ranks come through the same listener (newcomer.h has their side). They knock at any rank; the lowest keeps them
-// waiting, the others send them there. Between two calls of the group it invites those that still answer, and all
-// together form a group of which the newcomers are the highest ranks. Who finds out late that the others have grown is
-// told as after a failure.
+// Joiners use the same listener (newcomer.h is their side). They send a request to any rank. The lowest rank
+// keeps them waiting; the others redirect them to it. Between two calls the group invites the joiners that
+// still answer, and all form a group with the joiners as the highest ranks. A rank that missed the growth is
+// notified as after a failure.
 #pragma once
 
 #include <atomic>
@@ -50,93 +51,97 @@ class Reunion {
   ~Reunion();
   Reunion(const Reunion&) = delete;
 
-  // Returns the Contact's text, which the other ranks need to call this rank.
+  // Returns the text of the Contact with which other ranks call this rank.
   std::string contact() const;
   const std::string& address() const { return address_; }
   // Records the address by which the rank with this contact is connected to this rank. Calls use that
   // address: a refusal at another address would not prove that the rank is gone. Must not run while this
   // object calls.
   void reached_at(const std::string& contact, const std::string& address) { reached_[contact] = address; }
-  // This process is `rank` of a group whose ranks have these contacts. From here to leave(), `failed` is called, from a
-  // thread of this object, when another rank says that the group has failed; and `note` with a line about strangers at
-  // this port, for rank 0's log, which returns whether it gets there: otherwise this process prints it.
+  // Makes this process `rank` of a group whose ranks have these contacts. Until leave(), a thread of this
+  // object calls `failed` when another rank reports that the group has failed, and `note` with lines about
+  // unauthenticated peers for rank 0's log. `note` returns whether the line reached rank 0; if not, this
+  // process prints it.
   void enter(int rank, std::vector<std::string> contacts, std::function<void(const std::string& why)> failed,
              std::function<bool(const std::string& line)> note = nullptr);
-  // Neither is called any more, nor running.
+  // After leave() neither callback runs or will be called.
   void leave();
 
   struct Survivors {
-    std::vector<int> ranks;    // of the group before, ascending; the first leads
+    std::vector<int> ranks;    // ranks in the old group, ascending; the first leads
     std::string name = {};     // of the new group
-    std::string meeting = {};  // where its store is; the leader has to publish() it
-    // Contacts of new ranks that follow them. Then the group has formed, and failed, before this rank heard of it.
+    std::string meeting = {};  // location of its store; the leader must publish() it
+    // Contacts of the new ranks that follow them. If not empty, the group formed and failed before this rank
+    // was notified.
     std::vector<std::string> joined = {};
   };
-  // Collective over the survivors. On the leader, followed by publish(). Throws CommError when this rank was left out,
-  // when too few answer, or when the ranks that answer do not all call it within `timeout`, counted from when
-  // a rank leads.
+  // Returns the survivors. Collective over them. On the leader, followed by publish(). Throws CommError if
+  // this rank was left out, too few ranks answer, or not all ranks that answer call it within `timeout`,
+  // counted from when a rank leads.
   Survivors regroup(std::chrono::milliseconds timeout);
-  // Tells the survivors, for whom this also begins the new group.
+  // Notifies the survivors; also begins the new group for them.
   void publish(Survivors survivors, const std::string& meeting);
-  // Until enter(). The leader's sockets to the other survivors, in the order of their ranks; each says something, whatever
-  // it is, once it has entered. They stay this object's.
+  // Returns the leader's sockets to the other survivors, by rank; valid until enter(). Each survivor sends
+  // something once it has entered. Owned by this object.
   std::vector<int> followers() const;
-  // Until enter(): whether the rank that told this one who is left is gone, or another one says that the group which was
-  // to form has failed.
+  // Until enter(): returns whether the rank that announced the survivors is gone, or another rank reports
+  // that the group being formed has failed.
   bool given_up() const;
 
   // ---- New ranks
 
-  // From here on newcomers may wait, as long as there are fewer than `most` ranks with them. `judge` is given what a
-  // newcomer says of itself, and returns why it is refused, or ""; a thread of this object calls it.
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `judge` gets a joiner's
+  // description of itself and returns why it is rejected, or ""; a thread of this object calls it.
   void open_door(int most, std::function<std::string(const std::string& about)> judge);
-  // Tells those who wait that the run has ended.
+  // Closes admission and notifies waiting joiners that the run has ended.
   void close_door();
-  // How many wait, here. Any thread may ask.
+  // Returns how many joiners wait here. Any thread may call it.
   int waiting() const { return waiting_; }
-  // What a newcomer needs to find the group: the contacts of its ranks, a line each.
+  // Returns the contacts of the group's ranks, one per line, for joiners.
   std::string contacts() const;
   struct Newcomer {
     std::string contact;
     Socket socket;
   };
-  // Those that wait and still answer, for the lowest rank. Takes at most kPatience.
+  // Returns the waiting joiners that still answer; for the lowest rank. Takes at most kPatience.
   std::vector<Newcomer> invite();
-  // A group `name` of this one's ranks and then `joined` has formed. Followed by enter().
+  // Records that a group `name` of this group's ranks followed by `joined` has formed. Followed by enter().
   void grow(const std::string& name, const std::vector<std::string>& joined);
-  // For a newcomer, before its first enter(): the group is `name`, and there were `number` before it.
+  // For a joiner, before its first enter(): the group's name and the number of groups before it.
   void begin(int number, const std::string& name);
-  // How many groups there were before this one.
+  // Returns the number of groups before this one.
   int number() const;
 
-  // Keys of what passes between a newcomer and a rank.
-  static constexpr const char* kKnock = "knock";  // newcomer: its contact, a line; and what it says of itself
-  static constexpr const char* kWait = "wait";    // rank, each second
-  static constexpr const char* kCome = "come";    // rank: does it still answer? Newcomer: it does
-  static constexpr const char* kJoin = "join";    // rank: the invitation
-  static constexpr const char* kHere = "here";    // newcomer: it has joined
-  static constexpr const char* kElsewhere = "elsewhere";  // rank: the contact of the one to ask
-  static constexpr const char* kUnwelcome = "unwelcome";  // rank: why
+  // Keys of the messages between a joiner and a rank.
+  // Joiner: its contact, a line, and its description of itself.
+  static constexpr const char* kKnock = "knock";
+  static constexpr const char* kWait = "wait";  // rank, once per second
+  // Rank: asks whether the joiner still answers. Joiner: it does.
+  static constexpr const char* kCome = "come";
+  static constexpr const char* kJoin = "join";            // rank: the invitation
+  static constexpr const char* kHere = "here";            // joiner: it has joined
+  static constexpr const char* kElsewhere = "elsewhere";  // rank: the contact of the rank to ask
+  static constexpr const char* kUnwelcome = "unwelcome";  // rank: rejected, with the reason
 
   const std::string& key() const { return credentials_.key; }
 
   static constexpr std::chrono::milliseconds kPatience{1000};  // with a rank that does not answer
-  // What listeners' handshakes are for.
+  // Returns the purpose of the handshakes at this listener.
   static std::string purpose_of(const std::string& name) { return "reunion " + name; }
 
  private:
   struct Caller {
     Socket socket;
     std::string from;                      // its address
-    std::unique_ptr<Challenge> challenge;  // until it is met
+    std::unique_ptr<Challenge> challenge;  // until answered
     std::string in = {};
-    int rank = -1;              // once it waits to be told who is left
+    int rank = -1;              // set once it waits for the survivors
     std::string newcomer = {};  // its contact, once it waits to join
   };
   enum class Presence { here, silent, gone };
   struct Call {
     Presence presence = Presence::silent;
-    Socket socket;  // to a rank that is here
+    Socket socket;  // to a rank that is `here`
   };
 
   void serve();
@@ -163,35 +168,36 @@ class Reunion {
   Socket listener_;
   Acceptor acceptor_{listener_};
   WakeEvent wake_;
-  std::mutex calling_;  // held while these run; before mutex_
+  std::mutex calling_;  // held while these run; locked before mutex_
   std::function<void(const std::string&)> failed_;
   std::function<bool(const std::string&)> note_;
   mutable std::mutex mutex_;  // guards all below
   std::condition_variable changed_;
   std::vector<Caller> callers_;
   std::vector<Socket> followers_;  // see followers()
-  Socket told_by_;                 // who is left, until this rank has entered that group
-  bool given_up_ = false;          // a rank says that the group has failed that this one has not entered yet
-  bool lost_caller_ = false;       // that waited to be told
+  Socket told_by_;                 // the survivors' announcer, until this rank has entered their group
+  // A rank reports that the group not entered yet has failed.
+  bool given_up_ = false;
+  bool lost_caller_ = false;  // a caller that waited for the survivors has hung up
   int rank_ = 0;
   std::vector<std::string> contacts_;           // by rank
   std::map<std::string, std::string> reached_;  // by contact, where known
-  int number_ = 0;                              // of the group: the number of groups before it
+  int number_ = 0;                              // the number of groups before this one
   std::string name_ = "-";                      // of the group, drawn by its leader
   std::string before_ = "";                     // name of the previous group
-  std::vector<int> last_;                       // the survivors of that group
-  std::string last_text_;                       // and the text sent to them
-  bool follows_ = false;                        // waits for a rank that leads; callers should try that rank
+  std::vector<int> last_;                       // the survivors of the previous group
+  std::string last_text_;                       // the text sent to them
+  bool follows_ = false;                        // waits for a leading rank; callers should try that rank
   bool outranked_ = false;                      // a lower rank leads
-  std::set<int> heard_;                         // ranks that have called since this rank last looked below it
-  bool told_ = false;                           // a caller has reported that the group failed
+  std::set<int> heard_;  // ranks that have called since this rank last asked lower ranks
+  bool told_ = false;    // a caller has reported that the group failed
   const RunningClock::Watch watch_;
   // Number of stops before this group. After another stop the other ranks may assume that this rank is dead.
   int64_t long_stops_ = RunningClock::long_stops();
   bool stop_ = false;
   TurnedAway turned_away_;
-  std::vector<std::string> notes_;  // of whom it has turned away, to be told
-  int most_ = 0;                    // ranks, with newcomers
+  std::vector<std::string> notes_;  // pending lines about rejected connections
+  int most_ = 0;                    // limit of ranks, including joiners
   std::function<std::string(const std::string&)> judge_;
   SteadyClock::time_point told_to_wait_at_ = {};
   std::atomic<int> waiting_ = 0;

@@ -1,4 +1,4 @@
-// How the ranks of a group deal with new ones: see reunion.h.
+// The group's side of admitting new ranks: see reunion.h.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <sys/socket.h>
@@ -18,7 +18,7 @@ using Op = StoreMessage::Op;
 constexpr std::chrono::milliseconds kTellToWait{1000};
 constexpr const char* kEnded = "the run has ended, or lets nobody in any more";
 
-// To a newcomer, whose connection has room unless it has not read for hours.
+// Sends to a joiner. The connection's buffer has room unless the joiner has not read for hours.
 bool tell(const Socket& socket, const char* key, const std::string& text = "", Op op = Op::ok) {
   const std::string frame = StoreMessage{op, 0, key, text}.encode();
   return send(socket.fd(), frame.data(), frame.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
@@ -55,7 +55,7 @@ int Reunion::number() const {
   return number_;
 }
 
-// Under the mutex, as what answer() does.
+// Requires the mutex, like answer().
 void Reunion::hear(Caller& c, const std::string& text) {
   const auto refuse = [&](const char* key, const std::string& why) {
     tell(c.socket, key, why, Op::refuse);
@@ -85,7 +85,7 @@ void Reunion::hear(Caller& c, const std::string& text) {
   refuse(kUnwelcome, why);
 }
 
-// Under the mutex. They know by this that somebody still has them on a list.
+// Keeps joiners waiting: the message shows that a rank still has them on its list. Requires the mutex.
 void Reunion::have_newcomers_wait() {
   const auto now = SteadyClock::now();
   if (now - told_to_wait_at_ >= kTellToWait) {
@@ -117,7 +117,7 @@ std::vector<Reunion::Newcomer> Reunion::invite() {
     try {
       const auto reply = receive_message(n.socket, bytes, deadline);
       if (reply && reply->op == Op::hello && reply->key == kCome) here.push_back(std::move(n));
-    } catch (const CommError&) {  // not a newcomer after all
+    } catch (const CommError&) {  // not a joiner after all
     }
   }
   return here;

@@ -45,7 +45,7 @@ std::string secret_from_environment() {
   auto refuse = [&](const std::string& why) {
     throw BadInput(fmt::format("GRADWIRE_SECRET_FILE {}: {}", path, why));
   };
-  // Opens a FIFO without waiting for a writer. A Socket closes any file descriptor.
+  // Opens a FIFO without waiting for a writer. Socket closes any file descriptor.
   const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
   struct stat status {};
@@ -75,7 +75,7 @@ bool insecure_by_environment() {
 
 std::string random_secret() {
   std::array<uint8_t, 16> bytes;
-  // Up to 256 bytes come whole, without EINTR.
+  // Up to 256 bytes are returned whole, without EINTR.
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
     throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
   }

@@ -1,18 +1,19 @@
-// A run's secret: who knows it may join. docs/running.md is the user's guide.
+// A run's secret: a process that knows it may join. docs/running.md is the user's guide.
 #pragma once
 
 #include <string>
 
 namespace gradwire {
 
-// GRADWIRE_SECRET, or what GRADWIRE_SECRET_FILE holds, without the line's end; empty if neither is set. Throws
-// BadInput for a file that cannot be read, is empty, or that other users can read.
+// Returns GRADWIRE_SECRET, or the content of GRADWIRE_SECRET_FILE without its line end; empty if neither is
+// set. Throws BadInput for a file that is unreadable, empty, or readable by other users.
 std::string secret_from_environment();
 
-// GRADWIRE_INSECURE=1: ranks on several machines may do without a secret. Throws BadInput for another value.
+// Returns GRADWIRE_INSECURE=1: ranks on several machines may run without a secret. Throws BadInput for an
+// invalid value.
 bool insecure_by_environment();
 
-// 32 characters that nobody can guess.
+// Returns 32 unpredictable characters.
 std::string random_secret();
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Our own, because a library's functions could be replaced by
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Not from a library, whose functions could be replaced by
 // those of a program that links another version of it (see tests/capi/capture_test.py).
 #pragma once
 
@@ -28,7 +28,7 @@ class Sha256 {
 
 Digest hmac_sha256(std::string_view key, std::string_view message);
 
-// In a time that does not depend on where they differ.
+// Compares in constant time.
 bool equal(const Digest& a, const Digest& b);
 
 }  // namespace gradwire

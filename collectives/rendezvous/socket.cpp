@@ -36,7 +36,7 @@ AddressList look_up(const Endpoint& endpoint, int flags, std::string& why) {
   return {error == 0 ? found : nullptr, &freeaddrinfo};
 }
 
-// A socket for IPv4 and IPv6 gives IPv4 addresses as "::ffff:10.0.0.1".
+// Converts an address to text. A socket for IPv4 and IPv6 reports IPv4 addresses as "::ffff:10.0.0.1".
 std::string numeric(const sockaddr* address, socklen_t length) {
   char text[NI_MAXHOST] = "";
   getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
@@ -115,7 +115,7 @@ std::vector<Interface> interfaces() {
   std::vector<Interface> found;
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) {
-    // Where it is forbidden, as in some sandboxes, ranks of one host can still meet.
+    // If the list is forbidden, as in some sandboxes, ranks of one host can still connect.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
       throw_refused("the list of network interfaces", errno);
     return found;
@@ -179,7 +179,7 @@ int milliseconds_until(SteadyClock::time_point deadline) {
   const auto end = SteadyClock::slice_end(deadline);
   if (end == SteadyClock::time_point::max()) return -1;
   const auto now = SteadyClock::now();
-  if (end <= now) return 0;  // also of time_point::min(), from which nothing can be subtracted
+  if (end <= now) return 0;  // includes time_point::min(), from which nothing can be subtracted
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - now).count();
   return static_cast<int>(std::min<int64_t>(left, 1'000'000));
 }

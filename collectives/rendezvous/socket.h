@@ -1,5 +1,5 @@
-// TCP sockets with deadlines, just enough for rendezvous: every call that waits returns at its
-// deadline. Deadlines use RunningClock, which pauses while this process is stopped.
+// TCP sockets with deadlines, as far as rendezvous needs them: every call that waits returns at its deadline.
+// Deadlines use RunningClock, which pauses while this process is stopped.
 #pragma once
 
 #include <sys/socket.h>
@@ -17,7 +17,7 @@ namespace gradwire {
 
 using SteadyClock = RunningClock;
 
-// Owns a file descriptor above 2, so never that of standard input, output or error.
+// Owns a file descriptor above 2, so never standard input, output or error.
 class Socket {
  public:
   Socket() = default;
@@ -29,10 +29,10 @@ class Socket {
   explicit operator bool() const { return fd_ >= 0; }
   void close();
 
-  // Addresses as numbers, e.g. "10.0.0.1"; empty when not connected.
+  // Return addresses as numbers, e.g. "10.0.0.1"; empty if not connected.
   std::string local_address() const;
   std::string peer_address() const;
-  // Whether the peer has closed it, or is gone, whatever it has sent before.
+  // Returns whether the peer has closed the connection or is gone, even if bytes are still unread.
   bool hung_up() const;
 
  private:
@@ -45,8 +45,8 @@ struct Endpoint {
   std::string text() const;
 };
 
-// Listens on the address that `host` names; "": on all addresses, IPv4 and IPv6. Port 0: any free port.
-// Throws CommError with the reason if it cannot.
+// Listens on the address named by `host`; "": on all addresses, IPv4 and IPv6. Port 0: any free port. Throws
+// CommError, with the reason, on failure.
 Socket listen_on(const Endpoint& endpoint);
 // Both 0: any free port.
 struct PortRange {
@@ -56,14 +56,15 @@ struct PortRange {
 void check_ports(const std::string& what, const PortRange& ports);
 // Parses "20000-20100", or one port. Throws BadInput that names `what`.
 PortRange parse_ports(const std::string& what, const std::string& text);
-// On the first free port of the range, at `address`. Throws CommError that names the range if there is none.
+// Listens on the first free port of the range, at `address`. Throws CommError that names the range if there
+// is none.
 Socket listen_within(const PortRange& ports, const std::string& address);
 int local_port(const Socket& socket);
-// Returns nothing when no connection is pending, or when the system refuses one: see errno.
+// Returns nullopt if no connection is pending or the system refuses one: see errno.
 std::optional<Socket> accept_from(const Socket& listener);
 
 // Accepts connections. Pauses briefly after the system has refused a descriptor or memory for a connection.
-// (The connection stays pending then, so that poll() on the listener would return at once.)
+// (The connection then stays pending, so that poll() on the listener would return at once.)
 class Acceptor {
  public:
   // `listener` must outlive this.
@@ -72,7 +73,7 @@ class Acceptor {
   int fd() const { return resting() ? -1 : listener_.fd(); }
   // Returns the timeout of a poll(): `at_most`, or less during a pause.
   std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const;
-  // Returns nothing when no connection is pending, or when none can be accepted.
+  // Returns nullopt if no connection is pending or none can be accepted.
   std::optional<Socket> accept();
   // Returns the reason if the system has refused connections for longer than kGrace, otherwise "".
   std::string refused() const;
@@ -83,11 +84,11 @@ class Acceptor {
   bool resting() const { return SteadyClock::now() < rests_until_; }
 
   const Socket& listener_;
-  std::string why_;  // "" since the latest success
+  std::string why_;  // "" since the last success
   SteadyClock::time_point since_ = {}, rests_until_ = {};
 };
 
-// Wakes a poll() in another thread.
+// Wakes a poll() of another thread.
 class WakeEvent {
  public:
   // Throws OutOfResources.
@@ -106,28 +107,28 @@ struct Address {
   socklen_t length = 0;
   std::string text() const;  // "10.0.0.1:4000"
 };
-// Returns nothing, with the reason in `why`, if the host is unknown.
+// Returns an empty list, with the reason in `why`, if the host is unknown.
 std::vector<Address> resolve(const Endpoint& endpoint, std::string& why);
 
 // Begins to connect, without waiting. The socket becomes writable once connect_error() is known; 0 means
-// connected. Returns nothing, with the reason in `why`, if this host cannot reach the address.
+// connected. Returns nullopt, with the reason in `why`, if this host cannot reach the address.
 std::optional<Socket> begin_connect(const Address& address, std::string& why);
 int connect_error(const Socket& socket);
 // Settings shared by the connections of a group.
 void prepare_for_messages(const Socket& socket);
-// One attempt to connect; if it fails, returns nothing and puts the reason in `why`.
+// Makes one attempt to connect. Returns nullopt, with the reason in `why`, on failure.
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
                                   std::string& why);
 
 // Time after which a connection ends if the other machine has lost power or its network. Applies to accepted
 // connections and to connections of try_connect().
 constexpr std::chrono::seconds kHostGoneAfter{10};
-// For connections whose receiver may be busy for longer than that: bytes without room at the receiver do not
-// end the connection. (TCP_USER_TIMEOUT would end it, although the receiver's machine answers.) While such
-// bytes are pending, only another connection shows that the machine is gone.
+// For connections whose receiver may be busy for longer than that: unread bytes at the receiver do not end
+// the connection. (TCP_USER_TIMEOUT would end it, although the receiver's machine answers.) While such bytes
+// are pending, only another connection shows that the machine is gone.
 void expect_full_buffers(const Socket& socket);
 
-// False when the peer is gone or the deadline passed.
+// Return false if the peer is gone or the deadline has passed.
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
 bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
 
@@ -136,18 +137,18 @@ bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock
 std::vector<std::string> own_addresses();
 // Returns whether an interface of this host is in the same network as this address.
 bool in_own_network(const std::string& address);
-// The address of the interface with this name; throws BadInput that lists the existing ones.
+// Returns the address of the interface with this name. Throws BadInput that lists the existing interfaces.
 std::string address_of_interface(const std::string& name);
-// Throws that error, which then begins with `what`.
+// Throws the same error, prefixed with `what`.
 void check_interface(const std::string& what, const std::string& name);
 bool is_loopback(const std::string& address);
-// Whether other machines could reach a listener there. False for a name that does not resolve.
+// Returns whether other machines could reach a listener there; false for a name that does not resolve.
 bool faces_network(const std::string& host);
 
 // Returns a timeout for poll(): the time until `deadline`, or until poll() must be called again; -1 without a
 // deadline.
 int milliseconds_until(SteadyClock::time_point deadline);
-// Waits until `fd` can be read (or written) or the deadline passes; false at the deadline.
+// Wait until `fd` can be read (or written). Return false at the deadline.
 bool wait_readable(int fd, SteadyClock::time_point deadline);
 bool wait_writable(int fd, SteadyClock::time_point deadline);
 

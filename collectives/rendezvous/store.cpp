@@ -21,8 +21,8 @@ namespace {
 using Op = StoreMessage::Op;
 
 constexpr uint32_t kMaxFrameBytes = 1 << 20;
-// How long the server may take for requests that it can answer at once. Well below the 5 s within which every
-// rank must report an error.
+// How long the server may take for requests that need no waiting. Well below the 5 s within which every rank
+// must report an error.
 constexpr std::chrono::milliseconds kPromptly{2000};
 
 void put(std::string& bytes, uint32_t value) {
@@ -46,7 +46,7 @@ std::string one_line(std::string text) {
   return text;
 }
 
-// A connection that has proved that it knows `key`.
+// Returns a connection authenticated with `key`.
 Socket connect_to(const Contact& server, const std::string& key, SteadyClock::time_point deadline) {
   Reach reached = reach(server, {key, kStorePurpose}, {.deadline = deadline});
   if (reached.other_secret) throw OtherSecret(reached.why);
@@ -54,7 +54,7 @@ Socket connect_to(const Contact& server, const std::string& key, SteadyClock::ti
   return std::move(*reached.socket);
 }
 
-// Returns the contact of the same server with the address at which it has answered.
+// Returns the same server's contact with the address at which it has answered.
 Contact again(Contact server, const Socket& connected) {
   if (const std::string address = connected.peer_address(); !address.empty()) server.addresses = {address};
   return server;
@@ -138,7 +138,8 @@ std::string RollCall::absent() const {
   return text;
 }
 
-// The second connection is made once the first is accepted: a process with a wrong secret is one line in the server's log.
+// The second connection is made after the first is accepted, so that a process with a wrong secret adds only
+// one line to the server's log.
 StoreClient::StoreClient(const Contact& server, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline, const std::string& job)
     : world_(world),
@@ -167,8 +168,8 @@ StoreClient::~StoreClient() {
     wake_.set();
     watcher_.join();
   }
-  // Wait until the store has recorded the departure and hangs up, so that a rank that sees this one's
-  // connections close afterwards can find out why.
+  // Wait until the store has recorded the departure and hangs up, so that a rank that then sees this rank's
+  // connections close can find out why.
   const auto deadline = SteadyClock::now() + kPromptly;
   if (!send_on_watch({Op::bye, 0, "", ""})) return;
   shutdown(watch_.fd(), SHUT_WR);
@@ -180,7 +181,7 @@ StoreClient::~StoreClient() {
   }
 }
 
-// One request at a time; late replies to abandoned requests are recognized by their id and skipped.
+// One request at a time. Late replies to abandoned requests are recognized by their id and skipped.
 StoreMessage StoreClient::request(StoreMessage message, SteadyClock::time_point deadline) {
   std::lock_guard lock(mutex_);
   message.id = next_id_++;

@@ -30,7 +30,7 @@ class StoreServer::Messages {
   Messages(int world, const StoreLimits& limits)
       : by_rank_(static_cast<size_t>(world)), bytes_of_(static_cast<size_t>(world)), limits_(limits) {}
 
-  // False if that would be too much.
+  // Returns false if the message exceeds the limits.
   bool add(int rank, std::string message) {
     std::lock_guard lock(mutex_);
     const size_t more = message.size() + kOverhead;
@@ -50,7 +50,7 @@ class StoreServer::Messages {
   }
   void fail_without_memory() noexcept {
     std::lock_guard lock(mutex_);
-    if (failure_.empty()) failure_ = "no memory";  // short enough to need none
+    if (failure_.empty()) failure_ = "no memory";  // short enough to need no allocation
     changed_.notify_all();
   }
   std::string failure() {
@@ -74,7 +74,7 @@ class StoreServer::Messages {
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
-  static constexpr size_t kOverhead = 64;  // bytes of an empty one
+  static constexpr size_t kOverhead = 64;  // bytes of an empty message
   std::vector<std::deque<std::string>> by_rank_;
   std::vector<size_t> bytes_of_;  // by rank
   size_t bytes_ = 0;
@@ -108,7 +108,7 @@ class StoreServer::Loop {
   void run() {
     try {
       serve_until_stopped();
-    } catch (const std::exception&) {  // no memory: the ranks see that the store is gone
+    } catch (const std::exception&) {  // no memory: the ranks detect that the store is gone
       messages_.fail_without_memory();
       peers_.clear();
       listener_.close();
@@ -136,7 +136,7 @@ class StoreServer::Loop {
         if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
-      // Later no other connection is needed; new connections are rejected or wait.
+      // Once formed, no other connection is needed; new connections are rejected or wait.
       if (!formed_at_ && !acceptor_.refused().empty()) fail("rank 0 " + acceptor_.refused());
       bury_the_dead();
       if (roll_due_at_ && SteadyClock::now() >= *roll_due_at_) answer_roll_calls();
@@ -148,12 +148,12 @@ class StoreServer::Loop {
         : socket(std::move(its)), challenge(std::make_unique<Challenge>(credentials)) {}
 
     Socket socket;
-    std::unique_ptr<Challenge> challenge;  // until it is met
+    std::unique_ptr<Challenge> challenge;  // until answered
     std::string in, out;
-    int rank = -1;  // until it has said hello
+    int rank = -1;  // until hello
     std::string from = socket.peer_address();
     bool watches = false;
-    bool leaving = false;  // said goodbye
+    bool leaving = false;  // sent bye
     bool dead = false;
     const SteadyClock::time_point hello_until = SteadyClock::now() + 2 * kHandshakeTime;
 
@@ -161,7 +161,7 @@ class StoreServer::Loop {
   };
   struct Value {
     std::string text;
-    int rank = 0;  // that set it
+    int rank = 0;  // the rank that set it
   };
   struct Waiting {
     Peer* peer;
@@ -186,7 +186,7 @@ class StoreServer::Loop {
     }
   }
 
-  // Whether only rank 0 itself and ranks that did not answer the roll call remain.
+  // Returns whether only rank 0 itself and ranks that did not answer the roll call remain.
   bool nobody_left() const {
     const bool roll_is_over = roll_due_at_ && SteadyClock::now() >= *roll_due_at_;
     return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
@@ -207,7 +207,7 @@ class StoreServer::Loop {
     }
   }
 
-  // A rank that uses rank 0 up ends the group; nothing more is kept of it.
+  // A rank that exceeds rank 0's limits fails the group; none of its data is kept from then on.
   void too_much(int rank, const std::string& what) { fail(fmt::format("rank {} {}", rank, what)); }
   void reply(Peer& peer, uint32_t id, std::string value) { send(peer, {Op::ok, id, "", std::move(value)}); }
 
@@ -223,7 +223,7 @@ class StoreServer::Loop {
     }
   }
 
-  // It has joined, or died.
+  // Handles a joiner that has joined or died.
   void hear_of_invited(size_t i) {
     char byte;
     const ssize_t n = recv(invited_[i].fd(), &byte, 1, MSG_DONTWAIT);
@@ -239,8 +239,8 @@ class StoreServer::Loop {
         std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); }));
   }
 
-  // At most as many as may wait, so that a flood of connections cannot keep the ranks from being served. The
-  // oldest of those that have not said hello make way.
+  // Accepts at most as many connections as may wait, so that a flood of connections cannot keep the ranks
+  // from being served. Drops the oldest connections without a hello.
   void accept_some() {
     for (size_t i = 0; i < kMostStrangers; ++i) {
       auto socket = acceptor_.accept();
@@ -263,7 +263,7 @@ class StoreServer::Loop {
     print_error_line(fmt::format("rank {} {}", rank, text));
   }
 
-  // What a rank says may be damaged, or meant for a terminal.
+  // A rank's text may be damaged or contain control characters for a terminal.
   void print_note(int rank, std::string text) {
     constexpr size_t kMostCharacters = 1000;
     size_t& printed = notes_of_[static_cast<size_t>(rank)];
@@ -340,7 +340,7 @@ class StoreServer::Loop {
         }
         break;
       case Op::add:
-        // Ranks that a failed group still lets count could meet at a barrier without the others.
+        // If a failed group still counted, some ranks could pass a barrier without the others.
         if (!failure_.empty()) {
           send(peer, {Op::refuse, m.id, "", failure_});
         } else {
@@ -398,12 +398,12 @@ class StoreServer::Loop {
     }
   }
 
-  // How many bytes a key takes, with its value and the map's own.
+  // Returns the bytes taken by a key, its value and the map's overhead.
   static size_t cost(const std::string& key, const std::string& value) {
     return key.size() + value.size() + 128;
   }
 
-  // Counts `more` bytes of what a rank leaves here. False, and the group fails, if that is too much.
+  // Adds `more` bytes to a rank's account. Returns false and fails the group if that exceeds a limit.
   bool account(int rank, size_t more) {
     size_t& its_bytes = key_bytes_of_[static_cast<size_t>(rank)];
     if (its_bytes + more > limits_.key_bytes_of_rank || key_bytes_ + more > limits_.key_bytes) {
@@ -442,7 +442,7 @@ class StoreServer::Loop {
     }
   }
 
-  // A request that is answered later.
+  // Defers the answer to a request.
   void wait(Peer& peer, const StoreMessage& m, std::vector<Waiting>& list) {
     const auto its =
         std::count_if(list.begin(), list.end(), [&](const Waiting& w) { return w.peer->rank == peer.rank; });
@@ -463,7 +463,7 @@ class StoreServer::Loop {
     std::string why;
     bool try_again = true;
     if (!job.empty() && !job_.empty() && job != job_) {
-      // Its own store may be about to take this one's place.
+      // Its own store may soon replace this one.
       why = fmt::format("the process there {}: {}, and this rank to {}", kOtherJob, job_, job);
     } else if (!failure_.empty() && rank >= 0 && rank < world_ &&
                roll_.ranks[rank].presence != Presence::never_came) {
@@ -516,12 +516,12 @@ class StoreServer::Loop {
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
     }
-    // The keys that these wait for will never be set.
+    // Their keys will never be set.
     for (const Waiting& w : waiting_) send(*w.peer, {Op::refuse, w.id, "", failure_});
     waiting_.clear();
   }
 
-  // Whether a rank could still answer the roll call.
+  // Returns whether a rank could still answer the roll call.
   bool missing() const {
     return std::any_of(roll_.ranks.begin(), roll_.ranks.end(),
                        [](const auto& entry) { return entry.presence == Presence::silent; });
@@ -548,14 +548,14 @@ class StoreServer::Loop {
 
   struct Count {
     int64_t times;
-    int rank;  // that began it
+    int rank;  // the first to add
   };
 
   Messages& messages_;
   const StoreLimits limits_;
   std::vector<size_t> key_bytes_of_;  // by rank
   size_t key_bytes_ = 0;
-  std::vector<size_t> notes_of_;  // printed, by rank
+  std::vector<size_t> notes_of_;  // printed lines, by rank
   Socket listener_;
   Acceptor acceptor_{listener_};
   WakeEvent wake_;
