@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// Collective, and blocks the caller. All ranks pass equally many numbers; result[r] are rank r's. The
-// exchange runs on `stream`, after earlier work on it.
+// Gathers every rank's numbers; result[r] are rank r's. All ranks pass equally many. The exchange runs on
+// `stream`, after earlier work on it. Collective; blocks.
 std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& stream,
                                             const std::vector<double>& mine, const std::string& what);
 

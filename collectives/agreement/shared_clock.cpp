@@ -1,4 +1,4 @@
-// Cristian's algorithm: a rank asks rank 0 for the time; the answer was right at some moment between the
+// Cristian's algorithm: a rank asks rank 0 for the time; the answer was correct at some moment between the
 // request and the reply.
 #include "collectives/agreement/shared_clock.h"
 
@@ -73,7 +73,8 @@ SharedInstant agree_on_instant(Transport& transport, const std::function<Clock::
     exchange.check();
     return {instant(start), 0};
   }
-  int64_t round_trip = std::numeric_limits<int64_t>::max(), ahead = 0;  // of rank 0's clock
+  // ahead: by how much rank 0's clock is ahead
+  int64_t round_trip = std::numeric_limits<int64_t>::max(), ahead = 0;
   for (int i = 0; i < kTries; ++i) {
     const int64_t asked = now_ns();
     exchange.send(0, asked);

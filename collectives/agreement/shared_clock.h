@@ -1,5 +1,5 @@
-// One instant expressed on the clock of every rank, although their clocks may differ: it aligns traces of
-// different processes.
+// One instant expressed on every rank's clock, even if the clocks differ: aligns traces of different
+// processes.
 #pragma once
 
 #include <chrono>
@@ -14,10 +14,10 @@ struct SharedInstant {
   double error_us = 0;                         // upper bound
 };
 
-// Collective, and blocks: a few round trips between rank 0 and each other rank. The error is half of the
-// shortest round trip; clocks that differ by no more than that are taken to be the same (as they are for
-// processes on one machine). Afterwards, clocks of two machines drift apart by some microseconds per second.
-// `now`: this process's clock; tests pass their own.
+// Returns one instant on every rank's clock, by a few round trips between rank 0 and each other rank. The
+// error is half of the shortest round trip; clocks that differ by at most that are taken to be the same (as
+// they are for processes on one machine). Afterwards, clocks of two machines drift apart by some microseconds
+// per second. `now`: this process's clock; tests pass their own. Collective; blocks.
 SharedInstant agree_on_instant(
     Transport& transport,
     const std::function<std::chrono::steady_clock::time_point()>& now = std::chrono::steady_clock::now);

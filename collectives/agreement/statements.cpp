@@ -12,12 +12,12 @@
 namespace gradwire {
 namespace {
 
-// As many bits as a double holds exactly.
+// The bits that a double holds exactly.
 double digest(uint64_t hash) {
   return static_cast<double>(hash >> 11);
 }
 
-// Texts are sent as doubles too: this many; longer texts are cut.
+// A text is sent as this many doubles; longer texts are truncated.
 constexpr size_t kTextDoubles = 32;
 
 std::vector<double> packed(std::string text) {
@@ -32,7 +32,7 @@ std::string unpacked(const std::vector<double>& numbers) {
   return reinterpret_cast<const char*>(numbers.data());
 }
 
-// The first rank that differs from rank 0; 0 if none does.
+// Returns the first rank that differs from rank 0; 0 if none.
 size_t odd_one(const std::vector<std::vector<double>>& all, size_t column) {
   for (size_t r = 1; r < all.size(); ++r) {
     if (all[r][column] != all[0][column]) return r;
@@ -54,7 +54,7 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
       all_gather(transport, stream, {static_cast<double>(statements.size()), digest(all)}, what);
   if (odd_one(counts, 0) == 0 && odd_one(counts, 1) == 0) return;
 
-  // Find the first statement that differs, which may be one that only some ranks make.
+  // Find the first statement that differs, which only some ranks may have.
   double least = counts[0][0];
   for (const auto& c : counts) least = std::min(least, c[0]);
   digests.resize(static_cast<size_t>(least));

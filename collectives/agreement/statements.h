@@ -1,4 +1,4 @@
-// Checks that all ranks agree, where a disagreement would otherwise surface late and without its cause.
+// Checks that all ranks agree. Otherwise a disagreement would surface late and without its cause.
 #pragma once
 
 #include <string>
@@ -8,10 +8,10 @@
 
 namespace gradwire {
 
-// Collective; `what` is the call it belongs to. Returns if all ranks make the same statements in the same
-// order. Otherwise fails the group and throws CommError, which quotes two ranks on the first that differs:
+// Returns if all ranks make the same statements in the same order. Otherwise fails the group and throws
+// CommError, which quotes two ranks on the first that differs:
 //   ranks disagree: gw_reducer_create has "tensor 1: 'a' (8)" on rank 0, "tensor 1: 'b' (8)" on rank 1
-// Sends 16 bytes to each peer if they agree.
+// `what`: the call it belongs to. Sends 16 bytes to each peer if they agree. Collective.
 void agree_on(Transport& transport, const Stream& stream, const std::vector<std::string>& statements,
               const std::string& what);
 

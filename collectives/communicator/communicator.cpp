@@ -78,7 +78,7 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
 }
 void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
-  // They may be of another group, as in a checkpoint.
+  // May be another group's costs, as in a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->library_obstacle().empty();
 }
 std::string Communicator::lsa_obstacle(ScheduleKind kind) {

@@ -34,7 +34,7 @@ std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   return all;
 }
 
-// A choice among words, e.g. on|off.
+// Returns the choice named by a word, e.g. on|off.
 template <typename T>
 T choose(std::string_view text, std::string_view key, std::string_view value,
          const std::vector<std::pair<std::string_view, T>>& choices) {
@@ -67,7 +67,7 @@ std::vector<std::string_view> format_names() {
   return all;
 }
 
-// Insertions, deletions and replacements from a to b.
+// Returns the insertions, deletions and replacements from a to b.
 size_t edits(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -82,7 +82,7 @@ size_t edits(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// "; did you mean 'int4'?", where some name is near.
+// Returns "; did you mean 'int4'?" if a name is near.
 std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names) {
   const auto distance = [&](std::string_view name) { return edits(wrong, name); };
   const auto best = std::ranges::min_element(names, {}, distance);
@@ -96,14 +96,14 @@ Wire wire_named(std::string_view text, std::string_view name) {
                         suggestion(name, format_names())));
 }
 
-// Encoders whose blocks lie one after the other, so that parts of a residual can be read and written.
+// Returns encoders whose blocks are contiguous, so that parts of a residual can be read and written.
 std::vector<std::pair<std::string_view, Wire>> residuals() {
   std::vector<std::pair<std::string_view, Wire>> all;
   for (const char* name : {"fp32", "bf16", "int8"}) all.emplace_back(name, find_wire_format(name));
   return all;
 }
 
-// "off", or names joined by '+', in the order in which a spec keeps them.
+// Parses "off", or names joined by '+'. Returns them in the order in which a spec stores them.
 std::vector<std::string> dense_names(std::string_view text, std::string_view value) {
   if (value == "off") return {};
   std::vector<std::string> names;
@@ -124,7 +124,7 @@ std::vector<std::string> dense_names(std::string_view text, std::string_view val
   return names;
 }
 
-// Below 8 bits an element a vector's few bytes are not worth their error.
+// Below 8 bits per element, the few bytes saved on a vector are not worth their error.
 std::vector<std::string> default_dense(Wire wire) {
   if (wire->bytes_per_value() < 1) return {kDenseAuto};
   return {};
@@ -169,7 +169,7 @@ std::string CompressionSpec::grammar() {
 
 namespace {
 
-// The key=value pairs after the name, in their order.
+// Returns the key=value pairs after the name, in order.
 std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_view text, size_t separator) {
   std::vector<std::pair<std::string_view, std::string_view>> items;
   if (separator == std::string_view::npos) return items;
@@ -183,7 +183,7 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
     const size_t equals = item.find('=');
     if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
     std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);
-    if (key == "node_wire") {  // its original name
+    if (key == "node_wire") {  // former name
       key = "intra_node";
       if (value == "same") value = "wire";
     }
@@ -197,7 +197,7 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
 
 using Options = std::map<std::string_view, std::function<void(std::string_view)>>;
 
-// The spec's options apart from those of its wire format.
+// Returns the spec's options except those of its wire format.
 Options options_of(CompressionSpec& spec, std::string_view text, std::optional<Rounding>& rounding,
                    std::optional<std::vector<std::string>>& dense) {
   Options options;
@@ -251,10 +251,10 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   return options;
 }
 
-// Applies items to the spec's options and to those of its wire format, which spec.wire then has.
+// Applies items to the spec's options and to those of its wire format, and stores that format in spec.wire.
 void apply(CompressionSpec& spec, std::string_view text, std::string_view method, const Options& options,
            const std::vector<std::pair<std::string_view, std::string_view>>& items) {
-  // First the wire, whose options may stand before it.
+  // The wire first: its options may precede it.
   for (const auto& [key, value] : items) {
     if (key == "wire" && options.contains(key)) options.at(key)(value);
   }
@@ -288,7 +288,7 @@ bool CompressionSpec::is_codec(std::string_view name) {
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
-  // A comma after the name is accepted too: grammars in docs read "bf16[,schedule=...]".
+  // Also accepts a comma after the name: grammars in docs read "bf16[,schedule=...]".
   const size_t separator = text.find_first_of(":,");
   const std::string_view method = text.substr(0, separator);
   if (const Wire wire = find_wire_format(method)) {
