@@ -1,8 +1,8 @@
 // BF16 wire format on CUDA: two element-wise kernels, eight elements per thread and step.
 //
-// Bytes per element: as kernels/wire/format.h says, with w = 2. Limit: memory bandwidth. Alignment: any; 16-byte
-// accesses to floats when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: each element is
-// computed by one thread from its own inputs.
+// Bytes per element: as in kernels/wire/format.h, with w = 2. Limit: memory bandwidth. Alignment: any;
+// 16-byte accesses to floats when the arrays share a head (kernels/cuda/vector.cuh). Deterministic: one
+// thread computes each element, from that element's inputs only.
 #include "kernels/wire/bf16.h"
 
 #include "kernels/cuda/vector.cuh"
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWidth = 8;
 
-// wire[k] = round(s[k]), for the vector at element i of the call.
+// Sets wire[k] = round(s[k]) for the vector at element i of the call.
 template <Coding kCoding, int W>
 __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t step, int64_t i,
                                           const float (&s)[W], uint16_t (&wire)[W]) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x
   for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
 }
 
-// The vector at element i, as it lies in memory.
+// Reads the vector at element i from global memory.
 struct InPlace {
   int64_t i;
   template <int W>
@@ -52,7 +52,7 @@ struct InPlace {
   }
 };
 
-// Or as copies of it have arrived in shared memory (read_ahead.cuh).
+// Reads vectors from their copies in shared memory (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kBf16ReadsAhead + 1, kPieces = 2;
   static constexpr bool kResidual = true;
@@ -88,7 +88,7 @@ struct Arrived {
   }
 };
 
-// kSum: of other parts, too, or in a sum's units.
+// kSum: S has inputs, or its scale is not 1.
 template <Coding kCoding, bool kSum, typename Args = ReduceEncode>
 struct ReduceEncodeBody {
   const Args& a;
@@ -118,17 +118,16 @@ struct ReduceEncodeBody {
     finish<W>(i, s);
   }
 
-  // s, this rank's own part, becomes the sum of all parts.
+  // Turns s from this rank's part into the sum of all parts.
   template <int W, typename From>
   __device__ __forceinline__ void sum_all(From& from, float (&s)[W]) const {
     float own[W];
 #pragma unroll
     for (int k = 0; k < W; ++k) {
       own[k] = s[k];
-      s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+      s[k] = -0.0f;  // the additive identity, also for -0
     }
-    // The next input is on its way while this one is added. Unrolled further, the sums would leave the
-    // registers.
+    // Loads the next input while adding this one. Unrolling further spills the sums.
     float next[W];
     if (a.num_inputs > 0) from.template wire<W>(a.input(0), next);
 #pragma unroll 1
@@ -218,7 +217,7 @@ struct Bf16Tiles {
   }
 };
 
-// With inputs, four blocks share a multiprocessor, to hide the way of one input after the other.
+// With inputs, four blocks share a multiprocessor, which hides the latency of consecutive inputs.
 template <Coding kCoding, bool kSum>
 __global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
     bf16_reduce_encode_kernel(const __grid_constant__ ReduceEncode a,

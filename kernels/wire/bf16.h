@@ -3,7 +3,7 @@
 // wire + residual == S exactly, in both rounding modes: the difference of a float and its BF16 rounding is a
 // float, except where it underflows.
 //
-// Wires may lie at any 2-byte address here; 16 bytes is fast. So these are also the ops that convert arrays
+// Wires may lie at any 2-byte address; 16-byte alignment is fast. The ops therefore also convert arrays
 // between FP32 and BF16: a ReduceEncode without inputs and residual, 6 bytes per element.
 #pragma once
 

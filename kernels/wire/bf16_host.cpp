@@ -1,9 +1,9 @@
 // The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.
 //
-// Bytes per element as in the header; a small result's lines are read before they are written, a large one's
-// (and the wire of a large gradient) are written past the caches. Limit: memory; with stochastic rounding,
-// the random generator. Alignment: any. Deterministic: each element is computed from its own inputs, and to
-// the bit as in the scalar reference.
+// Bytes per element as in the header. The lines of a small result are prefetched before they are written. A
+// large result, and the wire of a large gradient, are written past the caches. Limit: memory; with stochastic
+// rounding, the random generator. Alignment: any. Deterministic: each element depends on its inputs only. The
+// bits equal those of the scalar reference.
 #include "kernels/wire/bf16.h"
 
 #include <bit>
@@ -16,18 +16,18 @@ namespace gradwire::host {
 namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
-constexpr int kRun = 128;  // elements for which random bits are drawn at a time
-// Ahead of two streams read and two written, the hardware falls behind.
+constexpr int kRun = 128;  // elements per batch of random bits
+// Software prefetch: the hardware prefetcher falls behind with two streams read and two written.
 constexpr int64_t kPrefetchFloats = 512;
 
 GW_INLINE F32x8 decode(const void* wire, int64_t i) {
   return widen_bf16<F32x8>(load<U16x8>(static_cast<const uint16_t*>(wire) + i));
 }
 
-// The wire of eight sums, as words; `add` is what goes to the discarded half before it is cut off.
+// Returns the wire of eight sums, as words. `add` is added to the lower half before truncation.
 GW_INLINE U32x8 round_bits(const F32x8& s, const U32x8& add) {
   U32x8 x = words_of(s), top = (x + add) >> 16;
-  top = (top & 0x7f80u) == 0x7f80u ? top - 1 : top;  // a finite value saturates
+  top = (top & 0x7f80u) == 0x7f80u ? top - 1 : top;  // saturates finite values
   U32x8 kept = (x >> 16) | ((x & 0x007fffffu) != 0 ? U32x8{} + 0x0040u : U32x8{});
   return (x & 0x7f800000u) == 0x7f800000u ? kept : top;
 }
@@ -53,8 +53,8 @@ GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* r
   if (out != nullptr) store(out, scale * sent);
 }
 
-// The elements of `a`, a multiple of eight: s = sum(i), then what format.h says. `sum` is inlined into the
-// caller's instruction set.
+// Encodes the elements of `a`, a multiple of eight, as in format.h, with s = sum(i). `sum` is inlined into
+// the caller's instruction set.
 template <typename Sum>
 GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residual, bool stream_wire) {
   auto at = [](float* p, int64_t i) { return p != nullptr ? p + i : nullptr; };
@@ -88,7 +88,7 @@ GW_INLINE void encode_sums(const ReduceEncode& a, const Sum& sum, float* residua
   }
 }
 
-// A rank's own part, as it is.
+// Encodes this rank's part without inputs or scales.
 GW_SIMD void encode_piece(const ReduceEncode& a, bool stream_wire) {
   const float *own = a.own, *residual = a.residual;
   if (residual != nullptr) {
@@ -111,7 +111,7 @@ GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
   auto sum = [&](int64_t i) __attribute__((always_inline)) {
     F32x8 own = load<F32x8>(a.own + i);
     if (a.residual != nullptr) own += a.residual_scale * load<F32x8>(a.residual + i);
-    F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
+    F32x8 s = -F32x8{};  // -0: the additive identity, also for -0
     for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * decode(a.inputs[k], i);
     s += a.own_scale * own;
     for (int k = a.own_position; k < a.num_inputs; ++k) s += a.input_scale(k) * decode(a.inputs[k], i);
@@ -120,7 +120,7 @@ GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
   encode_sums(a, sum, a.residual, false);
 }
 
-// A multiple of eight elements.
+// a.count is a multiple of eight.
 void piece(const ReduceEncode& a, bool stream_wire) {
   if (a.num_inputs == 0 && a.own_scale * a.residual_scale == 1.0f) {
     encode_piece(a, stream_wire);
@@ -140,7 +140,7 @@ GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float sc
   stream_fence();
 }
 
-// As forget_not_finite() of host.h, of what the wire decodes to: it stays in a cache, which the result may not.
+// Does forget_not_finite() of host.h from the wire, which stays in a cache; the result may not.
 GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t count) {
   uint32_t any = 0;
 #pragma omp simd reduction(| : any)
@@ -151,7 +151,7 @@ GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t cou
   }
 }
 
-// From element `begin` to `end`.
+// Returns the part of `a` from element `begin` to `end`.
 ReduceEncode part_of(ReduceEncode a, int64_t begin, int64_t end) {
   for (int k = 0; k < a.num_inputs; ++k) a.inputs[k] = static_cast<const uint16_t*>(a.inputs[k]) + begin;
   advance(a.own, begin);
@@ -163,7 +163,7 @@ ReduceEncode part_of(ReduceEncode a, int64_t begin, int64_t end) {
   return a;
 }
 
-// A part of fewer than eight elements, in copies of eight.
+// Encodes fewer than eight elements, in padded copies.
 void short_piece(const ReduceEncode& a) {
   const auto count = static_cast<size_t>(a.count);
   float own[kWidth] = {}, residual[kWidth] = {}, out[kWidth];

@@ -1,8 +1,8 @@
-// Formats in blocks (kernels/wire/block.h) on CUDA: a warp for each block, or a thread block where they are
-// long. Wires are moved in tiles of whole blocks through shared memory, in 16-byte pieces.
+// Block formats (kernels/wire/block.h) on CUDA: a warp per block, or a thread block per block where blocks
+// are long. Wires move in tiles of whole blocks through shared memory, in 16-byte pieces.
 //
-// block.cu has the ops made of this, block_fused.cu the allreduce over peer memory. They differ in how wires come into
-// shared memory: Fetch, one after the other, or WireQueue, several ahead.
+// block.cu defines the ops, block_fused.cu the allreduce over peer access. They differ in how wires reach
+// shared memory: Fetch reads one at a time, WireQueue several ahead.
 #pragma once
 
 #include <type_traits>
@@ -14,12 +14,12 @@
 #include "kernels/wire/reduce_encode.cuh"
 
 namespace gradwire::cuda {
-namespace {  // of each file: the shim finds the shared variables of such functions only
+namespace {  // internal to each file: the shim finds only the shared variables of internal functions
 
 constexpr int kBlockThreads = 256;
 constexpr int kBlockWarps = kBlockThreads / 32;
 
-// Levels h = n/2, n/4, ..., 1 of a butterfly, by whoever `lanes` are.
+// Applies the levels h = n/2, n/4, ..., 1 of a butterfly.
 template <typename Lanes>
 __device__ __forceinline__ void butterfly(const Lanes& lanes, float* x, int n) {
   for (int h = n / 2; h > 0; h /= 2) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ void butterfly(const Lanes& lanes, float* x, int n) {
   }
 }
 
-// A warp for each block.
+// A warp per block.
 struct WarpLanes {
   static constexpr int kTeams = kBlockWarps, kSize = 32;
   int lane = static_cast<int>(threadIdx.x) % 32, team = static_cast<int>(threadIdx.x) / 32;
@@ -40,7 +40,7 @@ struct WarpLanes {
   __device__ __forceinline__ void sync() const { __syncwarp(); }
   template <typename Body>
   __device__ __forceinline__ void each(int n, const Body& body) const {
-#pragma unroll 2  // what more of them keep at hand does not fit into registers
+#pragma unroll 2  // unrolling further spills
     for (int i = lane; i < n; i += 32) body(i);
     __syncwarp();
   }
@@ -99,7 +99,7 @@ struct WarpLanes {
   }
 };
 
-// A whole thread block for each block of a format whose blocks are long. `warps` is shared memory.
+// A thread block per block, for formats with long blocks. `warps` is shared memory.
 struct ThreadBlockLanes {
   static constexpr int kTeams = 1, kSize = kBlockThreads;
   uint32_t* warps;
@@ -111,9 +111,10 @@ struct ThreadBlockLanes {
     for (int i = lane; i < n; i += kBlockThreads) body(i);
     __syncthreads();
   }
-  // `mine` of each warp's first lane, in warps[]; ends with a barrier that lets all read it.
+  // Stores `mine` of each warp's first lane in warps[]. Ends with a barrier, after which all threads may read
+  // it.
   __device__ __forceinline__ void share(uint32_t mine) const {
-    __syncthreads();  // nobody reads what was there before
+    __syncthreads();  // the earlier values have been read
     if (lane % 32 == 0) warps[lane / 32] = mine;
     __syncthreads();
   }
@@ -128,7 +129,7 @@ struct ThreadBlockLanes {
     for (int w = 0; w < kBlockWarps; ++w) largest = warps[w] > largest ? warps[w] : largest;
     return largest;
   }
-  // One warp's work: what long blocks sum is short.
+  // Done by one warp: the sums of long blocks are short.
   template <typename Value>
   __device__ __forceinline__ float sum(int n, const Value& value) const {
     float sum = 0.0f;
@@ -179,10 +180,10 @@ __device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) 
   return {warps};
 }
 
-// A thread block's work at a time, in dynamic shared memory:
+// The work of a thread block at a time, in dynamic shared memory:
 //   float sums[blocks][block]; float values[teams][block]; uint16_t random[teams][block]; uint8_t bytes[...]
-// `bytes` begins as far from a 16-byte boundary as the tile does in the wire, so blocks of any length move in
-// 16-byte pieces.
+// `bytes` has the same offset from a 16-byte boundary as the tile in the wire, so that blocks of any length
+// move in 16-byte pieces.
 struct TileShape {
   int blocks, block, bytes, teams;
   __host__ __device__ size_t shared_bytes() const {
@@ -190,7 +191,8 @@ struct TileShape {
            static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
            static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
   }
-  // Of WireQueue: where its slots begin, and the length of one, which begins up to 15 bytes before its tile.
+  // For WireQueue: the offset of its slots, and the length of one. A slot begins up to 15 bytes before its
+  // tile.
   __host__ __device__ size_t slots_offset() const { return (shared_bytes() + 15) / 16 * 16; }
   __host__ __device__ size_t slot_bytes() const {
     return (static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 30) / 16 * 16;
@@ -215,12 +217,12 @@ struct Worker {
   int64_t count;  // values of the whole call
   bool wide;      // floats are 16-byte aligned
   Lanes lanes;
-  float *sums, *values;  // of the tile; of the team: what it has just decoded
+  float *sums, *values;  // sums: of the tile; values: those the team decoded last
   uint16_t* random;      // of the team
   uint8_t* memory;       // for the tile's bytes
   int64_t first_block = 0;
   int blocks = 0;            // in the tile
-  uint8_t* bytes = nullptr;  // where they are now
+  uint8_t* bytes = nullptr;  // of the tile, in `memory`
 
   __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
                                     int64_t its_count, bool is_wide, unsigned char* shared)
@@ -248,13 +250,13 @@ struct Worker {
     const int64_t left = count - (first_block + block) * shape.block;
     return left < shape.block ? static_cast<int>(left) : shape.block;
   }
-  // Calls body(i, W) so that a lane has W neighbors of the block's values at a time. Both ways in a loop of
-  // their own; side by side, the compiler merges them into scalar stores.
+  // Calls body(i, W) so that each call covers W adjacent values of the block. The two widths have separate
+  // loops; in one loop the compiler merges them into scalar stores.
   template <typename Body>
   __device__ __forceinline__ void for_values(int block, const Body& body) const {
     const int valid = values_of(block);
     if (wide && valid == shape.block) {
-#pragma unroll 1  // most blocks have one turn, and unrolled it needs more registers than there are
+#pragma unroll 1  // most blocks take one iteration, and unrolling spills
       for (int i = 4 * lanes.lane; i < valid; i += 4 * Lanes::kSize) body.template at<4>(block, i);
     } else {
       for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
@@ -262,11 +264,12 @@ struct Worker {
     lanes.sync();
   }
 
-  // Copies the tile's bytes, for all threads of the block: `to` and `from` are as far from a 16-byte boundary.
+  // Copies the tile's bytes; all threads of the block call it. `to` and `from` have the same offset from a
+  // 16-byte boundary.
   __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
     const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
     const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
-    __syncthreads();  // nobody uses the bytes of before; all have written theirs
+    __syncthreads();  // the earlier bytes are no longer in use; all threads have written the new ones
     for (int i = static_cast<int>(threadIdx.x); i < head; i += kBlockThreads) to[i] = from[i];
     for (int i = static_cast<int>(threadIdx.x); i < whole; i += kBlockThreads) {
       reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
@@ -275,7 +278,7 @@ struct Worker {
       to[i] = from[i];
     __syncthreads();
   }
-  // Returns where they are.
+  // Returns the address of the tile's bytes in shared memory.
   __device__ __forceinline__ const uint8_t* fetch(const void* wire) const {
     move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
     return bytes;
@@ -284,7 +287,7 @@ struct Worker {
     move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
   }
 
-  // The team's own room for what it decodes of block `block` of the tile whose bytes are at `from`.
+  // Decodes block `block` of the tile at `from` into the team's buffer, and returns the buffer.
   __device__ __forceinline__ const float* decode(const uint8_t* from, int block) const {
     coder.decode(lanes, from + block * shape.bytes, values_of(block), values);
     lanes.sync();
@@ -313,7 +316,7 @@ struct AddOwn {
   }
 };
 
-// Residual and result of a block whose wire decodes to `sent`.
+// Writes residual and result of a block whose wire decodes to `sent`.
 template <typename F, typename Args>
 struct Finish {
   const Worker<F>& w;
@@ -362,7 +365,7 @@ struct PutValues {
   }
 };
 
-// 16 random bits for each value of a block, which begins at `element`.
+// Draws 16 random bits for each value of a block that begins at `element`.
 template <typename F, typename Args>
 __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const Args& a, uint64_t step,
                                                        int block) {
@@ -381,7 +384,7 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
   return random;
 }
 
-// The bytes of a tile, of one wire after the other.
+// Fetches the bytes of a tile from one wire at a time.
 template <typename F>
 struct Fetch {
   const Worker<F>& w;
@@ -395,7 +398,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
   for (int block = first; block < w.blocks; block += teams) {
     const int valid = w.values_of(block);
     float* const sums = w.sums + block * n;
-    // Adding to -0 changes nothing, not even a zero's sign. Where the array ends, encode sees 0.
+    // -0 is the additive identity, also for -0. Past the end of the array, encode sees 0.
     w.lanes.each(n, [=](int i) { sums[i] = i < valid ? -0.0f : 0.0f; });
   }
   for (int term = 0; term <= a.num_inputs; ++term) {
@@ -428,7 +431,7 @@ __device__ __forceinline__ void reduce_encode_tile(const Worker<F>& w, const Arg
   if (a.wire != nullptr) w.put(a.wire);
 }
 
-// All tiles of this thread block.
+// Encodes all tiles of this thread block.
 template <typename F, typename Args, typename Wires>
 __device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const Args& a, Wires&& wires) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;

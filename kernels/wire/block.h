@@ -1,23 +1,22 @@
-// A block format: a block of N values becomes B bytes, in arithmetic that is written once for host and device.
-// Loops over blocks, sums, residuals, rotation, threads and launches are generic (block_host.h, block.cu,
-// reference.cpp). To add a format, write one struct like that in sign.h and list it in
-// block_formats.h:
+// A block format: a block of N values becomes B bytes, in arithmetic written once for host and device. Loops
+// over blocks, sums, residuals, rotation, threads and launches are generic (block_host.h, block.cu,
+// reference.cpp). To add a format, write one struct like the one in sign.h and list it in block_formats.h:
 //
 //   struct X {
-//     int size = 128;  // members are its options, if it has any; int only
+//     int size = 128;  // the options are members of type int; may have none
 //     static constexpr int kMaxBlock = 512;
 //     static constexpr const char *kSummary = "...", *kSource = "...";  // as in WireFormat
 //     static constexpr Rounding kRounding = Rounding::nearest;          // unless the spec says otherwise
 //     static constexpr bool kStochastic = true;
 //     static constexpr Rotation kRotation = Rotation::optional;
 //     static constexpr bool kMasks = false;                             // see "Non-finite values"
-//     static constexpr bool kSelects = true;  // only where it does; as in WireFormat
+//     static constexpr bool kSelects = true;                            // optional; as in WireFormat
 //     static constexpr std::array<const char*, 1> kExamples = {"size=64"};  // as in WireFormat
 //
 //     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock
-//     GW_HD int bytes() const;             // of a block; the last one of an array is as long
-//     GW_HD bool clips() const;            // only where it may; as in WireFormat
-//     GW_HD int scale_bytes() const;       // 1 or 4: length of the scale that ends a block, if it may be a mask
+//     GW_HD int bytes() const;             // per block; the same for the last block of an array
+//     GW_HD bool clips() const;            // optional; as in WireFormat
+//     GW_HD int scale_bytes() const;       // 1 or 4: length of the scale that ends a maskable block
 //     double gaussian_error(bool rotated) const;    // as in WireFormat
 //     double error_bound(bool stochastic) const;    // as in WireFormat
 //     std::vector<FormatOption> options(); // pointing to members; {} when it has none
@@ -28,27 +27,27 @@
 //     GW_HD void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values) const;
 //   };
 //
-// encode writes all bytes() for values[block()], of which only the last block of an array has fewer than
-// block() that count; the others are 0 (unless rotated: then all of them matter). `random` holds 16 uniform
-// bits for each value, or is null: round to nearest. decode assigns to each of values[0..count) once. One that
-// needs more, such as to read them again or to assign in another order, takes `float* values`, which has room
-// for kMaxBlock; on the host that costs a pass more.
+// encode writes all bytes() of a block from values[block()]. Only the last block of an array has a count
+// below block(); its other values are 0, unless rotated: then all values count. `random` holds 16 uniform
+// bits per value; null means round to nearest. decode assigns each of values[0..count) once. A decode that
+// also reads values, or assigns them in another order, takes `float* values`, which has room for kMaxBlock;
+// on the host this costs an extra pass.
 //
-// Non-finite values: where kMasks is false, encode gets them and decode gives NaN in their places only. Where
-// kMasks is true, or the block is rotated, encode and decode see only finite blocks. A block with a
+// Non-finite values: where kMasks is false, encode gets them, and decode gives NaN in their places only.
+// Where kMasks is true, or the block is rotated, encode and decode see only finite blocks. A block with a
 // non-finite value is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is not finite, the
 // other bytes are 0, and the scale, which ends the block, is NaN (FP32) or 255 (one byte). It decodes to NaN
 // in those places and to 0 elsewhere, so that error feedback keeps the finite values of the block.
 //
-// `lanes` are those who work on the block together: one on the host, a warp or a thread block on the GPU. Each
-// of them calls encode, and gets the same results from
-//   lanes.each(n, f)        calls f(i) once for each i in [0, n), in any order, and shows all lanes what f wrote
+// `lanes` are the workers of a block: one on the host, a warp or a thread block on the GPU. Every lane calls
+// encode, and gets the same results from
+//   lanes.each(n, f)        calls f(i) once for each i in [0, n), in any order; all lanes see the writes of f
 //   lanes.max(n, f)         the largest f(i), unsigned; 0 when n is 0
-//   lanes.sum(n, f)         the sum of floats f(i), always in the same order: 32 sums of every 32nd, then halves
-//   lanes.count(n, f)       of how many i f(i) is true
-//   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, of which f(i) is true
-// where f is [&](int i) GW_HD_LAMBDA { ... }. What is computed outside of f, every lane computes. codes.h builds on
-// these; the host's lanes have ways of their own for some of what is there.
+//   lanes.sum(n, f)         the sum of floats f(i), in a fixed order: 32 sums of every 32nd, then halves
+//   lanes.count(n, f)       the number of i for which f(i) is true
+//   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, for which f(i) is true
+// where f is [&](int i) GW_HD_LAMBDA { ... }. Every lane computes the code outside of f. codes.h builds on
+// these; the host's lanes override some of its functions.
 #pragma once
 
 #include <array>
@@ -63,10 +62,10 @@ namespace gradwire {
 
 inline constexpr int kSumLanes = 32;
 
-// Whether a format's values go through a randomized Hadamard transform first, which makes them nearly normal.
+// Whether the values first go through a randomized Hadamard transform, which makes them nearly normal.
 enum class Rotation : uint8_t { never, optional, always };
 
-// The random signs of the transform, as sign bits: the same for every block.
+// The random signs of the transform, as sign bits; the same for every block.
 struct RotationSigns {
   uint32_t of[512] = {};
   constexpr RotationSigns() {
@@ -81,23 +80,23 @@ struct RotationSigns {
 inline constexpr RotationSigns kRotationSigns;
 GW_HD uint32_t rotation_sign(int i) {
 #ifdef __CUDA_ARCH__
-  return RotationSigns::at(i);  // cheaper there than memory
+  return RotationSigns::at(i);  // cheaper than memory on a GPU
 #else
   return kRotationSigns.of[i];
 #endif
 }
 
-// x, with magnitudes cut off at `most`; NaN stays. As integers: their minimum is one instruction.
+// Clamps the magnitude of x to `most`; NaN is unchanged. On integers, whose minimum is one instruction.
 GW_HD float within(float x, float most) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu, limit = float_bits(most);
   const uint32_t less = magnitude < limit ? magnitude : limit;
   return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
 }
 
-// to = the randomized Hadamard transform of n values. Lanes that have a way of their own to do this do; here and in
+// Sets `to` to the randomized Hadamard transform of n values. Lanes may override this and
 // rotate_block_back().
 //
-// By 1/n here and 1 on the way back, not the square root twice: a power of two is exact.
+// Scales by 1/n here and by 1 on the way back, instead of 1/sqrt(n) twice: a power of two is exact.
 template <typename Lanes>
 GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* to) {
   const float scale = 1.0f / static_cast<float>(n);
@@ -109,10 +108,11 @@ GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* t
     lanes.hadamard(to, n);
   }
 }
-// What is finite stays so: sums of 512 values, each 2^10 smaller, do, and then it saturates.
+// Keeps finite values finite: a sum of 512 values, each scaled by 2^-10, does not overflow; scaling back
+// saturates.
 inline constexpr float kRotationDown = 0x1p-10f, kRotationUp = 0x1p10f,
                        kRotationMost = 0x1.fffffep127f * kRotationDown;
-// Of n values, only the first `count` are wanted.
+// Transforms n values back; only the first `count` are needed.
 template <typename Lanes>
 GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count) {
   if constexpr (requires { lanes.rotate_back(values, n); }) {
@@ -126,8 +126,8 @@ GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count
   }
 }
 
-// Returns the residual of a sum s if the wire carries `sent`. kFar: `sent` may be so far from s, for example
-// after a rotation, that the difference is not a float.
+// Returns the residual of a sum s if the wire carries `sent`. kFar: the difference may exceed a float, for
+// example after a rotation.
 template <bool kFar>
 GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   float rest = s - sent;
@@ -135,7 +135,7 @@ GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   return to_residual(rest, unit);
 }
 
-// A format and whether it rotates: what a loop over blocks calls.
+// A format and whether it rotates; the interface for loops over blocks.
 template <typename F>
 struct BlockCoder {
   static constexpr int kMaxBlock = F::kMaxBlock;
@@ -151,7 +151,7 @@ struct BlockCoder {
   static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
   GW_HD bool masks() const { return F::kMasks || rotates(); }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
-  // Where block number `block` of a wire of `count` values lies.
+  // Returns the place of block `block` in a wire of `count` values.
   template <typename Byte>
   GW_HD auto place(Byte* wire, int64_t count, int64_t block) const {
     if constexpr (requires { F::place(wire, count, block); }) {
@@ -161,7 +161,7 @@ struct BlockCoder {
     }
   }
 
-  // `s` holds block() values, 0 after `count`, and stays; `scratch` has room for as many.
+  // `s` holds block() values, 0 after `count`, and is not changed. `scratch` holds as many.
   template <typename Lanes, typename To>
   GW_HD void encode(const Lanes& lanes, const float* s, int count, const uint16_t* random, const To& to,
                     float* scratch) const {
@@ -178,11 +178,11 @@ struct BlockCoder {
         values = scratch;
       }
     }
-    // One call, because it is inlined wherever it stands.
+    // A single call, because every call is inlined.
     format.encode(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to);
   }
 
-  // `values` has room for block().
+  // `values` holds block() values.
   template <typename Lanes, typename From>
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
     const int n = block();
@@ -198,7 +198,7 @@ struct BlockCoder {
   }
 
  private:
-  // lanes.each() for masks. Unrolled, their loops cost registers in every encode and decode.
+  // lanes.each() for masks, not unrolled: unrolling costs registers in every encode and decode.
   template <typename Lanes, typename Body>
   GW_HD static void each_rarely(const Lanes& lanes, int n, const Body& body) {
     if constexpr (requires { lanes.each_rarely(n, body); }) {
@@ -207,7 +207,7 @@ struct BlockCoder {
       lanes.each(n, body);
     }
   }
-  // `s` is 0 after the block's last value.
+  // Writes a mask; `s` is 0 after the block's last value.
   template <typename Lanes>
   GW_HD void put_mask(const Lanes& lanes, const float* s, uint8_t* to) const {
     const int n = block();

@@ -1,4 +1,4 @@
-// The block formats (kernels/wire/block.h). A new one takes its header and two lines here.
+// The block formats (kernels/wire/block.h). A new format takes a header and two lines here.
 #pragma once
 
 #include "kernels/op.h"
@@ -12,7 +12,7 @@
 #include "kernels/wire/terngrad.h"
 #include "kernels/wire/topk.h"
 
-// FORMAT(type, name in specs) of each, in the order of the docs.
+// FORMAT(type, name in specs) for each format, in the order of the docs.
 // clang-format off
 #define GW_BLOCK_FORMATS(FORMAT) \
   FORMAT(Int8, int8) \
@@ -32,7 +32,7 @@
 
 namespace gradwire {
 
-// Each one's ops, with the format and its options in front of the arguments.
+// Each format's ops, with the format and its options before the arguments.
 #define GW_DECLARE(F, NAME)                                                             \
   namespace reference {                                                                 \
   void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);      \

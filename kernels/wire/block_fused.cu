@@ -1,12 +1,12 @@
-// An allreduce over peer memory (fused.h) with formats in blocks.
+// Block formats in an allreduce over peer access (fused.h).
 #include "kernels/wire/block.cuh"
 #include "kernels/wire/fused.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
-// Tiles of wires in shared memory, of which kBlockReadsAhead are on their way while the thread block uses one: for each of
-// its tiles, those of all inputs.
+// A queue of wire tiles in shared memory: kBlockReadsAhead are in flight while the thread block uses one.
+// Order: for each tile of the thread block, the wires of all inputs.
 template <typename F, typename Inputs>
 class WireQueue {
  public:
@@ -14,15 +14,16 @@ class WireQueue {
                                        unsigned char* slots)
       : w_(w), inputs_(inputs), slots_(slots), all_(all), tile_(int64_t{blockIdx.x} * w.shape.blocks) {
     if (inputs_.count() == 0) tile_ = all_;
-    __syncthreads();  // the slots' last use was by the part before
+    __syncthreads();  // the previous part has finished with the slots
 #pragma unroll 1
     for (int k = 0; k < kBlockReadsAhead; ++k) begin();
   }
 
-  // Returns where the next wire's bytes of the worker's tile are, until the next call. By all threads of the block.
+  // Returns the next wire's bytes of the worker's tile, valid until the next call. Called by all threads of
+  // the block.
   __device__ __forceinline__ const uint8_t* operator()(const void*) {
     wait_for_groups<kBlockReadsAhead - 1>();
-    __syncthreads();  // all threads' copies have arrived, and nobody uses the bytes of before
+    __syncthreads();  // all threads' copies have arrived, and the previous bytes are no longer in use
     begin();
     const uint8_t* const bytes = slot(used_) + skew(w_.first_block);
     used_ = after(used_);
@@ -62,7 +63,7 @@ class WireQueue {
   const Inputs inputs_;
   unsigned char* const slots_;
   const int64_t all_;
-  int64_t tile_;  // first block of the tile that is read next
+  int64_t tile_;  // first block of the next tile to read
   int input_ = 0, begun_ = 0, used_ = 0;
 };
 
@@ -77,7 +78,7 @@ struct DecodeInput {
   __device__ __forceinline__ const void* operator()(int) const { return a.wire; }
 };
 
-// Whether wires are read ahead: not those of topk, one of whose blocks may take 24 KB.
+// Whether wires are read ahead. Not for topk, whose blocks take up to 24 KB.
 template <typename F>
 inline constexpr bool kQueues = std::is_same_v<LanesFor<F>, WarpLanes>;
 

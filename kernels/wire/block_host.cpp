@@ -1,8 +1,8 @@
-// What is the same for all formats in blocks on the host: runs of whole blocks, some hundred values, whose sums
-// and codes stay in the first cache, go to threads. Longer runs are slower: reading pauses while one is worked on.
+// The host's part that all block formats share. Threads get runs of whole blocks: some hundred values, whose
+// sums and codes stay in the first cache. Longer runs are slower: reading pauses while a run is encoded.
 //
-// Bytes per element as in kernels/wire/format.h; large results are written past the caches. Limit: memory; with
-// stochastic rounding, the random generator. Deterministic: a value depends on its own block only.
+// Bytes per element as in kernels/wire/format.h; large results are written past the caches. Limit: memory;
+// with stochastic rounding, the random generator. Deterministic: a value depends on its block only.
 #include "kernels/wire/block_host.h"
 
 #include "runtime/thread_pool.h"
@@ -10,20 +10,20 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kRun = 256, kMostInRun = 4096;  // values; of formats with long blocks
+constexpr int kRun = 256, kMostInRun = 4096;  // values; the second for formats with long blocks
 constexpr int64_t kPiece = 32 * 1024;
 
 struct Run {
   int64_t first, last;  // blocks
   int64_t begin;        // of its first value
-  int count;            // values that there are
+  int count;            // values in the run
 };
 Run run_of(const HostBlocks& f, int64_t all, int64_t first, int64_t last) {
   const int64_t blocks = std::max(1, kRun / f.block), end = std::min(last, first + blocks);
   return {first, end, first * f.block, static_cast<int>(std::min(all, end * f.block) - first * f.block)};
 }
 
-// S of a run, as format.h has it; `x` is scratch.
+// Computes S of a run, as in format.h; `x` is scratch.
 GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& run, float* __restrict s,
                        float* __restrict x) {
   const int n = run.count;
@@ -53,14 +53,14 @@ GW_INLINE void sum_run(const HostBlocks& f, const ReduceEncode& a, const Run& ru
   }
 }
 
-// What an encode lost of sums, as residuals.
+// Converts the encoding error of sums to residuals.
 GW_INLINE void to_residuals(float* __restrict rest, int n, float unit) {
   if (unit == 1.0f) return;
 #pragma omp simd
   for (int i = 0; i < n; ++i) rest[i] = to_residual(rest[i], unit);
 }
 
-// to = scale * from, past the caches where `stream`.
+// Sets to = scale * from, past the caches if `stream`.
 GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __restrict to, int n,
                           bool stream) {
   int i = 0;
@@ -71,7 +71,7 @@ GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __re
   for (int k = i; k < n; ++k) to[k] = scale * from[k];
 }
 
-// Fetches what sum_run will read next: without it, reading pauses while a run is encoded.
+// Prefetches the next input of sum_run(): otherwise reading pauses while a run is encoded.
 GW_INLINE void prefetch_run(const ReduceEncode& a, int64_t begin) {
   constexpr int kLine = 64 / sizeof(float);
   const int64_t end = std::min(begin + kRun, a.count);
@@ -98,7 +98,7 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
       if (residual != nullptr) memset(residual, 0, static_cast<size_t>(n) * sizeof *residual);
       continue;
     }
-    // The last block's padding: decoding a rotated block has left something there.
+    // Clears the last block's padding, in which decoding a rotated block left values.
     memset(s + n, 0, static_cast<size_t>(room - n) * sizeof *s);
     const uint16_t* random = nullptr;
     if (draws) {

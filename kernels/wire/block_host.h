@@ -1,5 +1,5 @@
-// Formats in blocks on the host. What a format does with its blocks' values is compiled for each instruction set;
-// sums, residuals, random bits and threads are the same for all formats, and compiled once (block_host.cpp).
+// Block formats on the host. A format's encode and decode are compiled for each instruction set; sums,
+// residuals, random bits and threads are the same for all formats, and compiled once (block_host.cpp).
 #pragma once
 
 #include <algorithm>
@@ -54,7 +54,7 @@ struct OneLane {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
-  // Most pick few: sixteen at a time are asked first whether there is one.
+  // Most formats pick few values: tests sixteen at a time for any hit.
   template <typename Test, typename Take>
   GW_INLINE void pick(int n, const Test& test, const Take& take) const {
     constexpr int kAtOnce = 16;
@@ -70,7 +70,7 @@ struct OneLane {
       }
     }
   }
-  // By the upper 15 of the keys' 31 bits down to few more than k; then by all bits of those.
+  // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits; then compares all bits.
   template <typename Key, typename Put>
   GW_INLINE void pick_largest(int n, int k, const Key& key, const Put& put) const {
     alignas(64) int16_t upper[kMostKeys];
@@ -118,7 +118,8 @@ struct OneLane {
     }
   }
 
-  // codes.h's layouts. Where bytes are too few for the compiler to make vectors of them, all codes first, in words.
+  // The layouts of codes.h. With too few bytes for the compiler to vectorize, computes all codes first, as
+  // words.
   template <int kBits, typename Code>
   GW_INLINE void pack(int n, uint8_t* bytes, const Code& code) const {
     const int m = n * kBits / 8;
@@ -164,8 +165,8 @@ struct OneLane {
     each(count, [&](int i) { take(i, codes[i]); });
   }
 
-  // As block.h's rotate_block and rotate_block_back, with what comes before and after the butterflies in registers.
-  // n is a power of two, 16 at least.
+  // As rotate_block and rotate_block_back of block.h, with the steps before and after the butterflies in
+  // registers. n is a power of two, at least 16.
   GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
     hadamard(
         values, n, to, [=](const F32x8& x, int i) GW_HD_LAMBDA { return with_sign(words_of(scale * x), i); },
@@ -186,7 +187,7 @@ struct OneLane {
  private:
   static constexpr int kMostCodes = 512, kMostKeys = 4096, kFullBytes = 32;
 
-  // How many of n keys, a multiple of 16, are `least` at least.
+  // Returns how many of n keys, a multiple of 16, are at least `least`.
   GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
     using I16x16 = int16_t __attribute__((vector_size(32)));
     I16x16 sum = {};
@@ -198,7 +199,7 @@ struct OneLane {
     return all;
   }
 
-  // Bits [from, from + kBits) of n codes; the rest of them counts for nothing.
+  // Packs bits [from, from + kBits) of n codes; ignores the other bits.
   template <int kBits>
   GW_INLINE void pack_words(const uint32_t* codes, int n, int from, uint8_t* bytes) const {
     constexpr uint32_t kMask = (1u << kBits) - 1u;
@@ -233,7 +234,7 @@ struct OneLane {
     return std::bit_cast<F32x8>(bits ^ load<U32x8>(kRotationSigns.of + i));
   }
 
-  // to = after(H before(from)); both are told the first of their eight places.
+  // Sets to = after(H before(from)); both callbacks get the first of their eight indices.
   template <typename Before, typename After>
   GW_INLINE void hadamard(const float* from, int n, float* to, const Before& before,
                           const After& after) const {
@@ -260,8 +261,8 @@ struct OneLane {
     store(low, a + b);
     store(high, a - b);
   }
-  // The butterflies of kVectors vectors, whose last three are within a vector: a lane's partner is added, or the
-  // lane subtracted from it; -1 * x is exact.
+  // Applies the butterflies to kVectors vectors. The last three levels are within a vector: each lane adds
+  // its partner to plus or minus itself; -1 * x is exact.
   template <int kVectors, typename Before, typename After>
   GW_INLINE void in_registers(const float* from, float* to, int begin, const Before& before,
                               const After& after) const {
@@ -290,34 +291,34 @@ struct OneLane {
   }
 };
 
-// Blocks [first, last) of a wire of `count` values. `values` begins with those of block `first`.
+// Loops over blocks [first, last) of a wire of `count` values. `values` begins with block `first`.
 struct HostBlocks {
   const void* coder;  // a BlockCoder<F>
-  int block;          // values of one
+  int block;          // values per block
   int max_block;
-  bool stochastic, far;  // far: as rest_of() has it
-  // values, which are 0 after `count`, to wire. `random` as in block.h, for all values.
+  bool stochastic, far;  // far: as in rest_of()
+  // Encodes values, which are 0 after `count`. `random` as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                  const uint16_t* random, uint8_t* wire);
-  // As encode; and residual = what the wire lacks of values. Null: this format, or its rotation, has no way to do
-  // both that is faster.
+  // Encodes, and sets residual = values - what the wire decodes to. Null where this is not faster for the
+  // format or its rotation.
   void (*encode_and_keep)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                           const uint16_t* random, uint8_t* wire, float* residual);
-  // wire to values, which have room for whole blocks.
+  // Decodes into values, which holds whole blocks.
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
 };
 void reduce_encode_blocks(const HostBlocks& format, const ReduceEncode& a);
 void decode_blocks(const HostBlocks& format, const Decode& a);
 
-// The values of block `block` that there are.
+// Returns the number of values in block `block`.
 template <typename F>
 GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block) {
   const int64_t left = count - block * coder.block();
   return left < coder.block() ? static_cast<int>(left) : coder.block();
 }
 
-// For GW_SIMD functions to call, with a coder of their own, whose options then stay in registers.
+// For GW_SIMD functions, each with a copy of the coder, so that its options stay in registers.
 template <typename F>
 GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64_t count, int64_t first,
                            int64_t last, const uint16_t* random, uint8_t* wire) {
@@ -331,7 +332,7 @@ GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64
   }
 }
 
-// Takes what is sent of values, and keeps the rest.
+// Sink that stores the residual: values minus what is sent.
 struct KeepRest {
   const float* values;
   float* residual;
@@ -340,7 +341,7 @@ struct KeepRest {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
   }
 };
-// Whether a format's encode can say what it sends.
+// Whether a format's encode takes a sink for the decoded values.
 template <typename F>
 inline constexpr bool tells = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
                                        KeepRest keep) {

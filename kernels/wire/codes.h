@@ -1,4 +1,4 @@
-// What the block formats share: codes of a few bits, and unaligned floats.
+// Shared by the block formats: codes of a few bits, and unaligned floats.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace gradwire {
 
-// The bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
+// Returns the bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
 template <int kBits>
 GW_HD constexpr int code_bytes(int n) {
   return n * kBits / 8;
 }
 
 // Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... from its low bits on, so that
-// neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper ones.
-// Lanes that have a way of their own to do this do.
+// neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper
+// ones. Lanes may override this.
 template <int kBits, typename Lanes, typename Code>
 GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& code) {
   if constexpr (requires { lanes.template pack<kBits>(n, bytes, code); }) {
@@ -59,11 +59,11 @@ GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int cou
   }
 }
 
-// random[i], or a negative number where there is none.
+// Returns random[i], or a negative number if `random` is null.
 GW_HD int32_t draw_of(const uint16_t* random, int i) {
   return random != nullptr ? static_cast<int32_t>(random[i]) : -1;
 }
-// body(draw), with draw(i) = draw_of(random, i): it asks only once whether there are random numbers.
+// Calls body(draw), with draw(i) = draw_of(random, i). Tests `random` for null only once.
 template <typename Body>
 GW_HD void with_draws(const uint16_t* random, const Body& body) {
   if (random != nullptr) {
@@ -73,13 +73,14 @@ GW_HD void with_draws(const uint16_t* random, const Body& body) {
   }
 }
 
-// Who wants to know in encode what each code stands for, so that nobody has to decode it: nobody.
+// Sink that ignores decoded values.
 struct NoSink {
   template <bool kFinite>
   GW_HD void put(int, float) const {}
 };
 
-// A block's largest finite magnitude, as bits, and whether it has only finite ones: then loops over it need not ask.
+// A block's largest finite magnitude, as bits, and whether all its values are finite, so that loops need not
+// test each value.
 template <typename Lanes>
 struct Largest {
   uint32_t bits;
@@ -92,8 +93,8 @@ struct Largest {
   }
 };
 
-// E4M3 codes of n values, and the byte of the power of two that they count in, the least with which nothing is cut
-// off. n is at least count.
+// Encodes n values, at least `count`, as E4M3. Returns the byte of their power-of-two scale, the least one
+// that clamps no value.
 template <typename Lanes, typename Sink>
 GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, int n, const uint16_t* random,
                           uint8_t* codes, const Sink& sink) {
@@ -118,8 +119,8 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, in
   return scale;
 }
 
-// Of n keys of 31 bits, the k largest: calls put(j, i), j in [0, k), for those above the k-th largest, ascending in
-// i, and then for those equal to it, as many as fit. Lanes that have a way of their own to do this do.
+// Selects the k largest of n keys of 31 bits. Calls put(j, i), j in [0, k), for the keys above the k-th
+// largest, ascending in i, and then for as many equal to it as fit. Lanes may override this.
 template <typename Lanes, typename Key, typename Put>
 GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const Put& put) {
   if constexpr (requires { lanes.pick_largest(n, k, key, put); }) {
@@ -130,7 +131,7 @@ GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const 
       const uint32_t tried = least | (1u << bit);
       const int reach = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried; });
       if (reach >= k) least = tried;
-      if (reach == k) {  // no others: it is the least of these
+      if (reach == k) {  // exactly k: the k-th largest is the least of these
         least = ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
         break;
       }
@@ -146,7 +147,8 @@ GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const 
   }
 }
 
-// Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. On the host begin is called once per group.
+// Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. The host calls `begin` once per
+// group.
 template <int kGroup, typename Lanes, typename Begin, typename Body>
 GW_HD void each_in_groups(const Lanes& lanes, int n, const Begin& begin, const Body& body) {
   if constexpr (requires { lanes.template each_in_groups<kGroup>(n, begin, body); }) {
@@ -156,7 +158,7 @@ GW_HD void each_in_groups(const Lanes& lanes, int n, const Begin& begin, const B
   }
 }
 
-// A float at any address, little-endian. All lanes may write the same.
+// Stores a float at any address, little-endian. All lanes may store the same float.
 GW_HD void put_float(uint8_t* to, float x) {
   const uint32_t bits = float_bits(x);
   for (int k = 0; k < 4; ++k) to[k] = static_cast<uint8_t>(bits >> (8 * k));
@@ -167,15 +169,15 @@ GW_HD float get_float(const uint8_t* from) {
   return bits_float(bits);
 }
 
-// The exponent + 127 of a power of two near a magnitude: relative to it squares neither overflow nor vanish, and it
-// has an inverse.
+// Returns the exponent + 127 of a power of two near a magnitude. Relative to it, squares neither overflow nor
+// vanish, and it has an inverse.
 GW_HD uint8_t near_exponent(uint32_t magnitude_bits) {
   const uint32_t exponent = magnitude_bits >> 23;
   return static_cast<uint8_t>(exponent > 253u ? 253u : exponent < 1u ? 1u : exponent);
 }
 
-// `magnitude`, at least 0 and under 2^22, as an integer: to nearest with ties to even if random is negative, else
-// up with probability (discarded fraction).
+// Rounds `magnitude`, at least 0 and under 2^22, to an integer: to nearest with ties to even if random is
+// negative, else up with probability (discarded fraction).
 GW_HD uint32_t round_magnitude(float magnitude, int32_t random) {
   // A float of 2^23 has units of 1: adding 2^23 rounds to nearest.
   return random < 0 ? float_bits(magnitude + 8388608.0f) - 0x4b000000u

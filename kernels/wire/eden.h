@@ -1,7 +1,7 @@
-// EDEN with 1 to 4 bits: after a random rotation values are nearly normal, whatever they were, so each becomes the
-// nearest of the Lloyd-Max levels of a Gaussian. The scale, in FP32, is the one with the least squared error for
-// the levels chosen (the source's unbiased one is larger; with error feedback the smaller error is better).
-// Error: Lloyd-Max's own, 0.3634, 0.1175, 0.03454, 0.009497 for 1 to 4 bits.
+// EDEN with 1 to 4 bits. After a random rotation any values are nearly normal, so each becomes the nearest
+// Lloyd-Max level of a Gaussian. The FP32 scale minimizes the squared error for the levels chosen. (The
+// source's unbiased scale is larger; with error feedback the smaller error is better.)
+// Error: Lloyd-Max's, 0.3634, 0.1175, 0.03454, 0.009497 for 1 to 4 bits.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@
 
 namespace gradwire {
 
-// Positive levels of the Lloyd-Max quantizer of 2^kBits levels for a normal variable, and the boundaries between
-// them.
+// Returns the positive levels of the Lloyd-Max quantizer of 2^kBits levels for a normal variable, and the
+// boundaries between them.
 template <int kBits>
 GW_HD float lloyd_max_level(uint32_t k) {
   if constexpr (kBits == 1) return 0.7978846f;

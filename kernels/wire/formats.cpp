@@ -1,4 +1,4 @@
-// The table of wire formats, and the way from a stream to the device's side of each op.
+// The table of wire formats, and the dispatch of each op by the stream's device.
 #include "kernels/wire/formats.h"
 
 #include <fmt/format.h>
@@ -16,9 +16,9 @@
 namespace gradwire {
 namespace {
 
-// An op's way to its sides.
+// Calls the side of an op that the stream's device needs.
 #ifdef GRADWIRE_SIMT_TESTS
-// Where CUDA kernels run on the CPU there is no CUDA stream to name them by: the table leads to them alone.
+// Where CUDA kernels run on the CPU there are no CUDA streams: the table leads to the kernels only.
 #define GW_ENQUEUE(op, stream, args) (void)stream, cuda::op(nullptr, args)
 #define GW_ENQUEUE_CODED(op, stream, coder, args) (void)stream, cuda::op(nullptr, coder, args)
 #define GW_ENQUEUE_FUSED(op, stream, call, ...) (void)stream, cuda::op(nullptr, __VA_ARGS__)
@@ -108,7 +108,7 @@ class Fp8Format final : public WireFormat {
   GW_OPS(fp8)
 };
 
-// What all block formats have in common; the ops are in a class of each.
+// The members that all block formats have in common; each format's ops are in a derived class.
 template <typename F>
 class BlockFormat : public WireFormat {
  public:
@@ -200,16 +200,16 @@ constinit const Wire kFp32 = &kFp32Format, kBf16 = &kBf16Format, kFp8 = &kFp8For
 
 namespace {
 
-// Threads may still read an older version while a format is added, so that makes a new one.
+// Threads may read an older version while a format is added, so adding one makes a new version.
 struct Table {
 #define GW_DEFINE(F, NAME) new F##Format,
   std::deque<std::vector<Wire>> versions{{kFp32, kBf16, kFp8, GW_BLOCK_FORMATS(GW_DEFINE)}};
 #undef GW_DEFINE
-  std::mutex mutex;  // of `versions`
+  std::mutex mutex;  // guards `versions`
   std::atomic<const std::vector<Wire>*> newest{&versions.back()};
 };
 Table& table() {
-  // Never destroyed: other objects of the program hold on to formats until its end.
+  // Never destroyed: other static objects use formats until the program ends.
   static auto& only = *new Table;
   return only;
 }
@@ -240,7 +240,7 @@ Wire find_wire_format(std::string_view name) {
 Wire intern_wire_format(WireFormat& variant) {
   static std::mutex mutex;
   static auto& variants = *new std::vector<Wire>;
-  static auto& texts = *new std::deque<std::string>;  // of their options
+  static auto& texts = *new std::deque<std::string>;  // of the formats' options
   const Wire entry = find_wire_format(variant.name);
   const std::string options = options_of(variant, *entry->copy());
   if (options.empty()) return entry;

@@ -1,4 +1,5 @@
-// The table of wire formats. Spec grammar, collectives, tests, benches and the docs' table follow from it.
+// The table of wire formats. The spec grammar, collectives, tests, benches and the docs' table follow from
+// it.
 #pragma once
 
 #include <memory>
@@ -10,23 +11,23 @@
 
 namespace gradwire {
 
-// Those that other code names; any other is reached by its name alone.
+// The formats that other code names; all others are found by name only.
 extern const Wire kFp32, kBf16, kFp8;
 
-// In the order of the docs; the first is kFp32. Registered formats (registered.h) come last; those registered
-// later are not in the span, which stays valid.
+// In the order of the docs; the first is kFp32. Registered formats (registered.h) come last. The span stays
+// valid, and lacks formats registered after the call.
 std::span<const Wire> wire_formats();
-// Null when there is none of that name.
+// Returns null when no format has this name.
 Wire find_wire_format(std::string_view name);
-// Adds `format` to the table, unless there is one of its name, which is then returned.
+// Adds `format` to the table. Returns the existing format of this name if there is one.
 Wire add_wire_format(std::unique_ptr<const WireFormat> format);
-// The format that is like `variant`, a copy of an entry whose options were set; settled, and the same one for
-// the same options.
+// Returns the format with the options of `variant`, a copy of a table entry. Calls settle(). Equal options
+// give the same object.
 Wire intern_wire_format(WireFormat& variant);
-// "name" or "name:key=value,...", legal, for code and tests that have no user to answer.
+// `spec` is "name" or "name:key=value,..." and must be legal: for code and tests without user input.
 Wire wire_format(std::string_view spec);
 
-// For tests and benches: the table, and its entries with options whose code differs.
+// Returns the table, and its entries with options whose code differs. For tests and benches.
 std::vector<Wire> example_wire_formats();
 
 }  // namespace gradwire

@@ -1,11 +1,12 @@
-// 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after it.
+// 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after
+// it.
 //
-// FP16 is not a wire format: it could not keep two promises of the others (format.h, part_scale.h). What is
-// beyond 65504 would saturate and wait in the residual for ever, unseen by loss scaling; and below 2^-14 a power
-// of two, in which sums of parts travel, changes how a value is rounded.
+// FP16 is not a wire format: it breaks two promises of the others (format.h, part_scale.h). Values beyond
+// 65504 would saturate and stay in the residual, unseen by loss scaling. Below 2^-14 a power-of-two scale,
+// which sums of parts use on the wire, changes how a value is rounded.
 //
-// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all 16-byte accesses when both arrays share a head
-// (kernels/cuda/vector.cuh). Deterministic.
+// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all 16-byte accesses when both arrays share
+// a head (kernels/cuda/vector.cuh). Deterministic.
 #pragma once
 
 #include "kernels/op.h"
@@ -20,7 +21,7 @@ struct Fp16Widen {
   int64_t count = 0;
 };
 
-// Rounds to nearest; what is larger than FP16 becomes infinity.
+// Rounds to nearest; values beyond FP16's range become infinity.
 struct Fp16Narrow {
   const float* values = nullptr;  // (count)
   uint16_t* out = nullptr;        // (count)
@@ -37,7 +38,7 @@ inline void fp16_narrow(const Stream& stream, const Fp16Narrow& args) {
   detail::dispatch(stream, args, host::fp16_narrow, GW_CUDA_SIDE(fp16_narrow), "fp16_narrow");
 }
 
-// By type, bf16 or f16: out (count) = from (count).
+// Sets out (count) = from (count), of type bf16 or f16.
 inline void widen(const Stream& stream, DType dtype, const void* from, float* out, int64_t count) {
   if (dtype == DType::f16) {
     fp16_widen(stream, {.halves = static_cast<const uint16_t*>(from), .out = out, .count = count});

@@ -1,7 +1,7 @@
 // FP32 wire format on CUDA: a sum of many arrays in a fixed order, in one pass.
 //
 // Bytes per element: 8 + 4 per input. Limit: memory bandwidth. Alignment: any; 16-byte accesses when the
-// arrays share a head (kernels/cuda/vector.cuh). Deterministic: the order of the additions is the contract's.
+// arrays share a head (kernels/cuda/vector.cuh). Deterministic: the additions are in the contract's order.
 #include "kernels/wire/fp32.h"
 
 #include "kernels/cuda/vector.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kWidth = 4;
 
-// The vector at element i, as it lies in memory.
+// Reads the vector at element i from global memory.
 struct InPlace {
   int64_t i;
   template <int W>
@@ -21,7 +21,7 @@ struct InPlace {
   }
 };
 
-// Or as copies of it have arrived in shared memory (read_ahead.cuh).
+// Reads vectors from their copies in shared memory (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kFp32ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = false;
@@ -42,13 +42,13 @@ struct Arrived {
   }
 };
 
-// s = the sum of all parts; reads own and inputs in the order of PartReads.
+// Sets s to the sum of all parts; reads own and inputs in the order of PartReads.
 template <int W, typename Args, typename From>
 __device__ __forceinline__ void sum_all(const Args& a, From from, float (&s)[W]) {
   float own[W];
   from.template floats<W>(a.own, own);
 #pragma unroll
-  for (int k = 0; k < W; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+  for (int k = 0; k < W; ++k) s[k] = -0.0f;  // the additive identity, also for -0
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[W];
     from.template floats<W>(a.input(input), x);
@@ -71,7 +71,7 @@ struct ReduceBody {
   }
 };
 
-// Of an allreduce over peer memory: the sum goes to `out`, scaled, and to the window.
+// In an allreduce over peer access: writes the scaled sum to `out` and to peer memory.
 struct FusedBody {
   const FusedPart& a;
 

@@ -1,4 +1,4 @@
-// FP32 on the wire: the values themselves, so one op is left.
+// FP32 on the wire: the values themselves, so the only op is a sum.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in FP32, one addition
-// after the other in this order. Without inputs it is a scaled copy. Each term has its scale as in ReduceEncode.
+// Sets out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in FP32, added in
+// this order. Without inputs it is a scaled copy. Each term has its scale as in ReduceEncode.
 // Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Alignment: any. Deterministic.
 struct Reduce {
   const float* inputs[kMaxInputs] = {};  // each (count)

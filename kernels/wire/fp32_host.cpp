@@ -14,7 +14,7 @@ constexpr int64_t kGrain = 64 * 1024;
 // `count` is a multiple of the width.
 GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) {
-    F32x8 s = -F32x8{};  // -0: adding to it changes nothing, not even a zero's sign
+    F32x8 s = -F32x8{};  // -0: the additive identity, also for -0
     for (int k = 0; k < a.own_position; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
     s += a.own_scale * load<F32x8>(a.own + i);
     for (int k = a.own_position; k < a.num_inputs; ++k) s += a.input_scale(k) * load<F32x8>(a.inputs[k] + i);
@@ -22,7 +22,7 @@ GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
   }
 }
 
-// From element `begin` to `end`.
+// Returns the part of `a` from element `begin` to `end`.
 Reduce part_of(Reduce a, int64_t begin, int64_t end) {
   for (int k = 0; k < a.num_inputs; ++k) advance(a.inputs[k], begin);
   advance(a.own, begin);
@@ -31,7 +31,7 @@ Reduce part_of(Reduce a, int64_t begin, int64_t end) {
   return a;
 }
 
-// A part shorter than a vector, in copies that are as long as one.
+// Reduces fewer elements than a vector holds, in padded copies.
 void reduce_short(Reduce a) {
   const auto bytes = static_cast<size_t>(a.count) * sizeof(float);
   float padded[kMaxInputs + 1][kWidth] = {};

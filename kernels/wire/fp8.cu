@@ -1,9 +1,9 @@
 // Block-scaled FP8 wire format on CUDA: a warp per block of 128 values, four consecutive values per lane, so
-// that floats move in 16-byte pieces and codes in 4-byte ones, both whole cache lines per warp. The block's
-// largest magnitude is found by shuffles; nothing is staged in shared memory.
+// that floats move in 16-byte pieces and codes in 4-byte ones, both whole cache lines per warp. Shuffles find
+// the block's largest magnitude; nothing is staged in shared memory.
 //
-// Bytes per element: as kernels/wire/format.h says, with w = 1.008. Limit: memory bandwidth. Alignment: any for
-// floats, 16 bytes fast. Deterministic: a value depends on its own block only.
+// Bytes per element: as in kernels/wire/format.h, with w = 1.008. Limit: memory bandwidth. Alignment: any for
+// floats, 16 bytes fast. Deterministic: a value depends on its block only.
 #include "kernels/wire/fp8.h"
 
 #include "kernels/cuda/vector.cuh"
@@ -31,8 +31,8 @@ __device__ __forceinline__ Lane lane_of(int64_t block, int64_t count) {
   return {begin, left >= kPerLane ? kPerLane : (left > 0 ? static_cast<int>(left) : 0)};
 }
 
-// kWhole: all 128 values of the block exist and floats are 16-byte aligned. Blocks of the two kinds are done
-// in loops of their own; side by side, the compiler merges both ways into scalar stores.
+// kWhole: all 128 values of the block exist and floats are 16-byte aligned. The two kinds of blocks have
+// separate loops; in one loop the compiler merges both into scalar stores.
 template <bool kWhole>
 __device__ __forceinline__ void load_floats(const float* from, const Lane& lane, float (&x)[kPerLane]) {
   if constexpr (kWhole) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_floats(const float* from, const Lane& lane,
 template <bool kWhole>
 __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const float (&x)[kPerLane]) {
   if constexpr (kWhole) {
-    // The plain assignment of a float4 comes out as four stores here; this comes out as one.
+    // Assigning a float4 compiles to four stores here; this compiles to one.
     __stwb(reinterpret_cast<float4*>(to + lane.begin), make_float4(x[0], x[1], x[2], x[3]));
   } else {
 #pragma unroll
@@ -62,8 +62,8 @@ __device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, f
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
-// A lane's values of one block, as they lie in memory. Wires are 16-byte aligned and padded to 16 codes, so a lane with any
-// value may read its four codes as one word.
+// Reads a lane's values of one block from global memory. Wires are 16-byte aligned and padded to 16 codes, so
+// a lane with any value may read its four codes as one word.
 template <bool kWhole>
 struct InPlace {
   const Lane& lane;
@@ -78,8 +78,8 @@ struct InPlace {
   }
 };
 
-// Or as copies of them have arrived in shared memory (read_ahead.cuh). A vector is a lane's part of a block. A wire's
-// scale comes with the word around it.
+// Reads values from their copies in shared memory (read_ahead.cuh). A vector is a lane's part of a block. A
+// wire's scale is copied with the word around it.
 struct Reads {
   static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = true;
@@ -109,7 +109,7 @@ struct Arrived {
   }
 };
 
-// The sums of a lane's values, as format.h has them. Reads own, residual and inputs in the order of PartReads.
+// Sums a lane's values as in format.h. Reads own, residual and inputs in the order of PartReads.
 template <typename Args, typename From>
 __device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[kPerLane]) {
   float own[kPerLane];
@@ -120,7 +120,7 @@ __device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[
     add<kPerLane>(a.residual_scale, kept, own);
   }
 #pragma unroll
-  for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // adding to it changes nothing, not even a zero's sign
+  for (int k = 0; k < kPerLane; ++k) s[k] = -0.0f;  // the additive identity, also for -0
 #pragma unroll 1
   for (int input = 0; input < a.num_inputs; ++input) {
     float x[kPerLane];
@@ -188,7 +188,7 @@ __device__ __forceinline__ void reduce_encode_block(const Args& a, int64_t block
   }
 }
 
-// Calls body.at<kWhole>(block) for this warp's blocks: first for those that are whole, where the floats are wide.
+// Calls body.at<kWhole>(block) for this warp's blocks: first for whole blocks, if the floats are wide.
 template <typename Body>
 __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const Body& body) {
   const int64_t all = (count + kFp8Block - 1) / kFp8Block, whole = wide ? count / kFp8Block : 0;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const B
   for (; block < whole; block += stride) body.template at<true>(block);
   for (; block < all; block += stride) body.template at<false>(block);
 }
-// The same, whole blocks by a queue.
+// As for_each_block(), with whole blocks read through a queue.
 template <typename Body, typename PartOrWire>
 __device__ __forceinline__ void for_each_block_ahead(int64_t count, bool wide, const Body& body,
                                                      const PartOrWire& reads, unsigned char* shared) {
@@ -233,7 +233,7 @@ template <bool kWhole, typename From>
 __device__ __forceinline__ void decode_block(const Decode& a, const Lane& lane, From from) {
   float x[kPerLane];
   from.wire(a.wire, x);
-  if constexpr (!kWhole) {  // the wire's padding holds anything
+  if constexpr (!kWhole) {  // the wire's padding is undefined
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) x[k] = k < lane.valid ? x[k] : 0.0f;
   }

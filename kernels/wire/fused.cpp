@@ -1,4 +1,4 @@
-// The host's side of an allreduce over peer memory: the same steps, one after the other, made of a format's own ops.
+// The allreduce over peer access on the host: the kernel's steps in sequence, made of a format's ops.
 #include "kernels/wire/fused.h"
 
 #include <fmt/format.h>
@@ -27,7 +27,7 @@ FusedAllreduce stream_barrier(const PeerMemory& peers) {
   FusedAllreduce call;
   call.peers = peers;
   call.one_shot = true;
-  call.out = reinterpret_cast<float*>(peers.windows[peers.rank]);  // of no element
+  call.out = reinterpret_cast<float*>(peers.windows[peers.rank]);  // count is 0
   call.in = call.out;
   return call;
 }
@@ -44,17 +44,17 @@ int64_t lay_out(FusedAllreduce& call, Wire wire) {
   if (call.one_shot && !wire->exact) {
     call.exported = used;
     call.scratch = used + aligned(4 * largest);
-    used += call.scratch;  // as many again
+    used += call.scratch;  // the wires have the same layout again
   }
   return used;
 }
 
 PeerKernelLimits peer_kernel_limits(Wire wire) {
   constexpr double kThreads = 256, kTile = 2048;
-  // Own values and residuals come from the GPU's own memory, in 0.8 us, as many ahead as wires.
+  // The GPU's own memory delivers own values and residuals in 0.8 us, as many in flight as wires.
   constexpr double kFp32Values = 280e3, kBf16Values = 200e3;
-  // 32 of 132 multiprocessors' share of an H200's speed. Formats in blocks, with 130 (int8) to 530 instructions (mxfp4) per
-  // value, have a third of the warps, too.
+  // The share of 32 of 132 multiprocessors in an H200's speed. Block formats, with 130 (int8) to 530 (mxfp4)
+  // instructions per value, also have a third of the warps.
   constexpr double kFp8Values = 50e3, kBlockValues = 10e3;
   if (wire->exact) return {kMostPeerBlocks * kThreads * kFp32ReadsAhead * 16, kFp32Values};
   if (wire == kBf16) return {kMostPeerBlocks * kThreads * kBf16ReadsAhead * 16, kBf16Values};
@@ -107,7 +107,7 @@ class Call {
   T* at(T* data, int chunk) const {
     return data == nullptr ? nullptr : data + a_.begin[chunk];
   }
-  // Arguments of chunk c but for its inputs and results.
+  // Returns the arguments for chunk c, without inputs and results.
   ReduceEncode own(int c) const {
     ReduceEncode args;
     args.own = at(a_.in, c);
@@ -169,7 +169,7 @@ class Call {
       }
     }
   }
-  // The parts of all ranks but `without`, whose part is `own`.
+  // Adds the parts of all ranks except `without`, whose part is `own`.
   template <typename Args>
   void add_inputs(Args& args, int c, int without) const {
     for (int r = 0; r < peers_.world; ++r) {
@@ -206,7 +206,7 @@ class Call {
   void wait_for(int peer, uint32_t target, uint32_t which, Clock::time_point deadline) const {
     const std::atomic_ref signal(*word(peers_.windows[peers_.rank], 4 * peer));
     for (int looks = 1; static_cast<int32_t>(signal.load(std::memory_order_acquire) - target) < 0; ++looks) {
-      // Ranks that share cores need them; after a while, for longer.
+      // Yields the core to ranks that share it; after 1000 looks, sleeps.
       looks < 1000 ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(20));
       if (looks % 16 != 0) continue;
       const bool stopped = std::atomic_ref(peers_.report->stop).load(std::memory_order_acquire) != 0;

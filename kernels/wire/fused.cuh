@@ -1,12 +1,13 @@
-// The kernel of an allreduce over peer memory (fused.h), for any format.
+// The kernel of an allreduce over peer access (fused.h), for any format.
 //
-// A format supplies Tiles, which work on the part of a chunk that is this thread block's: the tiles of fixed size
-// whose number, modulo the grid, is the block's. That must not depend on alignment, which differs between ranks.
+// A format supplies Tiles, which process this thread block's part of a chunk: the tiles of fixed size whose
+// number, modulo the grid, is the block's. The tiles must not depend on alignment, which differs between
+// ranks.
 //   struct Tiles {
-//     static constexpr int kThreads, kBlocks;  // of a block; least resident ones of a multiprocessor
+//     static constexpr int kThreads, kBlocks;  // threads per block; least resident blocks per multiprocessor
 //     static constexpr bool kExact;            // the wire is the floats: no residual, no random bits
-//     static constexpr size_t kSharedBytes;    // of a block, beside what launch_fused() is told
-//     struct Form;                             // what else the kernel is passed
+//     static constexpr size_t kSharedBytes;    // per block, besides the shared_bytes of launch_fused()
+//     struct Form;                             // further kernel arguments
 //     Tiles(const Form&, const FusedAllreduce&);
 //     int64_t tile() const;                    // values in a tile
 //     void reduce_encode(const FusedPart&) const;
@@ -22,11 +23,11 @@
 
 namespace gradwire::cuda {
 
-// A ReduceEncode whose inputs lie at one place in the windows of all ranks but one. With an exact wire, `wire` is
-// another place for the result.
+// A ReduceEncode whose inputs are at one offset in the peer memory of all ranks but one. With an exact wire,
+// `wire` is a second place for the result.
 struct FusedPart {
-  std::byte* const* windows = nullptr;  // of all ranks, in shared memory
-  int64_t place = 0;                    // in each window
+  std::byte* const* windows = nullptr;  // peer memory of all ranks; the array is in shared memory
+  int64_t place = 0;                    // offset in each window
   int without = 0;                      // this rank's window
   int num_inputs = 0;
   int own_position = 0;
@@ -45,7 +46,8 @@ struct FusedPart {
   __device__ __forceinline__ float input_scale(int) const { return part_scale; }
 };
 
-// What ReadAhead reads for a vector of a part: own, residual, inputs. Format: how its floats and wires are read.
+// The reads of ReadAhead for a vector of a part: own, residual, inputs. Format: how to read its floats and
+// wires.
 template <typename Format>
 struct PartReads : Format {
   const FusedPart& a;
@@ -62,7 +64,7 @@ struct PartReads : Format {
   }
 };
 
-// And for one of a wire that is decoded.
+// The reads for a vector of a wire to decode.
 template <typename Format>
 struct WireReads : Format {
   const Decode& a;
@@ -73,8 +75,8 @@ struct WireReads : Format {
   }
 };
 
-// As for_each_vector() of vector.cuh, but in tiles of kVectorThreads * W elements: body.at<W>(i, ReadAhead) or
-// body.at<1>(i).
+// As for_each_vector() of vector.cuh, in tiles of kVectorThreads * W elements: calls body.at<W>(i, ReadAhead)
+// or body.at<1>(i).
 template <int W, typename Reads, typename Body>
 __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body,
                                                   const Reads& reads, unsigned char* shared) {
@@ -99,13 +101,13 @@ class FusedSteps {
   __device__ __forceinline__ FusedSteps(const FusedAllreduce& call, std::byte* const* windows, int64_t half)
       : a_(call), windows_(windows), half_(half) {}
 
-  // The chunk of the rank k steps to the right: no rank is everybody's first.
+  // Returns the chunk of the rank k steps to the right, so that ranks do not all start with the same peer.
   __device__ __forceinline__ int chunk(int k) const {
     const int c = a_.peers.rank + k;
     return c < a_.peers.world ? c : c - a_.peers.world;
   }
 
-  // This rank's own part of a chunk or, with `others`, the sum of all ranks' parts.
+  // Returns this rank's part of a chunk or, with `others`, the sum of all ranks' parts.
   __device__ __forceinline__ FusedPart part(int c, bool others) const {
     const int64_t begin = a_.begin[c];
     const int rank = a_.peers.rank;
@@ -137,7 +139,7 @@ class FusedSteps {
     return p;
   }
 
-  // Of a one-shot: what this rank adds to the sum of its own chunk, for the others.
+  // One-shot: exports this rank's term of the sum of its chunk to the other ranks.
   __device__ __forceinline__ void export_own(int64_t tile) const {
     const FusedPart p = part(a_.peers.rank, false);
     float* const to = exported(a_.peers.rank);
@@ -149,10 +151,10 @@ class FusedSteps {
     }
   }
 
-  // Of a one-shot: what Decode does with the residual of another rank's chunk.
+  // One-shot: resets the residual of another rank's chunk as Decode does.
   __device__ __forceinline__ void forget_not_finite_of(int c, int64_t tile) const {
     if (a_.residual == nullptr) return;
-    __syncthreads();  // others have written results of this block's tiles
+    __syncthreads();  // results of this block's tiles were written by other threads
     const int64_t count = a_.begin[c + 1] - a_.begin[c];
     for (int64_t begin = blockIdx.x * tile; begin < count; begin += gridDim.x * tile) {
       const int64_t end = begin + tile < count ? begin + tile : count;
@@ -165,7 +167,7 @@ class FusedSteps {
   __device__ __forceinline__ Decode result(int c) const {
     return {.wire = wire(c, c),
             .out = a_.out + a_.begin[c],
-            .scale = Tiles::kExact ? 1.0f : a_.scale,  // an owner has scaled it
+            .scale = Tiles::kExact ? 1.0f : a_.scale,  // the owner has scaled it
             .count = a_.begin[c + 1] - a_.begin[c],
             .residual = Tiles::kExact || a_.residual == nullptr ? nullptr : a_.residual + a_.begin[c]};
   }
@@ -186,7 +188,7 @@ template <typename Tiles>
 __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
     fused_allreduce_kernel(const __grid_constant__ FusedAllreduce a,
                            const __grid_constant__ typename Tiles::Form form) {
-  // Where the other ranks' memory lies. Parameters of the kernel cannot be indexed as fast.
+  // The addresses of all ranks' peer memory. Indexing kernel parameters is slower.
   __shared__ std::byte* windows[kMostPeers];
   const int world = a.peers.world;
   for (int r = static_cast<int>(threadIdx.x); r < world; r += Tiles::kThreads)
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   const Tiles tiles(form, a);
   const PeerBarrier barrier(a.peers);
   const FusedSteps<Tiles> steps(a, windows, barrier.half());
-  // One loop, so that the format's code, which is most of the kernel, is there once.
+  // One loop, so that the format's code, which is most of the kernel, is instantiated once.
 #pragma unroll 1
   for (int sums = 0; sums < 2; ++sums) {
     const int end = sums == 0 || a.one_shot ? world : 1;
@@ -224,7 +226,8 @@ void launch_fused(const char* name, CudaStream stream, const FusedAllreduce& cal
     const int64_t count = call.begin[c + 1] - call.begin[c];
     most = count > most ? count : most;
   }
-  // The same on all ranks, whose GPUs are of one kind; at least one, because every rank's barriers need it.
+  // The same on all ranks, whose GPUs are of one kind. At least one block, because every rank's barriers need
+  // it.
   const int64_t tiles = most > tile ? (most + tile - 1) / tile : 1;
   int64_t blocks = multiprocessors() < call.peers.blocks ? multiprocessors() : call.peers.blocks;
   blocks = tiles < blocks ? tiles : blocks;

@@ -1,29 +1,32 @@
-// An allreduce of ranks that read each other's memory (runtime/peers.h), in one kernel per rank: two-shot or one-shot.
+// An allreduce over peer access (runtime/peers.h), in one kernel per rank: two-shot or one-shot.
 //
-// Chunk r is rank r's. Two-shot:
-//   1. each rank encodes its part of every other rank's chunk into its own window
+// Chunk r belongs to rank r. Two-shot:
+//   1. each rank encodes its part of every other rank's chunk into its peer memory
 //   2. barrier
-//   3. each rank adds up its chunk, reading the parts in the others' windows, and encodes the sum into its own
+//   3. each rank sums its chunk, reading the parts in the others' peer memory, and encodes the sum into its
+//      own
 //   4. barrier
-//   5. each rank decodes the other chunks from their owners' windows
-// One-shot, for small buffers: one barrier, but every rank reads and adds up everything.
-//   1. as above; and each rank writes own + residual of its own chunk into its window, unrounded
+//   5. each rank decodes the other chunks from their owners' peer memory
+// One-shot, for small buffers: one barrier, but every rank reads and sums everything.
+//   1. as above; each rank also writes own + residual of its chunk into its peer memory, unrounded
 //   2. barrier
-//   3. each rank does, for every chunk, what its owner does, with the owner's random bits
-// An exact format (fp32) has the sums of the schedule's halves: chunks are scaled by their owners.
-// Either way the bits of result and residual are those of a two-shot schedule that exchanges messages.
+//   3. each rank does the owner's work for every chunk, with the owner's random bits
+// An exact format (fp32) sums as the schedule's halves do: owners scale their chunks. In both cases the bits
+// of result and residual are those of a two-shot schedule that exchanges messages.
 //
-// A thread block works on the same tiles of a chunk in each step, on all ranks; so a barrier is between the blocks of
-// one number, and steps of different blocks overlap. All ranks must launch the same number of blocks.
+// A thread block processes the same tiles of a chunk in each step, on all ranks. A barrier therefore
+// synchronizes the blocks of one number, and steps of different blocks overlap. All ranks must launch the
+// same number of blocks.
 //
-// A kernel whose peers do not come ends after patience_ns, or when the host says stop: its results are then garbage,
-// and so is the group.
+// A kernel whose peers do not arrive ends after patience_ns, or when the host requests a stop. Its results
+// are then undefined, and the group is unusable.
 //
-// Reads from other ranks take about 1 us, so each thread has several on their way (kernels/cuda/read_ahead.cuh).
+// Reads from other ranks take about 1 us, so each thread has several in flight (kernels/cuda/read_ahead.cuh).
 //
-// Bytes per element and rank, for n ranks and w bytes on the wire: two-shot 4 + 8 (residual) + 4 + 2 w (2 - 2/n), of
-// which 2 w (1 - 1/n) come from other ranks; one-shot w (n - 1) from other ranks. Limit: the links between the ranks,
-// and a few multiprocessors' share of the memory. Alignment: any for floats, 16 bytes fast. Deterministic.
+// Bytes per element and rank, for n ranks and w bytes on the wire: two-shot 4 + 8 (residual) + 4 + 2 w (2 -
+// 2/n), of which 2 w (1 - 1/n) come from other ranks; one-shot w (n - 1) from other ranks. Limit: the links
+// between the ranks, and a few multiprocessors' share of the memory bandwidth. Alignment: any for floats, 16
+// bytes fast. Deterministic.
 #pragma once
 
 #include <cstdint>
@@ -39,37 +42,39 @@ struct FusedAllreduce {
   const float* in = nullptr;        // (count)
   float* out = nullptr;             // (count); may equal `in`
   float* residual = nullptr;        // (count) in and out; null: no error feedback; ignored by exact formats
-  float part_scale = 1.0f;          // of parts as they are added up (part_scale.h)
-  float scale = 1.0f;               // of the sum of these
-  WireRounding rounding = {};       // its first_element is that of element 0
+  float part_scale = 1.0f;          // of each part in the sum (part_scale.h)
+  float scale = 1.0f;               // of the sum
+  WireRounding rounding = {};       // first_element is the index of element 0
   uint64_t seeds[kMostPeers] = {};  // of all ranks' rounding, by rank; for a one-shot
   int64_t begin[kMostPeers + 1] = {};  // chunk r is [begin[r], begin[r + 1]); count is begin[world]
-  int64_t offset[kMostPeers] = {};     // where its wire lies in a half of a window
-  // What a lossy one-shot adds there: the floats of the rank's own chunk, and room for wires that nobody reads.
+  int64_t offset[kMostPeers] = {};     // of the wire of chunk r in half a window
+  // Offsets that only a lossy one-shot uses: the floats of the rank's chunk, and room for wires that are
+  // never read.
   int64_t exported = 0, scratch = 0;
 };
 
-// Reads on their way while a kernel uses one: vectors of a thread or, of formats in blocks, tiles of a thread block.
+// Reads in flight while a kernel uses one: vectors of a thread or, for block formats, tiles of a thread
+// block.
 inline constexpr int kFp32ReadsAhead = 7, kBf16ReadsAhead = 5, kFp8ReadsAhead = 11, kBlockReadsAhead = 7;
 
-// What limits a kernel of kMostPeerBlocks thread blocks on a GPU, beside the links.
+// What limits a kernel of kMostPeerBlocks thread blocks on a GPU, apart from the links.
 struct PeerKernelLimits {
-  double bytes_ahead;    // of wires, on their way from other ranks at a time
-  double values_per_us;  // added up, encoded or decoded
+  double bytes_ahead;    // of wires, in flight from other ranks
+  double values_per_us;  // summed, encoded or decoded
 };
-// Estimates: bytes as the kernels read ahead, values from the times of an H200's reduce_encode. No GPUs have timed the
-// kernel itself.
+// Estimates: bytes from the kernels' reads ahead, values from measurements of reduce_encode on an H200. The
+// kernel itself has not been measured on GPUs.
 PeerKernelLimits peer_kernel_limits(Wire wire);
 
-// Without data: a barrier between the streams of all ranks. What was in a stream before it is done, and visible to the
-// others, when what follows it in theirs begins.
+// Returns a call without data: a barrier between the streams of all ranks. Earlier work in each stream is
+// complete, and visible to all ranks, before later work in any stream begins.
 FusedAllreduce stream_barrier(const PeerMemory& peers);
 
-// Sets the offsets from `begin`; returns the bytes of half a window that the call needs.
+// Sets the offsets from `begin`. Returns the bytes that the call needs in half a window.
 int64_t lay_out(FusedAllreduce& call, Wire wire);
 
 namespace host {
-// With the host's ops of `format`. Throws CommError when a peer does not come.
+// Runs with the host's ops of `format`. Throws CommError when a peer does not arrive.
 void fused_allreduce(const WireFormat& format, const FusedAllreduce& call);
 }  // namespace host
 

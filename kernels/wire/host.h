@@ -1,4 +1,4 @@
-// What the host sides of the wire formats share: parts of a call, random bits.
+// Shared by the host sides of the wire formats: parts of a call, random bits.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ void advance(T*& p, int64_t n) {
   if (p != nullptr) p += n;
 }
 
-// random16() of `count` elements from `first` on, at the returned place in `buffer`, which holds
-// random_buffer(count): sixteen at a time.
+// Draws random16() for `count` elements from `first` on, sixteen at a time. Returns their place in `buffer`,
+// which holds random_buffer(count).
 inline constexpr int kDraw = 16;
 constexpr int random_buffer(int count) {
   return (count + kDraw - 1) / kDraw * kDraw + kDraw;
@@ -40,7 +40,7 @@ GW_INLINE const uint16_t* random_bits(uint64_t seed, uint64_t step, uint64_t fir
   return buffer + shift;
 }
 
-// Where x is not finite, `kept`, which may be null, becomes 0.
+// Sets `kept`, which may be null, to 0 where x is not finite.
 GW_INLINE void forget_not_finite(const float* x, float* kept, int64_t count) {
   if (kept == nullptr) return;
   uint32_t any = 0;

@@ -1,10 +1,10 @@
-// OCP's Microscaling formats: 32 small floats and a power of two, its exponent + 127 in a byte (E8M0), and NVIDIA's
-// NVFP4: 16 of them share an E4M3 scale, and here 8 such groups a power of two.
+// OCP's Microscaling formats: 32 small floats and a power of two, its exponent + 127 in a byte (E8M0), and
+// NVIDIA's NVFP4: 16 small floats share an E4M3 scale, and here 8 such groups share a power of two.
 //
 //   mxfp8  E4M3, 8.25 bits a value     mxfp6  E2M3, 6.25     mxfp4  E2M1, 4.25     nvfp4  E2M1, 4.5625
 //
-// The power of two is the least with which nothing is cut off (OCP's own rule, floor, cuts the largest values,
-// which error feedback would have to send again). E2M3 and E2M1 have no NaN: in mxfp4, mxfp6 and nvfp4, NaN
+// The power of two is the least one that clamps no value. (OCP's rule, floor, clamps the largest values,
+// which error feedback would have to send again.) E2M3 and E2M1 have no NaN: in mxfp4, mxfp6 and nvfp4, NaN
 // and Inf make their group NaN by its scale; see kMasks.
 #pragma once
 
@@ -30,8 +30,8 @@ struct Mini {
   }
 };
 
-// The least k, as k + 127, with largest <= most * 2^k, for `most` = (1 + fraction) * 2^exponent. Its inverse is a
-// normal number.
+// Returns the least k, as k + 127, with largest <= most * 2^k, for `most` = (1 + fraction) * 2^exponent. The
+// inverse of 2^k is a normal number.
 GW_HD uint8_t e8m0_for(uint32_t largest_bits, int exponent, float fraction) {
   const auto part = static_cast<float>(largest_bits & 0x7fffffu) * (1.0f / 8388608.0f);
   int32_t byte = static_cast<int32_t>(largest_bits >> 23) - exponent + (part > fraction ? 1 : 0);
@@ -142,7 +142,7 @@ struct NvFp4 {
                     uint8_t* to) const {
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
-    // 6 * 256 = 1.5 * 2^10: with the largest group's scale at most 256, so that rounding it up stays legal.
+    // 6 * 256 = 1.5 * 2^10: the largest group's scale is at most 256, so that rounding it up stays in range.
     const uint8_t unit = e8m0_for(largest, 10, 0.5f);
     const float down = fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;

@@ -1,4 +1,4 @@
-// The options of a wire format in its specs, `int4:block=64`, by which each format describes itself.
+// The options of a wire format in its specs, `int4:block=64`; each format describes its own.
 #pragma once
 
 #include <string>
@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// A member of a format that a spec may set: to one of `words`, by its place, or, where there are none, to a
-// number from `least` to `most`.
+// A member of a format that a spec may set: to the index of one of `words` or, without words, to a number
+// from `least` to `most`.
 struct FormatOption {
   const char* key;
   int* value;
@@ -16,10 +16,10 @@ struct FormatOption {
   int least = 0, most = 0;
   bool power_of_two = false;
 
-  // False when `text` is not a legal value.
+  // Returns false when `text` is not a legal value.
   bool set(std::string_view text) const;
-  std::string text() const;   // of the present value
-  std::string legal() const;  // "pow2|fp32", "a power of two from 32 to 512"
+  std::string text() const;   // of the current value
+  std::string legal() const;  // returns "pow2|fp32" or "a power of two from 32 to 512"
 };
 
 inline FormatOption block_option(int* value, int least = 32, int most = 512) {

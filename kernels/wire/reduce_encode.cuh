@@ -1,4 +1,4 @@
-// What the CUDA sides of the wire formats share.
+// Shared by the CUDA sides of the wire formats.
 #pragma once
 
 #include "kernels/wire/format.h"
@@ -6,7 +6,7 @@
 
 namespace gradwire::cuda {
 
-// What a reduce_encode kernel is compiled for: to sum without encoding, or a way to round.
+// The variants of a reduce_encode kernel: sum without encoding, or a rounding mode.
 enum class Coding { none, nearest, stochastic };
 
 inline Coding coding_of(const ReduceEncode& a) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint64_t step_of(const WireRounding& rounding) {
   return rounding.step != nullptr ? *rounding.step : 0;
 }
 
-// True when all take 16-byte accesses; null does.
+// Returns whether all pointers allow 16-byte accesses; null does.
 template <typename... Pointers>
 bool aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);

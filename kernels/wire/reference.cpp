@@ -1,4 +1,4 @@
-// Scalar references of the wire formats: one element after the other, or one block, as format.h says it.
+// Scalar references of the wire formats: one element or block at a time, as in format.h.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -14,7 +14,7 @@
 namespace gradwire::reference {
 namespace {
 
-// S of element i; value(k, i) is what input k decodes to there.
+// Returns S of element i; value(k, i) is the decoded value of input k.
 template <typename Value>
 float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
   const float own = a.residual != nullptr ? std::fma(a.residual_scale, a.residual[i], a.own[i]) : a.own[i];
@@ -28,7 +28,8 @@ float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
   return s;
 }
 
-// Residual and result of element i, whose sum is s and of which the wire carries `sent`; the rest is `rest`.
+// Sets residual and result of element i, whose sum is s and of which the wire carries `sent`; `rest` is the
+// difference.
 void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest) {
   if (a.wire == nullptr) sent = s;
   if (a.residual != nullptr) a.residual[i] = a.wire != nullptr ? rest : 0.0f;

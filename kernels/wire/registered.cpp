@@ -1,9 +1,9 @@
-// Registered formats: sums, residuals and padding around a program's own encode and decode.
+// Registered formats: sums, residuals and padding around a program's encode and decode.
 //
-// A call gets about a million values, so that an interpreter is entered a few times per bucket. Its output
-// goes to scratch memory with a guard on either side, and from there to where it belongs. Pieces depend on
-// the count alone, so that all ranks decode a chunk in calls of the same size: a callback whose rounding
-// depends on that, as a matrix product's may, still gives all of them the same bits.
+// A call gets about a million values, so that a bucket enters an interpreter only a few times. Its output
+// goes to scratch memory with a guard on either side, and is then copied to its destination. Pieces depend on
+// the count alone, so that all ranks decode a chunk in calls of the same size. A callback whose rounding
+// depends on the size, such as a matrix product, therefore still gives all ranks the same bits.
 #include "kernels/wire/registered.h"
 
 #include <fmt/format.h>
@@ -37,10 +37,10 @@ std::string sizes(int64_t block, int64_t bytes) {
   return fmt::format("blocks of {} values in {} bytes", block, bytes);
 }
 
-// Room for what a callback writes, between two guards that show whether it wrote more.
+// A buffer for a callback's output, between two guards that detect writes beyond it.
 class GuardedBytes {
  public:
-  // `size` bytes, aligned to 64, each of them `fill`.
+  // Returns `size` bytes, aligned to 64, each set to `fill`.
   uint8_t* prepare(size_t size, size_t guard, uint8_t fill = 0) {
     guard_ = (guard + 63) / 64 * 64;
     size_ = size;
@@ -69,7 +69,7 @@ class GuardedBytes {
   size_t room_ = 0, size_ = 0, guard_ = 0;
 };
 
-// What ops need besides their arguments; kept by each thread.
+// Scratch memory of ops, per thread.
 struct Scratch {
   std::vector<float> sum, own;
   GuardedBytes bytes, values;
@@ -79,7 +79,7 @@ Scratch& scratch() {
   return of_this_thread;
 }
 
-// The residual of s, of which the wire carries `sent`: all of it where that is not finite.
+// Returns the residual of s, of which the wire carries `sent`; all of s where `sent` is not finite.
 float rest_of(float s, float sent, float unit) {
   if (!is_finite(s)) return 0.0f;
   const float rest = is_finite(sent) ? s - sent : s;
@@ -126,13 +126,13 @@ class RegisteredFormat final : public WireFormat {
         fmt::format("wire format '{}' is registered with {}, which cannot become {}; choose another name",
                     name, sizes(block_, block_bytes_), sizes(block, block_bytes)));
   }
-  // From now on with these callbacks, which are not part of a format's identity.
+  // Replaces the callbacks, which are not part of a format's identity.
   void use(const FormatCallbacks& callbacks) const {
     std::lock_guard lock(mutex_);
     callbacks_ = callbacks;
   }
 
-  // Throws unless both callbacks write all of a few blocks, and nothing else.
+  // Throws unless both callbacks write all bytes of a few blocks, and nothing else.
   void try_out() const;
 
  private:
@@ -157,7 +157,7 @@ class RegisteredFormat final : public WireFormat {
     return callbacks_;
   }
 
-  // Calls a callback that writes `out`, and throws what it did wrong.
+  // Calls a callback that writes `out`. Throws its error, or when it wrote beyond `out`.
   template <typename Callback>
   void call(const char* which, const GuardedBytes& out, const Callback& callback) const {
     const Running running;
@@ -170,7 +170,7 @@ class RegisteredFormat final : public WireFormat {
                       name, which, sizes(block_, block_bytes_)));
     }
   }
-  // (blocks, block) values in, bytes out; the results are valid until the next call.
+  // Encodes (blocks, block) values; the returned bytes are valid until the next call.
   const uint8_t* encoded(const float* values, int64_t blocks, uint8_t fill = 0) const {
     GuardedBytes& to = scratch().bytes;
     to.prepare(static_cast<size_t>(blocks * block_bytes_), guard(block_bytes_), fill);
@@ -186,7 +186,7 @@ class RegisteredFormat final : public WireFormat {
     call("decode", to, [&](const FormatCallbacks& c) { return c.decode(c.user, from, blocks, values); });
     return values;
   }
-  // One that a trial with blocks of up to twice the size does not pass.
+  // Returns the guard's bytes: enough that a trial with blocks of up to twice the size stays within it.
   static size_t guard(int64_t block_bytes) {
     return 4096 + static_cast<size_t>(kTrialBlocks) * static_cast<size_t>(block_bytes);
   }
@@ -200,7 +200,7 @@ class RegisteredFormat final : public WireFormat {
   mutable FormatCallbacks callbacks_;
 };
 
-// S of `count` values from `begin` on, as format.h has it, and 0 after them.
+// Returns S of `count` values from `begin` on, as in format.h, followed by zeros.
 const float* RegisteredFormat::sum(const ReduceEncode& a, int64_t first, int64_t begin, int64_t count,
                                    int64_t blocks) const {
   Scratch& s = scratch();
@@ -239,8 +239,8 @@ void RegisteredFormat::reduce_encode_piece(const ReduceEncode& a, int64_t first,
   }
 }
 
-// What a callback wrote for the trial blocks, once over each fill; throws if a byte is the fill every time.
-// (A random byte is, once in 2^64.)
+// Throws if a callback left a byte of the trial blocks unwritten. `results` are its outputs over each fill;
+// an unwritten byte equals the fill every time. (A random byte does once in 2^64.)
 constexpr std::array<uint8_t, 8> kFills = {0x5a, 0xa5, 0x0f, 0xf0, 0x33, 0xcc, 0x96, 0x69};
 void require_all_written(const std::string& callback, const std::array<std::vector<uint8_t>, 8>& results,
                          size_t unit, const char* unit_name) {
@@ -254,7 +254,7 @@ void require_all_written(const std::string& callback, const std::array<std::vect
 }
 
 void RegisteredFormat::try_out() const {
-  // Inputs are longer than they need be, because a callback that takes blocks for larger reads on.
+  // Longer than needed, because a callback that assumes larger blocks reads beyond them.
   const auto count = static_cast<size_t>(kTrialBlocks * block_);
   std::vector<float> values(count + guard(4 * block_) / sizeof(float));
   uint32_t state = 1;
@@ -316,7 +316,7 @@ void register_wire_format(const std::string& name, int64_t block, int64_t bytes,
     throw BadInput(error.what());
   }
   const auto& entry = dynamic_cast<const RegisteredFormat&>(*add_wire_format(std::move(made)));
-  entry.require_sizes(block, bytes);  // again: another thread may have been faster
+  entry.require_sizes(block, bytes);  // again: another thread may have registered it first
   entry.use(callbacks);
 }
 

@@ -1,5 +1,5 @@
-// One bit: the sign, and the mean magnitude of the block in FP32, which is the best value for it. Error on a
-// Gaussian: 1 - 2 / pi. Biased: it needs error feedback.
+// One bit: the sign, times the block's mean magnitude in FP32, the best single value. Error on a Gaussian: 1
+// - 2 / pi. Biased: it needs error feedback.
 #pragma once
 
 #include "kernels/math/fp8.h"

@@ -1,7 +1,7 @@
-// TernGrad: -1, 0 or 1 times the block's largest magnitude, 1 with probability |x| / largest, so that the mean is
-// right. 2 bits a value, and the largest in FP32. Larger values are first cut off at a few times their root mean
-// square, as in the source, there at 2.5. Here it is 2: at 2.5 the error is as large as the values, and what error
-// feedback keeps grows from step to step in a ring of eight; with clip=off, anywhere. Those need ef=off.
+// TernGrad: -1, 0 or 1 times the block's largest magnitude; nonzero with probability |x| / largest, so
+// unbiased. 2 bits a value, and the largest in FP32. Values are first clamped to a multiple of their root
+// mean square: 2.5 in the source, 2 here. At 2.5 the error is as large as the values, and the residual grows
+// from step to step in a ring of eight; with clip=off, in any schedule. Both need ef=off.
 #pragma once
 
 #include <cmath>
@@ -62,7 +62,7 @@ struct TernGrad {
     put_float(to + size / 4, largest);
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
       pack_codes<2>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-        const int32_t drawn = draw(i);  // out of 2^16; to nearest is against a half
+        const int32_t drawn = draw(i);  // out of 2^16; to nearest compares with a half
         const float threshold = static_cast<float>(drawn < 0 ? 32768 : drawn) * (1.0f / 65536.0f) * largest;
         const uint32_t bits = float_bits(values[i]);
         return bits_float(bits & 0x7fffffffu) > threshold ? 1u + (bits >> 31) : 0u;

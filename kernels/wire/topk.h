@@ -1,10 +1,10 @@
-// Chunked top-k: of each block of `of` values, the k largest magnitudes, with their places in 16 bits. Ties go to
-// the lower place. Every hop selects anew, so bytes are flat in the number of ranks, and what is not sent waits in
-// the residual. Without error feedback most of a gradient is lost.
+// Chunked top-k: of each block of `of` values, the k largest magnitudes, with their places in 16 bits. Ties
+// go to the lower place. Every hop selects again, so the bytes do not depend on the number of ranks; values
+// that are not sent stay in the residual. Without error feedback most of a gradient is lost.
 //
-// Values travel as FP32, BF16, 8-bit integers with an FP32 scale per block, or in 2 bits: a sign, and whether the
-// magnitude is above the mean of those selected; the means of both parts are sent in FP32. What is not finite is
-// selected first, and its place says that it is NaN.
+// Values are sent as FP32, BF16, 8-bit integers with an FP32 scale per block, or in 2 bits: a sign, and
+// whether the magnitude is above the mean of those selected; the means of both parts are sent in FP32.
+// Non-finite values are selected first, and marked as NaN in their place.
 #pragma once
 
 #include <string>
@@ -50,7 +50,7 @@ struct TopK {
   }
 
   GW_HD static uint32_t magnitude(const float* values, int i) { return float_bits(values[i]) & 0x7fffffffu; }
-  // Places take 12 bits; the uppermost says NaN.
+  // Places take 12 bits; the top bit marks NaN.
   GW_HD static int place(const uint8_t* from, int j) { return from[2 * j] | (from[2 * j + 1] & 0x0f) << 8; }
   GW_HD static bool is_nan(const uint8_t* from, int j) { return (from[2 * j + 1] & 0x80) != 0; }
 
