@@ -1,13 +1,13 @@
-// Host products of BF16 matrices that stay BF16 up to the multiplication: by AMX tiles or by AVX512-BF16, at up to 16
-// and 2 times the FMA rate and half the bytes of FP32.
+// Host products of BF16 matrices that stay BF16 up to the multiplication: by AMX tiles or by AVX512-BF16, at
+// up to 16 and 2 times the FMA rate and half the bytes of FP32.
 //
-// Elements of op(A)'s rows and op(B)'s columns are packed into panels of pairs that follow each other along k; what
-// is missing at the end is zero (bf16_pack.h). AMX reads rows of A where they lie if they are whole cache lines. A tile
-// of C stays in registers for all of k (bf16_tile.h), so its sums run in the order of k, whatever the number of threads
-// and wherever C was cut.
+// Rows of op(A) and columns of op(B) are packed into panels of pairs, consecutive along k and padded with
+// zeros (bf16_pack.h). AMX reads rows of A in place if they are whole cache lines. A tile of C stays in
+// registers for all of k (bf16_tile.h), so its sums are in the order of k, for any number of threads and any
+// division of C.
 //
-// Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A and of B
-// once.
+// Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A
+// and of B once.
 #pragma once
 
 #include <vector>
@@ -17,15 +17,15 @@
 
 namespace gradwire::host {
 
-// How the process multiplies BF16 matrices: the fastest way of the processor; or as a test says.
+// Returns how the process multiplies BF16 matrices: the processor's fastest way, unless a test overrides it.
 Bf16Products bf16_products();
 void use_bf16_products(Bf16Products way);
 
-// Memory that begins with a cache line, since tile loads that cross lines take twice as long. It grows and is kept.
+// A buffer that begins with a cache line, since tile loads that cross lines take twice as long. Only grows.
 template <typename T>
 class AlignedMemory {
  public:
-  // At least `count` elements; the old ones are gone.
+  // Returns room for at least `count` elements; the old contents are lost.
   T* reserve(int64_t count) {
     constexpr int64_t kPerLine = sizeof(Line) / sizeof(T);
     const auto lines = static_cast<size_t>((count + kPerLine - 1) / kPerLine);
@@ -40,7 +40,7 @@ class AlignedMemory {
   std::vector<Line> lines_;
 };
 
-// op(B) of one product, packed for a way to multiply.
+// op(B) of one product, packed for one way to multiply.
 class Bf16Panels {
  public:
   // Packs the columns of panels [begin, end) of count().
@@ -55,8 +55,8 @@ class Bf16Panels {
   AlignedMemory<uint32_t> memory_;
 };
 
-// `way`: not widened. Rows [begin, end) of C of product `index` of the batch; b: op(B) packed that way. Bias, alpha
-// and beta as in Gemm.
+// Computes rows [begin, end) of C of product `index` of the batch. `way` must not be widened; b: op(B) packed
+// for it. Bias, alpha and beta as in Gemm.
 void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_t index, int64_t begin,
                     int64_t end);
 

@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #ifdef __x86_64__
-// GCC 12 warns of the header's own undefined values: https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
+// GCC 12 warns about undefined values in the header itself:
+// https://gcc.gnu.org/bugzilla/show_bug.cgi?id=105593
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -78,7 +79,7 @@ GW_AVX512_INLINE uint32_t first_bits(int64_t count) {
   return count >= 32 ? ~0u : (1u << count) - 1;
 }
 
-// Lines `line` to line + 15, pairs `pair` to pair + 15, those that exist; a row for each line.
+// Loads lines `line` to line + 15, pairs `pair` to pair + 15, as far as they exist; a row per line.
 GW_AVX512_INLINE Words load_rows(const Bf16Lines& lines, int64_t line, int64_t pair) {
   const __mmask32 there = first_bits(lines.k - 2 * pair);
   const Bf16* from = lines.from + line * lines.ld + 2 * pair;
@@ -89,7 +90,7 @@ GW_AVX512_INLINE Words load_rows(const Bf16Lines& lines, int64_t line, int64_t p
   }
   return w;
 }
-// The same, a row for each pair.
+// As load_rows(), with a row per pair.
 GW_AVX512_INLINE Words load_columns(const Bf16Lines& lines, int64_t line, int64_t pair) {
   const auto there = static_cast<__mmask16>(first_bits(lines.count - line));
   const Bf16* from = lines.from + 2 * pair * lines.ld + line;

@@ -1,5 +1,5 @@
-// Packs lines of a BF16 matrix (rows of op(A), columns of op(B)) into panels of pairs along k: a word holds two
-// elements, the first in its lower half. Bytes moved per element: 2 read, 2 written.
+// Packs lines of a BF16 matrix (rows of op(A), columns of op(B)) into panels of pairs along k. A word holds
+// two elements, the first in its lower half. Bytes moved per element: 2 read, 2 written.
 #pragma once
 
 #include "kernels/gemm/bf16_tile.h"
@@ -7,13 +7,14 @@
 
 namespace gradwire::host {
 
-// Where the lines of a panel are.
+// The location of a panel's lines.
 struct Bf16Lines {
   bool
-      are_rows;  // line i begins at from + i ld and its elements follow each other; else at from + i, with its
-                 // elements ld apart
+      // line i begins at from + i ld and is contiguous; else it begins at from + i, with its elements ld
+      // apart
+      are_rows;
   const Bf16* from;
-  int64_t ld, k, count;  // count <= width of the panel; the lines beyond are zero
+  int64_t ld, k, count;  // count <= width of the panel; further lines are zero
 };
 
 // to: pairs x width words, pairs >= (k + 1) / 2; all are written.
@@ -26,7 +27,7 @@ struct Bf16Panel {
   uint32_t* to;
 };
 
-// By AVX-512 where the processor has it.
+// Uses AVX-512 where the processor has it.
 void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel);
 
 }  // namespace gradwire::host

@@ -22,11 +22,11 @@ namespace {
 constexpr int kAvx512Rows = 14;  // 28 of 32 vector registers
 constexpr int kAmxRows = 32;     // 2 x 2 tile registers of 16 x 16
 
-// Operands and results below the least normal number are zero.
+// Sets subnormal operands and results to zero.
 float flushed(float x) {
   return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
-// Two BF16 numbers, the first in the lower half.
+// Return the two BF16 numbers of a pair; the first is in the lower half.
 float first_of(uint32_t pair) {
   return flushed(bits_float(pair << 16));
 }
@@ -104,7 +104,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
 #endif
 
 #ifdef GW_AMX
-// Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of B.
+// Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of
+// B.
 __attribute__((target("amx-tile,amx-bf16"))) void amx(const Bf16Rows& rows, const uint32_t* b, int64_t pairs,
                                                       float* tile, const Bf16Meanwhile& meanwhile) {
   constexpr int kTileBytes = kBf16Columns * 4;
@@ -139,15 +140,16 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 __attribute__((target("amx-tile"))) void configure_amx() {
-  static constexpr TileConfig config;  // in memory as a whole: the intrinsic names its first 8 bytes only
+  // static, so that all 64 bytes are in memory: the intrinsic's argument type covers only the first 8
+  static constexpr TileConfig config;
   _tile_loadconfig(&config);
 }
-// Without it, the kernel would save 8 KB more at each of this thread's context switches.
+// Otherwise the kernel saves 8 KB more at each of this thread's context switches.
 __attribute__((target("amx-tile"))) void release_amx() {
   _tile_release();
 }
 
-// CPUID's bits; and Linux lets a process use tile registers once it has asked.
+// Checks CPUID's bits and requests permission from Linux, which a process needs for tile registers.
 bool permits_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
@@ -168,8 +170,8 @@ bool has_avx512_bf16() {
 #endif
 }
 
-// As Intel's processors have it since Sapphire Rapids, whose VDPBF16PS is slower than two FP32 FMAs: 115 against 174
-// GFLOP/s were measured. They should use AMX, but a virtual machine may hide it.
+// AVX512-FP16 identifies Intel's processors since Sapphire Rapids, whose VDPBF16PS is slower than two FP32
+// FMAs: 115 against 174 GFLOP/s were measured. They should use AMX, but a virtual machine may hide it.
 bool has_avx512_fp16() {
 #ifdef __x86_64__
   return __builtin_cpu_supports("avx512fp16");
@@ -178,7 +180,7 @@ bool has_avx512_fp16() {
 #endif
 }
 
-// Packing for AMX uses AVX-512, which every processor with AMX has.
+// Packing for AMX uses AVX-512; every processor with AMX has it.
 bool has_amx() {
 #ifdef GW_AMX
   static const bool permitted = has_avx512_bf16() && permits_amx();

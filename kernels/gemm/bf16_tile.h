@@ -1,9 +1,9 @@
-// Tiles of C = op(A) op(B) for BF16 operands, each way a processor can multiply them, and for each a plain-arithmetic
-// emulation with the same bits, so that any processor tests what another one runs.
+// Tiles of C = op(A) op(B) for BF16 operands, for each instruction set, and for each an emulation in plain
+// arithmetic with the same bits, so that any processor tests all of them.
 //
 //   avx512   VDPBF16PS: of a pair, the second product is added first. Every addition is rounded.
-//   amx      TDPBF16PS: 16 pairs at a time, the first numbers' products and the second ones' in sums of their own,
-//            from zero; then both are added, and that to C. Every addition is rounded.
+//   amx      TDPBF16PS: 16 pairs at a time. The products of the first numbers and of the second numbers have
+//            separate sums, from zero; then both are added, and the result to C. Every addition is rounded.
 //
 // Subnormal operands and results are zero in both.
 #pragma once
@@ -17,35 +17,36 @@ enum class Bf16Products : uint8_t {
   amx_emulated,
   avx512,
   avx512_emulated,
-  widened,  // gemm_host.cpp: FP32 products of operands made FP32
+  widened,  // gemm_host.cpp: FP32 products of operands widened to FP32
 };
 
-// The fastest that the processor has and the operating system permits.
+// Returns the fastest that the processor has and the operating system permits.
 Bf16Products best_bf16_products();
 bool has_bf16_products(Bf16Products way);
-// "AMX", "AVX512-BF16", "FP32"
+// Returns "AMX", "AVX512-BF16" or "FP32".
 const char* name_of(Bf16Products way);
 
 constexpr int kBf16Columns = 32;  // of a tile
 constexpr int kMostBf16Rows = 32;
 constexpr int kPairsPerBlock = 16;  // 64 bytes of a row
 
-// What packing needs to know of a way. in_blocks: A's panel is blocks of 16 pairs, in each the rows one after the other,
-// and k is rounded up to whole blocks in A and B; else, as in B's panels, the lines' first pairs, their second pairs, ...
+// The layout for packing. in_blocks: A's panel is blocks of 16 pairs, each with its rows in sequence, and k
+// is rounded up to whole blocks in A and B. Otherwise, as in B's panels, the first pairs of all lines come
+// first, then the second, ...
 struct Bf16TileShape {
   int rows;  // of a tile
   bool in_blocks;
 };
 Bf16TileShape tile_shape(Bf16Products way);
 
-// The rows of A that a tile needs, where they are: `row` words between two rows, `block` between two blocks of pairs (or, not
-// in blocks, between a pair of all rows and the next).
+// The rows of A for a tile, in place or packed: `row` words between two rows, `block` between two blocks of
+// pairs (not in blocks: between one pair of all rows and the next).
 struct Bf16Rows {
   const uint32_t* from;
   int64_t row, block;
 };
 
-// What else to do while a tile is computed: parts [0, parts) of some work, in order. Between AMX's instructions it costs
+// Other work to do while a tile is computed: parts [0, parts), in order. Between AMX's instructions it costs
 // next to nothing, since they leave the core's other units idle.
 struct Bf16Meanwhile {
   void (*run)(const void* work, int64_t begin, int64_t end);
@@ -53,7 +54,8 @@ struct Bf16Meanwhile {
   int64_t parts;
 };
 
-// Sets the processor up for tiles; between the two, this thread calls nothing that uses AMX itself.
+// Sets the processor up for tiles. Between construction and destruction this thread must not use AMX
+// otherwise.
 class Bf16Tiles {
  public:
   explicit Bf16Tiles(Bf16Products way);
@@ -61,8 +63,8 @@ class Bf16Tiles {
   Bf16Tiles(const Bf16Tiles&) = delete;
   Bf16Tiles& operator=(const Bf16Tiles&) = delete;
 
-  // tile (rows, kBf16Columns) = the products of rows of A and a panel of B. All three begin with a cache line, rows in blocks
-  // each. Calls meanwhile.
+  // Sets tile (rows, kBf16Columns) = the products of rows of A and a panel of B. All three begin with a cache
+  // line, as does each row in blocks. Runs `meanwhile`.
   void multiply(const Bf16Rows& a, const uint32_t* b, int64_t pairs, float* tile,
                 const Bf16Meanwhile& meanwhile) const {
     multiply_(a, b, pairs, tile, meanwhile);

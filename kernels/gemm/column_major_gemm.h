@@ -1,12 +1,12 @@
-// A product as cuBLASLt gets it: column-major, D = op(A) op(B) [+ bias], where A, B and D are given by what
-// is stored. A pure function of Gemm, so that machines without a GPU can test it (tests/kernels/gemm_test.cpp
+// A product as cuBLASLt takes it: column-major, D = op(A) op(B) [+ bias], where A, B and D are described as
+// stored. A pure function of Gemm, so that machines without a GPU can test it (tests/kernels/gemm_test.cpp
 // has an interpreter).
 //
-// A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T:
-// so the operands are swapped, and each keeps its own flag: the memory of B, read as column-major, is B^T,
-// which is op(B)^T unless transpose_b is set. The bias runs along a row of C, so along a column of C^T, as
-// the bias epilogue adds it (one element per row of D, the same for all columns). What GELU's epilogues keep and read
-// lies as D does.
+// A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T,
+// so the operands are swapped, and each keeps its flag: the memory of B, read as column-major, is B^T, which
+// is op(B)^T unless transpose_b is set. The bias runs along a row of C, so along a column of C^T, as the bias
+// epilogue adds it (one element per row of D, the same for all columns). The auxiliary matrix of GELU's
+// epilogues has the layout of D.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -16,8 +16,8 @@ namespace gradwire {
 struct ColumnMajorMatrix {
   const void* data = nullptr;
   Element type = Element::fp32;
-  int64_t rows = 0, columns = 0, ld = 0;  // as stored; ld: elements from one column to the next
-  int64_t stride = 0;                     // elements from one product's to the next's, in a batch
+  int64_t rows = 0, columns = 0, ld = 0;  // as stored; ld: elements between columns
+  int64_t stride = 0;                     // elements between the products of a batch
 };
 
 struct ColumnMajorGemm {
@@ -30,7 +30,7 @@ struct ColumnMajorGemm {
 };
 
 inline ColumnMajorGemm column_major(const Gemm& g) {
-  // Rows as stored become columns.
+  // Stored rows become columns.
   auto stored = [](const auto& pointer, int64_t rows, int64_t columns, int64_t ld, int64_t stride) {
     return ColumnMajorMatrix{pointer.data, pointer.type, columns, rows, ld, stride};
   };

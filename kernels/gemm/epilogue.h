@@ -1,4 +1,4 @@
-// What an epilogue is where the product does not apply it itself: a product without it, and an op over what that leaves.
+// Epilogues that the product does not apply itself: a product without epilogue, and an op on its result.
 #pragma once
 
 #include "kernels/gemm/gemm.h"
@@ -6,7 +6,7 @@
 
 namespace gradwire {
 
-// Leaves x in C; what epilogue gelu_tanh keeps of it, in aux if there is one.
+// Leaves x in C; for gelu_tanh in aux, if aux is given.
 inline Gemm without_epilogue(Gemm g) {
   if (g.epilogue == Epilogue::gelu_tanh && g.aux.data != nullptr) g.c = g.aux;
   g.epilogue = Epilogue::none;
@@ -14,7 +14,7 @@ inline Gemm without_epilogue(Gemm g) {
   return g;
 }
 
-// The op for gelu_tanh, and that for d_gelu_tanh; S is C's type.
+// Return the op for gelu_tanh and the op for d_gelu_tanh; S is C's type.
 template <typename S>
 BiasGelu<S> gelu_after(const Gemm& g) {
   S* c = g.c.at<S>(0);

@@ -1,14 +1,14 @@
-// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones), cuBLASLt, or where it has
-// no algorithm cuBLAS, on CUDA.
+// Row-major matrix products: OpenBLAS on the host (small_gemm.h for batches of small ones); on CUDA cuBLASLt,
+// or cuBLAS where cuBLASLt has no algorithm.
 //
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
-// products whose operands lie `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
-// stored. FLOPs: 2 m n k per product. On the host C is cut into pieces that do not depend on the
-// number of threads, so results do not either; OpenBLAS itself runs single-threaded.
+// products whose operands are `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
+// stored. FLOPs: 2 m n k per product. On the host C is cut into pieces that do not depend on the number of
+// threads, so results do not either; OpenBLAS itself runs single-threaded.
 //
 // A and B are both FP32 or both BF16; C is FP32, or BF16 where A and B are. Products of two BF16 numbers are
-// exact in FP32, and sums are kept in FP32 on either device and rounded once, when C is stored: on the host by
-// AVX512-BF16 (bf16_gemm.h), or by OpenBLAS on operands made FP32.
+// exact in FP32. On either device sums are kept in FP32 and rounded once, when C is stored: on the host by
+// AVX512-BF16 (bf16_gemm.h), or by OpenBLAS on operands widened to FP32.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ constexpr int64_t element_bytes(Element type) {
   return type == Element::bf16 ? 2 : 4;
 }
 
-// Where a matrix begins, and what its elements are.
+// The start of a matrix, and the type of its elements.
 template <typename Void>
 struct MatrixPointer {
   Void* data = nullptr;
@@ -42,18 +42,18 @@ struct MatrixPointer {
   MatrixPointer(To<float> p) : data(p), type(Element::fp32) {}
   MatrixPointer(To<Bf16> p) : data(p), type(Element::bf16) {}
 
-  // `offset` elements further.
+  // Returns a pointer `offset` elements further.
   template <typename T>
   To<T> at(int64_t offset) const {
     return static_cast<To<T>>(data) + offset;
   }
 };
 
-// What happens to x = alpha * op(A) op(B) + bias before it is stored. Where cuBLASLt cannot, and on the host, it is an op
-// of its own (epilogue.h). Either may take x as it is before its rounding.
+// The function applied to x = alpha * op(A) op(B) + bias before it is stored. On the host, and where cuBLASLt
+// lacks it, a separate op (epilogue.h). Either may use x before its rounding.
 enum class Epilogue : uint8_t {
   none,
-  gelu_tanh,    // aux = x where it is kept, C = GELU(x) in its tanh form
+  gelu_tanh,    // aux = x unless null, C = GELU(x) in its tanh form
   d_gelu_tanh,  // C = x GELU'(aux), with the aux of a product with gelu_tanh
 };
 
@@ -69,9 +69,11 @@ struct Gemm {
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
   Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
-  MatrixPointer<const void> bias = {};    // (n), of C's type, added to each row; null: none. For batch == 1
-  Epilogue epilogue = Epilogue::none;     // others: for batch == 1, beta == 0 and dense rows (ldc == n)
-  // (m, n) of C's type, not C: the pre-activations of the epilogue. With gelu_tanh null: not kept, as no backward follows.
+  MatrixPointer<const void> bias = {};  // (n), of C's type, added to each row; null: no bias. For batch == 1
+  // others than none: for batch == 1, beta == 0 and dense rows (ldc == n)
+  Epilogue epilogue = Epilogue::none;
+  // (m, n) of C's type, distinct from C: the pre-activations of the epilogue. With gelu_tanh null: not
+  // stored, because no backward pass follows.
   MatrixPointer<void> aux = {};
 };
 GW_SIDES(gemm, Gemm)
@@ -80,7 +82,7 @@ inline void gemm(const Stream& stream, const Gemm& args) {
 }
 
 namespace detail {
-// Throws BadInput naming the size, type or leading dimension that is wrong.
+// Throws BadInput naming the invalid size, type or leading dimension.
 void check(const Gemm& args);
 }  // namespace detail
 

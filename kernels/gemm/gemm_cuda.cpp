@@ -1,16 +1,17 @@
-// Products and batches of them on cuBLASLt, what it has no algorithm for on cuBLAS.
+// Products and batches of them on cuBLASLt, or on cuBLAS where cuBLASLt has no algorithm.
 //
-// cuBLASLt is asked for its best algorithm once per kind of product (shape, types, layout, batch, bias,
-// alignment); with GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The answer is
-// kept with the descriptors, so that from then on a product is one library call, without allocation or
-// synchronization, which a CUDA graph can capture. Where the library has no algorithm with GELU in the product, that is
-// found then, too: the product is one without it, and a kernel of our own follows. A bias that it cannot add, as to products
-// of nothing (k = 0), is in C before the rest is added. Split products add their parts in FP32, and in a fixed order.
+// cuBLASLt selects its best algorithm once per kind of product (shape, types, layout, batch, bias,
+// alignment). With GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The
+// choice is kept with the descriptors. Later products are one library call, without allocation or
+// synchronization, which a CUDA graph can capture. Where the library has no algorithm with GELU in the
+// product, the plan is a product without it, followed by our kernel. A bias that the library cannot add, such
+// as to empty products (k = 0), is written to C before the product is added. Split products add their parts
+// in FP32, in a fixed order.
 //
-// A cuBLAS handle must not be used by two threads at once, and gives repeatable bits only with a stream and a
-// workspace that it does not share. So each thread keeps one handle per (device, stream), with its own
-// workspace, made at the first product there; a CUDA graph is therefore captured after one plain run. FP32
-// products never use TF32 unless asked to.
+// Two threads must not share a cuBLAS handle. Repeatable bits need a stream and a workspace that no other
+// handle uses. Each thread therefore keeps one handle per (device, stream), with its own workspace, made at
+// the first product there; so a CUDA graph is captured after one plain run. FP32 products use TF32 only when
+// requested.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
@@ -77,18 +78,19 @@ using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
 using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
 
-// The largest power of two, up to 256, that divides the address: what an algorithm may rely on.
+// Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
+// assume.
 uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
   return static_cast<uint32_t>(address & (~address + 1));
 }
-// The same for each matrix of a batch.
+// Returns the alignment of every matrix of a batch.
 uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
   const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
   return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
 }
 
-// Of a kind of product, when its algorithm is to be found by timing.
+// The tuning file for a kind of product whose algorithm is to be found by timing.
 struct Tuning {
   TuningFile* file = nullptr;
   TuningFile::Key key;
@@ -97,11 +99,11 @@ constexpr int kMostTimed = 12;
 
 class CudaMemory {
  public:
-  // Null where there is not as much.
+  // Null if there is not enough memory.
   explicit CudaMemory(size_t bytes) {
     const cudaError_t status = cudaMalloc(&data_, bytes);
     if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // which a later check would find
+      cudaGetLastError();  // clear the sticky error
       data_ = nullptr;
       return;
     }
@@ -116,7 +118,7 @@ class CudaMemory {
   void* data_ = nullptr;
 };
 
-// Milliseconds of several runs, the least of a few such times; the first run is not counted.
+// Returns the milliseconds of several runs, the least of a few measurements; the first run is not counted.
 template <typename Run>
 float time_ms(const Run& run, CudaStream stream) {
   constexpr int kTimes = 3, kRuns = 8;
@@ -153,16 +155,16 @@ cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
   }
   return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
-// cuBLASLt's documentation: the pre-activations' leading dimension is a multiple of 8.
+// cuBLASLt requires that the leading dimension of the pre-activations is a multiple of 8.
 bool fits_epilogue(const Gemm& g) {
   return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
 }
 
-// A kind of product and how cuBLASLt does it.
+// A kind of product and its descriptors and algorithm for cuBLASLt.
 class Plan {
  public:
-  // Finds an algorithm, or none: then usable() is false.
-  // `tuning`: the file and what to look up; null: take what cuBLASLt thinks best.
+  // Selects an algorithm; usable() is false if there is none. `tuning`: the file and the key to look up;
+  // null: use cuBLASLt's first choice.
   Plan(cublasLtHandle_t lt, void* workspace, size_t workspace_bytes, CudaStream stream,
        const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
     GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
@@ -172,7 +174,7 @@ class Plan {
     set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
     if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (g.aux != nullptr) {  // of D's type, unless told otherwise
+    if (g.aux != nullptr) {  // of D's type by default
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
     }
@@ -199,7 +201,7 @@ class Plan {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
-    // The bias's and the pre-activations' alignment is that of the pointers above.
+    // The pointers above determine the alignment of the bias and the pre-activations.
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
     const bool times = tuning != nullptr;
     std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
@@ -220,14 +222,14 @@ class Plan {
            size_t workspace_bytes, CudaStream stream) {
     if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
     if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-    void* d = const_cast<void*>(g.d.data);  // a Gemm's c, which is not const
+    void* d = const_cast<void*>(g.d.data);  // a Gemm's c, which is mutable
     GW_CUBLAS_CHECK(cublasLtMatmul(lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data, b_.get(),
                                    &beta, d, d_.get(), d, d_.get(), &*algorithm_, workspace, workspace_bytes,
                                    stream));
   }
 
  private:
-  // Takes the algorithm in the file, or the fastest of those found, and saves it.
+  // Uses the algorithm in the file, or times those found and saves the fastest.
   void choose(cublasLtHandle_t lt, const ColumnMajorGemm& g, void* workspace, size_t workspace_bytes,
               CudaStream stream, const Tuning& tuning,
               std::span<const cublasLtMatmulHeuristicResult_t> found) {
@@ -244,11 +246,11 @@ class Plan {
     }
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     GW_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    if (capture != cudaStreamCaptureStatusNone) return;  // nothing can be timed now
-    ColumnMajorGemm trial = g;                           // the caller's D may be added to
+    if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
+    ColumnMajorGemm trial = g;                           // the product may add to the caller's D
     const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
     const CudaMemory scratch(static_cast<size_t>(elements * element_bytes(g.d.type)));
-    if (scratch.get() == nullptr) return;  // what cuBLASLt thinks best will do
+    if (scratch.get() == nullptr) return;  // use cuBLASLt's first choice
     trial.d.data = scratch.get();
     float best_ms = std::numeric_limits<float>::infinity();
     std::optional<cublasLtMatmulAlgo_t> best;
@@ -283,17 +285,17 @@ class Plan {
   std::optional<cublasLtMatmulAlgo_t> algorithm_;
 };
 
-// What decides a plan.
+// All properties that determine a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
                            Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
-// Alignments of a, b, c, the bias and aux; 0: no aux.
+// Returns the alignments of a, b, c, the bias and aux; 0: no aux.
 std::array<uint32_t, 5> alignments_of(const Gemm& g) {
   return {alignment_of(g.a.data, g.stride_a, g.a.type, g.batch),
           alignment_of(g.b.data, g.stride_b, g.b.type, g.batch),
           alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
           g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
 }
-// How many products, and their distances; the latter mean nothing in a batch of one.
+// Returns the number of products and their distances, which are ignored in a batch of one.
 std::array<int64_t, 4> batch_of(const Gemm& g) {
   if (g.batch == 1) return {1, 0, 0, 0};
   return {g.batch, g.stride_a, g.stride_b, g.stride_c};
@@ -309,7 +311,7 @@ PlanKey key_of(const Gemm& g) {
           batch_of(g)};
 }
 
-// The same as text, for a file.
+// Returns the kind as text, for a file.
 std::string kind_of(const Gemm& g) {
   auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
   const auto aligned = alignments_of(g);
@@ -338,7 +340,7 @@ class Context {
     cudaDeviceProp properties = {};
     GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     device_name_ = properties.name;
-    workspace_bytes_ = size_t{major >= 9 ? 32u : 4u} << 20;  // what NVIDIA's documentation recommends
+    workspace_bytes_ = size_t{major >= 9 ? 32u : 4u} << 20;  // NVIDIA's documentation recommends this
     const Ones ones;
     GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes_ + sizeof ones));
     ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes_);
@@ -350,7 +352,7 @@ class Context {
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   }
   ~Context() {
-    // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
+    // At thread exit, possibly after the driver has shut down: a failure cannot be handled.
     plans_.clear();
     cublasDestroy(handle_);
     ignore(cudaFree(workspace_));
@@ -358,9 +360,9 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // False when cuBLASLt has no algorithm for it.
+  // Returns false when cuBLASLt has no algorithm for it.
   bool planned(const Gemm& g) {
-    // A cuBLAS handle holds a cuBLASLt one and may be used as such.
+    // A cuBLAS handle contains a cuBLASLt one and may be used as such.
     const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);
     const ColumnMajorGemm call = column_major(g);
     auto at = plans_.find(key_of(g));
@@ -376,7 +378,7 @@ class Context {
     return true;
   }
 
-  // cuBLAS is column-major, too: kernels/gemm/column_major_gemm.h.
+  // cuBLAS is also column-major: kernels/gemm/column_major_gemm.h.
   void batch(const Gemm& g) {
     auto distance = [](int64_t ld) { return static_cast<int>(std::max<int64_t>(1, ld)); };
     GW_CUBLAS_CHECK(cublasGemmStridedBatchedEx(
@@ -387,7 +389,7 @@ class Context {
         static_cast<int>(g.batch), compute_type(g.precision), CUBLAS_GEMM_DEFAULT));
   }
 
-  // C = beta C + bias in each row: a product of 1 and the bias per row.
+  // Sets C = beta C + bias in each row: a product of 1 and the bias per row.
   void spread_bias(const Gemm& g) {
     Gemm row{.m = 1, .n = g.n, .k = 1};
     const bool rounded = g.c.type == Element::bf16;
@@ -396,7 +398,7 @@ class Context {
     row.lda = 1, row.ldb = g.n, row.ldc = g.ldc;
     row.stride_c = g.ldc;
     row.beta = g.beta;
-    constexpr int64_t kMostRows = 65535;  // blocks in a grid's z, should the library use that for batches
+    constexpr int64_t kMostRows = 65535;  // limit of a grid's z, in case the library uses it for batches
     for (int64_t first = 0; first < g.m; first += kMostRows) {
       row.batch = std::min(kMostRows, g.m - first);
       if (rounded)
@@ -427,11 +429,12 @@ class Context {
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   size_t workspace_bytes_ = 0;
-  const Ones* ones_ = nullptr;  // on the device, behind the workspace
+  const Ones* ones_ = nullptr;  // on the device, after the workspace
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
 };
 
-// The contexts of a thread that it used last: each has a workspace of up to 32 MiB, and streams come and go.
+// Returns the thread's context for the stream. Keeps the most recently used: each has a workspace of up to 32
+// MiB, and streams are short-lived.
 Context& context_for(CudaStream stream) {
   constexpr size_t kMost = 8;
   using Key = std::pair<int, CudaStream>;

@@ -1,9 +1,9 @@
-// Host products on OpenBLAS (kernels/blas/blas.h), which runs single-threaded inside the pieces that the
-// thread pool hands out.
+// Host products on OpenBLAS (kernels/blas/blas.h), which runs single-threaded within the pieces of the thread
+// pool.
 //
-// BF16 operands stay BF16 where the processor multiplies them (bf16_gemm.h). Elsewhere they are widened to FP32,
-// which is exact: B once per product, A and C piece by piece. That costs 6 B per element, little compared with the
-// 2 n or 2 m operations on each.
+// BF16 operands stay BF16 where the processor multiplies them (bf16_gemm.h). Elsewhere they are widened to
+// FP32, which is exact: B once per product, A and C piece by piece. That costs 6 B per element, little
+// compared with the 2 n or 2 m operations on each.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -67,7 +67,7 @@ void add_bias(const Gemm& g, float* c, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
 }
 
-// A thread's memory for FP32 copies: it grows to what its largest product needs and is kept.
+// A thread's memory for FP32 copies; only grows.
 enum class Copy { a, b, c };
 float* scratch(Copy which, int64_t floats) {
   thread_local std::vector<float> memory[3];
@@ -76,12 +76,12 @@ float* scratch(Copy which, int64_t floats) {
   return mine.data();
 }
 
-// rows x columns BF16 elements, `ld` apart, made FP32 and dense.
+// Widens rows x columns BF16 elements, rows `ld` apart, to dense FP32.
 void widen_matrix(const Bf16* from, int64_t ld, int64_t rows, int64_t columns, float* to) {
   for (int64_t row = 0; row < rows; ++row) widen_all(from + row * ld, columns, to + row * columns);
 }
 
-// Rows [begin, end) of a product of BF16 matrices; `b` is op(B)'s matrix made FP32 and dense.
+// Computes rows [begin, end) of a product of BF16 matrices; `b` is op(B)'s matrix as dense FP32.
 void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, int64_t begin, int64_t end) {
   const auto compute = is_small(g) ? run_small : run;
   const int64_t rows = end - begin;
@@ -120,15 +120,15 @@ void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, i
   }
 }
 
-// Grows and is kept like scratch().
+// Only grows, like scratch().
 Bf16Panels& thread_panels() {
   thread_local Bf16Panels panels;
   return panels;
 }
 
-// Into how many pieces of whole tiles a product's rows are cut. Each piece reads all of B: many rows make that worth it,
-// as long as they stay in the second-level cache, which is 2 MiB on processors with AMX, 1 on others. As many pieces for
-// each thread, since they are few.
+// Returns the number of pieces of whole tiles for a product's rows. Each piece reads all of B, so it needs
+// many rows, but they must stay in the second-level cache (2 MiB on processors with AMX, 1 on others). The
+// number is a multiple of the threads, since there are few pieces.
 int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
   const int64_t most_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
   const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, most_rows);
@@ -139,7 +139,7 @@ int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
 void one_product_in_bf16(const Gemm& g, Bf16Products way) {
   Bf16Panels& b = thread_panels();
   b.resize(g, way);
-  // Panels next to each other share rows, but each thread should have some.
+  // Adjacent panels share rows, but each thread should get some panels.
   const int64_t panels_at_once =
       std::max(std::clamp<int64_t>(b.count() / (4 * host_threads()), 1, 8), 1024 / std::max<int64_t>(1, g.k));
   parallel_for(b.count(), panels_at_once, [&](int64_t begin, int64_t end) { b.pack(g, 0, begin, end); });
@@ -173,7 +173,7 @@ void one_bf16_product(const Gemm& g, int64_t piece) {
                [&](int64_t begin, int64_t end) { rows_of_bf16(g, g.a.at<Bf16>(0), wide_b, 0, begin, end); });
 }
 
-// Rows [begin, end) of one FP32 product, and of those the columns [first, last).
+// Computes rows [begin, end), columns [first, last) of one FP32 product.
 void part_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end, int64_t first, int64_t last) {
   const float* a = g.a.at<float>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda));
   const float* b = g.b.at<float>(index * g.stride_b + (g.transpose_b ? first * g.ldb : first));
@@ -184,8 +184,8 @@ void part_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end, i
   for (int64_t row = begin; row < end; ++row, c += g.ldc) add_all(g.bias.at<float>(first), last - first, c);
 }
 
-// OpenBLAS packs the piece's share of A and of B anew for each piece, so few large ones are faster: 400 rows
-// run at 1.5 times the speed of 64. But there must be enough for all threads.
+// OpenBLAS packs parts of A and B again for each piece, so few large pieces are faster: 400 rows run at 1.5
+// times the speed of 64. But there must be enough for all threads.
 void one_fp32_product(const Gemm& g) {
   constexpr int64_t kRows = 256, kLeastColumns = 512, kEnough = 16;
   const int64_t row_pieces = (g.m + kRows - 1) / kRows;
@@ -202,14 +202,14 @@ void one_fp32_product(const Gemm& g) {
   });
 }
 
-// Whether the products of a batch fill enough of the tiles: AMX is twice as fast for 50 x 50 x 64, small_gemm for
-// 17 x 17 x 16.
+// Returns whether the products of a batch fill enough of the tiles: AMX is twice as fast for 50 x 50 x 64,
+// small_gemm for 17 x 17 x 16.
 bool worth_tiles(const Gemm& g, Bf16Products way) {
   if (way == Bf16Products::amx || way == Bf16Products::amx_emulated) return g.m * g.n * g.k >= 16384;
   return way != Bf16Products::widened && !is_small(g);
 }
 
-// Products [begin, end) of a batch of BF16 ones.
+// Computes products [begin, end) of a batch of BF16 matrices.
 void bf16_batch(const Gemm& g, int64_t begin, int64_t end) {
   const Bf16Products way = bf16_products();
   if (worth_tiles(g, way)) {

@@ -21,9 +21,9 @@ void product(const Gemm& g) {
           sum += x * y;
         }
         Out& out = c[row * g.ldc + col];
-        double old = g.beta == 0.0f
-                         ? 0.0
-                         : static_cast<double>(g.beta) * widen(out);  // as in BLAS: beta 0 drops even a NaN
+        double old = g.beta == 0.0f ? 0.0
+                                    // as in BLAS: beta 0 ignores even a NaN in C
+                                    : static_cast<double>(g.beta) * widen(out);
         if (bias != nullptr) old += widen(bias[col]);
         out = narrow<Out>(static_cast<float>(static_cast<double>(g.alpha) * sum + old));
       }

@@ -1,5 +1,5 @@
-// One product: op(B) is packed into rows of whole vectors (unless it is stored like that), then blocks of 4
-// rows by 24 columns of C are kept in registers while k runs.
+// One product: op(B) is packed into rows of whole vectors (unless stored that way), then blocks of 4 rows by
+// 24 columns of C stay in registers over all of k.
 #include "kernels/gemm/small_gemm.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-constexpr int64_t kLargest = 64;  // rows, columns and inner size; beyond, OpenBLAS is as fast or faster
+constexpr int64_t kLargest = 64;  // rows, columns and inner size; beyond, OpenBLAS is at least as fast
 
 // Strides of op(A): element (row, k) is a[row * row_stride + k * k_stride].
 struct Left {
@@ -20,7 +20,7 @@ struct Left {
   int64_t row_stride, k_stride;
 };
 
-// C(0..kRows, 0..columns) = alpha * A B + beta * C; B has kVectors vectors per row, `ldb` apart.
+// Computes C(0..kRows, 0..columns) = alpha * A B + beta * C; B has kVectors vectors per row, `ldb` apart.
 template <int kRows, int kVectors>
 GW_INLINE void block(const Left& left, int64_t k, const float* b, int64_t ldb, float alpha, float beta,
                      float* c, int64_t ldc, int64_t columns) {
@@ -55,7 +55,7 @@ GW_INLINE void block(const Left& left, int64_t k, const float* b, int64_t ldb, f
   }
 }
 
-// All rows of C for the columns of one panel of B.
+// Computes all rows of C for the columns of one panel of B.
 template <int kVectors>
 GW_INLINE void panel(Left left, int64_t m, int64_t k, const float* b, int64_t ldb, float alpha, float beta,
                      float* c, int64_t ldc, int64_t columns) {
@@ -70,7 +70,7 @@ GW_INLINE void panel(Left left, int64_t m, int64_t k, const float* b, int64_t ld
   if (row < m) block<1, kVectors>(left, k, b, ldb, alpha, beta, c + row * ldc, ldc, columns);
 }
 
-// packed(row, c) = op(B)(row, c), and 0 in the columns that fill up the last vector.
+// Sets packed(row, c) = op(B)(row, c), and 0 in the columns that pad the last vector.
 GW_INLINE void pack_rows(const Gemm& g, const float* b, int64_t padded, float* packed) {
   for (int64_t row = 0; row < g.k; ++row) {
     std::copy_n(b + row * g.ldb, g.n, packed + row * padded);

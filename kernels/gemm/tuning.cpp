@@ -22,12 +22,12 @@ namespace {
 constexpr const char* kHeader = "gradwire tuning 1";
 constexpr int kLinesNamed = 5;
 
-// What may be between two tabs.
+// Returns whether `text` may stand between two tabs.
 bool is_field(const std::string& text) {
   return !text.empty() && text.find_first_of("\t\n\r") == std::string::npos;
 }
 
-// Tabs and ends of lines in a device's name would end the field.
+// Replaces tabs and line ends in a device's name, which would end the field.
 std::string field(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n' || c == '\r'; }, ' ');
@@ -65,7 +65,7 @@ void TuningFile::read() {
   }
   std::ifstream in(path_);
   std::string line;
-  if (!in || !std::getline(in, line)) return;  // none yet, or empty: to be written
+  if (!in || !std::getline(in, line)) return;  // missing or empty: to be written
   if (line != kHeader) {
     ours_ = false;
     return say(fmt::format("does not begin with '{}', so it is neither read nor written", kHeader));
@@ -108,7 +108,7 @@ void TuningFile::add(const Key& key, const std::string& choice) {
     std::string text = fmt::format("{}\t{}\t{}\t{}\n", clean.device, clean.maker, clean.kind, field(choice));
     char last = '\n';
     if (fstat(file, &status) == 0 && status.st_size == 0) text = fmt::format("{}\n{}", kHeader, text);
-    // Half a line, of a process that died or of an editor, does not take the next one with it.
+    // Ends a partial line, from a process that died or an editor, so that the next line is not lost.
     if (status.st_size > 0 && pread(file, &last, 1, status.st_size - 1) == 1 && last != '\n')
       text = "\n" + text;
     written = write(file, text.data(), text.size()) == static_cast<ssize_t>(text.size());
@@ -117,7 +117,7 @@ void TuningFile::add(const Key& key, const std::string& choice) {
     say(fmt::format("cannot add a choice: {}; from here on none is saved", std::strerror(errno)));
     ours_ = false;
   }
-  if (file >= 0) close(file);  // and unlocks it
+  if (file >= 0) close(file);  // also unlocks it
 }
 
 std::string hex_bytes(const void* data, size_t count) {

@@ -1,11 +1,11 @@
-// What was fastest when it was measured, in a text file that runs share, so that each thing is measured once:
+// The fastest choices measured, in a text file that runs share, so that each is measured once:
 //
 //   gradwire tuning 1
 //   NVIDIA H100 80GB HBM3 <tab> cublasLt 130100 <tab> NT 1600 4096 1024 ... <tab> 0a1b...
 //
-// A line per choice: the device's name, what makes it, what it is for, and the choice. Later lines win. Lines that are not
-// like that are ignored, with messages for the first few; so is a file that begins otherwise, which is left as it is.
-// Several processes may add to one file. Docs: GRADWIRE_TUNING in docs/environment.md.
+// A line per choice: the device's name, the library, the kind of product, and the choice. Later lines win.
+// Malformed lines are ignored, with messages for the first few. A file with another first line is ignored and
+// left unchanged. Several processes may add to one file. Docs: GRADWIRE_TUNING in docs/environment.md.
 #pragma once
 
 #include <array>
@@ -24,16 +24,16 @@ class TuningFile {
     auto operator<=>(const Key&) const = default;
   };
 
-  // What is wrong with a file, and can be put up with.
+  // Reports a recoverable problem with a file.
   using Say = std::function<void(const std::string& message)>;
 
-  // Reads the file, if there is one. `say`: in place of standard error.
+  // Reads the file, if there is one. `say` replaces standard error.
   explicit TuningFile(std::string path, Say say = {});
-  // That of GRADWIRE_TUNING; null: not set.
+  // Returns the file of GRADWIRE_TUNING; null if not set.
   static TuningFile* shared();
 
   std::optional<std::string> find(const Key& key) const;
-  // Also to the file. A failure to write is a message, and the choice holds for this process.
+  // Also appends to the file. A failure to write is a message, and the choice holds for this process.
   void add(const Key& key, const std::string& choice);
 
  private:
@@ -47,7 +47,8 @@ class TuningFile {
   std::map<Key, std::string> choices_;
 };
 
-// Bytes as hexadecimal digits, and back; nothing when there are not exactly `count` of them.
+// Convert bytes to hexadecimal digits, and back. from_hex_bytes() returns false unless there are `count`
+// bytes.
 std::string hex_bytes(const void* data, size_t count);
 bool from_hex_bytes(const std::string& text, void* data, size_t count);
 
