@@ -1,11 +1,11 @@
-// PowerSGD passes (b) and (d) on CUDA: Q = M^T P; or E = residual + what is pending, M = grad + E, stored into residual,
-// and Q = M^T P.
+// PowerSGD passes (b) and (d) on CUDA: Q = M^T P; or E = residual + pending, M = grad + E, stored into
+// residual, and Q = M^T P.
 //
-// Bytes per element: 4; (d) 12. Limit: memory bandwidth up to about rank 8; beyond, M is read again for every eight
-// columns of P, mostly from the L2 cache. A block takes a panel of whole columns, 16 or 32 of them. Each thread owns four
-// columns and rows at a fixed stride; while the panel streams in it accumulates its part of Q in registers. Parts are
-// summed over a warp's lanes, then over warps in order. No other block is involved, so there is nothing to zero or to
-// wait for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
+// Bytes per element: 4; (d) 12. Limit: memory bandwidth up to about rank 8; beyond, M is read again for every
+// eight columns of P, mostly from the L2 cache. A block takes a panel of 16 or 32 whole columns. Each thread
+// owns four columns, and rows at a fixed stride; as the panel streams in, it accumulates its part of Q in
+// registers. Parts are summed over a warp's lanes, then over warps in order. Blocks are independent: nothing
+// to zero or to wait for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -25,7 +25,7 @@ struct BackProjectArgs {
   const int32_t* flags;
 };
 
-// Columns k0 .. k0 + kRank of a row of P; zero beyond the rank.
+// Loads columns k0 .. k0 + kRank of a row of P; zero beyond the rank.
 template <int kRank>
 __device__ __forceinline__ void load_p(const float* row, int k0, int rank, bool vector, float (&p)[kRank]) {
   if (kRank % 4 == 0 && vector) {
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_p(const float* row, int k0, int rank, bool 
 }
 
 struct Panel {
-  int column0, columns, width;  // width: what panel_columns() says; columns: as many as there are
+  int column0, columns, width;  // width: panel_columns(); columns: those within the matrix
   float* parts;                 // shared: (kWarps, width * kRank)
 };
 
@@ -75,13 +75,14 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
     float sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum += panel.parts[w * panel.width * kRank + item];
     float* row = a.q + d.q_offset + static_cast<int64_t>(panel.column0 + column) * d.rank;
-    // The first columns saw what was not finite in M; these have read it back from the residual, which does not keep it.
+    // The pass over the first columns detected non-finite M. Later passes read M back from the residual,
+    // which is always finite.
     if (kForms && k0 > 0 && !is_finite(row[0])) sum = row[0];
     row[k] = sum;
   }
 }
 
-// M of kBatch rows' four columns, which hold the gradient, row_step rows apart from row0 on.
+// Forms M for the four columns of kBatch rows, row_step rows apart from row0 on. `m` holds the gradient.
 template <int kBatch, bool kVector>
 __device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDescriptor& d, bool pending,
                                        const Panel& panel, const Quad<kVector>& quad, int row0, int row_step,
@@ -132,7 +133,7 @@ __device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDes
 template <int kRank, bool kForms, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    bool pending, const Panel& panel) {
-  constexpr int kBatch = kForms || kRank > 4 ? 2 : 4;  // rows that a thread loads at once; more would spill
+  constexpr int kBatch = kForms || kRank > 4 ? 2 : 4;  // rows per thread and load; more would spill
   Quad<kVector> quad{panel.width / 4, static_cast<int>(threadIdx.x) % (panel.width / 4)};
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   const float* p = a.p + d.p_offset;

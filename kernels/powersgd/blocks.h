@@ -1,5 +1,5 @@
-// How the CUDA kernels of PowerSGD cut matrices into blocks: every matrix of a table in one grid, block b of
-// the grid belonging to the last matrix whose first block is not beyond b.
+// Division of matrices into blocks by the CUDA kernels of PowerSGD: all matrices of a table in one grid.
+// Block b of the grid belongs to the last matrix whose first block is at most b.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ inline constexpr int kRowTileRows = 16;
 // reconstruct: a block writes a tile.
 inline constexpr int kTileRows = 64;
 inline constexpr int kTileCols = 256;
-// back_project: a block takes a panel of whole columns, a cache line wide; of tall matrices half of that, so that
-// there are enough blocks and none takes long.
+// back_project: a block takes a panel of whole columns, a cache line wide. For tall matrices half of that,
+// for more and shorter blocks.
 inline constexpr int kMostPanelColumns = 32;
 GW_HD int panel_columns(int32_t rows) {
   return rows <= 1280 ? kMostPanelColumns : kMostPanelColumns / 2;

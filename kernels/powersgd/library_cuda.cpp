@@ -1,8 +1,9 @@
-// The products of PowerSGD's passes by cuBLAS, in FP32. Loaded by name, so that libgradwire.so does not need it.
+// The products of PowerSGD's passes by cuBLAS, in FP32. Loaded by name, so that libgradwire.so does not need
+// it.
 //
-// A handle must not be used by two threads at once, and gives repeatable bits only with a stream and a workspace that it
-// does not share: each thread keeps one per (device, stream), made at its first product there. After that a product
-// neither allocates nor synchronizes, so that a CUDA graph can capture it after one plain run.
+// Two threads must not share a handle. Repeatable bits need a stream and a workspace that no other handle
+// uses. Each thread therefore keeps one handle per (device, stream), made at its first product there. Later
+// products neither allocate nor synchronize, so a CUDA graph can capture them after one plain run.
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -18,7 +19,7 @@
 #include "runtime/op_count.h"
 
 #define GW_TEXT_OF(x) #x
-#define GW_TEXT(x) GW_TEXT_OF(x)  // of a name that the header may define as another
+#define GW_TEXT(x) GW_TEXT_OF(x)  // the header may define the name as another
 
 namespace gradwire::cuda {
 namespace {
@@ -34,7 +35,7 @@ struct CublasApi {
   decltype(&cublasGetStatusString) status_string = nullptr;
 };
 
-// Null, with the reason in `obstacle`.
+// Returns null, with the reason in `obstacle`, when the library cannot be loaded.
 const CublasApi* load(std::string& obstacle) {
   const std::string name = fmt::format("libcublas.so.{}", CUBLAS_VER_MAJOR);
   void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
@@ -97,7 +98,7 @@ class CublasProducts final : public ThinProducts {
     cublasHandle_t handle = nullptr;
     void* workspace = nullptr;
     ~Context() {
-      // At thread exit, perhaps after the driver has shut down: a failure cannot be handled.
+      // At thread exit, possibly after the driver has shut down: a failure cannot be handled.
       if (handle != nullptr) api->destroy(handle);
       ignore(cudaFree(workspace));
     }

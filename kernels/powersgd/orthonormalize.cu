@@ -1,11 +1,11 @@
-// CholeskyQR on CUDA, every matrix of a table in one launch, a block each.
+// CholeskyQR on CUDA: all matrices of a table in one launch, a block per matrix.
 //
 // Bytes: 4 n r read twice and written once per pass, one or two passes; from the L2 cache for the sizes
 // PowerSGD has. Limit: FP64 throughput and latency of one SM per matrix: a matrix costs n r^2 FP64
 // multiply-adds for the Gram matrix (half of them, in 4 x 4 register tiles) and as many for the product with
-// the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. Every decision (a
-// column is dependent, another pass is needed) is taken by all threads alike from the same shared values.
-// Deterministic: sums run in a fixed order.
+// the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. All threads take
+// each decision (a column is dependent, another pass is needed) from the same shared values. Deterministic:
+// sums have a fixed order.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include "kernels/math/orthonormalize.h"
@@ -43,7 +43,7 @@ __host__ __device__ constexpr int padded(int rank) {
   return (rank + 3) / 4 * 4;
 }
 
-// Four columns of a row, zero beyond the rank.
+// Loads four columns of a row; zero beyond the rank.
 __device__ __forceinline__ void load_quad(const float* row, int column, int rank, bool vector,
                                           double (&x)[4]) {
   if (vector) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void load_quad(const float* row, int column, int rank
   }
 }
 
-// w.a = A^T A, both triangles, columns padded with zeros. A 4 x 4 tile of the lower triangle belongs to a run
-// of `splits` threads, each of which sums every splits-th row.
+// Sets w.a = A^T A, both triangles, columns padded with zeros. A run of `splits` threads computes each 4 x 4
+// tile of the lower triangle; each thread sums every splits-th row.
 __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, bool vector,
                                             const Workspace& w) {
   int quads = padded(rank) / 4, tiles = quads * (quads + 1) / 2;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
 #pragma unroll
     for (int x = 0; x < 16; ++x) acc[x / 4][x % 4] += __shfl_xor_sync(kAllLanes, acc[x / 4][x % 4], offset);
   }
-  // What is left of the splits: one sum per warp.
+  // One sum per warp remains of the splits.
   int warps = max(1, splits / 32);
   double* partial = reinterpret_cast<double*>(w.chunk);
   __syncthreads();
@@ -112,8 +112,8 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
   __syncthreads();
 }
 
-// Turns the Gram matrix in w.a into weights there, so that A * weights has orthonormal columns; marks
-// dependent columns. Returns, to all threads, the smallest pivot, 0 if there are any.
+// Replaces the Gram matrix in w.a by weights, so that A * weights has orthonormal columns; marks dependent
+// columns. Returns to all threads the smallest pivot, or 0 if a column is dependent.
 __device__ __forceinline__ double factor(int rank, const Workspace& w) {
   int thread = static_cast<int>(threadIdx.x);
   if (thread < rank) {
@@ -147,7 +147,8 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
       w.a[j * w.stride + thread] *= inverse_root;
     }
     __syncthreads();
-    // The rest: row i subtracts L[i][j] times row j, of the inverse in columns up to j, of the matrix beyond.
+    // The other rows: row i subtracts L[i][j] times row j, of the inverse in columns up to j, of the matrix
+    // beyond.
     int rows = rank - j - 1;
     for (int item = thread; item < rows * rank; item += kThreads) {
       int i = j + 1 + item / rank, c = item % rank;
@@ -162,7 +163,7 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     __syncthreads();
   }
 
-  // Back to the columns' own order, transposed, scaled, padded: weights[k][c] takes column k into c.
+  // Restores the columns' original order, transposed, scaled, padded: weights[k][c] takes column k into c.
   for (int item = thread; item < padded(rank) * padded(rank); item += kThreads) {
     w.b[item / padded(rank) * w.stride + item % padded(rank)] = 0.0;
   }
@@ -175,7 +176,8 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
   return smallest;
 }
 
-// out = in * weights (w.b), dependent columns drawn anew. In place is fine: rows pass through shared memory.
+// Sets out = in * weights (w.b), with dependent columns drawn again. In place is allowed: rows pass through
+// shared memory.
 __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixDescriptor& d, const float* in,
                                       float* out, int32_t n, bool vector, const Workspace& w) {
   int rank = d.rank, quads = padded(rank) / 4, row_tiles = kThreads / quads;
@@ -231,7 +233,7 @@ __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixD
   }
 }
 
-// Columns that were ever re-seeded are eliminated last; otherwise the order stays.
+// Eliminates columns that were ever re-seeded last; the order of the others is unchanged.
 __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
   if (threadIdx.x == 0) {
     int sorted[2] = {0, 0};
@@ -239,7 +241,7 @@ __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
       w.attempts[k] += w.dependent[k];
       sorted[1] += w.attempts[k] == 0 ? 1 : 0;
     }
-    // w.dependent is free until the next factor() and holds the new order meanwhile.
+    // w.dependent is free until the next factor(); it holds the new order.
     for (int i = 0; i < rank; ++i) {
       int column = w.order[i];
       if (w.attempts[column] == 0) {

@@ -1,18 +1,17 @@
 // Orthonormalizes the columns of many tall thin matrices in one call: CholeskyQR2 with sums in FP64.
 //
-// Per matrix A (n, r), row-major, n >= r: scale the columns, G = A^T A and its Cholesky factor in FP64,
-// A <- A L^-T; again until the factor's pivots show that the columns are orthonormal, which takes one pass
-// for well-conditioned ones and more after a re-seed. Columns are FP32 in memory.
-// Orthogonality error about 5e-8 up to a condition number of 1e8 (docs/numerics.md).
+// Per matrix A (n, r), row-major, n >= r: scale the columns, G = A^T A and its Cholesky factor in FP64, A <-
+// A L^-T. Repeated until the factor's pivots show that the columns are orthonormal: one pass for
+// well-conditioned columns, more after a re-seed. Columns are FP32 in memory. Orthogonality error about 5e-8
+// up to a condition number of 1e8 (docs/numerics.md).
 //
-// A column that is zero, or depends on the previous ones to within FP64 rounding, is replaced by a
-// random direction orthogonal to the others, drawn from philox(seed, seed_id, ...) and *step, so that
-// all ranks draw the same. So a gradient that was zero once can still be learned later. There are always
-// r orthonormal columns.
+// A column that is zero, or depends on the previous ones to within FP64 rounding, is replaced by a random
+// direction orthogonal to the others, drawn from philox(seed, seed_id, ...) and *step, so that all ranks draw
+// the same. Zero columns can therefore recover. There are always r orthonormal columns.
 //
-// A matrix that holds a NaN or Inf is flagged: flags[i] = 1 and `out` keeps its old content (pass out == in
-// to keep the input). Matrices without one write flags[i] = 0, unless keep_flags is set, when flags are only
-// ever raised and a matrix already flagged is left alone.
+// A matrix that holds a NaN or Inf is flagged: flags[i] = 1 and `out` is unchanged (pass out == in to keep
+// the input). Other matrices write flags[i] = 0. With keep_flags flags are never cleared, and a matrix that
+// is already flagged is skipped.
 //
 // Bytes: 4 * n * r read twice and written once per pass, in cache for the sizes PowerSGD has. Deterministic,
 // and independent of the number of threads. In place (out == in) is allowed.

@@ -1,9 +1,10 @@
-// CholeskyQR with FP64 Gram matrix and FP64 solve, repeated until a pass's input was well enough conditioned.
+// CholeskyQR with FP64 Gram matrix and FP64 solve, repeated until the input of a pass was well enough
+// conditioned.
 //
 // One pass: G = A^T A in FP64 (products of two floats are exact there); scale its columns to norm 1; Cholesky
-// with dependent columns left out; A <- A W with W the inverse of the factor. A dependent column is replaced
-// by a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the
-// others, not the others to it.
+// without the dependent columns; A <- A W with W the inverse of the factor. A dependent column is replaced by
+// a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the others,
+// not the others to it.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>
@@ -25,12 +26,12 @@ struct Workspace {
   double weights[kMax][kMax];  // A <- A * weights
   double scale[kMax];
   int order[kMax];     // elimination order
-  int attempts[kMax];  // re-seedings of each column so far
+  int attempts[kMax];  // re-seeds of each column so far
   bool dependent[kMax];
 };
 
 // Both loops over the rows of A are compiled for common ranks, whose sums then stay in registers, and once
-// for any (kRank == 0). Each sum takes its terms in the same order everywhere.
+// for any rank (kRank == 0). The order of the terms is the same in all.
 template <int kRank>
 GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
   const int r = kRank > 0 ? kRank : rank;
@@ -46,7 +47,7 @@ GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
   for (int i = 0; i < kRank; ++i) std::copy(local[i], local[i] + kRank, w.gram[i]);
 }
 
-// G = A^T A, both triangles.
+// Sets G = A^T A, both triangles.
 GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
   if (r == 1) return add_gram<1>(a, n, r, w);
@@ -56,7 +57,7 @@ GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   add_gram<0>(a, n, r, w);
 }
 
-// out = in * weights, row by row; in place if they are the same.
+// Sets out = in * weights, row by row; in place if they are the same.
 template <int kRank>
 GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
   const int r = kRank > 0 ? kRank : rank;
@@ -79,7 +80,7 @@ GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const 
 }
 
 // Factors the scaled Gram matrix in w.order and fills w.weights and w.dependent. Returns the smallest pivot
-// of the columns that stay, 0 when one does not.
+// of the independent columns, or 0 if a column is dependent.
 double factor(int r, Workspace& w) {
   double smallest = 1.0;
   for (int k = 0; k < r; ++k) w.scale[k] = w.gram[k][k] > 0.0 ? 1.0 / std::sqrt(w.gram[k][k]) : 0.0;

@@ -1,4 +1,5 @@
-// Overwrites the factors of marked matrices: a block per matrix, which reads its mark and mostly ends there.
+// Overwrites the factors of marked matrices: a block per matrix, which ends at once when the matrix is not
+// marked.
 #include "kernels/powersgd/powersgd.h"
 #include "runtime/launch.cuh"
 

@@ -1,4 +1,4 @@
-// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, which blocks along x share.
+// Pack and unpack (see kernels/powersgd/pack.h): blockIdx.y is the segment, divided among the blocks along x.
 #include "kernels/powersgd/pack.h"
 
 #include <algorithm>
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void pack(CudaStream stream, const Pack& a) {
   constexpr int kMostRows = 65535;  // limit of gridDim.y
-  // Tensors share the device, so one of them gets few blocks.
+  // Few blocks per tensor, because the tensors share the device.
   const int64_t needed = (a.table->longest() + 4 * kThreads - 1) / (4 * kThreads);
   const auto columns = static_cast<unsigned>(std::min<int64_t>(needed, 2 * multiprocessors()));
   for (int first = 0; first < a.table->count(); first += kMostRows) {

@@ -1,5 +1,5 @@
-// Gathers scattered pieces of one array into another, and scatters them back: how dense tensors join the
-// PowerSGD factors in one collective. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
+// Gathers scattered pieces of one array into another, and scatters them back, so that dense tensors share a
+// collective with the PowerSGD factors. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 namespace gradwire {
 
 struct Segment {
-  int64_t scattered = 0;  // where the piece begins in the scattered array, in elements
-  int64_t packed = 0;     // and in the packed one
+  int64_t scattered = 0;  // start of the piece in the scattered array, in elements
+  int64_t packed = 0;     // start in the packed array, in elements
   int64_t count = 0;
 };
 
-// The pieces, on the host and on the device. Set-up only; outlives the ops that use it.
+// The pieces, on the host and on the device. Set-up only; must outlive the ops that use it.
 class SegmentTable {
  public:
   SegmentTable() = default;
@@ -32,8 +32,8 @@ class SegmentTable {
   int64_t longest_ = 0;
 };
 
-// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse. From null, zeros
-// are unpacked.
+// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse. Unpacking
+// from null writes zeros.
 struct Pack {
   const SegmentTable* table = nullptr;
   float* scattered = nullptr;

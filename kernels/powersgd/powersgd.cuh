@@ -1,7 +1,7 @@
-// What the three PowerSGD kernels share: finding a block's matrix, and four-column accesses.
+// Shared by the three PowerSGD kernels: finding a block's matrix, and four-column accesses.
 //
 // A thread owns four columns of a row. In an aligned matrix they are adjacent, one 16-byte access; otherwise
-// they are `spread` columns apart, so that the four 4-byte accesses of a warp are still consecutive.
+// they are `spread` columns apart, so that each of a warp's four 4-byte accesses is contiguous.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline Matrices matrices_of(const MatrixTable& table) {
   return {table.device(), table.blocks(), table.count()};
 }
 
-// Which matrix `block` belongs to. All threads of the block call it; `found` is shared; it ends in a barrier.
+// Returns the matrix of `block`. All threads of the block call it; `found` is shared; ends with a barrier.
 __device__ __forceinline__ int find_matrix(const Matrices& matrices, int32_t MatrixBlocks::*first,
                                            int32_t block, int* found) {
   for (int m = static_cast<int>(threadIdx.x); m < matrices.count; m += static_cast<int>(blockDim.x)) {
@@ -37,13 +37,13 @@ __device__ __forceinline__ bool aligned16(const void* p) {
   return (reinterpret_cast<uintptr_t>(p) & 15) == 0;
 }
 
-// The columns that a thread owns within a strip of 4 * spread columns.
+// A thread's columns within a strip of 4 * spread columns.
 template <bool kVector>
 struct Quad {
   int spread, index;  // index in 0 .. spread - 1
   __device__ __forceinline__ int column(int c) const { return kVector ? 4 * index + c : index + c * spread; }
 
-  // Values of the strip's columns at `row`; 0 from `limit` on. With kVector, limit is a multiple of 4.
+  // Loads the strip's columns at `row`; 0 from `limit` on. With kVector, limit is a multiple of 4.
   __device__ __forceinline__ void load(const float* row, int limit, float (&x)[4]) const {
     if constexpr (kVector) {
       float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -71,8 +71,8 @@ __device__ __forceinline__ bool is_pending(const PendingFactors& pending, int ma
   return pending.p != nullptr && (pending.flags == nullptr || pending.flags[matrix] == 0);
 }
 
-// m, which holds E, becomes M; `keep` is what the residual keeps of it: where the gradient is not finite E, where only
-// the sum is not, the largest value.
+// Replaces E in `m` by M. `keep` is the value for the residual: E where the gradient is not finite, the
+// largest float where only the sum is not.
 __device__ __forceinline__ void add_gradient(const float (&gradient)[4], float (&m)[4], float (&keep)[4]) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) {

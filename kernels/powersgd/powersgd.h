@@ -3,18 +3,18 @@
 //
 // Matrices are row-major M (rows, cols); the factors are row-major P (rows, rank) and Q (cols, rank).
 //
-//   (a) project       E = residual - P Q^T with the *last* step's P and own Q;
+//   (a) project       E = residual - P Q^T with the *last* step's P and local Q;
 //                     M = grad + E, stored into residual;  P = M Q                       12 B/element
 //       -- P is summed over ranks and orthonormalized --
-//   (b) back_project  Q = M^T P, which is this rank's own                                 4 B/element
+//   (b) back_project  Q = M^T P, local to this rank                                       4 B/element
 //       -- Q is summed over ranks, while (b) of other matrices still runs --
 //   (c) reconstruct   grad = scale * P Q^T  with the summed Q                             4 B/element
 //
-// The residual E = M - P Q^T is *local*: what this rank's own projection lost. Summed over ranks, the residuals
-// and the applied gradient equal the gradients that went in, because P is the same on all ranks and Q enters
-// linearly. It is not computed in the step that leaves it, which would read and write M once more, but by the next
-// step's (a), which reads and writes it anyway. Until then the residual array holds M, and P and -Q are *pending*.
-// settle() computes E in place (8 B/element), for whoever wants to see it between steps.
+// The residual E = M - P Q^T is *local*: the part lost by this rank's projection. Summed over ranks, the
+// residuals and the applied gradient equal the gradients that went in, because P is the same on all ranks and
+// Q enters linearly. E is computed by the next step's (a), which reads and writes the residual anyway;
+// computing it in the same step would read and write M once more. Until then the residual array holds M, and
+// P and -Q are *pending*. settle() computes E in place (8 B/element), for callers that need it between steps.
 //
 // Where P and Q alternate (ACP-SGD), a step sums one of them, with the other's orthonormal columns Q0 or P0:
 //
@@ -22,14 +22,14 @@
 //   (d) project_onto  the same with Q = M^T P0                                           12 B/element
 //       -- P, or Q, is summed over ranks, and orthonormalized into the next step's P0 or Q0 --
 //   (c) reconstruct   grad = scale * P Q0^T, or scale * P0 Q^T, with the summed factor;
-//                     minus the same with this rank's own is pending                      4 B/element
+//                     minus the same with this rank's local factor is pending             4 B/element
 //
-// Non-finite input: (a) and (d) keep the old residual where the gradient is not finite, and let the factor become
-// non-finite, so that after the sum every rank sees it. orthonormalize() then flags the matrix; (b) writes Q = 0,
-// so that nothing is pending; (c) restores the old residual (M - grad where finite) and writes NaN over the whole
-// matrix. Residuals never become non-finite.
+// Non-finite input: (a) and (d) keep the old residual where the gradient is not finite, and let the factor
+// become non-finite, so that every rank sees it after the sum. orthonormalize() then flags the matrix; (b)
+// writes Q = 0, so that nothing is pending; (c) restores the old residual (M - grad where finite) and writes
+// NaN over the whole matrix. Residuals never become non-finite.
 //
-// Sums over rows and columns are taken in a fixed order that does not depend on the number of threads.
+// Sums over rows and columns have a fixed order that does not depend on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -49,10 +49,10 @@ struct MatrixDescriptor {
   int32_t rows = 0;
   int32_t cols = 0;
   int32_t rank = 0;     // 1 .. min(rows, cols, kMaxPowerSgdRank)
-  int32_t seed_id = 0;  // names the matrix in random draws: the same on every rank
+  int32_t seed_id = 0;  // identifies the matrix in random draws: the same on every rank
 };
 
-// The matrices of a bucket, on the host and on the device. Set-up only; outlives the ops that use it.
+// The matrices of a bucket, on the host and on the device. Set-up only; must outlive the ops that use it.
 class MatrixTable {
  public:
   MatrixTable() = default;
@@ -61,7 +61,7 @@ class MatrixTable {
 
   const std::vector<MatrixDescriptor>& host() const { return host_; }
   const MatrixDescriptor* device() const { return device_.as<const MatrixDescriptor>(); }
-  // Where each matrix's blocks begin, on the device and here; count() + 1 entries.
+  // Returns the first block of each matrix, on the device or on the host; count() + 1 entries.
   const MatrixBlocks* blocks() const { return blocks_.as<const MatrixBlocks>(); }
   const std::vector<MatrixBlocks>& host_blocks() const { return host_blocks_; }
   int count() const { return static_cast<int>(host_.size()); }
@@ -78,13 +78,14 @@ class MatrixTable {
   int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0;
 };
 
-// What is still to be added to the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's offsets.
-// Of the sums over k, P's column k times Q's is added for one k after the other; what is not finite then becomes 0.
+// The term still to be added to the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's
+// offsets. Products of the columns k of P and Q are added in the order of k; non-finite results then become
+// 0.
 struct PendingFactors {
   const float* p = nullptr;  // null: nothing is pending
   const float* q = nullptr;
   const int32_t* flags =
-      nullptr;  // (table count) nonzero: of this matrix nothing is pending; null: none is flagged
+      nullptr;  // (table count) nonzero: nothing is pending for this matrix; null: no matrix is flagged
 };
 
 struct PowerSgdProject {
@@ -93,34 +94,35 @@ struct PowerSgdProject {
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
   PendingFactors pending = {};
   const float* q = nullptr;
-  float* p = nullptr;  // out; not the pending one
+  float* p = nullptr;  // out; must not be the pending P
 };
 GW_SIDES(powersgd_project, PowerSgdProject)
 inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
   detail::dispatch(stream, args, host::powersgd_project, GW_CUDA_SIDE(powersgd_project), "powersgd_project");
 }
 
-// (a) and (d) without their product, which a BLAS library then makes (library.h): M = grad + E, stored into the residual.
-// 12 B/element.
+// (a) and (d) without their product, which a BLAS library computes (library.h): M = grad + E, stored into the
+// residual. 12 B/element.
 struct PowerSgdForm {
   const MatrixTable* table = nullptr;
   const float* grad = nullptr;
   float* residual = nullptr;  // in: E, out: M
   PendingFactors pending = {};
   int32_t* marks =
-      nullptr;  // (table count) 1 where M is not finite, which the residual does not keep; else untouched
+      // (table count) set to 1 where M is not finite, which the residual does not show; else unchanged
+      nullptr;
 };
 GW_SIDES(powersgd_form, PowerSgdForm)
 inline void powersgd_form(const Stream& stream, const PowerSgdForm& args) {
   detail::dispatch(stream, args, host::powersgd_form, GW_CUDA_SIDE(powersgd_form), "powersgd_form");
 }
 
-// Overwrites one of the factors of marked matrices.
+// Overwrites one factor of each marked matrix.
 struct PowerSgdOverwrite {
   const MatrixTable* table = nullptr;
   const int32_t* marks = nullptr;  // (table count)
-  float* p = nullptr;              // this one, or
-  float* q = nullptr;              // this one
+  float* p = nullptr;              // this factor, or
+  float* q = nullptr;              // this factor
   float value = 0.0f;
 };
 GW_SIDES(powersgd_overwrite, PowerSgdOverwrite)
@@ -133,7 +135,7 @@ struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
   const float* m = nullptr;        // the residual; the gradient without error feedback
   const float* p = nullptr;        // orthonormal columns
-  float* q = nullptr;              // out: M^T P, this rank's own
+  float* q = nullptr;              // out: M^T P, local to this rank
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
 };
 GW_SIDES(powersgd_back_project, PowerSgdBackProject)
@@ -148,7 +150,7 @@ struct PowerSgdProjectOnto {
   float* residual = nullptr;  // in: E, out: M; null: no error feedback, M is grad
   PendingFactors pending = {};
   const float* p = nullptr;  // orthonormal columns
-  float* q = nullptr;        // out: M^T P; not the pending one
+  float* q = nullptr;        // out: M^T P; must not be the pending Q
 };
 GW_SIDES(powersgd_project_onto, PowerSgdProjectOnto)
 inline void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args) {
@@ -172,12 +174,12 @@ inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct
                    "powersgd_reconstruct");
 }
 
-// residual += P Q^T: what project() would do on the way, to the same bits.
+// residual += P Q^T: the same term, with the same bits, that project() would add.
 struct PowerSgdSettle {
   const MatrixTable* table = nullptr;
   float* residual = nullptr;
   PendingFactors pending = {};
-  int matrix = -1;  // only this one of the table; -1: all
+  int matrix = -1;  // settles only this matrix of the table; -1: all
 };
 GW_SIDES(powersgd_settle, PowerSgdSettle)
 inline void powersgd_settle(const Stream& stream, const PowerSgdSettle& args) {

@@ -1,10 +1,10 @@
-// PowerSGD's passes on the host, each streaming the matrix once.
+// PowerSGD's passes on the host; each streams the matrix once.
 //
-// Bytes per element: project, project_onto and form 12, back_project 4, reconstruct 4 (non-temporal stores when the
-// result is larger than a cache), settle 8. Limit: memory up to about rank 8, then arithmetic. Rows are read as they
-// lie, because hardware fetches ahead only along them. Work is cut into pieces that depend on the shapes alone, and
-// each sum is taken within a piece in a fixed order, and over pieces in theirs, so results do not depend on the
-// number of threads. Alignment: any. The loops are in powersgd_simd.cpp.
+// Bytes per element: project, project_onto and form 12, back_project 4, reconstruct 4 (non-temporal stores
+// when the result is larger than a cache), settle 8. Limit: memory up to about rank 8, then arithmetic. Rows
+// are read in memory order, because hardware prefetches only along them. Pieces depend on the shapes alone.
+// Sums within a piece, and over pieces, have a fixed order, so results do not depend on the number of
+// threads. Alignment: any. The loops are in powersgd_simd.cpp.
 #include "kernels/powersgd/powersgd.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t kTaskRows = 128;
 // A thread takes adjacent tasks together.
 constexpr int64_t kRunsPerThread = 16;
-// A piece of back_project: about a megabyte, in enough rows for its sums to be few beside it.
+// A piece of back_project: about a megabyte, with enough rows that its sums are small in comparison.
 constexpr int64_t kPieceElements = 256 * 1024;
 constexpr int64_t kPieceRowsPerRank = 64;
 
@@ -38,7 +38,7 @@ int64_t pieces_in(int64_t size, int64_t piece) {
   return (size + piece - 1) / piece;
 }
 
-// Runs body(matrix, begin, end) for kTaskRows rows at a time of every matrix, or of one.
+// Runs body(matrix, begin, end) for kTaskRows rows at a time of every matrix, or of matrix `only`.
 template <typename Body>
 void for_rows(const MatrixTable& table, const Body& body, int only = -1) {
   std::vector<int64_t> first_task{0};
@@ -57,16 +57,16 @@ void for_rows(const MatrixTable& table, const Body& body, int only = -1) {
   });
 }
 
-// The residual M of a matrix that was not finite becomes the previous step's.
+// Restores the previous step's residual of a matrix whose M was not finite.
 void restore_run(const float* grad, float* residual, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; ++at) {
-    if (!is_finite(grad[at])) continue;  // holds the old residual already
+    if (!is_finite(grad[at])) continue;  // already holds the old residual
     float old = residual[at] - grad[at];
     residual[at] = is_finite(old) ? old : 0.0f;
   }
 }
 
-// What is pending of a matrix, from a row and a column on; nulls: nothing is.
+// The pending factors of a matrix, from a row and a column on; null: nothing is pending.
 struct PendingPart {
   const float *p = nullptr, *q = nullptr;
 };
@@ -76,15 +76,15 @@ PendingPart pending_part(const PendingFactors& pending, int matrix, const Matrix
   return {pending.p + d.p_offset + row * d.rank, pending.q + d.q_offset + column * d.rank};
 }
 
-// The columns of a matrix that one thread sums, in pieces of rows whose sums lie one behind the other.
+// The columns of a matrix that one thread sums, in pieces of rows whose sums are stored in sequence.
 struct ColumnSums {
   int matrix;
   int64_t column, columns, stride;
   int64_t piece_rows, first_piece, pieces;
-  int64_t sums;  // where they begin
+  int64_t sums;  // offset of their sums
 };
 
-// Q = M^T P, where body(columns, row, rows, sums) sums one piece.
+// Computes Q = M^T P; body(columns, row, rows, sums) sums one piece.
 template <typename Body>
 void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const Body& body) {
   std::vector<ColumnSums> all;
@@ -168,7 +168,7 @@ void powersgd_form(const PowerSgdForm& a) {
       finite &= is_finite(sum);
       if (is_finite(grad[i])) m[i] = std::clamp(sum, -FLT_MAX, FLT_MAX);
     }
-    // Several threads may have rows of one matrix.
+    // Atomic: several threads may have rows of one matrix.
     if (!finite) std::atomic_ref(a.marks[matrix]).store(1, std::memory_order_relaxed);
   });
 }

@@ -1,4 +1,4 @@
-// Scalar reference of the PowerSGD passes: sums in double, one element of the result after another.
+// Scalar reference of the PowerSGD passes: sums in double, one result element at a time.
 #include <algorithm>
 #include <cfloat>
 #include <cmath>
@@ -15,8 +15,8 @@ bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
 }
 
-// E of element (i, j): the residual and what is pending. One addition of a product after the other, each rounded
-// once, as the fast paths have it where there is an fma.
+// Returns E of element (i, j): the residual plus the pending product, whose terms are added in order, each
+// rounded once, as in the fast paths with an FMA.
 float settled(const PendingFactors& pending, int matrix, const MatrixDescriptor& d, int64_t i, int64_t j,
               float residual) {
   if (pending.p == nullptr || flagged(pending.flags, matrix)) return residual;
@@ -27,7 +27,7 @@ float settled(const PendingFactors& pending, int matrix, const MatrixDescriptor&
   return is_finite(residual) ? residual : 0.0f;
 }
 
-// M = grad + E of element (i, j), for the product; stored into the residual if there is one.
+// Returns M = grad + E of element (i, j) for the product; stores it into the residual if there is one.
 template <typename Project>
 float form_m(const Project& a, int matrix, const MatrixDescriptor& d, int64_t i, int64_t j) {
   const int64_t at = d.offset + i * d.cols + j;
@@ -40,10 +40,10 @@ float form_m(const Project& a, int matrix, const MatrixDescriptor& d, int64_t i,
   return m;
 }
 
-// The residual M of a matrix that was not finite becomes the previous step's.
+// Restores the previous step's residual of a matrix whose M was not finite.
 void restore(const float* grad, float* residual, int64_t begin, int64_t end) {
   for (int64_t at = begin; at < end; ++at) {
-    if (!is_finite(grad[at])) continue;  // holds the old residual already
+    if (!is_finite(grad[at])) continue;  // already holds the old residual
     float old = residual[at] - grad[at];
     residual[at] = is_finite(old) ? old : 0.0f;
   }

@@ -2,7 +2,7 @@
 //
 // Q is transposed piece by piece, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
 // matrix row have adjacent elements of Q. Pieces are padded to whole vectors with zeros; a row's last,
-// partial vector goes through a buffer. A product and its addition are rounded once where there is an fma.
+// partial vector goes through a buffer. A product and its addition are rounded once where there is an FMA.
 #include "kernels/powersgd/powersgd_simd.h"
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace {
 using Vec = F32x16;
 constexpr int kLanes = gradwire::kLanes<Vec>;
 
-constexpr int64_t kPieceFloats = 32 * 1024;  // of a turned factor, in the second-level cache
+constexpr int64_t kPieceFloats = 32 * 1024;  // of a transposed factor, in the second-level cache
 constexpr int kRowTile = 4;
 constexpr int kRankTile = 4;
-constexpr int kTileVecs = 2;  // whose sums stay in registers
+constexpr int kTileVecs = 2;  // vectors whose sums stay in registers
 constexpr int64_t kTileColumns = kTileVecs * kLanes;
 constexpr int64_t kPrefetchFloats = 512;
 
@@ -31,7 +31,8 @@ GW_INLINE Vec clamp_finite(const Vec& x) {
   return blend(v < -FLT_MAX, Vec{} - FLT_MAX, v);
 }
 
-// M = grad + E, stored into the residual. Where the gradient is not finite E is; if only the sum is not, it is clamped.
+// Returns M = grad + E and stores it into the residual. The residual gets E where the gradient is not finite,
+// the clamped sum where only the sum is not.
 GW_INLINE Vec form_m(const Vec& grad, const Vec& e, float* residual, int64_t count) {
   const Vec sum = grad + e;
   store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
@@ -46,7 +47,7 @@ int64_t round_up(int64_t n, int64_t to) {
   return (n + to - 1) / to * to;
 }
 
-// turned[k][column] = q[column][k]; zero up to `stride` and to a whole rank tile.
+// Sets turned[k][column] = q[column][k]; zero up to `stride` and to a whole rank tile.
 GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, float* turned) {
   int64_t padded_rank = round_up(rank, kRankTile);
   for (int64_t k = 0; k < padded_rank; ++k) {
@@ -57,7 +58,7 @@ GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, f
   }
 }
 
-// One tile of rows and of columns: value += P Q^T.
+// Adds P Q^T to one tile of rows and columns.
 template <int kRows, int kVecs>
 GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t stride,
                           Vec (&value)[kRows][kVecs]) {
@@ -70,17 +71,17 @@ GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t
   }
 }
 
-// Some rows and columns of the gradient and the residual, and what is pending of them.
+// Some rows and columns of the gradient and the residual, and their pending factors.
 struct Fresh {
   const float* grad;
   float* residual;         // or null
   const float* pending_p;  // or null
-  const float* pending;    // Q, turned around: (rank, stride)
+  const float* pending;    // Q transposed: (rank, stride)
   int64_t cols, stride;
   int rank;
 };
 
-// One tile of M to `m`, rows m_stride apart; columns from `count` on are 0.
+// Writes one tile of M to `m`, rows m_stride apart; columns from `count` on are 0.
 template <int kRows>
 GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t count, float* m,
                          int64_t m_stride) {
@@ -114,7 +115,7 @@ GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t co
   }
 }
 
-// M of `rows` rows from `row` on, and of `columns` columns from `column` on.
+// Forms M for `rows` rows from `row` on and `columns` columns from `column` on.
 GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t column, int64_t columns,
                           float* m, int64_t m_stride) {
   int64_t i = 0;
@@ -130,7 +131,7 @@ GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t col
   }
 }
 
-// Adds the products of kRows rows of M, m_stride apart, with kRank turned columns of Q to sums.
+// Adds the products of kRows rows of M, m_stride apart, with kRank transposed columns of Q to sums.
 template <int kRows, int kRank>
 GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, const float* turned,
                             int64_t stride, float* sums) {
@@ -156,7 +157,7 @@ GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, c
   }
 }
 
-// Where memory is the limit, one row after another, in one go: a row is one stream, which continues in the next row.
+// For the memory limit: one whole row at a time, a single stream that continues in the next row.
 template <int kRank, bool kPending>
 GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t columns, const float* turned,
                            float* sums) {
@@ -195,11 +196,11 @@ GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, i
   }
 }
 
-// Where arithmetic is the limit, several rows share the loads of Q.
+// For the arithmetic limit: several rows share the loads of Q.
 template <int kRows>
 GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_t columns,
                              const float* turned, float* m, float* sums) {
-  // The turned factors begin with `column`.
+  // The transposed factors begin with `column`.
   Fresh here = a;
   here.grad += column;
   if (a.residual != nullptr) here.residual += column;
@@ -211,7 +212,7 @@ GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_
 
 }  // namespace
 
-// A multiple of the strip.
+// Returns a multiple of the strip.
 int64_t piece_columns(int rank, int64_t cols) {
   int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
   return std::min(most, round_up(cols, kStrip));
@@ -252,15 +253,15 @@ GW_SIMD void project_rows(const ProjectRows& a) {
 
 namespace {
 
-// Rows of M whose sums are taken together: few, so that what is fetched ahead stays in the cache, or more where the sums
-// take longer to load and store.
+// Rows of M that are summed together: few, so that prefetched rows stay in the cache; more where loading and
+// storing the sums takes longer.
 constexpr int64_t kMostBlockRows = 16;
 constexpr int64_t block_rows(int rank) {
   return rank <= 2 ? 8 : kMostBlockRows;
 }
 constexpr int64_t kBlockColumns = 512;  // of M where it is formed
 
-// sums[k][strip] += rows of P^T M, for a strip of columns and kRank of P's columns.
+// Adds rows of P^T M to sums[k][strip], for a strip of columns and kRank of P's columns.
 template <int kRank, bool kWhole>
 GW_INLINE void back_tile(const float* m, int64_t m_stride, int64_t columns, const float* p, int64_t p_stride,
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
@@ -300,7 +301,7 @@ GW_INLINE void back_all_ranks(const float* m, int64_t m_stride, int64_t columns,
   }
 }
 
-// Adds the products of `rows` rows of M with those of P to the sums.
+// Adds the products of `rows` rows of M and of P to the sums.
 GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, const float* p, int rank,
                          int64_t rows, const float* ahead, float* sums, int64_t stride) {
   for (int64_t j = 0; j < columns; j += kTileColumns, ahead += ahead != nullptr ? rows * kTileColumns : 0) {
@@ -326,7 +327,7 @@ GW_SIMD void back_project_piece(const BackProjectPiece& a) {
     const float* p = a.p + row * a.rank;
     if (a.residual == nullptr) {
       const float* m = a.m + row * a.cols;
-      // The next rows, in the order in which they lie, whatever the order of the tiles.
+      // Prefetches the next rows in memory order, independent of the order of the tiles.
       const float* ahead = a.columns == a.cols ? m + rows * a.cols : nullptr;
       back_rows(m, a.cols, a.columns, p, a.rank, rows, ahead, a.sums, a.stride);
       continue;
@@ -383,8 +384,8 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
   }
 }
 
-// From here to the next cache line. Lines that are written past the caches in two parts, with other rows' in between,
-// leave as two partial writes: a third of the speed on Intel's Granite Rapids.
+// Returns the distance to the next cache line. Lines written past the caches in two parts, interleaved with
+// other rows, become two partial writes: a third of the speed on Intel's Granite Rapids.
 GW_INLINE int64_t floats_to_line(const float* at) {
   return static_cast<int64_t>((64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float));
 }
@@ -409,10 +410,10 @@ GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t
 }  // namespace
 
 GW_SIMD void reconstruct_rows(const ReconstructRows& a) {
-  alignas(64) float turned[kPieceFloats + kLanes];  // a last vector may begin between two
+  alignas(64) float turned[kPieceFloats + kLanes];  // the last vector may begin between two vectors
   int64_t piece = piece_columns(a.rank, a.cols);
-  // Rows whose lines do not begin in the same columns are written one after the other, unless that costs more sums
-  // than it saves.
+  // Rows whose cache lines begin in different columns are written one at a time, unless that costs more in
+  // sums than it saves.
   const bool together = a.mode != Reconstruct::stream || a.cols % 16 == 0 || a.rank > 8;
   for (int64_t column0 = 0; column0 < a.cols; column0 += piece) {
     int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);

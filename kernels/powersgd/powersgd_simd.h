@@ -1,4 +1,5 @@
-// The loops of the host's PowerSGD passes: a piece of a matrix each, compiled for several instruction sets.
+// The loops of the host's PowerSGD passes: each processes a piece of a matrix; compiled for several
+// instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +21,25 @@ struct ProjectRows {
 };
 void project_rows(const ProjectRows& a);
 
-// Rows of some columns of M^T P. Where `residual` is given, M is formed from grad and residual, and stored there.
+// Rows of some columns of M^T P. If `residual` is given, M is formed from grad and residual, and stored
+// there.
 struct BackProjectPiece {
   const float* m;          // (rows, columns), rows `cols` apart: M, or grad
   float* residual;         // as m, or null
   const float* pending_p;  // (rows, rank) or null
   const float* pending_q;  // (columns, rank)
   const float* p;          // (rows, rank)
-  float* sums;             // (rank, stride), out: turned around, and garbage from `columns` on
+  float* sums;             // (rank, stride), out: transposed; undefined from `columns` on
   int64_t rows, columns, cols, stride;
   int rank;
 };
-// Columns of a piece of this rank, at most; `stride` is theirs, or fewer, rounded up to kStrip.
+// Returns the largest number of columns per piece for this rank. `stride` is the piece's columns, rounded up
+// to kStrip.
 int64_t piece_columns(int rank, int64_t cols);
 inline constexpr int64_t kStrip = 64;
 void back_project_piece(const BackProjectPiece& a);
-// Q (columns, rank) = the sum of `pieces` arrays (rank, stride), one behind the other, in order. Changes the first.
+// Sets Q (columns, rank) = the sum of `pieces` consecutive arrays (rank, stride), in order. Overwrites the
+// first.
 void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q);
 
 // Rows of out = scale * P Q^T, or of out += P Q^T, which becomes 0 where it is not finite.

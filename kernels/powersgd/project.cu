@@ -1,11 +1,12 @@
-// PowerSGD pass (a) on CUDA: E = residual + what is pending; M = grad + E, stored into residual; P = M Q.
+// PowerSGD pass (a) on CUDA: E = residual + pending; M = grad + E, stored into residual; P = M Q.
 //
-// Bytes per element: 12 with residual, 4 without. Limit: memory bandwidth up to about rank 32.
-// A block takes 8 or 16 whole rows and walks over the columns in strips of 1024. Each thread holds 8 rows x 4
-// columns of M in registers, while the strip's Q passes through shared memory, transposed, up to 8 of its
-// columns at a time; what is pending is added from shared memory, too. The products are summed over a warp by halving (32 values over 32 lanes cost 31
-// shuffles, not 160) and over warps at the end. So M is read once for any rank, and the order of every sum is
-// fixed. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned in both arrays.
+// Bytes per element: 12 with residual, 4 without. Limit: memory bandwidth up to about rank 32. A block takes
+// 8 or 16 whole rows and walks over the columns in strips of 1024. Each thread holds 8 rows x 4 columns of M
+// in registers, while the strip's Q passes through shared memory, transposed, up to 8 of its columns at a
+// time. The pending product is also added from shared memory. Sums over a warp are taken by halving (32
+// values over 32 lanes cost 31 shuffles, not 160), sums over warps at the end. M is therefore read once for
+// any rank, and the order of every sum is fixed. Alignment: any; 16-byte accesses when a matrix's rows are
+// 16-byte aligned in both arrays.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -16,8 +17,8 @@ constexpr int kRows = 8;  // per thread
 constexpr int kStripThreads = 256;  // that share a row
 constexpr int kStrip = 4 * kStripThreads;
 constexpr int kStripStride = kStrip + 4;  // keeps the transposing stores free of bank conflicts
-// What is pending lies in shared memory as a whole. Of higher ranks it is added before, by a kernel of its own: 8 bytes
-// more, where arithmetic is the limit already.
+// Up to this rank the pending factors fit in shared memory. A separate kernel adds higher ranks first: 8
+// bytes more, where arithmetic is the limit already.
 constexpr int kMostPendingRank = 16;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -28,10 +29,10 @@ struct ProjectArgs {
   PendingFactors pending;
   const float* q;
   float* p;
-  int padded_pending;  // the rank of what is pending, rounded up to kRank of the kernel: sizes the shared arrays
+  int padded_pending;  // the pending rank, rounded up to the kernel's kRank: sizes the shared arrays
 };
 
-// Sums each of kCount values over the 32 lanes; kCount a power of 2 up to 32. Afterwards v[0] of lane l is
+// Sums each of kCount values over the 32 lanes; kCount is a power of 2 up to 32. Afterwards v[0] of lane l is
 // the sum of value l / (32 / kCount). Each step sends the half of the values that the partner lane keeps.
 // Recursive, so that all indices are compile-time constants.
 template <int kCount, int kOffset = 16, int kTotal>
@@ -52,7 +53,7 @@ __device__ __forceinline__ void sum_over_lanes(float (&v)[kTotal], int lane) {
   }
 }
 
-// Stages columns [k0, k0 + kRank) of the strip's Q as shared[k][column]; zero where there is none.
+// Stages columns [k0, k0 + kRank) of the strip's Q as shared[k][column]; zero outside the matrix.
 template <int kRank>
 __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int columns, float* shared) {
   int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -78,9 +79,10 @@ __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int co
   }
 }
 
-// M of four columns of kBatch rows, from row `first` of m on, stored where there is error feedback. All loads come
-// before the first store: a store waits for what it stores, and later loads would wait behind it. `pending_q` (rank,
-// kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if nothing is pending.
+// Forms M for four columns of kBatch rows, from row `first` of m on, and stores it with error feedback. All
+// loads come before the first store: a store waits for its value, and later loads would wait for the store.
+// `pending_q` (rank, kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if nothing
+// is pending.
 template <int kBatch, bool kVector>
 __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at,
                                        int64_t stride, int first, int rows, int columns, int rank,
@@ -117,13 +119,13 @@ __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>
   }
 }
 
-// Products with `chunks` times kRank columns of Q. Shared memory: staged Q, pending Q, pending P per group, column,
-// row, and sums per warp, row, column.
+// Computes the products with `chunks` times kRank columns of Q. Shared memory: staged Q, pending Q, pending P
+// per group, column, row, and sums per warp, row, column.
 template <int kRank, int kGroups, bool kVector>
 __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, bool pending,
                                              int row0, float* shared) {
   constexpr int kValues = kRows * kRank, kLanesPerValue = 32 / kValues;
-  // Rows that a thread reads at once; more would spill.
+  // Rows per thread and load; more would spill.
   constexpr int kBatch = kGroups == 1 && kVector ? 4 : 2;
   static_assert(kValues <= 32);
   int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -140,7 +142,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
         row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + item / kRows] : 0.0f;
   }
   float* own_sum =
-      sums + warp * chunks * kValues + lane / kLanesPerValue;  // of one lane alone, until the end
+      sums + warp * chunks * kValues + lane / kLanesPerValue;  // used by one lane only, until the end
 
   for (int column0 = 0; column0 < d.cols; column0 += kStrip) {
     int columns = min(kStrip, d.cols - column0);
@@ -186,7 +188,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
     }
   }
 
-  // Over the warps that share the rows, in order.
+  // Sums over the warps that share the rows, in order.
   __syncthreads();
   constexpr int kWarps = kStripThreads / 32;
   for (int value = quad.index; value < chunks * kValues; value += kStripThreads) {
@@ -199,7 +201,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
   }
 }
 
-// kGroups groups of 256 threads, 8 rows each: two share a staged Q where staging it costs more.
+// kGroups groups of 256 threads, 8 rows each: two groups share a staged Q where staging costs more.
 template <int kRank, int kGroups>
 __global__ void __launch_bounds__(kGroups* kStripThreads)
     project_kernel(const __grid_constant__ ProjectArgs a) {

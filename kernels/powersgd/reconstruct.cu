@@ -1,8 +1,9 @@
-// PowerSGD pass (c) on CUDA: grad = scale * P Q^T; settle: residual += P Q^T; and form: the same, and residual += grad.
+// PowerSGD pass (c) on CUDA: grad = scale * P Q^T; settle: residual += P Q^T; form: settle, then residual +=
+// grad.
 //
-// Bytes per element: 4; settle 8; form 12. Limit: memory bandwidth up to about rank 32.
-// A block writes a tile of 64 rows x 256 columns. Its parts of P and of Q (transposed) lie in shared memory;
-// a thread computes 8 rows x 4 columns at a time (4 x 4 of settle and form), so that a value read from shared memory serves 4 to 8
+// Bytes per element: 4; settle 8; form 12. Limit: memory bandwidth up to about rank 32. A block writes a tile
+// of 64 rows x 256 columns. Its parts of P and Q (transposed) are in shared memory. A thread computes 8 rows
+// x 4 columns at a time (settle and form: 4 x 4), so that a value read from shared memory serves 4 to 8
 // multiply-adds. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned. Deterministic:
 // each element is one thread's sum over the rank, in order.
 #include "kernels/powersgd/powersgd.cuh"
@@ -19,22 +20,23 @@ enum class Mode : uint8_t { reconstruct, settle, form };
 
 struct ReconstructArgs {
   Matrices matrices;
-  const float *p, *q;  // of form: null, if nothing is pending
-  float* out;          // grad, or the residual to settle
-  float* residual;     // of reconstruct: restored where flagged, unless null
-  const float* grad;   // of form
-  int32_t* marks;      // of form: 1 where M is not finite
+  const float *p, *q;  // form: null if nothing is pending
+  float* out;          // grad; settle: the residual
+  float* residual;     // reconstruct: restored where flagged, unless null
+  const float* grad;   // form only
+  int32_t* marks;      // form only: 1 where M is not finite
   float scale;
   const int32_t* flags;
-  int32_t first_block;  // of the table's
-  int padded_rank;      // the largest rank of the table, rounded up to 4: sizes the shared arrays
+  int32_t first_block;  // of the table
+  int padded_rank;      // the table's largest rank, rounded up to 4: sizes the shared arrays
 };
 
 struct Tile {
   int row0, rows, column0, columns;
 };
 
-// shared[k][column] = Q[column0 + column][k], zero where there is none. The tile's part of Q is contiguous.
+// Stages shared[k][column] = Q[column0 + column][k], zero outside the matrix. The tile's part of Q is
+// contiguous.
 __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = q + d.q_offset + static_cast<int64_t>(tile.column0) * d.rank;
@@ -47,7 +49,7 @@ __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& 
   }
 }
 
-// shared[row][k] = P[row0 + row][k], zero where there is none.
+// Stages shared[row][k] = P[row0 + row][k], zero outside the matrix.
 __device__ __forceinline__ void stage_p(const float* p, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = p + d.p_offset + static_cast<int64_t>(tile.row0) * d.rank;
@@ -57,7 +59,7 @@ __device__ __forceinline__ void stage_p(const float* p, const MatrixDescriptor& 
   }
 }
 
-// sum[i] += row (first_row + i * kGroups) of the tile's product, at this thread's four columns.
+// Adds row (first_row + i * kGroups) of the tile's product, at this thread's four columns, to sum[i].
 template <int kRows, bool kVector>
 __device__ __forceinline__ void product(const float* shared_p, const float* shared_q,
                                         const Quad<kVector>& quad, int first_row, int padded,
@@ -80,13 +82,13 @@ __device__ __forceinline__ void product(const float* shared_p, const float* shar
   }
 }
 
-// The residual M of a matrix that was not finite becomes the previous step's.
+// Restores the previous step's residual of a matrix whose M was not finite.
 __device__ __forceinline__ void restore(const ReconstructArgs& a, const MatrixDescriptor& d,
                                         const Tile& tile) {
   const int column = tile.column0 + static_cast<int>(threadIdx.x);
   for (int row = tile.row0; column < tile.column0 + tile.columns && row < tile.row0 + tile.rows; ++row) {
     const int64_t at = d.offset + static_cast<int64_t>(row) * d.cols + column;
-    if (!is_finite(a.out[at])) continue;  // holds the old residual already
+    if (!is_finite(a.out[at])) continue;  // already holds the old residual
     const float old = a.residual[at] - a.out[at];
     a.residual[at] = is_finite(old) ? old : 0.0f;
   }
@@ -147,7 +149,7 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
                  sum[i]);
     }
   }
-  if (kForms && !finite) a.marks[matrix] = 1;  // whoever writes it writes the same
+  if (kForms && !finite) a.marks[matrix] = 1;  // all writers write the same value
 }
 
 template <Mode kMode>
