@@ -1,18 +1,19 @@
 // attention and attention_backward: a block per image and head, which holds the head's rows in shared memory.
 //
-// Forward: a warp takes 16 queries and walks over the keys, 16 at a time: scores, their exponentials relative to the
-// greatest so far, and the sum over values that they weight, which shrinks when a greater score comes. Backward: what
-// forward left of each row, the greatest score and 1 / sum, gives the weights again. A warp takes 16 queries and walks
-// over the keys, giving dQ, or 16 keys and walks over the queries, giving dK and dV. So nothing of size (T, T) exists,
-// and no two warps add to the same value; the price is that backward computes Q K^T and dO V^T twice.
+// Forward: a warp takes 16 queries and walks over the keys, 16 at a time. It computes scores, their
+// exponentials relative to the largest so far, and the weighted sum of values, which is rescaled when a
+// larger score comes. Backward: the weights are recomputed from the largest score and 1 / sum that forward
+// stored for each row. A warp takes 16 queries and walks over the keys, giving dQ, or 16 keys and walks over
+// the queries, giving dK and dV. Nothing of size (T, T) is stored, and no two warps add to the same value;
+// the price is that backward computes Q K^T and dO V^T twice.
 //
-// BF16 operands go through the tensor cores (mma.sync), FP32 ones through FMA: both hold a 16 x 8 tile of a product as
-// mma does, so that they share everything else. A weight is rounded to S before it multiplies, as in a product of
-// stored operands.
+// BF16 operands use the tensor cores (mma.sync), FP32 operands FMAs. Both hold a 16 x 8 tile of a product in
+// mma's layout, so that all other code is shared. A weight is rounded to S before it multiplies, as in a
+// product of stored operands.
 //
-// Traffic: each row of qkv, merged and their gradients once: 16 or 8 B per (b, t, c) forward, 32 or 16 B backward.
-// FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16 the limit is memory bandwidth, with FP32 the FMAs.
-// Deterministic: sums in fixed order, no atomics.
+// Traffic: each row of qkv, merged and their gradients once: 16 or 8 B per (b, t, c) forward, 32 or 16 B
+// backward. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16 the limit is memory bandwidth, with
+// FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
 #include <type_traits>
 
 #include "kernels/cuda/columns.cuh"
@@ -28,13 +29,13 @@ namespace {
 constexpr int kTile = static_cast<int>(kAttentionTile);
 constexpr int kAttentionThreads = 256;
 
-// Elements from one row in shared memory to the next: 16 bytes more than the row, so that eight rows start in
-// different banks.
+// Elements between rows in shared memory: 16 bytes more than the row, so that eight rows start in different
+// banks.
 template <typename S, int kDim>
 inline constexpr int kPitch = kDim + kVector<S>;
 
-// Where a lane's four values of a 16 x 8 tile are: rows row() and row() + 8, columns column() and column() + 1.
-// Values 0 and 1 are of the first row.
+// The place of a lane's four values of a 16 x 8 tile: rows row() and row() + 8, columns column() and column()
+// + 1. Values 0 and 1 are of the first row.
 struct Lane {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ __forceinline__ int row() { return lane() / 4; }
@@ -42,12 +43,12 @@ struct Lane {
 };
 using Values = float[4];
 
-// c (16, 8) += a (16, 16) b (16, 8), of BF16 in registers as mma.m16n8k16 has them.
+// Sets c (16, 8) += a (16, 16) b (16, 8), for BF16 in registers in the layout of mma.m16n8k16.
 __device__ __forceinline__ void multiply_add(Values& c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef GRADWIRE_SIMT
   const uint32_t b[2] = {b0, b1};
   for (int from = 0; from < 4;
-       ++from) {  // the lane of a quad that has elements 2 from, 2 from + 1, and these + 8
+       ++from) {  // the lane of a quad that has elements 2 from, 2 from + 1, and the same + 8
     uint32_t rows[4];
     for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(kFullWarp, a[i], 4 * Lane::row() + from);
     for (int j = 0; j < 2; ++j) {
@@ -77,22 +78,22 @@ template <>
 struct Left<Bf16> {
   uint32_t words[4];
 
-  // From rows in shared memory.
+  // Loads rows from shared memory.
   static __device__ __forceinline__ Left load(const Bf16* from, int pitch) {
     const Bf16* at = from + Lane::row() * pitch + Lane::column();
     return {{word(at), word(at + 8 * pitch), word(at + 8), word(at + 8 * pitch + 8)}};
   }
-  // From two tiles of a product, rounded.
+  // Rounds two tiles of a product.
   static __device__ __forceinline__ Left of(const Values (&tiles)[2]) {
     return {{pack_bf16(tiles[0][0], tiles[0][1]), pack_bf16(tiles[0][2], tiles[0][3]),
              pack_bf16(tiles[1][0], tiles[1][1]), pack_bf16(tiles[1][2], tiles[1][3])}};
   }
-  // c += this times the transpose of eight rows in shared memory.
+  // Adds this times the transpose of eight rows in shared memory to c.
   __device__ __forceinline__ void times_transposed(const Bf16* rows, int pitch, Values& c) const {
     const Bf16* at = rows + Lane::row() * pitch + Lane::column();
     multiply_add(c, words, word(at), word(at + 8));
   }
-  // c += this times eight columns of sixteen rows in shared memory.
+  // Adds this times eight columns of sixteen rows in shared memory to c.
   __device__ __forceinline__ void times(const Bf16* rows, int pitch, Values& c) const {
     const Bf16* at = rows + Lane::column() * pitch + Lane::row();
     multiply_add(c, words, pair(at, pitch), pair(at + 8 * pitch, pitch));
@@ -109,7 +110,7 @@ struct Left<Bf16> {
 
 template <>
 struct Left<float> {
-  float values[2][16];  // of the rows that the lane has in a tile
+  float values[2][16];  // of the lane's rows of a tile
 
   static __device__ __forceinline__ Left load(const float* from, int pitch) {
     Left left;
@@ -164,7 +165,7 @@ struct Left<float> {
   }
 };
 
-// Sixteen rows times the transposes of sixteen others, over kDim elements, as two tiles.
+// Multiplies sixteen rows with the transposes of sixteen others, over kDim elements, into two tiles.
 template <int kDim, typename S>
 __device__ __forceinline__ void dot_rows(const S* left, const S* right, Values (&tiles)[2]) {
   constexpr int kP = kPitch<S, kDim>;
@@ -181,7 +182,7 @@ __device__ __forceinline__ void dot_rows(const S* left, const S* right, Values (
   }
 }
 
-// sums (16, kDim) += weights (16, 16), rounded to S, times sixteen rows.
+// Sets sums (16, kDim) += weights (16, 16), rounded to S, times sixteen rows.
 template <int kDim, typename S>
 __device__ __forceinline__ void add_weighted_rows(const Values (&weights)[2], const S* rows,
                                                   Values (&sums)[kDim / 8]) {
@@ -198,7 +199,8 @@ struct HeadRows {
   int tokens, dim;
   bool aligned;  // 16-byte accesses are possible
 
-  // Copies them to shared memory, with zeros up to `rows` rows and kDim columns. The whole block calls it.
+  // Copies the rows to shared memory, padded with zeros to `rows` rows and kDim columns. The whole block
+  // calls it.
   template <int kDim, typename To>
   __device__ __forceinline__ void load(To* to, int rows) const {
     constexpr int V = kVector<To>, kAccesses = kDim / V, kBatch = 4;
@@ -226,7 +228,7 @@ struct HeadRows {
     }
   }
 
-  // Writes a warp's tiles, of sixteen rows from `row` on.
+  // Writes a warp's tiles, sixteen rows from `row` on.
   template <int kTiles>
   __device__ __forceinline__ void store(int row, const Values (&tiles)[kTiles]) const {
 #pragma unroll
@@ -256,7 +258,7 @@ struct HeadRows {
   }
 };
 
-// Where a block's head is. Arrays have `parts` matrices of width heads * head_dim side by side.
+// The place of a block's head. Arrays have `parts` matrices of width heads * head_dim side by side.
 struct Head {
   int64_t image, head, heads, tokens, dim;
   bool aligned;
@@ -280,7 +282,7 @@ __device__ __forceinline__ Head head_of(const Args& a, bool aligned) {
           aligned};
 }
 
-// Rows that are stored in shared memory: whole tiles.
+// Returns the number of rows in shared memory: whole tiles.
 __host__ __device__ __forceinline__ int tile_rows(int64_t tokens) {
   return static_cast<int>((tokens + kTile - 1) / kTile * kTile);
 }
@@ -354,21 +356,21 @@ __global__ void __launch_bounds__(kAttentionThreads)
   }
 }
 
-// What backward keeps of each row beside the rows themselves, in shared memory.
+// The values per row that backward keeps in shared memory in addition to the rows.
 struct RowSums {
   float *greatest, *inverse;
-  float* dot;  // of the row's output and its gradient
+  float* dot;  // dot product of the row's output and its gradient
 
-  // The weight and the gradient of the score, from a score before scaling and the gradient of the weight.
+  // Replaces an unscaled score by its weight, and the weight's gradient by the score's gradient.
   __device__ __forceinline__ void weigh(int row, float scale, float& score, float& gradient) const {
-    // Round before subtracting, as the forward pass does; an FMA would change the weights.
+    // Rounds before subtracting, as the forward pass does; an FMA would change the weights.
     const float weight = exp_float(__fmul_rn(scale, score) - greatest[row]) * inverse[row];
     gradient = scale * weight * (gradient - dot[row]);
     score = weight;
   }
 };
 
-// Leaves the sums over a warp's sixteen rows in to[0, dim).
+// Writes the sums over a warp's sixteen rows to to[0, dim).
 template <int kTiles>
 __device__ __forceinline__ void store_column_sums(const Values (&tiles)[kTiles], int dim, float* to) {
 #pragma unroll
@@ -413,7 +415,7 @@ __global__ void __launch_bounds__(kAttentionThreads, sizeof(S) == 2 ? 2 : 1)
     }
     dot = group_reduce<32>(dot, Sum());
     if (Lane::lane() == 0) {
-      // Rows that only fill the tile weigh nothing.
+      // Rows that only pad the tile have weight 0.
       const float* from = a.statistics + 2 * (head.row() + row);
       row_sums.greatest[row] = row < tokens ? from[0] : 0.0f;
       row_sums.inverse[row] = row < tokens ? from[1] : 0.0f;
@@ -476,7 +478,7 @@ size_t shared_bytes(int64_t tokens, int64_t head_dim, int matrices, int sums) {
          (static_cast<size_t>(matrices * pitch) * sizeof(S) + static_cast<size_t>(sums) * sizeof(float));
 }
 
-// Warps for so many units of work: all of them at once, if a block can.
+// Returns the threads for `units` units of work: a warp per unit, up to a block's maximum.
 unsigned threads_for(int64_t units) {
   const int64_t threads = units * 32;
   return static_cast<unsigned>(threads < kAttentionThreads ? threads : kAttentionThreads);

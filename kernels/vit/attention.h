@@ -1,8 +1,8 @@
 // Attention of all heads in one pass, without matrices of scores in memory.
 // Shapes and the storage type S: kernels/vit/vit.h.
 //
-// On CUDA these are one kernel each, for sequences that fit into shared memory. Others, and the host, go through
-// split_heads, batched products, softmax and merge_heads; what a model does is decided by fuses_attention().
+// On CUDA these are one kernel each, for sequences that fit into shared memory. Longer sequences, and the
+// host, use split_heads, batched products, softmax and merge_heads. fuses_attention() decides for a model.
 #pragma once
 
 #include <cmath>
@@ -13,27 +13,28 @@
 
 namespace gradwire {
 
-// Queries, or keys, that a warp works on at once.
+// Queries, or keys, per warp and step.
 inline constexpr int64_t kAttentionTile = 16;
 
-// What scores are multiplied with.
+// Returns the factor of the scores.
 inline float attention_scale(int64_t head_dim) {
   return 1.0f / std::sqrt(static_cast<float>(head_dim));
 }
 
-// Whether attention() and attention_backward() take this on the device, and are what it should use: on CUDA, heads of
-// up to 64 elements whose queries, keys, values and gradients fit into a block's shared memory. That holds for 197
-// tokens of BF16 wherever a block may have 118 KB, of FP32 where it may have 224 KB.
+// Returns whether attention() and attention_backward() support this on the device and are preferable: on
+// CUDA, heads of up to 64 elements whose queries, keys, values and gradients fit into a block's shared
+// memory. That holds for 197 tokens of BF16 wherever a block may have 118 KB, of FP32 where it may have 224
+// KB.
 template <typename S>
 bool fuses_attention(const Device& device, int64_t tokens, int64_t head_dim);
 
-// merged (B, T, C) = softmax(Q K^T / sqrt(D)) V of each head, where qkv (B, T, 3C) holds Q, K and V with their biases.
-// 16 or 8 B per (b, t, c).
+// merged (B, T, C) = softmax(Q K^T / sqrt(D)) V of each head; qkv (B, T, 3C) holds Q, K and V with their
+// biases. 16 or 8 B per (b, t, c).
 template <typename S = float>
 struct Attention {
   const S* qkv = nullptr;
   S* merged = nullptr;
-  float* statistics = nullptr;  // (B, H, T, 2) of each row: the greatest score, and 1 / sum; null: not kept
+  float* statistics = nullptr;  // (B, H, T, 2) per row: the largest score, and 1 / sum; null: not stored
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
 GW_TYPED_SIDES(attention, Attention)
@@ -46,14 +47,14 @@ void attention(const Stream& stream, const Attention<S>& args) {
 template <typename S = float>
 struct AttentionBackward {
   const S* qkv = nullptr;
-  const S* merged = nullptr;    // what attention() returned
+  const S* merged = nullptr;    // the output of attention()
   const S* d_merged = nullptr;  // (B, T, C)
   const float* statistics = nullptr;
   S* d_qkv = nullptr;  // may be qkv
   float* d_bias = nullptr;
   float* workspace = nullptr;  // attention_backward_workspace() floats
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
-  bool accumulate = false;    // d_bias is added to
+  bool accumulate = false;    // adds to d_bias
   bool partial_only = false;  // leave sums() to combine_sums()
 
   PartialSums sums() const {
@@ -68,7 +69,7 @@ void attention_backward(const Stream& stream, const AttentionBackward<S>& args) 
                    args.partial_only ? "attention_backward, first stage" : "attention_backward");
 }
 
-// A partial sum of d_bias per image and tile.
+// Returns the workspace for a partial sum of d_bias per image and tile.
 constexpr int64_t attention_backward_workspace(int64_t batch, int64_t tokens, int64_t width) {
   return batch * ((tokens + kAttentionTile - 1) / kAttentionTile) * 3 * width;
 }

@@ -1,5 +1,5 @@
-// Host attention and attention_backward: a task per image and head, whose rows are widened first. Models on the host
-// use products and softmax instead, which are faster there.
+// Host attention and attention_backward: a task per image and head, whose rows are first widened. Models on
+// the host use products and softmax instead, which are faster there.
 #include <algorithm>
 #include <vector>
 
@@ -19,13 +19,13 @@ GW_SIMD float dot(const float* a, const float* b, int64_t n) {
   return sum;
 }
 
-// to += factor * x
+// Adds factor * x to `to`.
 GW_SIMD void add_scaled(const float* x, float factor, int64_t n, float* to) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) to[i] += factor * x[i];
 }
 
-// A head's rows, (tokens, dim), of the part'th of `parts` matrices side by side in an array.
+// A head's rows, (tokens, dim), in part number `part` of `parts` matrices side by side in an array.
 template <typename Args>
 struct Head {
   const Args& a;

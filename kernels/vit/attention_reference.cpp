@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in attention.h say.
+// Scalar, with every sum in double: the formulas in attention.h.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -25,7 +25,7 @@ struct Head {
   float* statistics(float* all, int64_t token) const {
     return all + 2 * ((image * a.heads + head) * a.tokens + token);
   }
-  // The scaled scores of a token's query with all keys.
+  // Returns the scaled scores of a token's query with all keys.
   std::vector<double> scores(int64_t token) const {
     std::vector<double> out(static_cast<size_t>(a.tokens));
     for (int64_t key = 0; key < a.tokens; ++key) {
@@ -36,7 +36,7 @@ struct Head {
     }
     return out;
   }
-  // Their softmax; `greatest` and `sum` as in the statistics.
+  // Returns the softmax of the scores; `greatest` and `sum` as in the statistics.
   std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
     std::vector<double> out = scores(token);
     greatest = *std::max_element(out.begin(), out.end());

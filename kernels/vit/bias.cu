@@ -1,7 +1,7 @@
 // column_sum and bias_residual.
 //
-// column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are a sixteenth of
-// that or less. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
+// column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are at most a
+// sixteenth of that. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
 // Deterministic: sums in fixed order.
 #include <tuple>
 
@@ -11,7 +11,7 @@
 namespace gradwire::cuda {
 namespace {
 
-// Partial rows threadIdx.y, threadIdx.y + 8, ... of a column.
+// Sums partial rows threadIdx.y, threadIdx.y + 8, ... of a column.
 template <typename T>
 __device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int64_t pitch) {
   float total = 0.0f;
@@ -20,8 +20,8 @@ __device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int
   return total;
 }
 
-// A row of blocks (y) per sum: 32 columns by 8 lanes; lane y adds partial rows y, y + 8, ...; then the 8 lanes are
-// added in order.
+// A row of blocks (y) per sum: 32 columns by 8 lanes. Lane y adds partial rows y, y + 8, ...; then the 8
+// lanes are added in order.
 __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
   __shared__ float shared[8][32];
   constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
@@ -90,7 +90,7 @@ struct AddBiasResidual {
 
 void combine_sums(CudaStream stream, const CombineSums& a) {
   int64_t width = 0;
-  unsigned rows = 0, row = 0;  // up to the last sum that is wanted
+  unsigned rows = 0, row = 0;  // up to the last sum that is not null
   for (const PartialSums& of : a.of) {
     for (const float* sum : of.sums) {
       ++row;
@@ -107,7 +107,7 @@ void combine_sums(CudaStream stream, const CombineSums& a) {
 
 template <typename S>
 void column_sum(CudaStream stream, const ColumnSum<S>& a) {
-  // As aligned as the first array are the others only at such distances.
+  // At other distances the further arrays are not aligned as the first one.
   const bool vectors = takes_vectors<S>(a.width, a.x, a.workspace) && a.stride % kVector<S> == 0;
   partial_sums_over_rows<S>("column_sum", stream, vectors, Load<S>{a.x, a.width, a.stride}, a.rows, a.width,
                             a.workspace, a.width, a.batch);

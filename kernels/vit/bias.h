@@ -11,8 +11,8 @@
 
 namespace gradwire {
 
-// x (rows, C) += y + bias: a residual branch and the bias of the product before it, in one pass. 12 or
-// 10 B per element. With residual == null: x = y + bias; y may be x (plain bias).
+// x (rows, C) += y + bias: a residual branch and the bias of the preceding product, in one pass. 12 or 10 B
+// per element. With residual == null: x = y + bias; y may be x (plain bias).
 template <typename S = float>
 struct BiasResidual {
   const S* y = nullptr;             // (rows, C)
@@ -27,8 +27,8 @@ void bias_residual(const Stream& stream, const BiasResidual<S>& args) {
   detail::dispatch(stream, args, host::bias_residual<S>, GW_CUDA_SIDE(bias_residual<S>), "bias_residual");
 }
 
-// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element. A batch of arrays `stride` elements apart,
-// whose partial sums lie one after another, is for partial_only.
+// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element. A batch of arrays `stride`
+// elements apart, with consecutive partial sums, requires partial_only.
 template <typename S = float>
 struct ColumnSum {
   const S* x = nullptr;
@@ -36,7 +36,7 @@ struct ColumnSum {
   float* workspace = nullptr;  // batch * column_sum_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   bool accumulate = false;
-  bool partial_only = false;  // leave sums() to combine_sums(); with a batch sums(i, array i's sum)
+  bool partial_only = false;  // leave sums() to combine_sums(); in a batch sums(i, sum of array i)
   int64_t batch = 1, stride = 0;
 
   PartialSums sums() const { return sums(0, sum); }
@@ -44,8 +44,8 @@ struct ColumnSum {
     const int64_t count = column_chunks(rows).count;
     return {workspace + i * count * width, count, width, width, {to}, accumulate};
   }
-  // Where rows are as few as partial sums would be (kMostChunks), combine_sums() can add them up itself, without
-  // column_sum().
+  // Returns the rows themselves as partial sums: for few rows (kMostChunks), combine_sums() can add them
+  // without column_sum().
   PartialSums of_rows() const {
     PartialSums of{nullptr, rows, width, width, {sum}, accumulate};
     if constexpr (std::is_same_v<S, float>)
@@ -62,11 +62,11 @@ void column_sum(const Stream& stream, const ColumnSum<S>& args) {
                    args.partial_only ? "column_sum, first stage" : "column_sum");
 }
 
-// The second stage of the sums of ops that were told to leave it (`partial_only`), for several ops in one launch. Their
-// workspaces must not have been used since.
+// The second stage of the sums of several ops with `partial_only`, in one launch. Their workspaces must not
+// have been used since.
 struct CombineSums {
-  static constexpr size_t kMost = 34;      // four of each of eight layers, and two of a head
-  std::array<PartialSums, kMost> of = {};  // without partial sums: none
+  static constexpr size_t kMost = 34;      // four for each of eight layers, and two for a head
+  std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
 };
 GW_SIDES(combine_sums, CombineSums)
 inline void combine_sums(const Stream& stream, const CombineSums& args) {

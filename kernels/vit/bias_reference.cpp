@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in bias.h say.
+// Scalar, with every sum in double: the formulas in bias.h.
 #include "kernels/vit/bias.h"
 #include "kernels/vit/reference.h"
 

@@ -1,9 +1,9 @@
-// cross_entropy: one warp per row, then one block that adds the rows up in order. Where there are no more rows than a
-// block has warps, it is one block and one launch: the arithmetic of 32,000 logits keeps a multiprocessor busy for about
-// 2 us longer than four of them, a second launch and what it waits for take as long.
+// cross_entropy: one warp per row, then one block that adds the rows in order. With at most as many rows as a
+// block has warps: one block and one launch. For 32,000 logits, one multiprocessor takes about 2 us longer
+// than four; a second launch and its wait take as long.
 //
 // Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 or
-// 6 B per logit. Limit: launch latency at the sizes a classifier head has. Deterministic: losses are added in
+// 6 B per logit. Limit: launch latency at the sizes of a classifier head. Deterministic: losses are added in
 // row order, in double.
 #include <limits>
 
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256, kRowsPerBlock = kThreads / 32;
 
-// By a warp. Writes the row's gradient; its first lane calls keep(loss, 1 if correct).
+// Called by a warp. Writes the row's gradient; the first lane calls keep(loss, 1 if correct).
 template <typename S, typename Keep>
 __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
   const int64_t lane = threadIdx.x % 32, label = a.labels[row];
@@ -30,7 +30,7 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
   }
   const float at_label = x[label];
   float highest = Max::kIdentity;
-  // Correct when nothing before the label reaches it and nothing after exceeds it; a NaN is never correct.
+  // Correct if all logits before the label are smaller and none after it is larger; a NaN is never correct.
   bool right = true;
   for (int64_t c = lane; c < a.classes; c += 32) {
     const float v = x[c];
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S>
   });
 }
 
-// The same and add_losses_kernel, of as many rows as there are warps, or of none.
+// cross_entropy_kernel and add_losses_kernel in one, for at most as many rows as there are warps; may have
+// none.
 template <typename S>
 __global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock)
     cross_entropy_block_kernel(CrossEntropy<S> a) {

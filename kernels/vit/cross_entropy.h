@@ -1,4 +1,4 @@
-// The loss: softmax, cross entropy and its gradient, and how many predictions are correct.
+// The loss: softmax, cross entropy and its gradient, and the number of correct predictions.
 // Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
@@ -8,10 +8,10 @@
 
 namespace gradwire {
 
-// Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot).
-// totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label, or = without
-// `accumulate`; the two are doubles in device memory, added to in row order. d_logits may be null (evaluation) or equal
-// logits. A label outside 0..classes-1 gives a NaN loss.
+// Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot). totals[0] += sum
+// of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label; = instead of +=
+// without `accumulate`. Both are doubles in device memory, added to in row order. d_logits may be null
+// (evaluation) or equal logits. A label outside 0..classes-1 gives a NaN loss.
 template <typename S = float>
 struct CrossEntropy {
   const float* logits = nullptr;    // (rows, K)
@@ -23,7 +23,7 @@ struct CrossEntropy {
   float grad_scale = 1.0f;  // 1 / rows for the mean
   bool accumulate = true;   // to totals
 
-  static constexpr int64_t kOneBlock = 32;  // rows that one launch can do on CUDA
+  static constexpr int64_t kOneBlock = 32;  // rows that one launch handles on CUDA
 };
 GW_TYPED_SIDES(cross_entropy, CrossEntropy)
 template <typename S = float>

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in cross_entropy.h say.
+// Scalar, with every sum in double: the formulas in cross_entropy.h.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,9 +1,9 @@
-// bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per element, or 20
-// where the result is rounded to BF16; the tanh form in 30, or 15.
+// bias_gelu and bias_gelu_backward by kernels/math/gelu.h: exact GELU in about 45 FP32 operations per
+// element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
 //
 // Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
 // computes the bias gradient in the same pass; half of that with BF16 operands. Limit: memory bandwidth
-// (arithmetic is about two thirds of what the device could do in that time).
+// (arithmetic takes about two thirds of that time).
 #include <type_traits>
 
 #include "kernels/cuda/columns.cuh"
@@ -19,14 +19,14 @@ struct Bias {
   float value[W];
 };
 
-// A result that is rounded to BF16 is worth fewer instructions.
+// Results that are rounded to BF16 need fewer instructions.
 template <typename S>
 constexpr bool kCoarse = std::is_same_v<S, Bf16>;
 
 template <typename S, Gelu kForm>
 struct Forward {
   S* x;
-  const float* bias;  // null: none
+  const float* bias;  // null: no bias
   S* y;
   int64_t width;
 
@@ -43,7 +43,8 @@ struct Forward {
     load<W>(x + i, pre);
     if (bias != nullptr) {
 #pragma unroll
-      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));  // what backward will read
+      // the value that backward will read
+      for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));
       store<W>(x + i, pre);
     }
 #pragma unroll
@@ -70,7 +71,7 @@ struct Backward {
   }
 };
 
-// The same without sums, for for_columns(): nothing depends on the column alone.
+// Backward without sums, for for_columns(): nothing depends on the column alone.
 struct Nothing {};
 template <typename S, Gelu kForm>
 struct BackwardAlone : Backward<S, kForm> {

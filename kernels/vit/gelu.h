@@ -1,4 +1,4 @@
-// GELU with the bias of the product before it.
+// GELU with the bias of the preceding product.
 // Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
@@ -10,12 +10,12 @@
 
 namespace gradwire {
 
-// pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi. 12 or 6 B per element.
-// Without a bias x is only read: 8 or 4 B.
+// pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi. 12 or 6 B per
+// element. Without a bias x is only read: 8 or 4 B.
 template <typename S = float>
 struct BiasGelu {
   S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
-  const float* bias = nullptr;  // (F), or null: x is the pre-activation already
+  const float* bias = nullptr;  // (F), or null: x already includes the bias
   S* y = nullptr;               // (rows, F); without a bias it may be x
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in gelu.h say.
+// Scalar, with every sum in double: the formulas in gelu.h.
 #include <cmath>
 
 #include "kernels/vit/gelu.h"

@@ -1,15 +1,15 @@
 // split_heads, split_heads_backward and merge_heads: permutations of runs of head_dim elements.
 //
 // A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
-// and dim once. That side is read or written in whole lines, the other in runs of head_dim.
-// Limit: memory bandwidth.
+// and dim only once. That side is read or written in whole lines, the other in runs of head_dim. Limit:
+// memory bandwidth.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit/heads.h"
 
 namespace gradwire::cuda {
 namespace {
 
-// Where a column of the merged side lies on the split side, (B, H, T, D), apart from image and token.
+// The place of a merged column on the split side, (B, H, T, D), relative to image and token.
 struct Place {
   int64_t offset = 0;  // head * tokens * dim + d
   int part = 0;        // q, k or v
@@ -23,7 +23,7 @@ struct Layout {
     const int64_t head = within / dim;
     return {head * tokens * dim + (within - head * dim), static_cast<int>(part)};
   }
-  // Element of the split side for row (image, token).
+  // Returns the element of the split side for row (image, token).
   __device__ __forceinline__ int64_t element(int64_t row, const Place& p) const {
     const int64_t image = row / tokens, token = row - image * tokens;
     return image * heads * tokens * dim + token * dim + p.offset;

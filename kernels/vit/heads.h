@@ -1,4 +1,4 @@
-// Between the layout of a product (a row per token) and that of attention (a matrix per head).
+// Conversions between the layout of a product (a row per token) and that of attention (a matrix per head).
 // Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace gradwire {
 
-// qkv (B, T, 3C) + bias (3C) -> q, k, v, each (B, H, T, D). 24 or 12 B per (b, t, c).
+// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). 24 or 12 B per (b, t, c).
 template <typename S = float>
 struct SplitHeads {
   const S* qkv = nullptr;
-  const float* bias = nullptr;  // null: none
+  const float* bias = nullptr;  // null: no bias
   S* q = nullptr;
   S* k = nullptr;
   S* v = nullptr;
@@ -40,7 +40,7 @@ void split_heads_backward(const Stream& stream, const SplitHeadsBackward<S>& arg
                    "split_heads_backward");
 }
 
-// (B, H, T, D) -> (B, T, C), or back with `inverse`. 8 or 4 B per element.
+// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. 8 or 4 B per element.
 template <typename S = float>
 struct MergeHeads {
   const S* in = nullptr;

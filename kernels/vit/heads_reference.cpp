@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in heads.h say.
+// Scalar, with every sum in double: the formulas in heads.h.
 #include "kernels/vit/heads.h"
 
 namespace gradwire::reference {

@@ -1,12 +1,12 @@
 // layer_norm and layer_norm_backward.
 //
 // Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are held in the
-// registers of a group of lanes: forward moves 8 or 6 B per element (16 or 12 when a residual branch joins),
+// registers of a group of lanes: forward moves 8 or 6 B per element (16 or 12 with a residual branch),
 // backward 12 or 10 B (4 more when accumulating into dx, 2 more for its rounded copy), in 16-byte accesses.
-// The backward kernel computes d_gamma, d_beta and the sum of dx in the same pass: a block owns a chunk of rows
-// (kernels/math/column_chunks.h), its groups keep per-column sums in registers, add them up in group order
-// and leave one partial row; a second kernel adds the partial rows in order. Other rows go through one block
-// each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory
+// The backward kernel computes d_gamma, d_beta and the sum of dx in the same pass. A block owns a chunk of
+// rows (kernels/math/column_chunks.h); its groups keep per-column sums in registers, add them in group order
+// and write one partial row. A second kernel adds the partial rows in order. Other rows are processed by one
+// block each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory
 // bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/row_slice.cuh"
@@ -16,7 +16,7 @@
 namespace gradwire::cuda {
 namespace {
 
-// x becomes x + (branch + branch_bias), stored in sum too.
+// Adds branch + branch_bias to x, and stores the sum also in sum.
 template <int G, int Items, int V, typename S>
 __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, int width,
                                             RowSlice<G, Items, V>& x) {
@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   }
 }
 
-// Block: one chunk of rows. Leaves (d_gamma, d_beta, dx_sum) of the chunk in workspace(chunk, 3, width).
+// Each block processes one chunk of rows. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk,
+// 3, width).
 template <int G, int Items, typename S>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_backward_slice_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {
@@ -171,7 +172,7 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_kernel(LayerNorm<S> a)
   const float* x = a.x + row * a.x_stride;
   const float inverse_width = 1.0f / static_cast<float>(a.width);
   if (a.branch != nullptr) {
-    // Each thread reads back only what it wrote itself.
+    // Each thread reads back only its own writes.
     const S* branch = a.branch + row * a.x_stride;
     float* joined = a.sum + row * a.x_stride;
     for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x)
@@ -217,7 +218,7 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_backward_kernel(LayerN
   }
 }
 
-// The parameter gradients of one chunk of rows (blockIdx.y), a thread per column.
+// Computes the parameter gradients of one chunk of rows (blockIdx.y), a thread per column.
 template <typename S>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_parameters_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {
@@ -282,7 +283,7 @@ void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
     });
   } else {
     const auto across = static_cast<unsigned>((a.width + kRowThreads - 1) / kRowThreads);
-    // dx may take the place of dy or x, so the parameter gradients come first.
+    // Parameter gradients first, because dx may replace dy or x.
     launch("layer_norm_parameters", layer_norm_parameters_kernel<S>,
            {.grid = dim3(across, count), .block = dim3(kRowThreads), .stream = stream}, a, chunks.rows);
     launch(
@@ -300,8 +301,8 @@ void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
 
 }  // namespace
 
-// nvcc repeats a template's default argument where the template's body holds a lambda of its own, so the ops
-// themselves hold none.
+// nvcc repeats a template's default argument if the template's body contains a lambda, so the ops contain
+// none.
 template <typename S>
 void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
   enqueue(stream, args);

@@ -9,12 +9,12 @@
 
 namespace gradwire {
 
-// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps).
-// 8 or 6 B per element.
+// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 or 6 B per
+// element.
 //
-// With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized. Its rows,
-// and those of sum, are as far apart as those of x.
-// 16 or 12 B per element, 4 fewer than bias_residual followed by this; the same bits.
+// With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized.
+// The rows of branch and sum have the stride of x. 16 or 12 B per element, 4 fewer than bias_residual
+// followed by this; the same bits.
 template <typename S = float>
 struct LayerNorm {
   const float* x = nullptr;      // (rows, C)
@@ -26,9 +26,9 @@ struct LayerNorm {
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;  // distance between rows of x; 0 means width (the head normalizes every T-th row)
   float eps = 1e-6f;
-  const S* branch = nullptr;           // as x: a product without its bias, or null
+  const S* branch = nullptr;           // layout of x: a product without its bias, or null
   const float* branch_bias = nullptr;  // (C); with a branch only
-  float* sum = nullptr;                // as x: out; with a branch only; may be x or branch
+  float* sum = nullptr;                // layout of x: out; with a branch only; may be x or branch
 };
 GW_TYPED_SIDES(layer_norm, LayerNorm)
 template <typename S = float>
@@ -46,18 +46,18 @@ struct LayerNormBackward {
   const float* mean = nullptr;
   const float* rstd = nullptr;
   float* dx = nullptr;
-  // As dx, strides included: what the products that follow read; null when they read dx itself.
+  // A rounded copy of dx with the same strides, for the products that follow; null when they read dx.
   S* dx_rounded = nullptr;
   float* d_gamma = nullptr;
   float* d_beta = nullptr;
-  // The sum over rows of dx as it is now, before rounding: the gradient of the bias of the product whose result the
-  // stream took up before. Null: not wanted.
+  // Sum over rows of the final dx, before rounding: the bias gradient of the product whose result was last
+  // added to the residual stream. May be null.
   float* dx_sum = nullptr;
   float* workspace = nullptr;  // layer_norm_backward_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;        // of x and dx; 0 means width
   bool accumulate_dx = false;  // residual branch: dx += instead of dx =
-  bool accumulate = false;     // parameter gradients, dx_sum with them
+  bool accumulate = false;     // adds to the parameter gradients, including dx_sum
   bool partial_only = false;   // leave sums() to combine_sums()
 
   PartialSums sums() const {

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in layer_norm.h say.
+// Scalar, with every sum in double: the formulas in layer_norm.h.
 #include <cmath>
 #include <vector>
 

@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// Each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width` entries; entries between
-// width and ld become 0, so that padded products see nothing. y may be x. 8 or 6 B per element.
+// Each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width` entries. Entries between
+// width and ld become 0, so that padded products are exact. y may be x. 8 or 6 B per element.
 template <typename S = float>
 struct Softmax {
   float* x = nullptr;  // (rows, ld) scores; unspecified afterwards unless x is y
@@ -26,7 +26,7 @@ void softmax(const Stream& stream, const Softmax<S>& args) {
 // dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0. 12 or 6 B per element.
 template <typename S = float>
 struct SoftmaxBackward {
-  const S* y = nullptr;  // (rows, ld) what softmax returned
+  const S* y = nullptr;  // (rows, ld), the output of softmax
   S* dy = nullptr;       // (rows, ld) in: dy, out: dx
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;

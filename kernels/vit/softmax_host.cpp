@@ -1,8 +1,8 @@
 // Host softmax and softmax_backward.
 //
-// Attention rows are short (17 or 50 entries in a row of 24 or 56), and a loop of unknown length spends its
-// time in head and tail there. So rows whose ld is a small multiple of 8 take a path whose length the
-// compiler knows: it works on all of the row, padding included, and masks.
+// Attention rows are short (17 or 50 entries in a row of 24 or 56); a loop of unknown length would spend its
+// time in head and tail. Rows whose ld is a small multiple of 8 therefore use a path of constant length,
+// which processes the whole row, padding included, and masks.
 #include <limits>
 
 #include "kernels/math/exp.h"

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in softmax.h say.
+// Scalar, with every sum in double: the formulas in softmax.h.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,9 +1,9 @@
 // patchify, assemble_tokens and assemble_tokens_backward.
 //
 // patchify moves each pixel once (8 or 6 B); a thread keeps its column of the patch matrix, so channel, line
-// and pixel are worked out once. assemble_tokens reads 4 or 2 B and writes 4 B per element (positions and
-// bias come from cache). The backward op reads dx once: block x owns a slice of columns and walks all tokens
-// and images of it in order, so one pass gives the copy, d_position, d_class_token and d_bias,
+// and pixel are computed only once. assemble_tokens reads 4 or 2 B and writes 4 B per element (positions and
+// bias come from cache). The backward op reads dx once: block x owns a slice of columns and walks over all
+// its tokens and images in order, so one pass gives the copy, d_position, d_class_token and d_bias,
 // deterministically and without a workspace. 8 or 6 B per element. Limit: memory bandwidth, once width / 16
 // blocks fill the device.
 #include "kernels/cuda/columns.cuh"
@@ -13,7 +13,7 @@ namespace gradwire::cuda {
 namespace {
 
 struct PixelPlace {
-  int64_t offset = 0;  // of the pixel from the corner of its patch in channel 0
+  int64_t offset = 0;  // offset of the pixel from the corner of its patch in channel 0
 };
 
 template <typename S>

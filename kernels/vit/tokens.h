@@ -1,5 +1,5 @@
-// From images to tokens: the operand of the patch convolution; then class token, bias and position, added to
-// its result. Shapes and the storage type S: kernels/vit/vit.h.
+// From images to tokens: the operand of the patch convolution; then adds class token, bias and position to
+// the result. Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
 #include <cstdint>

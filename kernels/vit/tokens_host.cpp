@@ -59,7 +59,7 @@ GW_INLINE void assemble_image_of(const AssembleTokens<S>& a, int64_t b) {
   }
 }
 
-// Columns [begin, end) of the parameter gradients.
+// Computes columns [begin, end) of the parameter gradients.
 template <typename S>
 GW_INLINE void reduce_columns_of(const AssembleTokensBackward<S>& a, int64_t begin, int64_t end) {
   constexpr int64_t kTile = 64;

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: what the formulas in tokens.h say.
+// Scalar, with every sum in double: the formulas in tokens.h.
 #include "kernels/vit/reference.h"
 #include "kernels/vit/tokens.h"
 

@@ -1,14 +1,16 @@
-// Everything in a ViT's forward and backward pass that is not a matrix product, and what its headers share.
+// All ops in a ViT's forward and backward pass except matrix products, and definitions shared by their
+// headers.
 //
 // Shapes: B images, T tokens (patches + 1 class token), C width, H heads, D = C / H, F MLP width, K classes.
 // All arrays are dense and row-major unless a leading dimension is given. Backward ops *overwrite* parameter
-// gradients unless `accumulate` says otherwise. Reductions over rows run in a fixed order: deterministic, no
-// float atomics. Limit everywhere: memory bandwidth.
+// gradients unless `accumulate` is set. Reductions over rows have a fixed order: deterministic, no float
+// atomics. Limit everywhere: memory bandwidth.
 //
-// S is how the operands of matrix products are stored: float, or Bf16 (docs/training.md). What only these
-// ops read and write is float: the residual stream and its gradient, scores before softmax, statistics,
-// parameters and their gradients. All arithmetic is FP32, and rounded once, when an S is stored. "In place",
-// of arrays of two types, holds for S = float. Bytes per element are given for float, then for Bf16.
+// S is the storage type of the operands of matrix products: float, or Bf16 (docs/training.md). Arrays that
+// only these ops read and write are float: the residual stream and its gradient, scores before softmax,
+// statistics, parameters and their gradients. All arithmetic is FP32, rounded once, when an S is stored.
+// In-place use of arrays of two types is allowed for S = float only. Bytes per element are given for float,
+// then for Bf16.
 #pragma once
 
 #include "kernels/vit/attention.h"
