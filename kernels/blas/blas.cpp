@@ -1,8 +1,8 @@
-// Gradwire's own part of libgradwire_blas.so: it decides which kernels OpenBLAS runs.
+// Gradwire's part of libgradwire_blas.so: selects the kernels that OpenBLAS runs.
 //
-// When the library is loaded, OpenBLAS chooses by model number; Gradwire's first call corrects that before
-// any product runs. The linker redirects the archive's calls of getenv to this file (--wrap), so the choice
-// reaches OpenBLAS without touching the environment.
+// When the library is loaded, OpenBLAS chooses by model number. Gradwire's first call corrects the choice
+// before any product runs. The linker redirects the archive's calls of getenv to this file (--wrap), so the
+// choice reaches OpenBLAS without changing the environment.
 #include "kernels/blas/blas.h"
 
 #include <cblas.h>
@@ -18,8 +18,8 @@
 
 #include "kernels/blas/kernel_set.h"
 
-// OpenBLAS's own: not in its headers, but the same since its first release with run-time dispatch. Absent
-// where the archive holds one kernel set only.
+// OpenBLAS's internal symbols: not in its headers, but the same since its first release with run-time
+// dispatch. Absent if the archive holds only one kernel set.
 extern "C" {
 [[gnu::weak]] extern void* gotoblas;         // the set in use
 [[gnu::weak]] void gotoblas_dynamic_init();  // chooses, unless `gotoblas` is set
@@ -34,7 +34,7 @@ namespace {
 
 using namespace gradwire::blas;
 
-char* core_type = nullptr;  // what OpenBLAS is told
+char* core_type = nullptr;  // the value that OpenBLAS reads
 
 void run(const char* kernels) {
   if (&gotoblas_dynamic_init == nullptr) return;
@@ -61,7 +61,8 @@ struct Library : GradwireBlas {
     kernels = openblas_get_corename();
   }
 
-  // The set that `wanted` names, if OpenBLAS has it and the processor can run it; else an error.
+  // Selects the set that `wanted` names, if OpenBLAS has it and the processor can run it; else reports an
+  // error.
   void run_wanted(Level processor) {
     std::string names;
     for (const KernelSet& set : kKernelSets) {
@@ -81,10 +82,10 @@ struct Library : GradwireBlas {
 
 // The return point of a product when the system refuses memory; null outside products.
 thread_local jmp_buf* way_out = nullptr;
-std::atomic<size_t> refused_bytes{0};  // by the last refusal, until there is memory again
+std::atomic<size_t> refused_bytes{0};  // of the last refusal, until memory is available again
 
-// Each refusal uses up an entry of OpenBLAS's table of buffers, so a refused product is retried only once
-// there is memory.
+// Each refusal uses up an entry of OpenBLAS's table of buffers, so a refused product is retried only when
+// memory is available.
 bool memory_is_back() {
   const size_t bytes = refused_bytes.load();
   if (bytes == 0) return true;
@@ -97,8 +98,8 @@ bool memory_is_back() {
 
 }  // namespace
 
-// OpenBLAS sees nothing of the environment, whose variables are meant for another copy. One thread
-// means that it starts none.
+// OpenBLAS must not see the environment, whose variables are meant for another copy. With one thread it
+// starts none.
 char* __wrap_getenv(const char* name) {
   static char one[] = "1";
   const std::string_view asked = name;
@@ -106,7 +107,7 @@ char* __wrap_getenv(const char* name) {
   return asked == "OPENBLAS_NUM_THREADS" ? one : nullptr;
 }
 
-// OpenBLAS repeats a refused mmap() forever. At that point it holds no lock.
+// OpenBLAS repeats a refused mmap() endlessly. At that point it holds no lock.
 void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
   void* const memory = __real_mmap(address, bytes, protection, flags, file, offset);
   if (memory != MAP_FAILED || way_out == nullptr) return memory;
@@ -130,7 +131,7 @@ bool gradwire_blas_sgemm(bool transpose_a, bool transpose_b, int64_t m, int64_t 
     return false;
   }
   way_out = &here;
-  auto distance = [](int64_t ld) { return static_cast<blasint>(ld > 0 ? ld : 1); };  // BLAS refuses 0
+  auto distance = [](int64_t ld) { return static_cast<blasint>(ld > 0 ? ld : 1); };  // BLAS rejects 0
   cblas_sgemm(CblasRowMajor, transpose_a ? CblasTrans : CblasNoTrans, transpose_b ? CblasTrans : CblasNoTrans,
               static_cast<blasint>(m), static_cast<blasint>(n), static_cast<blasint>(k), alpha, a,
               distance(lda), b, distance(ldb), beta, c, distance(ldc));

@@ -1,13 +1,13 @@
 // FP32 products by a private copy of OpenBLAS: libgradwire_blas.so, linked from OpenBLAS's static archive.
 //
-// Why a private copy: when it is loaded, OpenBLAS chooses its kernels by the processor's model number, and on
-// a processor newer than itself takes SSE3 kernels (a sixth of the speed or less). The remedy is an
-// environment variable that it reads at that moment. In a user's process it is too late for that, and both
-// the variable and the number of threads belong to the OpenBLAS that numpy or torch brought. The private copy
-// shares nothing with that one: its symbols are hidden, it reads no OPENBLAS_* or OMP_* variable, it starts
-// no threads, and its kernels are corrected by what CPUID says the processor can do.
+// Reason: when it is loaded, OpenBLAS chooses its kernels by the processor's model number, and on a newer
+// processor takes SSE3 kernels (a sixth of the speed or less). The remedy is an environment variable that it
+// reads at that moment. In a user's process that is too late, and both the variable and the number of threads
+// belong to the OpenBLAS of numpy or torch. The private copy shares nothing with that one: its symbols are
+// hidden, it reads no OPENBLAS_* or OMP_* variable, it starts no threads, and its kernels are corrected by
+// the processor's CPUID.
 //
-// Where OpenBLAS's own choice is as good as the processor, it is kept, so that results keep their bits.
+// Where OpenBLAS's choice suits the processor, it is kept, so that results keep their bits.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@ extern "C" {
 struct GradwireBlas {
   const char* version;     // "OpenBLAS 0.3.21"
   const char* kernels;     // the set in use, by OpenBLAS's name: "Zen", "SkylakeX"
-  const char* instead_of;  // what OpenBLAS would have taken, when that was corrected; else null
-  const char* wanted;      // what GRADWIRE_BLAS_KERNELS says; null: unset
-  const char* error;       // why that is impossible; then no product may be called. null: no error
+  const char* instead_of;  // OpenBLAS's choice, if it was corrected; else null
+  const char* wanted;      // the value of GRADWIRE_BLAS_KERNELS; null: unset
+  const char* error;       // why `wanted` is impossible; then no product may be called. null: no error
 };
 const GradwireBlas* gradwire_blas();
 

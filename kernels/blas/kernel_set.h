@@ -1,4 +1,4 @@
-// Which of OpenBLAS's kernel sets (x86-64) a processor should run, by its features rather than its model.
+// Selects OpenBLAS's kernel set (x86-64) by the processor's features rather than its model.
 #pragma once
 
 #include <string_view>
@@ -7,7 +7,7 @@ namespace gradwire::blas {
 
 enum class Level { base, avx2, avx512 };
 
-// A kernel set by OpenBLAS's name for it, and the instructions that it needs.
+// A kernel set by OpenBLAS's name, and the instructions that it needs.
 struct KernelSet {
   std::string_view name;
   Level level;
@@ -17,7 +17,7 @@ inline constexpr KernelSet kKernelSets[] = {
     {"SkylakeX", Level::avx512}, {"Cooperlake", Level::avx512}, {"SapphireRapids", Level::avx512},
 };
 
-// What the processor and the operating system support.
+// Returns the level that the processor and the operating system support.
 inline Level level_of_processor() {
 #ifdef __x86_64__
   __builtin_cpu_init();
@@ -31,7 +31,7 @@ inline Level level_of_processor() {
   return Level::base;
 }
 
-// Any other set is older than AVX2.
+// Returns the level of a kernel set. Sets that are not listed are older than AVX2.
 inline Level level_of_kernels(std::string_view name) {
   for (const KernelSet& set : kKernelSets) {
     if (set.name == name) return set.level;
@@ -39,7 +39,7 @@ inline Level level_of_kernels(std::string_view name) {
   return Level::base;
 }
 
-// The set to run instead of the one that OpenBLAS chose; null: OpenBLAS's choice is as good as the processor.
+// Returns the set to run instead of OpenBLAS's choice; null: the choice suits the processor.
 inline const char* better_kernels(std::string_view chosen, Level processor) {
   if (level_of_kernels(chosen) >= processor) return nullptr;
   return processor == Level::avx512 ? "SkylakeX" : "Haswell";
