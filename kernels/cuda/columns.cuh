@@ -1,10 +1,10 @@
-// Two shapes of kernel over a (rows, width) array, with W elements per access, 16 bytes of S (the type in
-// which operands are stored; kVector<S> of them) or 1:
+// Two shapes of kernel over a (rows, width) array, with W elements per access, 16 bytes of S (the storage
+// type of operands; kVector<S> of them) or 1:
 //
-//   for_columns       element-wise. A thread keeps its columns and walks down the rows, so what depends on
-//                     the column alone (a bias, a divided index) is computed once. Consecutive threads touch
-//                     consecutive memory.
-//   partial_sums_over_rows  the first of the two stages of per-column sums of what Op returns, in fixed order
+//   for_columns       element-wise. A thread keeps its columns and walks down the rows, so values that depend
+//                     on the column alone (a bias, a divided index) are computed once. Consecutive threads
+//                     access consecutive memory.
+//   partial_sums_over_rows  the first of two stages of per-column sums of Op's results, in fixed order
 //                     (kernels/math/column_chunks.h); the second is combine_sums (kernels/vit/bias.h).
 //
 // Op is a small struct of pointers passed by value:
@@ -19,13 +19,13 @@
 
 namespace gradwire::cuda {
 
-// True when rows of `width` elements from all of the pointers, of S and of floats, take 16-byte accesses.
+// Returns whether rows of `width` elements at all of the pointers, to S and floats, allow 16-byte accesses.
 template <typename S, typename... Pointers>
 bool takes_vectors(int64_t width, Pointers... pointers) {
   return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// (x, y) threads, x of them adjacent in a row.
+// Returns (x, y) threads, x of them adjacent in a row.
 inline dim3 column_block(int64_t accesses_per_row) {
   unsigned x = 1;
   while (x < 32 && x < accesses_per_row) x *= 2;
@@ -68,8 +68,9 @@ void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op
   }
 }
 
-// First stage: block (x, chunk) leaves partial(chunk, c) = sum of op over the chunk's rows; pitch floats between chunks.
-// Of a batch, block z's are array z's, which op finds by blockIdx.z, and their partial sums follow those of array z - 1.
+// First stage: block (x, chunk) writes partial(chunk, c) = sum of op over the chunk's rows; pitch floats
+// between chunks. In a batch, block z processes array z, which op finds by blockIdx.z; its partial sums
+// follow array z - 1's.
 template <int W, typename Op>
 __global__ void __launch_bounds__(256)
     column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial,

@@ -1,11 +1,12 @@
-// A barrier between the thread blocks of one number in the kernels of all ranks, which run at the same time on
+// A barrier between the thread blocks of one number in the kernels of all ranks, which run concurrently on
 // devices that write each other's memory (runtime/peers.h).
 //
-// What the threads of a block wrote before it, to its own window too, the blocks of the other ranks see after it.
-// Each call of a kernel has a fixed number of barriers, at most two. Signals only grow, so nothing is reset, and a
-// launch that is captured in a graph needs no new arguments.
+// Writes of a block's threads before the barrier, also to the rank's own window, are visible to the other
+// ranks' blocks after it. Each call of a kernel has a fixed number of barriers, at most two. Signals only
+// grow, so nothing is reset, and a launch that is captured in a graph needs no new arguments.
 //
-// The kernel that uses it is the same on a GPU and in tests/simt; only the loads, stores and the clock differ.
+// The kernel that uses it is the same on a GPU and in tests/simt; only the loads, stores and the clock
+// differ.
 #pragma once
 
 #include "runtime/launch.cuh"
@@ -13,9 +14,10 @@
 
 namespace gradwire::cuda {
 
-// Between devices. A store releases also what other threads of the block did before the __syncthreads() that precedes it.
-// A load sees the newest value and orders nothing, because ordering would empty the multiprocessor's L1 at each look of a
-// wait: acquire() after the last one does that for the block, with the __syncthreads() that follows it.
+// Between devices. A store also releases the writes of the block's other threads before the preceding
+// __syncthreads(). A load returns the newest value and orders nothing, because ordering would empty the
+// multiprocessor's L1 at each poll. After the last poll, acquire() and the following __syncthreads() order
+// reads for the whole block.
 __device__ __forceinline__ void store_signal(uint32_t* word, uint32_t value) {
 #ifdef GRADWIRE_SIMT
   simt::store_signal(word, value);
@@ -33,7 +35,7 @@ __device__ __forceinline__ uint32_t load_signal(const uint32_t* word) {
 #endif
 }
 __device__ __forceinline__ void acquire() {
-#ifndef GRADWIRE_SIMT  // whose loads acquire
+#ifndef GRADWIRE_SIMT  // loads acquire in the shim
   asm volatile("fence.acq_rel.sys;" ::: "memory");
 #endif
 }
@@ -52,13 +54,13 @@ class PeerBarrier {
   __device__ __forceinline__ explicit PeerBarrier(const PeerMemory& peers)
       : peers_(peers), calls_(*own(kPeerCallsOffset + 4 * static_cast<int>(blockIdx.x))) {}
 
-  // Where this call's half begins in every window.
+  // Returns the offset of this call's half in every window.
   __device__ __forceinline__ int64_t half() const {
     return kPeerHeaderBytes + (calls_ & 1u) * peers_.half_bytes;
   }
 
-  // Barrier number `which` of this call, for all threads of the block. False: a peer did not come, and no thread
-  // may go on.
+  // Waits at barrier `which` of this call; all threads of the block call it. Returns false when a peer does
+  // not arrive; then all threads must end.
   __device__ __forceinline__ bool wait(uint32_t which) const {
     __syncthreads();
     const uint32_t target = 2 * calls_ + 1 + which;
@@ -74,7 +76,8 @@ class PeerBarrier {
     return __syncthreads_and(all ? 1 : 0) != 0;
   }
 
-  // After the last barrier. For the blocks that this launch does not have, too, so that all of them agree.
+  // Called after the last barrier. Also counts for the blocks that this launch lacks, so that all counters
+  // agree.
   __device__ __forceinline__ void end_call() const {
     if (threadIdx.x != 0) return;
     for (int block = static_cast<int>(blockIdx.x); block < kMostPeerBlocks;
@@ -99,7 +102,7 @@ class PeerBarrier {
     uint64_t began = 0;
 #pragma unroll 1
     for (uint32_t looks = 1; static_cast<int32_t>(load_signal(word) - target) < 0; ++looks) {
-      if (looks % 1024 != 0) continue;  // the report is on the other side of the bus
+      if (looks % 1024 != 0) continue;  // the report is across the bus
       if (began == 0) began = clock_ns();
       if (load_signal(&peers_.report->stop) != 0) return false;
       if (clock_ns() - began < static_cast<uint64_t>(peers_.patience_ns)) continue;

@@ -1,8 +1,8 @@
-// Reads from other GPUs' memory that are on their way while a thread works: a load from there takes about 1 us, so a
-// thread that used each value before it asked for the next one would leave the links idle.
+// Asynchronous reads from other GPUs' memory. A load takes about 1 us, so a thread that waited for each value
+// before requesting the next would leave the links idle.
 //
-// copies: cp.async, from global to shared memory, 4, 8 or 16 aligned bytes each. A thread's copies end in groups, in the
-// order in which they began.
+// The copies are cp.async, from global to shared memory, 4, 8 or 16 aligned bytes each. A thread's copies
+// complete in groups, in the order in which they began.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void begin_copy(void* to_shared, const void* from_glo
 #endif
 }
 
-// Ends the group of copies that began since the last one; a group may be empty.
+// Ends the group of copies begun since the last call; a group may be empty.
 __device__ __forceinline__ void end_group() {
 #ifdef GRADWIRE_SIMT
   simt::end_group();
@@ -46,17 +46,18 @@ __device__ __forceinline__ void wait_for_groups() {
 #endif
 }
 
-// Places of one thread in shared memory, 16 bytes each; those of a warp are adjacent.
+// One thread's slots in shared memory, 16 bytes each; those of a warp are adjacent.
 struct Pieces {
   unsigned char* first;
   __device__ __forceinline__ unsigned char* at(int k) const { return first + k * 16 * kVectorThreads; }
 };
 
-// What a thread reads of the vectors first, first + stride, ... of a loop, in order: Reads::kSlots - 1 items are on their way
-// while it uses one. The thread copies and uses only its own places, so no barrier is needed.
+// The reads of a thread for the vectors first, first + stride, ... of a loop, in order: Reads::kSlots - 1
+// items are in flight while it uses one. Each thread copies and uses only its own slots, so no barrier is
+// needed.
 //   struct Reads {
-//     static constexpr int kSlots, kPieces;  // of an item
-//     int items() const;                     // of a vector
+//     static constexpr int kSlots, kPieces;  // per item
+//     int items() const;                     // per vector
 //     void begin(const Pieces& to, int item, int64_t vector) const;  // by begin_copy()
 //   };
 template <typename Reads>
@@ -71,10 +72,10 @@ class ReadAhead {
     for (int k = 0; k + 1 < Reads::kSlots; ++k) begin();
   }
 
-  // The next item, until the next call.
+  // Returns the next item, valid until the next call.
   __device__ __forceinline__ Pieces next() {
     wait_for_groups<Reads::kSlots - 2>();
-    begin();  // into the place of the item before, which has been used
+    begin();  // into the slot of the previous item, which has been used
     const Pieces item = slot(used_);
     used_ = after(used_);
     return item;

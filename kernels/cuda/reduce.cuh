@@ -1,4 +1,4 @@
-// Reductions over a group of lanes, a warp or a block. Every participant gets the result, in the same bits:
+// Reductions over a group of lanes, a warp or a block. All participants get the result with the same bits:
 // the butterfly adds the same pairs on every lane, and the order is fixed.
 #pragma once
 
@@ -19,7 +19,7 @@ struct Max {
   __device__ __forceinline__ float operator()(float a, float b) const { return a > b ? a : b; }
 };
 
-// Over aligned groups of G lanes (a power of two). All lanes of the warp must call it.
+// Reduces over aligned groups of G lanes (a power of two). All lanes of the warp must call it.
 template <int G, typename Combine>
 __device__ __forceinline__ float group_reduce(float x, Combine combine) {
 #pragma unroll
@@ -29,7 +29,7 @@ __device__ __forceinline__ float group_reduce(float x, Combine combine) {
   return x;
 }
 
-// Over a block of whole warps, at most 32 of them. `shared` (32) may be reused right after the call.
+// Reduces over a block of at most 32 whole warps. `shared` (32) may be reused right after the call.
 template <typename Combine>
 __device__ __forceinline__ float block_reduce(float x, float* shared, Combine combine) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
@@ -42,7 +42,7 @@ __device__ __forceinline__ float block_reduce(float x, float* shared, Combine co
   return x;
 }
 
-// Threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
+// Returns the threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
 inline unsigned row_threads(int64_t steps) {
   int64_t threads = (steps + 31) / 32 * 32;
   return static_cast<unsigned>(threads < 32 ? 32 : threads > 256 ? 256 : threads);

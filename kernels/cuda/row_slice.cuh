@@ -1,6 +1,6 @@
 // A row of up to 1024 elements held as floats in the registers of a group of G lanes, V at a time (16 bytes
-// of the type in which operands are stored: 4 of FP32, 8 of BF16): read once, used in as many passes as the
-// op needs, written once. Short rows share a warp (G = 8 or 16), so lanes do not idle.
+// of the storage type: 4 of FP32, 8 of BF16): read once, used in as many passes as the op needs, written
+// once. Short rows share a warp (G = 8 or 16), so that lanes are not idle.
 #pragma once
 
 #include "kernels/cuda/reduce.cuh"
@@ -18,12 +18,13 @@ struct RowSlice {
   float v[Items][V];
 
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % G; }
-  // The group's number within its block.
+  // Returns the group's number within its block.
   static __device__ __forceinline__ int group() { return static_cast<int>(threadIdx.x) / G; }
-  // First of the V columns of item j.
+  // Returns the first of the V columns of item j.
   static __device__ __forceinline__ int column(int j) { return (j * G + lane()) * V; }
 
-  // `width` is a multiple of V and the row 16-byte aligned; outside, and in a row that is not live, it is 0.
+  // `width` is a multiple of V and the row 16-byte aligned. Reads 0 beyond the width, and if the row is not
+  // live.
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int width, bool live) {
 #pragma unroll

@@ -19,11 +19,12 @@ struct VectorSplit {
   int64_t count = 0, head = 0, vectors = 0;
 };
 
-// Vectors of eight are four elements and, kApart further on, four more: a warp has 256 elements, and each of its
-// accesses is to 128 adjacent ones. With eight floats in a row, each store would fill half of every 32-byte sector.
+// A vector of eight is two runs of four elements, kApart elements apart. A warp has 256 elements, and each of
+// its accesses covers 128 adjacent ones. With eight floats in a row, each store would fill half of every
+// 32-byte sector.
 inline constexpr int kApart = 128;
 
-// Element k of a vector of W that begins at 0, and the first element of vector v.
+// Return element k of a vector of W that begins at 0, and the first element of vector v.
 template <int W>
 __device__ __forceinline__ int element_of(int k) {
   return W == 8 && k >= 4 ? kApart + k - 4 : k;
@@ -32,18 +33,18 @@ template <int W>
 __device__ __forceinline__ int64_t vector_begin(int64_t v) {
   return W == 8 ? (v & ~int64_t{31}) * 8 + (v & 31) * 4 : v * W;
 }
-// Of `vectors` in a row, those that are used: whole warps, where a vector lies apart.
+// Returns how many of `vectors` in a row are used: whole warps, where the runs of a vector are apart.
 template <int W>
 __host__ __device__ __forceinline__ int64_t usable_vectors(int64_t vectors) {
   return W == 8 ? vectors - vectors % 32 : vectors;
 }
 
-// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8. Four
-// BF16 operands beside four floats need 8.
+// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8.
+// Four BF16 operands next to four floats need 8.
 class Alignment {
  public:
   explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
-  // Arrays that are null don't matter.
+  // Ignores null.
   template <typename T>
   Alignment& with(const T* data) {
     if (data == nullptr) return *this;
@@ -114,8 +115,8 @@ __device__ __forceinline__ void store(float* to, const float (&from)[W]) {
   }
 }
 
-// Stores W floats to global memory with st.wb, so that the compiler does not merge the paths for W = 4 and W = 1 of one kernel
-// into four stores of 4 bytes.
+// Stores W floats to global memory with st.wb, so that the compiler does not merge the paths for widths 4 and
+// 1 of a kernel into four 4-byte stores.
 template <int W>
 __device__ __forceinline__ void store_wide(float* to, const float (&from)[W]) {
   static_assert(W == 1 || W % 4 == 0);
@@ -128,7 +129,7 @@ __device__ __forceinline__ void store_wide(float* to, const float (&from)[W]) {
   }
 }
 
-// Floats and 16-bit elements of a vector of for_each_vector().
+// Load and store floats and 16-bit elements of a vector of for_each_vector().
 template <int W>
 __device__ __forceinline__ void load_vector(const float* from, float (&to)[W]) {
   if constexpr (W == 8) {
@@ -178,10 +179,10 @@ __device__ __forceinline__ void store_vector(uint16_t* to, const uint16_t (&from
   }
 }
 
-// BF16 operands, widened and rounded on the way (kernels/math/bf16.h).
+// BF16 operands, widened when loaded and rounded when stored (kernels/math/bf16.h).
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 #ifdef __CUDA_ARCH__
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction for the two
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction for both
   uint32_t word;
   memcpy(&word, &both, sizeof word);
   return word;
@@ -219,11 +220,11 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
   }
 }
 
-// Elements of S to a 16-byte access.
+// Elements of S in a 16-byte access.
 template <typename S>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
 
-// Where x, a vector, is not finite, `kept` becomes 0: rare, and an instruction per value to find out.
+// Sets `kept` to 0 where the vector x is not finite. That is rare; the test costs an instruction per value.
 template <int W>
 __device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* kept) {
   float none = 0.0f;
@@ -235,14 +236,14 @@ __device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* ke
   }
 }
 
-// to += x
+// Adds x to `to`.
 template <int W>
 __device__ __forceinline__ void add(const float (&x)[W], float (&to)[W]) {
 #pragma unroll
   for (int k = 0; k < W; ++k) to[k] += x[k];
 }
 
-// to += scale * x, rounded once
+// Adds scale * x to `to`, rounded once.
 template <int W>
 __device__ __forceinline__ void add(float scale, const float (&x)[W], float (&to)[W]) {
 #pragma unroll
