@@ -1,6 +1,6 @@
 // FP32 <-> BF16 by bit arithmetic, the same on host and device.
 //
-// Rounding keeps two promises the wire needs: a finite value never becomes infinite (it saturates at the
+// Rounding keeps two promises that the wire needs: a finite value never becomes infinite (it saturates at the
 // largest finite BF16, 3.3895e38, and error feedback keeps the rest), and a NaN stays a NaN.
 #pragma once
 
@@ -48,20 +48,20 @@ GW_HD uint16_t bf16_finish(uint32_t x, uint32_t rounded) {
 }
 }  // namespace detail
 
-// Round to nearest, ties to even.
+// Rounds to nearest, ties to even.
 GW_HD uint16_t float_to_bf16_nearest(float value) {
   uint32_t x = float_bits(value);
   return detail::bf16_finish(x, x + 0x7fffu + ((x >> 16) & 1u));
 }
 
-// Round up in magnitude with probability equal to the discarded fraction; `random` supplies 16 uniform bits.
+// Rounds up in magnitude with probability equal to the discarded fraction; `random` supplies 16 uniform bits.
 // The expected value of the result is `value` (away from saturation).
 GW_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
   uint32_t x = float_bits(value);
   return detail::bf16_finish(x, x + (random & 0xffffu));
 }
 
-// How kernels written once for FP32 and BF16 operands load and store: all arithmetic is FP32.
+// Load and store for kernels written once for FP32 and BF16 operands: all arithmetic is FP32.
 GW_HD float widen(float x) {
   return x;
 }
@@ -69,7 +69,7 @@ GW_HD float widen(Bf16 x) {
   return bf16_to_float(x.bits);
 }
 
-// Round to nearest, ties to even, as the products do: beyond the largest finite BF16 is infinity.
+// Rounds to nearest, ties to even, as the products do: values beyond the largest finite BF16 become infinity.
 template <typename T>
 GW_HD T narrow(float x);
 template <>

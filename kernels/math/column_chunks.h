@@ -1,5 +1,5 @@
 // Sums over rows are taken in two stages, the same on host and CUDA: each chunk of rows into a row of partial
-// sums in the workspace, then the partial sums in chunk order. The cut depends on the number of rows alone,
+// sums in the workspace, then the partial sums in chunk order. The chunks depend only on the number of rows,
 // so the sum is deterministic without atomics.
 #pragma once
 
@@ -23,16 +23,16 @@ inline ColumnChunks column_chunks(int64_t rows) {
   return {(rows + per_chunk - 1) / per_chunk, per_chunk};
 }
 
-// Floats of the workspace for the partial sums of `width` columns.
+// Returns the workspace, in floats, for the partial sums of `width` columns.
 inline int64_t column_sum_workspace(int64_t rows, int64_t width) {
   return column_chunks(rows).count * width;
 }
 
-// Up to three sums over the same rows, of which an op has left partial ones in its workspace.
+// Up to three sums over the same rows, whose partial sums an op has left in its workspace.
 struct PartialSums {
-  const float* partial = nullptr;  // (count, pitch): those of sum i begin at column i * width
+  const float* partial = nullptr;  // (count, pitch): the partial sums of sum i begin at column i * width
   int64_t count = 0, pitch = 0, width = 0;
-  std::array<float*, 3> sums = {};  // (width) each; null: not wanted
+  std::array<float*, 3> sums = {};  // (width) each; may be null
   bool accumulate = false;
   const Bf16* partial_bf16 = nullptr;  // if not null: read instead of `partial`
 };

@@ -15,7 +15,7 @@ namespace gradwire {
 inline constexpr float kExpLowest = -87.33654f;  // ln(2^-126): results below are flushed to 0
 inline constexpr float kExpHighest = 88.02969f;  // ln(2^127): arguments above are treated as this one
 
-// What the arithmetic below needs of a type; kernels/simd/vector.h adds eight floats at once.
+// The operations on a type that the arithmetic below needs; kernels/simd/vector.h adds eight floats at once.
 template <typename F>
 struct FloatWords;
 template <>
@@ -24,8 +24,8 @@ struct FloatWords<float> {
   static GW_HD float floats(uint32_t u) { return bits_float(u); }
 };
 
-// exp(high + low) for |low| <= 0.04: what exp(-x*x/2) needs, where rounding x*x would cost digits.
-// A NaN in `high` stays a NaN; -inf gives 0.
+// Returns exp(high + low) for |low| <= 0.04: for exp(-x*x/2), where rounding x*x would cost digits. A NaN in
+// `high` stays a NaN; -inf gives 0.
 template <typename F>
 GW_HD F exp_sum(F high, F low) {
   const F lowest = F{} + kExpLowest, highest = F{} + kExpHighest;
@@ -49,7 +49,7 @@ GW_HD F exp_sum(F high, F low) {
   return high < lowest ? F{} : result;
 }
 
-// exp(x) for x up to 88; meant for softmax, where x <= 0.
+// Returns exp(x) for x up to 88; meant for softmax, where x <= 0.
 template <typename F>
 GW_HD F exp_float(F x) {
   return exp_sum(x, F{});

@@ -17,8 +17,8 @@ GW_HD float fp16_to_float(uint16_t half) {
   return bits_float(bits | static_cast<uint32_t>(half & 0x8000u) << 16);
 }
 
-// Round to nearest, ties to even. From 65520 on it is infinity, so that training in FP16 with loss scaling sees what
-// has overflowed.
+// Rounds to nearest, ties to even. From 65520 on the result is infinity, so that FP16 training with loss
+// scaling detects overflow.
 GW_HD uint16_t float_to_fp16(float value) {
   const uint32_t word = float_bits(value), magnitude = word & 0x7fffffffu;
   const uint32_t normal = (magnitude - (112u << 23) + 0x0fffu + ((magnitude >> 13) & 1u)) >> 13;

@@ -5,7 +5,8 @@
 // largest finite 448, smallest normal 2^-6, quantum below that 2^-9; no infinity; 0x7f and 0xff are NaN.
 //
 // A block's scale is a power of two, 2^k with k from -126 to 119, stored as the byte k + 127 (OCP
-// Microscaling's E8M0). So scaling is exact, E4M3's own exponent does the rest, and a scale is never zero.
+// Microscaling's E8M0). Scaling is therefore exact, E4M3's exponent covers the remaining range, and a scale
+// is never zero.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +35,7 @@ GW_HD float e4m3_to_float(uint32_t code) {
 #endif
 }
 
-// Of a finite value, without its sign; to nearest, ties to even, saturating.
+// Returns the code of a finite value without its sign; to nearest, ties to even, saturating.
 GW_HD uint32_t e4m3_magnitude(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;
@@ -45,8 +46,9 @@ GW_HD uint32_t e4m3_magnitude(float value) {
 #endif
 }
 
-// Saturates at 448; Inf and NaN become NaN, unless it is known that there are none. To nearest, ties to even, if
-// `random` is negative; else up in magnitude with probability equal to the discarded fraction, by its 16 bits.
+// Saturates at 448; Inf and NaN become NaN, unless kFinite excludes them. Rounds to nearest, ties to even, if
+// `random` is negative; else up in magnitude with probability equal to the discarded fraction, by its 16
+// bits.
 template <bool kFinite>
 GW_HD uint32_t float_to_e4m3(float value, int32_t random) {
   const uint32_t rounded =
@@ -61,12 +63,12 @@ GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
   return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
 }
 
-// The scale byte for a block whose largest finite magnitude is `largest` (given as its bits, which order as
-// it does): the least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
+// Returns the scale byte for a block whose largest finite magnitude is `largest` (as its bits, which have the
+// same order): the least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
 GW_HD uint8_t fp8_scale_byte(uint32_t largest_bits) {
   int32_t exponent = static_cast<int32_t>(largest_bits >> 23);
   int32_t byte = exponent - 8 + ((largest_bits & 0x7fffffu) > 0x600000u ? 1 : 0);
-  byte = byte > 246 ? 246 : byte;  // 448 * 2^120 is no float: values above 1.75 * 2^127 saturate instead
+  byte = byte > 246 ? 246 : byte;  // 448 * 2^120 overflows a float: values above 1.75 * 2^127 saturate
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
 GW_HD float fp8_scale(uint8_t byte) {
@@ -76,7 +78,7 @@ GW_HD float fp8_inverse_scale(uint8_t byte) {
   return bits_float((254u - byte) << 23);
 }
 
-// Magnitude bits of x if it is finite, else 0: what enters a block's maximum.
+// Returns the magnitude bits of x if it is finite, else 0: the operand of a block's maximum.
 GW_HD uint32_t finite_magnitude_bits(float x) {
   uint32_t magnitude = float_bits(x) & 0x7fffffffu;
   return magnitude < 0x7f800000u ? magnitude : 0u;

@@ -21,8 +21,8 @@ struct Normal {
   float density;  // phi(x)
 };
 
-// 1 / x for x far from float's limits: on a GPU the hardware's estimate and one step of Newton's method, which is as
-// exact as the division to a unit in the last place, and calls no subroutine.
+// Returns 1 / x for x far from float's limits. On a GPU: the hardware's estimate and one step of Newton's
+// method, exact to a unit in the last place like the division, without a subroutine call.
 GW_HD float reciprocal(float x) {
 #ifdef __CUDA_ARCH__
   const float estimate = __fdividef(1.0f, x);
@@ -34,7 +34,7 @@ GW_HD float reciprocal(float x) {
 
 GW_HD Normal normal_at(float x) {
   float a = x < 0.0f ? -x : x;
-  a = a < 14.0f ? a : 14.0f;  // exp(-a^2/2) is 0 from 13.2 on; also keeps infinities and NaN out of here
+  a = a < 14.0f ? a : 14.0f;  // exp(-a^2/2) is 0 from 13.2 on; also excludes infinities and NaN
   // a^2 in two parts: the top 12 bits of a squared are exact.
   float top = bits_float(float_bits(a) & 0xfffff000u);
   float e = exp_sum(-0.5f * top * top, -0.5f * (a - top) * (a + top));
@@ -54,7 +54,7 @@ GW_HD Normal normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
-// 2^x for x <= 0 and 1 / x, as the hardware estimates them: to 2 units in the last place.
+// 2^x for x <= 0 and 1 / x by the hardware's estimates: exact to 2 units in the last place.
 GW_HD float exp2_estimate(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -74,8 +74,8 @@ GW_HD float reciprocal_estimate(float x) {
 #endif
 }
 
-// The same as normal_at() for results that are rounded to BF16, 2^-8: Phi(-|x|) and phi to 1e-5 relative, in a third of
-// the instructions. The polynomial is of degree 7, to 4e-7.
+// As normal_at(), for results that are rounded to BF16, 2^-8: Phi(-|x|) and phi to 1e-5 relative, in a third
+// of the instructions. The polynomial is of degree 7, to 4e-7.
 GW_HD Normal coarse_normal_at(float x) {
   float a = x < 0.0f ? -x : x;
   a = a < 14.0f ? a : 14.0f;
@@ -94,13 +94,13 @@ GW_HD Normal coarse_normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
-// The tanh form: Phi is (1 + tanh(v / 2)) / 2 = 1 / (1 + exp(-v)) with v = 2 sqrt(2 / pi) (x + 0.044715 x^3), which makes
-// GELU up to 5e-4 off the exact one; the density is its derivative. Phi(-|x|) is exact to (2 + v) 1e-7 relative.
-// kCoarse: to 1e-5, for results that are rounded to BF16.
+// The tanh form: Phi is (1 + tanh(v / 2)) / 2 = 1 / (1 + exp(-v)) with v = 2 sqrt(2 / pi) (x + 0.044715 x^3),
+// so that GELU differs from the exact one by up to 5e-4; the density is its derivative. Phi(-|x|) is exact to
+// (2 + v) 1e-7 relative. kCoarse: to 1e-5, for results that are rounded to BF16.
 template <bool kCoarse = false>
 GW_HD Normal tanh_normal_at(float x) {
   float a = x < 0.0f ? -x : x;
-  a = a < 11.0f ? a : 11.0f;  // exp(-v) is 0 from 10 on; also keeps infinities and NaN out of here
+  a = a < 11.0f ? a : 11.0f;  // exp(-v) is 0 from 10 on; also excludes infinities and NaN
   const float square = a * a, v = a * (square * 0.0713548163f + 1.59576912f);
   const float e = kCoarse ? exp2_estimate(-1.44269504f * v) : exp_float(-v);
   const float q = kCoarse ? reciprocal_estimate(1.0f + e) : reciprocal(1.0f + e);
@@ -117,7 +117,7 @@ GW_HD Normal normal_in_form(float x) {
 GW_HD float gelu_of(float x, const Normal& n) {
   return x * n.cdf;
 }
-// d gelu / dx = Phi(x) + x phi(x).
+// Returns d gelu / dx = Phi(x) + x phi(x).
 GW_HD float gelu_derivative_of(float x, const Normal& n) {
   return n.cdf + x * n.density;
 }

@@ -1,6 +1,6 @@
 // GW_HD marks arithmetic that is written once and compiled for both sides, GW_HD_LAMBDA a lambda in it:
 //   auto square = [=](int i) GW_HD_LAMBDA { return x[i] * x[i]; };
-// Both are inlined on the host, so that they take on their caller's instruction set (kernels/simd/simd.h).
+// Both are inlined on the host, so that they get their caller's instruction set (kernels/simd/simd.h).
 // GW_NO_UNROLL before a loop keeps nvcc from unrolling it.
 #pragma once
 #if defined(__CUDACC__)

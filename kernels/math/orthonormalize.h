@@ -1,5 +1,5 @@
-// What the host and the CUDA orthonormalization must agree on: when a column counts as dependent, when a pass
-// was good enough, and what a re-seeded column is drawn from.
+// Definitions shared by the host and the CUDA orthonormalization: when a column counts as dependent, when a
+// pass is final, and the random values of a re-seeded column.
 #pragma once
 
 #include "kernels/math/random.h"
@@ -13,10 +13,12 @@ inline constexpr double kDependentPivot = 1e-14;
 // A pass loses about eps64 / pivot of orthogonality. From this pivot up, its result is final (1e-10, far
 // below the rounding of the FP32 result); below, another pass follows.
 inline constexpr double kFinalPivot = 1e-6;
-// Two passes do up to condition 1e8, one more per re-seeding; more means bad luck with the random directions.
+// Two passes suffice up to condition 1e8, one more per re-seeding; more passes are rare cases of bad random
+// directions.
 inline constexpr int kMaxOrthonormalizePasses = 16;
 
-// Row `row` of the random direction that replaces `column`; about normal. `attempt` counts its re-seedings.
+// Returns row `row` of the random direction that replaces `column`; about normal. `attempt` counts its
+// re-seedings.
 GW_HD float reseed_value(uint64_t seed, uint64_t step, int32_t seed_id, int which, int column, int attempt,
                          int32_t row) {
   uint64_t stream = (static_cast<uint64_t>(static_cast<uint32_t>(seed_id)) << 32) |

@@ -1,5 +1,5 @@
-// Counter-based random bits: a value is a pure function of (seed, stream, counter), so host, GPU and every
-// rank draw the same without any state to keep or to checkpoint.
+// Counter-based random bits: a value is a pure function of (seed, stream, counter), so host, GPU and all
+// ranks draw the same bits, without state to keep or to checkpoint.
 //
 // Generator: Philox-4x32-10, Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
 #pragma once
@@ -31,12 +31,13 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
-// 16 random bits for each element, for stochastic rounding. Every element of every gradient draws some, so this is
-// not philox but a mixer of 32 bits (triple32 of C. Wellons' hash prospector, 2018), with a key before and within
-// it: a quarter of the multiplications. With its smaller one, lowbias32, four million draws were visibly uneven.
+// 16 random bits for each element, for stochastic rounding. Every element of every gradient draws some, so
+// this is not philox but a mixer of 32 bits (triple32 of C. Wellons' hash prospector, 2018), with a key
+// before and within it: a quarter of the multiplications. The smaller mixer, lowbias32, was visibly uneven
+// over four million draws.
 //
-// A word serves two elements, eight apart, so that a vector of eight words serves sixteen neighbours. A key serves
-// the 2^32 elements around `element`.
+// A word serves two elements, eight apart, so that a vector of eight words serves sixteen neighbours. A key
+// serves the 2^32 elements around `element`.
 struct RoundingKey {
   uint32_t before, between;
 };
@@ -49,7 +50,7 @@ GW_HD RoundingKey rounding_key(uint64_t seed, uint64_t stream, uint64_t element)
   return {static_cast<uint32_t>(x), static_cast<uint32_t>(x >> 32)};
 }
 
-// The number of an element's word among those of its key, and which half of it is the element's.
+// Return the number of an element's word within its key, and the element's half of the word.
 GW_HD uint32_t rounding_word_of(uint64_t element) {
   return (static_cast<uint32_t>(element) >> 4) * 8u + (static_cast<uint32_t>(element) & 7u);
 }
@@ -57,7 +58,7 @@ GW_HD uint32_t rounding_shift_of(uint64_t element) {
   return (static_cast<uint32_t>(element) & 8u) * 2u;
 }
 
-// On a number, or a vector of them.
+// For a number, or a vector of numbers.
 template <typename Word>
 GW_HD Word rounding_word(const RoundingKey& key, Word number) {
   Word x = number ^ key.before;
@@ -77,7 +78,7 @@ GW_HD uint32_t random16(uint64_t seed, uint64_t stream, uint64_t element) {
   return (word >> rounding_shift_of(element)) & 0xffffu;
 }
 
-// random16() of elements near one, whose key is worked out once.
+// random16() for elements near one, whose key is computed once.
 struct RoundingBits {
   uint64_t seed, stream, near;
   RoundingKey key;
@@ -93,12 +94,13 @@ struct RoundingBits {
   }
 };
 
-// Uniform in (0, 1), never 0 and never 1.
+// Returns a uniform number in (0, 1), never 0 or 1.
 GW_HD float uniform01(uint32_t bits) {
   return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
 }
 
-// Roughly normal with mean 0 and variance 1, which is enough for a random direction: four uniforms, scaled.
+// Returns a roughly normal number with mean 0 and variance 1, enough for a random direction: four uniforms,
+// scaled.
 GW_HD float rough_normal(const Random4& r) {
   float sum = uniform01(r.v[0]) + uniform01(r.v[1]) + uniform01(r.v[2]) + uniform01(r.v[3]) - 2.0f;
   return sum * 1.7320508f;

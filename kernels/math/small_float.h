@@ -1,5 +1,5 @@
-// Floats of a few bits as integer codes: rounding to them and back in a handful of instructions that vectorize,
-// the same bits on host and device.
+// Floats of a few bits as integer codes: rounding to them and back in a few instructions that vectorize, the
+// same bits on host and device.
 #pragma once
 
 #include <cstdint>
@@ -8,18 +8,18 @@
 
 namespace gradwire {
 
-// kMantissa bits of mantissa, exponents with kBias, magnitudes up to code kMostCode; larger ones saturate. The sign
-// is not part of a code here. No infinity; NaN is the caller's.
+// kMantissa bits of mantissa, exponents with kBias, magnitudes up to code kMostCode; larger ones saturate.
+// Codes exclude the sign. No infinity; the caller handles NaN.
 template <int kMantissa, int kBias, uint32_t kMostCode>
 struct SmallFloat {
   static constexpr int kDropped = 23 - kMantissa;  // bits of a float's mantissa
   static constexpr uint32_t kLeast = static_cast<uint32_t>(128 - kBias)
-                                     << 23;          // the least normal one, as a float
-  static constexpr uint32_t kOne = 1u << kMantissa;  // the code of the least normal one
+                                     << 23;          // the least normal number, as a float
+  static constexpr uint32_t kOne = 1u << kMantissa;  // the code of the least normal number
 
   GW_HD static float most() { return bits_float((kMostCode << kDropped) + kLeast - (1u << 23)); }
 
-  // To nearest, ties to even, of |x|.
+  // Rounds |x| to nearest, ties to even.
   GW_HD static uint32_t nearest(float x) {
     const float magnitude = clamped(x);
     const uint32_t exponent = float_bits(magnitude) & 0x7f800000u;
@@ -29,10 +29,11 @@ struct SmallFloat {
     const uint32_t quanta = float_bits(magnitude + bits_float(large)) - large;
     return quanta + ((binade - kLeast) >> kDropped);
   }
-  // Up with probability (discarded fraction), by 16 random bits, of |x|.
+  // Rounds |x| up with probability (discarded fraction), by 16 random bits.
   GW_HD static uint32_t stochastic(float x, uint32_t random) {
     const float magnitude = clamped(x), least = bits_float(kLeast);
-    // Below the least normal one quanta are as large as above it, so those are rounded there.
+    // Below the least normal number the quanta are as large as just above it, so such values are rounded
+    // there.
     const bool low = magnitude < least;
     const uint32_t bits = float_bits(magnitude + (low ? least : 0.0f));
     const uint32_t code = (bits + (random << (kDropped - 16))) >> kDropped;
@@ -44,7 +45,7 @@ struct SmallFloat {
   }
 
  private:
-  // As integers, whose minimum and maximum are one instruction each.
+  // Clamps the magnitude on integers, whose minimum and maximum are one instruction each.
   GW_HD static float clamped(float x) {
     const uint32_t magnitude = float_bits(x) & 0x7fffffffu, largest = float_bits(most());
     return bits_float(magnitude < largest ? magnitude : largest);
