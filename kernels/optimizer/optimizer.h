@@ -1,8 +1,9 @@
 // Optimizer steps over one flat parameter buffer: one pass, one launch.
 //
-// What changes from step to step (learning rate, bias corrections) is read from device memory, so that a
-// captured CUDA graph can be replayed: write an OptimizerScalars there with store() in stream order. The copy of the
-// parameters that products read with BF16 operands is written in the same pass: 2 B per element instead of 6.
+// Values that change between steps (learning rate, bias corrections) are read from device memory, so that a
+// captured CUDA graph can be replayed: write an OptimizerScalars there with store() in stream order. The BF16
+// copy of the parameters, for products with BF16 operands, is written in the same pass: 2 B per element
+// instead of 6.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,8 @@ struct OptimizerScalars {
   float correction2 = 1.0f;  // 1 - beta2^t, AdamW only
 };
 
-// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, as a zeroed v
-// gives); w -= lr * v. 20 B per element with momentum, 12 without.
+// PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, as with a zeroed
+// v); w -= lr * v. 20 B per element with momentum, 12 without.
 struct SgdStep {
   float* params = nullptr;
   const float* grads = nullptr;
@@ -26,7 +27,7 @@ struct SgdStep {
   int64_t count = 0;
   float momentum = 0.0f, weight_decay = 0.0f;
   const OptimizerScalars* scalars = nullptr;  // device memory
-  Bf16* rounded = nullptr;                    // the new params as BF16; null: not wanted
+  Bf16* rounded = nullptr;                    // the new params as BF16; may be null
 };
 GW_SIDES(sgd_step, SgdStep)
 inline void sgd_step(const Stream& stream, const SgdStep& args) {
@@ -44,7 +45,7 @@ struct AdamWStep {
   int64_t count = 0;
   float beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0.01f;
   const OptimizerScalars* scalars = nullptr;  // device memory
-  Bf16* rounded = nullptr;                    // the new params as BF16; null: not wanted
+  Bf16* rounded = nullptr;                    // the new params as BF16; may be null
 };
 GW_SIDES(adamw_step, AdamWStep)
 inline void adamw_step(const Stream& stream, const AdamWStep& args) {
