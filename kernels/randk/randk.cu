@@ -1,5 +1,5 @@
-// Random-k on CUDA (see kernels/randk/randk.h): one launch takes the chosen elements, a thread each; the next
-// passes over everything else with 16-byte accesses, and looks up a tensor only for a non-finite element.
+// Random-k on CUDA (see kernels/randk/randk.h). One launch takes the chosen elements, a thread each. The next
+// processes all other elements with 16-byte accesses, and looks up a tensor only for a non-finite element.
 #include "kernels/randk/randk.h"
 
 #include <cfloat>
@@ -22,7 +22,7 @@ struct GatherArgs {
   const uint64_t* step;
 };
 
-// The last tensor whose `first` is not beyond `at`; -1: none.
+// Returns the last tensor whose `first` is at most `at`, or -1.
 __device__ __forceinline__ int find_tensor(const GatherArgs& a, int64_t RandKTensor::*first, int64_t at) {
   int low = 0, high = a.tensor_count;
   while (low < high) {
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid
   }
 }
 
-// The rare case: a non-finite element makes its stratum's value NaN.
+// Sets the value of the stratum of a non-finite element to NaN. Rarely called.
 __device__ void show_non_finite(const GatherArgs& a, int64_t at) {
   const int index = find_tensor(a, &RandKTensor::offset, at);
   if (index < 0) return;

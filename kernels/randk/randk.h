@@ -1,19 +1,19 @@
 // Random-k sparsification (Stich et al., "Sparsified SGD with Memory", NeurIPS 2018): of each tensor, k
-// coordinates that every rank draws alike from (seed, step, tensor), so that their values can be summed
-// without sending where they belong. kernels/math/strata.h says how they are drawn.
+// coordinates, which all ranks draw identically from (seed, step, tensor), so that the values can be summed
+// without sending their positions. kernels/math/strata.h describes the drawing.
 //
 //   randk_gather   S = grad + residual. values = S at the chosen coordinates, where the residual becomes 0;
 //                  elsewhere the residual becomes S. grad becomes 0                           16 B/element
 //   -- the values are summed over ranks --
 //   randk_scatter  grad = values at the chosen coordinates
 //
-// Without a residual, what is not chosen is dropped: 8 B/element. The k values themselves add 12 bytes each,
-// plus a memory sector for each array that they are read from or written to out of order. Limit: memory
-// bandwidth. Alignment: any (16 bytes are fast). Deterministic; the same bits on every device.
+// Without a residual, other elements are dropped: 8 B/element. The k values add 12 bytes each, plus a memory
+// sector for each array that they are read from or written to out of order. Limit: memory bandwidth.
+// Alignment: any (16 bytes are fast). Deterministic; the same bits on every device.
 //
-// Non-finite gradients: a chosen one is in the values as it is. One that is not chosen makes its stratum's
-// value NaN, so that the user sees it, in the same tensor and on every rank, but leaves the old residual in
-// its place. The residual never becomes non-finite: it is clamped, or 0 where the value says it all.
+// Non-finite gradients: a chosen one is sent unchanged. One that is not chosen makes its stratum's value NaN,
+// so that the user sees it, in the same tensor and on every rank, but leaves the old residual in its place.
+// The residual never becomes non-finite: it is clamped, or 0 where the value was sent.
 #pragma once
 
 #include <cstdint>
@@ -25,19 +25,19 @@
 namespace gradwire {
 
 struct RandKTensor {
-  int64_t offset = 0;  // of its first element in the gradient
-  int64_t packed = 0;  // of its first value among the values
+  int64_t offset = 0;  // first element in the gradient
+  int64_t packed = 0;  // first value among the values
   int64_t count = 0;   // of elements
   int64_t k = 0;       // of values
-  int32_t index = 0;   // names the tensor in random draws: the same on every rank
+  int32_t index = 0;   // identifies the tensor in random draws: the same on every rank
   Strata strata() const { return {count, k}; }
 };
 
-// k of a tensor: a share of its elements, rounded, and at least one.
+// Returns k of a tensor: a share of its elements, rounded, and at least one.
 int64_t randk_count(int64_t count, double ratio);
 
-// The tensors of a bucket, in memory order, on the host and on the device. Set-up only; outlives the ops that
-// use it.
+// The tensors of a bucket, in memory order, on the host and on the device. Set-up only; must outlive the ops
+// that use it.
 class RandKTable {
  public:
   RandKTable() = default;
@@ -63,7 +63,7 @@ struct RandKGather {
   const RandKTable* table = nullptr;
   float* grad = nullptr;      // (count) in: the gradient, out: 0
   float* residual = nullptr;  // (count) in and out; null: no error feedback
-  int64_t count = 0;          // of the bucket; what lies between tensors is 0 and stays 0
+  int64_t count = 0;          // of the bucket; gaps between tensors are and stay 0
   float* values = nullptr;    // (table values) out; 0 in gaps
   int64_t* chosen = nullptr;  // (table values) out: position of each value in grad; -1 in gaps
   uint64_t seed = 0;
@@ -74,12 +74,12 @@ inline void randk_gather(const Stream& stream, const RandKGather& args) {
   detail::dispatch(stream, args, host::randk_gather, GW_CUDA_SIDE(randk_gather), "randk_gather");
 }
 
-// grad[chosen[j]] = values[j]; with a lossy wire also residual[chosen[j]] = lost[j], what this rank's encode of
-// the value lost. 16 bytes per value, or 24. Limit: the memory's sectors.
+// grad[chosen[j]] = values[j]; with a lossy wire also residual[chosen[j]] = lost[j], the error of this rank's
+// encode of the value. 16 bytes per value, or 24. Limit: the memory's sectors.
 struct RandKScatter {
   const int64_t* chosen = nullptr;  // (count), no two equal; negative: the value is ignored
   const float* values = nullptr;    // (count)
-  const float* lost = nullptr;      // (count); null: nothing
+  const float* lost = nullptr;      // (count); null: lossless
   float* grad = nullptr;
   float* residual = nullptr;  // with `lost`
   int64_t count = 0;          // of values

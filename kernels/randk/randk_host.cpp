@@ -1,6 +1,6 @@
-// Random-k on the host: the k chosen elements first, then everything else in one vectorized pass.
+// Random-k on the host: the k chosen elements first, then all others in one vectorized pass.
 //
-// Results do not depend on the number of threads: each element and each value is one thread's, except that
+// Results do not depend on the number of threads: one thread owns each element and each value. Exception:
 // several non-finite elements may write the same NaN to their stratum's value.
 #include <algorithm>
 #include <atomic>
@@ -17,13 +17,13 @@ namespace {
 
 constexpr int64_t kStrataGrain = 4096;  // values
 constexpr int64_t kGrain = 64 * 1024;   // elements
-constexpr int64_t kPiece = 4 * 1024;    // elements that stay in the first-level cache between two looks
+constexpr int64_t kPiece = 4 * 1024;    // elements that stay in the first-level cache between two passes
 
 RandKDraw draw_of(const RandKGather& a, const RandKTensor& t) {
   return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
 }
 
-// Takes strata [begin, end) of a tensor out of grad and residual, which become 0 there.
+// Moves strata [begin, end) of a tensor from grad and residual to the values; both become 0 there.
 void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end) {
   const RandKDraw draw = draw_of(a, t);
   const int64_t rotation = draw.rotation(t.count);
@@ -40,7 +40,7 @@ void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end
   }
 }
 
-// The rare case: each non-finite element of [begin, end) makes its stratum's value NaN.
+// Sets the values of the strata of all non-finite elements of [begin, end) to NaN. Rarely called.
 void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
   const auto& tensors = a.table->host();
   for (int64_t at = begin; at < end; ++at) {
@@ -57,7 +57,7 @@ void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
   }
 }
 
-// Whether all of grad is finite.
+// Returns whether all of grad is finite.
 GW_SIMD bool all_finite(const float* grad, int64_t count) {
   uint32_t bad = 0;
 #pragma omp simd reduction(| : bad)
@@ -65,7 +65,7 @@ GW_SIMD bool all_finite(const float* grad, int64_t count) {
   return bad == 0;
 }
 
-// residual += grad, grad = 0.
+// Sets residual += grad, grad = 0.
 GW_SIMD void keep(float* grad, float* residual, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {

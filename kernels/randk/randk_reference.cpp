@@ -1,4 +1,4 @@
-// Scalar reference of random-k: marks the chosen elements, then looks at one element after the other.
+// Scalar reference of random-k: marks the chosen elements, then processes one element at a time.
 #include <algorithm>
 #include <cfloat>
 #include <limits>
