@@ -1,4 +1,4 @@
-// FP32 and BF16 on the host: whole rows at a time.
+// FP32 and BF16 on the host, whole rows at a time.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 namespace gradwire::host {
 
 void widen_all(const Bf16* from, int64_t count, float* to);
-// to = from [+ bias], rounded once; `bias` may be null.
+// Sets to = from [+ bias], rounded once; `bias` may be null.
 void narrow_all(const float* from, const Bf16* bias, int64_t count, Bf16* to);
-// to += x
+// Adds x to `to`.
 void add_all(const float* x, int64_t count, float* to);
 
 }  // namespace gradwire::host

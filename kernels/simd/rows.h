@@ -1,4 +1,4 @@
-// How host ops cut rows into pieces: by shape alone, so that results never depend on the threads.
+// Cuts rows into pieces for host ops: by shape alone, so that results never depend on the threads.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,8 @@
 
 namespace gradwire::host {
 
-// About 64 KiB of floats per piece: large enough to hide a task's cost, small enough for a core's cache.
+// Returns about 64 KiB of floats per piece: large enough to hide a task's cost, small enough for a core's
+// cache.
 inline int64_t rows_per_piece(int64_t width) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
 }

@@ -1,20 +1,20 @@
 // SIMD on the host without intrinsics: plain loops that the compiler vectorizes. Each function marked GW_SIMD
 // is compiled for several instruction sets, and the dynamic linker picks the best at program start.
 //
-// How to use it:
+// Use:
 //   - put GW_SIMD on a plain (non-template, non-inline) function that contains whole loops over arrays;
-//   - everything it calls inside those loops must be inlined: mark it GW_INLINE (GW_HD arithmetic is).
+//   - all functions called inside those loops must be inlined: mark them GW_INLINE (GW_HD arithmetic is).
 //     A lambda does not inherit the instruction set, so the body of a parallel_for should only call a GW_SIMD
 //     function;
-//   - `#pragma omp simd` before a loop vouches that iterations are independent (exact aliases are fine);
-//     `#pragma omp simd reduction(+ : sum)` lets it sum in vector order, which is fixed for a given machine
+//   - `#pragma omp simd` before a loop asserts that iterations are independent (exact aliases are fine);
+//     `#pragma omp simd reduction(+ : sum)` allows sums in vector order, which is fixed for a given machine
 //     and length;
 //   - GW_ALLOW_FMA, once after the includes of a .cpp, lets a * b + c round once there. Never in code whose
 //     rounding is part of a contract (error feedback).
-// Loops that the compiler does not get right by itself are written with kernels/simd/vector.h.
+// Loops that the compiler does not vectorize well use kernels/simd/vector.h.
 #pragma once
 
-#include <cstdint>  // defines __GLIBC__ where there is one
+#include <cstdint>  // defines __GLIBC__ on glibc
 #include <cstring>
 
 #ifdef __SSE2__
@@ -40,8 +40,8 @@
 
 namespace gradwire::host {
 
-// Results of this many bytes and more would only evict others from the caches, so they are written past them,
-// which also saves reading each line first.
+// Results of at least this many bytes would only evict other data from the caches. They are written past the
+// caches, which also saves reading each line first.
 inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
 
 GW_INLINE bool streams(const void* to, int64_t bytes) {
@@ -58,7 +58,7 @@ GW_INLINE void stream_store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof v);
 #endif
 }
-// Call it after stream_store, before another thread reads the results.
+// Makes the results of stream_store() visible; call before another thread reads them.
 GW_INLINE void stream_fence() {
 #ifdef __SSE2__
   _mm_sfence();

@@ -1,10 +1,10 @@
 // Eight or sixteen numbers as one value, in GCC's portable vectors: for loops that the compiler would not
 // vectorize well, because they are too short or their sums must stay in registers.
 //
-// An operation compiles to what its function's instruction set has (kernels/simd/simd.h): F32x8 is one AVX
+// An operation compiles to the instruction set of its function (kernels/simd/simd.h): F32x8 is one AVX
 // register or two of SSE, and F32x16 is two F32x8. Arithmetic and comparisons are written as for plain
-// numbers, also with a plain number on one side. Here is the rest: memory, BF16, blends, parts of vectors,
-// sums and maxima over lanes, which halve: the same bits on every machine. No alignment is needed.
+// numbers, also with a plain number on one side. This header has the rest: memory, BF16, blends, parts of
+// vectors, sums and maxima over lanes, which halve: the same bits on every machine. No alignment is needed.
 #pragma once
 
 #include <bit>
@@ -22,8 +22,8 @@ using I32x8 = int32_t __attribute__((vector_size(32)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 
-// Two of eight and not one of 64 bytes: without AVX-512, GCC 12 makes every operation on those sixteen scalar
-// ones (-Wvector-operation-performance), and most loops several times slower.
+// Two vectors of eight, not one of 64 bytes: without AVX-512, GCC 12 splits operations on the latter into
+// sixteen scalar ones (-Wvector-operation-performance), and most loops are several times slower.
 template <typename V>
 struct Pair {
   V low, high;
@@ -64,7 +64,7 @@ GW_INLINE Pair<V>& operator+=(Pair<V>& a, const Pair<V>& b) {
   return a;
 }
 
-// The vectors of as many lanes as V, a vector of floats, has. Masks are I32.
+// The vector types with as many lanes as V, a vector of floats. Masks are I32.
 template <typename V>
 struct Lanes;
 template <>
@@ -86,7 +86,7 @@ inline constexpr int kLanes = sizeof(V) / sizeof(float);
 
 namespace host {
 
-// mask ? a : b
+// Returns mask ? a : b.
 template <typename M, typename V>
 GW_INLINE V blend(const M& mask, const V& a, const V& b) {
   return mask ? a : b;
@@ -114,19 +114,19 @@ GW_INLINE U16x16 to_u16(const U32x16& x) {
   return {to_u16(x.low), to_u16(x.high)};
 }
 
-// BF16 bits as floats.
+// Returns BF16 bits as floats.
 template <typename V>
 GW_INLINE V widen_bf16(const typename Lanes<V>::U16& bits) {
   return std::bit_cast<V>(to_u32(bits) << 16);
 }
-// Floats as BF16 bits, rounded as narrow<Bf16> does.
+// Returns floats as BF16 bits, rounded as narrow<Bf16> does.
 template <typename V>
 GW_INLINE typename Lanes<V>::U16 narrow_bf16(const V& v) {
   const auto x = words_of(v), rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16, nan = (x >> 16) | 0x0040u;
   return to_u16(blend((x & 0x7fffffffu) > 0x7f800000u, nan, rounded));
 }
 
-// A V from as many T: floats for a vector of floats, uint16_t for one of those. Bf16 is widened.
+// Loads a V from as many T: float for a vector of floats, uint16_t for a vector of uint16_t. Widens Bf16.
 template <typename V, typename T>
 GW_INLINE V load(const T* from) {
   if constexpr (std::is_same_v<T, Bf16>) {
@@ -146,7 +146,7 @@ GW_INLINE void store(T* to, const V& v) {
   }
 }
 
-// The first `count` lanes; the others read as 0 and are not written.
+// Loads or stores the first `count` lanes; the others read as 0 and are not written.
 template <typename V>
 GW_INLINE V load_some(const float* from, int64_t count) {
   if (count >= kLanes<V>) return load<V>(from);
@@ -160,12 +160,12 @@ GW_INLINE void store_some(float* to, const V& v, int64_t count) {
   std::memcpy(to, &v, static_cast<size_t>(count) * sizeof(float));
 }
 
-// Mask of the first `count` lanes.
+// Returns the mask of the first `count` lanes.
 template <typename V>
 GW_INLINE typename Lanes<V>::I32 first_lanes(int count) {
   return Lanes<V>::kIndex < count;
 }
-// Mask of the lanes that are neither infinite nor NaN.
+// Returns the mask of the lanes that are neither infinite nor NaN.
 template <typename V>
 GW_INLINE typename Lanes<V>::I32 finite_lanes(const V& v) {
   return (words_of(v) & 0x7f800000u) != 0x7f800000u;
@@ -190,7 +190,8 @@ GW_INLINE float largest_of(F32x8 v) {
   return v[0] > v[1] ? v[0] : v[1];
 }
 
-// Adds halves of every group of lanes: the sums of a's groups, of half the length, then those of b's.
+// Adds the halves of every group of lanes: first the sums of a's groups, of half the length, then those of
+// b's.
 template <int kHalf>
 GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
   I32x8 low, high;
@@ -200,7 +201,7 @@ GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
   }
   return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
-// sum_of each of sixteen vectors, to the same bits and in a tenth of the time.
+// Returns sum_of() for each of sixteen vectors, with the same bits and in a tenth of the time.
 GW_INLINE F32x16 sums_of(const F32x16 (&v)[16]) {
   F32x8 eight[16], four[8], two[4];
   for (int i = 0; i < 16; ++i) eight[i] = v[i].low + v[i].high;
