@@ -1,13 +1,13 @@
-// How an op gets from its public name to the device of its stream.
+// Dispatch of an op from its public name to the device of its stream.
 //
 // Each op has one argument struct and up to four functions of the same name:
 //   gradwire::op(stream, args)        public: enqueues on the stream, host or CUDA
 //   gradwire::host::op(args)          the host's fast path; runs on the stream's thread
 //   gradwire::cuda::op(stream, args)  in a .cu; enqueues, never synchronizes
-//   gradwire::reference::op(args)     scalar and obvious, in double where it helps; the tests' measure
-// The family's header declares the sides; its public function hands the arguments to one of them.
-// Argument structs hold raw device pointers and are copied; the memory must outlive the stream's work.
-// Counts of 0 are legal everywhere and do nothing.
+//   gradwire::reference::op(args)     scalar and simple, in double where it helps; tests compare with it
+// The family's header declares the sides; its public function passes the arguments to one of them. Argument
+// structs hold raw device pointers and are copied; the memory must outlive the stream's work. Counts of 0 are
+// legal everywhere and do nothing.
 #pragma once
 
 #include <string>
@@ -30,8 +30,8 @@
   void op(CudaStream stream, const Args& args); \
   }
 
-// The same for an op over the storage type S of the operands that matrix products read and write: float (also
-// when the arguments are a braced list) or Bf16. Args is a template.
+// As GW_SIDES, for an op over the storage type S of the operands of matrix products: float (also when the
+// arguments are a braced list) or Bf16. Args is a template.
 #define GW_TYPED_SIDES(op, Args)                                                                         \
   namespace reference {                                                                                  \
   template <typename S = float>                                                                          \
@@ -46,7 +46,7 @@
   void op(CudaStream stream, const Args<S>& args);                                                       \
   }
 
-// These follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
+// Follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
 #define GW_INSTANTIATE_OP(op, Args)       \
   template void op(const Args<float>& a); \
   template void op(const Args<Bf16>& a);
@@ -76,7 +76,7 @@ void dispatch(const Stream& stream, const Args& args, void (*host_op)(const Args
   }
 }
 
-// The same for an op that takes a `form` of it as well, such as a wire format's options.
+// As dispatch(), for an op that also takes a `form`, such as a wire format's options.
 template <typename Form, typename Args>
 void dispatch_with(const Stream& stream, const Form& form, const Args& args,
                    void (*host_op)(const Form&, const Args&),
