@@ -1,4 +1,5 @@
-// What Stream, Event and Buffer report to the graph that their thread is capturing: the internals of graph.h.
+// The reports of Stream, Event and Buffer to the graph that their thread is capturing: the internals of
+// graph.h.
 #pragma once
 
 #include <cstdint>
@@ -14,24 +15,24 @@ namespace gradwire {
 
 class Capture {
  public:
-  // This thread's capture; null: none.
+  // Returns this thread's capture, or null.
   static Capture* current() noexcept;
-  // Throws during a capture: `what` cannot be in a graph, because `why`.
+  // Throws during a capture. The error says that `what` cannot be in a graph, because `why`.
   static void forbid(const char* what, const std::string& whose, const char* why);
 
   explicit Capture(Stream::Impl& origin);
   ~Capture();
   Capture(const Capture&) = delete;
 
-  // Work goes to `stream`: it must have joined.
+  // Called before work is enqueued on `stream`, which must have joined.
   void touch(Stream::Impl& stream);
   void submit(Stream::Impl& stream, std::function<void()> task);  // host streams only
   void record(Event::Impl& event, Stream::Impl& stream);
   void wait(Stream::Impl& stream, const std::shared_ptr<Event::Impl>& event);
-  // Throws unless the origin has waited for everything.
+  // Throws unless the origin has waited for all other streams.
   void finish() const;
 
-  // Host: one call to make again.
+  // Host: one call to repeat at each launch.
   struct Operation {
     enum class Kind : uint8_t { task, record, wait } kind;
     std::shared_ptr<Stream::Impl> stream;
@@ -41,7 +42,7 @@ class Capture {
   std::vector<Operation> operations;
 
  private:
-  // How much of each stream's work is done when a point is reached.
+  // The amount of each stream's work that is complete at a point.
   using Clock = std::map<const Stream::Impl*, int64_t>;
   Clock& joined(Stream::Impl& stream, const char* what);
 

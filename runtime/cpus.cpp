@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-// Returns the quota of one group's folder, in processors; 0: none.
+// Returns the quota in one control group's folder, in processors, or 0 if there is none.
 double quota_in(const std::string& folder) {
   std::string quota;
   double period = 0;
@@ -49,8 +49,8 @@ int cpus_by_quota(const std::string& root) {
     const std::string controllers = line.substr(first + 1, second - first - 1);
     if (!controllers.empty() && !lists_cpu(std::istringstream(controllers))) continue;
     const std::string mount = root + "/sys/fs/cgroup" + (controllers.empty() ? "" : "/" + controllers);
-    // Checks the group and its parents. A container may be given a path of its host that does not exist in
-    // the container.
+    // Checks the group and its parents. A container may see a path of its host that does not exist in the
+    // container.
     std::string path = line.substr(second + 1);
     while (true) {
       if (!path.empty() && path.back() == '/') path.pop_back();

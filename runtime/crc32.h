@@ -1,5 +1,5 @@
-// CRC-32: that of zlib, gzip and PNG, and CRC-32C, for which x86-64 has an instruction. Our own, because a library's
-// `crc32` can be interposed by any program that defines a function of that name. Slicing-by-8: eight bytes at a time,
+// CRC-32 of zlib, gzip and PNG, and CRC-32C, for which x86-64 has an instruction. Not a library's, because
+// any program that defines a function named `crc32` would interpose it. Slicing-by-8: eight bytes at a time,
 // one table for each.
 #pragma once
 
@@ -34,7 +34,7 @@ inline constexpr auto kCrcTables = [] {
 
 }  // namespace detail
 
-// The checksum of some bytes, of which `crc` is that of the first ones (0: of none), and these are the next.
+// Returns the checksum of the earlier bytes, whose checksum is `crc` (0: none), followed by `data`.
 template <uint32_t polynomial = kCrc32>
 uint32_t crc32(const void* data, size_t bytes, uint32_t crc = 0) {
   const auto& t = detail::kCrcTables<polynomial>;

@@ -1,5 +1,5 @@
-// Turns CUDA and cuBLAS status codes into exceptions with the call's text: OutOfResources if memory is refused,
-// otherwise DeviceError.
+// Turns CUDA and cuBLAS status codes into exceptions with the call's text: OutOfResources if memory is
+// refused, otherwise DeviceError.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,12 +15,12 @@ inline void check(cudaError_t status, const char* call) {
   if (status == cudaSuccess) return;
   const std::string text =
       std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status);
-  cudaGetLastError();  // clears it: the next check of a launch, ours or the caller's, would report it again
+  cudaGetLastError();  // clear the sticky error: the next launch check would report it again
   if (status == cudaErrorMemoryAllocation) throw OutOfResources(text);
   throw DeviceError(text);
 }
 
-// For destructors: a failure cannot be handled. Clears it, or the next launch would be blamed.
+// For destructors: a failure cannot be handled. Clears the error, so that the next launch does not report it.
 inline void ignore(cudaError_t status) {
   if (status != cudaSuccess) cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// Device, Stream, Event, Buffer: the host implementation, and the forks to the CUDA one.
+// Device, Stream, Event, Buffer: the host implementation, and the dispatch to the CUDA one.
 #include "runtime/device.h"
 
 #include <fmt/core.h>
@@ -84,7 +84,7 @@ struct Ticket {
   std::mutex mutex;
   std::condition_variable done_changed;
   bool done = false;
-  std::exception_ptr error;  // the recording stream had failed by then
+  std::exception_ptr error;  // of the recording stream, if it had failed
   std::chrono::steady_clock::time_point when;
 
   void complete(std::exception_ptr stream_error) {
@@ -134,7 +134,7 @@ struct HostEvent final : Event::Impl {
   std::shared_ptr<Ticket> ticket;
 };
 
-// Memory that must not be freed: a task may still use it.
+// Owns memory that must never be freed, because a task may still use it.
 class Abandoned {
  public:
   explicit Abandoned(std::shared_ptr<void> memory) {
@@ -145,7 +145,7 @@ class Abandoned {
   alignas(std::shared_ptr<void>) std::byte memory_[sizeof(std::shared_ptr<void>)];
 };
 
-// The host streams that exist.
+// The existing host streams.
 class HostStreams {
  public:
   // Leaked on purpose: streams may outlive static objects.
@@ -153,7 +153,7 @@ class HostStreams {
     static HostStreams* streams = new HostStreams;
     return *streams;
   }
-  // Takes `one`, a list with one element. Cannot fail.
+  // Takes the element of `one`, a list with one element. Never fails.
   void add(std::list<HostStream*>& one) {
     std::lock_guard lock(mutex_);
     streams_.splice(streams_.end(), one);
@@ -162,7 +162,7 @@ class HostStreams {
     std::lock_guard lock(mutex_);
     streams_.remove(stream);
   }
-  // Drops `memory` once every stream has passed this point. Does not wait.
+  // Releases `memory` once every stream has passed this point. Does not wait.
   void drop_in_order(std::shared_ptr<void> memory) noexcept;
 
  private:
@@ -175,7 +175,7 @@ struct HostStream final : Stream::Impl {
       : Impl(Device::host(), std::move(name), priority) {
     if (immediate) return;
     std::list<HostStream*> mine{this};
-    HostStreams& streams = HostStreams::all();  // may fail, which must not be after the thread has started
+    HostStreams& streams = HostStreams::all();  // may fail, so before the thread starts
     thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
     streams.add(mine);
   }
@@ -194,7 +194,7 @@ struct HostStream final : Stream::Impl {
     }
   }
 
-  // `always` tasks (event marks, waits) run even after a failure, so that nothing waits forever.
+  // `always` tasks (event marks, waits) run even after a failure, so that no thread waits forever.
   struct Task {
     std::function<void()> run;
     bool always = false;
@@ -259,7 +259,7 @@ struct HostStream final : Stream::Impl {
           busy = false;
           if (finished >= wanted) {
             wanted = kNever;
-            // Unlocked: a thread that wakes up would at once wait for the mutex.
+            // Unlocked: otherwise a thread that wakes up blocks on the mutex at once.
             lock.unlock();
             passed.notify_all();
             lock.lock();
@@ -283,14 +283,14 @@ struct HostStream final : Stream::Impl {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Task> queue;
-  bool stop = false;  // once the queue is empty
+  bool stop = false;  // when the queue is empty
   std::condition_variable passed;
   bool busy = false;  // a task is running
   uint64_t finished = 0;
   static constexpr uint64_t kNever = UINT64_MAX;
   uint64_t wanted = kNever;    // the smallest number of finished tasks for which a thread waits
   std::exception_ptr failed;   // the value of `failure` after the last finished task
-  std::exception_ptr failure;  // touched by the stream's thread only (or by nobody: immediate streams throw)
+  std::exception_ptr failure;  // used by the stream's thread only (not by immediate streams, which throw)
   Thread thread;
 };
 
@@ -298,7 +298,7 @@ void HostStreams::drop_in_order(std::shared_ptr<void> memory) noexcept {
   try {
     std::lock_guard lock(mutex_);
     for (HostStream* stream : streams_) stream->push({[memory] {}, true});
-  } catch (...) {  // no memory for the task
+  } catch (...) {  // not enough memory for the task
     Abandoned never_freed(std::move(memory));
   }
 }
@@ -385,7 +385,7 @@ Event Event::make(Device device, bool timer) {
 #endif
 }
 
-// Throws if `event` marks a point inside a graph, which is invisible outside.
+// Throws if `event` marks a point inside a graph, which other streams cannot see.
 void Event::outside(const Impl& event, const char* what) {
   if (event.capture == 0 || event.timer) return;
   throw DeviceError(fmt::format(
@@ -413,7 +413,7 @@ void Event::synchronize() const {
   outside(*impl_, "Event::synchronize");
   impl_->synchronize();
 }
-// Of CUDA, whose driver has no wait with a deadline.
+// Polls: CUDA's driver has no wait with a deadline.
 bool Event::Impl::synchronize_until(std::chrono::steady_clock::time_point deadline) const {
   while (!query()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
@@ -445,8 +445,8 @@ std::shared_ptr<void> counted(std::shared_ptr<void> memory, Device device, size_
   void* const data = memory.get();
   count_memory(device, size);
   return {data, [memory = std::move(memory), device, size](void*) mutable {
-            // Dropped by a constructor that has enqueued work on the memory and then failed. (cudaFree()
-            // waits by itself.)
+            // Called when a constructor that has enqueued work on the memory fails. (cudaFree() itself
+            // waits.)
             if (device.is_host() && std::uncaught_exceptions() > 0) {
               HostStreams::all().drop_in_order(std::move(memory));
             }
@@ -508,7 +508,7 @@ Buffer Buffer::view(Device device, void* data, size_t bytes, std::shared_ptr<voi
 Buffer Buffer::pinned([[maybe_unused]] Device device, size_t bytes) {
 #ifdef GRADWIRE_HAS_CUDA
   if (bytes > 0 && device.is_cuda()) {
-    cuda::set_device(device.index);  // or it would make a context on another GPU
+    cuda::set_device(device.index);  // otherwise the call makes a context on another GPU
     Buffer buffer;
     buffer.owner_ = cuda::allocate_pinned(bytes);
     buffer.data_ = buffer.owner_.get();

@@ -1,14 +1,14 @@
-// Device, Stream, Event, Buffer: one vocabulary for CUDA and host, so that everything above is written once.
+// Device, Stream, Event, Buffer: one interface to CUDA and host, so that all code above is written once.
 //
-// A host Stream is an in-order queue run by a thread of its own. Ordering between two host streams exists
-// only where an Event says so, exactly as on a GPU, so ThreadSanitizer sees a missing wait as a data race.
+// A host Stream is an in-order queue with its own thread. Two host streams are ordered only by an Event,
+// exactly as on a GPU, so ThreadSanitizer reports a missing wait as a data race.
 //
 // All four are small values: copying one copies a handle. A Buffer's memory lives until its last handle is
-// gone; work in flight does not keep it alive, so synchronize before dropping the last handle (as
-// with CUDA). Only memory that is dropped by an exception, as in a constructor that has enqueued work and
-// then fails, lives until the host streams have passed this point.
+// dropped; work in flight does not keep it alive, so synchronize before dropping the last handle (as with
+// CUDA). Exception: memory dropped by an exception, as in a constructor that has enqueued work and then
+// fails, lives until the host streams have passed this point.
 //
-// Errors: a task that throws puts its host stream into a failed state; later tasks of that stream, and of
+// Errors: a task that throws puts its host stream into a failed state. Later tasks of that stream, and of
 // streams that wait for its events, are skipped, and synchronize() rethrows the first error. A CUDA call that
 // fails throws DeviceError.
 #pragma once
@@ -42,32 +42,35 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-// True when this binary holds the CUDA side (nvcc was there when it was built).
+// Returns whether this binary has the CUDA side (nvcc was present when it was built).
 bool built_with_cuda();
-// Number of CUDA devices usable now; 0 without a driver or without the CUDA side. Never throws.
+// Returns the number of usable CUDA devices; 0 without a driver or without the CUDA side. Never throws.
 int cuda_device_count();
-// Whether kernels on `from` can read and write memory of `to`; for two GPUs that can, makes it so.
+// Returns whether kernels on `from` can read and write memory of `to`. Enables the access between two GPUs.
 bool can_access(Device from, Device to);
-// Why cuda_device_count() is 0, in a few words, for messages.
+// Returns a short reason why cuda_device_count() is 0, for messages.
 std::string cuda_unavailable_reason();
-// Every device this process can compute on: the host first, then each CUDA device. Tests are typed over it.
+// Returns all devices that this process can compute on: the host first, then each CUDA device. Tests are
+// typed over the list.
 std::vector<Device> available_devices();
 
 class Event;
 
 class Stream {
  public:
-  Stream() = default;  // empty; using it is a programming error
+  Stream() = default;  // empty; must not be used
 
-  // On a GPU, blocks of kernels on a high-priority stream start before waiting blocks of others: for the kernels of an
-  // exchange, which peers wait for. On the host the stream's thread runs soon after it wakes up (short_slices.h).
+  // On a GPU, kernel blocks of a high-priority stream start before waiting blocks of other streams; for the
+  // kernels of an exchange, which peers wait for. On the host the stream's thread runs soon after it wakes up
+  // (short_slices.h).
   enum class Priority : uint8_t { normal, high };
 
-  // A new stream. `name` labels it in traces and in error texts.
+  // Creates a stream. `name` labels it in traces and in error texts.
   static Stream create(Device device, std::string_view name, Priority priority = Priority::normal);
-  // Adopts a stream of the caller's: `native` is a cudaStream_t (may be null: the legacy default stream).
+  // Adopts the caller's stream: `native` is a cudaStream_t (may be null: the legacy default stream).
   static Stream adopt_cuda(int device_index, CudaStream native);
-  // A host stream without a thread: each task runs in the caller, at once. For callers that have no streams.
+  // Returns a host stream without a thread: each task runs at once in the caller. For callers without
+  // streams.
   static Stream immediate_host();
 
   Device device() const;
@@ -76,15 +79,16 @@ class Stream {
   explicit operator bool() const { return impl_ != nullptr; }
   bool operator==(const Stream& other) const { return impl_ == other.impl_; }  // the same queue
 
-  // Host only: runs `task` on the stream's thread after everything submitted before it.
+  // Host only: runs `task` on the stream's thread after all earlier tasks.
   void submit(std::function<void()> task) const;
-  // Later work of this stream starts after what `event` recorded last. No-op if it never recorded.
+  // Delays later work of this stream until `event`'s last record is complete. Does nothing if it never
+  // recorded.
   void wait(const Event& event) const;
-  // Blocks the caller until all work submitted so far is done; throws the stream's first error.
+  // Blocks until all work submitted so far is complete. Throws the stream's first error.
   void synchronize() const;
-  // Whether its work is now being captured in a CUDA graph, by whoever owns the stream.
+  // Returns whether the owner of the stream is capturing its work in a CUDA graph.
   bool is_captured() const;
-  // CUDA only: the cudaStream_t; the device is made current by ops themselves.
+  // CUDA only: returns the cudaStream_t. Ops themselves make the device current.
   CudaStream native() const;
 
   struct Impl;
@@ -100,19 +104,21 @@ class Stream {
 class Event {
  public:
   Event() = default;
-  // For the order of streams: has no time, which makes it cheaper on a GPU.
+  // Creates an event that orders streams. It records no time, which makes it cheaper on a GPU.
   static Event create(Device device);
-  // An event for elapsed_ms(): a graph that holds its record() marks it again at each launch. Inside a graph
-  // no stream can wait for it, and the marks of all other events are invisible outside it (graph.h).
+  // Creates an event for elapsed_ms(). A graph that contains its record() marks it again at each launch.
+  // Inside a graph no stream can wait for it, and the marks of all other events are invisible outside it
+  // (graph.h).
   static Event create_timer(Device device);
 
-  // Marks the point that `stream` has reached. Recording again moves it; earlier waits keep the old one.
+  // Marks the point that `stream` has reached. Recording again moves the mark; earlier waits keep the old
+  // one.
   void record(const Stream& stream);
-  // True once the recorded work is done; true if never recorded.
+  // Returns whether the recorded work is complete; true if never recorded.
   bool query() const;
-  // Blocks the caller until the recorded work is done; throws what the stream had failed with.
+  // Blocks until the recorded work is complete. Throws the recording stream's error.
   void synchronize() const;
-  // The same, but not for longer than until `deadline`: false when the work is still in flight then.
+  // As synchronize(), until `deadline`: returns false if the work is still in flight then.
   bool synchronize_until(std::chrono::steady_clock::time_point deadline) const;
   explicit operator bool() const { return impl_ != nullptr; }
 
@@ -130,8 +136,8 @@ namespace detail {
 // Makes a CUDA device current for this thread; does nothing for the host.
 void make_current(Device device);
 
-// For entry points of the library: the thread's current CUDA device is the caller's again at the end of the scope. Calls
-// nothing of CUDA unless something in the scope has changed it.
+// For entry points of the library: restores the caller's current CUDA device at the end of the scope. Calls
+// CUDA only if the scope has changed the device.
 class CallersDevice {
  public:
   CallersDevice();
@@ -143,25 +149,27 @@ class CallersDevice {
 
  private:
   CallersDevice* const outer_;
-  int before_ = -1;  // the caller's, once another one has become current
+  int before_ = -1;  // the caller's device, once another is current
 };
 }  // namespace detail
 
-// Milliseconds between the two marks of timers, both of which must be done.
+// Returns the milliseconds between the marks of two timers, both of which must be complete.
 double elapsed_ms(const Event& start, const Event& end);
 
-// Uninitialized memory on a device, 256-byte aligned. Allocation is for set-up, never for the step.
+// Uninitialized memory on a device, 256-byte aligned. Allocate in set-up, never in a step.
 class Buffer {
  public:
   Buffer() = default;
   Buffer(Device device, size_t bytes);
-  // A span of memory owned by somebody else, who keeps it alive or, if given, is kept alive by it.
+  // Returns a view of memory owned by the caller or, if given, kept alive by `owner`.
   static Buffer view(Device device, void* data, size_t bytes, std::shared_ptr<void> owner = nullptr);
-  // Host memory for copies to and from `device`: page-locked for a CUDA device, so that they can overlap.
+  // Allocates host memory for copies to and from `device`: page-locked for a CUDA device, so that copies
+  // overlap.
   static Buffer pinned(Device device, size_t bytes);
-  // Memory that `stream` may use from here on, and that is released when `stream` has passed the point where the last
-  // handle is dropped: neither waits for the device, so this may be used in a step. Another stream must wait for an
-  // event of `stream` before it uses the memory, and `stream` for one of the other before it is dropped.
+  // Allocates memory that `stream` may use from here on. It is released when `stream` has passed the point
+  // where the last handle is dropped. Neither waits for the device, so this may be used in a step. Another
+  // stream must wait for an event of `stream` before it uses the memory, and `stream` for an event of the
+  // other before the memory is dropped.
   static Buffer in_order(const Stream& stream, size_t bytes);
 
   Device device() const { return device_; }
@@ -180,10 +188,11 @@ class Buffer {
   std::shared_ptr<void> owner_;
 };
 
-// Lets each of the CUDA devices read the memory of every other one directly, where the hardware can; copies between
-// the others go through the host. Does nothing for the host.
+// Enables direct reads between the memories of the CUDA devices where the hardware supports it. Other copies
+// go through the host. Does nothing for the host.
 void enable_peer_access(const std::vector<Device>& devices);
-// Whether a CUDA device reaches all visible others whose memory it can access over NVLink, not over PCIe. False for the host.
+// Returns whether a CUDA device reaches all visible peers whose memory it can access over NVLink, not PCIe.
+// False for the host.
 bool reaches_peers_over_nvlink(Device device);
 
 template <typename T>
@@ -191,13 +200,13 @@ Buffer make_buffer(Device device, int64_t count) {
   return Buffer(device, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Copies in stream order. Host pointers used with a CUDA stream should be pinned; either way `src` and `dst`
-// must stay valid until the stream has passed this point. Directions are found from the addresses.
+// Copies in stream order. Host pointers used with a CUDA stream should be pinned; in any case `src` and `dst`
+// must stay valid until the stream has passed this point. The addresses determine the direction.
 void copy(const Stream& stream, void* dst, const void* src, size_t bytes);
 void fill_zero(const Stream& stream, void* dst, size_t bytes);
-// Stores up to 64 bytes, captured by value now: how a host scalar reaches device memory in stream order.
+// Stores up to 64 bytes, which are copied now: for host scalars that device memory gets in stream order.
 void store(const Stream& stream, void* dst, const void* value, size_t bytes);
-// Adds 1 to a counter in device memory, in stream order (counters that decide anything live on the device).
+// Adds 1 to a counter in device memory, in stream order (counters that affect results are on the device).
 void increment(const Stream& stream, uint64_t* counter);
 
 // Synchronous helpers for set-up and tests: copy, then synchronize the stream.

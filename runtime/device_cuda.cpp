@@ -42,14 +42,14 @@ struct CudaStreamImpl final : Stream::Impl {
 struct CudaEventImpl final : Event::Impl {
   CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
     set_device(index);
-    // A thread that waits for it sleeps: with a rank per GPU, spinning ones would take the loaders' cores.
+    // Waiting threads sleep: with a rank per GPU, spinning would take the loaders' cores.
     GW_CUDA_CHECK(cudaEventCreateWithFlags(
         &handle, timer ? cudaEventBlockingSync : cudaEventBlockingSync | cudaEventDisableTiming));
   }
   ~CudaEventImpl() override { ignore(cudaEventDestroy(handle)); }
   void record(Stream::Impl& stream) override {
     set_device(device.index);
-    // A timer in a graph is a node that marks it at each launch; any other event is an edge, and no more.
+    // A timer in a graph is a node that marks it at each launch; any other event is only an edge.
     if (timer && capture != 0) {
       GW_CUDA_CHECK(cudaEventRecordWithFlags(handle, stream.native(), cudaEventRecordExternal));
     } else {
@@ -114,10 +114,10 @@ int device_count() {
 }
 
 namespace {
-// Why cudaGetDeviceCount failed with `status`. Clears the error.
+// Returns why cudaGetDeviceCount failed with `status`. Clears the error.
 std::string why_uncounted(cudaError_t status) {
   cudaGetLastError();
-  // Without a driver CUDA reports an insufficient one, which is misleading.
+  // Without a driver CUDA reports an insufficient driver, which is misleading.
   int driver = 0;
   if (cudaDriverGetVersion(&driver) == cudaSuccess && driver == 0) return "no NVIDIA driver is installed";
   return fmt::format("cudaGetDeviceCount: {}: {}", cudaGetErrorName(status), cudaGetErrorString(status));
@@ -139,7 +139,7 @@ int current_device() {
 
 namespace {
 
-// An attribute of the current device; asked once per device.
+// Returns an attribute of the current device; queried once per device.
 int attribute_of_device(cudaDeviceAttr which) {
   static std::mutex mutex;
   static std::map<std::pair<int, cudaDeviceAttr>, int> known;
@@ -160,11 +160,11 @@ size_t most_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// Asks the driver, which has read the environment when it began.
+// Queries the driver, which reads the environment at its start.
 bool loads_kernels_lazily() {
   const auto loading_mode =
       driver_function<CUresult (*)(CUmoduleLoadingMode*)>("cuModuleGetLoadingMode", 11070);
-  if (loading_mode == nullptr) return true;  // not known
+  if (loading_mode == nullptr) return true;  // unknown
   CUmoduleLoadingMode mode{};
   const CUresult result = loading_mode(&mode);
   return result != CUDA_SUCCESS || mode != CU_MODULE_EAGER_LOADING;
@@ -192,7 +192,7 @@ int resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
   int& blocks = known[{device, kernel, threads, shared_bytes}];
   if (blocks == 0) {
     GW_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
-    blocks = blocks > 0 ? blocks : 1;  // a kernel that does not fit: the launch says why
+    blocks = blocks > 0 ? blocks : 1;  // a kernel that does not fit: the launch reports why
   }
   return blocks;
 }
@@ -222,7 +222,7 @@ std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
 }
 
 namespace {
-// Throws OutOfResources where an allocation on the GPU, or of page-locked memory, is refused.
+// Throws OutOfResources when an allocation on the GPU, or of page-locked memory, is refused.
 void check_allocation(cudaError_t status, const char* call, size_t bytes) {
   if (status != cudaSuccess) check(status, fmt::format("{} of {} bytes", call, bytes).c_str());
 }
@@ -242,7 +242,7 @@ bool can_access_peer(int from, int to) {
   set_device(from);
   const cudaError_t result = cudaDeviceEnablePeerAccess(to, 0);
   if (result == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // which it would otherwise be
+    cudaGetLastError();  // clear the sticky error
     return true;
   }
   check(result, "cudaDeviceEnablePeerAccess");
@@ -255,7 +255,7 @@ bool is_device_memory(const void* address) {
   return attributes.type == cudaMemoryTypeDevice;
 }
 
-// Atomics on a peer's memory go over NVLink and not over PCIe.
+// Atomics on a peer's memory work over NVLink but not over PCIe.
 bool reaches_peers_over_nvlink(int device_index) {
   for (int other = 0; other < device_count(); ++other) {
     int can = 0, atomics = 1;
@@ -278,8 +278,8 @@ std::shared_ptr<void> allocate_pinned(size_t bytes) {
 }
 
 namespace {
-// Each device's pool for memory in stream order. Unlike the device's default pool it keeps what is released, which would
-// otherwise go back at each synchronization and be mapped anew, and lets other GPUs read it.
+// Returns the device's pool for memory in stream order. Unlike the default pool it keeps released memory,
+// which would otherwise be unmapped at each synchronization, and lets other GPUs read it.
 cudaMemPool_t pool_of(int device_index) {
   static std::mutex mutex;
   static std::map<int, cudaMemPool_t> pools;  // for the life of the process
@@ -345,8 +345,8 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes) {
   GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
 }
 
-// Thread-local: calls that would break the capture are errors in this thread only, so that other ranks,
-// NCCL's watching threads and loaders in this process are unaffected.
+// Thread-local: calls that would break the capture are errors in this thread only. Other ranks, NCCL's
+// watching threads and loaders in this process are not affected.
 void begin_capture(int device_index, CudaStream origin) {
   set_device(device_index);
   GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
@@ -383,7 +383,7 @@ void drop_capture(int device_index, CudaStream origin) noexcept {
   cudaGraph_t graph = nullptr;
   if (cudaSetDevice(device_index) == cudaSuccess) cudaStreamEndCapture(origin, &graph);
   if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaGetLastError();  // already known: the capture was broken
+  cudaGetLastError();  // already known: the capture is broken
 }
 
 void launch_graph(int device_index, void* executable, CudaStream origin) {

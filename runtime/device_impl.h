@@ -1,4 +1,5 @@
-// What a device provides to Stream, Event and Buffer. Implemented in device.cpp (host) and device_cuda.cpp.
+// The interface of a device to Stream, Event and Buffer. Implemented in device.cpp (host) and
+// device_cuda.cpp.
 #pragma once
 
 #include <memory>
@@ -34,7 +35,7 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
 
   const Device device;
   const bool timer;
-  uint64_t capture = 0;  // the graph capture that recorded it last; 0: recorded outside, or never
+  uint64_t capture = 0;  // the last graph capture that recorded it; 0: recorded outside, or never
 };
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -42,7 +43,7 @@ namespace cuda {
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority);
 std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
 std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
-// Of the streams' own captures: begin, then end or drop. A launch goes to the stream of the capture.
+// Stream capture: begin, then end or abort. A launch goes to the stream of the capture.
 void begin_capture(int device_index, CudaStream origin);
 std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // an executable graph
 void drop_capture(int device_index, CudaStream origin) noexcept;
@@ -57,8 +58,8 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
-// For a thread of somebody else's, whose device this was. Leaves the thread as it is where that device has no context: it
-// would get one, of hundreds of megabytes.
+// For a caller's thread, whose device this was. Does nothing if that device has no context: setting the
+// device would create one, of hundreds of megabytes.
 void restore_device(int device_index) noexcept;
 int current_device();
 int multiprocessors();  // of the current device

@@ -1,11 +1,12 @@
-// Functions of the CUDA driver, which is found at run time: nothing is linked with it, so that programs start without one.
+// Functions of the CUDA driver, found at run time: nothing is linked with it, so programs start without a
+// driver.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace gradwire::cuda {
 
-// The driver's `name` as of a CUDA version (12000: 12.0), or null where the driver does not have it.
+// Returns the driver's `name` as of a CUDA version (12000: 12.0), or null if the driver lacks it.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
   void* found = nullptr;
@@ -14,7 +15,7 @@ Function driver_function(const char* name, unsigned version) {
       query == cudaDriverEntryPointSuccess) {
     return reinterpret_cast<Function>(found);
   }
-  cudaGetLastError();  // or the next check would report it
+  cudaGetLastError();  // clear the sticky error
   return nullptr;
 }
 

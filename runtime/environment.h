@@ -1,5 +1,5 @@
-// The only place that reads environment variables: each is in the table of environment.cpp, with its default
-// and meaning, and tests/check_environment.py fails where another file calls getenv().
+// The only place that reads environment variables: the table of environment.cpp lists each with its default
+// and meaning, and tests/check_environment.py fails if another file calls getenv().
 #pragma once
 
 #include <span>
@@ -18,12 +18,13 @@ struct EnvironmentGroup {
   std::span<const EnvironmentVariable> variables;
 };
 
-// Every variable that the libraries and commands read.
+// Returns all variables that the libraries and commands read.
 std::span<const EnvironmentGroup> environment_variables();
-// The table as docs/environment.md shows it; `gradwire doctor --environment` prints it.
+// Returns the table as in docs/environment.md; `gradwire doctor --environment` prints it.
 std::string environment_text();
 
-// A variable's value; null when it is unset or empty. Throws Error for one that is not in the table.
+// Returns a variable's value; null when it is unset or empty. Throws Error for names that are not in the
+// table.
 const char* environment(const char* name);
 
 }  // namespace gradwire

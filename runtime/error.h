@@ -6,7 +6,7 @@
 
 namespace gradwire {
 
-// Base of everything this library throws on purpose.
+// Base of all exceptions that this library throws on purpose.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -18,13 +18,13 @@ class BadInput : public Error {
   using Error::Error;
 };
 
-// A CUDA, cuBLAS or NCCL call failed: the text holds the call and the library's message.
+// A CUDA, cuBLAS or NCCL call failed: the text contains the call and the library's message.
 class DeviceError : public Error {
  public:
   using Error::Error;
 };
 
-// A deadline passed, or another rank gave up: the text names the rank, the operation and what was pending.
+// A deadline passed, or another rank failed: the text names the rank, the operation and the pending work.
 class CommError : public Error {
  public:
   using Error::Error;

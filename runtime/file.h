@@ -44,8 +44,8 @@ std::string read_regular_file(const std::string& path);
 // gives EFBIG, without the signals SIGPIPE and SIGXFSZ.
 int write_fully(int fd, std::string_view bytes);
 
-// Writes "gradwire: TEXT" as a line to standard error, after what is in stdout's buffer. A reader that is gone
-// costs the line, not the process: a library's lines must not raise SIGPIPE.
+// Writes "gradwire: TEXT" as a line to standard error, after the contents of stdout's buffer. If the reader
+// is gone, the line is lost and the process continues: a library's lines must not raise SIGPIPE.
 void print_error_line(std::string_view text) noexcept;
 
 }  // namespace gradwire

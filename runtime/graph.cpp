@@ -88,7 +88,7 @@ void Capture::finish() const {
   for (const auto& [stream, clock] : streams_) {
     auto own = clock.find(stream);
     auto known = seen.find(stream);
-    if (own == clock.end() || own->second == 0) continue;  // joined, and did nothing
+    if (own == clock.end() || own->second == 0) continue;  // joined, without work
     if (known == seen.end() || known->second < own->second) {
       throw DeviceError(fmt::format(
           "the graph captured on stream '{}' ends before the work of stream '{}', for which it never waits",
@@ -100,7 +100,7 @@ void Capture::finish() const {
 struct Graph::Impl {
   Impl() = default;
   Impl(const Impl&) = delete;
-  // Host streams may still have the last launch's tasks to run, also when they failed.
+  // Host streams may still run tasks of the last launch, even after a failure.
   ~Impl() {
     std::vector<const Stream::Impl*> waited;
     for (const Capture::Operation& operation : operations) {

@@ -1,7 +1,8 @@
-// The one place where kernels are launched: checked, on an explicit stream, with a grid that fits the device.
+// The only place that launches kernels: checked, on an explicit stream, with a grid that fits the device.
 //
-// Kernel sources also compile as plain C++ for tests/simt, which runs them block by block on the CPU, and for
-// tests/standin, which does so in the order of streams. Only this file knows which of the two it is, so kernels obey a few rules:
+// Kernel sources also compile as plain C++: for tests/simt, which runs them block by block on the CPU, and
+// for tests/standin, which does so in the order of streams. Only this file depends on the target, so kernels
+// obey a few rules:
 //   - launched through gradwire::cuda::launch(), never with triple chevrons;
 //   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
 //   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
@@ -38,12 +39,12 @@ struct LaunchConfig {
   CudaStream stream = nullptr;
 };
 
-// Lets `kernel` have that much dynamic shared memory on the current device. Without this a GPU refuses a launch whose
-// static and dynamic parts exceed 48 KB together. Asks the driver only when it is more than before.
+// Allows `kernel` this much dynamic shared memory on the current device. Otherwise a GPU rejects a launch
+// whose static and dynamic parts exceed 48 KB together. Calls the driver only when the size grows.
 void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes);
 
-// Throws DeviceError (tests/simt: simt::Failure) when the launch is refused. A grid with a zero
-// dimension launches nothing.
+// Throws DeviceError (tests/simt: simt::Failure) when the launch is rejected. A grid with a zero dimension
+// launches nothing.
 template <typename... Params, typename... Args>
 void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
   if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
@@ -61,24 +62,26 @@ void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& con
 #endif
 }
 
-// Streaming multiprocessors of the current device; asked once per device.
+// Returns the streaming multiprocessors of the current device; queried once per device.
 int multiprocessors();
 
-// Shared memory, in bytes, that a block may have on the current device when it asks for it; asked once per device.
+// Returns the largest shared memory, in bytes, that a block may request on the current device; queried once
+// per device.
 size_t most_shared_bytes();
 
-// Blocks of `kernel` that a multiprocessor of the current device holds at once: what registers, shared memory and
-// threads allow. Asked once per kernel, block size and device.
+// Returns the blocks of `kernel` that are resident on a multiprocessor of the current device, limited by
+// registers, shared memory and threads. Queried once per kernel, block size and device.
 int resident_blocks(const void* kernel, int threads, size_t shared_bytes);
 
-// Blocks that the current device holds at once; more would wait for these to end.
+// Returns the blocks that are resident on the current device at once; more would wait for these to end.
 template <typename... Params>
 int64_t device_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes = 0) {
   return int64_t{multiprocessors()} *
          resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
 }
 
-// Blocks for a grid-stride loop over `items`: as many as the device holds, never more than the work needs.
+// Returns the blocks for a grid-stride loop over `items`: the device's resident blocks, at most those the
+// work needs.
 template <typename... Params>
 unsigned grid_for(void (*kernel)(Params...), int64_t items, int64_t items_per_block, int threads,
                   size_t shared_bytes = 0) {

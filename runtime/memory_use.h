@@ -1,4 +1,4 @@
-// How much memory Buffers hold on each device.
+// The memory that Buffers hold on each device.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 namespace gradwire {
 
 struct MemoryUse {
-  int64_t bytes = 0;  // now; views of other memory don't count
-  int64_t peak = 0;   // the most since the process began, or since reset_memory_peak()
+  int64_t bytes = 0;  // now; without views of other memory
+  int64_t peak = 0;   // the maximum since the process began, or since reset_memory_peak()
 };
 
 MemoryUse memory_use(Device device);
 void reset_memory_peak(Device device);
-// By Buffer, for memory that it has got; negative for what it gives back.
+// Called by Buffer for memory that it allocates; negative for memory that it releases.
 void count_memory(Device device, int64_t bytes);
 
 }  // namespace gradwire

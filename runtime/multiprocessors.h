@@ -1,15 +1,15 @@
-// What kernels that wait for one another depend on: how many thread blocks a device runs beside each other, and whether
-// launching a kernel can wait for those that run.
+// Device properties for kernels that wait for one another: how many thread blocks run concurrently, and
+// whether a launch can wait for running kernels.
 #pragma once
 
 #include "runtime/device.h"
 
 namespace gradwire {
 
-// Streaming multiprocessors of a CUDA device: those of its part, of a GPU that is divided (MIG). 0: the host.
+// Returns the streaming multiprocessors of a CUDA device, or of its partition (MIG). 0 for the host.
 int multiprocessors(Device device);
 
-// Whether CUDA loads a kernel when it is first launched, its default, and not with all others at the beginning
+// Returns whether CUDA loads a kernel at its first launch, its default, instead of all at the start
 // (CUDA_MODULE_LOADING=EAGER). False without CUDA devices.
 bool loads_kernels_lazily();
 

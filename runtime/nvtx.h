@@ -1,7 +1,7 @@
-// Ranges for NVIDIA's profilers, in the domain "gradwire": what the host enqueues in a range is what
-// the profiler shows under its name on the GPU. NVTX is a header that calls nothing until a profiler is
-// attached, so ranges are always compiled in; without the CUDA side they are empty functions. For
-// users: docs/training.md.
+// Ranges for NVIDIA's profilers, in the domain "gradwire": the profiler shows work that the host enqueues in
+// a range under the range's name on the GPU. NVTX is a header that calls nothing until a profiler is
+// attached, so ranges are always compiled in; without the CUDA side they are empty functions. For users:
+// docs/training.md.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@
 
 namespace gradwire {
 
-// What time is spent on, in a profile and in a trace.
+// The kinds of work in a profile and in a trace.
 enum class Activity : uint8_t { batch, forward, backward, compress, communicate, decompress, optimizer };
 inline constexpr int kActivities = 7;
-const char* name(Activity activity);  // "batch", "forward", ...
+const char* name(Activity activity);  // returns "batch", "forward", ...
 
-// Lasts from construction to destruction, both in one thread; a thread's ranges nest.
+// A range from construction to destruction, both in one thread; a thread's ranges nest.
 class NvtxRange {
  public:
   // `number`: a step or a bucket, shown next to the name.

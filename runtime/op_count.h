@@ -1,11 +1,12 @@
-// How many ops and launches a piece of code enqueues: what a step costs the host, and a small GPU.
+// Counts the ops and launches that a piece of code enqueues: the cost of a step for the host, and for a small
+// GPU.
 //
 //   OpCount count;            // from here to its end, of this thread
 //   Graph::capture(stream, [&] { step(); });    // or run it
 //   count.ops(), count.launches()
 //
-// Ops are counted on every device where they are dispatched (kernels/op.h, and copy() and the like), launches only
-// where there are some: on CUDA, and in tests/simt.
+// Ops are counted on every device where they are dispatched (kernels/op.h, and copy() and the like), launches
+// only on CUDA and in tests/simt.
 #pragma once
 
 #include <cstdint>
@@ -24,17 +25,17 @@ class OpCount {
   OpCount& operator=(const OpCount&) = delete;
 
   const ByName& ops() const { return ops_; }
-  // Kernels by the name given to launch(), cuBLAS products as "gemm".
+  // Returns kernels by the name passed to launch(), cuBLAS products as "gemm".
   const ByName& launches() const { return launches_; }
 
   static int64_t total(const ByName& counts);
 
-  // What dispatchers and launchers call. Nothing happens while nobody counts.
+  // Called by dispatchers and launchers. Do nothing when no OpCount exists.
   static void op(const char* name);
   static void launch(const char* name);
 
  private:
-  OpCount* outer_;  // counts as well
+  OpCount* outer_;  // also counts
   ByName ops_, launches_;
 };
 

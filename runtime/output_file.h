@@ -1,7 +1,7 @@
-// Files that a command leaves behind for its user. The way to write a file is decided before the work begins,
-// by the kind of file that its name stands for:
+// Files that a command writes for its user. The way to write a file is decided before the work begins, by the
+// kind of file that the path names:
 //
-//   nothing yet, or a plain file of this user    a private temporary file next to it, then a rename: a reader
+//   no file yet, or a plain file of this user    a private temporary file next to it, then a rename: a reader
 //                                                sees the old contents or the new; the mode is kept
 //   a symbolic link                              its target is written, as above; the link stays
 //   a file with hard links, an ACL or another    written in place, so that links, owner and mode stay

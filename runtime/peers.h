@@ -1,12 +1,13 @@
-// Memory that the ranks of a group read and write directly: threads of one process, or GPUs of one node between
-// which loads and stores work (NVLink).
+// Memory that the ranks of a group read and write directly: threads of one process, or GPUs of one node
+// between which loads and stores work (NVLink).
 //
-// Each rank has a window: signals, then two halves for data. A rank writes its own halves, and reads everybody's; it
-// writes its signals into the others' windows. Kernels take the halves in turns, so that what a slower rank still
-// reads is not overwritten: a rank enters call k + 2 only after all others have begun call k + 1.
+// Each rank has a window of peer memory: signals, then two halves for data. A rank writes its own halves,
+// reads the halves of all ranks, and writes its signals into the others' windows. Calls alternate between the
+// halves, so that data that a slower rank still reads is not overwritten: a rank enters call k + 2 only after
+// all others have begun call k + 1.
 //
 //   uint32_t signals[kMostPeerBlocks][kMostPeers]   [block][from]: how many barriers `from` has reached
-//   uint32_t calls[kMostPeerBlocks]                 calls so far; all equal between calls, and odd ones take the
+//   uint32_t calls[kMostPeerBlocks]                 calls so far; equal between calls; an odd count uses the
 //                                                   second half
 //   bytes halves[2][half_bytes]                     at kPeerHeaderBytes
 // Signals and calls are 0 at the beginning.
@@ -18,17 +19,18 @@
 namespace gradwire {
 
 inline constexpr int kMostPeers = 64;
-// Thread blocks of one kernel: few enough to be resident all at once beside other work, which they must be.
+// Thread blocks of one kernel: few enough that all are resident at once next to other work, as they must be.
 inline constexpr int kMostPeerBlocks = 32;
-// Groups of ranks whose kernels fit on a GPU at once. With more, two ranks could each run the kernel that the other one waits
-// for.
+// Groups of ranks whose kernels fit on a GPU at once. With more, two ranks could each run the kernel that the
+// other waits for.
 inline constexpr int kPeerGroupsAtOnce = 4;
 inline constexpr int64_t kPeerCallsOffset = int64_t{4} * kMostPeerBlocks * kMostPeers;
 inline constexpr int64_t kPeerHeaderBytes = kPeerCallsOffset + 256;
 static_assert(kPeerHeaderBytes % 256 == 0 && kMostPeerBlocks * 4 <= 256);
 
-// Returns the thread blocks of a rank's kernel where `ranks` of a group share a device with so many multiprocessors (0:
-// unknown): all blocks of kPeerGroupsAtOnce groups are resident at once, one on each multiprocessor, or they deadlock.
+// Returns the thread blocks of a rank's kernel where `ranks` of a group share a device with `multiprocessors`
+// (0: unknown): all blocks of kPeerGroupsAtOnce groups are resident at once, one on each multiprocessor, or
+// they deadlock.
 inline constexpr int peer_blocks(int multiprocessors, int ranks) {
   const int most = multiprocessors > 0 && multiprocessors / kPeerGroupsAtOnce < kMostPeerBlocks
                        ? multiprocessors / kPeerGroupsAtOnce
@@ -40,18 +42,18 @@ inline constexpr int64_t peer_window_bytes(int64_t half_bytes) {
   return kPeerHeaderBytes + 2 * half_bytes;
 }
 
-// How host and kernels tell each other that a call will not end: in page-locked memory of the host.
+// Shared by host and kernels to report that a call will not complete: in page-locked memory of the host.
 struct PeerReport {
-  uint32_t stop = 0;     // by the host: wait no longer
-  uint32_t missing = 0;  // by a kernel that has waited too long: 1 + the rank that it waited for
-  uint32_t barrier = 0;  // and at which of its barriers, from 0
+  uint32_t stop = 0;     // set by the host: end the wait
+  uint32_t missing = 0;  // set by a kernel whose wait timed out: 1 + the missing rank
+  uint32_t barrier = 0;  // the index of its barrier, from 0
 };
 
 struct PeerMemory {
-  std::byte* windows[kMostPeers] = {};  // by rank, as this rank addresses them; 16-byte aligned
+  std::byte* windows[kMostPeers] = {};  // by rank, in this rank's address space; 16-byte aligned
   int rank = 0, world = 1;
   int blocks =
-      kMostPeerBlocks;     // of a kernel, at most: fewer where ranks share a device; the same on all ranks
+      kMostPeerBlocks;     // limit for a kernel: lower where ranks share a device; the same on all ranks
   int64_t half_bytes = 0;  // a multiple of 256
   PeerReport* report = nullptr;
   int64_t patience_ns = 0;  // the longest wait at a barrier

@@ -5,8 +5,8 @@
 
 namespace gradwire {
 
-// For the whole process. Work in flight may or may not be recorded, so synchronize first. CUDA devices
-// only; throws DeviceError.
+// For the whole process. Work in flight may or may not be recorded, so synchronize first. CUDA devices only;
+// throws DeviceError.
 void profiler_start(Device device);
 void profiler_stop(Device device);
 

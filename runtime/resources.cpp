@@ -27,7 +27,8 @@ bool strict_overcommit() {
   return setting == '2';
 }
 
-// "address space is limited to 1203 MiB (ulimit -v), vm.overcommit_memory is 2"; empty without limits.
+// Returns "address space is limited to 1203 MiB (ulimit -v), vm.overcommit_memory is 2"; empty without
+// limits.
 std::string memory_limits() {
   std::string text;
   const auto add = [&](const std::string& more) { text += (text.empty() ? "" : ", ") + more; };

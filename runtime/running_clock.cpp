@@ -42,7 +42,7 @@ struct State {
   std::atomic<int64_t> stopped{0}, long_stops{0};
   std::atomic<int64_t> looked_at{0};  // 0: no Watch exists
   std::mutex mutex;
-  std::mutex watches_mutex;  // guards those below
+  std::mutex watches_mutex;  // guards the members below
   int watches = 0;
   Looker* looker = nullptr;
 };

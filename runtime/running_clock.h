@@ -1,12 +1,12 @@
 // A steady clock that pauses while this process is stopped: by SIGSTOP or Ctrl-Z, docker pause, the freezer
 // of a batch system, a debugger. Deadlines on this clock count only time in which this process ran and could
-// have noticed an answer. So a job continues after all its processes were stopped and continued. If only one
-// process is stopped, the clocks of its peers continue, and it misses their deadlines.
+// have noticed an answer. A job therefore continues after all its processes were stopped and continued. If
+// only one process is stopped, the clocks of its peers continue, and it misses their deadlines.
 //
 // While a Watch exists, a thread reads the time ten times a second. A gap of more than 0.4 s between two
-// readings counts as time in which the process did not run, for every thread that asks for the time. If a
-// busy machine delays the thread by that much, deadlines become longer by the delay, which does no harm.
-// Without a Watch this is a steady clock.
+// readings counts, for every thread, as time in which the process did not run. If a busy machine delays the
+// thread by that much, deadlines become longer by the delay, which does no harm. Without a Watch this is a
+// steady clock.
 #pragma once
 
 #include <sys/types.h>
@@ -34,7 +34,8 @@ class RunningClock {
   // later, so all its earlier deadlines are over; deadlines set from then on work as usual. Waits notice
   // within kNotice if they end at slice_end(). Null: disables cancellation.
   static void cancel_by(const volatile int32_t* flag) noexcept;
-  // Returns whether the flag is set. A call with deadlines asks at its beginning: they come after the flag.
+  // Returns whether the flag is set. A call with deadlines asks at its beginning: the flag ends only earlier
+  // deadlines.
   static bool cancelled() noexcept;
   static constexpr std::chrono::milliseconds kNotice{100};
   // Returns when to check whether a wait until `deadline` was cancelled; `deadline` itself in a thread that

@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-// The product of the extents; 1 for a scalar, which has none.
+// Returns the product of the extents; 1 for a scalar, which has none.
 inline int64_t element_count(std::span<const int64_t> shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }

@@ -9,7 +9,7 @@
 namespace gradwire {
 namespace {
 
-// The kernel's struct sched_attr, first version; glibc has it from 2.41 on.
+// The kernel's struct sched_attr, first version; glibc has it since 2.41.
 struct Scheduling {
   uint32_t size = 0, policy = 0;
   uint64_t flags = 0;

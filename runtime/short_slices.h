@@ -2,9 +2,9 @@
 
 namespace gradwire {
 
-// Asks Linux (6.12 and later; others ignore it) to run this thread in slices of 0.1 ms, the shortest there are. It gets
-// no more of a core's time than other threads, but gets it soon after it wakes up: for threads that wait for a network
-// while others compute. Needs no privileges, changes nothing if it fails.
+// Asks Linux (6.12 and later; others ignore it) to run this thread in slices of 0.1 ms, the shortest
+// possible. The thread gets the same share of a core as others, but soon after it wakes up: for threads that
+// wait for a network while others compute. Needs no privileges; has no effect if it fails.
 void ask_for_short_slices();
 
 }  // namespace gradwire

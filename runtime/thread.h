@@ -16,7 +16,6 @@ class Thread {
   // @param body must not throw
   // @throws OutOfResources if the system refuses the thread; `body` is then dropped without a call
   Thread(std::string_view what, std::function<void()> body);
-  // Joins.
   ~Thread() { join(); }
   Thread(Thread&& other) noexcept;
   Thread& operator=(Thread&& other) noexcept;
@@ -24,9 +23,7 @@ class Thread {
   bool joinable() const { return joinable_; }
   // Waits until the thread has ended. Returns at once if there is none.
   void join();
-  // Detaches the thread.
   void detach();
-  // Returns whether the caller runs on this thread.
   bool is_current() const { return joinable_ && pthread_equal(handle_, pthread_self()) != 0; }
 
  private:

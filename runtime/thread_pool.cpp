@@ -44,11 +44,12 @@ std::atomic<int>& threads_setting() {
   return threads;
 }
 
-// One parallel_for in flight. Ranges are handed out by index; whoever takes the last one wakes the caller.
+// One parallel_for in flight. Ranges are assigned by index; the thread that finishes the last one wakes the
+// caller.
 struct Job {
   int64_t count, grain, ranges;
   const std::function<void(int64_t, int64_t)>* body;
-  int64_t next = 0;  // guarded by the pool's mutex, as is all below
+  int64_t next = 0;  // guarded by the pool's mutex, as are all members below
   int64_t unfinished;
   std::exception_ptr error;
 };
@@ -85,7 +86,7 @@ class Pool {
   }
 
  private:
-  // Runs one range of `job`; false when none is left to take. Holds the lock on entry and exit.
+  // Runs one range of `job`; returns false when all are taken. Holds the lock on entry and exit.
   bool take_one(std::unique_lock<std::mutex>& lock, Job& job) {
     if (job.next == job.ranges) return false;
     int64_t begin = job.next++ * job.grain;

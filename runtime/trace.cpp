@@ -21,8 +21,8 @@ void Tracer::begin_step(int64_t step, bool finer) {
   if (traces(step) && !reference_) calibrate();
 }
 
-// An event on an idle stream is recorded between two readings of the host's clock; of several tries, the one
-// with the closest readings counts. On the host this thread records it, by the same clock.
+// Records an event on an idle stream between two readings of the host's clock, several times; the closest
+// pair of readings counts. On the host this thread records it, with the same clock.
 void Tracer::calibrate() {
   const Stream idle =
       device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "clock calibration");
@@ -112,7 +112,7 @@ SpanOnStream::~SpanOnStream() {
   try {
     pending_->end.record(stream_);
     pending_->ended = true;
-  } catch (...) {  // the stream has failed, and its next user will get the error
+  } catch (...) {  // the stream has failed; its next user gets the error
   }
 }
 
