@@ -19,7 +19,7 @@ struct VitConfig {
   int32_t image = 28, channels = 1, patch = 7;
   int32_t width = 64, depth = 4, heads = 4, mlp = 256;
   int32_t classes = 10;
-  Gelu gelu = Gelu::exact;  // of the MLPs; exact: torchvision's
+  Gelu gelu = Gelu::exact;  // of the MLPs; exact: as in torchvision
 
   int32_t grid() const { return image / patch; }
   int32_t tokens() const { return grid() * grid() + 1; }  // patches and the class token
@@ -27,12 +27,12 @@ struct VitConfig {
   bool operator==(const VitConfig&) const = default;
 };
 
-// Throws BadInput, with the known names, for any other.
+// Returns a model by name. Throws BadInput, which lists the known names, for an unknown name.
 VitConfig named_model(const std::string& name);
 std::vector<std::string> model_names();
 // Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
-// Number of parameters, from a formula; a test compares it with the model's own count.
+// Returns the number of parameters, from a formula. A test compares it with the model's tensors.
 int64_t parameter_count(const VitConfig& model);
 
 // fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N]
@@ -61,7 +61,7 @@ struct Augmentation {
 struct StepRange {
   int64_t begin = 0, end = 0;
 
-  // "a:b". The message of the BadInput names `flag`.
+  // Parses "a:b". Throws BadInput, which names `flag`.
   static StepRange parse(const std::string& flag, const std::string& text);
   std::string to_string() const;
   bool empty() const { return begin >= end; }
@@ -70,12 +70,13 @@ struct StepRange {
 
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
-// --elastic-batch: what stays as it is when ranks are lost, the images per step over all ranks, or each rank's.
+// --elastic-batch: the quantity that stays constant when ranks are lost: images per step over all ranks, or
+// images per rank.
 enum class ElasticBatch : uint8_t { keep_global, keep_local };
 
-// MIN:MAX ranks with which a run goes on.
+// The world sizes MIN:MAX with which a run continues.
 struct ElasticRange {
-  int least = 0, most = 0;  // 0: it ends with the first rank that fails
+  int least = 0, most = 0;  // 0: the run ends with the first rank that fails
 
   explicit operator bool() const { return least > 0; }
   static ElasticRange parse(const std::string& text);  // throws BadInput
@@ -83,7 +84,7 @@ struct ElasticRange {
   bool operator==(const ElasticRange&) const = default;
 };
 
-// What is divided among the ranks, instead of being held by each. Each one includes those before it.
+// The state that is divided among the ranks. Each value includes the previous ones.
 enum class Sharding : uint8_t { none, optimizer, gradients, full };
 
 struct TrainConfig {
@@ -92,32 +93,33 @@ struct TrainConfig {
   Augmentation augment;
 
   std::vector<Device> devices;  // of each rank; several ranks may share one
-  bool processes = false;       // a process per rank; otherwise ranks are threads of this process
-  int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's, if all ranks agree
-  int ranks_here = 0;           // on this machine, from the launcher; 0: unknown
+  bool processes = false;       // one process per rank; otherwise ranks are threads of this process
+  int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's value, if all ranks agree
+  int ranks_here = 0;           // ranks on this machine, from the launcher; 0: unknown
   int ranks() const { return static_cast<int>(devices.size()); }
-  ElasticRange elastic;  // on: ranks that die are left behind (trainer/train/elastic.h)
+  ElasticRange elastic;  // on: the run continues when ranks die (trainer/train/elastic.h)
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  std::string
-      members;  // elastic: the file by which new ranks find the run (trainer/config/members.h); empty: none can
+  // Elastic: the file through which joiners find the run (trainer/config/members.h). Empty: no rank can join.
+  std::string members;
 
   CompressionSpec compression;
   double bucket_mb = 25;  // MiB
   Sharding shard = Sharding::none;
-  Wire gather_weights = kFp32;  // with shard: the format in which the ranks get each other's new weights
-  // Whether the ranks divide this among them. A single rank has nobody to divide it with.
+  Wire gather_weights = kFp32;  // with shard: the format in which ranks exchange updated weights
+  // Whether the ranks divide `what` among them. A single rank divides nothing.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
-  int64_t memory_limit = 0;      // bytes per rank; a run that needs more is refused. 0: none
+  int64_t memory_limit = 0;      // bytes per rank; a run that needs more is rejected. 0: none
   bool gradient_views = true;    // gradients are written into the buckets; otherwise copied in and out
   bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
   int64_t gradient_group = 2;    // layers whose gradients CUDA ranks compute and send together (layout.h)
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
-  int64_t batch_size = 64;  // images per rank and micro-batch; the most of any rank if they differ
-  // Images per micro-batch over all ranks, after the loss of some (ElasticBatch::keep_global). 0: batch_size each.
+  int64_t batch_size = 64;  // images per rank and micro-batch; the maximum over ranks if they differ
+  // Images per micro-batch over all ranks after ranks were lost (ElasticBatch::keep_global). 0: batch_size
+  // per rank.
   int64_t shared_batch = 0;
   int64_t accumulate = 1;  // micro-batches per optimizer step; gradients are averaged over them
-  int64_t steps = 0;       // optimizer steps of the whole run; always > 0 once resolved
+  int64_t steps = 0;       // optimizer steps of the whole run; > 0 once resolved
   double epochs = 0;       // steps as passes over the training set, for display
 
   OptimizerKind optimizer = OptimizerKind::adamw;
@@ -127,11 +129,11 @@ struct TrainConfig {
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
-  bool graph = false;  // capture the step once and launch it as a graph from then on; same bits
+  bool graph = false;  // capture the step once, then launch it as a graph; same bits
   uint64_t seed = 0;   // for weights, shuffling, augmentation and stochastic rounding
 
   int64_t eval_every = 1;         // epochs between evaluations; also after the last step. 0: never
-  int64_t eval_batch_size = 250;  // images per rank; only changes the order of summation
+  int64_t eval_batch_size = 250;  // images per rank; affects only the order of summation
 
   std::string init;                  // file of initial weights; empty: drawn from the seed
   std::string checkpoint_directory;  // empty: no checkpoints
@@ -141,8 +143,8 @@ struct TrainConfig {
 
   bool measure_peak = false;  // measure product and copy speed before the first step (measure/peaks.h)
 
-  std::string gradients_directory;  // rank 0's gradients of one step are written there; empty: none
-  int64_t gradients_step = -1;      // that step
+  std::string gradients_directory;  // folder for rank 0's gradients of one step; empty: none
+  int64_t gradients_step = -1;      // the step whose gradients are written
 
   std::string trace;        // trace file; empty: none
   StepRange trace_steps;    // steps in the trace

@@ -35,7 +35,7 @@ Members read_members(const std::string& path) {
   std::string magic;
   Members members;
   lines >> magic >> members.launched;
-  lines.ignore();  // the line's end
+  lines.ignore();  // end of line
   if (magic != kMagic || members.launched < 1 || members.launched > kMostRanks) {
     throw BadInput(path + ": this is not a list of a run's ranks; name the file of the run's --members");
   }
