@@ -16,7 +16,7 @@ DeferredUpdate::DeferredUpdate(Communicator& comm, const Stream& compute, Reduce
       optimizer_(optimizer),
       model_(model),
       due_(reducer.ranges().size()) {
-  // Buckets may divide a block, and hold several.
+  // A block can span several buckets, and a bucket several blocks.
   std::vector<int> first = vit_blocks(model.parameters());
   first.push_back(reducer.tensors());
   for (size_t block = 0; block + 1 < first.size(); ++block) {
@@ -96,8 +96,8 @@ void DeferredUpdate::order_exchanges() {
 
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share) {
   std::vector<int> order;
-  std::vector<int> full;  // and not sent
-  double now = 0;         // in elements that the link sends
+  std::vector<int> full;  // but not sent
+  double now = 0;         // in elements sent on the link
   for (size_t b = 0; b < buckets.size() || !full.empty();) {
     auto full_at = [&] { return share * static_cast<double>(buckets[b].end); };
     if (full.empty()) now = std::max(now, full_at());

@@ -1,10 +1,11 @@
-// --overlap-forward: the end of a step, inside the next one's forward.
+// --overlap-forward: the end of a step, inside the next step's forward.
 //
-// On a slow link the exchange of a step's gradients goes on long after backward, and the first layers' gradients, which
-// the next forward needs first, are ready last. So the compute stream waits for each bucket, and updates its weights,
-// just before the first op that uses them; and of the buckets that wait for the link, the one that forward needs first
-// is the next. The last to arrive are then the last layers', and little is left to compute before the link has work
-// again. A bucket's arithmetic does not change, so neither does any bit.
+// On a slow link the exchange of a step's gradients continues long after backward. The first layers'
+// gradients, which the next forward needs first, are ready last. The compute stream therefore waits for each
+// bucket, and updates its weights, just before the first op that uses them. Of the buckets that wait for the
+// link, the bucket that forward needs first is sent next. The last layers' gradients then arrive last, and
+// little computation remains before the link is busy again. The arithmetic of a bucket does not change, so
+// the bits do not change.
 #pragma once
 
 #include <cstdint>
@@ -21,20 +22,22 @@ namespace gradwire {
 
 class DeferredUpdate {
  public:
-  // The model's ops are on `compute`. All must outlive the object.
+  // `compute`: the stream of the model's ops. All arguments must outlive the object.
   DeferredUpdate(Communicator& comm, const Stream& compute, Reducer& reducer, Optimizer& optimizer,
                  Vit& model);
 
-  // Where a step's marks are made; for as many steps as are in flight.
+  // Creates the events of a step's marks. Call once for each step in flight.
   void prepare(TrainingMarks& marks) const;
-  // A backward that wrote `gradients` is enqueued, and its update, with this learning rate, is due.
+  // Starts the update of a step, with learning rate `lr`, after a backward that wrote `gradients` is
+  // enqueued.
   void begin(TrainingMarks& marks, const float* gradients, double lr);
-  // Vit's BlockCalls: updates the weights of the block.
+  // Vit's BlockCalls: updates the weights of `block`.
   void begins(int block);
-  // Updates what is left, and ends the step. Nothing happens if none is due.
+  // Updates the remaining buckets and ends the step. Does nothing if no update is pending.
   void finish();
 
-  // Once, when measured() is long enough: orders the exchanges by the times so far. Collective, and blocks.
+  // Orders the exchanges by the times measured so far. Call once, when orders_now() is true. Collective;
+  // blocks.
   void order_exchanges();
   void measured(double backward_ms, double communication_ms);
   bool orders_now() const { return measured_steps_ == kMeasuredSteps && !ordered_; }
@@ -50,16 +53,16 @@ class DeferredUpdate {
   Optimizer& optimizer_;
   Vit& model_;
   std::vector<std::vector<int>> buckets_of_;  // by block
-  std::vector<bool> due_;                     // by bucket
-  TrainingMarks* marks_ = nullptr;            // of the step whose update is due
+  std::vector<bool> due_;                     // by bucket: update pending
+  TrainingMarks* marks_ = nullptr;            // of the step whose update is pending
   const float* gradients_ = nullptr;
   int measured_steps_ = -kWarmUpSteps;
   double backward_ms_ = 0, communication_ms_ = 0;
   bool ordered_ = false;
 };
 
-// The order of the buckets' exchanges: whenever the link is free, the last of those that backward has filled, which
-// forward uses first. `share`: backward's time relative to that of all exchanges.
+// Returns the order of the buckets' exchanges: whenever the link is free, the bucket that backward filled
+// last, which forward uses first. `share`: time of backward / time of all exchanges.
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share);
 
 }  // namespace gradwire

@@ -19,16 +19,16 @@
 namespace gradwire {
 namespace {
 
-// All ranks hear of a failure within the deadline and five seconds (docs/faults.md).
+// All ranks learn of a failure within the deadline plus five seconds (docs/faults.md).
 constexpr std::chrono::seconds kBeyondDeadline{10};
 
-// The settings that do not depend on when a rank has come.
+// Returns the settings without those that are specific to the launch.
 TrainConfig as_launched(TrainConfig config) {
   config.resume.clear();
   config.trace.clear();
   config.trace_steps = {};
   config.measure_peak = false;
-  config.ranks_per_node = config.ranks_here = 0;  // nodes will not be equal
+  config.ranks_per_node = config.ranks_here = 0;  // nodes will differ in size
   return config;
 }
 
@@ -114,7 +114,8 @@ int64_t Elastic::reached() const {
   return kept_.newest().value_or(begun_with);
 }
 
-// The newest in the folder is this run's: a run that finds others there does not begin (cli/options.cpp).
+// Returns to the newest checkpoint. It belongs to this run: a run does not start in a folder with other
+// checkpoints (cli/options.cpp).
 void Elastic::go_back_to_checkpoint() {
   const std::string& folder = launched_.checkpoint_directory;
   double found = -1;
@@ -164,7 +165,7 @@ bool Elastic::agree() {
   agree_on_kept(step);
   const KeptSteps::Due& due = start_kept_.due;
   bool saved = false;
-  if (due.checkpoint) {  // a rank that wrote its part of one does not know whether rank 0 got to the end
+  if (due.checkpoint) {  // a rank that wrote its part does not know whether rank 0 completed the checkpoint
     const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
     saved = all_gather(comm().transport(), Stream::immediate_host(), {number(checkpoint_world(path))},
                        "the last checkpoint")[0][0] > 0;
@@ -173,7 +174,7 @@ bool Elastic::agree() {
   return true;
 }
 
-// Newcomers get the next numbers, in the order of their ranks.
+// Gives joiners the next numbers, in rank order.
 void Elastic::number_ranks(const std::vector<std::vector<double>>& told) {
   for (const auto& theirs : told) next_number_ = std::max(next_number_, static_cast<int>(theirs[4]));
   for (size_t r = 0; r < told.size(); ++r) {
@@ -182,7 +183,7 @@ void Elastic::number_ranks(const std::vector<std::vector<double>>& told) {
   }
 }
 
-// What rank 0 knows of the step, and how large the residuals are of those that are here.
+// Shares rank 0's data on the step, and the residual norm of every rank in the group.
 void Elastic::agree_on_kept(int64_t step) {
   const auto me = static_cast<size_t>(comm().rank());
   const bool joins = std::find(newcomers_.begin(), newcomers_.end(), comm().rank()) != newcomers_.end();
@@ -207,7 +208,7 @@ void Elastic::agree_on_kept(int64_t step) {
                    .ranks = {},
                    .residual_norms = {}};
   }
-  // Ranks that are lost stay known, as long as the step is the one to go back to.
+  // Keeps lost ranks as long as this step is the one to return to.
   for (size_t r = 0; r < told.size(); ++r) {
     if (std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), ranks_[r]) != start_kept_.ranks.end())
       continue;
@@ -263,7 +264,7 @@ Elastic::Changes Elastic::resumed() {
                                                                .why = std::move(why_),
                                                                .goes_back = from_checkpoints_});
     for (const int rank : record.lost) {
-      if (from_checkpoints_) {  // which the checkpoint has
+      if (from_checkpoints_) {  // the checkpoint has the residual
         record.lost_residual_norms.push_back(0);
         continue;
       }

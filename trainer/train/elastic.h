@@ -1,27 +1,31 @@
-// --elastic: a run of processes that goes on without those that die, and takes new ones.
+// --elastic: a run of processes that continues when ranks die, and admits new ranks.
 //
-//   a step breaks     every survivor's part of the group fails (transport.h), and its RankTrainer goes
-//   regroup()         the survivors find each other and form a group (rendezvous/reunion.h), with or without rank 0
-//   agree()           they compare which steps each has finished, and choose the newest that all have
-//   a new RankTrainer takes that step's state, of which each rank keeps its own (kept_steps.h), and does the step again
+//   a step breaks     every survivor's operations fail (transport.h), and its RankTrainer is destroyed
+//   regroup()         the survivors form a new group (rendezvous/reunion.h), with or without rank 0
+//   agree()           they compare the steps each has finished, and choose the newest that all have finished
+//   new RankTrainers  each restores its own snapshot of that step (kept_steps.h) and repeats the next step
 //
-// So a step is applied by all survivors or by none: who has applied it before the others drops the result. Weights,
-// moments and factors are the same on all ranks after a step that all have finished, so nothing is sent. Residuals are
-// each rank's own; those of the lost ranks are gone, and the ShrinkRecord says how large they were.
+// So a step is applied by all survivors or by none: a rank that had already applied it drops the result.
+// Weights, moments and factors are equal on all ranks after a step that all have finished, so no state is
+// sent. Residuals differ from rank to rank. The residuals of dead ranks are lost; the ShrinkRecord reports
+// their norms.
 //
-//   a newcomer        knocks (rendezvous/newcomer.h), and waits. The ranks hear of it in the exchange that follows each step
-//   grow()            after the next step they form a group with those that wait, and their RankTrainers go
-//   agree()           as above; the newcomers have no state, and get numbers that no rank has had
-//   a new RankTrainer takes the state that it left off with; newcomers get it from the others (hand_over.h), but for
-//                     residuals, which begin with 0
+//   a joiner          sends a request (rendezvous/newcomer.h) and waits. The exchange after each step
+//                     notifies all ranks
+//   grow()            after the next step the ranks form a group with the joiners, and destroy their
+//                     RankTrainers
+//   agree()           as above; joiners have no state, and get numbers that no rank has had
+//   new RankTrainers  each continues from its own state. Joiners receive the state from the others
+//                     (hand_over.h), except residuals, which start at 0
 //
-// A newcomer that has no state yet is no loss: whatever fails, it leaves, and knocks again.
+// A joiner without state is expendable: on any failure it leaves and retries.
 //
-// With --shard nobody else has what a lost rank held, so the state to go on from is the newest checkpoint's, for the ranks
-// that are left and for newcomers, for whom one is made. Residuals of lost ranks are in it, too.
+// With --shard no other rank holds a lost rank's part of the state. Survivors and joiners therefore start
+// from the newest checkpoint; one is saved before joiners are admitted. It also holds the residuals of lost
+// ranks.
 //
-// A rank that fails by itself (its disk is full) is lost to the others like one that is killed. What fails before the
-// first step ends the run.
+// A rank that fails by itself (for example because its disk is full) is lost to the others like a killed
+// rank. A failure before the first step ends the run.
 #pragma once
 
 #include <chrono>
@@ -39,75 +43,79 @@ namespace gradwire {
 
 class Elastic {
  public:
-  // This process's part of a run that begins with `comm`, which must be shrinkable and outlive the object.
+  // Starts this process's part of a run with `comm`, which must be shrinkable and outlive the object.
   Elastic(const TrainConfig& config, Communicator& comm);
-  // This process's part of a run that was begun by others, with these settings. Followed by join().
+  // Starts a joiner's part of a run that has these settings. Call join() next.
   explicit Elastic(const TrainConfig& config);
-  // Tells those who wait to join that the run has ended.
+  // Ends admission and notifies waiting joiners.
   ~Elastic();
 
-  // The group, and the run's settings for it. Both change in regroup(), move_on() and join().
+  // Returns the group. Changes in regroup(), move_on() and join(), as do the settings in config().
   Communicator& comm() { return group_ ? *group_ : *first_; }
   const TrainConfig& config() const { return config_; }
-  // The run's settings as all of its ranks have them, early or late.
+  // Returns the run's settings at launch, which are equal on all ranks, joiners included.
   const TrainConfig& launched() const { return launched_; }
 
   // ---- New ranks
 
-  // Newcomers may knock if `judge` lets them: see Transport::open_door().
+  // Opens admission. `judge` validates a joiner's description; see Transport::open_door().
   void open_door(std::function<std::string(const std::string& about)> judge);
-  // On rank 0: keeps config().members, the file by which newcomers find the group.
+  // Writes config().members, the file through which joiners find the group. Does nothing except on rank 0.
   void post_members();
-  // This newcomer is part of `comm`, and knows nothing else yet.
+  // Makes this joiner a member of `comm`. It has no state yet.
   void join(std::unique_ptr<Communicator> comm);
-  // Whether newcomers waited after this step, in which case all ranks know it. After the step is kept, before the one
-  // after the next is enqueued.
+  // Returns whether joiners were waiting after this step; the same on all ranks. Call after the step's
+  // snapshot is complete and before the step after next is enqueued.
   bool newcomers_wait(int64_t step) const { return kept_.at(step).newcomers; }
-  // Collective, after the newest step is kept. True: a group with newcomers has formed. The RankTrainer is to end, then
-  // move_on().
+  // Forms a group with the joiners. Returns whether it has formed; then destroy the RankTrainer and call
+  // move_on(). Collective; call after the newest step's snapshot is complete.
   bool grow();
   bool has_grown() const { return next_ != nullptr; }
   void move_on();
 
-  // ---- For the run's loop: once the group has failed and its RankTrainer is gone.
+  // ---- For the run's loop, once the group has failed and its RankTrainer is destroyed.
 
-  // Whether there is a step to go back to.
+  // Returns whether there is a step to return to.
   bool has_begun() const { return reached() >= 0; }
-  // Collective over the survivors. Throws CommError when they do not find each other, this rank was left out, or it
-  // cannot be known that no others go on; Error when fewer are left than --elastic allows. Both say what to do.
+  // Forms a group of the survivors. Collective over them. Throws CommError when they do not find each other,
+  // when this rank was left out, or when other ranks may have continued without it (split brain). Throws
+  // Error when fewer ranks are left than --elastic allows. Both messages say what to do.
   void regroup(const std::string& why);
-  // Collective over a new group; does nothing in the first. False: there is nothing left to do, rank 0 has reported the
-  // run's end. Throws Error when the same step breaks again although no rank is lost, CommError like any collective.
+  // Agrees on the step to continue from. Collective over a new group; does nothing in the first group.
+  // Returns false if rank 0 has already reported the end of the run. Throws Error when the same step breaks
+  // again although no rank is lost, CommError like any collective.
   bool agree();
 
   // ---- For the RankTrainer.
 
   struct Start {
-    Position position;                            // steps done, and where that is in the data
-    bool evaluation = false, checkpoint = false;  // due after these steps, and not done
+    Position position;                            // steps done, and the position in the data
+    bool evaluation = false, checkpoint = false;  // due after these steps, but not done
   };
-  // None in the first group.
+  // Returns the step to continue from; empty in the first group.
   const std::optional<Start>& start() const { return start_; }
-  // Whether steps done since the newest checkpoint are lost with a rank, and newcomers begin with one. start() is then
-  // that of config().resume, or the run's own beginning.
+  // Returns whether the run returns to a checkpoint when ranks are lost or join (--shard). start() is then
+  // the position of config().resume, or the start of the run.
   bool from_checkpoints() const { return from_checkpoints_; }
-  // Takes the state to go on from; collective over a group with newcomers. See KeptSteps::restore(). Not from checkpoints.
+  // Restores the state of start(). Collective over a group with joiners. Returns as KeptSteps::restore(). Not
+  // to be called if from_checkpoints().
   bool restore(const RankState& rank);
-  // This process is rank 0 since the one before it is lost, and has not reported anything yet.
+  // Returns whether this process has replaced a lost rank 0 and has not reported yet.
   bool takes_over() { return start_ && comm().rank() == 0 && !announced_; }
-  // This process is rank 0, and what it or another has reported of steps after start() does not hold any more.
+  // Returns whether this process is rank 0 and earlier reports of steps after start() are now void.
   bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && failed_at_; }
   void announced() { announced_ = true; }
-  // The group is ready for its next step, ranks that are lost from here on belong to the next record. What there is to
-  // report: who has joined, who is lost, or, with neither, that the group has formed again.
+  // Returns the changes to report: the ranks that joined, the ranks that were lost, or, with no change of
+  // ranks, that the group has formed again. Call when the group is ready for its next step; later losses
+  // belong to the next record.
   struct Changes {
     std::optional<GrowRecord> grown;
     std::optional<ShrinkRecord> shrunk;
   };
   Changes resumed();
-  // Enqueues on the rank's stream, after a step or before the first one: see KeptSteps.
+  // Enqueues a snapshot on the rank's stream, after a step or before the first: see KeptSteps.
   void keep(const RankState& rank, const Position& position, KeptSteps::Due due);
-  // Rank 0 has reported the evaluation after this step, or the end.
+  // Rank 0 has reported the evaluation after `step`.
   void evaluated(int64_t step) { evaluated_ = step; }
   void finished();
 
@@ -115,36 +123,36 @@ class Elastic {
   static constexpr int kUnknown = -1;
 
   TrainConfig config_for(int world) const;
-  int64_t reached() const;  // steps done, as far as this process knows; -1: it has no state
+  int64_t reached() const;  // steps done, as far as this process knows; -1: no state
   void go_back_to_checkpoint();
   std::string remedy() const;
   void number_ranks(const std::vector<std::vector<double>>& told);
   void agree_on_kept(int64_t step);
   std::vector<int> lost() const;
 
-  const TrainConfig launched_;  // the settings, with all ranks that were launched
+  const TrainConfig launched_;  // settings at launch
   const bool from_checkpoints_;
-  const std::string
-      resumed_;  // the checkpoint with which the run began; empty: none, or not known to a newcomer
+  // The checkpoint from which the run was resumed. Empty: none, or unknown to a joiner.
+  const std::string resumed_;
   TrainConfig config_;
-  Communicator* const first_;            // null for a newcomer
-  std::unique_ptr<Communicator> group_;  // none before the first regroup()
-  std::unique_ptr<Communicator> next_;   // that has grown out of it
-  std::vector<int> ranks_;  // of the group, as launched, or numbered as they joined; kUnknown before agree()
-  int next_number_ = 0;     // of the next to join
-  std::vector<int> newcomers_;  // their ranks in the group, as long as they have no state
-  KeptSteps kept_;              // from_checkpoints_: without states
-  KeptSteps::Kept start_kept_;  // what is known of the step to go on from
+  Communicator* const first_;            // null for a joiner
+  std::unique_ptr<Communicator> group_;  // null before the first regroup()
+  std::unique_ptr<Communicator> next_;   // grown from the current group
+  std::vector<int> ranks_;               // launch or join number of each rank; kUnknown before agree()
+  int next_number_ = 0;                  // of the next joiner
+  std::vector<int> newcomers_;           // ranks in the group that have no state yet
+  KeptSteps kept_;                       // from_checkpoints_: without states
+  KeptSteps::Kept start_kept_;           // describes the step to continue from
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;
-  int64_t broke_at_ = -1;  // the newest step that all had done by the latest agree()
+  int64_t broke_at_ = -1;  // the newest step that all had finished at the latest agree()
   // For the next records.
-  std::vector<int> reported_;  // the ranks of which all know
+  std::vector<int> reported_;  // ranks in the latest report
   std::string why_;
   std::optional<std::chrono::steady_clock::time_point> failed_at_, stopped_at_;
-  bool others_ = false;  // since the latest agree() the group has lost ranks, or has others
-  int fruitless_ = 0;    // how often the group has formed again without losing a rank or doing a step
+  bool others_ = false;  // ranks were lost or replaced since the latest agree()
+  int fruitless_ = 0;    // regroups without a lost rank or a finished step
 };
 
 }  // namespace gradwire

@@ -11,15 +11,15 @@ namespace gradwire {
 
 class Evaluator {
  public:
-  // `data` and `model` must outlive this object; the model is on `stream`.
+  // `data` and `model` must outlive this object; the model's ops run on `stream`.
   Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm, const Stream& stream,
             const Vit& model);
 
   // Returns the memory of an evaluator in bytes, without the weights of `model`.
   static int64_t bytes(const TrainConfig& config, const Stream& stream, const Vit& model);
 
-  // Loss and correct answers on this rank's images; the ranks' shares cover the test set exactly once. Waits
-  // for the stream.
+  // Returns the loss and correct answers on this rank's images. The ranks' shares cover the test set exactly
+  // once. Waits for the stream.
   RankReports::Report run();
 
  private:

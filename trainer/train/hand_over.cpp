@@ -12,7 +12,7 @@
 namespace gradwire {
 namespace {
 
-// Of one exchange, so that its deadline is not one for everything.
+// Bytes per exchange, so that each has its own deadline.
 constexpr size_t kPieceBytes = size_t{32} << 20;
 
 class HandOver {
@@ -26,7 +26,7 @@ class HandOver {
 
   bool joins() const { return is_new(transport_.rank()); }
 
-  // The same number of bytes on all ranks.
+  // `bytes` must have the same size on all ranks.
   void send(std::span<std::byte> bytes) {
     for (size_t begin = 0; begin < bytes.size(); begin += kPieceBytes) {
       send_piece(bytes.subspan(begin, std::min(kPieceBytes, bytes.size() - begin)));

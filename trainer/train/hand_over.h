@@ -1,5 +1,5 @@
-// How a rank that joins a running group gets what is the same on all ranks: weights, moments, and the codecs' state,
-// but for residuals.
+// State transfer to ranks that join a running group: the state that is equal on all ranks (weights, moments,
+// and codec state except residuals).
 #pragma once
 
 #include <vector>
@@ -8,8 +8,9 @@
 
 namespace gradwire {
 
-// Collective over the group, whose ranks hold their state whole, on the host. Each rank but the newcomers sends every
-// newcomer its part of everything, so all their links carry it at the same time. No work may be in flight.
+// Sends the state to the ranks `newcomers`. Collective over the group, whose ranks hold the whole state on
+// the host. Each other rank sends every joiner a part of everything, so that all links carry it in parallel.
+// No work may be in flight.
 void hand_over(const RankState& rank, const std::vector<int>& newcomers);
 
 }  // namespace gradwire

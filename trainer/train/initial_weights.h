@@ -1,4 +1,4 @@
-// The weights all ranks start from: drawn once, copied by each rank, freed after the last copy.
+// The weights from which all ranks start: drawn once, copied by each rank, freed after the last copy.
 #pragma once
 
 #include <memory>
@@ -13,10 +13,11 @@ namespace gradwire {
 
 class InitialWeights {
  public:
-  // From `file`, or drawn from the seed if it is empty.
+  // Loads the weights from `file`; draws them from the seed if `file` is empty.
   explicit InitialWeights(uint64_t seed, std::string file = {}) : seed_(seed), file_(std::move(file)) {}
 
-  // A pure function of its arguments and the seed or file. Callers share the result while any holds it.
+  // Returns the weights: a pure function of the arguments and the seed or file. Callers share the result
+  // while any of them holds it.
   std::shared_ptr<const std::vector<float>> get(const std::vector<VitParameter>& parameters,
                                                 const ParameterLayout& layout) {
     std::lock_guard lock(mutex_);

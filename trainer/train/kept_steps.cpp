@@ -18,7 +18,6 @@ int64_t moments_per_kind(const RankState& rank) {
 
 }  // namespace
 
-// Enqueues it.
 void KeptSteps::copy_state(Slot& slot, const RankState& rank) {
   const Stream& stream = rank.stream;
   slot.weights.resize(static_cast<size_t>(rank.layout.elements));
@@ -42,7 +41,7 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
                 fmt::format("the norms of the residuals after {} steps", step)};
   if (states_) {
     tell(slot, rank, stream);
-  } else {  // weights may be on their way to this rank's next forward
+  } else {  // this rank's next forward may still be gathering weights
     if (!slot.ended) slot.ended = Event::create(stream.device());
     if (!slot.exchanged) slot.exchanged = Event::create(stream.device());
     const Stream& exchanges = rank.comm.transfers();
@@ -62,7 +61,6 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
   });
 }
 
-// Enqueues the exchange.
 void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
   const int me = rank.comm.rank(), world = rank.comm.world();
   slot.told.resize(static_cast<size_t>(world));

@@ -1,10 +1,10 @@
-// What a rank needs to repeat a step without the ranks that died in it: its state after each of the last two steps, in
-// host memory, and how large every rank's residual was then.
+// The snapshots from which a rank repeats a step without the ranks that died in it: its state after each of
+// the last two steps, in host memory, and the norms of all ranks' residuals at that time.
 //
-// All survivors go on from the same step, the oldest of the newest that each has. Two are enough: a step's exchanges
-// need data of every rank, so a rank that has finished step s + 1 knows that all others have finished step s. And a
-// rank has finished a step only once it has everyone's residual norm, which makes the norms of a rank that dies later
-// known to all who could need them.
+// All survivors continue from the same step, the minimum over ranks of the newest finished step. Two
+// snapshots are enough: a step's exchanges need data from every rank, so a rank that has finished step s + 1
+// knows that all others have finished step s. A rank finishes a step only after it has received all residual
+// norms, so every survivor that needs the norm of a dead rank has it.
 #pragma once
 
 #include <array>
@@ -22,56 +22,57 @@ namespace gradwire {
 
 class KeptSteps {
  public:
-  // `states`: false where they are nowhere but with their ranks, so that nothing is to be gone back to (--shard). Then only
-  // what keep() tells is kept.
+  // `states`: false with --shard: each rank holds only its part, so no step can be repeated. keep() then
+  // stores only what ranks exchange.
   explicit KeptSteps(bool states) : states_(states) {}
 
-  // What is due after a step besides the next one.
+  // Work that is due after a step, other than the next step.
   struct Due {
     bool evaluation = false, checkpoint = false;
   };
   struct Kept {
     Position position;
     Due due;
-    std::vector<int> ranks;              // of the group, as launched
-    std::vector<double> residual_norms;  // of each of them
-    bool newcomers = false;              // some waited to join when the step ended
+    std::vector<int> ranks;              // of the group, by launch number
+    std::vector<double> residual_norms;  // of each of `ranks`
+    bool newcomers = false;              // joiners were waiting at the end of the step
   };
 
-  // Enqueues on the rank's stream: copies its state after position.step steps, and exchanges norms, and whether
-  // newcomers wait, with the others. `ranks`: how the group's were launched. Collective, on the host.
+  // Enqueues a snapshot of the rank's state after position.step steps on its stream, and the exchange of
+  // residual norms and waiting joiners. `ranks`: launch numbers of the group's ranks. Collective; host only.
   void keep(const RankState& rank, const std::vector<int>& ranks, const Position& position, Due due);
 
-  // The rest: while no work is in flight.
-  // The newest step after which the state is complete; none before the first.
+  // ---- Call the following functions while no work is in flight.
+
+  // Returns the newest step with a complete snapshot; none before the first.
   std::optional<int64_t> newest() const;
-  // Of that step, or of the one before the newest. Throws Error for any other.
+  // Returns the description of the newest snapshot or the one before it. Throws Error for any other step.
   const Kept& at(int64_t step) const { return find(step).kept; }
-  // All survivors go on from `step`, so later ones will be done again.
+  // Drops snapshots after `step`, because all survivors continue from `step`.
   void go_back_to(int64_t step);
-  // What all ranks of a group that has grown know of a kept step.
+  // Replaces a snapshot's description by the one on which the ranks of a grown group have agreed.
   void describe(const Kept& kept);
-  // For a rank that has joined: its state, which others have given it, is the one to go back to.
+  // Takes the first snapshot of a joiner, after it has received its state.
   void begin(const RankState& rank, const Kept& kept);
-  // Gives a rank of another group, fresh from its constructor, the state after `step`. True if residuals are in
-  // rank.left_over(), as in restore_checkpoint().
+  // Restores the state after `step` into a newly constructed rank of another group. Returns true if residuals
+  // are in rank.left_over(), as in restore_checkpoint().
   bool restore(const RankState& rank, int64_t step) const;
 
-  // Host memory that a rank with `elements` weights and this much other state will need.
+  // Returns the host memory in bytes for the snapshots of a rank with `elements` weights.
   static int64_t bytes(int64_t elements, int64_t moments, int64_t codec_bytes);
 
  private:
   static constexpr size_t kSlots = 2;
   struct Slot {
     std::atomic<int64_t> step{-1};  // -1: none, or incomplete
-    // Written on the stream only: the host is a step ahead, and what is here may be needed until the stream gets there.
+    // Written only in stream order: the host runs one step ahead, and the old content may still be needed.
     Kept kept;
     std::vector<float> weights;
     std::vector<std::vector<float>> moments;
     ReducerSnapshot codecs;
-    // The exchange. The stream has passed its last one by the time the host prepares another.
+    // The exchange. The stream has passed the previous exchange before the host prepares the next.
     struct Told {
-      double residual_norm = 0, newcomers = 0;  // who wait
+      double residual_norm = 0, newcomers = 0;  // number of joiners waiting
     };
     std::vector<Told> told;  // by rank
     Call call;

@@ -1,4 +1,4 @@
-// The layout of a model's parameters, which follows the reducer's layout of their gradients.
+// The layout of a model's parameters. It follows the reducer's layout of their gradients.
 #pragma once
 
 #include <vector>
@@ -16,16 +16,16 @@ inline std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
   return tensors;
 }
 
-// In elements. Every tensor starts on a multiple of 16 bytes, in the BF16 copy as well.
+// Returns the alignment in elements. Every tensor starts on a multiple of 16 bytes, also in the BF16 copy.
 inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }
 
-// Whole buckets whose gradients are in memory at a time if they are divided: one that backward writes, and two that
-// are being reduced.
+// Buckets in memory at a time when gradients are divided: one that backward writes, and two that are being
+// reduced.
 inline constexpr int kGradientSlots = 3;
 
-// What the run's settings say about its reducer.
+// Returns the reducer's options for the run's settings.
 inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer = nullptr) {
   ReducerOptions options{.bucket_bytes = config.bucket_bytes(),
                          .seed = config.seed,
@@ -41,8 +41,8 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
   return options;
 }
 
-// Layers whose weight gradients are computed together, by a rank on `device`. A single rank sends nothing, so nobody
-// waits. Divided gradients are reduced layer by layer, for want of memory.
+// Returns the number of layers whose weight gradients a rank on `device` computes together. A single rank
+// sends nothing, so no gradient is awaited. Divided gradients are reduced layer by layer, to save memory.
 inline GradientGroups gradient_groups(const TrainConfig& config, const Device& device, int ranks) {
   if (device.is_host() || config.divides(Sharding::gradients)) return {};
   if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
@@ -56,7 +56,7 @@ inline ParameterLayout reducer_layout(const Reducer& reducer) {
   return layout;
 }
 
-// Where the gradients are in reducer.gradients().
+// Returns the offsets of the gradients in reducer.gradients().
 inline ParameterLayout gradient_layout(const Reducer& reducer) {
   ParameterLayout layout;
   for (int i = 0; i < reducer.tensors(); ++i) {

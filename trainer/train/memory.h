@@ -1,4 +1,4 @@
-// How much device memory a run needs, known before it starts.
+// The device memory of a run, planned before it starts.
 #pragma once
 
 #include <cstdint>
@@ -11,22 +11,24 @@ namespace gradwire {
 
 struct RunMemory {
   int64_t model = 0;          // weights, activations of one batch, and loaded images
-  int64_t gradients = 0;      // one FP32 value per parameter, gaps between tensors included; less if divided
-  int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own weights in FP32
-  ReducerMemory compression;  // beyond the gradients
-  int64_t kept = 0;           // with --elastic: the state after each of the last two steps
+  int64_t gradients = 0;      // one FP32 value per parameter, including gaps between tensors; less if divided
+  int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own FP32 weights
+  ReducerMemory compression;  // in addition to the gradients
+  int64_t kept = 0;           // --elastic: snapshots of the last two steps
   int64_t evaluation = 0;     // activations of a batch of --eval-batch-size, and loaded images
 
   int64_t total() const { return model + gradients + optimizer + compression.total() + kept + evaluation; }
 };
 
-// Rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and reducer on
-// the host without peers. That briefly takes as much host memory, except activations, which stay untouched.
+// Returns rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and
+// reducer on the host without peers, which briefly takes as much host memory, except activations, which stay
+// untouched.
 RunMemory plan_memory(const TrainConfig& config);
 
-// The plan as two lines of text.
+// Returns the plan as two lines of text.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
-// Throws BadInput if the run needs more than its --memory-limit, with what it needs and which --shard would do.
+// Throws BadInput if the run needs more than its --memory-limit. The message names the need and the
+// sufficient --shard.
 void check_memory_limit(const TrainConfig& config);
 
 }  // namespace gradwire

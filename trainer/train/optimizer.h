@@ -1,4 +1,4 @@
-// The optimizer's state and its step over the flat parameter buffer, or over a rank's parts of it: one launch for
+// The optimizer's state and its step over the flat parameter buffer or a rank's parts of it: one launch for
 // the whole model, or one per part.
 #pragma once
 
@@ -14,20 +14,20 @@ namespace gradwire {
 
 class Optimizer {
  public:
-  // State for the parameters in these parts of the flat buffer, zeroed in stream order.
+  // Allocates state for the parameters in `parts` of the flat buffer, and zeroes it in stream order.
   Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts);
 
-  // Sends the values that change with the step (from 0) to the device in stream order, so the host need not
-  // wait for the previous step. Call before step(), and outside of a graph that contains step().
+  // Sends the values that change with the step (counted from 0) to the device in stream order, so the host
+  // need not wait for the previous step. Call before step(), and outside a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step: the same work each time, so it can be captured. The new parameters are written as BF16 too, to
-  // the same places in `rounded`, unless that is null.
+  // Enqueues a step. The work is the same each time, so it can be captured. Also writes the new parameters as
+  // BF16 to the same offsets in `rounded`, unless that is null.
   void step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded = nullptr);
-  // The same for these elements of the flat buffer only; the optimizer has state for all of it.
+  // Enqueues a step of the elements `range` of the flat buffer. Requires state for the whole buffer.
   void step(const Stream& stream, float* params, const float* grads, ElementRange range,
             Bf16* rounded = nullptr);
 
-  // The state that a checkpoint saves: the parts, one after another.
+  // Returns the state for a checkpoint: the parts, one after another.
   std::vector<FlatState> moments() const;
   const std::vector<ElementRange>& parts() const { return parts_; }
   int64_t elements() const { return elements_; }  // of all parts

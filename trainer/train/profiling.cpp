@@ -21,7 +21,7 @@ TraceLabelPtr label(Activity activity) {
 
 }  // namespace
 
-// The profiler works on the whole process, so with ranks in threads only rank 0 controls it.
+// The profiler covers the whole process, so with ranks as threads only rank 0 controls it.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
   const StepRange& steps = config.profile_steps;
   if (steps.empty() || (step != steps.begin && step != steps.end)) return;
@@ -70,8 +70,8 @@ std::string RankTrace::text() {
   return trace_events(comm_.rank(), comm_.device(), tracer_->take(), tracer_->dropped(), error_us);
 }
 
-// With a process per rank, each sends its spans to rank 0 in messages of limited size: first their number,
-// then the messages. All ranks do this after the same step's report, so rank 0 takes the right messages.
+// Sends the spans of a process to rank 0: first the number of messages, then messages of limited size. All
+// ranks do this after the same step's report, so rank 0 takes the right messages.
 void RankTrace::hand_over() {
   constexpr size_t kMessageBytes = 512 << 10;
   std::string mine = text();

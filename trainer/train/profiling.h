@@ -14,21 +14,21 @@
 
 namespace gradwire {
 
-// --profile-steps: starts the profiler before the first step of the range and stops it after the last one.
+// --profile-steps: starts the profiler before the first step of the range and stops it after the last step.
 // Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 
-// --trace: the spans of this rank's steps, from the marks that the log needs anyway.
+// --trace: the spans of this rank's steps, from the marks that the log needs in any case.
 class RankTrace {
  public:
-  // `file`: null without --trace, and then the class does nothing. `instant`: time 0 of the trace.
+  // `file`: null without --trace; the class then does nothing. `instant`: time 0 of the trace.
   RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file, const SharedInstant& instant);
 
-  // Takes spans finer than those of add(); null without --trace.
+  // Returns the sink for finer spans than those of add(); null without --trace.
   Tracer* tracer() { return tracer_ ? &*tracer_ : nullptr; }
-  // Adds a finished step, which ended at `end`. After the last traced step everything goes to the trace file.
+  // Adds a finished step, which ended at `end`. The last traced step sends all spans to the trace file.
   void add(const TrainingMarks& marks, const Event& end, const std::string& row, const Reducer& reducer);
-  // After a failure: gives the trace file the spans that it does not have yet.
+  // After a failure: sends the trace file the spans that it does not have yet.
   void keep();
 
  private:

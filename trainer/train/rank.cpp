@@ -35,14 +35,15 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .device = comm.device()};
 }
 
-// Images per step on rank 0's device, by all ranks that use it, if each has `images` per batch. With a process per
-// rank, each has its own GPU or its share of the cores.
+// Returns the images per step on rank 0's device, over all its ranks, if each has `images` per batch. With a
+// process per rank, each rank has its own GPU or its share of the cores.
 int64_t images_per_device(const TrainConfig& config, int64_t images) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
   return (config.processes ? 1 : here) * images * config.accumulate;
 }
 
-// A step can be captured once it has run before (kernels loaded, connections open) and no longer changes.
+// Returns the first step to capture: a step can be captured after one normal run (kernels loaded, connections
+// open), once it no longer changes.
 int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
                          int64_t first_step) {
   if (!config.graph) return config.steps;
@@ -52,7 +53,7 @@ int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Re
   return std::max(first_step, reducer.steady_from()) + 1;
 }
 
-// In rank order: the rounding of the sum must be the same in every run.
+// Sums in rank order, so that the rounding is the same in every run.
 RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
   RankReports::Report all;
   for (const RankReports::Report& entry : entries) {
@@ -65,8 +66,9 @@ RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
 
 }  // namespace
 
-// With another world size, a global batch is larger or smaller. The run then continues at its first whole
-// batch after the images already used, so that no image is used twice in an epoch.
+// Finds the first step and its position in the data. With another world size, the global batch changes. The
+// run then continues at the first whole batch after the images already used, so that no image is used twice
+// in an epoch.
 RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator& comm) {
   const TrainConfig& config = shared.config;
   Start start;
@@ -114,7 +116,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
       totals_(make_buffer<double>(comm.device(), 2)) {
-  // Loading may throw, which frees memory that the stream is still zeroing.
+  // Loading may throw, which frees memory that the stream may still be zeroing.
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool again = start_.again != nullptr, from_checkpoints = again && shared.elastic->from_checkpoints();
@@ -189,7 +191,7 @@ void RankTrainer::run() {
       catch_up();
       if (shared_.elastic->from_checkpoints() && !checkpoint_follows(step)) save(step + 1);
       if (shared_.elastic->grow()) return;
-      newcomers_wait_ = false;  // they have gone
+      newcomers_wait_ = false;  // the joiners have left
     }
   }
   catch_up();
@@ -210,7 +212,7 @@ bool RankTrainer::checkpoint_follows(int64_t step) const {
 void RankTrainer::begin() {
   if (start_.again == nullptr) {
     if (leads()) announce();
-    // The checkpoint was saved after the last step: only the final evaluation is left.
+    // If the checkpoint was saved after the last step, only the final evaluation remains.
     if (evaluator_ && start_.step == config_.steps) evaluate(start_.step);
     return;
   }
@@ -244,7 +246,7 @@ void RankTrainer::announce() {
 void RankTrainer::keep(int64_t steps_done) {
   if (shared_.elastic == nullptr) return;
   const int64_t last = steps_done - 1;
-  const bool first = steps_done == start_.step;  // nothing follows what was done before
+  const bool first = steps_done == start_.step;  // nothing is due before the first step
   shared_.elastic->keep(
       state(), position(steps_done),
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
@@ -263,14 +265,14 @@ BlockCalls RankTrainer::block_calls() {
           .alone = [this](int block, int next) { shards_->window()->alone(block, next); }};
 }
 
-// `weights`: in host memory, whole.
+// `weights`: all weights, in host memory.
 void RankTrainer::load(std::span<const float> weights) {
   if (!shards_) return model_.load(weights);
   shards_->take_weights(weights.data());
-  stream_.synchronize();  // before the caller's memory goes
+  stream_.synchronize();  // before the caller frees the memory
 }
 
-// Without gradient views, gradients have their own memory; the reducer copies them to its buckets and back.
+// Without gradient views, gradients have separate memory. The reducer copies them to its buckets and back.
 void RankTrainer::separate_gradients() {
   own_gradients_ = make_buffer<float>(comm_.device(), reducer_.elements());
   gradients_ = own_gradients_.as<float>();
@@ -317,7 +319,8 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
-// A graph contains its slot's marks and its batches' addresses, so there are two: for even and odd steps.
+// A graph contains the marks of its slot and the addresses of its batches, so there are two graphs: for even
+// and odd steps.
 void RankTrainer::enqueue_graph(Slot& slot) {
   std::vector<Loader::Batch> batches;
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) batches.push_back(next_batch(slot.step));
@@ -342,7 +345,8 @@ void RankTrainer::enqueue_graph(Slot& slot) {
 
 void RankTrainer::enqueue_work(Slot& slot) {
   const int64_t step = slot.step;
-  // The mean over this rank's images, or its share of the mean over all; the reducer divides by the number of ranks.
+  // The mean over this rank's images, or its share of the mean over all images. The reducer divides by the
+  // number of ranks.
   const float grad_scale = static_cast<float>(comm_.world()) / static_cast<float>(config_.global_batch());
   const bool dumps = dump_ && step == config_.gradients_step;
   if (dumps && carried_) {
@@ -366,10 +370,10 @@ void RankTrainer::enqueue_work(Slot& slot) {
     const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
     marks.forward.record(stream_);
     range.emplace(Activity::forward, step);
-    // backward() adds to gradients that were carried over, and to the totals with them.
+    // backward() adds to gradients that were carried over, and to the totals along with them.
     if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
-    if (deferred_) deferred_->finish();  // of the step before
+    if (deferred_) deferred_->finish();  // of the previous step
     range.reset();
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.
@@ -415,7 +419,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   slot.wait_begin = std::chrono::steady_clock::now();
   end.synchronize();
   if (deferred_) slot.end.synchronize();  // inside the next step
-  // What is reported is not done again.
+  // Report only steps that will not be repeated.
   if (shared_.elastic != nullptr) {
     slot.kept.synchronize();
     comm_.check();
@@ -472,8 +476,8 @@ void RankTrainer::report(const Slot& slot, const Event& end) {
   report_waits(slot, reports);
 }
 
-// Each rank adds its waits to a report when a second has passed on its own clock, so the latest of all belong to the
-// same second.
+// Each rank adds its waits to a report when a second has passed on its own clock, so the latest reports
+// belong to the same second.
 void RankTrainer::report_waits(const Slot& slot, const std::vector<RankReports::Report>& reports) {
   latest_waits_.resize(reports.size());
   for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -511,7 +515,7 @@ Position RankTrainer::position(int64_t steps_done) const {
 
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
-  // Saving exchanges on stream_; weights may still be on their way on the window's.
+  // save_checkpoint() exchanges on stream_, while the window's streams may still be gathering weights.
   if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
   const SavedCheckpoint saved = save_checkpoint(state(), config_, position(steps_done));
   if (!leads()) return;
@@ -574,7 +578,7 @@ void RankTrainer::finish() {
   for (RankReports::Report& entry : entries) {
     if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
-  // Ranks that are processes have their devices' memory to themselves.
+  // Ranks that are processes do not share their devices' memory.
   const auto here =
       config_.processes ? 1 : std::count(config_.devices.begin(), config_.devices.end(), comm_.device());
   shared_.observer.on_end({.parameter_hash = hash,

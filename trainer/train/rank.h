@@ -1,4 +1,4 @@
-// One rank of a training run: its stream, model, reducer, optimizer and data, driven by its own thread.
+// One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread.
 //
 // The thread only enqueues. It runs at most one step ahead of its device: after enqueuing step s it waits for
 // step s-1, to read that step's loss and times. The host never waits between backward and the optimizer.
@@ -34,11 +34,11 @@
 
 namespace gradwire {
 
-// What all ranks of a run share. Everything outlives the ranks.
+// Shared by all ranks of a run. Everything outlives the ranks.
 struct SharedRun {
   const TrainConfig& config;
   const DataSplits& data;
-  RunObserver& observer;  // called by rank 0 only
+  RunObserver& observer;  // called only by rank 0
   RankReports& reports;
   InitialWeights& initial;
   const Peaks* peaks = nullptr;  // null: not measured
@@ -55,9 +55,9 @@ class RankTrainer {
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
-  // The whole run; or, with --elastic, until the group has grown.
+  // Runs to the end of the run or, with --elastic, until the group has grown.
   void run();
-  // After a failure: gives the trace file the spans that it does not have yet.
+  // After a failure: sends the trace file the spans that it does not have yet.
   void keep_trace() { trace_.keep(); }
 
  private:
@@ -66,41 +66,41 @@ class RankTrainer {
     double lr = 0;
     Buffer totals;  // pinned: sum of losses, correct answers
     WeightShards::Sent weights;
-    // --graph: the captured step, with these marks inside, and the batches that it reads.
+    // --graph: the captured step, which contains these marks, and the batches that it reads.
     Graph graph;
     std::vector<Loader::Batch> batches;
     int64_t captured = -1;  // the step that was captured
-    Event kept;             // --elastic: all have finished the step, and this rank can go back to its end
+    Event kept;             // --elastic: all ranks have finished the step, and its snapshot is complete
   };
 
   // The first step, and its position in the data. They differ only if the world size has changed since the
-  // checkpoint, or since the run went back to it.
+  // checkpoint or snapshot.
   struct Start {
     std::optional<CheckpointHead> from;
-    const Elastic::Start* again = nullptr;  // after ranks were lost, or have joined
+    const Elastic::Start* again = nullptr;  // set after ranks were lost or have joined
     int64_t step = 0;
-    int64_t data_step = 0;  // steps with this run's global batch that would use as much data
+    int64_t data_step = 0;  // steps of the current global batch that would use as much data
   };
   static Start find_start(const SharedRun& shared, Communicator& comm);
-  // `step`, counted as if the whole run had used the current global batch.
+  // Returns `step`, counted as if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
   bool leads() const { return comm_.rank() == 0; }
-  // Whether that follows step `step`.
+  // Return whether an evaluation or a checkpoint is due after `step`.
   bool evaluation_follows(int64_t step) const;
   bool checkpoint_follows(int64_t step) const;
-  // After that many steps.
+  // Returns the position after `steps_done` steps.
   Position position(int64_t steps_done) const;
-  // What comes before the first step.
+  // Reports the run and does overdue evaluations and checkpoints before the first step.
   void begin();
   void announce();
-  // --elastic: enqueues a copy of the state after `steps_done` steps.
+  // --elastic: enqueues a snapshot of the state after `steps_done` steps.
   void keep(int64_t steps_done);
   void enqueue_step(int64_t step);
   void separate_gradients();
   BlockCalls block_calls();
   void load(std::span<const float> weights);
-  // Enqueues on stream_: what a checkpoint left over for the gradients of a bucket, which the first step adds to.
+  // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
   void carry(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
@@ -108,7 +108,7 @@ class RankTrainer {
   // The part that a graph can capture: forward, backward, communication, optimizer.
   void enqueue_work(Slot& slot);
   // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
-  // began; null when no step follows directly.
+  // began; null if no step follows directly.
   void harvest(Slot& slot, const Event* next_start);
   void report(const Slot& slot, const Event& end);
   void report_waits(const Slot& slot, const std::vector<RankReports::Report>& reports);
@@ -126,26 +126,28 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
-  // Of whole weights, moments and residuals; and of the gradients, which may be of some buckets only.
+  // The layout of whole weights, moments and residuals, and of the gradients, which may hold only some
+  // buckets.
   const ParameterLayout layout_, gradient_layout_;
   Vit model_;
   Optimizer optimizer_;
-  std::optional<WeightShards> shards_;      // none unless something is sharded
-  std::optional<DeferredUpdate> deferred_;  // with --overlap-forward
-  double before_ms_ = 0;                    // in the next step's forward: the end of the latest one reported
-  std::optional<GradientDump> dump_;        // none on ranks and in runs that write no gradients
-  std::optional<Evaluator> evaluator_;      // none when the run never evaluates
-  const int64_t images_;                    // of this rank in a micro-batch
+  std::optional<WeightShards> shards_;      // empty unless state is sharded
+  std::optional<DeferredUpdate> deferred_;  // --overlap-forward
+  double before_ms_ = 0;                    // of the latest reported update inside the next forward
+  std::optional<GradientDump> dump_;        // empty on ranks and in runs that write no gradients
+  std::optional<Evaluator> evaluator_;      // empty if the run never evaluates
+  const int64_t images_;                    // of this rank per micro-batch
   int64_t steps_per_epoch_;
-  const int64_t graph_from_;  // the first step that is launched as a graph
+  const int64_t graph_from_;  // the first step launched as a graph
   Buffer own_gradients_;      // empty when gradients are views of the buckets
   float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
-  bool newcomers_wait_ = false;  // since the latest step that was harvested
+  bool newcomers_wait_ = false;  // after the latest harvested step
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
-  Buffer left_over_;      // those residuals, where the gradient buffer has no room for all
-  // When this rank's waits are due to be reported; and, on rank 0, what each rank last said, and since when.
+  Buffer left_over_;      // those residuals, if they do not fit into the gradient buffer
+  // Time of this rank's next report of waits. On rank 0 also: the latest report of each rank, and the time of
+  // the first.
   std::chrono::steady_clock::time_point waits_due_ = {};
   std::vector<std::vector<double>> latest_waits_;
   std::optional<std::chrono::steady_clock::time_point> first_waits_;

@@ -50,7 +50,7 @@ void LocalRankReports::abort(const std::string& reason) {
 
 namespace {
 
-using Words = std::array<uint64_t, 4>;  // a report's fields but the last, which is what follows
+using Words = std::array<uint64_t, 4>;  // all fields of a report except waited_s, which follows
 
 }  // namespace
 

@@ -1,6 +1,6 @@
-// How ranks send rank 0 the numbers that it logs: losses, test totals, parameter hashes.
+// How ranks send rank 0 the numbers to log: losses, test totals, parameter hashes.
 //
-// post() never blocks, so no step waits for a report; only rank 0 waits, in collect(). Round k consists of
+// post() never blocks, so no step waits for a report. Only collect() on rank 0 blocks. Round k consists of
 // the k-th report of every rank.
 #pragma once
 
@@ -23,17 +23,18 @@ class RankReports {
     double correct = 0;  // correct answers
     int64_t images = 0;
     uint64_t hash = 0;                  // of the parameters
-    std::vector<double> waited_s = {};  // of the last report: for each rank; empty if not measured
+    std::vector<double> waited_s = {};  // for each rank, so far; empty if this report has none
   };
 
   virtual ~RankReports() = default;
   virtual void post(int rank, const Report& report) = 0;
-  // The next round, in rank order. Throws CommError when a rank does not post in time, or after abort().
+  // Returns the next round, in rank order. Throws CommError when a rank does not post in time, and after
+  // abort().
   virtual std::vector<Report> collect() = 0;
   virtual void abort(const std::string& reason) = 0;
 };
 
-// For ranks that are threads of one process: all use the same object.
+// For ranks that are threads of one process: all share one object.
 class LocalRankReports final : public RankReports {
  public:
   LocalRankReports(int world, std::chrono::milliseconds timeout);
@@ -49,7 +50,7 @@ class LocalRankReports final : public RankReports {
   std::string aborted_;  // the reason; empty while not aborted
 };
 
-// For ranks that are processes, each with its own object: reports are sent as the communicator's messages.
+// For ranks that are processes, each with its own object: reports travel as the communicator's messages.
 class MessageRankReports final : public RankReports {
  public:
   explicit MessageRankReports(Communicator& comm) : comm_(comm) {}

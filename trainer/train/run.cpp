@@ -1,4 +1,4 @@
-// A run: one thread or one process per rank; when one rank fails, all stop, or with --elastic the others go on.
+// A run: one thread or one process per rank. When one fails, all stop; with --elastic the others continue.
 #include "trainer/config/run.h"
 
 #include <fmt/format.h>
@@ -30,13 +30,13 @@
 namespace gradwire {
 namespace {
 
-// Keeps the first error, and stops all other ranks with it.
+// Keeps the first error, and aborts all other ranks.
 class Failure {
  public:
   Failure(std::vector<std::unique_ptr<Communicator>>& comms, RankReports& reports)
       : comms_(comms), reports_(reports) {}
 
-  // Called inside a catch block by the rank's thread.
+  // Call inside a catch block of the rank's thread.
   void report(int rank) {
     std::lock_guard lock(mutex_);
     if (first_) return;  // later errors are consequences of the first
@@ -84,20 +84,21 @@ void check(const TrainConfig& config, const DataSplits& data) {
   if (!config.resume.empty()) compare_with_head(config, read_head(config.resume));
 }
 
-// Of the images and labels, which may differ behind one path.
+// Returns a checksum of the images and labels, because two files with the same path may differ.
 uint32_t checksum(const Dataset& data) {
   const auto* labels = reinterpret_cast<const unsigned char*>(data.labels.data());
   const uLong images = crc32_z(0, data.images.data(), data.images.size());
   return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
 }
 
-// With another arithmetic, weights that each rank updates for itself would drift apart.
+// Describes the arithmetic of a rank: with different arithmetic, weights that each rank updates itself would
+// diverge.
 std::string arithmetic(const TrainConfig& config) {
   if (!config.devices[0].is_host()) return "the GPU's";
   return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);
 }
 
-// Reads all images: once per process is enough, and not while other ranks wait for this one.
+// Describes the data. Reads all images: call once per process, and not while other ranks wait.
 std::string described(const DataSplits& data) {
   return fmt::format("\"images\": {} and {} with checksums {:08x} and {:08x}", data.train.count(),
                      data.test.count(), checksum(data.train), checksum(data.test));
@@ -107,7 +108,7 @@ std::string described(const TrainConfig& config, const std::string& data) {
   return fmt::format("{}\n{}\n\"arithmetic\": {}", config_text(config), data, arithmetic(config));
 }
 
-// The first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
+// Returns the first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
 std::string first_difference(const std::string& theirs, const std::string& ours) {
   std::istringstream left(theirs), right(ours);
   std::string a, b;
@@ -126,7 +127,8 @@ std::string first_difference(const std::string& theirs, const std::string& ours)
   }
 }
 
-// Each process is started with its own flags; gradients of different trainings must not be averaged.
+// Checks that all ranks train with the same settings and data. Each process has its own flags, and gradients
+// of different trainings must not be averaged.
 void check_agreement(const TrainConfig& config, const std::string& data, Communicator& comm) {
   const std::string mine = described(config, data);
   if (comm.rank() != 0) return comm.send_message(mine);
@@ -141,13 +143,14 @@ void check_agreement(const TrainConfig& config, const std::string& data, Communi
   }
 }
 
-// Held by rank 0 while it may write checkpoints. `takes_over`: from a rank 0 that is lost.
+// Locks the checkpoint folder; rank 0 holds the lock while it may write. `takes_over`: from a lost rank 0.
 std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes_over = false) {
   if (config.checkpoint_directory.empty()) return std::nullopt;
   return std::optional<FolderLock>(std::in_place, config.checkpoint_directory, takes_over);
 }
 
-// This process's part of a run, as one rank of a group: to the run's end, or until the group fails. `about_data`: described.
+// Runs this process's part of a run as one rank of a group, to the end of the run or until the group fails or
+// grows. `about_data`: from described().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
                   RunObserver& observer, Communicator& comm, Elastic* elastic) {
   std::unique_ptr<RankTrainer> trainer;
@@ -181,19 +184,19 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
     if (elastic != nullptr && elastic->has_grown()) return;
-    comm.barrier();  // an error of rank 0 at the end reaches all ranks
+    comm.barrier();  // so that an error of rank 0 at the end reaches all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
     if (trainer && shared.trace != nullptr) {
       trainer->keep_trace();
       trace->write_rest(error.what());
     }
-    trainer.reset();  // waits for the rank's stream, so only after the abort
+    trainer.reset();  // waits for the rank's stream: after the abort
     throw;
   }
 }
 
-// To the run's end, with whoever is left or joins.
+// Runs to the end of the run, over successive groups.
 void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
                    RunObserver& observer) {
   elastic.open_door([mine = described(elastic.launched(), about_data)](const std::string& theirs) {
@@ -238,7 +241,7 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
     } catch (const NobodyAnswers&) {
       throw;
     } catch (const CommError&) {
-      // Without state nobody needs this process; with state it was part of the run, which has failed.
+      // A joiner without state is expendable; with state it was part of the run, which has failed.
       begun = elastic.has_begun();
       if (begun || attempt == kAttempts) throw;
     }
@@ -275,7 +278,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
       failure.report(rank);
       if (trainer) trainer->keep_trace();
     }
-    // This waits for the rank's stream, so after a failure it must follow the abort.
+    // Waits for the rank's stream, so after a failure this must follow the abort.
     trainer.reset();
   };
   std::vector<Thread> threads;

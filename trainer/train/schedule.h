@@ -1,4 +1,4 @@
-// The learning rate of a step: linear warm-up, then half a cosine down to 0.
+// The learning-rate schedule: linear warm-up, then half a cosine down to 0.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// lr * (step + 1) / warmup_steps while step < warmup_steps: the first rate is not 0, and the last one is the
-// peak. Then lr * (1 + cos(pi * p)) / 2, where p goes from 0 to 1 at `steps`.
+// Returns lr * (step + 1) / warmup_steps while step < warmup_steps, so the first rate is not 0 and the last
+// is the peak. Then lr * (1 + cos(pi * p)) / 2, where p rises from 0 to 1 at `steps`.
 double learning_rate(const TrainConfig& config, int64_t step);
 
 }  // namespace gradwire

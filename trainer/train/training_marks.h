@@ -1,4 +1,4 @@
-// The times of one training step: marks on the rank's stream, and times of its thread.
+// The times of one training step: marks on the rank's stream, and times on its thread.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,20 @@
 namespace gradwire {
 
 struct TrainingMarks {
-  // One micro-batch: the starts of its three phases, and the end of the last one.
+  // One micro-batch: the starts of its three phases, and the end of the last.
   struct Micro {
     Event data, forward, backward, done;
   };
-  // --overlap-forward: of a bucket, the wait for its gradients and the update of its weights.
+  // --overlap-forward: the wait for a bucket's gradients, and the update of its weights.
   struct Update {
     Event wait, begin, end;
   };
   int64_t step = -1;
-  SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // of the thread
+  SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // on the thread
   std::vector<Micro> micros;                                    // config.accumulate of them
   Event reduced, end;                                           // gradients averaged; parameters updated
   std::vector<Update> updates;                                  // by bucket; empty without --overlap-forward
-  bool updated_in_forward = false;  // of the next step, rather than after this one's backward
+  bool updated_in_forward = false;  // updated inside the next forward, not after this step's backward
 
   double backward_ms() const {
     double ms = 0;

@@ -1,10 +1,10 @@
-// --shard: each rank updates its own part of the weights, and the ranks gather them.
+// --shard: each rank updates its own part of the weights, and the ranks gather the parts.
 //
-// A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated in place
-// and all-gathered after the step. With another one, or where no rank has room for all weights (--shard full), each
-// rank keeps its shards in FP32 besides: those are what the optimizer updates, and what every rank, this one too,
-// computes with is what the wire carried. So all ranks hold the same bits, and the rounding of one step is not part
-// of the next.
+// A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated
+// in place and all-gathered after the step. With any other format, or with --shard full, where no rank holds
+// all weights, each rank also keeps its shards in FP32 (master weights), which the optimizer updates. All
+// ranks, including the owner, compute with the transmitted values. So all ranks hold the same bits, and the
+// rounding errors of steps do not accumulate.
 #pragma once
 
 #include <cstdint>
@@ -26,28 +26,31 @@ namespace gradwire {
 
 class WeightShards {
  public:
-  // Collective. `model` is on `stream`; all must outlive the object.
+  // Collective. `model` runs on `stream`; all arguments must outlive the object.
   WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream, const Reducer& reducer,
                Vit& model);
   WeightShards(const WeightShards&) = delete;
 
-  // This rank's shards in FP32: what the optimizer updates, and a checkpoint has.
+  // Returns this rank's shards in FP32: the weights that the optimizer updates and a checkpoint stores.
   Parts<float> weights() const;
-  // Gives every rank's model this rank's shards, as the wire carries them: after weights() has changed. Collective.
+  // Sends this rank's shards to every rank's model, in the transmitted format. Call after weights() has
+  // changed. Collective.
   void share_weights();
-  // Takes the shards out of `flat`, (reducer.elements()) in host or device memory, and shares them. Collective.
+  // Copies the shards from `flat`, reducer.elements() floats in host or device memory, and shares them.
+  // Collective.
   void take_weights(const float* flat);
-  // Enqueues the optimizer's step, and the gather or the first of many; can be captured if not --shard full.
+  // Enqueues the optimizer's step, and the gathers or with --shard full the first gather. Capturable without
+  // --shard full.
   void step(Optimizer& optimizer, Parts<const float> gradients);
-  // --shard full: what the model calls before it uses a block's weights. Else null.
+  // Returns the window that the model calls before it uses a block's weights; null without --shard full.
   WeightWindow* window() { return window_ ? &*window_ : nullptr; }
-  // All weights as the model uses them, in the order of the flat buffer, in pieces on the device. Collective.
+  // Visits all weights as the model uses them, in flat-buffer order, in pieces on the device. Collective.
   void visit(const std::function<void(const float* weights, int64_t count)>& each);
 
-  // Floats that a rank holds besides: its part of the weights, if the format is not exact.
+  // Returns the number of FP32 master weights of a rank: its part of the weights; 0 if updated in place.
   static int64_t master_elements(const TrainConfig& config, const Reducer& reducer);
-  // By this rank since begin_step(), or in any one step where all are alike, for the weights: in the format that was
-  // asked for, and what FP32 would have taken.
+  // Bytes this rank sent for weights since begin_step(), or in any one step if all are alike: in the chosen
+  // format, and in FP32.
   struct Sent {
     uint64_t wire = 0, dense = 0;
   };
@@ -56,7 +59,7 @@ class WeightShards {
 
  private:
   using Programs = WeightWindow::Programs;
-  // One per bucket, that gathers its weights in this format.
+  // Builds a program per bucket that gathers its weights in format `wire`.
   Programs programs(const TrainConfig& config, const Wire& wire) const;
 
   Communicator& comm_;
@@ -64,12 +67,12 @@ class WeightShards {
   const Reducer& reducer_;
   Vit& model_;
   const std::vector<ElementRange> owned_;
-  Buffer masters_;                      // FP32 shards; empty if the model's weights have them
+  Buffer masters_;                      // FP32 shards; empty if updated in place
   Programs gathers_;                    // by bucket
-  const Programs dense_;                // the same in FP32, for its bytes; never run
-  Buffer workspace_;                    // of the largest
+  const Programs dense_;                // the same in FP32, to count its bytes; never run
+  Buffer workspace_;                    // sized for the largest gather
   std::optional<WeightWindow> window_;  // --shard full
-  Sent before_;                         // by the window, when the step began
+  Sent before_;                         // sent by the window before the step
 };
 
 }  // namespace gradwire

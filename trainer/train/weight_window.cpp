@@ -33,7 +33,7 @@ WeightWindow::WeightWindow(Communicator& comm, const Stream& compute, const Redu
 }
 
 WeightWindow::~WeightWindow() {
-  for (const Stream& stream : {stream_, transfers_}) {  // both, even after one has failed
+  for (const Stream& stream : {stream_, transfers_}) {  // both, even if one has failed
     try {
       stream.synchronize();
     } catch (...) {  // the failure is already known

@@ -1,8 +1,8 @@
-// --shard full: the whole weights of two buckets at a time, gathered from all ranks' shards before the model uses them.
+// --shard full: the whole weights of two buckets at a time, gathered from all ranks' shards before use.
 //
-// Bucket b is in slot b % 2. Passes visit buckets one after the other, so the next one's slot is free as soon as the
-// model uses the present bucket alone; its gather then runs beside the model's products. Every rank enqueues the same
-// gathers in the same order, because their passes are the same.
+// Bucket b is in slot b % 2. Passes visit buckets in sequence, so the next bucket's slot is free as soon as
+// the model uses only the current bucket. The gather then overlaps the model's products. Every rank enqueues
+// the same gathers in the same order, because all ranks' passes are the same.
 #pragma once
 
 #include <array>
@@ -23,30 +23,30 @@ class WeightWindow {
   static constexpr int kSlots = 2;
   using Programs = std::vector<std::unique_ptr<Program>>;
 
-  // `gathers`: by bucket, bound, into the slots; `dense`: the same in FP32, for its bytes. `model` uses its weights on
-  // `compute`, in layout(). All must outlive the object.
+  // `gathers`: bound programs by bucket, which write into the slots. `dense`: the same in FP32, to count its
+  // bytes. `model` uses its weights on `compute`, in layout(). All arguments must outlive the object.
   WeightWindow(Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
                const Programs& gathers, const Programs& dense);
   // Waits for gathers in flight. After a failure, abort the communicator first.
   ~WeightWindow();
   WeightWindow(const WeightWindow&) = delete;
 
-  // Where the model finds its weights: the slots.
+  // Returns the offsets of the model's weights in the slots.
   static ParameterLayout layout(const Reducer& reducer);
-  // Of a bucket's first element, in layout().
+  // Returns the offset of a bucket's first element in layout().
   static int64_t offset(const Reducer& reducer, size_t bucket);
 
   // Vit's BlockCalls.
   void begins(int block) { use(bucket_of(block)); }
   void alone(int block, int next);
-  // The ops enqueued on the model's stream so far have changed this rank's shards. Gathers the first bucket of the next
-  // forward at once.
+  // Call when the ops enqueued so far on the model's stream have changed this rank's shards. Immediately
+  // starts to gather the first bucket of the next forward.
   void changed();
-  // Each bucket in turn, as the model would use it.
+  // Visits each bucket in turn, as the model would use it.
   void visit(const std::function<void(const float* weights, int64_t count)>& each);
   void synchronize() const { stream_.synchronize(); }
 
-  // By this rank so far: in the format that was asked for, and what FP32 would have taken.
+  // Return the bytes this rank has sent so far: in the chosen format, and in FP32.
   uint64_t bytes_sent() const { return bytes_sent_; }
   uint64_t dense_bytes() const { return dense_bytes_; }
 
