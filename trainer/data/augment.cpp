@@ -8,13 +8,13 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kAugmentStream = 0x4155'0001;  // the generator's stream
+constexpr uint64_t kAugmentStream = 0x4155'0001;  // of the random generator
 
 GW_SIMD void normalize(const uint8_t* from, int64_t count, float scale, float shift, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]) * scale + shift;
 }
 
-// `to_end`: one past the last value; the first pixel goes there.
+// `to_end`: one past the last value, which is the first pixel.
 GW_SIMD void normalize_reversed(const uint8_t* from, int64_t count, float scale, float shift, float* to_end) {
   float* to = to_end - count;
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[count - 1 - i]) * scale + shift;

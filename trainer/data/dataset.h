@@ -1,4 +1,4 @@
-// Images in memory, as bytes, and where they come from.
+// Images in memory, as bytes, and the functions that load them.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ struct Dataset {
   int32_t channels = 0, height = 0, width = 0, classes = 0;
   std::vector<uint8_t> images;      // (count, channels, height, width)
   std::vector<int32_t> labels;      // (count), each in 0..classes-1
-  std::vector<float> mean, stddev;  // (channels), of the training images scaled to 0..1
+  std::vector<float> mean, stddev;  // (channels); of the training images scaled to 0..1
 
   int64_t count() const { return static_cast<int64_t>(labels.size()); }
   int64_t image_elements() const { return int64_t{1} * channels * height * width; }
@@ -25,17 +25,17 @@ struct DataSplits {
   std::vector<std::string> notes = {};
 };
 
-// Loads the data that `spec` names. Synthetic data has the model's image shape and, unless the spec says how
-// many, at least `min_train` training images. Throws BadInput, which names the file and the remedy, for
+// Loads the data that `spec` names. Synthetic data has the model's image shape and at least `min_train`
+// training images, unless the spec sets a count. Throws BadInput, which names the file and the remedy, for
 // missing or truncated files, wrong magic numbers or counts, and labels out of range.
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
 // Loads the four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), from `directory` or from
 // torchvision's folder in it. If several files match a name, uses the first that can be read.
 DataSplits load_fashion_mnist(const std::string& directory);
-// data_batch_1..5.bin and test_batch.bin of the binary version.
+// Loads data_batch_1..5.bin and test_batch.bin of the binary version.
 DataSplits load_cifar10(const std::string& directory);
-// Each class has a smooth pattern; an image is its class's pattern, shifted, plus noise.
+// Draws a smooth pattern per class. An image is its class's pattern, shifted, plus noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);
 
 // Returns the folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA or a folder in it. If the
@@ -43,7 +43,7 @@ DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t t
 // have such data.
 std::string default_fashion_mnist_directory();
 
-// Throws BadInput unless the model takes these images and has an output for each class.
+// Throws BadInput unless the model accepts these images and has an output for each class.
 void check_model_fits(const VitConfig& model, const Dataset& data);
 
 }  // namespace gradwire

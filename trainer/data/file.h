@@ -1,4 +1,4 @@
-// Whole files, plain or gzip, into memory.
+// Reads whole files, plain or gzip, into memory.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace gradwire {
 
-// The longest file of a dataset.
+// The maximum size of a dataset file, in bytes.
 inline constexpr size_t kDatasetFileLimit = size_t{1} << 30;
 
-// The contents of `path`, decompressed if it is gzip. Throws BadInput, which names the file and ends with
-// `remedy`, when the file is missing, unreadable, truncated, corrupt, or longer than `limit_bytes`.
+// Returns the contents of `path`, decompressed if it is gzip. Throws BadInput, which names the file and ends
+// with `remedy`, when the file is missing, unreadable, truncated, corrupt, or longer than `limit_bytes`.
 std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, const std::string& remedy);
 
 }  // namespace gradwire

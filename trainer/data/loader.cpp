@@ -17,7 +17,7 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kShuffleStream = 0x5348'0001;  // the generator's stream
+constexpr uint64_t kShuffleStream = 0x5348'0001;  // of the random generator
 
 int64_t global_batch(const LoaderOptions& options) {
   return options.global_batch > 0 ? options.global_batch : options.batch_size * options.world;
@@ -28,7 +28,7 @@ int64_t global_batch(const LoaderOptions& options) {
 std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epoch) {
   std::vector<int64_t> order(static_cast<size_t>(count));
   std::iota(order.begin(), order.end(), int64_t{0});
-  for (int64_t i = count - 1; i > 0; --i) {  // Fisher and Yates
+  for (int64_t i = count - 1; i > 0; --i) {  // Fisher-Yates shuffle
     Random4 bits =
         philox(seed, kShuffleStream, static_cast<uint64_t>(epoch) << 40 | static_cast<uint64_t>(i));
     uint64_t j = static_cast<uint64_t>(bits.v[0]) * static_cast<uint64_t>(i + 1) >> 32;
@@ -93,7 +93,7 @@ class Loader::Impl {
     thread_.join();
     try {
       if (copies()) copy_stream_.synchronize();
-    } catch (...) {  // the device failed, which other calls report
+    } catch (...) {  // other calls report the device's failure
     }
   }
 
@@ -129,7 +129,7 @@ class Loader::Impl {
     changed_.notify_all();
   }
 
-  // Positions [begin, end) of the epoch's order that are this rank's part of `batch`.
+  // Returns the positions [begin, end) of the epoch's order that are this rank's part of `batch`.
   std::pair<int64_t, int64_t> range(int64_t batch) const {
     const int64_t global = global_batch(options_);
     const int64_t begin = batch * global + global * options_.rank / options_.world;
@@ -146,11 +146,11 @@ class Loader::Impl {
 
  private:
   struct Slot {
-    Buffer images, labels;                // what next() gives
-    Buffer staged_images, staged_labels;  // what the loading thread fills; on the host the same buffers
+    Buffer images, labels;                // returned by next()
+    Buffer staged_images, staged_labels;  // filled by the loading thread; on the host the same buffers
     int64_t count = 0;
     Event copied, released;
-    // Guarded by mutex_. The other members belong to the caller if true, to the loading thread if false.
+    // Guarded by mutex_. If true, the other members belong to the caller, otherwise to the loading thread.
     bool full = false;
   };
 
@@ -175,7 +175,7 @@ class Loader::Impl {
             changed_.wait(lock, [&] { return stop_ || !slot.full; });
             if (stop_) return;
           }
-          // The buffers to be filled must have been read: by the copy, or on the host by the step itself.
+          // The buffers must have been read: by the copy, or on the host by the step.
           (copies() ? slot.copied : slot.released).synchronize();
           fill(slot, epoch, positions, batch);
           if (copies()) send(slot);
@@ -209,7 +209,7 @@ class Loader::Impl {
     auto fill_images = [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) fill_image(slot, epoch, i, order[i]);
     };
-    // On the host the cores are busy with the model; with a GPU they are free.
+    // On the host the model keeps the cores busy; with a GPU they are idle.
     const int64_t grain = std::max<int64_t>(1, kGrainElements / data_.image_elements());
     if (copies() && slot.count > grain) {
       parallel_for(slot.count, grain, fill_images);
@@ -235,7 +235,7 @@ class Loader::Impl {
   const Dataset& data_;
   const LoaderOptions options_;
   int64_t batches_ = 0;
-  std::vector<float> scale_, shift_;  // pixel * scale + shift is normalized
+  std::vector<float> scale_, shift_;  // normalized = pixel * scale + shift
   std::vector<Slot> slots_;
   Stream copy_stream_;                // CUDA only
   int64_t taken_ = 0, released_ = 0;  // batches; used only by the caller's thread

@@ -1,13 +1,13 @@
 // Prefetches one rank's batches: sharded, shuffled by seed, augmented, normalized and copied to the device.
 //
 // Epoch e visits the images in a permutation that depends only on (seed, e), so it is the same on every rank.
-// Global batch i is a contiguous run of world * batch_size positions of it, or of global_batch; rank r takes the r-th
-// part of them. The last incomplete group of batches is dropped in training (drop_last) and returned as smaller
-// batches in evaluation. Nothing depends on timing: same options, same batches.
+// Global batch i is a contiguous run of world * batch_size (or global_batch) positions of the permutation;
+// rank r takes the r-th part. Training drops the last incomplete group of batches (drop_last). Evaluation
+// returns it as smaller batches. Nothing depends on timing: same options, same batches.
 //
-// A batch is in a slot, device memory at a fixed address. Slots are a ring: the loader's k-th batch is in
+// A batch is in a slot, device memory at a fixed address. Slots form a ring: the loader's k-th batch is in
 // slot k % slots. With slots = 2 x batches per step, all batches of a step are available at once, and every
-// second step has them at the same addresses: what a captured graph needs.
+// second step has them at the same addresses, as a captured graph requires.
 //
 //   loading thread    wait until slot k is released | fill it | on CUDA: enqueue the copy on a copy stream,
 //                     after the release, and record an event
@@ -15,7 +15,7 @@
 //   release(stream)   slot k is free once `stream` has passed this point
 //
 // So batch k + 1 is read, augmented and copied while batch k trains. On the host a slot is filled in place,
-// without a copy; on CUDA each slot has a pinned staging buffer that the thread fills.
+// without a copy. On CUDA each slot has a pinned staging buffer that the thread fills.
 #pragma once
 
 #include <cstdint>
@@ -29,46 +29,46 @@ namespace gradwire {
 struct LoaderOptions {
   int rank = 0, world = 1;
   int64_t batch_size = 1;  // images per rank and batch
-  // Images per batch over all ranks, which need not be a multiple of their number: parts differ by one image at most,
-  // and batch_size is the largest of them. 0: world * batch_size.
+  // Images per batch over all ranks; need not be a multiple of their number. Parts differ by at most one
+  // image, and batch_size is the largest part. 0: world * batch_size.
   int64_t global_batch = 0;
   int64_t group = 1;  // batches per optimizer step; with drop_last an epoch is a multiple of it
   bool shuffle = true;
   bool drop_last = true;
   Augmentation augment = {};
   uint64_t seed = 0;               // for the order and augmentation
-  int64_t first_batch = 0;         // batches to skip, counted over epochs
+  int64_t first_batch = 0;         // batches to skip, counted across epochs
   int64_t slots = 2;               // batches in flight; at least 2, to load one while another trains
-  Device device = Device::host();  // of the batches
+  Device device = Device::host();  // memory of the batches
 };
 
 class Loader {
  public:
-  // The loader's memory, valid until release().
+  // Memory owned by the loader, valid until release().
   struct Batch {
     const float* images = nullptr;    // (count, channels, height, width), normalized
     const int32_t* labels = nullptr;  // (count)
-    int64_t count = 0;                // this rank's part; at the end of an evaluation less, even 0
+    int64_t count = 0;                // part of this rank; smaller at the end of an evaluation, even 0
     int64_t slot = 0;                 // 0 .. slots - 1
   };
 
   // `data` must outlive the loader. Throws BadInput when an epoch would have no batch.
   Loader(const Dataset& data, LoaderOptions options);
-  // The streams given to next() and release() must be done with the batches.
+  // Before destruction, the streams given to next() and release() must have finished with the batches.
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  // Batches per epoch, the same on every rank.
+  // Returns the number of batches per epoch, the same on every rank.
   int64_t batches_per_epoch() const;
 
-  // The next batch, which later work on `stream` may read. Blocks only if the loading thread is behind. After
-  // an epoch's last batch the next epoch begins. Throws Error when all slots are taken.
+  // Returns the next batch, which later work on `stream` may read. Blocks only if the loading thread is
+  // behind. The next epoch follows an epoch's last batch. Throws Error when all slots are in use.
   Batch next(const Stream& stream);
   // Frees the oldest batch not yet released, once `stream` has finished the work enqueued so far.
   void release(const Stream& stream);
 
-  // The images in this rank's batch `batch` of epoch `epoch`, in order; the order that next() follows.
+  // Returns the indices of the images in this rank's batch `batch` of epoch `epoch`, in the order of next().
   std::vector<int64_t> indices(int64_t epoch, int64_t batch) const;
 
  private:
@@ -76,14 +76,14 @@ class Loader {
   std::unique_ptr<Impl> impl_;
 };
 
-// How many of the `global` images of a batch are rank `rank`'s.
+// Returns the number of images of a batch of `global` images that belong to rank `rank`.
 inline int64_t part_of_batch(int64_t global, int rank, int world) {
   return global * (rank + 1) / world - global * rank / world;
 }
-// The same as Loader::batches_per_epoch(), without a loader.
+// Returns Loader::batches_per_epoch() without a loader.
 int64_t batches_per_epoch(const Dataset& data, const LoaderOptions& options);
 
-// The permutation of 0..count-1 that epoch `epoch` uses.
+// Returns the permutation of 0..count-1 for epoch `epoch`.
 std::vector<int64_t> epoch_permutation(int64_t count, uint64_t seed, int64_t epoch);
 
 }  // namespace gradwire

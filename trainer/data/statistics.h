@@ -5,7 +5,7 @@
 
 namespace gradwire {
 
-// Sets mean and stddev of both splits to those of the training images, scaled to 0..1. Computed from a
+// Sets mean and stddev of both splits to those of the training images, scaled to 0..1. Computes them from a
 // histogram of byte values, so only the final operations round. A constant channel gets stddev 1.
 void set_statistics(DataSplits& splits);
 

@@ -1,6 +1,6 @@
 // Synthetic images that a classifier can learn: each class has a smooth pattern; an image is that pattern
-// shifted by a few pixels, plus noise. A pure function of (shape, counts, seed), drawn with the counter-based
-// generator, so every process gets the same bytes.
+// shifted by a few pixels, plus noise. A pure function of (shape, counts, seed). The generator is
+// counter-based, so every process gets the same bytes.
 #include <algorithm>
 #include <cmath>
 
@@ -22,7 +22,7 @@ enum SyntheticStream : uint64_t {
   kTestStream = 0x5359'0003
 };
 
-// Gray levels (channels, height, width) of every class.
+// Returns gray levels (channels, height, width) of every class.
 std::vector<float> class_patterns(const VitConfig& shape, uint64_t seed) {
   int64_t size = shape.image, plane = size * size;
   std::vector<float> patterns(static_cast<size_t>(shape.classes * shape.channels * plane));

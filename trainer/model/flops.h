@@ -5,9 +5,10 @@
 
 namespace gradwire {
 
-// FLOPs of the matrix products in one image's forward and backward pass; a multiply-add counts as two.
-// Backward needs two products for each of forward's, for the gradients by its weight (or right operand) and
-// by its input, but no gradient by the pixels. The padding of attention matrices is not counted.
+// Returns the FLOPs of the matrix products in one image's forward and backward pass; a multiply-add counts as
+// two. Backward needs two products for each product of forward: for the gradients by the weight (or right
+// operand) and by the input. No gradient by the pixels is computed. The padding of attention matrices is not
+// counted.
 double training_flops_per_image(const VitConfig& config);
 
 }  // namespace gradwire

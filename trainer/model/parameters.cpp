@@ -29,13 +29,13 @@ NormalPair normal_pair(uint32_t a, uint32_t b) {
   return {radius * std::cos(angle), radius * std::sin(angle)};
 }
 
-// Separates these draws from others with the same seed ("init" in ASCII).
+// Separates these draws from other draws with the same seed ("init" in ASCII).
 constexpr uint64_t kInitStream = uint64_t{0x696e6974} << 32;
 
 // torchvision's trunc_normal_ truncates at -2 and 2, independent of the standard deviation.
 constexpr double kTruncateAt = 2.0;
 
-// Fills elements [begin, end) of one tensor, four from each Philox block; begin is a multiple of 4.
+// Fills elements [begin, end) of one tensor, four from each Philox block. `begin` is a multiple of 4.
 void draw(const VitParameter& parameter, uint64_t seed, uint64_t tensor, int64_t begin, int64_t end,
           float* out) {
   for (int64_t i = begin; i < end; i += 4) {

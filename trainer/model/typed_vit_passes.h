@@ -1,6 +1,6 @@
-// The two passes, for operands of products stored as type S. This file has the activations and the products,
-// which they share. vit_passes.cpp lays out the activations; vit_forward.cpp and vit_backward.cpp are the
-// two passes.
+// The forward and backward pass, for product operands of type S. This file declares the activations and
+// products, which both share. vit_passes.cpp lays out the activations; vit_forward.cpp and vit_backward.cpp
+// implement the passes.
 #pragma once
 
 #include <cmath>
@@ -17,14 +17,14 @@
 
 namespace gradwire {
 
-// Where backward writes gradients, and the callback for finished ones.
+// The buffer for backward's gradients, and the callback for finished gradients.
 struct VitGradients {
   float* base;
   const ParameterLayout& layout;
   bool accumulate;
   const std::function<void(int)>& ready;
-  // Sums of which only the first stage has been enqueued. They, weight gradients that wait for those of other layers,
-  // and the gradients that come after either in order, are reported by finish().
+  // Whether ops leave their sums partial, to be combined in finish(). finish() also reports these gradients,
+  // weight gradients that wait for other layers, and all gradients later in the order.
   bool postpones = false;
   CombineSums sums = {};
   size_t sums_count = 0;
@@ -41,7 +41,7 @@ struct VitGradients {
       }
     }
   }
-  // The same, for gradients that are sums of an op, which was told to leave the second stage if postpones was set.
+  // Reports gradients that are sums of an op. The op leaves them partial if postpones is set.
   void done(const PartialSums& of, std::initializer_list<int> which) {
     if (postpones) adds(of);
     done(which);
@@ -61,7 +61,7 @@ struct VitGradients {
 
 class Arena;
 
-// A piece of memory for each layer of a group.
+// Memory for each layer of a group.
 template <typename T>
 struct PerSlot {
   T* base = nullptr;
@@ -69,7 +69,7 @@ struct PerSlot {
   T* of(int64_t slot) const { return base + slot * pitch; }
 };
 
-// Layers top, top - 1, ... of which the weight gradients are taken together.
+// Layers top, top - 1, ... whose weight gradients are computed together.
 struct LayerGroup {
   int64_t top, count;
   int64_t layer(int64_t slot) const { return top - slot; }
@@ -90,13 +90,13 @@ class TypedVitPasses final : public VitPasses {
 
  private:
   static constexpr bool kInPlace = std::is_same_v<S, float>;
-  // Kept from forward for backward, per layer.
+  // Stored by forward for backward, per layer.
   struct LayerActivations {
     float* x;              // (rows, C) input
     S* ln1;                // (rows, C)
     float *mean1, *rstd1;  // (rows)
     // With fused_attention:
-    S* qkv;             // (rows, 3C) with its bias; backward leaves its gradient in its place
+    S* qkv;             // (rows, 3C) with its bias; backward overwrites it with its gradient
     float* statistics;  // (B, H, T, 2)
     // Without:
     S *q, *k, *v;  // (B, H, T, D)
@@ -107,7 +107,7 @@ class TypedVitPasses final : public VitPasses {
     S* ln2;                // (rows, C)
     float *mean2, *rstd2;  // (rows)
     S *pre, *gelu;         // (rows, F)
-    S* d_pre;              // (rows, F) in place of pre; with fused_gelu of the pre of the layer above
+    S* d_pre;              // (rows, F) in place of pre; with fused_gelu, of the pre of the layer above
   };
   struct Activations {
     S* patches;  // (B, T-1, channels * patch^2)
@@ -118,20 +118,21 @@ class TypedVitPasses final : public VitPasses {
     float* logits;          // (B, K)
     S* d_logits;            // (B, K), in place of the logits if S is float
     float* loss_workspace;  // (2 * B)
-    // Scratch, shared by the layers.
-    S* qkv;            // (rows, 3C), also the gradient of the embedding's product
-    PerSlot<S> d_qkv;  // (rows, 3C); without fused_attention
-    S* heads_out;      // (B, H, T, D), also its gradient; without fused_attention, as the next two lines
+    // Scratch memory, shared by the layers.
+    S* qkv;            // (rows, 3C); also the gradient of the embedding's product
+    PerSlot<S> d_qkv;  // (rows, 3C); only without fused_attention
+    S* heads_out;      // (B, H, T, D), also its gradient; without fused_attention, like the next two lines
     S *dq, *dk, *dv;   // (B, H, T, D)
     S* d_attention;    // (B, H, T, Tp)
     float* dx;         // (rows, C) gradient of the residual stream
-    // The same as an operand of products, where it comes out of the MLP and out of the attention branch. None if S is
-    // float (kInPlace) and layers are on their own: it is dx then.
+    // dx as an operand of products, after the MLP and after the attention branch. Null if S is float
+    // (kInPlace) and layers are not grouped: dx is then the operand.
     PerSlot<S> dx_mlp, dx_attention;  // (rows, C)
     S* d_branch;                      // (rows, C)
     S* d_gelu;                        // (rows, F); with fused_gelu the first layer's pre
     S* d_features;                    // (B, C)
-    // Partial sums, of ops whose second stage is one launch per group: until then each has its own.
+    // Partial sums of ops whose second stage is one launch per group, so each layer of a group has separate
+    // memory.
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
     float *head_bias_sums, *head_norm_sums;
     // Unused if S is float (kInPlace): see branch_of() and scores_of().
@@ -142,14 +143,14 @@ class TypedVitPasses final : public VitPasses {
   void lay_out(Arena& arena);
   size_t offset(int i) const { return static_cast<size_t>(layout_.offsets[static_cast<size_t>(i)]); }
   const float* weight(int i) const { return options_.weights.as<float>() + offset(i); }
-  // The same, as an operand of products.
+  // Returns a weight as an operand of products.
   const S* operand(int i) const {
     if constexpr (kInPlace)
       return weight(i);
     else
       return options_.rounded_weights.as<S>() + offset(i);
   }
-  // Where to write a branch that is then added to the residual stream, giving `sum`.
+  // Returns the buffer for a branch that is then added to the residual stream, giving `sum`.
   S* branch_of(float* sum) const {
     if constexpr (kInPlace)
       return sum;
@@ -162,7 +163,7 @@ class TypedVitPasses final : public VitPasses {
     else
       return a_.scores;
   }
-  // dx as an operand of products, from what is kept of it in a slot.
+  // Returns dx as an operand of products. `kept`: the copy in a slot, or null.
   const S* dx_operand(const S* kept) const {
     if constexpr (kInPlace)
       return kept != nullptr ? kept : a_.dx;
@@ -172,9 +173,9 @@ class TypedVitPasses final : public VitPasses {
   S* d_qkv(const LayerActivations& l, int64_t slot) const {
     return options_.fused_attention ? l.qkv : a_.d_qkv.of(slot);
   }
-  // The layers from `top` down that go together.
+  // Returns the layers from `top` down whose weight gradients are computed together.
   LayerGroup group_below(int64_t top) const;
-  // Blocks count from the head (vit_blocks()).
+  // Returns a layer's block. Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
   void begins(int block) const {
     if (options_.calls.begins) options_.calls.begins(block);
@@ -182,7 +183,7 @@ class TypedVitPasses final : public VitPasses {
   void alone(int block, int next) const {
     if (options_.calls.alone) options_.calls.alone(block, next);
   }
-  // Where the ops of the block before are all enqueued.
+  // Called once the previous block is fully enqueued.
   void enters(int block, int next) const {
     begins(block);
     alone(block, next);
@@ -191,16 +192,16 @@ class TypedVitPasses final : public VitPasses {
   void clear_dx() const;
   void forward_attention(size_t layer);  // l.ln1 -> l.merged
   void backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to);
-  // dx_mlp -> l.d_pre and mlp0_bias
+  // dx_mlp -> l.d_pre, mlp0_bias
   void backward_gelu(const LayerGroup& group, int64_t slot, VitGradients& to);
-  // a_.d_branch -> d_qkv() and in_bias
+  // a_.d_branch -> d_qkv(), in_bias
   void backward_attention(size_t layer, int64_t slot, VitGradients& to);
-  // Of a layer's weight (out, in) in a product y = x W^T: dW = dy^T x. With the group's last layer for all of them;
-  // dy_of and x_of say where they are in a slot.
+  // Computes the gradient dW = dy^T x of a layer's weight (out, in) in a product y = x W^T. The group's last
+  // layer computes it for all of them. dy_of and x_of return the operands in a slot.
   template <typename Dy, typename X>
   void weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight, int64_t out,
                        int64_t in, const Dy& dy_of, const X& x_of, VitGradients& to) const;
-  // C = op(A) op(B) + beta C with dense operands; shapes as in kernels/gemm/gemm.h.
+  // C = op(A) op(B) + beta C with dense operands. Shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
                Out* c, float beta = 0.0f, const Out* bias = nullptr) const {
@@ -209,14 +210,14 @@ class TypedVitPasses final : public VitPasses {
   template <typename Out>
   Gemm dense(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
              Out* c, float beta, const Out* bias = nullptr) const;
-  // One product per image and head. Operands have T rows, ld* elements apart; C has m = T rows.
+  // Enqueues one product per image and head. Operands have T rows, ld* elements apart; C has m = T rows.
   template <typename Out>
   void attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const S* a, int64_t lda,
                          const S* b, int64_t ldb, Out* c, int64_t ldc) const;
   int64_t patch_elements() const { return int64_t{config_.channels} * config_.patch * config_.patch; }
   int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
   float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
-  // TF32 applies to FP32 operands on CUDA; for BF16 operands the type determines the precision.
+  // TF32 applies to FP32 operands on CUDA. For BF16 operands the type determines the precision.
   Precision fp32_products() const {
     return options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
   }
@@ -226,7 +227,7 @@ class TypedVitPasses final : public VitPasses {
   const ParameterLayout layout_;
   const VitPassesOptions options_;
   const VitIndex index_;
-  const int64_t group_layers_;  // at most
+  const int64_t group_layers_;  // maximum
   Buffer arena_;
   Activations a_{};
   int64_t batch_ = 0;  // of the last forward

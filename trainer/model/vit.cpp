@@ -28,8 +28,8 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   } else {
     calls_ = options.calls;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
-    fill_zero(stream_, weights_.data(), weights_.bytes());  // the gaps, which nothing else writes
-    stream_.synchronize();                                  // before an error frees it
+    fill_zero(stream_, weights_.data(), weights_.bytes());  // the gaps; nothing else writes them
+    stream_.synchronize();                                  // before an exception frees the memory
     if (rounds) rounded_ = make_buffer<Bf16>(stream_.device(), layout_.elements);
   }
   passes_ = make_vit_passes(config_, stream_, parameters_, layout_,
@@ -56,7 +56,7 @@ void Vit::load(std::span<const float> values) {
 
 void Vit::round_weights(const Stream& stream, int64_t first, int64_t count) {
   if (!rounded_) return;
-  // The wire format's encoder rounds to the nearest BF16.
+  // The encoder of the wire format rounds to the nearest BF16.
   kBf16->reduce_encode(
       stream, {.own = weights_.as<float>() + first, .wire = rounded_.as<Bf16>() + first, .count = count});
 }

@@ -1,17 +1,18 @@
 // torchvision's Vision Transformer, forward and backward, built from the ops of kernels/vit/vit.h and gemm.h.
 //
-// The same code runs on host and CUDA: every call only enqueues on the model's stream. All memory is
-// allocated in the constructor. Deterministic: same input, same bits.
+// The same code runs on host and CUDA: every call only enqueues on the model's stream. The constructor
+// allocates all memory. Deterministic: same input, same bits.
 //
-// On CUDA attention is one kernel forward and one backward, which keep no matrices (kernels/vit/attention.h).
+// On CUDA attention is one kernel forward and one backward, which store no matrices
+// (kernels/vit/attention.h).
 //
-// Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Elsewhere attention
-// matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which aligns their rows for tensor
-// cores (50 -> 56, 197 -> 200).
+// Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Without
+// fused attention, attention matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which
+// aligns their rows for tensor cores (50 -> 56, 197 -> 200).
 //
 // With Precision::bf16 the operands of products are stored as BF16 (docs/training.md): activations, their
-// gradients, and a copy of the weights, updated whenever they change. The weights themselves, the residual
-// stream and all parameter gradients stay FP32.
+// gradients, and a copy of the weights that is updated with them. The weights, the residual stream and all
+// parameter gradients stay FP32.
 #pragma once
 
 #include <cstdint>
@@ -31,59 +32,61 @@ namespace gradwire {
 class Vit {
  public:
   struct Options {
-    int64_t max_batch = 1;  // images that fit in one forward
+    int64_t max_batch = 1;  // most images in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
-    // Use the weights of this Vit, which has the same layout, stream and precision, and make the same calls.
+    // Use the weights of this Vit, which has the same layout, stream and precision, and make the same
+    // BlockCalls.
     const Vit* share = nullptr;
-    // Where parameter i's gradient starts in what backward() gets; empty: as in the layout of the weights.
+    // The offset of each gradient in the `gradients` of backward(). Empty: the layout of the weights.
     ParameterLayout gradients = {};
     BlockCalls calls = {};
-    // Attention as one op forward and one backward, or as products and softmax; empty: what the device prefers.
+    // Attention as one op forward and one backward, or as products and softmax. Empty: the device's default.
     std::optional<bool> fused_attention = {};
-    // GELU and its derivative inside products, for the tanh form only; empty: what the device prefers.
+    // GELU and its derivative inside products; only for the tanh form. Empty: the device's default.
     std::optional<bool> fused_gelu = {};
-    // Layers whose weight gradients are computed together. They are on their own where gradients are not evenly spaced.
+    // Layers whose weight gradients are computed together. One at a time if gradients are not evenly spaced.
     GradientGroups groups = {};
   };
 
-  // `layout` says where parameter i of vit_parameters(config) starts in the flat buffers. Blocks may share memory that
-  // calls.begins() fills.
+  // `layout`: the offset of parameter i of vit_parameters(config) in the flat buffers. Blocks may share
+  // memory that calls.begins() fills.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
   const std::vector<VitParameter>& parameters() const { return parameters_; }
   const ParameterLayout& layout() const { return layout_; }
-  // The flat parameter buffer: layout().elements floats. Not initialized by the constructor.
+  // Returns the flat parameter buffer: layout().elements floats. The constructor does not initialize it.
   const Buffer& weights() const { return weights_; }
-  // Copies `values` (layout().elements floats in host memory) into weights(), and waits.
+  // Copies `values` (layout().elements floats in host memory) into weights(). Blocks until done.
   void load(std::span<const float> values);
-  // The BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After writing
-  // weights() other than by load(), write the copy as well or call round_weights().
+  // Returns the BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After
+  // writing weights() other than by load(), also write the copy or call round_weights().
   Bf16* rounded_weights() const { return rounded_.as<Bf16>(); }
   void round_weights() { round_weights(stream_, 0, layout_.elements); }
-  // Those from element `first`, on a stream of the caller's.
+  // Rounds `count` weights from element `first`, on the caller's stream.
   void round_weights(const Stream& stream, int64_t first, int64_t count);
 
   // images (batch, channels, image, image) in device memory -> logits(). 0 <= batch <= max_batch.
   void forward(const float* images, int64_t batch) { passes_->forward(images, batch); }
-  // (batch, K) of the last forward. A backward may overwrite them.
+  // Returns the logits (batch, K) of the last forward. A backward may overwrite them.
   const float* logits() const { return passes_->logits(); }
 
-  // Cross entropy of the last forward's logits; labels (batch). totals[0] += sum of losses, totals[1] +=
-  // correct answers (doubles in device memory).
+  // Adds to totals[0] the sum of the cross-entropy losses of the last forward's logits, to totals[1] the
+  // number of correct answers (doubles in device memory). labels (batch).
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
-  // The totals of evaluate() and the gradient of grad_scale * (sum of losses) by every parameter, written or, with
-  // `accumulate`, added to `totals` and to `gradients`, a flat buffer in its layout; gaps are not touched. Calls ready(i) right
-  // after enqueuing the op that finishes gradient i or later, in order of i; `ready` may be empty. Once per forward.
+  // Computes the totals of evaluate() and the gradient of grad_scale * (sum of losses) by every parameter.
+  // Overwrites `totals` and `gradients` or, with `accumulate`, adds to them. `gradients` is a flat buffer in
+  // the layout of the gradients; gaps are not touched. Calls ready(i) right after enqueuing the op that
+  // finishes gradient i or later, in order of i; `ready` may be empty. Call once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {
     passes_->backward(labels, totals, grad_scale, gradients, accumulate, ready);
   }
 
   int64_t activation_bytes() const { return passes_->bytes(); }
-  // Device memory held: weights and activations, in bytes.
+  // Returns the device memory of weights and activations, in bytes.
   int64_t bytes() const {
     return static_cast<int64_t>(weights_.bytes() + rounded_.bytes()) + passes_->bytes();
   }

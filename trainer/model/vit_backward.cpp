@@ -22,7 +22,8 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
   VitGradients to{gradients, options_.gradients, accumulate, ready};
-  // The head's gradients are reported with those of the first layers, if that saves launches: a head is less than a layer.
+  // To save launches, report the head's gradients with those of the first layers. The head is smaller than a
+  // layer.
   to.postpones = group_layers_ > 1;
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 
@@ -96,7 +97,7 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
   to.done({index_.conv_weight});
 }
 
-// dx, and the operand made of it, are next to each other if there is one.
+// dx and the operand derived from it, if any, are adjacent.
 template <typename S>
 void TypedVitPasses<S>::clear_dx() const {
   const int64_t count = batch_ * config_.tokens() * config_.width;
@@ -132,8 +133,8 @@ void TypedVitPasses<S>::weight_gradient(const LayerGroup& group, int64_t slot, i
   to.done({parameter(slot)});
 }
 
-// On entry a_.dx holds the gradient by the layer's output, on exit the gradient by its input. The sum of its rows is the
-// gradient of the bias before it: mlp3_bias was done by whoever wrote dx.
+// On entry a_.dx holds the gradient by the layer's output, on exit the gradient by its input. The sum of its
+// rows is the gradient of the preceding bias: the op that wrote dx has already computed mlp3_bias.
 template <typename S>
 void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to) {
   const auto layer = static_cast<size_t>(group.layer(slot));
@@ -141,8 +142,8 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
   enters(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
-  // A launch less per sum, if their gradients may be reported together. Nothing follows to hide the exchange of the last
-  // layer's.
+  // Saves one launch per sum, if gradients may be reported together. For the last layer no computation
+  // follows to hide the exchange.
   to.postpones = layer > 0 || !options_.groups.awaited;
   auto kept = [&](S* LayerActivations::*of) {
     return [&, of](int64_t in_slot) { return a_.layers[static_cast<size_t>(group.layer(in_slot))].*of; };
@@ -187,7 +188,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   norm.d_gamma = to.at(at.ln1_weight), norm.d_beta = to.at(at.ln1_bias);
   norm.dx_sum = layer > 0 ? to.at(index_.layers[layer - 1].mlp3_bias) : nullptr;
   norm.workspace = a_.ln1_sums.of(slot);
-  // For the next layer's MLP; the embedding reads dx.
+  // For the next layer's MLP. The embedding reads dx.
   norm.dx_rounded = layer > 0 ? a_.dx_mlp.of(slot + 1 < group.count ? slot + 1 : 0) : nullptr;
   layer_norm_backward(stream_, norm);
   to.done(norm.sums(), {at.ln1_weight, at.ln1_bias});
@@ -222,7 +223,8 @@ void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, Vit
   args.epilogue = Epilogue::d_gelu_tanh;
   args.aux = l.pre;
   gemm(stream_, args);
-  // Nobody has added up what the product wrote: of all layers of the group at once, as their weight gradients.
+  // The product does not sum its output's rows: sum them for all layers of the group at once, as their weight
+  // gradients.
   if (slot + 1 < group.count) return to.later(mlp0_bias);
   auto d_pre = [&](int64_t of) { return a_.layers[static_cast<size_t>(group.layer(of))].d_pre; };
   const ColumnSum<S> sum{.x = d_pre(0),

@@ -36,7 +36,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
     forward_layer(layer, branch_of(layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last));
   }
   enters(0, -1);
-  // Only the class token reaches the head, so only its rows are completed and normalized.
+  // Only the class token reaches the head, so only the class token's rows are completed and normalized.
   layer_norm<S>(stream_, {.x = a_.layers.back().x_mid,
                           .gamma = weight(index_.ln_weight),
                           .beta = weight(index_.ln_bias),
@@ -53,8 +53,8 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
           weight(index_.head_bias));
 }
 
-// The bias and residual of a layer's last product are added in the next layer's first layer norm. So, except
-// in the first layer, l.x (or a_.branch) has only the product on entry, without bias and residual.
+// The bias and residual of a layer's last product are added in the next layer's first layer norm. So on
+// entry, except in the first layer, l.x (or a_.branch) holds the product without bias and residual.
 template <typename S>
 void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const LayerActivations& l = a_.layers[layer];

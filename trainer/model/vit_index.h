@@ -1,4 +1,4 @@
-// Where each of the model's parameters is in the list of vit_parameters().
+// The index of each of the model's parameters in the list of vit_parameters().
 #pragma once
 
 #include <cstdint>

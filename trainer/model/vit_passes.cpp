@@ -1,4 +1,4 @@
-// Set-up of the passes: the layout of the activations in one allocation.
+// The layout of the activations in one allocation.
 #include "trainer/model/vit_passes.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// Hands out pieces of one allocation. Used twice: without memory to compute the size, then with it.
+// Cuts an allocation into pieces. Used twice: without memory to compute the size, then with memory.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -27,8 +27,8 @@ class Arena {
 
 namespace {
 
-// Whether the gradients of a weight lie as far apart from each layer to the one that backward comes to next: what a
-// batched product writes.
+// Returns whether each kind of weight gradient has a constant distance between consecutive layers, which a
+// batched product requires.
 bool evenly_spaced(const VitIndex& index, const ParameterLayout& gradients) {
   for (int VitLayerIndex::*weight : {&VitLayerIndex::mlp3_weight, &VitLayerIndex::mlp0_weight,
                                      &VitLayerIndex::out_weight, &VitLayerIndex::in_weight}) {
@@ -77,11 +77,11 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
 
   a_.patches = take_operand(b * (t - 1) * patch_elements());
-  // In the order of backward, in which the weights' gradients lie: batched products go through both.
+  // In the order of backward, like the weights' gradients: batched products stride through both.
   for (size_t layer = a_.layers.size(); layer-- > 0;) {
     LayerActivations& l = a_.layers[layer];
     if (layer + 1 < a_.layers.size() && !options_.training) {
-      // No backward needs the activations; a layer's input is dead before its output is written.
+      // No backward needs the activations, and a layer's input is dead before its output is written.
       l = a_.layers.back();
       continue;
     }
@@ -113,7 +113,7 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   a_.logits = take(b * config_.classes);
   a_.loss_workspace = take(2 * b);
   a_.qkv = take_operand(rows * 3 * c);
-  // Element 0 of each slot is as aligned as operands are within their arrays.
+  // Element 0 of each slot has the alignment of operands within their arrays.
   const bool grouped = group_layers_ > 1;
   auto take_slots = [&](int64_t count) { return PerSlot<S>{take_operand(group_layers_ * count), count}; };
   auto take_sums = [&](int64_t count) { return PerSlot<float>{take(group_layers_ * count), count}; };
@@ -137,14 +137,14 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   }
   a_.dx = take(rows * c);
   if (!kInPlace || grouped) {
-    a_.dx_mlp = take_slots(rows * c);  // right behind dx: they are cleared together
+    a_.dx_mlp = take_slots(rows * c);  // directly after dx: cleared together
     a_.dx_attention = take_slots(rows * c);
   }
   a_.d_branch = take_operand(rows * c);
   a_.d_gelu = take_operand(rows * f);
   if (options_.fused_gelu) {
-    // A product cannot write in place of what its epilogue reads. Backward comes from the layer above, whose
-    // pre-activations it needs no longer.
+    // A product cannot overwrite the input of its epilogue. Backward has finished with the pre-activations of
+    // the layer above.
     for (size_t layer = a_.layers.size(); layer-- > 1;) a_.layers[layer].pre = a_.layers[layer - 1].d_pre;
     a_.layers[0].pre = a_.d_gelu;
   }
@@ -163,7 +163,7 @@ bool fuses_attention(const Device& device, const VitConfig& config, Precision pr
                                       : fuses_attention<float>(device, config.tokens(), config.head_dim());
 }
 
-// cuBLASLt has the tanh form.
+// cuBLASLt provides only the tanh form.
 bool fuses_gelu(const Device& device, const VitConfig& config) {
   return device.is_cuda() && config.gelu == Gelu::tanh;
 }

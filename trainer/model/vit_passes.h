@@ -1,5 +1,5 @@
-// The implementation of Vit: the activations and the two passes, for one storage type of the operands of
-// products (docs/training.md).
+// The implementation of Vit: the activations and the two passes, for one storage type of product operands
+// (docs/training.md).
 #pragma once
 
 #include <cstdint>
@@ -13,21 +13,21 @@
 
 namespace gradwire {
 
-// Calls that let weights be in memory only while they are used. Blocks are those of vit_blocks().
+// Callbacks that allow weights to be in memory only while they are used. Blocks are those of vit_blocks().
 struct BlockCalls {
-  std::function<void(int block)> begins;  // the ops enqueued from now on use the weights of `block`
-  // The ops enqueued from now on, until the next begins(), use the weights of no other block; `next` is the block that
-  // begins after this one, -1 for none.
+  std::function<void(int block)> begins;  // the next ops use the weights of `block`
+  // The next ops, until the next begins(), use the weights of no other block. `next`: the block that begins
+  // after this one; -1: none.
   std::function<void(int block, int next)> alone;
 };
 
-// Weight gradients of neighboring layers that are taken together, one batched product of each kind. A GPU has whole
-// rounds of work then, and fewer launches; the gradients of a group are reported at its end.
+// Neighboring layers whose weight gradients are computed together, in one batched product of each kind. This
+// fills a GPU and saves launches. A group's gradients are reported at its end.
 struct GradientGroups {
   static constexpr int64_t kMost = 8;
-  int64_t layers = 1;  // in a group, 1 to kMost
-  // Somebody waits for each gradient. Those of the last two layers, after which little is left to hide an exchange, are
-  // not held back.
+  int64_t layers = 1;  // layers in a group, 1 to kMost
+  // Gradients are exchanged as they become ready. The gradients of the last two layers are then not delayed,
+  // because little computation follows to hide their exchange.
   bool awaited = true;
 };
 
@@ -36,7 +36,7 @@ struct VitPassesOptions {
   Precision precision = Precision::fp32;
   bool training = true;
   Buffer weights;             // layout.elements floats
-  Buffer rounded_weights;     // the same as BF16, with Precision::bf16 only
+  Buffer rounded_weights;     // BF16 copy; only with Precision::bf16
   ParameterLayout gradients;  // of the gradients
   BlockCalls calls;
   bool fused_attention = false;
@@ -56,9 +56,9 @@ class VitPasses {
   virtual int64_t bytes() const = 0;  // of the activations
 };
 
-// Whether a model's attention is one op on the device (kernels/vit/attention.h).
+// Returns whether attention is one op on the device (kernels/vit/attention.h).
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision);
-// Whether a model's GELU is part of the products before it and, in backward, after it (Epilogue).
+// Returns whether GELU is part of the products before it and, in backward, after it (Epilogue).
 bool fuses_gelu(const Device& device, const VitConfig& config);
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,
