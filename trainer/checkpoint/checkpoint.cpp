@@ -36,10 +36,10 @@ std::string few(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-// A tensor of a file or a part of one, and what it is written from or loaded to.
+// A tensor of a file or a part of one, and its source or destination in memory.
 struct Piece {
   std::string tensor;
-  int64_t first = 0;  // element
+  int64_t first = 0;  // first element
   TensorState state;
   uint64_t first_byte() const { return static_cast<uint64_t>(first * bytes_of(state.dtype)); }
 };
@@ -62,7 +62,7 @@ void write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piec
   throw BadInput(fmt::format("{}: damaged: {}", file.path(), what));
 }
 
-// `tensor` is as long as its pieces say.
+// Loads a tensor. Requires that `tensor` has the length of its pieces.
 void load(const Stream& stream, const SafetensorsReader& file, const Tensor& tensor, const Piece& to) {
   const auto bytes = static_cast<size_t>(to.state.bytes());
   std::vector<std::byte> chunk(std::min(kChunk, bytes));
@@ -75,13 +75,13 @@ void load(const Stream& stream, const SafetensorsReader& file, const Tensor& ten
   }
 }
 
-// A codec's state of a tensor, with its name in the files.
+// Returns the piece for a codec's state of a tensor, with its name in the files.
 Piece piece_of(const TensorState& state, const RankState& rank) {
   const std::string& tensor = rank.parameters[static_cast<size_t>(state.tensor)].name;
   return {.tensor = fmt::format("{}.{}", state.kind, tensor), .state = state};
 }
 
-// This rank's part of every tensor of weights or moments.
+// Returns this rank's part of every tensor of weights or moments.
 std::vector<Piece> pieces_of(Parts<float> flat, const RankState& rank, const std::string& prefix) {
   std::vector<Piece> pieces;
   int64_t packed = 0;
@@ -147,7 +147,7 @@ namespace {
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   const bool chooses = config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2;
-  // Known since the reducer was made.
+  // Known since the construction of the reducer.
   const LinkCosts* links = chooses ? &rank.comm.link_costs(rank.stream) : nullptr;
   if (links != nullptr && !links->measured) links = nullptr;
   return about_file(config, position, rank.comm.rank(), links);
@@ -160,7 +160,7 @@ std::string random_id() {
 
 // Returns rank 0's id. Collective.
 std::string agreed_id(const RankState& rank, const std::string& id) {
-  std::vector<double> words(2);  // of 32 bits
+  std::vector<double> words(2);  // 32 bits each
   if (rank.comm.rank() == 0) {
     for (size_t i = 0; i < words.size(); ++i) {
       words[i] = static_cast<double>(std::stoul(id.substr(8 * i, 8), nullptr, 16));
@@ -172,12 +172,12 @@ std::string agreed_id(const RankState& rank, const std::string& id) {
 
 std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,
                                                const std::vector<Entry>& entries) {
-  // Hugging Face's readers require "format".
+  // "format" is required by Hugging Face's readers.
   return std::make_unique<SafetensorsWriter>(
       path, std::map<std::string, std::string>{{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
 }
 
-// This rank's state that no other rank has or writes.
+// Returns this rank's state that no other rank holds or writes.
 std::vector<Piece> own_state(const RankState& rank) {
   std::vector<Piece> pieces;
   for (const TensorState& state : rank.reducer.tensor_state()) {
@@ -195,12 +195,12 @@ void append_entries(std::vector<Entry>& entries, const std::vector<VitParameter>
   for (const VitParameter& p : parameters) entries.push_back({prefix + p.name, p.shape});
 }
 
-// The files that may have parts of several ranks. Rank 0 creates and finishes them.
+// The files that can contain parts of several ranks. Rank 0 creates and finishes them.
 struct CommonFiles {
   std::unique_ptr<SafetensorsWriter> weights, state;
 
   std::vector<SafetensorsWriter*> all() const { return {weights.get(), state.get()}; }
-  // What this rank wrote, in numbers that all_gather() takes.
+  // Returns the SafetensorsWriter::Written of each file, as numbers for all_gather().
   std::vector<double> written() const {
     std::vector<double> numbers;
     for (const SafetensorsWriter* file : all()) {
@@ -286,14 +286,14 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   if (leads) common.finish(written);
   for (const SafetensorsWriter* file : common.all())
     saved.bytes += file != nullptr ? file->written().bytes : 0;
-  rank.comm.barrier();  // all files are on disk now
+  rank.comm.barrier();  // so that all files are on disk
   if (checkpoint) checkpoint->commit(config.checkpoint_keep);
   return saved;
 }
 
 namespace {
 
-// Loads the pieces, which `file` must have whole tensors for.
+// Loads the pieces. `file` must contain a whole tensor for each.
 void restore_pieces(const RankState& rank, const SafetensorsReader& file, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) load(rank.stream, file, *file.find(piece.tensor), piece);
 }
@@ -312,7 +312,7 @@ void check_moments(const RankState& rank, const SafetensorsReader& file) {
   }
 }
 
-// Adds a rank's residual of parameter i, as the checkpoint has it.
+// Adds a rank's residual of parameter `p`, as stored in the checkpoint, to `sum`.
 void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
   const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
   if (tensor == nullptr) return;
@@ -328,7 +328,8 @@ void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vec
   }
 }
 
-// Gives every residual of this run the sum of those in `files`. The result is true if some had no place but left_over().
+// Sets each residual of this run to the sum of the residuals in `files`. Returns true if some went to
+// left_over().
 bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
                        const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   std::vector<const TensorState*> residual(rank.parameters.size());
@@ -364,7 +365,7 @@ bool restore_residuals(const RankState& rank, const std::vector<TensorState>& st
 }  // namespace
 
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head) {
-  rank.stream.synchronize();  // an error below may free memory that the stream still uses
+  rank.stream.synchronize();  // an exception below may free memory that the stream still uses
   const int world = rank.comm.world(), me = rank.comm.rank();
   const std::vector<TensorState> states = rank.reducer.tensor_state();
   const bool same_codec = config.compression.loads_state_of(head.compression);
@@ -384,7 +385,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
     const Tensor* tensor = file.find(piece.tensor);
     const bool fits =
         tensor != nullptr && tensor->dtype == name(state.dtype) && tensor->elements == state.count();
-    // Without a state from the same codec, the codec keeps its initial state.
+    // Without state of the same codec, the codec keeps its initial state.
     if (same_codec && head.world > 1 && !fits) {
       refuse_as_damaged(file, fmt::format("'{}' is missing or has another shape or type", piece.tensor));
     }

@@ -1,15 +1,15 @@
-// The contents of a checkpoint, and how they get from a rank's device to its files and back.
+// The contents of a checkpoint, and the copies between a rank's device and its files.
 //
 //   model.safetensors            the weights, with torchvision's names and shapes
 //   state-R-of-N.safetensors     the state of rank R's codecs: residuals, factors, ... State that is the same
 //                                on all ranks, and the optimizer's moments, are in rank 0's file only. Every
 //                                file has the run's position
 //
-// Weights and moments are one file's tensors, however the run divides them: rank 0 creates the files, and each rank
-// writes its part of every tensor to its place there, or reads it.
+// However the run divides weights and moments, each of them is a tensor of one file. Rank 0 creates the
+// files, and each rank writes or reads its part of every tensor.
 //
-// No random generator state is needed: every random number is a function of the seed, the step and the epoch.
-// docs/checkpoints.md is the user's guide.
+// Random generators have no state to store: every random number is a function of the seed, the step and the
+// epoch. User's guide: docs/checkpoints.md.
 #pragma once
 
 #include <cstdint>
@@ -26,13 +26,13 @@
 
 namespace gradwire {
 
-// Optimizer state: a value for each element of a rank's parts, on the device.
+// Optimizer state: one value for each element of a rank's parts, on the device.
 struct FlatState {
   std::string name;  // "m"
   Parts<float> values;
 };
 
-// What a rank puts into a checkpoint, or takes out of it. No work may be in flight.
+// The state of a rank that a checkpoint saves or restores. No work may be in flight.
 struct RankState {
   Communicator& comm;
   Stream stream;
@@ -41,33 +41,33 @@ struct RankState {
   const ParameterLayout& layout;
   Parts<float> weights;
   std::vector<FlatState> moments;
-  // The elements of the layout that this rank has weights and moments of.
+  // The elements of the layout whose weights and moments this rank holds.
   std::vector<ElementRange> parts;
-  bool divided = false;  // among the ranks; else every rank has them all, and rank 0 writes them
-  // Memory, in ParameterLayout, for residuals that this run has no place for. Asked for once, if there are any; also in
-  // host memory.
+  bool divided = false;  // among the ranks; otherwise every rank holds all, and rank 0 writes them
+  // Returns memory, in ParameterLayout, for residuals that no codec of this run takes; also in host memory.
+  // Called once, and only if there are such residuals.
   std::function<float*()> left_over = {};
 };
 
 struct SavedCheckpoint {
   std::string path;
-  uint64_t bytes = 0;  // that this rank wrote
+  uint64_t bytes = 0;  // written by this rank
 };
 
-// Collective.
+// Saves a checkpoint. Collective; blocks until its files are on disk.
 SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config, const Position& position);
 
-// Checks every file, and loads this rank's parts. Rank r of this run takes the sum of the residuals of the checkpoint's ranks r,
-// r + world, ..., so the sum over all ranks is kept. A residual that this run has no place for (a world of 1,
-// another compression) is left in rank.left_over(): the result is then true, and the first step must add its gradients
-// to it.
+// Checks every file, and loads this rank's parts. Rank r of this run takes the sum of the residuals of the
+// checkpoint's ranks r, r + world, ..., which preserves the sum over all ranks. Residuals that no codec of
+// this run takes (a world of 1, another compression) go to rank.left_over(); the function then returns true,
+// and the first step must add its gradients to them.
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head);
 
-// Loads weights only, into `out`, which has layout.elements floats; gaps become 0. Strict: throws BadInput,
-// which names missing and unexpected tensors and those of another shape or type.
+// Loads weights only, into `out`, which has layout.elements floats; gaps become 0. Throws BadInput, which
+// names missing and unexpected tensors and tensors of another shape or type.
 void load_weights(const std::string& path, const std::vector<VitParameter>& parameters,
                   const ParameterLayout& layout, bool checksum_required, std::span<float> out);
-// The same checks, without reading the weights.
+// Makes the same checks without reading the weights.
 void check_weights(const std::string& path, const VitConfig& model);
 
 }  // namespace gradwire

@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 const std::string kPrefix = "step-", kUnfinished = ".tmp";
 
-// "step-000000030" -> 30; -1 for any other name.
+// Returns the number of steps: "step-000000030" -> 30; -1 for any other name.
 int64_t steps_of(const std::string& name) {
   int64_t steps = -1;
   const char* end = name.data() + name.size();
@@ -39,7 +39,7 @@ bool is_unfinished(const std::string& name) {
 }
 
 struct Listing {
-  std::vector<std::pair<int64_t, std::string>> checkpoints;  // steps and path, newest first
+  std::vector<std::pair<int64_t, std::string>> checkpoints;  // number of steps and path, newest first
   std::vector<std::string> unfinished;                       // paths
 };
 
@@ -66,10 +66,10 @@ Listing list(const std::string& directory) {
   throw Error(fmt::format("{}: {}", what, std::strerror(error)));
 }
 
-// Makes the names in a folder durable.
+// Makes the entries of a folder durable.
 void sync_folder(const std::string& path) {
   const FileDescriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // EINVAL: a file system that does not support fsync of folders, and does not need it.
+  // EINVAL: the file system does not support fsync of folders, and does not need it.
   if (folder.fd() < 0 || (fsync(folder.fd()) != 0 && errno != EINVAL)) fail(path + ": fsync failed", errno);
 }
 
@@ -78,8 +78,8 @@ void rename_folder(const std::string& from, const std::string& to) {
     fail(fmt::format("{}: renaming to {} failed", from, to), errno);
 }
 
-// Removes a checkpoint. Returns the reason of a failure, or "". A partly removed checkpoint never looks
-// complete: the folder is renamed first. If renaming is refused, as by overlayfs for folders of a lower
+// Removes a checkpoint. Returns the reason for a failure, or "". A partly removed checkpoint must not look
+// complete, so the folder is renamed first. If renaming fails, as with overlayfs for folders of a lower
 // layer, the weights are removed first; a checkpoint without weights is not complete.
 std::string remove_checkpoint(const std::string& path) {
   std::error_code error;
@@ -97,7 +97,7 @@ std::string remove_checkpoint(const std::string& path) {
   return error ? error.message() : "";
 }
 
-// Removes an obsolete checkpoint: a failure to remove it must not end a run.
+// Removes an obsolete checkpoint. Only warns on failure, because a failure must not end the run.
 void remove_or_warn(const std::string& path) {
   const std::string why = remove_checkpoint(path);
   if (why.empty()) return;
@@ -181,14 +181,14 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   fs::create_directories(directory, error);
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
   const std::string path = directory + "/lock";
-  if (displaces) fs::remove(path, error);  // its holder keeps a file that nobody finds
-  // Does not follow a link: the file that the link names would be overwritten.
+  if (displaces) fs::remove(path, error);  // the holder keeps an unlinked file
+  // O_NOFOLLOW: a link's target would be overwritten.
   file_ = FileDescriptor(open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666));
   const int fd = file_.fd();
   if (fd < 0) fail(path + ": cannot be created", errno);
   char text[300] = {};
   if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) {  // a file system without locks
+    if (errno != EWOULDBLOCK) {  // the file system has no locks
       file_ = FileDescriptor();
       return;
     }
@@ -199,7 +199,7 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   }
   char host[256] = {};
   gethostname(host, sizeof host - 1);
-  // Only for the message above, so a full disk does no harm.
+  // Used only in the message above, so a full disk does no harm.
   if (ftruncate(fd, 0) == 0) write_fully(fd, fmt::format("process {} on {}", getpid(), host));
 }
 
@@ -229,7 +229,7 @@ void NewCheckpoint::commit(int keep) {
   const std::string from = temporary_path(directory_, step_), to = final_path(directory_, step_);
   sync_folder(from);
   std::error_code ignored;
-  // A folder with this name must be incomplete, or the run would have resumed from it.
+  // A folder with this name must be incomplete; otherwise the run would have resumed from it.
   fs::remove_all(to, ignored);
   rename_folder(from, to);
   sync_folder(directory_);

@@ -1,5 +1,5 @@
-// The gradients of one step, as one rank has them before they are sent: `gradwire train --dump-gradients`
-// writes a safetensors file with torchvision's names and shapes, for `gradwire-bench formats --gradients`.
+// The gradients of one step on one rank before they are sent. `gradwire train --dump-gradients` writes them
+// to a safetensors file with torchvision's names and shapes, for `gradwire-bench formats --gradients`.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +12,21 @@
 
 namespace gradwire {
 
-// DIR/gradients-step-N.safetensors
+// Returns DIR/gradients-step-N.safetensors.
 std::string gradients_path(const std::string& directory, int64_t step);
 
 class GradientDump {
  public:
-  // Of config.gradients_step, into config.gradients_directory. The references must outlive the object.
+  // Dumps the gradients of config.gradients_step into config.gradients_directory. The references must outlive
+  // the object.
   GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
                const ParameterLayout& layout, Device device);
 
-  // Copies gradient i, in stream order: enqueue it after what computes the gradient, and before the reducer
-  // may change it. On the stream's device.
+  // Copies gradient i in stream order. Call after enqueuing the computation of the gradient, and before the
+  // reducer may change it. `gradient` is on the stream's device.
   void take(const Stream& stream, int i, const float* gradient);
-  // Writes the file, after the stream has passed every take(). The file is complete or absent. If writing
-  // fails, reports the error and returns: the run continues.
+  // Writes the file, after the stream has passed every take(). The file is complete or absent. A failure is
+  // reported, and the run continues.
   void write() const;
 
  private:

@@ -14,8 +14,8 @@ namespace {
 
 constexpr int kVersion = 1;
 
-// The values that are equal in all files of a checkpoint. Except for "id", they are also equal in files of
-// runs with the same settings. Files of earlier versions do not have an id.
+// Returns the values that are equal in all files of a checkpoint. Except for "id", they are also equal in
+// files of runs with the same settings. Files of earlier versions have no id.
 Json shared_part(const Json& about) {
   Json shared;
   for (const char* key : {"step", "epoch", "images", "world", "compression", "seed", "id"}) {
@@ -127,7 +127,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
   std::vector<std::string> notes, differences;
   for (const char* key : {"model", "optimizer", "momentum"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    // Only whether there is a momentum buffer matters.
+    // Only the existence of a momentum buffer matters.
     auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
     const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
     if (!fits) {
@@ -149,7 +149,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (!theirs.contains(key)) continue;  // an earlier version's
     if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
   }
-  // A reduce-scatter's sum is not encoded, an allreduce's is. In an exact format that makes no difference.
+  // An allreduce encodes the sum, a reduce-scatter does not. In an exact format this makes no difference.
   if (const Json there = theirs.value("shard", Json("none"));
       there != ours["shard"] && !config.compression.wire->exact) {
     differences.push_back(fmt::format("shard {}, now {}", there.dump(), ours["shard"].dump()));

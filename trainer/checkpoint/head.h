@@ -1,4 +1,4 @@
-// What a checkpoint says of itself: where its run was, and with which settings.
+// A checkpoint's description of itself: its position in the run, and its settings.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,12 @@
 
 namespace gradwire {
 
-// The key of every file's metadata whose value is this description, as JSON text.
+// The metadata key of this description, which is JSON text, in every file.
 inline constexpr const char* kAboutKey = "gradwire";
 
 struct Position {
   int64_t step = 0;    // optimizer steps done
-  int64_t epoch = 0;   // from 0
+  int64_t epoch = 0;   // counted from 0
   int64_t images = 0;  // images of this epoch already used, over all ranks
 };
 
@@ -27,30 +27,30 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
-  // What schedule=auto based its choice on, if measured: a new measurement could lead to another schedule.
+  // The measurements on which schedule=auto based its choice, if any. A new measurement could change the
+  // schedule.
   std::optional<LinkCosts> links;
-  std::string config;  // the run's, as JSON text
+  std::string config;  // of the run, as JSON text
   std::string parts;   // common to all files of the checkpoint, as JSON text
 };
 
-// Reads headers only. Throws BadInput, which names the file, when something is missing or inconsistent.
+// Reads only headers. Throws BadInput, which names the file, when something is missing or inconsistent.
 CheckpointHead read_head(const std::string& checkpoint);
-// Throws BadInput when the run cannot continue from there (another model or optimizer, or fewer steps than
-// the checkpoint has done). Returns a note for each setting that changes how the run continues.
+// Returns a note for each setting that changes how the run continues from the checkpoint. Throws BadInput
+// when the run cannot continue (another model or optimizer, or fewer steps than the checkpoint has done).
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
-// Measured link costs, as a file has them: latency and rate of four patterns, of memory that is read and, where the
-// transport has one, of its own allreduce. Nothing for anything else.
+// Convert measured link costs to and from JSON: latency and rate of four patterns, of peer memory reads and,
+// if the transport has one, of its own allreduce. Any other JSON gives nullopt.
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 
-// Returns the description of rank `rank`'s files, to which the checkpoint's "id" is added. `links`: null
-// unless measured.
+// Returns the description of rank `rank`'s files; add the checkpoint's "id". `links`: null unless measured.
 nlohmann::ordered_json about_file(const TrainConfig& config, const Position& at, int rank,
                                   const LinkCosts* links);
-// Throws BadInput, which names `file`, unless it was saved together with the file that `head` was read from.
+// Throws BadInput, which names `file`, unless it was saved together with the file from which `head` was read.
 void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file);
-// Reads the head of a file. Throws BadInput, which names the file, unless it is complete.
+// Returns the head of a file. Throws BadInput, which names the file, if the head is incomplete.
 nlohmann::ordered_json about_of(const SafetensorsReader& file);
 
 }  // namespace gradwire

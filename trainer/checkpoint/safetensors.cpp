@@ -23,19 +23,19 @@
 namespace gradwire {
 namespace {
 
-// In order when written; when read, found by name: of an ordered one each lookup is a search.
+// Ordered for writing. Sorted for reading, because an ordered object searches linearly for each name.
 using Json = nlohmann::ordered_json;
 using SortedJson = nlohmann::json;
 
 static_assert(std::endian::native == std::endian::little, "tensors are written in memory order");
 
-constexpr uint64_t kMostHeaderBytes = 100'000'000;  // the format's own limit
+constexpr uint64_t kMostHeaderBytes = 100'000'000;  // limit of the format
 const std::string kChecksumKey = "\"crc32\":\"";
 const std::string kNoDigits = "00000000";
 
 uint32_t crc_of(uint32_t crc, const void* data, size_t bytes) {
   const auto* at = static_cast<const unsigned char*>(data);
-  while (bytes > 0) {  // zlib counts in 32 bits
+  while (bytes > 0) {  // zlib takes lengths of 32 bits
     const auto part = static_cast<uInt>(std::min<size_t>(bytes, size_t{1} << 30));
     crc = static_cast<uint32_t>(crc32(crc, at, part));
     at += part, bytes -= part;
@@ -84,14 +84,14 @@ SafetensorsWriter::SafetensorsWriter(std::string path, const std::map<std::strin
   for (auto& [name, begin] : begins_) begin += data_at;
   end_ = data_at + offset;
   put(&length, sizeof length);
-  written_.crc = 0;  // does not cover the length
+  written_.crc = 0;  // the CRC does not cover the length
   crc_digits_at_ = sizeof length + text.find(kChecksumKey) + kChecksumKey.size();
   put(text.data(), text.size());
   if (ftruncate(file_.fd(), static_cast<off_t>(end_)) != 0) fail();
 }
 
-// Write-only: a network file system may then write back the bytes given, not the page that they share with another
-// writer's.
+// Opens write-only. A network file system may then write back only the given bytes, not the whole page, which
+// may contain another writer's bytes.
 SafetensorsWriter::SafetensorsWriter(std::string path)
     : path_(std::move(path)), file_(open(path_.c_str(), O_WRONLY | O_CLOEXEC)) {
   if (file_.fd() < 0) fail();
@@ -113,7 +113,8 @@ void SafetensorsWriter::seek(const std::string& tensor, uint64_t first) {
   at_ = begin->second + first;
 }
 
-// The CRC of a whole is the sum of its parts' in GF(2), each shifted by what follows it.
+// The CRC of the whole is the sum in GF(2) of the CRCs of its parts, each shifted by the length of the data
+// after it.
 void SafetensorsWriter::put(const void* data, size_t bytes) {
   if (at_ + bytes > end_) {
     throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, at_ + bytes, end_));

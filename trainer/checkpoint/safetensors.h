@@ -5,8 +5,8 @@
 //                    NAME: {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}}
 //   data      the tensors in order, without gaps
 //
-// Files written here have a CRC-32 (zlib's) in their metadata, over header and data with the checksum's own
-// digits taken as zeros, so that a damaged file is not trained on. Other readers ignore it.
+// Files written here have a CRC-32 (zlib's) in their metadata, so that no run continues from a damaged file.
+// It covers header and data, with the checksum's digits taken as zeros. Other readers ignore it.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@
 
 namespace gradwire {
 
-// One writer creates a file. Others, of other threads or processes, may write parts of its data: they open it, and
-// close it before the first finishes it.
+// One writer creates a file. Writers in other threads or processes may write parts of its data; they open the
+// file, and close it before the first writer finishes it.
 class SafetensorsWriter {
  public:
   struct Entry {
@@ -30,27 +30,28 @@ class SafetensorsWriter {
     std::vector<int64_t> shape;
     DType dtype = DType::f32;
   };
-  // What a writer has put into the file, and its part of the checksum of the whole.
+  // The bytes that a writer has written, and its part of the checksum of the whole file.
   struct Written {
     uint64_t bytes = 0;
     uint32_t crc = 0;
     Written& operator+=(const Written& other);
   };
-  // Creates `path`, which must not exist. All calls throw Error, not BadInput: a full disk is not bad input.
+  // Creates `path`, which must not exist. All functions throw Error, not BadInput: a full disk is not bad
+  // input.
   SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                     const std::vector<Entry>& entries);
   // Opens a file that another writer has created.
   explicit SafetensorsWriter(std::string path);
-  // Continues after what was written before; at first, with the first tensor's first value.
+  // Continues after the previous write; starts at the first value of the first tensor.
   void write(std::span<const float> values) { write(std::as_bytes(values)); }
   void write(std::span<const std::byte> values);
-  // Byte `first` of a tensor is where write() continues.
+  // Sets the position of write() to byte `first` of a tensor.
   void seek(const std::string& tensor, uint64_t first);
-  const Written& written() const { return written_; }  // the header, too, by the writer that created the file
-  // Syncs and closes a file that another writer will finish.
+  const Written& written() const { return written_; }  // the creating writer includes the header
+  // Syncs and closes a file that another writer finishes.
   void close();
-  // Writes the checksum, syncs and closes. Throws Error unless the writers together wrote as many bytes as the
-  // header declares. Only by the writer that created the file.
+  // Writes the checksum, syncs and closes. Throws Error unless the writers together wrote as many bytes as
+  // the header declares. Only for the writer that created the file.
   void finish(const Written& by_others);
   void finish() { finish(Written()); }
 
@@ -60,7 +61,7 @@ class SafetensorsWriter {
 
   std::string path_;
   FileDescriptor file_;
-  std::map<std::string, uint64_t> begins_;  // of each tensor, in the file
+  std::map<std::string, uint64_t> begins_;  // offset of each tensor in the file
   uint64_t at_ = 0, end_ = 0;
   Written written_;
   uint64_t crc_digits_at_ = 0;
@@ -75,22 +76,23 @@ class SafetensorsReader {
     int64_t elements = 0;
   };
 
-  // Reads only the header, and checks every size in it against the file's before using it. Throws BadInput,
+  // Reads only the header, and checks every size in it against the file size before use. Throws BadInput,
   // which names the file and the problem.
   explicit SafetensorsReader(std::string path);
 
   const std::string& path() const { return path_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
   const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
-  uint64_t data_at() const { return data_at_; }                    // where the data begins in the file
+  uint64_t data_at() const { return data_at_; }                    // offset of the data in the file
   uint64_t file_bytes() const { return file_bytes_; }
   const Tensor* find(const std::string& name) const;  // null: not found
 
-  // Reads the whole file. Throws BadInput when its checksum does not match, or is missing and `required`.
+  // Reads the whole file. Throws BadInput when the checksum does not match, or when it is missing and
+  // `required`.
   void verify(bool required) const;
-  // Elements [first, first + out.size()) of a tensor, which must be F32.
+  // Reads elements [first, first + out.size()) of a tensor, which must be F32.
   void read(const Tensor& tensor, int64_t first, std::span<float> out) const;
-  // Bytes [first, first + out.size()) of a tensor of any type.
+  // Reads bytes [first, first + out.size()) of a tensor of any type.
   void read_bytes(const Tensor& tensor, uint64_t first, std::span<std::byte> out) const;
 
  private:

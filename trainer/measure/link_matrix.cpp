@@ -42,7 +42,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   const Call call{0x6c696e6d, "measuring each link"};
   const ExchangeLabel label{call.hash, call.what};
   comm.transport().begin(stream, call);
-  // Neighbours check the call at their first exchange; a pair measured below need not be neighbours.
+  // Neighbours check the call at their first exchange, and a pair measured below need not be neighbours.
   const std::vector<Transfer> round{
       {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},
       {Transfer::Kind::receive, (rank + world - 1) % world, in.data(), kSmallBytes}};
@@ -61,7 +61,8 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
       const double small_us = best_round_us(comm, stream, transfers(kSmallBytes), label, 16, 4);
       const double large_us = best_round_us(comm, stream, transfers(large), label, 1, 3);
       mine[static_cast<size_t>(2 * peer)] = small_us;
-      // Latency may dominate, and noise make the difference tiny or negative: use at least half of large_us.
+      // Latency may dominate, and noise may make the difference tiny or negative: use at least half of
+      // large_us.
       mine[static_cast<size_t>(2 * peer + 1)] =
           static_cast<double>(large) / std::max(large_us - small_us, 0.5 * large_us) / 1e3;
     }

@@ -18,8 +18,8 @@ struct LinkMatrix {
   const Link& between(int a, int b) const { return links[static_cast<size_t>(a * world + b)]; }
 };
 
-// Collective; blocks for about 50 ms per pair, on any link. `costs`, the same on every rank, determines how
-// much to send. Every rank returns the same.
+// Measures all pairs. Collective; blocks for about 50 ms per pair on any link. `costs`, which must be the
+// same on every rank, determines the message sizes. Every rank returns the same values.
 LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs);
 
 }  // namespace gradwire

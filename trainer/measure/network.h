@@ -25,7 +25,7 @@ struct Network {
   bool infiniband() const;  // whether a port is active
 };
 
-// `sys`: where sysfs is mounted. Never throws; skips what cannot be read.
+// Reads sysfs at `sys`. Never throws; skips unreadable entries.
 Network find_network(const std::string& sys = "/sys");
 
 }  // namespace gradwire

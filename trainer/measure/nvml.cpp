@@ -8,7 +8,7 @@
 namespace gradwire {
 namespace {
 
-// The part of NVML's ABI used here (the driver's nvml.h; versioned names keep it stable).
+// The part of NVML's ABI that is used here (the driver's nvml.h; versioned names keep it stable).
 struct PciInfo {  // nvmlPciInfo_t
   char legacy_address[16];
   unsigned domain, bus, device, device_id, subsystem_id;

@@ -8,12 +8,13 @@ namespace gradwire {
 
 class NvLinks {
  public:
-  // `addresses`: PCI addresses of the GPUs. Never throws; without NVML between() is 0 and source() says why.
+  // `addresses`: PCI addresses of the GPUs. Never throws. Without NVML, between() returns 0 and source() the
+  // reason.
   explicit NvLinks(const std::vector<std::string>& addresses);
 
-  // Links from GPU a to GPU b: direct ones, plus those through NVSwitches.
+  // Returns the number of links from GPU a to GPU b: direct links, plus links through NVSwitches.
   int between(int a, int b) const;
-  // "NVML", or why there are no links.
+  // Returns "NVML", or the reason why no links are known.
   const std::string& source() const { return source_; }
 
  private:

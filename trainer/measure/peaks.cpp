@@ -19,9 +19,9 @@
 namespace gradwire {
 namespace {
 
-constexpr double kBudgetMs = 40;  // of each measurement
+constexpr double kBudgetMs = 40;  // per measurement
 
-// Values in (-1, 1). Not constants: a GPU multiplies those faster than real data.
+// Fills a matrix with values in (-1, 1). A GPU multiplies constants faster than real data.
 Buffer random_matrix(const Stream& stream, int64_t count) {
   constexpr int64_t kDrawn = 1 << 18;
   std::vector<float> drawn(static_cast<size_t>(std::min(count, kDrawn)));
@@ -38,7 +38,7 @@ Buffer random_matrix(const Stream& stream, int64_t count) {
   return matrix;
 }
 
-// The same values as BF16.
+// Returns the matrix rounded to BF16.
 Buffer rounded(const Stream& stream, const Buffer& matrix, int64_t count) {
   Buffer out = make_buffer<Bf16>(stream.device(), count);
   kBf16->reduce_encode(stream, {.own = matrix.as<float>(), .wire = out.data(), .count = count});
@@ -73,8 +73,8 @@ double product_tflops(const Stream& stream, Precision precision) {
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
-// Uses non-temporal stores. A normal store reads its cache line first, which limits a copy to two thirds of
-// the bandwidth.
+// Copies with non-temporal stores. A normal store reads its cache line first, which limits a copy to two
+// thirds of the bandwidth.
 void copy_piece(std::byte* to, const std::byte* from, int64_t bytes) {
   using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
   for (int64_t i = 0; i < bytes; i += 16) {
@@ -112,7 +112,7 @@ double copy_gb_per_s(const Stream& stream) {
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }
 
-// The best that this process has seen. Machines that others use as well can be half as fast for seconds.
+// Returns the best peaks of this process so far. A shared machine can be half as fast for seconds.
 Peaks best_so_far(Device device, Precision precision, const Peaks& now) {
   static std::mutex mutex;
   static std::vector<std::tuple<Device, Precision, Peaks>> seen;

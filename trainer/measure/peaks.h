@@ -1,4 +1,5 @@
-// Measures how fast a device multiplies matrices and copies memory. The log's TFLOP/s are compared with it.
+// Measures a device's speed of matrix products and memory copies. The log compares its TFLOP/s with this
+// peak.
 #pragma once
 
 #include <limits>
@@ -11,15 +12,16 @@ namespace gradwire {
 // NaN: not measured.
 struct Peaks {
   double tflops = std::numeric_limits<double>::quiet_NaN();         // of a large product of random matrices
-  double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read and written together
+  double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read plus bytes written
   double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
 };
 
-// Blocks for about a tenth of a second; nothing else should run on the device.
+// Measures the peaks. Blocks for about a tenth of a second; nothing else should run on the device.
 //   product   host: 768^3 FP32, one on each of the process's threads
 //             CUDA: 8192^3 (FP32: 4096^3) in `precision`
 //   copy      host: 64 MiB on all threads; CUDA: 256 MiB
-// Each is the best of several runs, and of earlier calls of this process: the runs of `compare` are held to the same.
+// Returns the best of several runs and of earlier calls of this process, so that all runs of `compare` refer
+// to the same peak.
 Peaks measure_peaks(Device device, Precision precision);
 
 }  // namespace gradwire

@@ -20,19 +20,20 @@ GW_ALLOW_FMA
 namespace gradwire {
 namespace {
 
-// Kernels for the processor reach 80 % or more of the FMA peak; SSE kernels, which have no FMA, at most half.
+// Kernels for the processor reach at least 80 % of the FMA peak. SSE kernels, which have no FMA, reach at
+// most half.
 constexpr double kLeastShare = 0.6;
 
 constexpr int kRuns = 8;
-constexpr int kChains = 12;  // enough to hide an FMA's latency, and few enough for AVX2's 16 registers
+constexpr int kChains = 12;  // enough to hide the latency of FMA, and few enough for AVX2's 16 registers
 constexpr int64_t kRounds = 1'000'000;
-constexpr int64_t kSize = 512;  // of the product
+constexpr int64_t kSize = 512;  // rows and columns of the product
 
 #ifndef GRADWIRE_SANITIZED  // a sanitized build would measure the sanitizer
 using Ymm [[gnu::vector_size(32)]] = float;
 using Zmm [[gnu::vector_size(64)]] = float;
 
-// Independent chains of FMAs in registers.
+// Runs independent chains of FMAs in registers.
 template <typename Vector>
 GW_INLINE float fma_chains() {
   Vector sum[kChains], factor = Vector{} + 0.999f, term = Vector{} + 0.001f;
@@ -110,7 +111,7 @@ double measure_fma_share() {
 }
 
 std::string slow_products_warning(double fma_share) {
-  if (!(fma_share < kLeastShare)) return {};  // NaN is no reason to warn
+  if (!(fma_share < kLeastShare)) return {};  // ignore NaN
   const GradwireBlas& blas = *gradwire_blas();
   const std::string remedy =
       blas.wanted != nullptr

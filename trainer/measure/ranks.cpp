@@ -14,11 +14,11 @@
 namespace gradwire {
 namespace {
 
-constexpr double kProbeMs = 150;  // about one forward and backward of the probe on the host
+constexpr double kProbeMs = 150;  // about one forward and backward of the probe model on the host
 constexpr double kProbeBudgetMs = 700, kCodecBudgetMs = 150;
 constexpr double kOptimizerBytes = 28;  // AdamW reads four floats per parameter and writes three
 
-// Every exchange returns at once without data, so only a codec's kernels take time.
+// Every exchange returns immediately without data, so only a codec's kernels take time.
 class SilentTransport final : public PlannedTransport {
  public:
   using PlannedTransport::PlannedTransport;
@@ -38,7 +38,7 @@ std::vector<float> random_floats(int64_t count, float scale) {
   return values;
 }
 
-// TFLOP/s of forward and backward.
+// Returns the TFLOP/s of forward and backward.
 double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision,
                        double budget_ms) {
   const std::vector<VitParameter> parameters = vit_parameters(model);
@@ -68,7 +68,7 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
   return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
 }
 
-// The gradients of one encoder layer, as a sample of the model's.
+// Returns the gradients of one encoder layer, as a sample of the model's gradients.
 std::vector<GradientTensor> layer_gradients(VitConfig model) {
   model.depth = 1;
   std::vector<GradientTensor> tensors;
@@ -78,7 +78,7 @@ std::vector<GradientTensor> layer_gradients(VitConfig model) {
   return tensors;
 }
 
-// Nanoseconds per element that a codec's kernels take.
+// Returns the kernel time of a codec in nanoseconds per element.
 double codec_ns(const Stream& stream, const std::string& spec, const std::vector<GradientTensor>& tensors,
                 int world, const LinkCosts& links, double budget_ms) {
   Communicator comm(std::make_unique<SilentTransport>(0, world, stream.device()));
@@ -121,12 +121,12 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   report.probe.depth = std::min(model.depth, 2);
   report.probe_batch = config.batch_size;
   if (comm.device().is_host()) {
-    const double share = report.peaks.tflops / sharing;  // of the cores
+    const double share = report.peaks.tflops / sharing;  // a rank's share of the cores
     const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
     report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
   }
-  // From here on all ranks measure at once, as in training. Means, not minima: the fastest run may have had
-  // the machine to itself.
+  // From here on all ranks measure concurrently, as in training. Use means, not minima: the fastest run may
+  // have had the machine to itself.
   std::vector<double> mine;
   comm.barrier();
   mine.push_back(

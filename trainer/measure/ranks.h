@@ -1,5 +1,5 @@
-// Measures a group of ranks: its links, how fast each rank trains, and what compression costs; and predicts
-// from that which compression pays.
+// Measures a group of ranks: its links, the training speed of each rank, and the cost of compression.
+// Predicts from these which compression pays.
 #pragma once
 
 #include <optional>
@@ -19,23 +19,23 @@ struct RanksReport {
   LinkCosts links;
   std::optional<LinkMatrix> matrix;  // for worlds of up to kMatrixRanks
   Peaks peaks;                       // of rank 0's device
-  double rank_tflops = 0;            // of the slowest rank, with all ranks training at once
-  VitConfig probe;                   // the model trained to measure that: fewer layers
+  double rank_tflops = 0;            // of the slowest rank, while all ranks train
+  VitConfig probe;                   // the model that was trained to measure rank_tflops: fewer layers
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;
   double flops_per_image = 0;
-  double optimizer_bytes = 0;  // read and written by a step of AdamW
+  double optimizer_bytes = 0;  // read and written by an AdamW step
   StepCosts costs;
   Recommendation recommendation;
 };
 constexpr int kMatrixRanks = 8;
 
-// Collective; blocks for a few seconds. Every rank passes the same config; its model, batch size, precision
-// and devices matter. `sharing`: ranks on rank 0's device. `patience` scales the time for each measurement;
-// 1: about two seconds in all. Every rank returns the same.
+// Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config, of which the
+// model, batch size, precision and devices are used. `sharing`: ranks on rank 0's device. `patience` scales
+// the time for each measurement; 1: about two seconds in all. Every rank returns the same report.
 RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience = 1);
 
-// The report as text: the links, then the prediction with its arithmetic.
+// Return the report as text: the links, then the prediction with its arithmetic.
 std::string links_text(const RanksReport& report);
 std::string recommendation_text(const RanksReport& report, const VitConfig& model);
 

@@ -18,10 +18,10 @@ constexpr int64_t kDefaultBucketMb = 25;
 
 struct Bucket {
   int64_t elements = 0;
-  int64_t dense = 0, p = 0, q = 0;  // floats on the wire: uncompressed, and in the factors P and Q
+  int64_t dense = 0, p = 0, q = 0;  // transmitted floats: uncompressed, and of the factors P and Q
 };
 
-// The reducer's buckets, without gaps between tensors.
+// Returns the reducer's buckets, without gaps between tensors.
 std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int64_t bucket_bytes) {
   std::vector<Bucket> buckets;
   for (const BucketRange& range : lay_out(costs.tensors, 1, bucket_bytes).buckets) {
@@ -68,7 +68,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   };
   const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
   double done = 0, ready = 0, delay = 0;
-  double free = 0;  // when the reducer's stream is idle again
+  double free = 0;  // time at which the reducer's stream becomes idle
   for (const Bucket& bucket : buckets) {
     const double kernels = costs.world == 1 ? 0 : codec->second * static_cast<double>(bucket.elements) * 1e-6;
     us = 0;
@@ -82,7 +82,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     out.comm_ms += us * 1e-3;
     if (costs.shared_cores) delay += kernels;
   }
-  // `ready` is the end of backward: the last bucket's share of `delay` comes after it.
+  // `ready` is the end of backward. The last bucket's share of `delay` follows it.
   out.exposed_ms = std::max(0.0, free - ready);
   out.step_ms = std::max(free, ready) + costs.optimizer_ms;
   return out;

@@ -1,13 +1,13 @@
-// Whether to compress: predicts the time of a training step with each compression from the measured speed of
-// a device and of the links between ranks. Pure functions.
+// Predicts the time of a training step with each compression from the measured speed of a device and of the
+// links between ranks, to decide whether to compress. Pure functions.
 //
 //   step = compute + exposed + optimizer
 //
 // Backward, two thirds of compute, finishes gradients in order, in time proportional to their elements. A
-// full bucket is compressed and reduced after the previous buckets, while backward continues: `codec` for its
-// kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces. Exposed is what
-// remains when backward is done. On the host, kernels and backward share the cores: a bucket's kernels delay
-// backward by their own time, and take twice as long while backward runs.
+// full bucket is compressed and reduced after the previous buckets, while backward continues. This takes
+// `codec` for its kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces.
+// Exposed is the time that remains after backward. On the host, kernels and backward share the cores: a
+// bucket's kernels delay backward by their own time, and take twice as long while backward runs.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct StepCosts {
   double compute_ms = 0;  // forward and backward of a rank's batch, without communication
   double optimizer_ms = 0;
   std::map<std::string, double> codec_ns;  // by spec: kernel time per gradient element
-  bool shared_cores = false;               // kernels slow down backward
+  bool shared_cores = false;               // kernels slow backward down
 };
 
 struct Prediction {
@@ -41,17 +41,18 @@ struct Prediction {
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
 };
 
-// One spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
+// Predicts a step with one spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
 
-// The specs to try, most accurate first, and the bucket sizes in MiB; the last size holds all gradients.
+// Return the candidate specs, most accurate first, and bucket sizes in MiB. The last size holds all
+// gradients.
 std::vector<std::string> candidate_specs();
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs);
 
 struct Recommendation {
-  std::vector<Prediction> best;  // of each candidate spec, with the bucket size that suits it
+  std::vector<Prediction> best;  // by candidate spec, with its best bucket size
   Prediction one_bucket;         // FP32 without overlap
-  size_t chosen = 0;             // of `best`
+  size_t chosen = 0;             // index in `best`
   bool compress() const { return chosen != 0; }
 };
 

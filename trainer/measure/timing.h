@@ -13,7 +13,7 @@ struct Timing {
 };
 
 // Runs `work`, which enqueues on `stream`, once as a warm-up, then 2 to 20 times until `budget_ms` have
-// passed, timing each run with two events. Blocks.
+// passed. Times each run with two events. Blocks.
 Timing time_runs(const Stream& stream, const std::function<void()>& work, double budget_ms);
 
 }  // namespace gradwire

@@ -19,7 +19,7 @@
 namespace gradwire {
 
 PciTree::PciTree() {
-  load({});  // a machine that hwloc cannot read has an empty tree
+  load({});  // if hwloc cannot read the machine, the tree is empty
 }
 
 PciTree::PciTree(const std::string& xml) {
@@ -33,7 +33,7 @@ bool PciTree::load(const std::string& xml) {
   if (!xml.empty()) hwloc_topology_set_xmlbuffer(topology, xml.c_str(), static_cast<int>(xml.size()) + 1);
   hwloc_topology_set_io_types_filter(topology, HWLOC_TYPE_FILTER_KEEP_ALL);
   if (hwloc_topology_load(topology) != 0) return false;
-  // hwloc 2.12 loads this machine when the text is not XML.
+  // If the text is not XML, hwloc 2.12 loads this machine.
   return xml.empty() || hwloc_topology_is_thissystem(topology) == 0;
 }
 
@@ -68,9 +68,9 @@ GpuPath pci_path(const PciPlace& a, const PciPlace& b) {
   if (a.above[0] != b.above[0]) return a.numa_node == b.numa_node ? GpuPath::node : GpuPath::system;
   size_t common = 0;
   while (common < std::min(a.above.size(), b.above.size()) && a.above[common] == b.above[common]) ++common;
-  if (common == 1) return GpuPath::host_bridge;  // the root complex and nothing else
-  // Below the upstream port of a switch each device has a downstream port of the same switch. Any bridge more
-  // is another switch.
+  if (common == 1) return GpuPath::host_bridge;  // only the root complex
+  // Below the upstream port of a switch, each device has a downstream port of the same switch. An additional
+  // bridge is another switch.
   const size_t below = std::max(a.above.size(), b.above.size()) - common;
   return below <= 1 ? GpuPath::one_switch : GpuPath::switches;
 }
@@ -133,7 +133,7 @@ NcclSettings nccl_settings(const std::function<const char*(const char*)>& lookup
     const std::string level = text;
     const std::pair<const char*, GpuPath> words[] = {
         {"LOC", GpuPath::self},     {"NVL", GpuPath::nvlink}, {"PIX", GpuPath::one_switch},
-        {"PXB", GpuPath::switches}, {"PHB", GpuPath::node},  // NCCL does not tell NODE from PHB
+        {"PXB", GpuPath::switches}, {"PHB", GpuPath::node},  // NCCL does not distinguish NODE from PHB
         {"SYS", GpuPath::system}};
     for (const auto& [word, path] : words) {
       if (level == word) settings.p2p_level = path;

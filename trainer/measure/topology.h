@@ -1,8 +1,8 @@
-// The path from one GPU to another: what `nvidia-smi topo -m` calls NV#, PIX, PXB, PHB, NODE, SYS, and the
-// transport that NCCL picks for it.
+// The path from one GPU to another, as shown by `nvidia-smi topo -m` (NV#, PIX, PXB, PHB, NODE, SYS), and the
+// transport that NCCL chooses for it.
 //
-// Sources: hwloc has the PCI tree, NVML (opened at run time, where it is installed) counts the NVLinks.
-// Everything here but gpu_topology() is a function of its arguments.
+// Sources: hwloc provides the PCI tree; NVML (opened at run time, if installed) counts the NVLinks. Every
+// function except gpu_topology() is a function of its arguments.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ struct hwloc_topology;
 
 namespace gradwire {
 
-// A PCI device's place in the machine.
+// A PCI device's position in the machine.
 struct PciPlace {
   std::string address;                  // "0000:3b:00.0"
-  std::vector<std::string> above = {};  // from the root complex ("pci0000:3a") down to the bridge next to it
-  int numa_node = -1;                   // -1: the machine has one, or does not say
+  std::vector<std::string> above = {};  // from the root complex ("pci0000:3a") to the device's bridge
+  int numa_node = -1;                   // -1: unknown, or the machine has a single node
   bool operator==(const PciPlace&) const = default;
 };
 
@@ -30,8 +30,9 @@ struct PciPlace {
 class PciTree {
  public:
   PciTree();                                 // of this machine
-  explicit PciTree(const std::string& xml);  // of the machine that wrote this with `lstopo --of xml`
-  // `address`: in either case, with a domain of 4 or 8 digits, or none. Empty if the tree does not have it.
+  explicit PciTree(const std::string& xml);  // of the machine that wrote `xml` with `lstopo --of xml`
+  // Returns the position of a device; empty if it is not in the tree. `address`: in either case, with a
+  // domain of 4 or 8 digits, or without domain.
   std::optional<PciPlace> find(const std::string& address) const;
 
  private:
@@ -53,31 +54,31 @@ enum class GpuPath : uint8_t {
   unknown
 };
 
-// How PCIe goes between two devices.
+// Returns the PCIe path between two devices.
 GpuPath pci_path(const PciPlace& a, const PciPlace& b);
-// "NV18", "PIX", ...; "?" for unknown, "X" for self.
+// Returns "NV18", "PIX", ...; "?" for unknown, "X" for self.
 std::string path_name(GpuPath path, int nvlinks = 0);
-// In words: "2 PCIe switches", "across sockets".
+// Returns the path in words: "2 PCIe switches", "across sockets".
 std::string path_words(GpuPath path);
 
-// What decides NCCL's choice besides the path. From the environment through `lookup` (null: not set).
+// The inputs, besides the path, to NCCL's choice. Read from the environment through `lookup` (null: not set).
 struct NcclSettings {
   bool p2p_disable = false, shm_disable = false, ib_disable = false;
   bool cumem = true;                      // NCCL_CUMEM_ENABLE is not 0
-  std::optional<GpuPath> p2p_level = {};  // NCCL_P2P_LEVEL: the farthest path that may use P2P
-  std::string net = {};                   // NCCL_NET: empty, or the network it must use
-  bool amd = false;                       // the processor's vendor
-  int gpus = 1;                           // of this machine
-  bool infiniband = false;                // there is an InfiniBand or RoCE device that is up
+  std::optional<GpuPath> p2p_level = {};  // NCCL_P2P_LEVEL: the longest path that may use P2P
+  std::string net = {};                   // NCCL_NET: the network NCCL must use; empty: any
+  bool amd = false;                       // the processor's vendor is AMD
+  int gpus = 1;                           // in this machine
+  bool infiniband = false;                // an InfiniBand or RoCE device is up
 };
 NcclSettings nccl_settings(const std::function<const char*(const char*)>& lookup);
 
-// "P2P/CUMEM", "P2P/IPC", "P2P/direct pointer", "SHM", "NET/IB", "NET/Socket": what NCCL carries bytes
-// between two GPUs of one machine with. By default P2P stops at host bridges, except on AMD machines with two
-// GPUs (NCCL 2.27, graph/paths.cc). `peer_access`: CUDA lets one read the other's memory. `one_process`: both
-// belong to the same.
+// Returns the transport of NCCL between two GPUs of one machine: "P2P/CUMEM", "P2P/IPC", "P2P/direct
+// pointer", "SHM", "NET/IB" or "NET/Socket". By default P2P does not cross host bridges, except on AMD
+// machines with two GPUs (NCCL 2.27, graph/paths.cc). `peer_access`: CUDA allows one GPU to access the
+// other's memory. `one_process`: one process owns both GPUs.
 std::string nccl_transport(GpuPath path, bool peer_access, bool one_process, const NcclSettings& settings);
-// Between machines.
+// Returns the transport of NCCL between machines.
 std::string nccl_network(const NcclSettings& settings);
 
 struct GpuPair {
@@ -90,12 +91,12 @@ struct GpuTopology {
   std::vector<std::string> addresses;  // of each GPU
   std::vector<int> numa_nodes;
   std::vector<GpuPair> pairs;  // a < b
-  std::string nvlink_source;   // "NVML", or why NVLinks are not known
+  std::string nvlink_source;   // "NVML", or the reason why NVLinks are unknown
 };
-// Of the GPUs that CUDA shows this process. Empty without any.
+// Returns the topology of the GPUs that CUDA makes visible to this process. Empty without GPUs.
 GpuTopology gpu_topology();
 
-// The matrix as nvidia-smi prints it.
+// Returns the matrix in nvidia-smi's form.
 Table topology_table(const GpuTopology& topology);
 
 }  // namespace gradwire
