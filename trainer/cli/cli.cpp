@@ -28,7 +28,7 @@ namespace {
 
 constexpr int kDone = 0, kFailed = 1, kBadInput = 2;
 
-// One line, whatever the text was made of.
+// Prints an error as one line.
 int report(const char* text, int code) {
   std::string line = text;
   for (char& c : line) {
@@ -141,7 +141,7 @@ int cli_main(int argc, char** argv) {
   try {
     const int done = parse_and_run(argc, argv);
     const int code = done == kDone && any_output_lost() ? kFailed : done;
-    // A full disk shows here at the latest; what a reader misses must not pass for a success.
+    // A full disk is detected here at the latest. Incomplete output must not look like success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
     return report(
         "standard output could not be written: its disk is full, or its reader is gone. All else is done",

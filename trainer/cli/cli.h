@@ -3,7 +3,8 @@
 
 namespace gradwire {
 
-// Exit codes: 0 done, 1 failed while running, 2 bad input, with one line on stderr for 1 and 2.
+// Returns the exit code: 0 done, 1 failed while running, 2 bad input. Codes 1 and 2 come with one line on
+// stderr.
 int cli_main(int argc, char** argv);
 
 }  // namespace gradwire

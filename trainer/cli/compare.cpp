@@ -23,17 +23,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A run of the comparison. They are in the order of their seeds, so that all specs have a first result before
-// any has a second, and within a seed in the order of the table.
+// A run of the comparison. Runs are ordered by seed, so that all specs have a first result before any has a
+// second, and within a seed by the order of the table.
 struct PlannedRun {
   TrainConfig config;
-  std::string title;                       // what sets it apart from the others
+  std::string title;                       // distinguishes it from the other runs
   std::string log = {};                    // file; "": none
-  std::optional<RunSummary> earlier = {};  // an earlier call's
-  bool half = false;                       // an earlier call began it
+  std::optional<RunSummary> earlier = {};  // from an earlier call
+  bool half = false;                       // an earlier call started it
 };
 
-// demo/compare.json -> demo/compare.2.jsonl
+// Returns a run's file: demo/compare.json -> demo/compare.2.jsonl.
 std::string path_of_run(const std::string& path, size_t index, const std::string& extension) {
   fs::path named = path;
   named.replace_extension(fmt::format("{}{}", index, extension));
@@ -61,7 +61,7 @@ std::vector<PlannedRun> plan_runs(const Resolved& run, int seeds) {
   return all;
 }
 
-// The logs next to compare.json, in the order of their numbers.
+// Returns the logs next to compare.json, in the order of their numbers.
 std::vector<std::string> logs_next_to(const std::string& json) {
   const fs::path path = json;
   const std::string before = path.stem().string() + ".", after = ".jsonl";
@@ -84,8 +84,8 @@ std::vector<std::string> logs_next_to(const std::string& json) {
   return paths;
 }
 
-// Finds the logs of runs with the same settings. Those that are finished first, because a compression that is
-// given twice has two logs, which differ only in that. Each belongs to one run.
+// Finds the logs of runs with the same settings. Each log belongs to one run. Finished logs come first,
+// because a compression that is given twice has two logs with equal settings.
 void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, const std::string& json) {
   std::vector<std::string> settings;
   for (const PlannedRun& run : runs) settings.push_back(settings_text(run_record(run.config, data, {})));
@@ -104,7 +104,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Every other run gets the first free number that does not name a device or a FIFO.
+// Gives every other run the first free number that does not name a device or a FIFO.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);
@@ -117,7 +117,7 @@ void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   }
 }
 
-// Rank 0 knows which runs are there already, and tells the other processes.
+// Sends rank 0's list of earlier runs to the other processes.
 void agree_on_earlier_runs(std::vector<PlannedRun>& runs, Communicator* comm) {
   if (comm == nullptr) return;
   std::vector<double> mine;
@@ -130,7 +130,7 @@ void agree_on_earlier_runs(std::vector<PlannedRun>& runs, Communicator* comm) {
   }
 }
 
-// What is left, if runs take as long as the known ones: ", about 5:10 left", or nothing.
+// Returns the remaining time, if runs take as long as the known runs: ", about 5:10 left"; "" if unknown.
 std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const std::vector<double>& seconds) {
   if (seconds.empty()) return "";
   const auto left = std::count_if(runs.begin() + static_cast<std::ptrdiff_t>(next), runs.end(),
@@ -141,12 +141,13 @@ std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const st
                      human_seconds(sum / static_cast<double>(seconds.size()) * static_cast<double>(left)));
 }
 
-// Runs what is not there yet. `data` is that of the first seed; each seed has its own where data are drawn from it.
+// Runs all runs without a result. `data`: data of the first seed; for other seeds, data that depend on the
+// seed are drawn again.
 std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Options& options, DataSplits data,
                                 Communicator* comm) {
   const bool speaks = leads(options);
   std::vector<RunSummary> summaries;
-  std::vector<double> seconds;  // of the runs so far; at first those of earlier calls
+  std::vector<double> seconds;  // of the runs so far; initially of earlier calls
   for (const PlannedRun& run : runs) {
     if (run.earlier) seconds.push_back(run.earlier->seconds);
   }
@@ -175,13 +176,13 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
         time_left(runs, i, seconds)));
     summaries.push_back(
         run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
-    if (std::exchange(first, false)) seconds.clear();  // this machine, now, is the better guess
+    if (std::exchange(first, false)) seconds.clear();  // this machine's times are the better estimate
     seconds.push_back(summaries.back().seconds);
   }
   return summaries;
 }
 
-// Of each compression and bucket size all seeds.
+// Groups the runs of all seeds by compression and bucket size.
 std::vector<ComparedRun> by_seed(const std::vector<PlannedRun>& runs,
                                  const std::vector<RunSummary>& summaries, size_t seeds) {
   const size_t entries = runs.size() / seeds;
@@ -240,7 +241,7 @@ void compare(const Options& given) {
   }
   if (speaks && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
-      // A run that was not traced must be run again to get its trace.
+      // A run without a trace must be repeated to get its trace.
       const bool reuses = !options.again && options.trace.empty() && !options.profile_steps;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);

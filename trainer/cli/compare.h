@@ -5,11 +5,11 @@
 
 namespace gradwire {
 
-// What --preset names, then what --compression adds. Throws BadInput when there is neither.
+// Returns the specs of --preset, then those of --compression. Throws BadInput if there are none.
 std::vector<std::string> compared_specs(const Options& options);
 
-// Throws BadInput before the first run starts, and what a run throws. Runs that an earlier call with the same
-// --json finished with the same settings are not run again.
+// Runs the comparison. Throws BadInput before the first run starts, and the exceptions of a run. Skips runs
+// that an earlier call with the same --json finished with the same settings.
 void compare(const Options& options);
 
 }  // namespace gradwire

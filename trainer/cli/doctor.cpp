@@ -292,7 +292,7 @@ Json recommendation_json(const RanksReport& report, const VitConfig& model) {
   return json;
 }
 
-// Runs each rank of this process in its own thread; throws the first error of any of them.
+// Runs each rank of this process in a separate thread. Throws the first error of any rank.
 RanksReport examine_threads(const TrainConfig& config, int sharing) {
   auto comms = Communicator::create_local(
       config.devices, std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3)));
@@ -370,7 +370,7 @@ void doctor(Options options) {
     json["peaks"] = peaks_json(report.peaks);
     json["ranks"] = ranks_json(report);
     json["prediction"] = recommendation_json(report, config.model);
-    if (comm) comm->barrier();  // no rank exits while others still communicate
+    if (comm) comm->barrier();  // so that no rank exits while others still communicate
   }
   file.write(json.dump(2) + "\n");
 }

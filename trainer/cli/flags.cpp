@@ -26,8 +26,8 @@ struct Limits {
   T least = std::numeric_limits<T>::lowest(), most = std::numeric_limits<T>::max();
 };
 
-// The whole text as a number within the limits. CLI11 alone takes "" for 0, reads 010 as octal and wraps -1
-// into an unsigned.
+// Parses the whole text as a number within the limits. CLI11 by itself reads "" as 0 and 010 as octal, and
+// wraps -1 into an unsigned.
 template <typename T>
 std::optional<T> read_number(const std::string& text, Limits<T> limits) {
   T value{};
@@ -49,7 +49,7 @@ CLI::Validator number_within(Limits<T> limits) {
       range.empty() ? "" : range.substr(1));
 }
 
-// `target`: a number, or an optional one.
+// Adds a flag with a number. `target`: a number or an optional number.
 template <typename Target>
 CLI::Option* add_number(CLI::App& command, const std::string& flag, Target& target, const std::string& about,
                         Limits<typename ValueOf<Target>::Type> limits = {}) {
@@ -255,7 +255,7 @@ void add_output_flags(CLI::App& command, Options& o) {
       ->group(group);
 }
 
-// What train and compare share. Returns --init.
+// Adds the flags that train and compare share. Returns --init.
 CLI::Option* add_run_flags(CLI::App& command, Options& o) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
@@ -356,7 +356,7 @@ void add_shard_flags(CLI::App& command, Options& o) {
       ->group(group);
 }
 
-// `several`: each may be given more than once.
+// `several`: each flag may be given more than once.
 void add_compression_flags(CLI::App& command, Options& o, bool several) {
   const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
              *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
@@ -389,7 +389,7 @@ void add_train_flags(CLI::App& command, Options& o) {
   add_checkpoint_flags(command, o, init);
   add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");
-  // A graph's steps do not pass the host, which copies each gradient before it is sent.
+  // The steps of a graph do not pass the host, which copies each gradient before it is sent.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
            "Write rank 0's own gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")

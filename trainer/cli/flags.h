@@ -1,5 +1,5 @@
-// The flags of each command, with their ranges, choices and conflicts: parsing throws CLI::ParseError for what
-// they do not allow.
+// The flags of each command, with their ranges, choices and conflicts. Parsing throws CLI::ParseError for
+// invalid flags.
 #pragma once
 
 #include "trainer/cli/options.h"

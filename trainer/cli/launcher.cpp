@@ -33,9 +33,9 @@ struct Variables {
   const char *rank, *world, *local_rank, *local_world;
 };
 
-// In order of precedence. torchrun may run under Slurm. So may mpirun: it starts its daemons with srun, and
-// the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS although
-// nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
+// In order of precedence. torchrun may run under Slurm, and so may mpirun: it starts its daemons with srun,
+// and the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS even
+// if nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
 constexpr Variables kLaunchers[] = {
     {LauncherKind::by_hand, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     {LauncherKind::open_mpi, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -62,7 +62,7 @@ std::string value_of(const Lookup& lookup, const char* variable) {
   return value == nullptr ? "" : value;
 }
 
-// The first of several variables that is set.
+// Returns the value of the first variable that is set.
 std::string first_of(const Lookup& lookup, std::initializer_list<const char*> variables) {
   for (const char* variable : variables) {
     if (std::string value = value_of(lookup, variable); !value.empty()) return value;
@@ -70,7 +70,7 @@ std::string first_of(const Lookup& lookup, std::initializer_list<const char*> va
   return "";
 }
 
-// Below the system's ephemeral ports, and different for jobs that share a machine.
+// Returns a port below the system's ephemeral ports that differs between jobs on one machine.
 int port_of_job(const std::string& job) {
   uint32_t hash = 2166136261u;
   for (char c : job) hash = (hash ^ static_cast<uint8_t>(c)) * 16777619u;
@@ -83,7 +83,7 @@ std::string tcp(std::string host, int port) {
   return fmt::format("tcp://{}:{}", v6 ? "[" + host + "]" : host, port);
 }
 
-// 0: not set.
+// Returns MASTER_PORT; 0: not set.
 int master_port(const Lookup& lookup) {
   const std::string text = value_of(lookup, "MASTER_PORT");
   if (text.find("://") != std::string::npos) {
@@ -101,8 +101,8 @@ int master_port(const Lookup& lookup) {
   return port;
 }
 
-// Returns the same, or `otherwise` if it is not set. Ignores Kubernetes' variable of that name, because the
-// ranks can meet without a port from the environment.
+// Returns MASTER_PORT, or `otherwise` if it is not set. Ignores Kubernetes' variable of that name, because
+// the ranks can connect without a port from the environment.
 int port_or(const Lookup& lookup, int otherwise) {
   if (value_of(lookup, "MASTER_PORT").find("://") != std::string::npos) return otherwise;
   const int port = master_port(lookup);
@@ -114,12 +114,12 @@ std::string slurm_job(const Lookup& lookup) {
 }
 
 // mpirun starts a daemon as a Slurm step on each node except the first, and its ranks inherit the variables
-// of these steps. So the ranks have only the Slurm variables of the job in common.
+// of these steps. So only the Slurm variables of the job are common to the ranks.
 bool by_mpirun(LauncherKind kind) {
   return kind == LauncherKind::open_mpi || kind == LauncherKind::mpich;
 }
 
-// Returns a text that is equal in the processes of this launch and differs from other launches on the same
+// Returns a text that is equal in all processes of this launch and different in other launches on the same
 // machines.
 std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
   const std::string mpirun = first_of(
@@ -128,14 +128,14 @@ std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
   return fmt::format("{}.{}", slurm_job(lookup), value_of(lookup, "SLURM_STEP_ID"));
 }
 
-// Returns rank 0's node according to Slurm: the first node of the step, or of mpirun's allocation.
+// Assumes that rank 0 is on the first node of the Slurm step, or of mpirun's allocation.
 void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
     std::string list = value_of(lookup, name);
     if (list.empty() || (by_mpirun(kind) && std::string_view(name) == "SLURM_STEP_NODELIST")) continue;
     launch.assumed_from = name;
-    // Nodes of a step over several parts of a heterogeneous job have consecutive numbers, but each part lists
-    // only its own nodes.
+    // If a step spans several parts of a heterogeneous job, its nodes have consecutive numbers, but each part
+    // lists only its own nodes.
     const std::string node = value_of(lookup, "SLURM_NODEID"),
                       nodes = value_of(lookup, "SLURM_STEP_NUM_NODES");
     if (kind == LauncherKind::slurm && !node.empty() && !nodes.empty() &&
@@ -153,7 +153,7 @@ void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) 
 }
 
 void find_rendezvous(LauncherKind kind, const Lookup& lookup, Launch& launch) {
-  // Ranks that are all on this machine need no port that others can reach, nor a secret.
+  // If all ranks are on this machine, they need neither a port that other machines can reach nor a secret.
   const bool all_here = launch.local_world == launch.world;
   const char* loopback = "127.0.0.1";
   if (const std::string host = value_of(lookup, "MASTER_ADDR"); !host.empty()) {
@@ -170,7 +170,7 @@ void find_rendezvous(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   }
 }
 
-// Slurm lists the tasks of each node of the step.
+// Returns the number of ranks on this node. Slurm lists the tasks of each node of the step.
 int local_world_of(const Variables& v, const std::string& text, const Lookup& lookup) {
   if (text.empty()) return 0;
   if (v.kind != LauncherKind::slurm) return parse(v.local_world, text);
@@ -178,7 +178,7 @@ int local_world_of(const Variables& v, const std::string& text, const Lookup& lo
   return count_of_node(text, node.empty() ? 0 : parse("SLURM_NODEID", node));
 }
 
-// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE as Hydra does.
+// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra does.
 bool is_srun(const Variables& v, const Lookup& lookup) {
   return v.kind == LauncherKind::mpich && value_of(lookup, v.local_world).empty() &&
          value_of(lookup, "SLURM_STEP_NUM_TASKS") == value_of(lookup, v.world) &&
@@ -277,7 +277,7 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     }
     if (!found) found = launch;
   }
-  // Only PRRTE's prun does not give a number of ranks.
+  // Only PRRTE's prun does not provide a number of ranks.
   if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
     throw BadInput(
         fmt::format("each process would train alone: PMIX_RANK={} in the environment, but nothing says how "
@@ -345,7 +345,7 @@ std::unique_ptr<Communicator> join_members(const std::string& path, const std::s
                                      [path] {
                                        try {
                                          return read_members(path).doors;
-                                       } catch (const BadInput&) {  // the run has ended, or is about to begin
+                                       } catch (const BadInput&) {  // the run has ended or has not begun yet
                                          return std::string();
                                        }
                                      },
@@ -364,7 +364,7 @@ int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
 
 void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
-  // Under Slurm the job's cores on this machine; it may have others.
+  // Under Slurm: the job's cores on this machine, which may have more.
   const char* of_job = launch.launcher == "Slurm" ? environment("SLURM_CPUS_ON_NODE") : nullptr;
   const int of = of_job != nullptr ? std::atoi(of_job) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   set_host_threads(threads_of_share(launch, cpus_by_affinity(), of, cpus_by_quota()));

@@ -1,5 +1,5 @@
-// Which launcher, if any, started this process, and where its ranks meet. torchrun, Slurm and mpirun say so
-// in environment variables; without a launcher, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+// Detects the launcher that started this process, and the rendezvous of its ranks. torchrun, Slurm and mpirun
+// set environment variables. Without a launcher, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 #pragma once
 
 #include <functional>
@@ -18,31 +18,34 @@ struct Launch {
   std::string launcher;   // "torchrun", "Slurm", "mpirun (Open MPI)", ...
   std::string variables;  // "RANK=1 WORLD_SIZE=4"
   int rank = 0, world = 1;
-  // Among the ranks on this machine; -1 and 0 if the launcher does not say.
+  // Among the ranks on this machine. -1 and 0 if the launcher does not set them.
   int local_rank = -1, local_world = 0;
-  // tcp://host:port, the same on every rank; empty if unknown, and in a world of 1.
+  // tcp://host:port, the same on every rank. Empty if unknown, and in a world of 1.
   std::string rendezvous;
-  // The reason why it is empty, if a variable is wrong: an error only if the ranks need this rendezvous.
+  // The reason for an empty rendezvous if a variable is invalid. An error only if the ranks need this
+  // rendezvous.
   std::string no_rendezvous = {};
-  // Set if rank 0 is only assumed to run there: the variable with the list of nodes, whose first node it is.
+  // Set if rank 0's node is assumed: the variable with the list of nodes, whose first node is assumed to be
+  // rank 0's.
   std::string assumed_from = {};
 };
 
-// torchrun's agent may have its own store on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE). Ours is then on
-// MASTER_PORT + kPortsBeyond, or MASTER_PORT - kPortsBeyond if the sum is above 65535.
+// torchrun's agent may have a store on MASTER_PORT (TORCHELASTIC_USE_AGENT_STORE). Gradwire's store is then
+// on MASTER_PORT + kPortsBeyond, or on MASTER_PORT - kPortsBeyond if the sum is above 65535.
 constexpr int kPortsBeyond = 100;
 
-// Looks up variables with `lookup` (null: not set). Throws BadInput when a launcher's variables contradict
-// each other, or when one launcher says that there is one process and another started several.
+// Detects the launcher from the variables that `lookup` returns (null: not set). Throws BadInput when a
+// launcher's variables contradict each other, or when one launcher reports one process and another reports
+// several.
 std::optional<Launch> detect_launcher(const std::function<const char*(const char*)>& lookup);
-// The same for this process.
+// Detects the launcher of this process from its environment.
 std::optional<Launch> detect_launcher();
 
-// Returns the rendezvous of the ranks: `rendezvous` unless empty, else the launcher's. Throws BadInput if
-// there is none.
+// Returns the rendezvous of the ranks: `rendezvous` unless empty, otherwise the launcher's. Throws BadInput
+// if there is none.
 std::string meeting_place(const Launch& launch, const std::string& rendezvous);
 
-// How a process joins others, as its flags say; the fields are those of GroupOptions and TcpOptions.
+// How a process connects to the others, from its flags. The fields are those of GroupOptions and TcpOptions.
 struct JoinOptions {
   std::string rendezvous;  // empty: the launcher's
   double timeout_s = 60;
@@ -51,30 +54,31 @@ struct JoinOptions {
   PortRange ports = {};
 };
 
-// Joins the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is known, when
-// other machines can reach it and the run has no secret (unless `insecure`), or when this build has no NCCL.
+// Connects to the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is
+// known, when other machines can reach it and the run has no secret (unless `insecure`), or when this build
+// lacks NCCL.
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                                    Device device = Device::host());
 
-// A process that joins a run whose --members is `path`. Until it is let in, its rank is the first that none of those has
-// with which the run was launched. Throws BadInput if the file cannot be read.
+// Returns the Launch of a process that joins the run whose --members is `path`. Until admission, its rank is
+// the run's world size at launch. Throws BadInput if the file cannot be read.
 Launch launch_of_newcomer(const std::string& path);
-// Blocks until the run's ranks let this process in, to which it says `about` itself: see Communicator::join_tcp().
+// Sends the run `about`, and blocks until the run admits this process: see Communicator::join_tcp().
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
                                            const JoinOptions& how);
 
-// Divides the machine's cores between its processes, unless the launcher has bound each process to its own
+// Divides the machine's cores among its processes, unless the launcher has bound each process to separate
 // cores or GRADWIRE_THREADS is set.
 void share_cores(const Launch& launch);
-// Returns the resulting number of threads. `cpus`: the processors that this process may run on; `of`: the
-// processors of the machine (or of the job there); `quota`: the quota of processor time, in processors, for
-// all processes of the machine together, 0: none.
+// Returns the resulting number of threads. `cpus`: processors on which this process may run. `of`: processors
+// of the machine (or of the job on it). `quota`: quota of processor time, in processors, for all processes of
+// the machine together; 0: none.
 int threads_of_share(const Launch& launch, int cpus, int of, int quota);
 
-// The first name in a Slurm host list: "gpu[03-05,9],login1" -> "gpu03".
+// Returns the first name in a Slurm host list: "gpu[03-05,9],login1" -> "gpu03".
 std::string first_host(const std::string& slurm_list);
-// Returns the entry of node `index` in a Slurm list of counts: "2(x3),1" -> 2 2 2 1. 0 if the list has no
-// such entry or is invalid.
+// Returns the entry of node `index` in a Slurm list of counts: "2(x3),1" -> 2 2 2 1. Returns 0 if the list
+// has no such entry or is invalid.
 int count_of_node(const std::string& slurm_counts, int index);
 
 }  // namespace gradwire

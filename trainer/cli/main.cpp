@@ -1,7 +1,7 @@
 #include "runtime/no_memory.h"
 #include "trainer/cli/cli.h"
 
-// Before the static initializers, which allocate.
+// Runs before the static initializers, which allocate.
 [[gnu::constructor(101)]] static void prepare() {
   gradwire::exit_cleanly_without_memory("gradwire");
 }

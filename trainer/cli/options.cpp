@@ -20,7 +20,7 @@
 namespace gradwire {
 namespace {
 
-// Measuring a peak takes a fifth of a second, which a shorter run is not worth.
+// Measuring a peak takes a fifth of a second, too long for runs shorter than this.
 constexpr double kPeakRunFlops = 1e12;
 
 VitConfig resolve_model(const Options& o) {
@@ -38,8 +38,8 @@ VitConfig resolve_model(const Options& o) {
   return model;
 }
 
-// A process is one rank; that each runs --ranks threads of its own is not supported. And a world of 1 under a
-// launcher of more is a mistake: every process would train alone.
+// Returns the number of ranks. A process is one rank; --ranks threads in each of several processes are not
+// supported. A world of 1 under a launcher of several processes is an error: every process would train alone.
 int resolve_ranks(const Options& o, Resolved& out) {
   if (!o.launch || o.launch->world == 1) return o.ranks.value_or(1);
   const int world = o.launch->world;
@@ -53,7 +53,7 @@ int resolve_ranks(const Options& o, Resolved& out) {
   return world;
 }
 
-// After the ranks are known.
+// Call after the ranks are known.
 void resolve_nodes(const Options& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int ranks = config.ranks();
@@ -74,7 +74,7 @@ void resolve_nodes(const Options& o, Resolved& out) {
   }
 }
 
-// After the devices are known.
+// Call after the devices are known.
 void check_schedules(const Resolved& out) {
   const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
   for (const CompressionSpec& spec : out.compressions) {
@@ -97,7 +97,7 @@ void resolve_devices(const Options& o, Resolved& out) {
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
   int gpus = o.device == DeviceChoice::host ? 0 : cuda_device_count();
-  // Ranks on this machine, as far as known.
+  // Ranks on this machine, if known.
   const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
   if (processes && gpus > 0) {
     std::string obstacle = nccl_unavailable_reason();
@@ -115,8 +115,7 @@ void resolve_devices(const Options& o, Resolved& out) {
     }
   }
   if (o.device == DeviceChoice::cuda && gpus == 0) {
-    const std::string reason =
-        cuda_unavailable_reason();  // empty where the question succeeds when asked again
+    const std::string reason = cuda_unavailable_reason();  // empty if a second query succeeds
     throw BadInput("--device cuda: " + (reason.empty() ? "cudaGetDeviceCount failed" : reason) +
                    "; use --device host, or see gradwire doctor");
   }
@@ -131,7 +130,7 @@ void resolve_devices(const Options& o, Resolved& out) {
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
   }
-  // Of ranks elsewhere this is how launchers number them; join() asks for this rank's own.
+  // Launchers number ranks this way on other machines. join() requests this rank's own device.
   for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
   if (processes) {
     out.device_line =
@@ -144,7 +143,7 @@ void resolve_devices(const Options& o, Resolved& out) {
   if (count > gpus) out.device_line += ", several ranks share one";
 }
 
-// How many optimizer steps an epoch has; throws when not even one.
+// Returns the number of optimizer steps in an epoch. Throws if there is not even one.
 int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
   int64_t per_rank = train.count() / config.ranks();
   int64_t wanted = config.batch_size * config.accumulate;
@@ -168,10 +167,10 @@ bool same_folder(const std::string& a, const std::string& b) {
   return fs::weakly_canonical(a + "/", ignored) == fs::weakly_canonical(b + "/", ignored);
 }
 
-// After everything else, which a checkpoint is held against.
+// Call after all other options are known, because the checkpoint is compared with them.
 void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& out) {
   TrainConfig& config = out.config;
-  // Who joins a run gets its state from the others, however they began.
+  // A joiner gets its state from the other ranks, even if they started from a checkpoint.
   const bool joins = !o.join.empty();
   const bool goes_on =
       joins || (!o.resume.empty() && !o.checkpoint.empty() && same_folder(o.resume, o.checkpoint));
@@ -191,7 +190,7 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   }
   if (o.resume.empty() || joins) return;
   FoundCheckpoint found;
-  // So that one command starts a run and, after whatever has stopped it, goes on with it.
+  // The same command starts a run and, after any interruption, continues it.
   if (std::error_code ignored; !goes_on || std::filesystem::exists(o.resume, ignored)) {
     found = find_checkpoint(o.resume);
   }
@@ -213,13 +212,13 @@ void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& ou
   out.notes.insert(out.notes.end(), differences.begin(), differences.end());
 }
 
-// The first step that this run does. After resolve_checkpoints().
+// Returns the first step of this run. Call after resolve_checkpoints().
 int64_t first_step(const TrainConfig& config) {
   return config.resume.empty() ? 0 : read_head(config.resume).position.step;
 }
 
-// After the steps are known, and where a resumed run begins. The default is late enough for a run to have
-// warmed up.
+// Call after the steps and the first step of a resumed run are known. The default range is late enough for a
+// run to have warmed up.
 constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
 void resolve_trace(const Options& o, Resolved& out) {
   TrainConfig& config = out.config;
@@ -247,7 +246,7 @@ void resolve_trace(const Options& o, Resolved& out) {
   config.profile_steps = check("--profile-steps", *o.profile_steps);
 }
 
-// STEP:DIR. The file's name has the step, so that one folder can hold several dumps.
+// Parses STEP:DIR. The file name contains the step, so that one folder can hold several dumps.
 void resolve_gradients(const Options& o, Resolved& out) {
   if (!o.dump_gradients) return;
   TrainConfig& config = out.config;
@@ -275,7 +274,7 @@ Wire gather_format(const Options& o) {
   const CompressionSpec spec = CompressionSpec::parse(o.gather_weights);
   CompressionSpec format;
   format.wire = spec.wire;
-  format.dense = spec.dense;  // below 8 bits on by itself
+  format.dense = spec.dense;  // on by default below 8 bits
   if (spec.method != CompressionSpec::Method::wire || !(spec == format)) {
     throw BadInput(
         fmt::format("--gather-weights {}: a wire format with its own options is needed, such as fp32, bf16 "
@@ -288,7 +287,7 @@ Wire gather_format(const Options& o) {
   return spec.wire;
 }
 
-// Gradients that are divided leave their memory bucket by bucket, once per step.
+// Divided gradients leave their memory bucket by bucket, once per step.
 void check_shard(const Options& o) {
   if (o.shard < Sharding::gradients) return;
   const std::string flag = fmt::format("--shard {}", name(o.shard));
@@ -309,7 +308,7 @@ void check_shard(const Options& o) {
   }
 }
 
-// After the ranks and devices are known.
+// Call after the ranks and devices are known.
 void resolve_gradient_group(const Options& o, Resolved& out) {
   if (!o.gradient_group) return;
   if (o.shard >= Sharding::gradients) {
@@ -326,7 +325,7 @@ void resolve_gradient_group(const Options& o, Resolved& out) {
     out.notes.emplace_back("Note: --gradient-group has no effect on a single rank, for which nobody waits");
 }
 
-// A step that ends inside the next one.
+// Checks --overlap-forward: a step then ends inside the next step.
 void check_overlap(const Options& o) {
   if (!o.overlap_forward) return;
   if (o.graph)
@@ -339,7 +338,7 @@ void check_overlap(const Options& o) {
   }
 }
 
-// After the ranks and devices are known.
+// Call after the ranks and devices are known.
 void resolve_elastic(const Options& o, Resolved& out) {
   if (!o.elastic) return;
   TrainConfig& config = out.config;
@@ -444,8 +443,7 @@ Resolved resolve(const Options& o) {
   out.notes.insert(out.notes.end(), out.data.notes.begin(), out.data.notes.end());
   const int64_t test_share = (out.data.test.count() + config.ranks() - 1) / config.ranks();
   config.eval_batch_size = std::min(config.eval_batch_size, std::max<int64_t>(test_share, 1));
-  // The images decide how many channels go in and how many classes come out; their size is the user's to
-  // match.
+  // The images determine the channels and classes. The user must choose a model of matching image size.
   config.model.channels = out.data.train.channels;
   config.model.classes = out.data.train.classes;
   check_model(config.model);

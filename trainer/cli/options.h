@@ -1,4 +1,4 @@
-// What the command line says, and how it becomes a TrainConfig.
+// The options of the command line, and their conversion to a TrainConfig.
 #pragma once
 
 #include <cstdint>
@@ -16,30 +16,30 @@ namespace gradwire {
 enum class DeviceChoice : uint8_t { automatic, host, cuda };
 enum class PeakMeasurement : uint8_t { automatic, on, off };
 
-// Flags as given, each within its range (trainer/cli/flags.cpp); what was not given is empty and gets its
-// default in resolve().
+// Flags as given, each within its range (trainer/cli/flags.cpp). Flags that were not given are empty and get
+// defaults in resolve().
 struct Options {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
   Gelu gelu = Gelu::exact;
   std::string data = "fashion-mnist", augment = "none";
   std::optional<int> ranks;
-  std::optional<Launch> launch;  // how this process was started, if by a launcher
+  std::optional<Launch> launch;  // set if a launcher started this process
   std::string rendezvous;        // empty: the launcher's
   bool insecure = false, verify_payload = false;
-  std::string interface;  // to listen on; empty: GRADWIRE_INTERFACE
-  PortRange ports;        // to listen at; {}: GRADWIRE_PORTS
+  std::string interface;               // to listen on; empty: GRADWIRE_INTERFACE
+  PortRange ports;                     // to listen at; {}: GRADWIRE_PORTS
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  std::string members;  // for ranks that join later; empty: in the folder of checkpoints, if there is one
-  std::string join;     // this process joins a run whose `members` this is
-  std::optional<int> ranks_per_node;  // default: what the launcher says of this machine
+  std::string members;                // for joiners; empty: a file in the checkpoint folder, if there is one
+  std::string join;                   // the `members` file of the run that this process joins
+  std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
   DeviceChoice device = DeviceChoice::automatic;
-  std::vector<std::string> compression;  // train: one at most; compare: one run each
-  std::vector<double> bucket_mb;         // train: one at most; compare: one run each
+  std::vector<std::string> compression;  // train: at most one; compare: one run each
+  std::vector<double> bucket_mb;         // train: at most one; compare: one run each
   std::string preset;                    // compare: a list of specs, before those of `compression`
-  int seeds = 1;                         // compare: runs of each, with seeds from `seed` up
-  bool again = false;                    // compare: repeats runs that are there already
+  int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
+  bool again = false;                    // compare: repeats finished runs
   bool gradient_views = true;
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
@@ -73,19 +73,19 @@ constexpr double kDefaultEpochs = 3;
 constexpr double kDefaultBucketMb = 25;
 
 struct Resolved {
-  TrainConfig config;  // compression and bucket_mb are the first
+  TrainConfig config;  // with the first compression and bucket size
   std::vector<CompressionSpec> compressions;
   std::vector<double> buckets_mb;
   DataSplits data;
-  std::string device_line;         // which device, how many ranks, and why
-  std::vector<std::string> notes;  // what else the user should know
+  std::string device_line;         // the device, the number of ranks, and the reason
+  std::vector<std::string> notes;  // further notes for the user
 };
 
-// What concerns the machine and the model alone: ranks, devices, model, compression, precision. Throws
-// BadInput.
+// Resolves the options that concern only the machine and the model: ranks, devices, model, compression,
+// precision. Throws BadInput.
 Resolved resolve_machine(const Options& options);
 
-// Joins the other processes, if this is one of several; null otherwise.
+// Connects to the other processes if this is one of several; returns null otherwise.
 JoinOptions join_options(const Options& options);
 std::unique_ptr<Communicator> join(const Options& options, const TrainConfig& config);
 

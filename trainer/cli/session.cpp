@@ -17,7 +17,7 @@
 namespace gradwire {
 namespace {
 
-// Hands each record to several observers, in order.
+// Passes each record to several observers, in order.
 class Fan final : public RunObserver {
  public:
   explicit Fan(std::vector<RunObserver*> observers) : observers_(std::move(observers)) {}
@@ -100,7 +100,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   std::vector<RunObserver*> observers;
   if (!output.log.empty()) {
     log = std::make_unique<RunLog>(output.log, config, data);
-    observers.push_back(log.get());  // first: what a person sees is already safe in the file
+    observers.push_back(log.get());  // first, so that printed results are already in the file
   }
   observers.push_back(&summarizer);
   auto start = std::chrono::steady_clock::now();
@@ -117,7 +117,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   say(summary_line(summary));
   say(shares_text(summary));
   say(fmt::format("Memory: {} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
-  // Threads of one process share its cores, where one is as fast as another.
+  // Threads of one process share its cores, so no rank is slower than another.
   const std::string straggler = config.processes ? straggler_text(summary) : "";
   if (!straggler.empty()) say(straggler);
   if (!config.trace.empty() && !output_lost(config.trace)) {

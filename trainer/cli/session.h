@@ -1,4 +1,4 @@
-// What `train` and `compare` share: what they tell, and one run from its first record to its summary.
+// Shared by `train` and `compare`: console output, and running one configuration end to end.
 #pragma once
 
 #include <cstdint>
@@ -12,28 +12,28 @@
 
 namespace gradwire {
 
-// A line on stdout, flushed.
+// Prints a line on stdout and flushes it.
 void say(const std::string& text);
-// Of ranks that are processes only rank 0 speaks, but for errors.
+// Returns whether this process prints. Of ranks that are processes, only rank 0 prints, except for errors.
 bool leads(const Options& options);
 void say_start(const Resolved& run, const Options& options);
-// For --dry-run.
+// Prints the plan for --dry-run.
 void say_plan(const TrainConfig& config);
 
-// This process's part in a run: all of it, a rank that was launched, or one that joins.
+// This process's part of a run: all of it, one launched rank, or a joiner.
 struct Part {
   Communicator* comm = nullptr;
-  std::function<std::unique_ptr<Communicator>(const std::string& about)> knock = {};  // of a run that goes on
+  std::function<std::unique_ptr<Communicator>(const std::string& about)> knock = {};  // joins a running job
 };
 void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part);
 
 struct RunOutput {
   std::string log = {};    // file; "": none
-  int64_t log_every = 1;   // off a terminal: steps per line
+  int64_t log_every = 1;   // steps between log lines when output is not a terminal
   std::string label = {};  // on a terminal, before the progress bar
 };
-// Trains, as rank 0, with a log and a report on stdout. With --elastic on every rank, as each may have to take rank 0's
-// place; those that don't are silent.
+// Trains, with a log and a report on stdout on rank 0. With --elastic, call it on every rank, because each
+// may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
                     const Part& part);
 

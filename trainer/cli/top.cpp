@@ -18,12 +18,13 @@
 namespace gradwire {
 namespace {
 
-// The lines that a log has got since the last look.
+// Reads the lines added to a log since the last reading.
 class LogReader {
  public:
   explicit LogReader(std::string path) : path_(std::move(path)) {}
 
-  // Complete lines only. A log that was replaced by another run's, or cut by a resumed one, is read from its start.
+  // Reads only complete lines. Reads from the start if another run has replaced the log or a resumed run has
+  // cut it.
   void read_into(LiveRun& run) {
     struct stat status {};
     if (stat(path_.c_str(), &status) != 0) fail(std::strerror(errno));

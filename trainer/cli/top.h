@@ -1,4 +1,4 @@
-// `gradwire top`: follows a run by its log.
+// `gradwire top`: follows a run through its log.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@ struct TopOptions {
   bool once = false, prometheus = false;
 };
 
-// Returns when the run has ended or, with `once` or without a terminal, after one look. Throws BadInput if the file
-// cannot be read or is no run's log.
+// Returns when the run has ended or, with `once` or without a terminal, after one reading. Throws BadInput if
+// the file cannot be read or is not a run log.
 void top(const TopOptions& options);
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// Checks of flags' values, for every command.
+// Validators of flag values, for all commands.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -9,7 +9,7 @@
 namespace gradwire {
 
 // Checks a path, or a path after `prefix`: after the first ':' of fashion-mnist:DIR, or after file:// of a
-// URL. Refuses ~, because shells do not expand it there.
+// URL. Rejects ~, because shells do not expand it there.
 inline CLI::Validator path_value(const std::string& prefix = "") {
   return CLI::Validator(
       [prefix](std::string& text) {
@@ -19,8 +19,8 @@ inline CLI::Validator path_value(const std::string& prefix = "") {
       "");
 }
 
-// Checks a size in bytes: a number, with or without a unit. kb_is_1000: K is 1000 and KiB 1024; else both are
-// 1024. CLI11's own check accepts -1 as 2^64 - 1.
+// Checks a size in bytes: a number, with or without a unit. kb_is_1000: K is 1000 and KiB 1024; otherwise
+// both are 1024. CLI11's validator accepts -1 as 2^64 - 1.
 inline CLI::Validator size_value(bool kb_is_1000) {
   const CLI::AsSizeValue units(kb_is_1000);
   return CLI::Validator(

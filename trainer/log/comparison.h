@@ -15,7 +15,7 @@ struct SeedRun {
   std::string log;  // file name; "": none
 };
 
-// One compression with one bucket size, and its run of each seed, of which there is at least one.
+// One compression with one bucket size, and its runs, one per seed. There is at least one.
 struct ComparedRun {
   std::string compression;
   std::vector<SeedRun> seeds = {};
@@ -24,9 +24,9 @@ struct ComparedRun {
   double bucket_mb = 0;
 };
 
-// The array that `gradwire compare --json` writes (docs/formats.md).
+// Returns the JSON array that `gradwire compare --json` writes (docs/formats.md).
 std::string compare_document(const std::vector<ComparedRun>& runs);
-// A line per compression and bucket size.
+// Returns a table with a line per compression and bucket size.
 std::string compare_table(const std::vector<ComparedRun>& runs);
 
 }  // namespace gradwire

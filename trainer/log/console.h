@@ -12,14 +12,14 @@ namespace gradwire {
 
 std::string human_bytes(double bytes);      // "1.11 MB", powers of 1000
 std::string human_count(double count);      // "208,970"
-std::string milliseconds(double ms);        // "0.25", "12.3"; "-" when not measured
+std::string milliseconds(double ms);        // "0.25", "12.3"; "-": not measured
 std::string human_seconds(double seconds);  // "3.2 s", "1:05", "2:03:10"
 
 struct ConsoleOptions {
   std::FILE* out = stdout;
   bool terminal = false;   // draw a progress bar
   int64_t log_every = 1;   // without a terminal: steps per line; the last step always gets a line
-  std::string label = {};  // before the bar: which of several runs it is
+  std::string label = {};  // shown before the bar, to identify one of several runs
 };
 
 class Console final : public RunObserver {
@@ -46,12 +46,12 @@ class Console final : public RunObserver {
   Clock::time_point start_ = Clock::now(), drawn_{};
 };
 
-// A finished run in one line.
+// Returns a finished run in one line.
 std::string summary_line(const RunSummary& summary);
-// Which rank the others had to wait for, and how long; empty if it hardly mattered.
+// Returns the straggler and the time for which the other ranks waited for it; empty if it hardly mattered.
 std::string straggler_text(const RunSummary& summary);
-// How the step time divides: a line of parts that add up to 100 %, and, if there was communication, a line
-// for what ran in parallel.
+// Returns the shares of the step time: a line of parts that add up to 100 % and, if there was communication,
+// a line for the parts that ran in parallel.
 std::string shares_text(const RunSummary& summary);
 
 }  // namespace gradwire

@@ -11,7 +11,7 @@ EarlierRun read_earlier_run(const std::string& path) {
   EarlierRun earlier;
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error))
-    return earlier;  // reading a FIFO would wait for its writer
+    return earlier;  // reading a FIFO would block until a writer opens it
   std::ifstream file(path, std::ios::binary);
   std::string first, line, last;
   if (!std::getline(file, first)) return earlier;

@@ -1,4 +1,4 @@
-// The log of an earlier run, read back: `gradwire compare` goes on where it was stopped.
+// Reads the log of an earlier run, so that `gradwire compare` can continue after an interruption.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 namespace gradwire {
 
 struct EarlierRun {
-  std::string settings;   // settings_text() of its first line; "": not the log of a run
-  bool finished = false;  // it ends with its summary
-  RunSummary summary;     // if finished: what a comparison shows, other fields are zero
+  std::string settings;   // settings_text() of the first line; "": not a run log
+  bool finished = false;  // ends with its summary
+  RunSummary summary;     // if finished: the fields that a comparison shows; other fields are zero
 };
 
-// Of a file that does not exist, or is something else, `settings` is empty.
+// Reads a log. `settings` is empty if the file does not exist or is not a run log.
 EarlierRun read_earlier_run(const std::string& path);
 
 }  // namespace gradwire

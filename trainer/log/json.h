@@ -1,4 +1,4 @@
-// How values become JSON in what this folder writes, and JSON that somebody else may have written is read.
+// Conversion of values to JSON for all output of this folder, and parsing of untrusted JSON.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,8 @@ namespace gradwire {
 
 using Json = nlohmann::ordered_json;
 
-// NaN and infinity become null; bytes that are not UTF-8 (a path may hold anything) are replaced.
+// Returns JSON text. NaN and infinity become null. Bytes that are not UTF-8 are replaced, because a path can
+// contain any bytes.
 inline std::string json_text(const Json& json, int indent = -1) {
   return json.dump(indent, ' ', false, Json::error_handler_t::replace);
 }
@@ -22,15 +23,15 @@ inline Json or_null(const std::optional<double>& value) {
   return value ? Json(*value) : Json(nullptr);
 }
 
-// Discarded (is_discarded(), no object) where the text is not JSON. What is nested deeper than anything that
-// Gradwire writes is left out: printing and comparing such values would overflow the stack.
+// Returns a discarded value (is_discarded(), not an object) if the text is not JSON. Drops values nested
+// deeper than any that Gradwire writes, because printing and comparing them would overflow the stack.
 inline Json parse_json(const std::string& text) {
   constexpr int kDeepest = 50;
   return Json::parse(
       text, [](int depth, Json::parse_event_t, Json&) { return depth <= kDeepest; }, false);
 }
 
-// json[key] if it is there and a T, which is one of Json's own types (bool, numbers, std::string).
+// Returns json[key] if it exists and is a T, which must be one of Json's types (bool, numbers, std::string).
 template <typename T>
 std::optional<T> field(const Json& json, const char* key) {
   const auto at = json.find(key);
@@ -42,12 +43,12 @@ std::optional<T> field(const Json& json, const char* key) {
   return fits ? std::optional(at->template get<T>()) : std::nullopt;
 }
 
-// NaN where there is no number.
+// Returns json[key], or NaN if it is not a number.
 inline double number_in(const Json& json, const char* key) {
   return field<double>(json, key).value_or(std::numeric_limits<double>::quiet_NaN());
 }
 
-// 25 rather than 25.0.
+// Returns 25 instead of 25.0.
 inline Json shortest(double value) {
   return value == std::floor(value) ? Json(static_cast<int64_t>(value)) : Json(value);
 }

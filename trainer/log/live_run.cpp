@@ -13,9 +13,9 @@
 namespace gradwire {
 namespace {
 
-constexpr size_t kMostRows = 32;  // ranks that are shown, those that wait least
+constexpr size_t kMostRows = 32;  // ranks shown: those with the shortest waits
 
-// A matrix of the world's size; empty if it is anything else.
+// Returns a square matrix with a row per rank; empty for any other JSON.
 std::vector<std::vector<double>> waits_in(const Json& json) {
   const auto rows = json.find("waited_s");
   std::vector<std::vector<double>> waits;
@@ -31,7 +31,7 @@ std::vector<std::vector<double>> waits_in(const Json& json) {
   return waits;
 }
 
-// A number of steps or ranks, of those that a log can mean.
+// Returns a number of steps or ranks, clamped to the range of valid logs.
 int64_t count_in(const Json& json, const char* key) {
   return std::clamp<int64_t>(field<int64_t>(json, key).value_or(0), 0, int64_t{1} << 53);
 }
@@ -74,7 +74,7 @@ void LiveRun::read(const std::string& line) {
     waits_.add(record);
   } else if (type == "resume") {
     waits_ = {};
-  } else if (type == "shrink" || type == "grow") {  // its ranks have new numbers
+  } else if (type == "shrink" || type == "grow") {  // ranks get new numbers
     waits_ = {};
     waited_s_.clear();
     if (const auto ranks = json.find("ranks"); ranks != json.end() && ranks->is_array())

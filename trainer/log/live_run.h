@@ -1,4 +1,4 @@
-// A run as its log tells it so far, for `gradwire top`.
+// The state of a run according to its log so far, for `gradwire top`.
 #pragma once
 
 #include <cstdint>
@@ -12,21 +12,21 @@ namespace gradwire {
 
 class LiveRun {
  public:
-  // The next line of the log. Throws BadInput if the first one is not a run's.
+  // Reads the next line of the log. Throws BadInput if the first line is not a run record.
   void read(const std::string& line);
-  // Ended with its summary.
+  // Returns whether the log ends with its summary.
   bool finished() const { return finished_; }
 
-  // For a person: progress, the rank that holds the others up, and each rank's waits.
+  // Returns text for a person: progress, the straggler, and each rank's waits.
   std::string text() const;
-  // In Prometheus's text format.
+  // Returns the state in Prometheus's text format.
   std::string metrics() const;
 
  private:
   bool begun_ = false, finished_ = false;
   std::string title_;  // "vit_tiny on 4 ranks (processes, host), int8, schedule ring"
   int64_t steps_ = 0, done_ = 0;
-  std::optional<size_t> ranks_now_;  // after some were lost, or joined
+  std::optional<size_t> ranks_now_;  // after ranks were lost or have joined
   double loss_ = 0, step_ms_ = 0, images_per_s_ = 0, wire_bytes_ = 0, dense_bytes_ = 0;
   double total_wire_bytes_ = 0;
   std::vector<std::vector<double>> waited_s_;

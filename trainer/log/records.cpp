@@ -5,7 +5,7 @@
 namespace gradwire {
 namespace {
 
-// Of a run's first record: what comes before it are settings, in a fixed order.
+// The first measured field of a run's first record. The fields before it are settings, in a fixed order.
 constexpr const char* kFirstMeasured = "parameters";
 
 Json shares_json(const StepShares& shares) {

@@ -23,16 +23,18 @@ std::string eval_record(const EvalRecord& eval);
 std::string checkpoint_record(const CheckpointRecord& checkpoint);
 std::string resume_record(const TrainConfig& config, const RunInfo& info);
 std::string summary_record(const RunSummary& summary);
-// The resolved config as indented JSON (--dry-run).
+// Returns the resolved config as indented JSON (--dry-run).
 std::string config_text(const TrainConfig& config);
 
-// Whether this is the first line of a log.
+// Returns whether this is the first line of a log.
 bool is_run_record(const std::string& line);
-// Whether a line of an old log stays when a run resumes at step `first_step`. False for records that the run will
-// write again, and for incomplete lines. `evaluates`: it begins with the evaluation that was due then.
+// Returns whether a line of an old log is retained when a run resumes at step `first_step`. False for records
+// that the run will write again, and for incomplete lines. `evaluates`: the run starts with an overdue
+// evaluation.
 bool is_before(const std::string& line, int64_t first_step, bool evaluates);
 
-// The part of a run's first record that its results follow from, as text to compare; "" for any other line.
+// Returns the part of a run's first record that determines its results, as text to compare; "" for any other
+// line.
 std::string settings_text(const std::string& run_record);
 
 }  // namespace gradwire

@@ -33,13 +33,13 @@ RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& da
 }
 
 void RunLog::on_run(const RunInfo& info) {
-  file_ = FileDescriptor();  // also its lock, when this rank returns to a checkpoint
+  file_ = FileDescriptor();  // also releases the lock, if this rank returns to a checkpoint
   bool continues = false;
   try {
     file_ = open(info, continues);
   } catch (const Error& error) {
     if (!info.takes_over) throw;
-    return lose_output(path_, error.what());  // the run has begun: a missing log does not end it
+    return lose_output(path_, error.what());  // the run has begun: a missing log must not end it
   }
   if (!continues) {
     write(run_record(config_, data_, info));
@@ -57,9 +57,9 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
   return continues ? file.begin_with(kept, lock) : file.begin(lock);
 }
 
-// Returns the old log's records before this run's first step; "" without an old log.
+// Returns the records of the old log before this run's first step; "" if there is no old log.
 std::string RunLog::kept_until(const RunInfo& info) const {
-  // A run resumed after its last step repeats its evaluation. A rank that takes over has one that was due before it.
+  // A run that resumes after its last step repeats its evaluation. A rank that takes over may owe one.
   const bool evaluates = info.takes_over || info.first_step == config_.steps;
   std::ifstream old(path_, std::ios::binary);
   std::string kept, line;
@@ -93,7 +93,7 @@ void RunLog::write_summary(const RunSummary& summary) {
 }
 
 void RunLog::write(const std::string& record) {
-  if (!file_) return;  // lost
+  if (!file_) return;  // the log was lost
   struct stat before {};
   fstat(file_.fd(), &before);
   const int error = write_fully(file_.fd(), record + "\n");

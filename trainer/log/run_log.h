@@ -1,4 +1,4 @@
-// The run's log: one JSON record per line, each flushed when written: a killed run leaves complete lines.
+// The log of a run: one JSON record per line, flushed after each, so that a killed run leaves complete lines.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace gradwire {
 
-// Throws BadInput if two of these are the same file: the one written last would destroy the other.
+// Throws BadInput if two of these are the same file: the later output would overwrite the earlier.
 struct NamedFile {
   const char* flag;
   std::string path;  // empty: not given
@@ -20,10 +20,10 @@ class RunLog final : public RunObserver {
  public:
   // Opens and locks the file in on_run(): a run that never starts does not leave a file, and two runs cannot
   // write to the same file. A run that resumes from a checkpoint appends to its old log, if there is one, and
-  // drops the lines of steps after the checkpoint. A rank that takes a run over does the same. If the path is
-  // not a regular file, a resumed run starts a new log. A write error of the log does not end the run: the
-  // log ends with its last complete line, and lose_output() reports it. `config` and `data` must outlive the
-  // log. Throws BadInput when the path cannot be written.
+  // drops the lines of steps after the checkpoint. A rank that replaces a lost rank 0 does the same. If the
+  // path is not a regular file, a resumed run starts a new log. A write error does not end the run: the log
+  // ends with its last complete line, and lose_output() reports the error. `config` and `data` must outlive
+  // the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;

@@ -7,8 +7,8 @@ namespace gradwire {
 
 std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& waited_s, double seconds) {
   if (waited_s.size() < 2) return {};
-  // Whoever waits for a late rank is late itself for the next one. So the culprit is not the one that is waited for
-  // most, but the one that waits least.
+  // A rank that waits for a late rank is late for the next rank. So the straggler is not the rank for which
+  // others wait most, but the rank that waits least.
   std::vector<double> total;
   for (const auto& of_rank : waited_s) total.push_back(std::accumulate(of_rank.begin(), of_rank.end(), 0.0));
   const auto least = std::min_element(total.begin(), total.end());

@@ -1,4 +1,4 @@
-// Who holds the others up: found from how long ranks have waited for each other's data.
+// Finds stragglers: ranks for whose data the other ranks wait.
 #pragma once
 
 #include <cstdint>
@@ -12,20 +12,21 @@ namespace gradwire {
 
 struct Straggler {
   int rank = 0;
-  double behind_s = 0;  // how much longer each other rank has waited than this one
-  double share = 0;     // of the time
+  double behind_s = 0;  // mean wait of the other ranks minus this rank's wait
+  double share = 0;     // behind_s as a share of the time
 };
 
-// waited_s as in WaitRecord, collected over `seconds`. Nothing where no rank stands out.
+// Finds the straggler. waited_s: as in WaitRecord, collected over `seconds`. Empty if no rank stands out.
 std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& waited_s, double seconds);
 
-// The records of a run so far, in order.
+// The wait records of a run so far, in order.
 class WaitHistory {
  public:
-  // A record of another number of ranks, or one that does not follow the last (the run was resumed), begins anew.
+  // Adds a record. The history restarts if the number of ranks changes, or after a resume, when times do not
+  // increase.
   void add(const WaitRecord& record);
 
-  // Over the last kWindow records: waits, time and steps. Empty and 0 before the second record.
+  // Return the waits, time and steps over the last kWindow records. Empty and 0 before the second record.
   std::vector<std::vector<double>> recent_waits() const;
   double recent_seconds() const;
   int64_t recent_steps() const;
@@ -33,7 +34,7 @@ class WaitHistory {
   struct Finding {
     Straggler straggler;  // in the window
     int64_t since_step = 0;
-    double since_s = 0;  // when it began to be the same rank's doing, in the records' time
+    double since_s = 0;  // when this rank became the straggler, in the records' time
   };
   const std::optional<Finding>& finding() const { return finding_; }
 
@@ -42,7 +43,7 @@ class WaitHistory {
   static constexpr size_t kWindow = 5;
 
  private:
-  std::deque<WaitRecord> window_;  // one more than kWindow
+  std::deque<WaitRecord> window_;  // up to kWindow + 1 records
   std::optional<Finding> finding_;
 };
 

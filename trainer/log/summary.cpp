@@ -49,7 +49,7 @@ StepShares shares_of(const std::vector<StepRecord>& steps) {
 
 void Summarizer::on_run(const RunInfo& info) {
   info_ = info;
-  if (info.takes_over) {  // what this rank reported of these steps, which will be done again
+  if (info.takes_over) {  // drop this rank's reports of steps that will be repeated
     std::erase_if(steps_, [&](const StepRecord& step) { return step.step >= info.first_step; });
   }
 }

@@ -12,20 +12,20 @@ namespace gradwire {
 
 // Fractions of the total step time.
 struct StepShares {
-  // On the compute stream, in sequence: they add up to 1.
+  // On the compute stream, in sequence: these add up to 1.
   double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
-  // On the communication stream, at the same time.
+  // On the communication stream, in parallel.
   double compress = 0, communicate = 0, decompress = 0;
   double comm() const { return compress + communicate + decompress; }
-  // The fraction of comm() that the compute stream did not wait for. None if there was no communication.
+  // Returns the fraction of comm() for which the compute stream did not wait. Empty without communication.
   std::optional<double> hidden_of_comm() const;
 };
 
 struct RunSummary {
   int64_t steps = 0;
   double seconds = 0;     // from the first step to the end of the last evaluation
-  double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all if fewer
-  std::optional<double> test_loss;      // of the last evaluation; none if there was none
+  double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
+  std::optional<double> test_loss;      // of the last evaluation; empty if there was none
   std::optional<double> test_accuracy;  // 0 to 1
   // Medians over the steps.
   double step_ms = 0, images_per_s = 0;
@@ -33,10 +33,10 @@ struct RunSummary {
   double comm_ms = 0, compress_ms = 0, communicate_ms = 0, decompress_ms = 0, exposed_comm_ms = 0;
   double data_ms = 0, forward_ms = 0, backward_ms = 0, optimizer_ms = 0;
   double tflops = 0;                    // per device
-  double data_wait_share = 0;           // fraction of the total step time that the device waited for batches
-  std::optional<double> peak_fraction;  // tflops / the measured peak; none if not measured
+  double data_wait_share = 0;           // the device's wait for batches / total step time
+  std::optional<double> peak_fraction;  // tflops / the measured peak; empty if not measured
   uint64_t total_wire_bytes = 0;        // of rank 0, over the whole run
-  std::optional<double> ratio;          // dense_bytes / wire_bytes; none when nothing was sent
+  std::optional<double> ratio;          // dense_bytes / wire_bytes; empty if nothing was sent
   StepShares shares;
   std::string schedule;
   int64_t parameters = 0;  // of the model
@@ -47,7 +47,7 @@ struct RunSummary {
 
 constexpr int64_t kFinalLossSteps = 20;
 
-// The median, without NaN values (not measured). NaN if there are no others.
+// Returns the median, ignoring NaN values (not measured). NaN if there are no others.
 double median(std::vector<double> values);
 
 // Collects a run's records.
@@ -58,7 +58,7 @@ class Summarizer final : public RunObserver {
   void on_eval(const EvalRecord& eval) override;
   void on_end(const EndRecord& end) override;
   RunSummary summary(double seconds) const;
-  // Whether this process has reported the run's end. With --elastic it may be any rank's.
+  // Returns whether this process has reported the end of the run. With --elastic any rank may do so.
   bool ended() const { return ended_; }
 
  private:

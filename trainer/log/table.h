@@ -6,13 +6,13 @@
 
 namespace gradwire {
 
-using Table = std::vector<std::vector<std::string>>;  // rows of cells; the first is the heading
+using Table = std::vector<std::vector<std::string>>;  // rows of cells; the first row is the heading
 
-// Lines that start with `indent`; the first column is flush left, the others flush right; with `rule`, dashes
-// under the heading.
+// Returns lines that start with `indent`. The first column is aligned left, the others right. `rule`: adds
+// dashes under the heading.
 std::string table_text(const Table& table, const std::string& indent = "  ", bool rule = false);
 
-// One line of a report: "  name              value".
+// Returns one line of a report: "  name              value".
 std::string row_text(const std::string& name, const std::string& value);
 
 }  // namespace gradwire

@@ -14,14 +14,15 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// The first rows, in the order of a step's work; others follow.
+// The first rows, in the order of a step's work. Other rows follow.
 constexpr const char* kRows[] = {"host thread", "compute", "communicate", "transfers"};
 
 std::string text(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// The format's unit is microseconds; three decimals keep nanoseconds, so adjacent spans stay adjacent.
+// The unit of the format is the microsecond. Three decimals preserve nanoseconds, so adjacent spans stay
+// adjacent.
 std::string microseconds(int64_t ns) {
   return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }
@@ -42,7 +43,7 @@ Json metadata(const char* kind, int rank, int row, Json args) {
 
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us) {
-  // Parents before children: readers nest spans by their order.
+  // Sort parents before children: readers nest spans by their order.
   std::stable_sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
     return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns : a.end_ns > b.end_ns;
   });
@@ -105,7 +106,7 @@ void TraceFile::write_rest(const std::string& error) noexcept {
     std::lock_guard lock(mutex_);
     if (written_ || config_.trace.empty()) return;
     if (rank_ > 0) {
-      // Another file cannot be placed next to a device or a pipe.
+      // A file cannot be created next to a device or a pipe.
       if (!OutputFile::would_be_regular(config_.trace)) return;
       std::filesystem::path named = config_.trace;
       named.replace_extension(fmt::format("rank{}{}", rank_, named.extension().string()));

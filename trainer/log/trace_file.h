@@ -12,7 +12,8 @@
 
 namespace gradwire {
 
-// One rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on its clock's error.
+// Returns a rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on the error of
+// its clock.
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
@@ -20,16 +21,16 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
 // lose_output() reports it.
 class TraceFile {
  public:
-  // Decides how config.trace will be written if `rank` is 0; other ranks have their own files. Throws
-  // BadInput if the file cannot be written.
+  // Prepares to write config.trace if `rank` is 0; other ranks have their own files. Throws BadInput if the
+  // file cannot be written.
   explicit TraceFile(const TrainConfig& config, int rank = 0);
 
-  // Adds a rank's part, from any thread. The last part writes the file.
+  // Adds a rank's part. Callable from any thread. The last part writes the file.
   void add(int rank, std::string events);
-  // After a failure: the spans that a rank has so far. Ignored if its part was already added.
+  // After a failure: adds the spans that a rank has so far. Ignored if the rank's part was already added.
   void keep(int rank, std::string events);
   // Writes the available parts at the end of a failed run, unless the file was already written. Rank r > 0 of
-  // a run of processes, which could not send its part to rank 0, writes its own file: trace.json ->
+  // a run of processes cannot send its part to rank 0, so it writes a separate file: trace.json ->
   // trace.rank3.json. Does not report errors, because the run already reports one.
   void write_rest(const std::string& error) noexcept;
 

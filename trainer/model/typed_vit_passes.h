@@ -98,10 +98,10 @@ class TypedVitPasses final : public VitPasses {
     // With fused_attention:
     S* qkv;             // (rows, 3C) with its bias; backward overwrites it with its gradient
     float* statistics;  // (B, H, T, 2)
-    // Without:
+    // Without fused_attention:
     S *q, *k, *v;  // (B, H, T, D)
     S* attention;  // (B, H, T, Tp) softmax
-    // With and without:
+    // In both cases:
     S* merged;             // (rows, C)
     float* x_mid;          // (rows, C) after the attention branch
     S* ln2;                // (rows, C)
