@@ -1,4 +1,4 @@
-// Gloo's own allreduce of floats between the same processes, as a baseline.
+// Gloo's allreduce of floats between the same processes, as a baseline.
 #pragma once
 
 #include <cstdint>
@@ -12,14 +12,14 @@ namespace gradwire::bench {
 
 class GlooBaseline {
  public:
-  // Collective. `address` is this machine's address as the other ranks reach it.
+  // `address`: this machine's address as seen by the other ranks. Collective.
   GlooBaseline(Communicator& comm, const Stream& stream, const std::string& address, double timeout_s);
   ~GlooBaseline();
 
-  // Microseconds per sum of `count` floats, mean of `iterations` after `warmup`. Collective.
+  // Returns the microseconds of a sum of `count` floats: mean of `iterations` after `warmup`. Collective.
   double time_us(int64_t count, int warmup, int iterations);
 
-  // False in a build without Gloo.
+  // Returns false in a build without Gloo.
   static bool available();
 
  private:
@@ -27,7 +27,7 @@ class GlooBaseline {
   std::unique_ptr<Impl> impl_;
 };
 
-// This machine's local address on the route to the rendezvous.
+// Returns this machine's local address on the route to the rendezvous.
 std::string address_towards(const std::string& rendezvous);
 
 }  // namespace gradwire::bench

@@ -1,4 +1,4 @@
-// NCCL's own allreduce of floats between the same processes, as a baseline.
+// NCCL's allreduce of floats between the same processes, as a baseline.
 #pragma once
 
 #include <cstdint>
@@ -10,15 +10,15 @@ namespace gradwire::bench {
 
 class NcclBaseline {
  public:
-  // Collective: makes its own NCCL communicator among the ranks of `comm`, whose device must be a GPU.
+  // Creates a separate NCCL communicator among the ranks of `comm`, whose device must be a GPU. Collective.
   NcclBaseline(Communicator& comm, const Stream& stream);
   ~NcclBaseline();
 
-  // Microseconds per sum of `count` floats in place, mean of `iterations` after `warmup`, of the slowest
-  // rank. Collective.
+  // Returns the microseconds of a sum of `count` floats in place on the slowest rank: mean of `iterations`
+  // after `warmup`. Collective.
   double time_us(int64_t count, int warmup, int iterations);
 
-  // False in a build without the NCCL transport.
+  // Returns false in a build without the NCCL transport.
   static bool available();
 
  private:

@@ -20,7 +20,7 @@ extern const char* const kPyTorchHookScript;  // bench/baselines/pytorch_hook.py
 
 namespace {
 
-// An anonymous file that the child inherits; its path in the child is /proc/self/fd/<number>.
+// Creates an anonymous file that the child inherits. Its path in the child is /proc/self/fd/<number>.
 int anonymous_file(const char* name) {
   int fd = memfd_create(name, 0);
   if (fd < 0) throw Error(fmt::format("memfd_create: {}", std::strerror(errno)));
@@ -51,7 +51,7 @@ std::string last_line(int fd) {
 PyTorchBaseline::PyTorchBaseline(const std::string& python, Device device, int threads,
                                  const std::vector<GradientTensor>& tensors, std::span<const float> data)
     : python_(python) {
-  signal(SIGPIPE, SIG_IGN);  // a dead child makes write() fail instead
+  signal(SIGPIPE, SIG_IGN);  // write() then fails if the child is dead
   int file = anonymous_file("gradients");
   write_all(file, data.data(), data.size_bytes());
   errors_ = anonymous_file("errors");

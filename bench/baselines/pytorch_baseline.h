@@ -1,4 +1,4 @@
-// PyTorch's hook in a child process. The two sides take turns: one waits while the other runs.
+// PyTorch's hook in a child process. The two processes take turns: one waits while the other runs.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -13,20 +13,21 @@ namespace gradwire::bench {
 
 class PyTorchBaseline {
  public:
-  // Starts `python` on bench/baselines/pytorch_hook.py with `data`, the tensors' values one after the other.
-  // Throws BadInput when there is no such program or it has no torch.
+  // Starts `python` with bench/baselines/pytorch_hook.py. `data`: the tensors' values, one tensor after
+  // another. Throws BadInput if the program does not exist or has no torch.
   PyTorchBaseline(const std::string& python, Device device, int threads,
                   const std::vector<GradientTensor>& tensors, std::span<const float> data);
   ~PyTorchBaseline();
   PyTorchBaseline(const PyTorchBaseline&) = delete;
 
-  // True when PyTorch has a corresponding hook.
+  // Returns whether PyTorch has a corresponding hook.
   static bool has(const CompressionSpec& spec);
-  // Sets up PyTorch's hook for `spec` and warms it up; returns its description.
+  // Sets up PyTorch's hook for `spec` and warms it up. Returns its description.
   std::string prepare(const CompressionSpec& spec);
-  // torch.linalg.qr of every tensor instead of a hook, tensors of one shape in one batched call.
+  // Sets up torch.linalg.qr of every tensor instead of a hook, with one batched call for tensors of one
+  // shape.
   std::string prepare_qr();
-  // One call of the hook on fresh data, in milliseconds.
+  // Returns the milliseconds of one call of the hook on fresh data.
   double run_ms();
 
  private:

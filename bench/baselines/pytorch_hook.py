@@ -1,7 +1,7 @@
-"""PyTorch's own communication hooks, driven by `gradwire-bench hook --baseline`: a world of 1, without DDP.
+"""PyTorch's communication hooks, driven by `gradwire-bench hook --baseline`: a world of 1, without DDP.
 
-argv[1] is JSON: {"device", "threads", "shapes", "data": file of float32 in the order of shapes}. Then it
-reads one command per line from stdin and answers with one line of JSON on stdout:
+argv[1] is JSON: {"device", "threads", "shapes", "data": file of float32 in the order of shapes}. Reads
+one command per line from stdin and answers with one line of JSON on stdout:
     prepare SPEC   SPEC is JSON: {"method": "powersgd", "rank", "error_feedback", "warm", "min_ratio"},
                    {"method": "bf16"} or {"method": "qr"}
                    -> {"baseline": description}
@@ -31,7 +31,7 @@ except ImportError as error:
 
 
 class Bucket:
-    """What DDP passes to a hook: one flat buffer, and its tensors as views of it."""
+    """A hook's argument in DDP: one flat buffer, and tensors as views of it."""
 
     def __init__(self, buffer, shapes):
         self._buffer, self._gradients, begin = buffer, [], 0
@@ -55,7 +55,7 @@ class Bucket:
 
 
 class DoneAtOnce:
-    """Replaces an allreduce that the backend lacks for BF16. In a world of 1 it would do nothing anyway."""
+    """Replaces an allreduce that the backend lacks for BF16. In a world of 1 it does nothing."""
 
     def __init__(self, tensor, *_, **__):
         self._future = torch.futures.Future()
@@ -91,7 +91,7 @@ class Baseline:
             self.bucket.buffer().copy_(self.data)
             for matrix in self.bucket.gradients():
                 groups.setdefault(tuple(matrix.shape), []).append(matrix)
-            # Batching by shape is not timed, which favors PyTorch: a real hook would have to do it.
+            # Batching by shape is not timed, which favors PyTorch: a real hook must do it.
             batches = [torch.stack(group) for group in groups.values()]
             self.hook = lambda state, bucket: self.factor(batches)
             name += "linalg.qr, batched by shape"

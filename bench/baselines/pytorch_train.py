@@ -2,16 +2,16 @@
 
 argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth,
 heads, width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the
-environment. Then it reads one JSON command per line from stdin, the same on every rank, and answers with one
-line of JSON on stdout:
+environment. Reads one JSON command per line from stdin, the same on every rank, and answers with one line of
+JSON on stdout:
 
     {"hook": null | "fp16" | "bf16" | "powersgd" | "alone", "rank": r, "bucket_mb": MB or null for one bucket,
      "warmup", "steps"}
-    -> {"step_ms": [...], "buckets": n, "loss": of the last step}, or {"error": why}
+    -> {"step_ms": [...], "buckets": n, "loss": of the last step}, or {"error": reason}
 
-"alone" trains without DistributedDataParallel. The settings are those that were fastest here: gradients as
-views of the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter at a
-time.
+"alone" trains without DistributedDataParallel. The settings are the fastest that were measured: gradients
+as views of the buckets, a static graph, gradients set to None between steps, SGD that updates one parameter
+at a time.
 """
 import copy
 import datetime
@@ -53,7 +53,7 @@ class Baseline:
         torch.manual_seed(0)
         self.model = build(config["model"])
         side = config["model"]["image_size"]
-        # The same images in every step: nothing is loaded, which favors PyTorch.
+        # The same images in every step: no loading, which favors PyTorch.
         self.images = torch.randn(config["batch_size"], 3, side, side)
         self.labels = torch.arange(config["batch_size"]) % config["model"]["classes"]
 
@@ -61,9 +61,9 @@ class Baseline:
         return sum(p.numel() for p in self.model.parameters())
 
     def wrap(self, model, command):
-        """DDP with the hook that the command names."""
+        """Returns DDP with the command's hook."""
         megabytes = command.get("bucket_mb") or ONE_BUCKET_MB
-        # The first bucket has its own limit, 1 MB, which would split one bucket into two.
+        # The first bucket has a separate limit of 1 MB, which would split one bucket into two.
         first_mb = ONE_BUCKET_MB if command.get("bucket_mb") is None else 1
         dist._DEFAULT_FIRST_BUCKET_BYTES = first_mb << 20
         ddp = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=megabytes,

@@ -18,8 +18,8 @@ namespace {
 
 constexpr int64_t kGrain = 1 << 16;
 
-// `count` floats like the gradients of a transformer's layers: matrices of up to 3072 x 768, and the rest as
-// a vector.
+// Returns `count` floats shaped like the gradients of a transformer's layers: matrices of up to 3072 x 768,
+// and the rest as a vector.
 std::vector<GradientTensor> tensors_of(int64_t count) {
   const auto cols = std::min<int64_t>(768, static_cast<int64_t>(std::sqrt(static_cast<double>(count))));
   std::vector<GradientTensor> tensors;
@@ -45,7 +45,7 @@ double hash_of(const std::vector<float>& values) {
 
 }  // namespace
 
-// A codec with its step counter and workspace: what the reducer keeps for one bucket.
+// A codec with its step counter and workspace, as the reducer holds them for one bucket.
 class CollectiveRank::Program {
  public:
   Program(CollectiveRank& rank, const CollectiveCase& c)
@@ -91,8 +91,8 @@ CollectiveRank::CollectiveRank(Communicator& comm, const CollectiveSettings& set
 float CollectiveRank::value(Values kind, int rank, int64_t i) const {
   const auto seed = static_cast<uint64_t>(rank) + 1, counter = static_cast<uint64_t>(i);
   if (kind == Values::normal) return rough_normal(philox(seed, 0, counter));
-  // -1, 0 or 1, and at most 15 ranks are not zero: no partial sum exceeds 15, so BF16 and FP8 represent every
-  // one exactly.
+  // -1, 0 or 1, and at most 15 ranks are nonzero. So no partial sum exceeds 15, and BF16 and FP8 represent
+  // every sum exactly.
   if ((i + rank) % comm_.world() >= 15) return 0.0f;
   uint64_t mixed = (counter * 0x9e3779b97f4a7c15ull + seed) * 0xff51afd7ed558ccdull;
   return static_cast<float>(static_cast<int>((mixed >> 33) % 3) - 1);
@@ -116,7 +116,7 @@ const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t coun
     for (int64_t i = begin; i < end; ++i) {
       double sum = 0;
       for (int r = 0; r < comm_.world(); ++r) sum += value(kind, r, i);
-      // Integers are compared bit for bit, so their mean is rounded as the contract says: once, in FP32.
+      // Integers are compared bit for bit, so their mean is rounded as the contract specifies: once, in FP32.
       means_[i] = kind == Values::integers ? static_cast<float>(sum) * scale : sum / comm_.world();
     }
   });
@@ -126,7 +126,7 @@ const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t coun
 CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
   struct Mine {
     double time_us, wire_bytes, fp32_bytes, wrong, error2, norm2;
-    double hash;  // of 52 bits, so that a double holds it
+    double hash;  // 52 bits, so that a double represents it exactly
   } mine{};
   const int64_t count = c.size_bytes / 4;
   const bool exact = c.spec.method == CompressionSpec::Method::wire;
@@ -177,7 +177,7 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
     all.wire_bytes = std::max(all.wire_bytes, r.wire_bytes);
     all.fp32_bytes = std::max(all.fp32_bytes, r.fp32_bytes);
     all.wrong += r.wrong;
-    // A rank whose bits differ from rank 0's counts as wrong in every element.
+    // If a rank's bits differ from rank 0's, all its elements count as wrong.
     if (r.hash != ranks[0].back()) all.wrong += static_cast<double>(count);
     all.rel_error = std::max(all.rel_error, std::sqrt(r.error2 / std::max(r.norm2, 1e-300)));
   }

@@ -1,4 +1,4 @@
-// One allreduce as gradwire-bench collectives measures it: a schedule, a compression spec, a size.
+// One allreduce of gradwire-bench collectives: a schedule, a compression spec, a size.
 #pragma once
 
 #include <cstdint>
@@ -12,37 +12,38 @@
 namespace gradwire::bench {
 
 struct CollectiveCase {
-  CompressionSpec spec;  // its schedule is the one to run, never `automatic`
+  CompressionSpec spec;  // includes the schedule, which is never `automatic`
   int64_t size_bytes = 0;
 };
 
 struct CollectiveSettings {
   int warmup = 5, iterations = 20;
   bool check = true;
-  int per_node = 0;  // of hierarchical schedules
+  int per_node = 0;  // for hierarchical schedules
   int64_t slice_bytes = ReducerOptions{}.slice_bytes;
 };
 
 struct CollectiveResult {
-  double time_us = 0;     // of the slowest rank, mean over the iterations
+  double time_us = 0;     // of the slowest rank; mean over the iterations
   double wire_bytes = 0;  // sent by the busiest rank per iteration, measured at the transport
-  double fp32_bytes = 0;  // what it would have sent in FP32 with the same schedule
-  double wrong = 0;       // elements, summed over ranks
-  double rel_error = 0;   // norm of the difference to the exact mean, over the norm of the exact mean
+  double fp32_bytes = 0;  // bytes that the same schedule sends in FP32
+  double wrong = 0;       // wrong elements, summed over ranks
+  double rel_error = 0;   // norm of the difference to the exact mean / norm of the exact mean
 };
 
-// One rank of the benchmark. Every rank makes the same calls.
+// One rank of the benchmark. All ranks must make the same calls.
 class CollectiveRank {
  public:
   CollectiveRank(Communicator& comm, const CollectiveSettings& settings);
 
   const Stream& stream() const { return stream_; }
-  // Runs the case; the same result on every rank.
+  // Runs the case. Collective. Returns the same result on every rank.
   CollectiveResult run(const CollectiveCase& c);
 
  private:
   class Program;
-  // The ranks' data: small integers, whose sums no wire rounds, or normally distributed values.
+  // The ranks' data: small integers, whose sums every wire format represents exactly, or normally distributed
+  // values.
   enum class Values { integers, normal };
   float value(Values kind, int rank, int64_t i) const;
   void fill(Values kind, int64_t count);
@@ -52,7 +53,7 @@ class CollectiveRank {
   CollectiveSettings settings_;
   Stream stream_;
   Buffer data_;
-  std::vector<double> means_;  // of `means_kind_` for means_.size() elements
+  std::vector<double> means_;  // of values of means_kind_, means_.size() elements
   Values means_kind_ = Values::integers;
 };
 

@@ -1,7 +1,7 @@
-// Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and its neighbours.
+// Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and kernel_cases_*.cpp.
 //
-// To add one: write a function that lays out the op's arguments for about `size` bytes of its main array, and
-// list it in its family's table. tests/bench_test.py fails for an op without a case.
+// To add a case, write a function that lays out the op's arguments for about `size` bytes of its main array,
+// and list it in its family's table. tests/bench_test.py fails for an op without a case.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,23 @@
 
 namespace gradwire::bench {
 
-// Memory of one device, handed out piece by piece and freed all at once, so that pages are touched once and
-// not once per case.
+// Memory of one device, allocated piece by piece and freed all at once, so that pages are touched only once
+// and not once per case.
 class Arena {
  public:
   Arena(const Stream& stream, int64_t bytes);
 
   const Stream& stream() const { return stream_; }
   void reset();
-  // Normally distributed values (the same million repeated), zeros, or one value; 256-byte aligned. All throw
-  // Error when the arena is full.
+  // Return normally distributed values (the same million, repeated), zeros, or a constant; 256-byte aligned.
+  // Throw Error when the arena is full.
   float* normal(int64_t count);
   template <typename T>
   T* zeros(int64_t count) {
     return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
   }
   float* filled(int64_t count, float value);
-  // Lives until reset().
+  // Returns an object that lives until reset().
   template <typename T, typename... Args>
   T* make(Args&&... args) {
     auto object = std::make_shared<T>(std::forward<Args>(args)...);
@@ -51,26 +51,26 @@ class Arena {
   std::vector<std::shared_ptr<void>> kept_;
 };
 
-// Arena bytes that a case may use per byte of `size`.
+// Arena bytes available to a case per byte of `size`.
 inline constexpr int64_t kArenaPerSize = 9;
 
-// An op with its arguments, ready to be launched again and again on the same memory.
+// An op with its arguments. It can be launched repeatedly on the same memory.
 struct Problem {
   Work launch;
-  double bytes = 0;  // read and written by one launch, as the op's header states
-  double flops = 0;  // of products; 0 for ops limited by memory
+  double bytes = 0;  // read and written by one launch, according to the op's header
+  double flops = 0;  // of products; 0 for memory-bound ops
   std::string shape;
 };
 
 struct KernelCase {
-  std::string op;       // its name
-  std::string variant;  // "" when there is only one
-  std::string family;   // its header, or the wire format
+  std::string op;       // name
+  std::string variant;  // "" if there is only one
+  std::string family;   // header, or wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
 };
 
-// Of a lossy wire format: an encode that adds `inputs` contributions to this rank's own (0: a plain encode, 1: a
-// hop of a ring, 7: the owner of a two-shot of 8), and a decode. `size`: bytes of the gradient.
+// Return cases of a lossy wire format: an encode that adds `inputs` contributions to this rank's (0: a plain
+// encode, 1: a hop of a ring, 7: the owner in a two-shot of 8), and a decode. `size`: bytes of the gradient.
 Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs, bool residual,
                               Rounding rounding);
 Problem decode_problem(Wire wire, Arena& arena, int64_t size);
@@ -78,6 +78,6 @@ Problem decode_problem(Wire wire, Arena& arena, int64_t size);
 std::span<const KernelCase> wire_cases();      // wire formats, pack, optimizer
 std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize
 std::span<const KernelCase> model_cases();     // gemm, vit
-std::vector<KernelCase> kernel_cases();        // all of them
+std::vector<KernelCase> kernel_cases();        // all cases
 
 }  // namespace gradwire::bench

@@ -1,8 +1,8 @@
 // Cases of the ViT and its products, in ViT-B/32's shapes: 50 tokens, width 768, 12 heads, MLP 3072. `size`
-// is that of the main activation and determines the number of images or rows.
+// is the size of the main activation and determines the number of images or rows.
 //
-// Ops that work in place run on the same memory again and again, so their inputs are chosen such that values
-// neither vanish nor explode (denormals would slow the arithmetic down).
+// In-place ops run repeatedly on the same memory, so their inputs are chosen such that values neither vanish
+// nor explode (denormals would slow down the arithmetic).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ std::string by(int64_t rows, int64_t width) {
 double times(double bytes, int64_t rows, int64_t width) {
   return bytes * static_cast<double>(rows) * static_cast<double>(width);
 }
-// Images of kTokens x kWidth floats; a small size gets fewer tokens instead of none.
+// Images of kTokens x kWidth floats. A small size gets fewer tokens.
 struct Tokens {
   int64_t batch, tokens;
   int64_t elements() const { return batch * tokens * kWidth; }
@@ -40,7 +40,7 @@ Tokens tokens_of(int64_t size) {
   return rows < kTokens ? Tokens{1, std::max<int64_t>(2, rows)} : Tokens{rows / kTokens, kTokens};
 }
 
-// Operands of products as S: the same values for every S, a short pattern repeated.
+// Returns operands of products as S: a short pattern, repeated; the same values for every S.
 template <typename S>
 S* repeated(Arena& arena, int64_t count, const float* pattern, int64_t length) {
   S* out = arena.zeros<S>(count);
@@ -91,7 +91,7 @@ Problem square_product(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { gemm(s, args); }, 3 * kBytes<S> * m * m, 2 * m * m * m, by(n, n)};
 }
 
-// With GELU, or its derivative, in the product.
+// A product with GELU or its derivative as epilogue.
 template <Epilogue kEpilogue>
 Problem gelu_product(Arena& arena, int64_t size) {
   const auto n = static_cast<int64_t>(std::sqrt(static_cast<double>(size / kBytes<Bf16>))) / 8 * 8;
@@ -111,7 +111,7 @@ Problem gelu_product(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { gemm(s, args); }, 4 * kBytes<Bf16> * m * m, 2 * m * m * m, by(n, n)};
 }
 
-// Q K^T of all heads: the size is that of the attention matrices.
+// Q K^T of all heads. `size` is the size of the attention matrices.
 Problem attention_product(Arena& arena, int64_t size) {
   int64_t batch = std::max<int64_t>(1, size / 4 / (kTokens * kTokensPadded));
   Gemm args{.transpose_b = true,
@@ -248,7 +248,7 @@ Problem gelu(Arena& arena, int64_t size) {
 template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
-  constexpr float kSlopeOne = 0.75179f;  // where GELU' is 1
+  constexpr float kSlopeOne = 0.75179f;  // GELU' is 1 here
   S* dy = operands<S>(arena, rows * kMlp);
   BiasGeluBackward<S> args{.pre = operands_of<S>(arena, rows * kMlp, kSlopeOne),
                            .dy = dy,
@@ -285,7 +285,7 @@ Problem bias_gradient(Arena& arena, int64_t size) {
           by(rows, kWidth)};
 }
 
-// Three sums beside each other, as a layer norm's backward leaves them.
+// Three adjacent sums, as in a layer norm's backward.
 Problem combine(Arena& arena, int64_t size) {
   const int64_t count = rows_of(size, 3 * kWidth);
   CombineSums args;
@@ -298,7 +298,7 @@ Problem combine(Arena& arena, int64_t size) {
           by(count, 3 * kWidth)};
 }
 
-// For split, merge and attention, `size` is that of (B, T, C); qkv is three times as large.
+// For split, merge and attention, `size` is the size of (B, T, C); qkv is three times as large.
 Problem split(Arena& arena, int64_t size) {
   Tokens t = tokens_of(size);
   SplitHeads args{.qkv = arena.normal(3 * t.elements()),
@@ -342,7 +342,7 @@ Problem merge(Arena& arena, int64_t size) {
           t.shape()};
 }
 
-// T^2 D of all heads: half the operations of a product with the attention matrices.
+// Returns T^2 D of all heads: half the operations of a product with the attention matrices.
 double attention_flops(const Tokens& t) {
   return static_cast<double>(t.elements()) * static_cast<double>(t.tokens);
 }

@@ -49,7 +49,7 @@ Matrices matrices(Arena& arena, int64_t size, int rank) {
   m.residual = arena.normal(offset);
   m.p = arena.normal(p);
   m.q = arena.normal(q);
-  // Zero, or the residual would grow from launch to launch.
+  // Zero, so that the residual does not grow from launch to launch.
   m.pending = {arena.zeros<float>(p), arena.normal(q)};
   m.flags = arena.zeros<int32_t>(m.table->count());
   return m;
@@ -107,19 +107,19 @@ Problem form(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { powersgd_form(s, args); }, passes(m, 12), product(m), m.shape};
 }
 
-// Of every matrix, which is the most that it can have to do.
+// Overwrites every matrix, which is the maximum work.
 template <int kRank>
 Problem overwrite(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);
-  const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // none is 0
+  const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // all are nonzero
   PowerSgdOverwrite args{.table = m.table, .marks = marks, .p = m.p};
   double bytes = 0;
   for (const MatrixDescriptor& d : m.table->host()) bytes += 4.0 * (d.rows * d.rank + 1);
   return {[args](const Stream& s) { powersgd_overwrite(s, args); }, bytes, 0, m.shape};
 }
 
-// The same products by the BLAS library, one call per matrix, for comparison with the passes above. The
-// library reads M once more than they do: the passes also form M while they multiply.
+// The same products with the BLAS library, one call per matrix, for comparison with the passes above. The
+// library reads M once more: the passes form M while they multiply.
 enum class Product { project, back_project, residual };
 template <Product kProduct, int kRank>
 Problem by_library(Arena& arena, int64_t size) {
@@ -170,7 +170,7 @@ Problem by_library(Arena& arena, int64_t size) {
           passes(m, bytes), product(m), m.shape};
 }
 
-// All P of those matrices. Random columns take one pass.
+// Orthonormalizes all P of these matrices. Random columns take one pass.
 template <int kRank>
 Problem orthonormal(Arena& arena, int64_t size) {
   Matrices m = matrices(arena, size, kRank);

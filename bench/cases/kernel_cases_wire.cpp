@@ -79,7 +79,7 @@ Problem fp16(Arena& arena, int64_t size) {
   return {run, 6.0 * static_cast<double>(count), 0, elements(count)};
 }
 
-// The vectors of a ViT: pieces of 768 floats, spaced four times as far apart.
+// The vectors of a ViT: pieces of 768 floats at intervals of 4 * 768 floats.
 template <bool kUnpack>
 Problem packing(Arena& arena, int64_t size) {
   constexpr int64_t kPiece = 768;
@@ -96,8 +96,8 @@ Problem packing(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { pack(s, args); }, 8.0 * static_cast<double>(count), 0, shape};
 }
 
-// A hundredth of the elements of large tensors. The gradient is zero after the first launch, which changes
-// nothing but the values.
+// Sends a hundredth of the elements of large tensors. The gradient is zero after the first launch, which
+// affects only the values.
 RandKGather randk(Arena& arena, int64_t size, bool residual) {
   constexpr int64_t kTensor = 768 * 3072;
   std::vector<RandKTensor> tensors;

@@ -10,7 +10,7 @@
 namespace gradwire::bench {
 namespace {
 
-// torchvision's ResNets (He et al., arXiv 1512.03385): basic blocks for 18, bottlenecks for 50.
+// Returns torchvision's ResNets (He et al., arXiv 1512.03385): basic blocks for 18, bottlenecks for 50.
 std::vector<GradientTensor> resnet(bool bottleneck, const std::vector<int>& blocks) {
   std::vector<GradientTensor> all;
   auto conv = [&](const std::string& name, int64_t out, int64_t in, int64_t side) {

@@ -8,7 +8,8 @@
 
 namespace gradwire::bench {
 
-// Every ViT of the trainer, resnet18 and resnet50. Any other name throws a BadInput that lists them.
+// Returns the gradients of any ViT of the trainer, resnet18 or resnet50. Throws BadInput, which lists the
+// known names, for any other name.
 std::vector<GradientTensor> gradients_of(const std::string& model);
 
 int64_t elements_of(const std::vector<GradientTensor>& tensors);

@@ -10,7 +10,7 @@
 namespace gradwire::bench {
 namespace {
 
-// Encodes and decodes one row again and again; each draw is another step.
+// Encodes and decodes one row repeatedly. Each draw uses another step.
 class RoundTrip {
  public:
   RoundTrip(const CompressionSpec& spec, const std::vector<float>& values, uint64_t seed)
@@ -41,7 +41,7 @@ class RoundTrip {
   std::vector<float> decoded_;
 };
 
-// Adds the errors to `sums`, and returns their squared norm.
+// Adds the errors to `sums`. Returns their squared norm.
 double add_errors(const std::vector<float>& decoded, const std::vector<float>& values,
                   std::vector<double>& sums) {
   double squares = 0;
@@ -72,7 +72,7 @@ RowError row_error(const CompressionSpec& spec, const Row& row, int draws, uint6
     squares += add_errors(trip.draw(static_cast<uint64_t>(k)), row.values, sums);
   double of_mean = 0;
   for (double sum : sums) of_mean += sum * sum / draws / draws;
-  // E |mean error|^2 = |bias|^2 + variance / draws, and this estimates the second term without bias.
+  // E |mean error|^2 = |bias|^2 + variance / draws. This is an unbiased estimate of the second term.
   const double noise = std::max(0.0, squares / draws - of_mean) / (draws - 1);
   result.bias = std::sqrt(of_mean / row.squared_norm);
   result.by_chance = std::sqrt(noise / row.squared_norm);

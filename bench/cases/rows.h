@@ -1,4 +1,5 @@
-// Rows of values on which gradwire-bench judges wire formats: random ones, or gradients of a training step.
+// Rows of values on which gradwire-bench evaluates wire formats: random rows, or gradients of a training
+// step.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,7 @@
 namespace gradwire::bench {
 
 struct Row {
-  std::string name;  // of a tensor; "" for random values
+  std::string name;  // of a tensor; "": random values
   std::vector<float> values;
   double squared_norm = 0;
 };
@@ -18,14 +19,14 @@ struct RowSet {
   std::vector<Row> rows;
 };
 
-// Gaussian, Student-t with 3 degrees of freedom, and log-normal values with random signs (the exponential of
-// a standard normal value), which have ever heavier tails: `rows` of `elements` each. The same seed gives the
-// same values.
+// Returns rows with increasingly heavy tails: Gaussian, Student-t with 3 degrees of freedom, and log-normal
+// values with random signs (the exponential of a standard normal value); `rows` of `elements` each. The same
+// seed gives the same values.
 std::vector<RowSet> random_rows(int64_t rows, int64_t elements, uint64_t seed);
 
-// The tensors of all *.safetensors files in a folder, such as gradwire train --dump-gradients writes; tensors
-// without elements and those that are all zero, which have no relative error, are left out. Throws BadInput,
-// which names the file, unless they are F32 and finite, and something is left.
+// Returns the tensors of all *.safetensors files in a folder, such as gradwire train --dump-gradients writes.
+// Omits empty and all-zero tensors, which have no relative error. Throws BadInput, which names the file, if a
+// tensor is not F32 and finite, or if no tensor remains.
 RowSet gradient_rows(const std::string& directory);
 
 }  // namespace gradwire::bench

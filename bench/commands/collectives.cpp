@@ -1,5 +1,5 @@
 // gradwire-bench collectives: every schedule, compression and transport, with the flags and columns of
-// nccl-tests. The baseline is gloo's or NCCL's own allreduce.
+// nccl-tests. The baseline is gloo's or NCCL's allreduce.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ int per_node_of(const CollectivesOptions& o, int world) {
   return o.per_node > 0 ? o.per_node : usual_per_node(world);
 }
 
-// Every size with every spec with every schedule that works for this world size.
+// Returns every size with every spec and every schedule that supports this world size.
 std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) {
@@ -125,7 +125,7 @@ void print_header() {
                                "(B/rank)", "(GB/s)", "(rel.)", "(us)"));
 }
 
-// Prints one row and returns it for the JSON file. `baseline_us` is 0 without a baseline.
+// Prints one row and returns it for the JSON file. `baseline_us`: 0 without a baseline.
 nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase& c, const CollectiveResult& r,
                               const std::string& transport, int world, double baseline_us) {
   const auto size = static_cast<double>(c.size_bytes);
@@ -162,7 +162,7 @@ nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase&
   return row;
 }
 
-// Ranks as threads of this process.
+// Runs ranks as threads of this process.
 void run_local(const CollectivesOptions& o, const std::vector<CollectiveCase>& cases,
                nlohmann::ordered_json& rows) {
   const std::vector<Device> available = devices_for(o.device);
@@ -182,7 +182,7 @@ void run_local(const CollectivesOptions& o, const std::vector<CollectiveCase>& c
   });
 }
 
-// This process is one rank of several.
+// Runs this process as one rank of several.
 void run_rank(const CollectivesOptions& o, const std::string& transport, const Launch& launch,
               nlohmann::ordered_json& rows) {
   share_cores(launch);
@@ -215,7 +215,7 @@ void run_rank(const CollectivesOptions& o, const std::string& transport, const L
   comm->barrier();
 }
 
-// Starts the same command once per rank; each learns its rank from the environment.
+// Starts the same command once per rank. Each reads its rank from the environment.
 void run_processes(const CollectivesOptions& o, const std::string& transport, nlohmann::ordered_json& rows) {
   ScratchFolder scratch;
   const std::string json = fmt::format("{}/rows.json", scratch.path());
@@ -260,7 +260,7 @@ int run(CollectivesOptions o) {
                       launch->launcher, launch->world, launch->variables));
     }
     if (transport == "nccl") {
-      devices_for("cuda");  // throws if there is none
+      devices_for("cuda");  // throws if there is no GPU
       if (std::string why = nccl_unavailable_reason(); !why.empty())
         throw BadInput(fmt::format("--transport nccl: {}", why));
     }
@@ -298,7 +298,7 @@ int run(CollectivesOptions o) {
   json.write(rows.dump(1) + "\n");
   bool all_right = std::all_of(rows.begin(), rows.end(),
                                [](const auto& row) { return row["wrong"].is_null() || row["wrong"] == 0.0; });
-  return all_right || o.child ? 0 : 1;  // a child's rows are judged by the parent
+  return all_right || o.child ? 0 : 1;  // the parent checks a child's rows
 }
 
 }  // namespace

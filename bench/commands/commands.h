@@ -1,5 +1,5 @@
-// The subcommands of gradwire-bench. Each add_ function registers one. The chosen one's callback runs and
-// sets `exit_code` (0 done, 1 failed). Bad input is thrown as BadInput.
+// The subcommands of gradwire-bench. Each add_ function registers one. The callback of the chosen subcommand
+// runs it and sets `exit_code` (0 done, 1 failed). Throws BadInput for bad input.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -15,8 +15,8 @@ void add_orthonormalize(CLI::App& app, int& exit_code);
 void add_schedules(CLI::App& app, int& exit_code);
 void add_step(CLI::App& app, int& exit_code);
 
-// Default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more than one
-// node; 0 when there is none.
+// Returns the default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more
+// than one node; 0 if there is none.
 int usual_per_node(int world);
 
 }  // namespace gradwire::bench

@@ -19,7 +19,7 @@ void end_line(std::string& text) {
   text += '\n';
 }
 
-// Who gets the result of `chunk` from whom, from its owner down.
+// Returns the tree along which ranks receive the result of `chunk`, from its owner down.
 std::string draw_tree(const Schedule& s, int chunk) {
   std::vector<std::vector<int>> children(s.world);
   std::vector<bool> is_root(s.world, true);
@@ -79,7 +79,7 @@ std::string draw(const Schedule& s) {
   end_line(line);
   text += line;
   for (int k = 0; k < s.num_rounds(); ++k) {
-    // Sends first, then what arrives.
+    // Sends first, then receives.
     std::vector<Round> column(s.world);
     size_t lines = 1;
     for (int r = 0; r < s.world; ++r) {

@@ -1,4 +1,5 @@
-// A schedule as text: a line per round and transfer slot, a column per rank. Trees are drawn as trees, too.
+// Returns a schedule as text: a line per round and transfer slot, a column per rank. Also draws trees as
+// trees.
 #pragma once
 
 #include <string>

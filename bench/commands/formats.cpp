@@ -1,7 +1,8 @@
-// gradwire-bench formats: what each wire format costs and loses, on random values or on real gradients.
+// gradwire-bench formats: the cost and error of each wire format, on random values or on real gradients.
 //
-// Of each spec: bytes per element; squared error over squared norm of one encode and decode, without error
-// feedback; bias; the host's speed relative to copying. With --list the table of formats, as docs/formats.md
+// For each spec: bytes per element; squared error over squared norm of one encode and decode, without error
+// feedback; bias; the host's speed relative to copying. --list prints the table of formats in
+// docs/formats.md.
 // has it.
 #include <fmt/format.h>
 #include <unistd.h>
@@ -39,7 +40,7 @@ struct FormatsOptions {
   std::string json;
 };
 
-// What a spec of the format may set, with the defaults.
+// Returns the options that a spec of the format may set, with their defaults.
 std::string options_of(Wire wire) {
   std::vector<std::string> all;
   if (const auto format = wire->copy()) {
@@ -80,9 +81,9 @@ std::vector<CompressionSpec> formats_to_measure(const FormatsOptions& o) {
   return all;
 }
 
-// Bytes that an op reads and writes per second, over those of a copy in the same run.
+// Bytes read and written by an op per second, relative to a copy in the same run.
 struct FormatSpeed {
-  std::optional<double> encode, decode;  // none for an exact format, which has nothing to do
+  std::optional<double> encode, decode;  // empty for an exact format, which is not encoded
   double copy_gbps = 0;
 };
 
@@ -145,7 +146,7 @@ std::vector<std::string> heading(const std::vector<RowSet>& sets) {
   return cells;
 }
 
-// Bias is the first set's.
+// Shows the bias of the first set only.
 std::vector<std::string> line_of(const CompressionSpec& spec, const std::vector<RowSet>& sets,
                                  const std::vector<RowSetError>& errors, const FormatSpeed& speed) {
   const RowSetError& first = errors[0];
@@ -193,7 +194,7 @@ void measure_formats(const FormatsOptions& o) {
   Arena arena(device.stream(), kArenaPerSize * size + (int64_t{16} << 20));
   Json document = Json::array();
   Table table{heading(sets)};
-  const bool terminal = isatty(STDERR_FILENO) == 1;  // then it shows how far it is
+  const bool terminal = isatty(STDERR_FILENO) == 1;  // show progress
   for (size_t i = 0; i < specs.size(); ++i) {
     if (terminal) fmt::print(stderr, "\r\033[K[{}/{}] {}", i + 1, specs.size(), specs[i].to_string());
     std::vector<RowSetError> errors;

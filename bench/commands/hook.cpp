@@ -1,5 +1,5 @@
-// gradwire-bench hook: the cost of compression per step, without communication: everything between a bucket
-// of gradients and the bucket of averaged gradients in a world of 1, compared with PyTorch's own hook.
+// gradwire-bench hook: the cost of compression per step, without communication: all work between a bucket of
+// gradients and the bucket of averaged gradients in a world of 1, compared with PyTorch's hook.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -38,7 +38,7 @@ struct HookOptions {
   std::string json;
 };
 
-// The gradients of a model in one bucket, and the values they are reset to before every step.
+// The gradients of a model in one bucket, and the values to which they are reset before every step.
 struct GradientSet {
   std::vector<GradientTensor> tensors;
   GradientLayout layout;      // 16-byte aligned, as in the reducer
@@ -77,11 +77,11 @@ class Path {
   virtual ~Path() = default;
   virtual void run(const Stream& stream) = 0;
   virtual int64_t extra_bytes() const = 0;
-  // Unavoidable bytes per element.
+  // Returns the minimum bytes per element.
   virtual double floor_bytes() const = 0;
 };
 
-// The whole set as one bucket, on a transport without peers.
+// Returns the whole set as one bucket, on a transport without peers.
 BucketContext one_bucket(Communicator& comm, const CompressionSpec& spec, const GradientSet& set,
                          const Stream& stream, const uint64_t* step) {
   BucketContext context = bucket_context(
@@ -92,7 +92,7 @@ BucketContext one_bucket(Communicator& comm, const CompressionSpec& spec, const 
 }
 
 // A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run
-// the data crosses the wire in between.
+// the encoded data are sent in between.
 class WirePath final : public Path {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
@@ -134,7 +134,7 @@ class WirePath final : public Path {
   Decode decode_;
 };
 
-// What the reducer runs for a bucket, on a transport without peers.
+// The codec that the reducer runs for a bucket, on a transport without peers.
 class CodecPath final : public Path {
  public:
   CodecPath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
@@ -183,7 +183,7 @@ double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
 nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec, const GradientSet& set,
                                DeviceUnderTest& device, PyTorchBaseline* baseline) {
   constexpr int kWarmUp = 3;
-  // OpenMP's threads spin for a moment after their work is done; wait for that before running ours.
+  // OpenMP's threads spin for a moment after their work. Wait until they stop.
   constexpr std::chrono::milliseconds kPause{20};
   const Stream& stream = device.stream();
   std::unique_ptr<Path> path = make_path(spec, set, stream);
@@ -232,7 +232,7 @@ int run(const HookOptions& o) {
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
-  gradients_of(o.model);  // throws if it is unknown, before anything else happens
+  gradients_of(o.model);  // throws early if the model is unknown
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     constexpr double kCopyBudgetMs = 50;

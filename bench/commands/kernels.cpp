@@ -1,4 +1,5 @@
-// gradwire-bench kernels: the speed of each op, relative to the same device's copy bandwidth in the same run.
+// gradwire-bench kernels: the speed of each op, relative to the copy bandwidth of the same device in the same
+// run.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -47,7 +48,7 @@ std::vector<KernelCase> chosen_cases(const KernelsOptions& o) {
   return chosen;
 }
 
-// min, min * factor, ... and max itself.
+// Returns min, min * factor, ..., and max.
 std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& device) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   int64_t fits = device.free_bytes() / 2 / kArenaPerSize;
@@ -76,7 +77,7 @@ std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& d
   return sizes;
 }
 
-// Products of large matrices would take minutes on a host.
+// Returns whether a product is too large: on a host it would take minutes.
 bool too_long(const DeviceUnderTest& device, const Problem& problem) {
   constexpr double kMostHostFlops = 2e10, kMostCudaFlops = 2e13;
   return problem.flops > (device.device().is_host() ? kMostHostFlops : kMostCudaFlops);
@@ -129,7 +130,7 @@ void measure_device(const KernelsOptions& o, const std::vector<KernelCase>& case
       Problem problem = c.make(arena, size);
       device.stream().synchronize();
       if (too_long(device, problem)) continue;
-      // Warm and cold are the same for sizes that fit no cache: measure once.
+      // Warm and cold are the same for sizes that exceed all caches: measure once.
       bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes());
       for (bool cold : {false, true}) {
         if (uncached ? !cold : o.cache == (cold ? "warm" : "cold")) continue;

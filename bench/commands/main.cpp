@@ -20,7 +20,7 @@ int fail(const std::string& what, int exit_code) {
 
 }  // namespace
 
-// Before the static initializers, which allocate.
+// Runs before the static initializers, which allocate.
 [[gnu::constructor(101)]] static void prepare() {
   gradwire::exit_cleanly_without_memory("gradwire-bench");
 }

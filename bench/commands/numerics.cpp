@@ -1,6 +1,7 @@
 // gradwire-bench numerics: the error of an allreduce relative to the exact sum, by number of ranks, for every
-// schedule and several wire formats. Error feedback is off: this is what a single call rounds away, which error
-// feedback would keep for later. Ranks are threads of one process; bits do not depend on the transport.
+// schedule and several wire formats. Error feedback is off: the error is the rounding of a single call, which
+// error feedback would retain for later calls. Ranks are threads of one process; bits do not depend on the
+// transport.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -36,12 +37,12 @@ struct NumericsOptions {
 };
 
 struct Case {
-  std::string name;  // as in the picture
+  std::string name;  // in the picture
   Schedule schedule;
   bool fp32_intra_node = false;
 };
 
-// A wire format with one of its roundings; its name is the spec.
+// A wire format with one of its roundings. The name is the spec.
 struct Format {
   std::string name;
   Wire wire;
@@ -71,7 +72,7 @@ std::vector<Case> cases_of(int world) {
   return all;
 }
 
-// Independent standard normal values: [rank][element].
+// Returns independent standard normal values: [rank][element].
 std::vector<std::vector<float>> gradients(int world, int64_t count, uint64_t seed) {
   std::vector<std::vector<float>> all(static_cast<size_t>(world));
   for (int r = 0; r < world; ++r) {
@@ -83,7 +84,7 @@ std::vector<std::vector<float>> gradients(int world, int64_t count, uint64_t see
   return all;
 }
 
-// The result, which is the same on every rank.
+// Returns the result, which is the same on every rank.
 std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vector<float>> data) {
   const int world = c.schedule.world;
   auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(world), Device::host()),
@@ -105,7 +106,7 @@ std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vecto
   return std::move(data[0]);
 }
 
-// The norm of the error over the norm of the exact sum.
+// Returns the norm of the error / the norm of the exact sum.
 double relative_error(const std::vector<float>& result, const std::vector<std::vector<float>>& inputs) {
   double wrong = 0, right = 0;
   for (size_t i = 0; i < result.size(); ++i) {

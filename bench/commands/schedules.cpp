@@ -1,4 +1,5 @@
-// gradwire-bench schedules: the cost of each schedule for given world sizes; proves them; draws one.
+// gradwire-bench schedules: shows the cost of each schedule for given world sizes; proves schedules; draws
+// one.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -43,7 +44,7 @@ Schedule of_collective(Schedule allreduce, Collective collective) {
   return allreduce;
 }
 
-// Hierarchical ones in these shapes.
+// Returns all schedules, with hierarchical schedules in these shapes.
 std::vector<Named> schedules_of(int world, const std::vector<int>& per_nodes, const SchedulesOptions& o) {
   std::vector<Named> all;
   if (o.collective == Collective::broadcast) {
@@ -82,7 +83,8 @@ void drop_a_transfer(Schedule& s) {
   }
 }
 
-// Every schedule of every world up to max_ranks; hierarchical ones in every shape. Exit code.
+// Checks every schedule of every world size up to max_ranks, hierarchical schedules in every shape. Returns
+// the exit code.
 int check_all(const SchedulesOptions& o, OutputFile& json) {
   int checked = 0;
   nlohmann::ordered_json wrong = nlohmann::ordered_json::array();

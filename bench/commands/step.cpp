@@ -1,9 +1,9 @@
-// gradwire-bench step: what the reducer costs, and what a graph saves, in a training step in a world of 1,
-// where there is nothing to reduce.
+// gradwire-bench step: the cost of the reducer, and the savings of a graph, in a training step in a world of
+// 1, where there is nothing to reduce.
 //
-// Three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through the
-// reducer, as `gradwire train` does; (B) the reducer bypassed, gradients straight to the optimizer; (G) A as
-// a graph. Rounds run in the order A B G G B A. A round's ratio is that of sums, so that drift in the
+// Compares three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through
+// the reducer, as in `gradwire train`; (B) without the reducer, gradients directly to the optimizer; (G) A as
+// a graph. Rounds run in the order A B G G B A. A round's ratio is a ratio of sums, so that drift in the
 // machine's speed affects all three alike. The result is the median over the rounds.
 #include <fmt/format.h>
 
@@ -70,7 +70,7 @@ class Step {
     stream_.synchronize();
   }
 
-  // From the first thing enqueued to the last thing done.
+  // Returns the time from the first enqueue to the completion of the last work.
   double run_ms(Way way) {
     const auto begin = Clock::now();
     optimizer_.prepare(stream_, step_++, 1e-4);

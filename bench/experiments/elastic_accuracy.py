@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Does losing ranks cost accuracy? The demo's model on Fashion-MNIST, 4 processes, `--elastic 3:4`:
 
-    undisturbed  nobody is lost
-    4 -> 3       a rank drawn at random, rank 0 too, is killed at a random step
-    4 -> 3 -> 4  and another one joins at a later random step
+    undisturbed  no rank is lost
+    4 -> 3       a random rank, possibly rank 0, is killed at a random step
+    4 -> 3 -> 4  then a new rank joins at a later random step
 
     elastic_accuracy.py [--results FILE] [--steps N] [--seeds N] [--compression SPEC]...
 
-Runs that FILE has are not repeated, so that it can be interrupted. Prints the table of what FILE has. A run takes about 20
-core-seconds.
+Skips runs that are in FILE, so it can be interrupted. Prints the table of FILE. A run takes about
+20 core-seconds.
 """
 import argparse
 import json
@@ -30,11 +30,11 @@ SPECS = ("powersgd:rank=4", "int8")
 
 
 class Run:
-    """One training run, and what happens to its ranks."""
+    """One training run, and the fate of its ranks."""
 
     def __init__(self, gradwire, folder, spec, fate, seed, steps):
         self.folder, self.fate, self.steps = folder, fate, steps
-        draw = random.Random(f"{spec} {fate} {seed}")  # the same when it is repeated
+        draw = random.Random(f"{spec} {fate} {seed}")  # the same in each repetition
         self.rank = draw.randrange(WORLD)
         self.loss_at = draw.randrange(steps // 10, steps // 2)
         self.join_at = draw.randrange(self.loss_at + steps // 20, steps * 3 // 4)
@@ -48,7 +48,7 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def start(self, *more, **environment):
-        """A process; `more`: how it comes to the others."""
+        """Starts a process. `more`: its flags for finding the other ranks."""
         output = open(self.folder / f"rank-{len(list(self.folder.glob('rank-*')))}", "w", encoding="utf-8")
         return subprocess.Popen([*self.words, *more], cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
                                 env={**os.environ, "GRADWIRE_THREADS": "1", **environment})
@@ -90,7 +90,7 @@ class Run:
 
 
 def table(runs):
-    """Lines of Markdown: accuracies in percent, their mean, and their standard deviation over seeds."""
+    """Returns lines of Markdown: accuracies in percent, their mean and standard deviation."""
     lines = ["| compression | ranks | accuracy by seed (%) | mean | spread | minus undisturbed |", "|---|---|---|---|---|---|"]
     for spec in dict.fromkeys(r["compression"] for r in runs):
         base = None
@@ -115,7 +115,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--compression", action="append")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not without ending the ranks
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the ranks end
     result = json.loads(arguments.results.read_text()) if arguments.results.exists() else {"runs": []}
     runs = result["runs"]
     done = {(r["compression"], r["fate"], r["seed"], r["steps"]) for r in runs}

@@ -5,10 +5,11 @@
     gpu_training.py --device cpu --tiny --precision fp32 ...    without a GPU, to test this program
 
 PyTorch: torchvision's model (or, without torchvision, the same layers from torch.nn), plain SGD, gradients
-set to None, images that stay on the device. BF16 is autocast with FP32 weights, which is what
---precision bf16 does. With --gelu tanh both sides' GELU is the tanh form. A step is timed with CUDA events. Gradwire: a
-world of 1, synthetic images, with and without --graph; medians of its log. Then, in the first precision, two ranks that
-share the GPU and exchange gradients in groups of 2 and of 4 layers (--gradient-group): to compare with each other only.
+set to None, images that stay on the device. BF16 is autocast with FP32 weights, like --precision bf16. With
+--gelu tanh both sides use the tanh form of GELU. CUDA events time a step. Gradwire: a world of 1, synthetic
+images, with and without --graph; medians of its log. Then, in the first precision, two ranks that share the
+GPU and exchange gradients in groups of 2 and of 4 layers (--gradient-group). Compare these only with each
+other.
 """
 import argparse
 import contextlib
@@ -53,7 +54,7 @@ class Layer(torch.nn.Module):
 
 
 class Vit(torch.nn.Module):
-    """For machines without torchvision."""
+    """Replaces torchvision's model on machines without torchvision."""
 
     def __init__(self, image_size, patch_size, num_layers, num_heads, hidden_dim, mlp_dim):
         super().__init__()
@@ -100,7 +101,7 @@ class PyTorch:
             self.cast = lambda: torch.autocast(self.device.type, dtype=torch.bfloat16)
 
     def sgd(self):
-        """The fastest SGD of this version: one kernel for all parameters if it has that."""
+        """Returns the fastest SGD of this PyTorch: one kernel for all parameters if available."""
         for fast in ({"fused": True}, {"foreach": True}, {}):
             with contextlib.suppress(TypeError, RuntimeError):
                 return torch.optim.SGD(self.model.parameters(), lr=0.01,
@@ -116,7 +117,7 @@ class PyTorch:
         return loss
 
     def marks(self, count):
-        """Milliseconds of each of `count` consecutive steps, without synchronizing in between."""
+        """Returns the milliseconds of `count` consecutive steps, without synchronizing between them."""
         if self.device.type != "cuda":
             times = [time.perf_counter()]
             for _ in range(count):
@@ -144,7 +145,7 @@ def pytorch_row(arguments, precision, compiled):
         baseline = PyTorch(arguments, precision, compiled)
         return {**row, "step_ms": baseline.measure(), "parameters": baseline.parameters,
                 "model": baseline.source}
-    except Exception as error:  # torch.compile may fail in many ways; the other rows still count
+    except Exception as error:  # torch.compile can fail in many ways; keep the other rows
         return {**row, "error": (str(error).splitlines() or [type(error).__name__])[0][:200]}
     finally:
         if arguments.device == "cuda":
@@ -152,7 +153,7 @@ def pytorch_row(arguments, precision, compiled):
 
 
 def gradwire_row(arguments, precision, graph, group=None):
-    """With a group, of two ranks whose gradients are exchanged in groups of so many layers."""
+    """Measures Gradwire on one rank or, with a group, on two that exchange that many layers together."""
     flags = ["--graph"] if graph else ["--gradient-group", str(group)] if group else []
     row = {"who": " ".join(["Gradwire", *(["--ranks 2"] if group else []), *flags]), "precision": precision}
     with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
@@ -176,7 +177,7 @@ def gradwire_row(arguments, precision, graph, group=None):
 
 
 def medians(rows):
-    """(precision, who) -> the median step over all repetitions."""
+    """Returns (precision, who) -> the median step over all repetitions."""
     all_ms = {}
     for row in rows:
         if "step_ms" in row:
@@ -185,7 +186,7 @@ def medians(rows):
 
 
 def goal_lines(rows):
-    """The project's goals on one GPU, and whether they are met."""
+    """Returns the project's goals on one GPU, and whether each is met."""
     ms = medians(rows)
     ours = {p: min((ms[p, w] for w in ("Gradwire", "Gradwire --graph") if (p, w) in ms), default=None)
             for p in ("fp32", "tf32", "bf16")}
@@ -247,7 +248,7 @@ def main():
         rows.append(row)
         told = row.get("error") or f"{statistics.median(row['step_ms']):.2f} ms"
         print(f"{row['precision']}  {row['who']}: {told}", flush=True)
-        if arguments.json:  # written after each row, so that a later failure loses nothing
+        if arguments.json:  # after each row, so that a later failure loses nothing
             arguments.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
     settings = {"model": arguments.model, "gelu": arguments.gelu, "batch_size": arguments.batch_size, "torch": torch.__version__,

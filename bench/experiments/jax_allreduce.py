@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""gradwire.jax.pmean beside jax.lax.pmean (Gloo), inside jit, on the CPU.
+"""gradwire.jax.pmean and jax.lax.pmean (Gloo), inside jit, on the CPU.
 
     jax_allreduce.py [--ranks N] [--mib SIZE] [--json FILE]     processes on this machine
     bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- PYTHON bench/experiments/jax_allreduce.py
@@ -34,7 +34,7 @@ def start(arguments, deadline_s=500):
 
 
 def connect(rank, world):
-    """jax.distributed with Gloo, on this machine or over a network."""
+    """Initializes jax.distributed with Gloo, on this machine or over a network."""
     import jax
     if os.environ["MASTER_ADDR"] != "127.0.0.1":  # Gloo would listen where the host's name leads, which is 127.0.0.1
         from jax._src.lib import _jax
@@ -70,7 +70,7 @@ def main():
     mesh = jax.make_mesh((world,), ("ranks",))
     spec = PartitionSpec("ranks")
     everyones = jax.make_array_from_single_device_arrays((world, elements), NamedSharding(mesh, spec), [mine[None]])
-    # In place, as in training: operands are donated.
+    # In place, as in training, with donated operands.
     theirs = jax.jit(jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec,
                                    check_vma=False),
                      donate_argnums=0)
@@ -79,7 +79,7 @@ def main():
         modes[name] = (jax.jit(lambda x, name=name: gradwire.jax.pmean(x, name), donate_argnums=0), mine + 0)
     times = {name: [] for name in modes}
     values = {name: value for name, (_, value) in modes.items()}
-    for repetition in range(arguments.repetitions + 1):  # in turns; the first one compiles
+    for repetition in range(arguments.repetitions + 1):  # in turns; the first compiles
         for name, (call, _) in modes.items():
             begin = time.perf_counter()
             values[name] = jax.block_until_ready(call(values[name]))

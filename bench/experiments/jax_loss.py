@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Loss of a small transformer after training in JAX with each compression, beside jax.lax.pmean (Gloo), on the CPU.
+"""Loss of a small transformer after training in JAX: each compression and jax.lax.pmean (Gloo), on the CPU.
 
     jax_loss.py [--ranks N] [--seeds N] [--steps N] [--json FILE]     processes on this machine
 
-The model, its data and the held-out batches are those of pytorch_host.py's losses: each word is a function of the one
-before it, with some noise.
+The model, its data and the held-out batches are those of pytorch_host.py's losses: each word is a function of
+the previous word, with some noise.
 """
 import argparse
 import datetime
@@ -33,7 +33,7 @@ def parse():
 
 
 def batch(seed, number, rank):
-    """(BATCH, LENGTH + 1) words."""
+    """Returns (BATCH, LENGTH + 1) words."""
     import numpy as np
     generator = np.random.default_rng([seed, number, rank])
     tokens = [generator.integers(WORDS, size=BATCH)]
@@ -82,7 +82,7 @@ def loss_of(weights, tokens):
 
 
 def gloos_mean(world):
-    """A function of a tree of this process's gradients: their mean, by JAX's own collective."""
+    """Returns a function that averages a tree of this process's gradients with JAX's collective."""
     import jax
     from jax.flatten_util import ravel_pytree
     from jax.sharding import NamedSharding, PartitionSpec
@@ -99,7 +99,7 @@ def gloos_mean(world):
 
 
 def trainer(mode, optimizer, world):
-    """(first state, step): step(weights, state, tokens) -> (loss, weights, state)."""
+    """Returns (first state, step): step(weights, state, tokens) -> (loss, weights, state)."""
     import jax
     import optax
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time of a training step in JAX with each compression, beside jax.lax.pmean (Gloo), on the CPU.
+"""Time of a training step in JAX with each compression and with jax.lax.pmean (Gloo), on the CPU.
 
     jax_step.py [--ranks N] [--steps N] [--json FILE]     processes on this machine
     bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- PYTHON bench/experiments/jax_step.py

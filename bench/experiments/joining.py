@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long ranks take to join, with a secret and without, in turns in one run.
+"""Time for ranks to join, with and without a secret, in turns in one run.
 
     joining.py [--ranks N] [--repetitions N] [--json FILE]     N processes on this machine
 """
@@ -36,7 +36,7 @@ def main():
     with gradwire.Communicator(f"tcp://127.0.0.1:{first}", rank, world) as everyone:
         for i, port in enumerate(ports):
             which = ("with", "without")[i % 2]
-            # One instant for all, when the last group's processes have gone quiet.
+            # One start time for all ranks, after the last group's processes have become idle.
             now = everyone.broadcast_(_float64(time.time() + 0.3))
             time.sleep(max(0.0, _value(now) - time.time()))
             begin = time.perf_counter()
@@ -58,7 +58,7 @@ def main():
 
 
 def _float64(value):
-    """As two float32 that add up to it within a millisecond."""
+    """Returns two float32 whose sum is the value within a millisecond."""
     import numpy as np
     high = np.float32(value)
     return np.array([high, value - float(high)], np.float32)

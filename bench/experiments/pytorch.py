@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""FSDP2 and DDP with Gradwire and without: how fast over slow links, and how well they train.
+"""FSDP2 and DDP with and without Gradwire: speed over slow links, and loss after training.
 
     pytorch.py fsdp-speed [--json FILE]     steps of a sharded transformer, and reduce-scatter alone, on 4 hosts that are
                                             connected at 1 Gb/s (root, for network namespaces; 10 minutes)
     pytorch.py fsdp-loss [--json FILE]      loss after training with each format, with error feedback and without
-    pytorch.py ddp-speed [--json FILE]      as fsdp-speed, of the same transformer in DDP with a hook
+    pytorch.py ddp-speed [--json FILE]      as fsdp-speed, with the same transformer in DDP with a hook
     pytorch.py ddp-loss [--json FILE]       as fsdp-loss, with SGD and AdamW
     pytorch.py show FILE...                 the tables of results, in Markdown
 
@@ -56,9 +56,9 @@ DDP_LOSS_MODES = [(NATIVE_FP32, {"native": {}}), ("PyTorch, bf16_compress_hook",
                   *((spec, {"ours": {"spec": spec}}) for spec in
                     ("bf16", "int8", "int4", "int4:rotate=hadamard",
                      *(f"powersgd:rank=4,start={start}" for start in (0, 2, 5, 20))))]
-# Each with the learning rate at which FP32 trains best: of 0.05 to 0.4, and of 0.001 to 0.008.
+# Each with the best learning rate for FP32, out of 0.05 to 0.4 and 0.001 to 0.008.
 OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adamw": {"lr": 0.002}}
-# GPT-2's blocks, few tokens: communication is most of a step, as with fast GPUs on such links.
+# GPT-2's blocks, few tokens: communication takes most of a step, as with fast GPUs on such links.
 SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
 LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
 
@@ -77,7 +77,7 @@ def settings(arguments, plan):
 
 
 def measure(arguments, plan, shaped):
-    """Runs the plan on arguments.hosts ranks; writes what was measured, also if a later item failed."""
+    """Runs the plan on arguments.hosts ranks. Writes the measurements even if a later item failed."""
     about = settings(arguments, plan)
     with tempfile.TemporaryDirectory() as folder:
         results, path = pathlib.Path(folder, "results.jsonl"), pathlib.Path(folder, "plan.json")
@@ -147,7 +147,7 @@ def by_mode(items, what, wrap="fsdp", optimizer="sgd"):
 
 
 def milliseconds(items):
-    """The median over repetitions of the medians over steps."""
+    """Returns the median over repetitions of the medians over steps."""
     return statistics.median(statistics.median(item["step_ms"]) for item in items)
 
 

@@ -1,9 +1,9 @@
-"""One rank of bench/experiments/pytorch.py: a transformer in FSDP2 or DDP, with Gradwire and without.
+"""One rank of bench/experiments/pytorch.py: a transformer in FSDP2 or DDP, with or without Gradwire.
 
     pytorch_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 
-PLAN.json: {"results": where rank 0 appends a line of JSON for each item, "model": {width, depth, words, length},
-"batch_size", "items": [...]}. The items, in order, on all ranks:
+PLAN.json: {"results": file to which rank 0 appends a line of JSON per item, "model": {width, depth, words,
+length}, "batch_size", "items": [...]}. The items, in order, on all ranks:
 
     {"what": "step", "mode", "native": {"param_dtype", "reduce_dtype"} | "ours": {of compress()}, "warmup", "steps"}
     {"what": "reduce_scatter", "mode", "elements", "native": true | "spec", "warmup", "steps"}
@@ -88,7 +88,7 @@ def replicate(model, item):
 
 
 def sent_bytes():
-    """By this host's network interfaces so far; its own loopback does not count."""
+    """Returns the bytes sent by this host's network interfaces so far, without loopback."""
     lines = pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
@@ -107,7 +107,7 @@ class Run:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01), momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
-        """(batch, length + 1) words: each a function of the one before it, with some noise."""
+        """Returns (batch, length + 1) words. Each is a function of the previous word, with some noise."""
         generator = torch.Generator().manual_seed(self.item.get("seed", 0) * 1_000_003 + number * 64 + rank)
         shape = (self.plan["batch_size"],)
         tokens = [torch.randint(self.words, shape, generator=generator)]
@@ -133,8 +133,8 @@ class Run:
 
 
 def timed(item, action):
-    """Milliseconds of each of item["steps"] calls, after the warm-up, and of this rank's cores during them; all
-    ranks begin together."""
+    """Returns the milliseconds of each of item["steps"] calls after the warm-up, and of this rank's cores
+    during them. All ranks begin together."""
     times, cpu_ms = [], []
     for i in range(item["warmup"] + item["steps"]):
         dist.barrier()
@@ -166,7 +166,7 @@ def measure_reduce_scatter(plan, item):
 
 
 def measure_loss(plan, item):
-    """Trains, and takes the loss on 16 batches that were not trained on."""
+    """Trains, and returns the loss on 16 held-out batches."""
     run = Run(plan, item)
     for number in range(item["steps"]):
         loss = run.step(number)

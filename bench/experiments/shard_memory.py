@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The memory that a rank of `gradwire train` takes, for each --shard and number of ranks.
+"""Memory of a rank of `gradwire train`, for each --shard and number of ranks.
 
     shard_memory.py run [--json FILE]    vit_b_32 with AdamW, batches of one image (10 minutes, 20 GB of memory)
     shard_memory.py show FILE            the table, in Markdown
@@ -18,7 +18,7 @@ COMPRESSIONS = ("fp32", "int8", "int8:residual=int8")
 
 
 def memory_of(gradwire, model, spec, shard, ranks):
-    """Bytes that a rank's buffers took at most in two steps."""
+    """Returns the peak bytes of a rank's buffers in two steps."""
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder) / "run.jsonl"
         subprocess.run([gradwire, "train", "--model", model, "--image-size", "224", "--data", "synthetic:64", "--batch-size",
@@ -34,7 +34,7 @@ def run(arguments):
         for shard in SHARDS:
             for ranks in RANKS:
                 if ranks == 1 and shard != "none":
-                    continue  # nobody to divide with
+                    continue  # a single rank divides nothing
                 size = memory_of(arguments.gradwire, arguments.model, spec, shard, ranks)
                 results["memory_bytes"].append({"compression": spec, "shard": shard, "ranks": ranks, "bytes": size})
                 print(f"{spec:20} {shard:10} {ranks} ranks: {size / 1e6:.0f} MB", file=sys.stderr, flush=True)

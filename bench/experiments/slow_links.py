@@ -3,10 +3,11 @@
 
     slow_links.py run [--quick] [--json FILE]   measures (5 to 10 minutes; root, for network namespaces)
     slow_links.py show FILE                     shows a result's tables again
-    slow_links.py render FILE [--today FILE]    puts tables and pictures into docs/results/slow-links.md; --today:
-                                                of a run with --python build/frameworks/python --no-sweep --no-fast
+    slow_links.py render FILE [--today FILE]    writes tables and pictures into docs/results/slow-links.md.
+                                                --today: of a run with --no-sweep --no-fast and
+                                                --python build/frameworks/python
     slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: 3 compressions, 3 seeds, a log each
-    slow_links.py accuracy render FOLDER        puts their table and picture into docs/results/slow-links.md
+    slow_links.py accuracy render FOLDER        writes their table and picture into docs/results/slow-links.md
 """
 import argparse
 import json
@@ -26,7 +27,7 @@ from harness import report  # noqa: E402
 
 SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
 PAGE = ROOT / "docs" / "results" / "slow-links.md"
-# Bucket sizes that the sweep tries, for Gradwire and for PyTorch; None: one bucket.
+# Bucket sizes of the sweep, for Gradwire and for PyTorch. None: one bucket.
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
             "powersgd4": ((None, 64, 32, 16), (16,))}
 NOT_IN_QUICK = ("powersgd1", "powersgd2", "powersgd8")
@@ -51,7 +52,7 @@ def model_flags(model):
 
 def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts",
          repetition=0, extra=()):
-    """One measurement, with more steps where they are short."""
+    """Returns one measurement, with more steps if they are short."""
     if method == "alone":
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
@@ -72,7 +73,7 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
 
 
 def sweep_items(arguments):
-    """PyTorch's PowerSGD with several buckets comes last, because over gloo it aborts."""
+    """Puts PyTorch's PowerSGD with several buckets last, because it aborts over gloo."""
     items = []
     for method, (ours, theirs) in SWEEP_MB.items():
         for i, mb in enumerate(ours):
@@ -83,7 +84,7 @@ def sweep_items(arguments):
 
 
 def main_items(arguments, best):
-    """Ours and PyTorch's in turns, in each repetition."""
+    """Returns ours and PyTorch's in turns, in each repetition."""
     items = []
     for repetition in range(arguments.repetitions):
         for method in arguments.modes:
@@ -100,7 +101,7 @@ def main_items(arguments, best):
 
 
 def fast_items(arguments, best):
-    """Without shaping: over loopback, and Gradwire's ranks as threads of one process."""
+    """Returns measurements without shaping: over loopback, and Gradwire's ranks as threads of one process."""
     items = []
     for method in ("fp32", "16bit", "powersgd4"):
         sizes = {(None, None), (best["gradwire", method], best["pytorch", method])}
@@ -114,7 +115,7 @@ def fast_items(arguments, best):
 
 
 def trace_items(arguments, best):
-    """One run each of three modes, for pictures of a step."""
+    """Returns one run each of three modes, for pictures of a step."""
     items = []
     for method, mb in (("fp32", None), ("16bit", best["gradwire", "16bit"]), ("powersgd4", None)):
         path = trace_path(arguments.json, method)
@@ -129,7 +130,7 @@ def trace_path(result, method):
 
 
 class Session:
-    """Runs plans, on shaped links or not, and keeps their measurements."""
+    """Runs plans, with or without shaped links, and stores the measurements."""
 
     def __init__(self, arguments):
         self.arguments, self.items = arguments, []
@@ -168,7 +169,7 @@ class Session:
                     items)
 
     def loopback(self, items):
-        """The same processes, connected by loopback."""
+        """Runs the same processes over loopback."""
         folder, path, items = self.plan(items)
         hosts, processes = self.arguments.hosts, []
         for rank in range(hosts):
@@ -203,7 +204,7 @@ class Session:
             sys.exit(2 if 2 in codes and not results.exists() else 1)
 
     def best(self):
-        """Bucket size by side and method, as chosen by the sweep; None for one bucket."""
+        """Returns the sweep's bucket size by side and method. None: one bucket."""
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method in report.NAMES:
@@ -220,7 +221,7 @@ def output_of(*command):
 
 
 def hook_16bit(python):
-    """PyTorch's gloo sums BF16 since 2.x; before, its 16-bit mode is FP16."""
+    """Returns PyTorch's 16-bit hook: bf16 since 2.x, whose gloo sums BF16; otherwise fp16."""
     version = output_of(python, "-c", "import torch; print(torch.__version__)")
     return "bf16" if version and int(version.split(".")[0]) >= 2 else "fp16"
 
@@ -293,7 +294,7 @@ def measure(arguments):
         if not arguments.no_fast:
             print("== Fast links", flush=True)
             session.loopback(fast_items(arguments, best))
-    finally:  # keeps what was measured before a failure
+    finally:  # keeps the measurements before a failure
         shutil.rmtree(session.folder, ignore_errors=True)
         if session.items:
             document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
@@ -304,7 +305,7 @@ def measure(arguments):
 
 
 def page_text(result, traced=(), picture=True):
-    """The section of docs/results/slow-links.md for a result. traced: the methods that have a timeline."""
+    """Returns the section of docs/results/slow-links.md for a result. traced: methods with a timeline."""
     s, base, alone = result.settings, result.base("gradwire"), result.alone("gradwire")
     parts = [
         f"{s['date']}, commit {s['commit']}, {s['cpu']}, {s['cores']} cores, {s['system']}, {s['gradwire']}, "
@@ -345,7 +346,7 @@ def put(section, text):
 
 
 def pictures():
-    """bench/plots/experiments.py; None where matplotlib is missing."""
+    """Returns bench/plots/experiments.py, or None if matplotlib is missing."""
     try:
         from plots import experiments
         return experiments
@@ -383,7 +384,7 @@ ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "
 
 
 def accuracy_run(folder, gradwire):
-    """Half an hour or more. Complete logs are kept, so an interrupted run continues when started again."""
+    """Takes half an hour or more. Reuses complete logs, so an interrupted run can be continued."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in ACCURACY_SEEDS:
         for spec in ACCURACY_SPECS:
@@ -398,7 +399,7 @@ def accuracy_run(folder, gradwire):
 
 
 def accuracy_render(folder):
-    """Uses the logs in folder whose runs are complete."""
+    """Renders the complete logs in folder."""
     found = {path: report.read_accuracy_log(path) for path in sorted(folder.glob("*.jsonl"))}
     found = {path: log for path, log in found.items() if log}
     if not found:

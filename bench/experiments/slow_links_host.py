@@ -1,12 +1,12 @@
-"""Runs on each host of bench/experiments/slow_links.py: works through a plan together with the other hosts.
+"""Runs on each host of bench/experiments/slow_links.py: carries out a plan together with the other hosts.
 
     slow_links_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
 
 PLAN.json: {"folder": shared by the hosts, "gradwire": path, "python": of the baseline, "flags": [of gradwire
-train], "baseline": what bench/baselines/pytorch_train.py takes, "items": [...]}. An item is one measurement,
+train], "baseline": argument of bench/baselines/pytorch_train.py, "items": [...]}. An item is one measurement,
 by Gradwire (a new process each time) or by PyTorch (one process for all, because importing it takes longer
 than a measurement). The two take turns, so that changes in the machine's speed affect both. Host 0 appends to
-folder/results.jsonl: the item with "step_ms" and more, or with "error".
+folder/results.jsonl: the item with "step_ms" and further fields, or with "error".
 """
 import json
 import os
@@ -24,7 +24,7 @@ from harness import report  # noqa: E402
 
 
 class Failed(Exception):
-    """A measurement that failed, and why."""
+    """The reason why a measurement failed."""
 
 
 class Child:
@@ -79,7 +79,7 @@ class Host:
         self.child, self.children, self.meetings = None, 0, 0
 
     def meet(self, why="", seconds=90):
-        """Waits for the other hosts. Returns what went wrong on any host; an empty text if nothing did."""
+        """Waits for the other hosts. Returns the error of any host, or an empty text."""
         self.meetings += 1
         note = self.folder / f"note.{self.rank}"
         note.write_text(why)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A small allreduce with more ranks than cores: Gradwire's latency and CPU time beside gloo's, in turns in one run.
+"""A small allreduce with more ranks than cores: latency and CPU time of Gradwire and gloo, in turns.
 
     small_allreduce.py [--ranks N] [--kib SIZE] [--json FILE]     N processes on this machine, one thread each
 """

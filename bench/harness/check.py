@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Checks this build's speed against the goals and the published numbers, docs/results/baselines.jsonl.
 
-    check.py run [--only REGEX] [--out FOLDER]   measures and judges the cases (make bench-check)
-    check.py judge FOLDER                        judges existing results, STEP.json (scripts/host_check.sh)
+    check.py run [--only REGEX] [--out FOLDER]   measures and checks the cases (make bench-check)
+    check.py judge FOLDER                        checks existing results, STEP.json (scripts/host_check.sh)
     check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
-Only ratios between things measured in one run are compared, never times, and higher is always better. A case
-fails when it is below its goal, or below the published value on the same device, by more than its noise, or
-when it could not be measured. Being faster never fails. Exit status: 0 when no case fails, 1 when one does, 2
-for bad input.
+Compares only ratios between measurements of one run, never times; higher is always better. A case fails when
+it is below its goal, or below the published value on the same device, by more than its noise, or when it
+could not be measured. A faster result never fails. Exit status: 0 when no case fails, 1 when one does, 2 for
+bad input.
 
 baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
 "where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
@@ -41,11 +41,11 @@ class BadInput(Exception):
 
 
 class NotMeasured(Exception):
-    """A case without a number, and why."""
+    """The reason why a case has no number."""
 
 
 def read_cases(path, only="."):
-    """The cases whose name matches."""
+    """Returns the cases whose name matches."""
     try:
         wanted, lines = re.compile(only), pathlib.Path(path).read_text().splitlines()
     except re.error as error:
@@ -73,7 +73,7 @@ def read_cases(path, only="."):
 
 
 def field(row, metric):
-    """The metric of one row: a field, or a quotient of two."""
+    """Returns the metric of one row: a field, or a quotient of two."""
     values = [row.get(name) for name in metric.split("/")]
     for name, value in zip(metric.split("/"), values):
         if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
@@ -89,7 +89,7 @@ def matching(rows, where):
 
 
 def measured(case, rows):
-    """The case's ratio from the rows of its step; rows is None when the command failed."""
+    """Returns the case's ratio from the rows of its step. rows: None if the command failed."""
     if rows is None:
         raise NotMeasured("its command failed")
     values = [field(row, case["metric"]) for row in matching(rows, case["where"])]
@@ -99,7 +99,7 @@ def measured(case, rows):
 
 
 def least(case, device):
-    """(minimum before subtracting the noise, verdict below it), the stricter one first."""
+    """Returns (minimum before subtracting the noise, verdict below it), the strictest first."""
     demands = [(case["goal"], "NOT MET")] if case["goal"] is not None else []
     if case["device"] == device:
         demands.append((case["value"], "SLOWER"))
@@ -107,7 +107,7 @@ def least(case, device):
 
 
 def judge(case, rows, device):
-    """{"case", "measured" or None, "verdict", "why"}"""
+    """Returns {"case", "measured" or None, "verdict", "why"}."""
     try:
         value = measured(case, rows)
     except NotMeasured as reason:
@@ -119,7 +119,7 @@ def judge(case, rows, device):
 
 
 def better(first, second):
-    """The better of two judgements of a case: noise on a shared machine only ever slows things down."""
+    """Returns the better of two judgements of a case: noise on a shared machine can only slow it down."""
     return max(first, second, key=lambda j: -1 if j["measured"] is None else j["measured"])
 
 
@@ -152,7 +152,7 @@ def commit_name():
 
 
 def run_step(step, command, build, folder):
-    """Rows, or None. The command's output goes to STEP.log, its rows to STEP.json."""
+    """Returns the rows, or None. Writes the command's output to STEP.log, its rows to STEP.json."""
     result = folder / f"{step}.json"
     result.unlink(missing_ok=True)
     words = [str(build / "bin" / word) if word == "gradwire-bench" else word for word in command]
@@ -208,7 +208,7 @@ def run(cases, build, folder, retries, device):
 
 
 def publish(path, cases, folder, device):
-    """Rewrites the lines of the cases that the folder has results for; the others are unchanged."""
+    """Rewrites the lines of cases with results in the folder. Other lines are unchanged."""
     lines, count = [], 0
     for line in pathlib.Path(path).read_text().splitlines():
         case = json.loads(line)

@@ -28,7 +28,7 @@ double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// Size of the last-level cache according to the kernel; 64 MiB when it does not say.
+// Returns the size of the last-level cache according to the kernel; 64 MiB if unknown.
 int64_t host_cache_bytes() {
   for (int level : {4, 3, 2}) {
     std::ifstream file(fmt::format("/sys/devices/system/cpu/cpu0/cache/index{}/size", level));
@@ -47,7 +47,7 @@ int64_t available_host_bytes() {
   return int64_t{1} << 30;
 }
 
-// GRADWIRE_BENCH_FLUSH_BYTES, or 0.
+// Returns GRADWIRE_BENCH_FLUSH_BYTES, or 0.
 int64_t flush_bytes_asked_for() {
   const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES");
   if (text == nullptr) return 0;
@@ -110,7 +110,7 @@ int64_t DeviceUnderTest::free_bytes() const {
 void DeviceUnderTest::flush() {
   if (flush_.bytes() == 0) {
     flush_ = Buffer(device_, static_cast<size_t>(flush_bytes_));
-    fill_zero(stream_, flush_.data(), flush_.bytes());  // so that none of its pages is new later
+    fill_zero(stream_, flush_.data(), flush_.bytes());  // touches all pages
     stream_.synchronize();
   }
   fill_zero(stream_, flush_.data(), flush_.bytes());
@@ -132,7 +132,8 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
 
 std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
   constexpr int kLeast = 3, kMost = 50;
-  // Short work is repeated inside one measurement, so that clock and event resolution do not matter.
+  // Short work is repeated within one measurement, so that the resolution of clock and events does not
+  // matter.
   constexpr double kLongEnoughUs = 100;
   struct Samples {
     int inner = 1;
@@ -194,7 +195,7 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
 }
 
 BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
-  // Larger than the caches, the bandwidth no longer changes; below a page, clock resolution dominates.
+  // Larger than the caches, the bandwidth is constant. Below a page, clock resolution dominates.
   const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes_);
   std::vector<Work> works = {work};
   for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));

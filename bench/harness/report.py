@@ -1,8 +1,8 @@
-"""Evaluates the measurements of bench/experiments/slow_links.py: rows, tables, and whether the goals are met.
+"""Evaluates the measurements of bench/experiments/slow_links.py: rows, tables, and goals.
 
 A result is {"settings": {...}, "items": [...]}; an item is one measurement of
-bench/experiments/slow_links_host.py. Everything shown is computed from the items, so that a result can be
-rendered again.
+bench/experiments/slow_links_host.py. All output is computed from the items, so that a result can be rendered
+again.
 """
 import json
 import pathlib
@@ -17,13 +17,13 @@ class Method(typing.NamedTuple):
     key: str
     name: str
     spec: str                   # Gradwire's
-    hook: typing.Optional[dict]  # PyTorch's; None: it has none
+    hook: typing.Optional[dict]  # PyTorch's; None: PyTorch has none
     flags: tuple = ()           # of `gradwire train`
 
 
 BF16_PRODUCTS = ("--precision", "bf16")
-# Schedules are named, so that all repetitions use the same: a ring where bandwidth is the limit, as in gloo's own
-# algorithm, and the fewest rounds where latency is.
+# Named schedules, so that all repetitions use the same one: a ring where bandwidth is the limit, as in gloo,
+# and the fewest rounds where latency is the limit.
 METHODS = [
     Method("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
     Method("16bit", "BF16", "bf16:schedule=ring", {"hook": "16bit"}),  # see theirs_16bit()
@@ -36,7 +36,7 @@ METHODS = [
 ]
 OURS_ALONE = {m.key for m in METHODS if m.hook is None}
 NAMES = {m.key: m.name for m in METHODS}
-# Fields of a log's steps that are reported as medians.
+# Fields of a log's steps, reported as medians.
 FIELDS = ("comm_ms", "exposed_comm_ms", "data_ms", "forward_ms", "backward_ms", "optimizer_ms", "wire_bytes",
           "dense_bytes")
 
@@ -47,7 +47,7 @@ def median(values):
 
 
 def read_log(path, warmup):
-    """An item's result from the log of `gradwire train`, without the first `warmup` steps."""
+    """Returns an item's result from the log of `gradwire train`, without the first `warmup` steps."""
     records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     run = next(r for r in records if r["type"] == "run")
     steps = [r for r in records if r["type"] == "step"][warmup:]
@@ -57,7 +57,7 @@ def read_log(path, warmup):
 
 
 def theirs_16bit(items):
-    """The number format of PyTorch's 16-bit hook: FP16 where its gloo cannot sum BF16, as in 1.13."""
+    """Returns the number format of PyTorch's 16-bit hook: FP16 if its gloo cannot sum BF16, as in 1.13."""
     hooks = {i.get("hook") for i in items if (i["who"], i["method"]) == ("pytorch", "16bit")}
     return "BF16" if "bf16" in hooks else "FP16"
 
@@ -89,7 +89,7 @@ class Cell:
         return median(i.get(name) for i in self.items)
 
     def spread(self):
-        """Largest over smallest repetition, minus 1."""
+        """Returns largest / smallest repetition - 1."""
         values = [median(i["step_ms"]) for i in self.items]
         return max(values) / min(values) - 1
 
@@ -99,18 +99,18 @@ class Result:
         self.settings, self.items = document["settings"], document["items"]
 
     def cell(self, who, method, buckets, network="shaped", phase="main"):
-        """buckets: "one" or "many"."""
+        """Returns a cell, empty if not measured. buckets: "one" or "many"."""
         return Cell([i for i in self.items
                      if (i["who"], i["method"], i["network"], i["phase"]) == (who, method, network, phase)
                      and (buckets == "many") == bool(i["bucket_mb"])])
 
     def better(self, who, method, network="shaped"):
-        """The faster of one bucket and many."""
+        """Returns the faster of one bucket and many."""
         cells = [c for c in (self.cell(who, method, b, network) for b in ("one", "many")) if c]
         return min(cells, key=lambda c: c.ms) if cells else Cell([])
 
     def rows(self, network="shaped"):
-        """(name, buckets, ours, theirs), as in the article; PowerSGD with the faster bucketing."""
+        """Returns (name, buckets, ours, theirs), as in the article; PowerSGD with the faster bucketing."""
         out = []
         for method, name, *_ in METHODS:
             if method.startswith("powersgd"):
@@ -129,13 +129,13 @@ class Result:
         return self.cell(who, "alone", "one")
 
     def share(self):
-        """Communication's share of Gradwire's FP32 step with one bucket (article: 84 %, 701 and 112 ms)."""
+        """Returns communication's share of our FP32 step with one bucket (article: 84 %, 701 and 112 ms)."""
         base, alone = self.base("gradwire"), self.alone("gradwire")
         return 1 - alone.ms / base.ms if base and alone else None
 
 
 def best_bucket_mb(items, who, method, untried):
-    """The sweep's fastest size, None meaning one bucket; `untried` when nothing was measured."""
+    """Returns the sweep's fastest size (None: one bucket), or `untried` if nothing was measured."""
     tried = {}
     for i in items:
         if (i["who"], i["method"], i["phase"]) == (who, method, "sweep") and "error" not in i:
@@ -153,7 +153,7 @@ def ratio(above, below):
 
 
 def goals(result):
-    """The goals and what was measured; "met" is None for a goal that was not measured."""
+    """Returns the goals and measurements. "met" is None if a goal was not measured."""
     base = result.base("gradwire")
     out = [goal("BF16 with buckets, steps/s relative to own FP32 with one bucket",
                 ratio(base, result.cell("gradwire", "16bit", "many")), 1.86),
@@ -179,13 +179,13 @@ def goals(result):
 
 
 def goal_cells(g):
-    """(measured, goal, verdict) as text."""
+    """Returns (measured, goal, verdict) as text."""
     verdict = "not measured" if g["met"] is None else "met" if g["met"] else "NOT MET"
     return "-" if g["measured"] is None else f"{g['measured']:.2f}x", f"{g['least']:g}x", verdict
 
 
 def goal_lines(result):
-    """For the terminal."""
+    """Returns the report for the terminal."""
     lines = []
     for g in goals(result):
         measured, least, verdict = goal_cells(g)
@@ -206,7 +206,7 @@ def bucket_text(cell, buckets):
 
 
 def step_text(cell, base):
-    """milliseconds, and speed relative to base."""
+    """Returns milliseconds and the speed relative to base."""
     if not cell:
         return ["fails" if cell.error else "-", "-"]
     return [f"{cell.ms:.0f}" if cell.ms >= 100 else f"{cell.ms:.1f}",
@@ -214,7 +214,7 @@ def step_text(cell, base):
 
 
 def main_table(result, network="shaped"):
-    """Rows of text; the first is the header."""
+    """Returns rows of text; the first is the header."""
     ours_base, theirs_base = (result.base(who, network) for who in ("gradwire", "pytorch"))
     table = [["mode", "Gradwire: buckets", "ms/step", "of own FP32", "MB sent", "PyTorch: buckets", "ms/step",
               "of own FP32", "Gradwire / PyTorch"]]
@@ -239,7 +239,7 @@ def main_table(result, network="shaped"):
 
 
 def parts_table(result):
-    """Where Gradwire's step goes."""
+    """Returns the parts of Gradwire's step."""
     table = [["mode", "ms/step", "forward", "backward", "communication", "exposed", "optimizer"]]
     cells = [(name, buckets, ours) for name, buckets, ours, _ in result.rows() if ours]
     alone = result.alone("gradwire")
@@ -253,7 +253,7 @@ def parts_table(result):
 
 
 def sweep_table(items):
-    """Milliseconds per step by bucket size."""
+    """Returns milliseconds per step by bucket size."""
     sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"},
                    key=lambda mb: -(mb or ONE_BUCKET_MB))
     table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
@@ -275,7 +275,7 @@ def markdown(table):
 
 
 def plain(table):
-    """Aligned columns; the first is text, the others are numbers."""
+    """Returns aligned columns; the first is text, the others are numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = []
     for first, *others in table:
@@ -285,7 +285,7 @@ def plain(table):
 
 
 def errors(result):
-    """Each failure once."""
+    """Returns each failure once."""
     seen = {}
     for i in result.items:
         if "error" in i:
@@ -296,7 +296,7 @@ def errors(result):
 
 
 def replace_section(page, name, text):
-    """Replaces what is between the page's <!-- name:begin --> and <!-- name:end -->."""
+    """Replaces the text between <!-- name:begin --> and <!-- name:end --> in the page."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if begin not in page or end not in page:
         raise ValueError(f"no {begin} and {end} on the page")
@@ -307,7 +307,7 @@ def replace_section(page, name, text):
 # Accuracy: runs of `gradwire train`, a log for each spec and seed.
 
 def accuracy_rows(logs):
-    """Per spec: accuracies, differences to FP32 by seed, bytes.
+    """Returns per spec: accuracies, differences to FP32 by seed, bytes.
 
     logs: (spec, seed, last test accuracy or None, bytes sent, ratio)
     """
@@ -328,7 +328,7 @@ def accuracy_rows(logs):
 
 
 def read_accuracy_log(path):
-    """(spec, seed, accuracy, bytes, ratio), and the run record; None when the run has not ended."""
+    """Returns (spec, seed, accuracy, bytes, ratio) and the run record, or None if the run has not ended."""
     records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
     run = next((r for r in records if r["type"] == "run"), None)
     summary = next((r for r in records if r["type"] == "summary"), None)
@@ -338,7 +338,7 @@ def read_accuracy_log(path):
             summary["ratio"]), run
 
 
-ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # points by which the mean may be below FP32's
+ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # how far the mean may be below FP32's, in points
 
 
 def accuracy_table(rows):
@@ -356,7 +356,7 @@ def accuracy_table(rows):
 
 
 def accuracy_goals(rows):
-    """A line per goal: the goal, the result, the verdict."""
+    """Returns a line per goal: the goal, the result, the verdict."""
     lines = []
     for row in rows:
         if row["spec"] == "fp32":

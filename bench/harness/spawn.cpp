@@ -49,7 +49,7 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
   _exit(127);
 }
 
-// The last line of what a child wrote, without the program's name.
+// Returns the last line of a child's output, without the program name.
 std::string message_of(int fd) {
   std::string text;
   char chunk[4096];
@@ -78,7 +78,7 @@ void run_as_ranks(const std::vector<std::string>& arguments, int world) {
   std::vector<Child> children;
   for (int r = 0; r < world; ++r) children.push_back(start(arguments, r, world));
   std::string failure;
-  // Each rank has its own deadlines, so all of them end.
+  // Each rank has its own deadlines, so all ranks end.
   for (int r = 0; r < world; ++r) {
     int status = 0;
     waitpid(children[r].pid, &status, 0);

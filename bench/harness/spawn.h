@@ -1,4 +1,4 @@
-// Starts this program once per rank on this machine.
+// Runs this program once per rank on this machine.
 #pragma once
 
 #include <string>
@@ -18,9 +18,9 @@ class ScratchFolder {
   std::string path_;
 };
 
-// Runs this program with `arguments` as ranks 0 to world - 1, which RANK, WORLD_SIZE, LOCAL_RANK and
-// LOCAL_WORLD_SIZE tell apart, and waits for all. Rank 0 inherits stdout; the others' output is not shown.
-// Throws Error with the error message of the first that failed; no process outlives this call.
+// Runs this program with `arguments` as ranks 0 to world - 1, identified by RANK, WORLD_SIZE, LOCAL_RANK and
+// LOCAL_WORLD_SIZE. Blocks until all have ended. Rank 0 inherits stdout; the output of other ranks is not
+// shown. Throws Error with the error message of the first rank that failed.
 void run_as_ranks(const std::vector<std::string>& arguments, int world);
 
 }  // namespace gradwire::bench

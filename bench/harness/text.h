@@ -1,4 +1,4 @@
-// Sizes as the benchmarks' tables show them.
+// Sizes in the format of the benchmarks' tables.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace gradwire::bench {
 
-// "4K", "1.5M", "1G": powers of 1024.
+// Returns "4K", "1.5M", "1G": powers of 1024.
 std::string size_text(int64_t bytes);
 
 }  // namespace gradwire::bench

@@ -1,4 +1,4 @@
-"""The pictures of bench/experiments/slow_links.py."""
+"""Draws the results of bench/experiments/slow_links.py."""
 from harness.report import Result, accuracy_rows, theirs_16bit
 from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
                          style)
@@ -7,14 +7,14 @@ OURS, THEIRS = "#0072b2", "#d5a021"
 
 
 def label(name, buckets, ours):
-    """A mode under its bars, in two or three lines."""
+    """Returns the label of a mode's bars, in two or three lines."""
     if name.startswith("PowerSGD"):
         return name.replace("PowerSGD ", "PowerSGD\n").replace(", ", "\n")
     return name.replace(", ", "\n") + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
 
 
 def grouped_bars(axis, rows, value, text, lines=()):
-    """value(cell, is ours) for both sides of each row; lines: (height, color, what)."""
+    """Draws value(cell, is ours) for both sides of each row. lines: (height, color, label)."""
     width = 0.38
     values = [[value(cell, mine) if cell else None for cell, mine in ((ours, True), (theirs, False))]
               for _, _, ours, theirs in rows]
@@ -80,7 +80,7 @@ def draw(document, path):
 
 
 def draw_accuracy(logs, runs, path):
-    """Left: accuracy by epoch of every run; right: last accuracies by bytes. logs: see accuracy_rows."""
+    """Draws accuracy by epoch of every run, and last accuracies by bytes. logs: see accuracy_rows."""
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     figure, axes = plt.subplots(1, 2, figsize=(14, 5.2))
     rows = accuracy_rows(logs)

@@ -14,11 +14,11 @@ class Point:
         self.spread = 100 * (row["test_accuracy_std"] or 0)
         self.seeds = [100 * seed["test_accuracy"] for seed in row["seeds"]]
         self.stochastic = "stochastic" in self.name
-        self.shown = self.accuracy  # where it is drawn
+        self.shown = self.accuracy  # position in the picture
 
 
 def points_of(rows):
-    """One point per compression; where several bucket sizes were compared, the first."""
+    """Returns one point per compression, with the first of several bucket sizes."""
     points = {}
     for row in rows:
         if row["test_accuracy"] is not None and row["wire_bytes_per_element"]:
@@ -29,7 +29,7 @@ def points_of(rows):
 
 
 def pareto_front(points):
-    """Those that no other beats in accuracy with as few bytes, from few bytes to many."""
+    """Returns the points with the best accuracy for at most their bytes, in order of bytes."""
     front = []
     for point in sorted(points, key=lambda p: (p.bytes, -p.accuracy)):
         if not front or point.accuracy > front[-1].accuracy:
@@ -38,7 +38,7 @@ def pareto_front(points):
 
 
 def lowest_shown(points):
-    """Accuracies far below the others would leave these no room: where the axis ends."""
+    """Returns the lower end of the axis, which cuts off accuracies far below the others."""
     values = sorted(p.accuracy for p in points)
     best, middle = values[-1], values[len(values) // 2]
     return max(values[0], best - max(6 * (best - middle), 5.0))
@@ -131,7 +131,7 @@ def draw(rows, title, path):
     figure.text(0.065, 0.912, subtitle(rows), fontsize=10.5, color=FAINT)
     figure.subplots_adjust(left=0.065, right=0.98, top=0.87, bottom=0.09)
     others = sorted((p for p in points if p not in front), key=lambda p: -p.accuracy)
-    # The front goes on to the right of its points.
+    # The front extends to the right of its points.
     place_labels(axis, [(p, (-1, 1), {"color": FRONT, "fontweight": "bold", "fontsize": 9.5}) for p in front] +
                  [(p, (1, -1), {"color": FAINT, "fontsize": 8}) for p in others], points)
     figure.savefig(path, dpi=130)

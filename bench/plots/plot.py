@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draws `gradwire compare`: accuracy against bytes sent, loss against time, where a step's time went.
+"""Draws `gradwire compare`: accuracy by bytes sent, loss by time, and the parts of a step's time.
 
     plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
-    plot.py shelf.json -o shelf.png                   one of more than 7 compressions, or of several seeds: accuracy
-                                                      by bytes per element, with the Pareto front
+    plot.py shelf.json -o shelf.png                   the same, of over 7 compressions or several seeds:
+                                                      accuracy by bytes per element, with the Pareto front
     plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
     plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
@@ -22,41 +22,41 @@ from plots import experiments, numerics, pareto, runs, timeline  # noqa: E402
 
 
 def document_of(paths):
-    """The content of a single JSON file, or None."""
+    """Returns the content of a single JSON file, or None."""
     if len(paths) != 1 or not paths[0].endswith(".json"):
         return None
     try:
         return json.loads(pathlib.Path(paths[0]).read_text())
     except (OSError, ValueError):
-        return None  # runs.load() reports what is wrong
+        return None  # runs.load() reports the error
 
 
 def experiments_of(paths):
-    """The result of bench/experiments/slow_links.py, or None when the files are something else."""
+    """Returns the result of bench/experiments/slow_links.py, or None for other files."""
     document = document_of(paths)
     return document if isinstance(document, dict) and {"settings", "items"} <= set(document) else None
 
 
 def trace_of(paths):
-    """A trace of gradwire train --trace, or None when the files are something else."""
+    """Returns a trace of gradwire train --trace, or None for other files."""
     document = document_of(paths)
     return document if isinstance(document, dict) and {"traceEvents", "otherData"} <= set(document) else None
 
 
 def numerics_of(paths):
-    """The rows of `gradwire-bench numerics --json`, or None when the files are something else."""
+    """Returns the rows of `gradwire-bench numerics --json`, or None for other files."""
     rows = document_of(paths)
     return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
 
 
 def compared(paths):
-    """The rows of `gradwire compare --json`, or None when the files are something else."""
+    """Returns the rows of `gradwire compare --json`, or None for other files."""
     rows = document_of(paths)
     return rows if rows and isinstance(rows, list) and {"compression", "seeds"} <= set(rows[0]) else None
 
 
 def draws_pareto(rows, asked):
-    """Whether a comparison is too large for a line per run."""
+    """Returns whether a comparison is too large for a line per run."""
     return rows is not None and (asked or len(rows) > len(runs.RUN_COLORS) or len(rows[0]["seeds"]) > 1)
 
 

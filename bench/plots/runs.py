@@ -1,4 +1,4 @@
-"""Draws runs of gradwire train and compare: accuracy by bytes, loss by time, where a step's time went."""
+"""Draws runs of gradwire train and compare: accuracy by bytes, loss by time, parts of a step's time."""
 import json
 import pathlib
 import statistics
@@ -6,7 +6,7 @@ import statistics
 from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
                          style)
 
-# The parts of a step in the order in which they happen; exposed communication is highlighted.
+# The parts of a step in order. Exposed communication is highlighted.
 PARTS = [
     ("data_ms", "data", "#d1d5db"),
     ("forward_ms", "forward", "#9db7d5"),
@@ -40,7 +40,7 @@ class Run:
         self.name = self.config["compression"]
 
     def seconds(self):
-        """When each step ended, in seconds of training (evaluations not counted)."""
+        """Returns the end of each step, in seconds of training, without evaluations."""
         total, ends = 0.0, []
         for step in self.steps:
             total += (step["step_ms"] or 0) / 1000
@@ -48,7 +48,7 @@ class Run:
         return ends
 
     def accuracy_by_bytes(self):
-        """(bytes sent so far, accuracy) of each evaluation."""
+        """Returns (bytes sent so far, accuracy) of each evaluation."""
         sent, totals = 0, {0: 0}
         for step in self.steps:
             sent += step["wire_bytes"]
@@ -82,7 +82,7 @@ def load(paths):
 
 
 def first_log(path, rows):
-    """The log of a comparison's first run, next to its file at `path`."""
+    """Returns the log of a comparison's first run, which is next to the file at `path`."""
     return load([str(pathlib.Path(path).parent / rows[0]["seeds"][0]["log"])])[0]
 
 
@@ -91,7 +91,7 @@ def title(run):
 
 
 def smooth(values, window):
-    """Mean over a trailing window; a missing value (a loss that was not finite) leaves a gap."""
+    """Returns the mean over a trailing window. A missing value (a loss that was not finite) gives a gap."""
     out = []
     for i in range(len(values)):
         known = [v for v in values[max(0, i - window + 1):i + 1] if v is not None]

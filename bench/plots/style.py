@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator  # noqa: E402, F401
 
 INK, FAINT, GRID = "#22272e", "#6b7280", "#e5e7eb"
-# Okabe and Ito's colors, which color-blind readers can tell apart.
+# Okabe and Ito's colors, which color-blind readers can distinguish.
 RUN_COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f"]
 
 

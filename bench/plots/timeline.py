@@ -1,9 +1,9 @@
-"""Draws one step of a trace (gradwire train --trace): what each rank's streams did, a row per rank."""
+"""Draws one step of a trace (gradwire train --trace): the activity of each rank's streams, a row per rank."""
 import statistics
 
 from plots.style import FAINT, INK, plt, style
 
-# Labels and colors of spans; the colors are those of the NVTX ranges (runtime/nvtx.cpp).
+# Labels and colors of spans. The NVTX ranges have the same colors (runtime/nvtx.cpp).
 KINDS = {
     "batch": ("batch", "#b8bec8"), "forward": ("forward", "#9db7d5"), "backward": ("backward", "#4f7cac"),
     "optimizer": ("optimizer", "#edae49"), "wait": ("waits for communication", "#f7dfe2"),
@@ -25,12 +25,12 @@ class Timeline:
             raise SystemExit("plot.py: this trace has no steps"
                              + (f"; the run ended with: {trace['otherData']['error']}"
                                 if "error" in trace["otherData"] else ""))
-        # Only steps that all ranks have count.
+        # Use only steps that all ranks have.
         times = {}
         for e in steps:
             times.setdefault(e["args"]["step"], []).append(e["dur"])
         whole = {n: statistics.mean(t) for n, t in times.items() if len(t) == max(map(len, times.values()))}
-        if step is None:  # the one in the middle
+        if step is None:  # the middle one
             step = sorted(whole, key=lambda n: (whole[n], n))[(len(whole) - 1) // 2]
         if step not in whole:
             raise SystemExit(f"plot.py: step {step} is not in this trace; it has "
@@ -46,7 +46,7 @@ class Timeline:
         self.step_ms = {rank: self.sum(rank, "step") for rank in self.ranks}
 
     def busy(self, rank, *kinds):
-        """How long at least one span of these kinds was active."""
+        """Returns the time for which at least one span of these kinds was active."""
         total = until = 0.0
         for begin, end in sorted((begin, begin + ms) for kind, begin, ms,
                                  _ in self.spans[rank] if kind in kinds):
@@ -69,7 +69,7 @@ def draw_spans(axis, spans, top, end, several):
         lane = kind if kind == "exchange" else "communicate" if kind in ("compress", "communicate",
                                                                          "decompress") else "compute"
         offset, height = LANES[lane]
-        if lane == "communicate" and several:  # buckets alternate between two streams, and overlap
+        if lane == "communicate" and several:  # buckets alternate between two streams and overlap
             height /= 2
             offset += height * (bucket % 2)
         edge = {"hatch": "////", "edgecolor": "#d1495b", "linewidth": 0} if kind == "wait" else {
