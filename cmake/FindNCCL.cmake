@@ -1,6 +1,6 @@
-# Finds NCCL's header. The library itself is loaded at first use (collectives/transport/nccl_api.h), so
-# programs start without it, and share a copy that is already in the process.
-#   NCCL_FOUND, NCCL_INCLUDE_DIRS, NCCL_VERSION.   NCCL_ROOT: where to look first.
+# Finds NCCL's header. The library is loaded at first use (collectives/transport/nccl_api.h), so programs
+# start without it, and use a copy that the process has already loaded.
+#   NCCL_FOUND, NCCL_INCLUDE_DIRS, NCCL_VERSION.   NCCL_ROOT: folder to search first.
 find_package(CUDAToolkit QUIET)
 find_path(NCCL_INCLUDE_DIR nccl.h
   HINTS ${NCCL_ROOT} ENV NCCL_ROOT ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)

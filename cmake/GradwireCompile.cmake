@@ -1,4 +1,4 @@
-# Flags of all targets. Sanitizers apply to host code; a sanitized build has no CUDA side.
+# Compiler options of all targets. Sanitizers apply to host code; a sanitized build has no CUDA side.
 add_library(gradwire_options INTERFACE)
 target_include_directories(gradwire_options INTERFACE ${CMAKE_SOURCE_DIR})
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
@@ -9,8 +9,8 @@ endif()
 if(GRADWIRE_WERROR AND NOT GRADWIRE_SANITIZE)
   target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
 endif()
-# Contracting a*b+c into an FMA would make results depend on the compiler; the code asks for FMAs explicitly
-# where it wants them. See docs/numerics.md.
+# Contracting a*b+c into an FMA would make results depend on the compiler. The code requests FMAs explicitly.
+# See docs/numerics.md.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>)
 # No code reads errno after sqrt or traps on floating-point flags; assuming otherwise prevents vectorization.
 target_compile_options(gradwire_options INTERFACE
@@ -22,7 +22,7 @@ target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJEC
 if(GRADWIRE_HAS_CUDA)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_HAS_CUDA=1)
   # -Xptxas --warn-on-spills together with -Werror all-warnings: a kernel that spills registers does not
-  # build. On sm_100 and sm_120 a few spill (docs/gpu.md).
+  # build. On sm_100 and sm_120 a few kernels spill (docs/gpu.md).
   target_compile_options(gradwire_options INTERFACE
     $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall,-Wextra>)
   if(NOT GRADWIRE_ALL_GPUS)
@@ -41,8 +41,8 @@ if(GRADWIRE_SANITIZE)
   endif()
   target_compile_options(gradwire_options INTERFACE
     -fsanitize=${GRADWIRE_SANITIZE} -fno-omit-frame-pointer -g1 -fno-sanitize-recover=all)
-  # Warnings are the release build's: with sanitizers, GCC wrongly reports uninitialized values, sizes and bounds,
-  # other ones for each grouping of files.
+  # The release build enables warnings. With sanitizers, GCC wrongly reports uninitialized values, sizes and
+  # bounds, which depend on the grouping of files.
   target_compile_options(gradwire_options INTERFACE -w)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_SANITIZED=1)
   target_link_options(gradwire_options INTERFACE -fsanitize=${GRADWIRE_SANITIZE})

@@ -1,7 +1,8 @@
 # Finds nvcc, decides whether to build the CUDA side, and reports the decision: no silent fallback.
 set(GRADWIRE_HAS_CUDA OFF)
 if(NOT GRADWIRE_CUDA STREQUAL "OFF")
-  # The nvcc of `make build CUDA=pip`, unless another one is chosen. The cache has NOTFOUND where an earlier run had none.
+  # Uses the nvcc of `make build CUDA=pip`, unless another one is chosen. An earlier run without nvcc leaves
+  # NOTFOUND in the cache.
   set(pip_nvcc ${CMAKE_SOURCE_DIR}/build/cuda-pip/bin/nvcc)
   if(EXISTS ${pip_nvcc} AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     set(CMAKE_CUDA_COMPILER ${pip_nvcc} CACHE FILEPATH "nvcc" FORCE)
@@ -9,7 +10,7 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
-    # Unless the user has named others. PTX is for GPUs between and after those.
+    # Default architectures. PTX covers GPUs between and after them.
     set(some_gpus "80-real;90-real;90-virtual")
     set(all_gpus "80-real;90;100-real;120")
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES OR CMAKE_CUDA_ARCHITECTURES STREQUAL some_gpus OR

@@ -15,7 +15,7 @@ install(EXPORT gradwireTargets NAMESPACE gradwire:: DESTINATION ${package_dir} C
 file(WRITE ${CMAKE_BINARY_DIR}/gradwireConfig.cmake
   "# find_package(gradwire): target gradwire::gradwire, the C ABI of gradwire.h.\n"
   "include(\${CMAKE_CURRENT_LIST_DIR}/gradwireTargets.cmake)\n")
-# Before 1.0 a minor version may change the ABI.
+# Until 1.0 a minor version may change the ABI.
 write_basic_package_version_file(${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
   VERSION ${PROJECT_VERSION} COMPATIBILITY SameMinorVersion)
 install(FILES ${CMAKE_BINARY_DIR}/gradwireConfig.cmake ${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
@@ -50,5 +50,5 @@ set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME libgradwire-dev)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_LIBRARY_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
-set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # what is packed is built by name
+set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # packaged targets are built by name
 include(CPack)

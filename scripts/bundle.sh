@@ -22,7 +22,7 @@ for program in "${programs[@]}"; do
     echo "bundle: build/bin/$program is not built; run make build-tests (it needs libgtest-dev)" >&2
     exit 1
   fi
-  strip --strip-debug -o "$bundle/bin/$program" "build/bin/$program"  # a stack trace then names functions
+  strip --strip-debug -o "$bundle/bin/$program" "build/bin/$program"  # so that a stack trace names functions
   needed+=("build/bin/$program")
 done
 strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
@@ -40,7 +40,7 @@ done
 
 git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/commit"
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
-# Each program holds all kernels: a dictionary larger than a program finds them in the one before.
+# Each program contains all kernels. A dictionary larger than a program finds them in the previous program.
 tar -C build -c bundle | xz --lzma2=preset=1,dict=96MiB > build/gradwire-bundle.tar.xz
 bytes=$(stat -c %s build/gradwire-bundle.tar.xz)
 unpacked_mb=$(du -sm "$bundle" | cut -f1)

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Runs the programs of a bundle (scripts/bundle.sh) where nothing else is: in an empty root with a /proc, a few devices
-# and, from this machine, only what the target machine provides: glibc, libstdc++, libgcc and NVIDIA's cuBLAS. A
-# library, file or tool that the bundle lacks shows here instead of on the machine with the GPU. No program uses a GPU.
+# Runs the programs of a bundle (scripts/bundle.sh) in an empty root with a /proc, a few devices and, from
+# this machine, only the libraries that the target machine provides: glibc, libstdc++, libgcc and NVIDIA's
+# cuBLAS. This detects a library, file or tool that the bundle lacks without the machine with the GPU. No
+# program uses a GPU.
 #
-#   scripts/bundle_check.sh [BUNDLE.tar.xz]     default: build/gradwire-bundle.tar.xz; `make bundle` ends with it
+#   scripts/bundle_check.sh [BUNDLE.tar.xz]     default: build/gradwire-bundle.tar.xz; `make bundle` runs it
+#   last
 #
-# Needs no privileges, but user namespaces; without them it says so and ends with 77.
+# Needs user namespaces, but no privileges. Without namespaces it reports so and exits with 77.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bundle=$(realpath -- "${1:-build/gradwire-bundle.tar.xz}")
@@ -19,18 +21,18 @@ if [ ! -f "$bundle" ]; then
   exit 1
 fi
 
-# This machine's file of a library, wherever the loader finds it.
+# Prints this machine's file of a library, from the loader's cache.
 path_of() {
   ldconfig -p | sed -nE "s|^\s+$(sed 's/[+.]/\\&/g' <<< "$1") \(.*x86-64.*\) => (.*)|\1|p" | head -n 1
 }
 
-# In the namespaces: $1 is an empty folder.
+# Runs in the namespaces. $1: an empty folder.
 inside() {
   local root=$1 name path
   mount -t tmpfs none "$root"
   mkdir -p "$root"/{proc,dev/shm,tmp,lib,lib64,nvidia,there}
   mount -t proc none "$root/proc"
-  show() { # a file of this machine at that place
+  show() { # binds a file of this machine to that path
     touch "$2"
     mount --bind "$1" "$2"
   }
@@ -41,13 +43,13 @@ inside() {
     [ -z "$path" ] || show "$(realpath "$path")" "$root/lib/$name"
   done
   tar -C "$root/there" -xJf "$bundle"
-  # NVIDIA's, which the target has from Python's packages. Their own dependencies are the system's.
+  # NVIDIA's libraries, which the target has from Python's packages. The system provides their dependencies.
   LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/bin/* 2> /dev/null |
     sed -nE 's/^\s+(libcu\S+|libnv\S+) => (\/\S+) .*/\1 \2/p' | sort -u > "$root/tmp/nvidia"
   while read -r name path; do show "$(realpath "$path")" "$root/nvidia/$name"; done < "$root/tmp/nvidia"
 
   local failed=0
-  try() { # what it shows, then a program of the bundle and its arguments
+  try() { # DESCRIPTION PROGRAM ARGUMENT...
     local what=$1 program=$2 output status=0
     output=$(cd / && env -i LD_LIBRARY_PATH=/nvidia LD_BIND_NOW=1 HOME=/tmp TMPDIR=/tmp CUDA_VISIBLE_DEVICES= \
       timeout 120 "$change_root" "$root" "/there/bundle/bin/$program" "${@:3}" 2>&1) || status=$?

@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Configures a CMake preset (release, debug, asan, tsan). Without the test libraries it configures without tests, and says so.
+# Configures a CMake preset (release, debug, asan, tsan). If the test libraries are missing, reports it and
+# omits the tests.
 #
 #   scripts/configure.sh PRESET         everything that this machine can build
-#   scripts/configure.sh release host   the host side alone, where build/ is new; the next `configure.sh release` adds CUDA
+#   scripts/configure.sh release host   only the host side, if build/ is new. The next `configure.sh release` adds
+#                                       CUDA
 set -euo pipefail
 cd "$(dirname "$0")/.."
 flags=()
 if [ "$1" = release ]; then
-  # Left by `release host`, and only then is CUDA's absence not somebody's own choice.
+  # Created by `release host`. Only then is CUDA's absence not a choice of the user.
   mark=build/host-side-alone
   if [ "${2:-}" = host ] && { [ -f $mark ] || [ ! -f build/CMakeCache.txt ]; }; then
     mkdir -p build

@@ -4,9 +4,10 @@
 #   scripts/cuda_pip.sh toolkit        nvcc and the CUDA side's libraries, in build/cuda-pip: make build CUDA=pip
 #   scripts/cuda_pip.sh disassembler   cuobjdump and nvdisasm, in build/disassembler: make test, make machine-code
 #
-# toolkit: downloads 720 MB and keeps 1.1 GB. CMake uses this nvcc in every build folder that is not configured with
-# another one (cmake/GradwireCuda.cmake), until build/cuda-pip is removed.
-# disassembler: downloads 5 MB. Does nothing if both programs are on PATH, or if build/ is configured without nvcc.
+# toolkit: downloads 720 MB and stores 1.1 GB. CMake uses this nvcc in every build folder that is not
+# configured with another one (cmake/GradwireCuda.cmake), until build/cuda-pip is removed.
+# disassembler: downloads 5 MB. Does nothing if both programs are on PATH, or if build/ is configured without
+# nvcc.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=${PYTHON:-/usr/bin/python3}
@@ -14,9 +15,9 @@ base=${PYTHON:-/usr/bin/python3}
 toolkit=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
   nvidia-cuda-runtime==13.0.96 nvidia-cuda-profiler-api==13.0.85 nvidia-nvtx==13.0.85 nvidia-cublas==13.1.0.3
   nvidia-nccl-cu13==2.28.9)
-disassembler=13.5.37  # reads the code of every CUDA 13; PyPI has none of CUDA 13.0
+disassembler=13.5.37  # reads the code of every CUDA 13; PyPI has no version of CUDA 13.0
 
-# Installs packages in a new virtual environment, $new/environment. If that fails, prints the reason in one line.
+# Installs packages in a new virtual environment, $new/environment. On failure, prints the reason in one line.
 install_packages() {
   rm -rf "$new"
   mkdir -p "$new"
@@ -29,13 +30,13 @@ install_packages() {
   site=$(echo "$new"/environment/lib/python*/site-packages/nvidia)
 }
 
-# Puts what is in $new in the place of $folder, so that an interrupted installation leaves no incomplete folder.
+# Replaces $folder by $new, so that an interrupted installation leaves no incomplete folder.
 finish() {
   rm -rf "$new/environment" "$new/log" "$folder"
   mv "$new" "$folder"
 }
 
-# "" if build/ is not configured, or found no nvcc (NOTFOUND).
+# "" if build/ is not configured or found no nvcc (NOTFOUND).
 nvcc=$(sed -n 's/^CMAKE_CUDA_COMPILER:[A-Z]*=\(.*nvcc.*\)/\1/p' build/CMakeCache.txt 2> /dev/null || true)
 case ${1:-} in
   toolkit)
@@ -52,7 +53,7 @@ case ${1:-} in
     mv "$site"/nccl/include/* "$new/include"
     mv "$site"/nccl/lib/* "$new/lib"
     ln -s lib "$new/lib64"
-    for library in "$new"/lib/*.so.*; do  # the linker looks for names without a version
+    for library in "$new"/lib/*.so.*; do  # the linker searches for names without a version
       ln -s "${library##*/}" "${library%%.so.*}.so"
     done
     echo "${toolkit[*]}" > "$new/packages"

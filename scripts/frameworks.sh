@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# make test-frameworks: tests/integrations on today's PyTorch and JAX, beside Debian's PyTorch 1.13, which make test
-# runs.
+# make test-frameworks: runs tests/integrations on today's PyTorch and JAX. make test runs them on Debian's
+# PyTorch 1.13.
 #
-#   scripts/frameworks.sh [install]   install: only sets up what the tests, and make experiments, run on
+#   scripts/frameworks.sh [install]   install: only sets up the environment, also for make experiments
 #
-# Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes), and keeps it: from then on
-# make test runs these tests, too.
+# Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes). Afterwards make test also
+# runs these tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=2.15.0 torchvision=0.29.2
@@ -20,7 +20,8 @@ if [ "$version" != "$torch" ]; then
   pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
   cuda=/usr/local/cuda/lib64
   if [ -e $cuda/libcublas.so.13 ]; then
-    # What torch imports without a GPU; the rest of its CUDA is the toolkit's, which saves 3 GB.
+    # The modules that torch imports without a GPU. The toolkit replaces the rest of its CUDA, which saves 3
+    # GB.
     "${pip[@]}" --no-deps torch==$torch torchvision==$torchvision typing_extensions sympy mpmath networkx jinja2 \
       markupsafe fsspec filelock numpy pillow 'setuptools>=70.1' expecttest
     "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 nvidia-nccl-cu13==2.30.7

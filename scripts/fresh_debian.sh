@@ -4,13 +4,13 @@
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
-# default). COMMAND are make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of
+# default). COMMAND: make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of
 # temporary files per user.
 #
-# For each user: installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
+# For each user, installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
 # HEAD, and runs each command in the clone. Prints each command's time, last lines and exit status; exits with
-# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The compiler cache of these systems,
-# build/fresh_debian/ccache, stays for the next run.
+# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The next run reuses the compiler
+# cache of these systems, build/fresh_debian/ccache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 suite=${1:-bookworm} who=${2:-both}
@@ -47,8 +47,8 @@ cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
 printf '%s\n' 'cache_dir = /srv/ccache' 'umask = 000' 'max_size = 2G' > "$base/etc/ccache.conf"
 chmod 777 "$logs/ccache"
 
-# inside FOLDER COMMAND...: runs it in the new system, with only the archive's settings of this machine's
-# environment.
+# inside FOLDER COMMAND...: runs COMMAND in the new system. Of this machine's environment it keeps only the
+# settings of the archive.
 inside() {
   local folder=$1 name proxies=()
   shift
@@ -66,7 +66,7 @@ inside() {
     mount --bind "$2" "$1/srv/ccache"
     folder=$1
     shift 2
-    # As its own mount, because some tests change how mounts propagate below /.
+    # As a separate mount, because some tests change the propagation of mounts below /.
     mount --rbind "$folder" "$folder"
     exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# make fuzz: libFuzzer with ASan and UBSan on the readers of foreign bytes (tests/fuzz).
+# make fuzz: libFuzzer with ASan and UBSan on the parsers of untrusted input (tests/fuzz).
 #
 #   scripts/fuzz.sh [SECONDS_PER_TARGET [TARGET...]]     60 seconds, all targets
 #
-# The readers are compiled by clang, with coverage and sanitizers; the rest of Gradwire, whose kernels need GCC,
-# comes from a release build of the host side. What is found stays in build-fuzz/found/TARGET; an input that crashes a target
-# is printed with its path, and belongs into its folder in tests/fuzz/corpus with the fix.
+# clang compiles the parsers, with coverage and sanitizers. The rest of Gradwire, whose kernels need GCC,
+# comes from a release build of the host side. New inputs stay in build-fuzz/found/TARGET. The path of an
+# input that crashes a target is printed; add the input to the target's folder in tests/fuzz/corpus with the
+# fix.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-60}
@@ -41,7 +42,7 @@ for source in "${readers[@]}" tests/fuzz/*.cpp; do
     "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
   fi
 done
-# What the release build links, whose own copies of the readers give way to clang's, which come first.
+# The release build's libraries. clang's parsers precede and replace their copies in these libraries.
 mapfile -t libraries < <(ninja -C $build -t commands bin/fuzz_tests | tail -n 1 |
   tr ' ' '\n' | grep -E '\.(a|o|so)$|^-l' | grep -v '^tests/fuzz' | sed -E "s|^([^-/])|$build/\1|")
 status=0
@@ -54,7 +55,7 @@ for target in "${targets[@]}"; do
   $build/bin/fuzz_tests "$target" --mutations 0 --write-seeds "build-fuzz/seeds/$target"
   corpus=("build-fuzz/found/$target" "build-fuzz/seeds/$target")
   [ ! -d "tests/fuzz/corpus/$target" ] || corpus+=("tests/fuzz/corpus/$target")
-  # Gradwire's threads and boards outlive a run on purpose, hence no leak check.
+  # No leak check, because Gradwire's threads and rendezvous outlive a run on purpose.
   "$program" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=3000 -detect_leaks=0 -print_final_stats=1 \
     -verbosity=0 -artifact_prefix="build-fuzz/$target-" "${corpus[@]}" > "build-fuzz/$target.log" 2>&1 || {
     tail -30 "build-fuzz/$target.log"

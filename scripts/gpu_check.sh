@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first. Part `first` has what a GPU that
-# has never run this should do first, within 6 minutes.
+# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first. Part `first`
+# contains the first checks for a GPU that has never run Gradwire; it takes at most 6 minutes.
 #
 #   make gpu-check                                  builds, then runs every part
 #   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts on an existing build or a bundle (scripts/bundle.sh)
@@ -8,12 +8,12 @@
 #   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only the steps whose name matches, such as 'bench-training'
 #   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      the Python with torch; default: the first python3 that has it
 #
-# Results go to FOLDER, by default one of docs/results named after the date and the GPU, as they come: README.md (rewritten after each step),
-# steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end, also of a run that was interrupted, they are
-# packed into gpu-check.tar.gz, beside which README.md and steps.tsv stay.
+# Results go to FOLDER as they come, by default to a folder of docs/results named after the date and the GPU:
+# README.md (rewritten after each step), steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end,
+# even if interrupted, all are packed into gpu-check.tar.gz. README.md and steps.tsv also stay in FOLDER.
 #
-# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status: nothing is
-# skipped silently.
+# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status: no
+# step is skipped silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
@@ -53,8 +53,8 @@ for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python
   break
 done
 
-# Links a library into the folder in which programs look, unless the system has it: from Python's nvidia packages. Each
-# on its own: a machine may have one of them and not the other.
+# Links a library from Python's nvidia packages into the programs' library folder, unless the system provides
+# it. Each library separately, because a machine may have only one of them.
 provide() {
   local name=$1 found
   { [ -e "$root/lib/$name" ] || ldconfig -p 2> /dev/null | grep -q "$name "; } && return
@@ -121,7 +121,7 @@ write_readme() {
 running=
 pack() {
   trap - EXIT
-  trap '' TERM INT  # a second one would lose the results
+  trap '' TERM INT  # a second signal would lose the results
   [ -z "$running" ] || { kill "$running" && wait "$running"; } 2> /dev/null
   write_readme
   (
@@ -137,13 +137,14 @@ pack() {
   echo "gpu-check: $((SECONDS - started)) s, $failed steps failed; results in $out/gpu-check.tar.gz"
 }
 
-report() { # STATUS SECONDS, of step $name in part $part
+report() { # STATUS SECONDS: of step $name in part $part
   [ "$1" = ok ] || failed=$((failed + 1))
   printf '%s\t%s\t%s\t%d\n' "$part" "$name" "$1" "$2" | tee -a "$out/steps.tsv"
   write_readme
 }
 
-# step NAME DEADLINE COMMAND...: its output goes to log.txt. In the background, so that a signal is noticed at once.
+# step NAME DEADLINE COMMAND...: runs COMMAND, with its output in log.txt. In the background, so that a signal
+# is handled at once.
 step() {
   local name=$1 deadline=$2 begin=$SECONDS status=ok rc
   shift 2
@@ -162,7 +163,7 @@ step() {
   [ $rc -eq 124 ] && status="FAILED (deadline of $deadline s)"
   report "$status" $((SECONDS - begin))
 }
-# needs NAME WHY COMMAND...: whether the step can be made; if not, it counts as failed.
+# needs NAME REASON COMMAND...: returns whether the step can run; otherwise records it as failed.
 needs() {
   local name=$1 why=$2
   shift 2
@@ -172,8 +173,8 @@ needs() {
   return 1
 }
 
-# suite PROGRAM SHARDS [FILTER]. Tests on a GPU have names with cuda0, cuda0_...; CI runs the others. Shards run in parallel.
-# Running no test, because the program does not see the GPU, is a failure.
+# suite PROGRAM SHARDS [FILTER]: runs the GPU tests of a program (cuda0, cuda0_... in the name; CI runs the
+# others), with shards in parallel. Fails if no test runs because the program does not see the GPU.
 suite() {
   local shards=$2 filter=${3:-*cuda*} logs i rc=0 pids=()
   logs=$(mktemp -d)
@@ -182,14 +183,14 @@ suite() {
       > "$logs/$i" 2>&1 &
     pids+=($!)
   done
-  # The deadline: shows which tests hang. Also after it a second TERM, which timeout sends to the whole group.
+  # At the deadline: show which tests hang. Ignore the second TERM, which timeout sends to the whole group.
   trap 'trap "" TERM; tail -n +1 "$logs"/*; rm -r "$logs"; exit 1' TERM
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
-  # Of tests that passed, only the totals.
+  # For passed tests, show only the totals.
   grep -hvE '^\[( RUN  |       OK|-----).*|^$' "$logs"/*
   grep -hE '^\[       OK' "$logs"/* | sed -nE 's/.*OK \] (.*) \(([0-9]{4,}) ms\)$/slow: \2 ms \1/p' | sort -k2nr | head -n 5
   grep -qE '^\[  PASSED  \] [1-9]' "$logs"/* || rc=1
-  grep -qE '^========= (Warning|Error)' "$logs"/* && rc=1  # compute-sanitizer's exit status tells of errors only
+  grep -qE '^========= (Warning|Error)' "$logs"/* && rc=1  # compute-sanitizer's status covers only errors
   rm -r "$logs"
   return $rc
 }
@@ -210,7 +211,7 @@ part_first() {
   step tests-trainer 60 bash -c "suite trainer 6"
   step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \
     --batch-size 32 --compression powersgd:rank=4
-  # Last, because it is the likeliest to hang: several ranks' kernels that wait for each other on one GPU.
+  # Last, because it is the most likely to hang: kernels of several ranks wait for each other on one GPU.
   step tests-peer-windows 30 bash -c "suite collectives 1 '$peers'"
 }
 
@@ -224,8 +225,9 @@ part_kernels() {
 
 has_torch() { "$python" -c 'import torch'; }
 
-# PyTorch's hook and torch.linalg.qr in turns with ours; several ranks on one GPU, as threads and as processes. With
-# threads the sums of every schedule and wire format are checked; the times are not representative.
+# Compares PyTorch's hook and torch.linalg.qr with ours, in turns. Runs several ranks on one GPU, as threads
+# and as processes. With threads, checks the sums of every schedule and wire format; the times are not
+# representative.
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
   step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
@@ -243,7 +245,7 @@ part_peers() {
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
 }
 
-# ViT-L/32 compared with PyTorch's, eager and compiled; compiling takes most of the time.
+# Compares ViT-L/32 with PyTorch's, eager and compiled. Compiling takes most of the time.
 part_training() {
   step train 50 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
     --batch-size 32 --compression powersgd:rank=4
@@ -252,8 +254,9 @@ part_training() {
       --json "$out/training.json"
 }
 
-# A kernel takes seconds under these tools, and its tests are many: those of the wire formats by themselves, without the
-# longest. Each step ends at its deadline at the latest; what it has not reached counts as failed.
+# A kernel takes seconds under these tools, and there are many tests: the wire formats' tests run separately,
+# without the longest. Each step ends at its deadline at the latest; tests that have not run by then count as
+# failed.
 few='*HasTheReferencesBits*:*Large*'
 sanitizer_step() { # TOOL NAME FILTER
   needs "sanitizer-$1-$2" "compute-sanitizer is not on PATH" command -v compute-sanitizer &&

@@ -6,9 +6,9 @@
 #
 # Compares kernels with copy bandwidth, compression with PyTorch's hooks, and collectives with gloo, also over
 # 1 Gb/s links (bench/harness/shaped_link.sh; needs root). The table at the end compares the measurements with
-# the published numbers and the goals; a missed one is a failure (bench/harness/check.py, which `make
-# bench-check` runs on fewer measurements). Nothing else should run meanwhile: ratios are taken within a step,
-# but a busy machine changes them.
+# the published numbers and the goals; a miss is a failure (bench/harness/check.py, which `make bench-check`
+# runs on fewer measurements). Run nothing else meanwhile: ratios are taken within a step, but a busy machine
+# changes them.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 bench=build/bin/gradwire-bench
@@ -34,7 +34,7 @@ rm -f "$out"/*.json "$out"/*.log
 cat "$out/machine.txt"
 
 failed=0
-# step NAME COMMAND...: the command and its output go to NAME.log, its results to NAME.json.
+# step NAME COMMAND...: writes the command and its output to NAME.log, its results to NAME.json.
 step() {
   local name=$1
   shift

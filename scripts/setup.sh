@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that Gradwire needs, and nothing else. Does nothing when all of them are
-# installed. If a package cannot be installed, names the feature that is disabled without it and continues.
-# tests/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tries it on a bare Debian.
+# Installs the Debian packages that Gradwire needs. Does nothing if all of them are installed. If a package
+# cannot be installed, names the feature that is disabled without it and continues. tests/check_packages.py
+# checks that the list is complete; scripts/fresh_debian.sh tests it on a bare Debian.
 set -uo pipefail
 
-# package:what is off without it. The build itself needs the first group.
+# package:feature that is disabled without it. The build needs the first group.
 required=(
   "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
@@ -49,11 +49,11 @@ fi
 if [ "$(id -u)" -eq 0 ] || [ ${#sudo[@]} -gt 0 ]; then
   echo "setup: installing ${missing[*]}"
   apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" > /dev/null; }
-  # The lists may be there and recent enough, so try without fetching them first.
+  # The lists may be recent enough, so try without fetching them first.
   if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
     apt update || echo "setup: apt-get update failed; using the package lists of the last update"
     if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
-      for package in "${missing[@]}"; do  # one bad package must not take the others with it
+      for package in "${missing[@]}"; do  # one package that fails must not affect the others
         installed "$package" || apt install -y --no-install-recommends "$package" 2> /dev/null
       done
     fi
@@ -63,7 +63,7 @@ fi
 status=0
 for entry in "${required[@]}"; do
   installed "${entry%%:*}" && continue
-  # A tool may also come from elsewhere, e.g. a compiler of one's own; libraries are found, or not, by CMake.
+  # A tool may come from another source, such as the user's compiler. CMake finds libraries.
   tool=${entry%%:*}
   [ "$tool" = ninja-build ] && tool=ninja
   command -v "$tool" > /dev/null && continue

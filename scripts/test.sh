@@ -1,27 +1,28 @@
 #!/usr/bin/env bash
-# Builds and runs every test: the release build's, then a selection under AddressSanitizer + UBSan and under
-# ThreadSanitizer. Continues after failures; the last line has the totals.
+# Builds and runs every test: all tests of the release build, then a selection under AddressSanitizer + UBSan
+# and under ThreadSanitizer. Continues after failures. The last line has the totals.
 #
-#   scripts/test.sh [quick]      quick: only the release build's
+#   scripts/test.sh [quick]      quick: only the release build
 #
-# GRADWIRE_FULL_SWEEPS=1: every sweep at its full length, and under the sanitizers all that they can run.
+# GRADWIRE_FULL_SWEEPS=1: runs every sweep at full length, and under the sanitizers all tests that support
+# them.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 passed=0 failed=0 skipped=0
 
 folder_of() { [ "$1" = release ] && echo build || echo "build-$1"; }
 
-# build_tests PRESET [TARGET...]: without targets, everything.
+# build_tests PRESET [TARGET...]: without targets, builds everything.
 build_tests() {
   local build=(cmake --build --preset "$1")
   [ $# -gt 1 ] && build+=(--target "${@:2}")
-  # GTEST_FILTER would keep cases from being found.
+  # GTEST_FILTER would hide tests from discovery.
   scripts/configure.sh "$1" && env -u GTEST_FILTER "${build[@]}"
 }
 
-# The same beside tests, with what they leave of the cores. It is a head start only: whatever is not done when run_tests
-# begins, or has failed, is built there.
-ahead=  # its process group
+# Builds like build_tests while tests run, on the cores they leave idle. Only a head start: run_tests builds
+# whatever is missing or has failed.
+ahead=  # process group
 build_ahead() {
   local log
   log=$(folder_of "$1")/build_ahead.log
@@ -35,7 +36,7 @@ stop_ahead() {
   [ -n "$ahead" ] || return 0
   kill -INT -- -"$ahead" 2> /dev/null
   wait "$ahead" 2> /dev/null
-  for _ in {1..100}; do  # until ninja, which outlives cmake, has deleted what it hadn't finished
+  for _ in {1..100}; do  # until ninja, which outlives cmake, has deleted unfinished outputs
     kill -0 -- -"$ahead" 2> /dev/null || break
     sleep 0.1
   done
@@ -61,11 +62,11 @@ run_tests() {
     failed=$((failed + 1))
     return
   fi
-  # The machine-code test is skipped without a disassembler.
+  # Without a disassembler the machine-code test is skipped.
   [ "$preset" = release ] && scripts/cuda_pip.sh disassembler
   [ ${#next[@]} -gt 0 ] && build_ahead "${next[@]}"
   echo "== $preset: test"
-  # Slots, of which a busy test takes three (tests/CMakeLists.txt).
+  # Number of slots. A busy test takes three (tests/CMakeLists.txt).
   (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
     grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
   local counts
@@ -77,8 +78,8 @@ run_tests() {
   fi
   local bad=${counts% *} all=${counts#* } skips
   skips=$(grep -cE "\*\*\*Skipped" "$log")
-  # A test that is a whole piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt) counts its cases, and
-  # says which it skipped, and why.
+  # A test that is a whole piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt) reports its
+  # number of cases, and which it skipped and why.
   local more more_skips ran=$folder/Testing/Temporary/LastTest.log
   read -r more more_skips < <(awk '/^\[  PASSED  \]/ { cases = $4; if (cases > 1) more += cases - 1 }
     /^\[  SKIPPED \] [0-9]+ test/ && cases > 0 { skips += $4 } END { print more + 0, skips + 0 }' "$ran")
@@ -90,30 +91,31 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# What the sanitizer builds leave out, because the release build or the other sanitizer finds it;
-# docs/results/test-costs.md says what and why. Tests are ctest's; cases are GoogleTest's, of the executables whose cases share processes.
+# Tests that the sanitizer builds omit, because the release build or the other sanitizer covers them;
+# docs/results/test-costs.md lists them with reasons. Tests are ctest's. Cases are GoogleTest's, of
+# executables whose cases share processes.
 other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^packages$|^gpu_check$|^cuda_pip$|^ptx$|^machine_code|^bench|^kill$"
 other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
-# They run gradwire-bench as well, which sanitizer builds leave out, or wait for most of their time.
+# These run gradwire-bench, which sanitizer builds omit, or mostly wait.
 other_sanitizers_and_programs+="|^cli_(inputs|outputs|paths|descriptors|suspended|cable)|^hosts$"
 no_memory="*MemoryOfItsPlan*"
-# ThreadSanitizer permits no threads in a fork of a process that had some.
+# ThreadSanitizer permits no threads in a fork of a process that had threads.
 forks="RunningClock.DoesNotCount*:RunningClock.IsASteadyClock*:RunningClock.WatchesTheFork*"
 asan_tests="" asan_cases="" tsan_tests="" tsan_cases=""
 if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
-  # Accuracy, statistics, and learning: long runs over memory that short ones have been through.
+  # Accuracy, statistics, and learning: long runs over memory that short runs cover.
   numbers="*Learns*:*ErrorOnNormalValues*:*Unbiased*:*SameProbability*:*ExpectedSquaredError*:*KeepsItsShareOfTheSquaredNorm*"
   numbers+=":*ErrorOfADirectReduceScatter*:*WhereARingsErrorGrows*:*HoldsUpToConditionNumber*"
-  # Cells of the fault matrix that wait or resemble others.
+  # Cells of the fault matrix that wait or resemble other cells.
   like_others="|TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
   asan_tests=$like_others
   asan_cases=":$numbers"
-  # One thread only, or one after another; of the formats, which differ in arithmetic only, all but one of each kind;
-  # and of ranks that fail, which end as they do under AddressSanitizer, all but a few.
+  # Single-threaded tests; all but one of each kind of format, because formats differ only in arithmetic; and
+  # all but a few tests of failing ranks, which end as under AddressSanitizer.
   tsan_tests="$like_others|TcpFaults|FaultMatrix|Shrink\.|Tcp\.RanksMeet"
   tsan_tests+="|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)"
   tsan_cases=":$numbers:*SafetensorsTest*:*Synthetic*:*MutatedSchedules*:*ExtraMemory*:Schedule.*:Checker.*"
-  # Of PowerSGD, the test with any number of threads runs every pass.
+  # For PowerSGD, the test with any number of threads runs every pass.
   tsan_cases+=":*PowerSgd.PassesAgree*:*PowerSgd.ProjectingOntoP*:*PowerSgd.Settling*"
   tsan_cases+=":*Bf16Gemm.IsTheProduct*:*Bf16Ways*:*LargeHostArray*:*DamagedFile*:*OneFlippedBit*"
   for name in CuttingACall Decode HasTheReferences NonFinite ScalesOfParts TakesAsMany WirePlus WithoutAWire Zeros; do
@@ -127,13 +129,13 @@ fi
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 asan=(asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire)
 tsan=(tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race)
-next=()  # what to build beside the tests
+next=()  # targets to build while tests run
 [ "${1:-}" != quick ] && next=("${asan[@]}")
 run_tests release --
 if [ "${1:-}" != quick ]; then
   next=("${tsan[@]}")
   GTEST_FILTER="-$no_memory$asan_cases" run_tests "${asan[@]}" -- -E "$other_sanitizers_and_programs$asan_tests"
-  # It waits a second at the end of each process for races there; half of these processes take less.
+  # By default it waits a second at the end of each process for races. Half of these processes take less time.
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
   next=()
   GTEST_FILTER="-$no_memory:$forks$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"

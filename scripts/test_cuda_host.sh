@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Tests the host code of the CUDA side on pretended GPUs (tests/standin): the tests of all layers on 1, 2 and 4 of them,
-# training compared with the host, and each call of the CUDA runtime made to fail. Needs nvcc's headers, no GPU.
+# Tests the host code of the CUDA side on simulated GPUs (tests/standin): the tests of all layers on 1, 2 and
+# 4 GPUs, training compared with the host, and a failure of each call of the CUDA runtime. Needs nvcc's
+# headers, but no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/configure.sh release
@@ -11,8 +12,8 @@ fi
 cmake --build --preset release --target standin_tests gradwire_standin
 python=${PYTHON:-python3}
 failed=0
-# Without PeerWindows*: their ranks share a GPU, where a real GPU needs kernels to be loaded eagerly, which is the driver's.
-# The others train, or sweep every spec, for hours at the speed of a pretended GPU.
+# PeerWindows*: the ranks share a GPU, for which a real GPU needs eager loading of kernels, a feature of the
+# driver. The other tests train, or sweep every spec, for hours at the speed of a simulated GPU.
 left_out='*PeerWindows*:*TrainTest*:*CheckpointTest*:*Containment*:*HardGradients*:*EverySpec*'
 for gpus in 1 2 4; do
   echo "== standin_tests on $gpus pretended GPUs"

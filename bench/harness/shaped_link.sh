@@ -3,16 +3,16 @@
 #
 #   shaped_link.sh [--hosts 4] [--rate 1gbit] [--delay 100us] [--port 29500] -- COMMAND [ARGUMENT...]
 #
-# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a bridge
-# in its own namespace). Both ends of each cable send at most --rate (tc tbf), so a link is full duplex; each
-# host adds --delay to what it sends. COMMAND runs once per host, with RANK, WORLD_SIZE, LOCAL_RANK,
-# LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as torchrun does. GRADWIRE_THREADS and OMP_NUM_THREADS,
-# unless set, are set so that all hosts together use this machine's cores. Host 0 uses the terminal; the output
-# of another host is shown if it fails.
+# A host is a network namespace with one Ethernet port; a cable (veth pair) leads from it to a switch (a
+# bridge in a separate namespace). Both ends of each cable send at most --rate (tc tbf), so a link is full
+# duplex. Each host adds --delay to the data it sends. COMMAND runs once per host, with RANK, WORLD_SIZE,
+# LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT set as by torchrun. GRADWIRE_THREADS and
+# OMP_NUM_THREADS, unless set, are set so that all hosts together use this machine's cores. Host 0 uses the
+# terminal; the output of another host is shown if it fails.
 #
-# Needs root, for its own namespaces only: the machine's network is not touched. Everything is taken down at
-# the end, even after Ctrl-C; the next run removes what a killed run left behind.
-# Exit code: that of the first host that failed; 2 when the links cannot be made.
+# Needs root, but only for its namespaces: the machine's network is not touched. Removes everything at the
+# end, even after Ctrl-C; the next run removes the remains of a killed run.
+# Exit code: of the first host that failed; 2 if the links cannot be created.
 set -uo pipefail
 
 stop() {
@@ -53,7 +53,8 @@ prefix=gwlink-
 me=$prefix$$-
 pids=()
 
-# Kills what runs in the namespaces whose names begin with $1 and removes them, with their veths and bridges.
+# Kills the processes in the namespaces whose names begin with $1 and removes them, with their veths and
+# bridges.
 remove() {
   local space inside
   for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$1"); do
@@ -75,7 +76,7 @@ trap finish EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# Removes what killed runs left behind.
+# Removes the remains of killed runs.
 for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$prefix"); do
   owner=${space#"$prefix"}
   owner=${owner%%-*}
@@ -86,7 +87,7 @@ why=$(ip netns add "${me}switch" 2>&1) || stop "this machine does not permit net
 run() { "$@" || stop "failed: $*"; }
 on_switch() { run ip -n "${me}switch" "$@"; }
 
-# The burst is two of the largest packets that a veth carries (64 KiB): the smoothest rate possible.
+# The burst is two of the largest packets that a veth carries (64 KiB), for the smoothest possible rate.
 shape() { # namespace, device
   run tc -n "$1" qdisc add dev "$2" root handle 1: tbf rate "$rate" burst 128k latency 50ms
 }
