@@ -3,8 +3,8 @@
 # omits the tests.
 #
 #   scripts/configure.sh PRESET         everything that this machine can build
-#   scripts/configure.sh release host   only the host side, if build/ is new. The next `configure.sh release` adds
-#                                       CUDA
+#   scripts/configure.sh release host   only the host side, if build/ is new. The next `configure.sh release`
+#                                       adds CUDA
 set -euo pipefail
 cd "$(dirname "$0")/.."
 flags=()

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs NVIDIA's compiler and tools from PyPI in build/. Needs neither a GPU nor root.
 #
-#   scripts/cuda_pip.sh toolkit        nvcc and the CUDA side's libraries, in build/cuda-pip: make build CUDA=pip
-#   scripts/cuda_pip.sh disassembler   cuobjdump and nvdisasm, in build/disassembler: make test, make machine-code
+#   scripts/cuda_pip.sh toolkit        nvcc and CUDA's libraries, in build/cuda-pip: make build CUDA=pip
+#   scripts/cuda_pip.sh disassembler   cuobjdump and nvdisasm, in build/disassembler: make test, machine-code
 #
 # toolkit: downloads 720 MB and stores 1.1 GB. CMake uses this nvcc in every build folder that is not
 # configured with another one (cmake/GradwireCuda.cmake), until build/cuda-pip is removed.

@@ -3,10 +3,10 @@
 # contains the first checks for a GPU that has never run Gradwire; it takes at most 6 minutes.
 #
 #   make gpu-check                                  builds, then runs every part
-#   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts on an existing build or a bundle (scripts/bundle.sh)
-#   scripts/gpu_check.sh --list                     the parts, their steps, and each step's deadline in seconds
-#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only the steps whose name matches, such as 'bench-training'
-#   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      the Python with torch; default: the first python3 that has it
+#   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts, on a build or a bundle (scripts/bundle.sh)
+#   scripts/gpu_check.sh --list                     lists parts, steps and their deadlines in seconds
+#   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only steps whose name matches, e.g. 'bench-training'
+#   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      a Python with torch; default: the first python3 with it
 #
 # Results go to FOLDER as they come, by default to a folder of docs/results named after the date and the GPU:
 # README.md (rewritten after each step), steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end,
