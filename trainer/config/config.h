@@ -106,7 +106,7 @@ struct TrainConfig {
   double bucket_mb = 25;  // MiB
   Sharding shard = Sharding::none;
   Wire gather_weights = kFp32;  // with shard: the format in which ranks exchange updated weights
-  // Whether the ranks divide `what` among them. A single rank divides nothing.
+  // Returns whether the ranks divide `what` among them. A single rank divides nothing.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
   int64_t memory_limit = 0;      // bytes per rank; a run that needs more is rejected. 0: none
   bool gradient_views = true;    // gradients are written into the buckets; otherwise copied in and out
