@@ -20,8 +20,7 @@ if [ "$version" != "$torch" ]; then
   pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
   cuda=/usr/local/cuda/lib64
   if [ -e $cuda/libcublas.so.13 ]; then
-    # The modules that torch imports without a GPU. The toolkit replaces the rest of its CUDA, which saves 3
-    # GB.
+    # Modules that torch imports without a GPU. The toolkit replaces the rest of CUDA, which saves 3 GB.
     "${pip[@]}" --no-deps torch==$torch torchvision==$torchvision typing_extensions sympy mpmath networkx jinja2 \
       markupsafe fsspec filelock numpy pillow 'setuptools>=70.1' expecttest
     "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 nvidia-nccl-cu13==2.30.7

@@ -110,8 +110,8 @@ if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
   like_others="|TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
   asan_tests=$like_others
   asan_cases=":$numbers"
-  # Single-threaded tests; all but one of each kind of format, because formats differ only in arithmetic; and
-  # all but a few tests of failing ranks, which end as under AddressSanitizer.
+  # Tests with one thread, or with threads in sequence; all but one of each kind of format, because formats
+  # differ only in arithmetic; and all but a few tests of failing ranks, which end as under AddressSanitizer.
   tsan_tests="$like_others|TcpFaults|FaultMatrix|Shrink\.|Tcp\.RanksMeet"
   tsan_tests+="|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)"
   tsan_cases=":$numbers:*SafetensorsTest*:*Synthetic*:*MutatedSchedules*:*ExtraMemory*:Schedule.*:Checker.*"

@@ -50,8 +50,7 @@ std::string address_towards(const std::string& rendezvous) {
 #ifdef GRADWIRE_HAS_GLOO
 namespace {
 
-// Each of Gloo's ranks sets one key and reads the keys of all others, so all-gathers over our connections
-// suffice.
+// Each of Gloo's ranks sets one key and reads all others' keys, so all-gathers over our connections suffice.
 class GatheringStore final : public ::gloo::rendezvous::Store {
  public:
   GatheringStore(Communicator& comm, const Stream& stream) : comm_(comm), stream_(stream) {}

@@ -24,8 +24,7 @@ class PyTorchBaseline {
   static bool has(const CompressionSpec& spec);
   // Sets up PyTorch's hook for `spec` and warms it up. Returns its description.
   std::string prepare(const CompressionSpec& spec);
-  // Sets up torch.linalg.qr of every tensor instead of a hook, with one batched call for tensors of one
-  // shape.
+  // Sets up torch.linalg.qr instead of a hook, with one batched call for all tensors of one shape.
   std::string prepare_qr();
   // Returns the milliseconds of one call of the hook on fresh data.
   double run_ms();

@@ -42,7 +42,7 @@ class CollectiveRank {
 
  private:
   class Program;
-  // The ranks' data: small integers, whose sums every wire format represents exactly, or normally distributed
+  // The ranks' data: small integers, whose sums are exact in every wire format, or normally distributed
   // values.
   enum class Values { integers, normal };
   float value(Values kind, int rank, int64_t i) const;

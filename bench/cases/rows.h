@@ -1,5 +1,4 @@
-// Rows of values on which gradwire-bench evaluates wire formats: random rows, or gradients of a training
-// step.
+// Rows on which gradwire-bench evaluates wire formats: random values, or gradients of a training step.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// Returns a schedule as text: a line per round and transfer slot, a column per rank. Also draws trees as
-// trees.
+// Returns a schedule as text: a line per round and transfer slot, a column per rank. Draws trees as well.
 #pragma once
 
 #include <string>

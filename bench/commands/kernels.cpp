@@ -1,5 +1,4 @@
-// gradwire-bench kernels: the speed of each op, relative to the copy bandwidth of the same device in the same
-// run.
+// gradwire-bench kernels: the speed of each op relative to the device's copy bandwidth in the same run.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// gradwire-bench schedules: shows the cost of each schedule for given world sizes; proves schedules; draws
-// one.
+// gradwire-bench schedules: shows the cost of each schedule by world size; proves schedules; draws one.
 #include <fmt/format.h>
 
 #include <algorithm>

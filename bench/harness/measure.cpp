@@ -132,8 +132,7 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
 
 std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
   constexpr int kLeast = 3, kMost = 50;
-  // Short work is repeated within one measurement, so that the resolution of clock and events does not
-  // matter.
+  // Repeats short work within one measurement, so that clock and event resolution do not matter.
   constexpr double kLongEnoughUs = 100;
   struct Samples {
     int inner = 1;

@@ -47,8 +47,8 @@ class DeviceUnderTest {
   // machine's speed affect all alike; warm works run one after the other.
   std::vector<Timing> time(const std::vector<Work>& works, bool cold);
 
-  // Times `work` in turns with copies of a buffer that read and write about `bytes` in total. Host: the
-  // fastest of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
+  // Times `work` and copies of a buffer that read and write about `bytes` in total, in one measurement. Host:
+  // the fastest copy of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
   BesideCopy time_beside_copy(const Work& work, int64_t bytes, bool cold);
   // Measures only the copies.
   double copy_gbps(int64_t bytes, bool cold);

@@ -53,8 +53,7 @@ prefix=gwlink-
 me=$prefix$$-
 pids=()
 
-# Kills the processes in the namespaces whose names begin with $1 and removes them, with their veths and
-# bridges.
+# Removes the namespaces whose names begin with $1, with their processes, veths and bridges.
 remove() {
   local space inside
   for space in $(ip netns list 2> /dev/null | awk '{print $1}' | grep "^$1"); do

@@ -17,8 +17,7 @@ std::string gradients_path(const std::string& directory, int64_t step);
 
 class GradientDump {
  public:
-  // Dumps the gradients of config.gradients_step into config.gradients_directory. The references must outlive
-  // the object.
+  // Dumps the gradients of config.gradients_step. All referenced arguments must outlive the object.
   GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
                const ParameterLayout& layout, Device device);
 

@@ -27,8 +27,7 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
-  // The measurements on which schedule=auto based its choice, if any. A new measurement could change the
-  // schedule.
+  // The measurements on which schedule=auto based its choice, if any. New ones could change the schedule.
   std::optional<LinkCosts> links;
   std::string config;  // of the run, as JSON text
   std::string parts;   // common to all files of the checkpoint, as JSON text

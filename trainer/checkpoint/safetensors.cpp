@@ -113,8 +113,7 @@ void SafetensorsWriter::seek(const std::string& tensor, uint64_t first) {
   at_ = begin->second + first;
 }
 
-// The CRC of the whole is the sum in GF(2) of the CRCs of its parts, each shifted by the length of the data
-// after it.
+// The CRC of the whole is the sum in GF(2) of the CRCs of its parts, each shifted by the length after it.
 void SafetensorsWriter::put(const void* data, size_t bytes) {
   if (at_ + bytes > end_) {
     throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, at_ + bytes, end_));

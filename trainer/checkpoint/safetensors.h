@@ -36,8 +36,7 @@ class SafetensorsWriter {
     uint32_t crc = 0;
     Written& operator+=(const Written& other);
   };
-  // Creates `path`, which must not exist. All functions throw Error, not BadInput: a full disk is not bad
-  // input.
+  // Creates `path`, which must not exist. All calls throw Error, not BadInput: a full disk is not bad input.
   SafetensorsWriter(std::string path, const std::map<std::string, std::string>& metadata,
                     const std::vector<Entry>& entries);
   // Opens a file that another writer has created.
@@ -87,8 +86,7 @@ class SafetensorsReader {
   uint64_t file_bytes() const { return file_bytes_; }
   const Tensor* find(const std::string& name) const;  // null: not found
 
-  // Reads the whole file. Throws BadInput when the checksum does not match, or when it is missing and
-  // `required`.
+  // Reads the whole file. Throws BadInput if the checksum does not match, or is missing and `required`.
   void verify(bool required) const;
   // Reads elements [first, first + out.size()) of a tensor, which must be F32.
   void read(const Tensor& tensor, int64_t first, std::span<float> out) const;

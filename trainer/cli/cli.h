@@ -3,8 +3,7 @@
 
 namespace gradwire {
 
-// Returns the exit code: 0 done, 1 failed while running, 2 bad input. Codes 1 and 2 come with one line on
-// stderr.
+// Returns the exit code: 0 done, 1 failed while running, 2 bad input. 1 and 2 print one line on stderr.
 int cli_main(int argc, char** argv);
 
 }  // namespace gradwire

@@ -1,5 +1,4 @@
-// The flags of each command, with their ranges, choices and conflicts. Parsing throws CLI::ParseError for
-// invalid flags.
+// The flags of each command: ranges, choices, conflicts. Parsing throws CLI::ParseError if they are invalid.
 #pragma once
 
 #include "trainer/cli/options.h"

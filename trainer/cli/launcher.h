@@ -22,8 +22,7 @@ struct Launch {
   int local_rank = -1, local_world = 0;
   // tcp://host:port, the same on every rank. Empty if unknown, and in a world of 1.
   std::string rendezvous;
-  // The reason for an empty rendezvous if a variable is invalid. An error only if the ranks need this
-  // rendezvous.
+  // The reason for an empty rendezvous: an invalid variable. An error only if the ranks need it.
   std::string no_rendezvous = {};
   // Set if rank 0's node is assumed: the variable with the list of nodes, whose first node is assumed to be
   // rank 0's.

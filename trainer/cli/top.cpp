@@ -23,8 +23,7 @@ class LogReader {
  public:
   explicit LogReader(std::string path) : path_(std::move(path)) {}
 
-  // Reads only complete lines. Reads from the start if another run has replaced the log or a resumed run has
-  // cut it.
+  // Reads only complete lines. Restarts if another run has replaced the log or a resumed run has cut it.
   void read_into(LiveRun& run) {
     struct stat status {};
     if (stat(path_.c_str(), &status) != 0) fail(std::strerror(errno));

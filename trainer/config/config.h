@@ -115,8 +115,7 @@ struct TrainConfig {
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch; the maximum over ranks if they differ
-  // Images per micro-batch over all ranks after ranks were lost (ElasticBatch::keep_global). 0: batch_size
-  // per rank.
+  // Images per micro-batch over all ranks after losses (ElasticBatch::keep_global). 0: batch_size per rank.
   int64_t shared_batch = 0;
   int64_t accumulate = 1;  // micro-batches per optimizer step; gradients are averaged over them
   int64_t steps = 0;       // optimizer steps of the whole run; > 0 once resolved

@@ -74,7 +74,7 @@ struct CheckpointRecord {
 
 // --elastic: the run continues without some of its ranks. Ranks are identified by their numbers at launch.
 struct ShrinkRecord {
-  // Optimizer steps done. The next step is the interrupted one; with `goes_back`, the first after the newest
+  // Optimizer steps done. The next is the interrupted one; with `goes_back`, the first after the newest
   // checkpoint.
   int64_t step = 0;
   std::vector<int> lost = {};  // ascending

@@ -33,8 +33,7 @@ bool is_run_record(const std::string& line);
 // evaluation.
 bool is_before(const std::string& line, int64_t first_step, bool evaluates);
 
-// Returns the part of a run's first record that determines its results, as text to compare; "" for any other
-// line.
+// Returns the part of a run's first record that determines its results, as text; "" for any other line.
 std::string settings_text(const std::string& run_record);
 
 }  // namespace gradwire

@@ -22,8 +22,8 @@ std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& 
 // The wait records of a run so far, in order.
 class WaitHistory {
  public:
-  // Adds a record. The history restarts if the number of ranks changes, or after a resume, when times do not
-  // increase.
+  // Adds a record. The history restarts if the number of ranks changes, or if time goes back, as after a
+  // resume.
   void add(const WaitRecord& record);
 
   // Return the waits, time and steps over the last kWindow records. Empty and 0 before the second record.

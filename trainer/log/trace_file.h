@@ -12,8 +12,8 @@
 
 namespace gradwire {
 
-// Returns a rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on the error of
-// its clock.
+// Returns a rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on its clock's
+// error.
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 

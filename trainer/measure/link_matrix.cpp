@@ -61,8 +61,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
       const double small_us = best_round_us(comm, stream, transfers(kSmallBytes), label, 16, 4);
       const double large_us = best_round_us(comm, stream, transfers(large), label, 1, 3);
       mine[static_cast<size_t>(2 * peer)] = small_us;
-      // Latency may dominate, and noise may make the difference tiny or negative: use at least half of
-      // large_us.
+      // If latency dominates, noise may make the difference tiny or negative: use at least half of large_us.
       mine[static_cast<size_t>(2 * peer + 1)] =
           static_cast<double>(large) / std::max(large_us - small_us, 0.5 * large_us) / 1e3;
     }

@@ -8,7 +8,7 @@ namespace gradwire {
 
 class NvLinks {
  public:
-  // `addresses`: PCI addresses of the GPUs. Never throws. Without NVML, between() returns 0 and source() the
+  // `addresses`: PCI addresses of the GPUs. Never throws. Without NVML, between() is 0 and source() the
   // reason.
   explicit NvLinks(const std::vector<std::string>& addresses);
 

@@ -1,5 +1,4 @@
-// Measures a device's speed of matrix products and memory copies. The log compares its TFLOP/s with this
-// peak.
+// Measures a device's speed of matrix products and memory copies, for comparison with the log's TFLOP/s.
 #pragma once
 
 #include <limits>

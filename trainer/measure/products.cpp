@@ -20,8 +20,7 @@ GW_ALLOW_FMA
 namespace gradwire {
 namespace {
 
-// Kernels for the processor reach at least 80 % of the FMA peak. SSE kernels, which have no FMA, reach at
-// most half.
+// Kernels for the processor reach at least 80 % of the FMA peak, SSE kernels (without FMA) at most half.
 constexpr double kLeastShare = 0.6;
 
 constexpr int kRuns = 8;

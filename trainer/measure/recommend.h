@@ -44,8 +44,7 @@ struct Prediction {
 // Predicts a step with one spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
 
-// Return the candidate specs, most accurate first, and bucket sizes in MiB. The last size holds all
-// gradients.
+// Return candidate specs, most accurate first, and bucket sizes in MiB, of which the last holds all.
 std::vector<std::string> candidate_specs();
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs);
 

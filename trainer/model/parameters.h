@@ -38,8 +38,7 @@ struct ParameterLayout {
   std::vector<int64_t> offsets;
   int64_t elements = 0;  // gaps included
 };
-// Values of the elements in some parts of a layout: at the layout's offsets, or packed, one part after
-// another.
+// Values of the elements in some parts of a layout: at the layout's offsets, or packed.
 template <typename T>
 struct Parts {
   T* data = nullptr;

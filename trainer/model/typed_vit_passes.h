@@ -131,8 +131,7 @@ class TypedVitPasses final : public VitPasses {
     S* d_branch;                      // (rows, C)
     S* d_gelu;                        // (rows, F); with fused_gelu the first layer's pre
     S* d_features;                    // (B, C)
-    // Partial sums of ops whose second stage is one launch per group, so each layer of a group has separate
-    // memory.
+    // Partial sums of ops whose second stage is one launch per group. Separate memory for each layer.
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
     float *head_bias_sums, *head_norm_sums;
     // Unused if S is float (kInPlace): see branch_of() and scores_of().

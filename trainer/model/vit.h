@@ -35,8 +35,7 @@ class Vit {
     int64_t max_batch = 1;  // most images in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
-    // Use the weights of this Vit, which has the same layout, stream and precision, and make the same
-    // BlockCalls.
+    // Share the weights and BlockCalls of this Vit, which has the same layout, stream and precision.
     const Vit* share = nullptr;
     // The offset of each gradient in the `gradients` of backward(). Empty: the layout of the weights.
     ParameterLayout gradients = {};

@@ -22,8 +22,7 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
   VitGradients to{gradients, options_.gradients, accumulate, ready};
-  // To save launches, report the head's gradients with those of the first layers. The head is smaller than a
-  // layer.
+  // To save launches, report the gradients of the head, which is small, with those of the first layers.
   to.postpones = group_layers_ > 1;
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
 
@@ -223,8 +222,7 @@ void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, Vit
   args.epilogue = Epilogue::d_gelu_tanh;
   args.aux = l.pre;
   gemm(stream_, args);
-  // The product does not sum its output's rows: sum them for all layers of the group at once, as their weight
-  // gradients.
+  // The product does not sum its rows: do so for all layers of the group at once, as for weight gradients.
   if (slot + 1 < group.count) return to.later(mlp0_bias);
   auto d_pre = [&](int64_t of) { return a_.layers[static_cast<size_t>(group.layer(of))].d_pre; };
   const ColumnSum<S> sum{.x = d_pre(0),

@@ -28,16 +28,14 @@ class DeferredUpdate {
 
   // Creates the events of a step's marks. Call once for each step in flight.
   void prepare(TrainingMarks& marks) const;
-  // Starts the update of a step, with learning rate `lr`, after a backward that wrote `gradients` is
-  // enqueued.
+  // Starts the update of a step. Call after enqueuing the backward that wrote `gradients`.
   void begin(TrainingMarks& marks, const float* gradients, double lr);
   // Vit's BlockCalls: updates the weights of `block`.
   void begins(int block);
   // Updates the remaining buckets and ends the step. Does nothing if no update is pending.
   void finish();
 
-  // Orders the exchanges by the times measured so far. Call once, when orders_now() is true. Collective;
-  // blocks.
+  // Orders the exchanges by the times measured so far. Call once, when orders_now(). Collective; blocks.
   void order_exchanges();
   void measured(double backward_ms, double communication_ms);
   bool orders_now() const { return measured_steps_ == kMeasuredSteps && !ordered_; }

@@ -21,8 +21,7 @@ inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }
 
-// Buckets in memory at a time when gradients are divided: one that backward writes, and two that are being
-// reduced.
+// Buckets in memory at a time when gradients are divided: one for backward, and two being reduced.
 inline constexpr int kGradientSlots = 3;
 
 // Returns the reducer's options for the run's settings.

@@ -21,8 +21,7 @@ struct RunMemory {
 };
 
 // Returns rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and
-// reducer on the host without peers, which briefly takes as much host memory, except activations, which stay
-// untouched.
+// reducer on the host without peers, which briefly takes as much host memory, except for activations.
 RunMemory plan_memory(const TrainConfig& config);
 
 // Returns the plan as two lines of text.

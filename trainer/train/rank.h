@@ -126,8 +126,7 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
-  // The layout of whole weights, moments and residuals, and of the gradients, which may hold only some
-  // buckets.
+  // The layouts of whole weights, moments and residuals, and of gradients, possibly of some buckets only.
   const ParameterLayout layout_, gradient_layout_;
   Vit model_;
   Optimizer optimizer_;
@@ -146,8 +145,7 @@ class RankTrainer {
   bool newcomers_wait_ = false;  // after the latest harvested step
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // those residuals, if they do not fit into the gradient buffer
-  // Time of this rank's next report of waits. On rank 0 also: the latest report of each rank, and the time of
-  // the first.
+  // Time of this rank's next report of waits. On rank 0 also: each rank's latest report, and the first time.
   std::chrono::steady_clock::time_point waits_due_ = {};
   std::vector<std::vector<double>> latest_waits_;
   std::optional<std::chrono::steady_clock::time_point> first_waits_;

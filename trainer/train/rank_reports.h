@@ -28,7 +28,7 @@ class RankReports {
 
   virtual ~RankReports() = default;
   virtual void post(int rank, const Report& report) = 0;
-  // Returns the next round, in rank order. Throws CommError when a rank does not post in time, and after
+  // Returns the next round, in rank order. Throws CommError if a rank does not post in time, or after
   // abort().
   virtual std::vector<Report> collect() = 0;
   virtual void abort(const std::string& reason) = 0;

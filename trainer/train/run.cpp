@@ -91,8 +91,7 @@ uint32_t checksum(const Dataset& data) {
   return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
 }
 
-// Describes the arithmetic of a rank: with different arithmetic, weights that each rank updates itself would
-// diverge.
+// Describes a rank's arithmetic. If it differs, weights that each rank updates itself diverge.
 std::string arithmetic(const TrainConfig& config) {
   if (!config.devices[0].is_host()) return "the GPU's";
   return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);

@@ -36,11 +36,9 @@ class WeightShards {
   // Sends this rank's shards to every rank's model, in the transmitted format. Call after weights() has
   // changed. Collective.
   void share_weights();
-  // Copies the shards from `flat`, reducer.elements() floats in host or device memory, and shares them.
-  // Collective.
+  // Copies the shards from `flat`, reducer.elements() floats on host or device, and shares them. Collective.
   void take_weights(const float* flat);
-  // Enqueues the optimizer's step, and the gathers or with --shard full the first gather. Capturable without
-  // --shard full.
+  // Enqueues the optimizer's step and the gathers; with --shard full only the first, and not capturable.
   void step(Optimizer& optimizer, Parts<const float> gradients);
   // Returns the window that the model calls before it uses a block's weights; null without --shard full.
   WeightWindow* window() { return window_ ? &*window_ : nullptr; }
