@@ -1,4 +1,4 @@
-// What tests expect of texts and of errors. A failure is reported at the caller's line.
+// Assertions about texts and errors. A failure is reported at the caller's line.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace gradwire::testing {
 
-// `text` contains every one of `parts`.
+// Expects `text` to contain every one of `parts`.
 inline void expect_has(const std::string& text, const std::vector<std::string>& parts,
                        std::source_location at = std::source_location::current()) {
   for (const std::string& part : parts) {
@@ -19,7 +19,7 @@ inline void expect_has(const std::string& text, const std::vector<std::string>& 
   }
 }
 
-// `action` throws an E whose text contains every one of `parts`. Returns the text.
+// Expects `action` to throw an E whose text contains every one of `parts`. Returns the text.
 template <typename E, typename Action>
 std::string expect_error(Action&& action, const std::vector<std::string>& parts,
                          std::source_location at = std::source_location::current()) {

@@ -1,6 +1,6 @@
-// How many launches on CUDA an op comes to: what a count of ops (runtime/op_count.h) is worth. The tests of the kernels
-// hold it to what the ops launch (tests/kernels/launches_test.cpp), the model's to a budget
-// (tests/trainer/launches_test.cpp).
+// The number of CUDA launches that an op makes: the unit in which ops are counted (runtime/op_count.h). The
+// kernel tests compare it with the launches of the ops (tests/kernels/launches_test.cpp); the model's tests
+// check a budget (tests/trainer/launches_test.cpp).
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@
 
 namespace gradwire::testing {
 
-// Kernels, cuBLAS products, copies and fills per call, for rows that registers hold. The name is the dispatcher's.
+// Kernels, cuBLAS products, copies and fills per call, for rows that fit in registers. The name is the
+// dispatcher's.
 inline int64_t cuda_launches(const std::string& op) {
   // A second kernel adds up partial sums over rows.
   constexpr std::array<const char*, 5> kTwo = {"attention_backward", "bias_gelu_backward", "column_sum",

@@ -7,7 +7,7 @@
 
 namespace gradwire::testing {
 
-// `count` normal draws with standard deviation `scale`.
+// Returns `count` normal draws with standard deviation `scale`.
 inline std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
   std::mt19937 generator(seed);
   std::normal_distribution<float> distribution(0.0f, scale);

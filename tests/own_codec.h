@@ -69,7 +69,7 @@ class OwnCodec final : public Codec {
   std::vector<BucketTensor> tensors_;
   float* gradients_;
   std::vector<double> velocity_;
-  std::vector<int16_t> seen_;  // of each tensor: steps, and 100 for each rank before this one; twice
+  std::vector<int16_t> seen_;  // Per tensor, twice: steps + 100 * rank.
 };
 
 inline std::unique_ptr<Codec> make_own_codec(const BucketContext& context) {

@@ -1,4 +1,4 @@
-// A temporary folder, deleted with everything in it when it goes out of scope.
+// A temporary folder. Its destructor deletes it with its contents.
 #pragma once
 
 #include <gtest/gtest.h>

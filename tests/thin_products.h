@@ -1,4 +1,4 @@
-// A BLAS library's sgemm for PowerSGD's products, on the host: for tests on machines without cuBLAS.
+// Runs PowerSGD's products with a BLAS library's sgemm on the host, for machines without cuBLAS.
 #pragma once
 
 #include <atomic>
@@ -9,7 +9,7 @@
 
 namespace gradwire::testing {
 
-// What sgemm does with it, in BLAS's terms: column-major C = A op(B).
+// Computes the product as documented by BLAS: column-major C = A op(B).
 inline void interpret(const ThinGemm& g) {
   for (int column = 0; column < g.n; ++column) {
     for (int row = 0; row < g.m; ++row) {
@@ -23,7 +23,7 @@ inline void interpret(const ThinGemm& g) {
   }
 }
 
-// On the host while it lives.
+// Replaces cuBLAS by the host's BLAS during its lifetime.
 class StandInProducts final : public ThinProducts {
  public:
   StandInProducts() { stand_in_for_thin_products(this); }
@@ -40,7 +40,7 @@ class StandInProducts final : public ThinProducts {
     }
   }
 
-  std::atomic<int> onto_q = 0, onto_p = 0;  // products so far
+  std::atomic<int> onto_q = 0, onto_p = 0;  // number of products so far
 };
 
 }  // namespace gradwire::testing

@@ -1,6 +1,6 @@
-// What a test sweeps over: everything, or in a sanitizer build a few values spread over it, the first and the last among
-// them. Sanitizers look at memory and order, which hardly depend on a format's arithmetic or a step's number, and take ten
-// times as long. GRADWIRE_FULL_SWEEPS=1: everything in every build.
+// Selects the values of a sweep: all of them, or, in a sanitizer build, a few evenly spread ones including
+// the first and the last. Sanitizers check memory and ordering, which hardly depend on a format's arithmetic
+// or a step's number, and are ten times slower. GRADWIRE_FULL_SWEEPS=1 selects all values in every build.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ inline bool full_sweeps() {
   return std::getenv("GRADWIRE_FULL_SWEEPS") != nullptr;
 }
 
-// Whether sweeps are short because this is a sanitizer build.
+// Returns whether sweeps are short because this is a sanitizer build.
 inline bool short_sweeps() {
 #ifdef GRADWIRE_SANITIZED
   return !full_sweeps();
