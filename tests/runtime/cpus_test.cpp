@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// A folder with these files in place of /proc and /sys.
+// Returns the quota read from these files, in a folder that replaces /proc and /sys.
 int quota_with(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
   const testing::TemporaryFolder folder;
   const auto write = [&](const std::string& name, const std::string& text) {
@@ -22,7 +22,7 @@ int quota_with(const std::string& groups, const std::vector<std::pair<std::strin
   return cpus_by_quota(folder.path());
 }
 
-TEST(Cpus, TheQuotaOfControlGroupsIsRoundedUp) {
+TEST(Cpus, RoundsTheControlGroupQuotaUp) {
   EXPECT_EQ(quota_with("0::/\n", {{"cpu.max", "max 100000"}}), 0);
   EXPECT_EQ(quota_with("0::/\n", {{"cpu.max", "250000 100000"}}), 3);
   EXPECT_EQ(quota_with("0::/\n", {{"cpu.max", "50000 100000"}}), 1);
@@ -30,18 +30,18 @@ TEST(Cpus, TheQuotaOfControlGroupsIsRoundedUp) {
   EXPECT_EQ(quota_with("", {}), 0);
 }
 
-TEST(Cpus, TheLeastQuotaOfTheGroupAndThoseAroundItCounts) {
+TEST(Cpus, TakesTheSmallestQuotaOfTheGroupAndItsParents) {
   const std::vector<std::pair<std::string, std::string>> nested = {
       {"a/cpu.max", "200000 100000"}, {"a/b/cpu.max", "400000 100000"}, {"a/b/c/cpu.max", "max 100000"}};
   EXPECT_EQ(quota_with("0::/a/b/c\n", nested), 2);
   EXPECT_EQ(quota_with("0::/other\n", nested), 0);
 }
 
-TEST(Cpus, AContainerThatIsShownItsHostsPathHasTheQuotaOfWhatItSees) {
+TEST(Cpus, UsesTheVisibleQuotaInAContainerThatSeesTheHostsPath) {
   EXPECT_EQ(quota_with("0::/kubepods/pod1/container1\n", {{"cpu.max", "200000 100000"}}), 2);
 }
 
-TEST(Cpus, TheQuotaOfVersion1) {
+TEST(Cpus, ReadsTheQuotaOfVersion1) {
   const std::string groups = "5:memory:/x\n4:cpu,cpuacct:/docker/c\n3:cpuset:/\n";
   EXPECT_EQ(quota_with(groups, {{"cpu,cpuacct/docker/c/cpu.cfs_quota_us", "150000"},
                                 {"cpu,cpuacct/docker/c/cpu.cfs_period_us", "50000"}}),

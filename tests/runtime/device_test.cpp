@@ -1,4 +1,5 @@
-// Devices and streams: order inside a stream, events between streams, and errors that travel and never hang.
+// Devices and streams: order within a stream, events between streams, and propagation of errors without
+// hangs.
 #include "runtime/device.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +26,7 @@ TEST_P(DeviceTest, CopyStoreAndIncrementHappenInStreamOrder) {
   Buffer counter = make_buffer<uint64_t>(GetParam(), 1);
   uint64_t start = 40, seen = 0;
   store(stream, counter.data(), &start, sizeof start);
-  start = 7;  // captured by value: must not matter
+  start = 7;  // captured by value: changing it later has no effect
   increment(stream, counter.as<uint64_t>());
   increment(stream, counter.as<uint64_t>());
   copy(stream, &seen, counter.data(), sizeof seen);
@@ -71,11 +72,12 @@ TEST_P(DeviceTest, ElapsedTimeIsNotNegative) {
   Event order = Event::create(GetParam());
   order.record(stream);
   stream.synchronize();
-  EXPECT_THROW(elapsed_ms(order, end), DeviceError) << "events for ordering carry no times";
+  EXPECT_THROW(elapsed_ms(order, end), DeviceError) << "events for ordering have no timestamps";
 }
 
-// Used by one stream, dropped while that stream has yet to write it, and by another that is waited for.
-TEST_P(DeviceTest, MemoryInStreamOrderOutlivesTheWorkThatUsesIt) {
+// The memory is used by two streams and freed before the first has written it; the second waits for the
+// first.
+TEST_P(DeviceTest, StreamOrderedMemoryOutlivesWorkThatUsesIt) {
   const Stream stream = Stream::create(GetParam(), "test"), other = Stream::create(GetParam(), "other");
   Event allocated = Event::create(GetParam()), used = Event::create(GetParam());
   Buffer result(GetParam(), 4 << 10);
@@ -94,13 +96,13 @@ TEST_P(DeviceTest, MemoryInStreamOrderOutlivesTheWorkThatUsesIt) {
   stream.synchronize();
 }
 
-TEST_P(DeviceTest, AStreamKnowsItsPriority) {
+TEST_P(DeviceTest, StreamsReportTheirPriority) {
   using Priority = Stream::Priority;
   EXPECT_EQ(Stream::create(GetParam(), "test").priority(), Priority::normal);
   EXPECT_EQ(Stream::create(GetParam(), "test", Priority::high).priority(), Priority::high);
 }
 
-// What the system reports for the calling thread, in the kernel's struct sched_attr.
+// Scheduling parameters of the calling thread: the kernel's struct sched_attr.
 struct Scheduling {
   uint32_t size = 0, policy = 0;
   uint64_t flags = 0;
@@ -114,7 +116,7 @@ Scheduling scheduling() {
   return out;
 }
 
-TEST(HostStream, OfHighPriorityRunsInShortSlicesWithTheShareOfTheOthers) {
+TEST(HostStream, HighPriorityShortensTimeSlicesAndKeepsTheShare) {
   Scheduling of[2];
   for (const auto priority : {Stream::Priority::normal, Stream::Priority::high}) {
     const Stream stream = Stream::create(Device::host(), "test", priority);
@@ -123,12 +125,12 @@ TEST(HostStream, OfHighPriorityRunsInShortSlicesWithTheShareOfTheOthers) {
   }
   EXPECT_EQ(of[0].policy, of[1].policy);
   EXPECT_EQ(of[0].nice, of[1].nice);
-  if (of[0].slice_ns == 0) GTEST_SKIP() << "this Linux has no slices of its own for a thread (6.12 has)";
+  if (of[0].slice_ns == 0) GTEST_SKIP() << "this kernel does not support time slices per thread (6.12 does)";
   EXPECT_EQ(of[1].slice_ns, 100'000U);
   EXPECT_LT(of[1].slice_ns, of[0].slice_ns);
 }
 
-TEST_P(DeviceTest, MemoryIsCountedWhileAnyHandleHoldsIt) {
+TEST_P(DeviceTest, CountsMemoryUntilTheLastHandleIsDestroyed) {
   const MemoryUse before = memory_use(GetParam());
   constexpr int64_t kBytes = 1 << 20;
   Buffer first(GetParam(), kBytes);
@@ -136,7 +138,7 @@ TEST_P(DeviceTest, MemoryIsCountedWhileAnyHandleHoldsIt) {
     const Buffer second(GetParam(), 2 * kBytes), same = first;
     EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + 3 * kBytes);
     const Buffer view = Buffer::view(GetParam(), second.data(), kBytes);
-    EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + 3 * kBytes) << "a view holds nothing";
+    EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + 3 * kBytes) << "a view owns no memory";
   }
   EXPECT_EQ(memory_use(GetParam()).bytes, before.bytes + kBytes);
   EXPECT_GE(memory_use(GetParam()).peak, before.bytes + 3 * kBytes);
@@ -170,7 +172,7 @@ TEST(HostStream, FirstErrorIsRethrownAndLaterTasksAreSkipped) {
   EXPECT_FALSE(ran);
 }
 
-TEST(HostStream, ErrorTravelsThroughEventsInsteadOfHanging) {
+TEST(HostStream, ErrorsPropagateThroughEventsWithoutDeadlock) {
   Stream a = Stream::create(Device::host(), "a"), b = Stream::create(Device::host(), "b");
   Event event = Event::create(Device::host());
   bool ran = false;
@@ -191,7 +193,7 @@ TEST(HostStream, ImmediateStreamRunsInTheCaller) {
   EXPECT_THROW(stream.submit([] { throw BadInput("at once"); }), BadInput);
 }
 
-TEST(ThreadPool, CoversEveryIndexOnceWhateverTheGrain) {
+TEST(ThreadPool, CoversEveryIndexOnceForEveryGrain) {
   for (int64_t count : {0, 1, 7, 1000, 4097}) {
     for (int64_t grain : {1, 3, 64, 5000}) {
       std::vector<std::atomic<int>> hits(static_cast<size_t>(count));
@@ -226,7 +228,7 @@ TEST(ThreadPool, RethrowsTheBodysException) {
   EXPECT_THROW(parallel_for(100, 1, body), BadInput);
 }
 
-TEST(CudaDevice, AbsenceIsExplained) {
+TEST(CudaDevice, ReportsWhyCudaIsUnavailable) {
   if (cuda_device_count() == 0) {
     EXPECT_FALSE(cuda_unavailable_reason().empty());
     EXPECT_THROW(Stream::create(Device::cuda(0), "none"), DeviceError);
@@ -235,7 +237,7 @@ TEST(CudaDevice, AbsenceIsExplained) {
   }
 }
 
-// The op tests run on the devices that are present. This test says when that leaves CUDA out.
+// The op tests run on all available devices. This test reports when that excludes CUDA.
 TEST(CudaDevice, OpTestsRunOnEveryVisibleGpu) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no GPU: " << cuda_unavailable_reason();
   EXPECT_EQ(available_devices().size(), 1u + static_cast<size_t>(cuda_device_count()));

@@ -1,5 +1,5 @@
-// Graphs: each launch repeats what was captured, in order, and what could not be repeated is
-// refused during capture.
+// Graphs: each launch repeats the captured work in order. Work that cannot be repeated is rejected during
+// capture.
 #include "runtime/graph.h"
 
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ class GraphTest : public ::testing::TestWithParam<Device> {
   uint64_t* counter(int i) const { return counters.as<uint64_t>() + i; }
   void SetUp() override {
     fill_zero(a, counters.data(), counters.bytes());
-    increment(a, counter(0));  // kernels are loaded before anything is captured
+    increment(a, counter(0));  // loads the kernels before anything is captured
     a.synchronize();
   }
   std::array<uint64_t, 2> values() const {
@@ -55,9 +55,9 @@ TEST_P(GraphTest, LaunchesAreInOrderWithTheStreamsOtherWork) {
   }
 }
 
-// Stream b works between two waits, as a reducer does during backward. A lost edge gives a wrong count, and a
-// race for ThreadSanitizer.
-TEST_P(GraphTest, OtherStreamsJoinAndAreWaitedFor) {
+// Stream b works between two waits, as a reducer does during backward. A missing edge gives a wrong count and
+// a race that ThreadSanitizer reports.
+TEST_P(GraphTest, JoinsForkedStreamsAndWaitsForThem) {
   Event forked = Event::create(GetParam()), joined = Event::create(GetParam());
   const Graph graph = Graph::capture(a, [&] {
     for (int i = 0; i < 10; ++i) {
@@ -75,7 +75,7 @@ TEST_P(GraphTest, OtherStreamsJoinAndAreWaitedFor) {
   EXPECT_EQ(values(), (std::array<uint64_t, 2>{401, 401}));
 }
 
-TEST_P(GraphTest, TimersInsideAreMarkedByEachLaunch) {
+TEST_P(GraphTest, EachLaunchRecordsTheCapturedTimers) {
   Event begin = Event::create_timer(GetParam()), end = Event::create_timer(GetParam());
   Event before = Event::create_timer(GetParam());
   const Graph graph = Graph::capture(a, [&] {
@@ -92,7 +92,7 @@ TEST_P(GraphTest, TimersInsideAreMarkedByEachLaunch) {
   }
 }
 
-TEST_P(GraphTest, WhatCannotBeReplayedIsRefusedByNameAndEndsTheCapture) {
+TEST_P(GraphTest, RejectsByNameWorkThatCannotBeReplayedAndEndsTheCapture) {
   Event outside = Event::create(GetParam()), inside = Event::create(GetParam());
   Event timer = Event::create_timer(GetParam());
   outside.record(a);
@@ -134,7 +134,7 @@ TEST_P(GraphTest, WhatCannotBeReplayedIsRefusedByNameAndEndsTheCapture) {
   EXPECT_EQ(values(), (std::array<uint64_t, 2>{1 + cases.size(), cases.size()}));
 }
 
-TEST_P(GraphTest, MarksInsideAreInvisibleOutsideUntilRecordedThere) {
+TEST_P(GraphTest, CapturedEventsAreInvisibleUntilRecordedOutside) {
   Event event = Event::create(GetParam());
   const Graph graph = Graph::capture(a, [&] {
     increment(a, counter(0));
@@ -152,7 +152,7 @@ TEST_P(GraphTest, MarksInsideAreInvisibleOutsideUntilRecordedThere) {
   EXPECT_TRUE(event.query());
 }
 
-TEST(HostGraph, AnErrorInsideALaunchFailsTheStreamAndHangsNobody) {
+TEST(HostGraph, AnErrorInALaunchFailsTheStreamWithoutDeadlock) {
   Stream a = Stream::create(Device::host(), "a"), b = Stream::create(Device::host(), "b");
   Event forked = Event::create(Device::host()), joined = Event::create(Device::host());
   int runs = 0;

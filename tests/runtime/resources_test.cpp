@@ -14,7 +14,7 @@
 #include "runtime/device.h"
 #include "runtime/thread.h"
 
-// By default the sanitizers end the process at a request for so much memory; with this option they refuse it.
+// By default, the sanitizers abort on an allocation of this size. This option makes it fail instead.
 extern "C" const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }
@@ -25,7 +25,7 @@ extern "C" const char* __tsan_default_options() {
 namespace gradwire {
 namespace {
 
-// During its lifetime, threads have stacks of `bytes` unless they request another size.
+// Sets the default stack size of threads to `bytes` during its lifetime.
 struct DefaultStack {
   explicit DefaultStack(size_t bytes) {
     pthread_getattr_default_np(&before);
@@ -39,7 +39,7 @@ struct DefaultStack {
   pthread_attr_t before;
 };
 
-TEST(Resources, ThreadsHaveTwoMegabytesOfStackWhateverTheLimit) {
+TEST(Resources, ThreadsHaveTwoMegabytesOfStackForEveryLimit) {
   DefaultStack small(size_t{128} << 10);
   size_t stack = 0;
   Thread thread("a thread of the test", [&] {
@@ -52,8 +52,8 @@ TEST(Resources, ThreadsHaveTwoMegabytesOfStackWhateverTheLimit) {
   EXPECT_GE(stack, size_t{2} << 20);
 }
 
-TEST(Resources, ARefusedThreadIsAnErrorThatNamesTheLimits) {
-  DefaultStack huge(size_t{1} << 46);  // more than there is of address space
+TEST(Resources, ThreadCreationErrorsNameTheLimits) {
+  DefaultStack huge(size_t{1} << 46);  // larger than the address space
   bool ran = false;
   try {
     Thread thread("a thread of the test", [&] { ran = true; });
@@ -66,7 +66,7 @@ TEST(Resources, ARefusedThreadIsAnErrorThatNamesTheLimits) {
   EXPECT_FALSE(ran);
 }
 
-TEST(Resources, ARefusedDescriptorNamesTheLimit) {
+TEST(Resources, DescriptorErrorsNameTheLimit) {
   rlimit limit = {};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
   const std::string text = error_text(EMFILE);
@@ -75,13 +75,13 @@ TEST(Resources, ARefusedDescriptorNamesTheLimit) {
   EXPECT_EQ(error_text(ECONNREFUSED), std::strerror(ECONNREFUSED));
 }
 
-TEST(Resources, RefusedHostMemoryIsOutOfResources) {
+TEST(Resources, ThrowsOutOfResourcesWhenHostMemoryIsExhausted) {
   EXPECT_THROW(Buffer(Device::host(), size_t{1} << 60), OutOfResources);
 }
 
-// Acts like a constructor that has enqueued work on its memory when a later allocation fails.
-TEST(Resources, MemoryDroppedByAnExceptionOutlivesEnqueuedWork) {
-  constexpr size_t kBytes = size_t{64} << 20;  // so large that free() unmaps it
+// Imitates a constructor that has enqueued work on its memory when a later allocation fails.
+TEST(Resources, MemoryFreedByAnExceptionOutlivesEnqueuedWork) {
+  constexpr size_t kBytes = size_t{64} << 20;  // large enough for free() to unmap it
   const Stream stream = Stream::create(Device::host(), "test");
   std::atomic<bool> dropped = false;
   try {

@@ -31,7 +31,7 @@ int run_and_stop(std::chrono::milliseconds stop, const std::function<int()>& chi
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-// Returns the duration, on the steady clock, of a wait of `time` on the RunningClock.
+// Returns how long a wait of `time` on the RunningClock takes on the steady clock.
 std::chrono::duration<double> wait_for_nothing(std::chrono::milliseconds time) {
   std::mutex mutex;
   std::condition_variable changed;
@@ -67,14 +67,14 @@ TEST(RunningClock, WatchesTheForkOfAProcessThatIsWatched) {
   const int code = run_and_stop(2s, [] {
     const auto here = RunningClock::now();
     std::this_thread::sleep_for(20ms);
-    if (RunningClock::now() - here < 20ms) return 1;  // the parent's thread is not there
+    if (RunningClock::now() - here < 20ms) return 1;  // the parent's thread does not exist in the fork
     const RunningClock::Watch watch;
     return wait_for_nothing(1500ms) > 3s ? 0 : 2;
   });
   EXPECT_EQ(code, 0);
 }
 
-TEST(RunningClock, NeverGoesBackInAThread) {
+TEST(RunningClock, IsMonotonicInAThread) {
   const RunningClock::Watch watch;
   auto before = RunningClock::now();
   for (int i = 0; i < 100'000; ++i) {
@@ -84,12 +84,12 @@ TEST(RunningClock, NeverGoesBackInAThread) {
   }
 }
 
-TEST(RunningClock, CancellationEndsAWaitOfAThread) {
+TEST(RunningClock, CancellationEndsAWait) {
   volatile int32_t flag = 0;
   std::thread thread([&] {
     RunningClock::cancel_by(&flag);
     wait_for_nothing(1h);
-    // Deadlines that are set afterwards are as usual.
+    // Later deadlines are not affected.
     EXPECT_GE(wait_for_nothing(50ms), 50ms);
     RunningClock::cancel_by(nullptr);
   });

@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// Runs in a separate process, with standard input and output closed.
+// Runs `child` in a process without standard input and output. Returns its exit code.
 int without_standard_descriptors(const std::function<int()>& child) {
   const pid_t process = fork();
   if (process == 0) {
@@ -23,7 +23,7 @@ int without_standard_descriptors(const std::function<int()>& child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
-TEST(StandardDescriptors, LibraryDescriptorsAreAboveThem) {
+TEST(StandardDescriptors, LibraryDescriptorsAreAboveStandardOnes) {
   const int code = without_standard_descriptors([] {
     int pipes[2];
     if (pipe(pipes) != 0 || pipes[0] != STDIN_FILENO || pipes[1] != STDOUT_FILENO) return 1;
@@ -37,7 +37,7 @@ TEST(StandardDescriptors, LibraryDescriptorsAreAboveThem) {
   EXPECT_EQ(above_standard_descriptors(-1), -1);
 }
 
-TEST(StandardDescriptors, ProgramsGetThoseThatAreMissing) {
+TEST(StandardDescriptors, ProgramsOpenMissingStandardDescriptors) {
   const int code = without_standard_descriptors([] {
     prepare_standard_descriptors();
     char byte = 'x';
