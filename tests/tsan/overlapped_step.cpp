@@ -1,8 +1,8 @@
 // Overlapped training steps on eight ranks, with transfers concurrent with kernels, for ThreadSanitizer.
-// Built twice: as it is, which must be clean, and with GRADWIRE_PLANT_MISSING_WAIT, which removes the
-// reducer's wait for "the gradients of this bucket are written" and must be reported as a data race. The
-// second build proves that the first can fail: host streams are real threads, so a missing event wait is a
-// race here just as it would be, silently, on a GPU.
+// Built twice: unchanged, which must report nothing, and with GRADWIRE_PLANT_MISSING_WAIT. That removes the
+// reducer's wait for the gradients of a bucket and must be reported as a data race, which proves that the
+// first program can fail: host streams are real threads, so a missing event wait is a race here, as it would
+// be, undetected, on a GPU.
 #include <fmt/format.h>
 
 #include <cstdio>
