@@ -1,4 +1,4 @@
-// How the interposer reads its settings, and which calls it takes over.
+// How the interposer reads its settings, and which calls it intercepts.
 #include "integrations/nccl/decide.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ TEST(Interposer, TakesLargeFloat32SumsAndAveragesOnly) {
   EXPECT_EQ(decide(s, {.count = 1024, .type = ncclBfloat16}), Path::untouched);
   EXPECT_EQ(decide(s, {.count = 1024, .op = ncclMax}), Path::untouched);
   EXPECT_EQ(decide(s, {.count = 1024, .op = static_cast<ncclRedOp_t>(77)}), Path::untouched)
-      << "the caller's own";
+      << "a reduction defined by the caller";
   EXPECT_EQ(decide(s, {.count = 1024, .group_depth = 1}), Path::untouched_group);
   EXPECT_EQ(decide(s, {.count = 1024, .capturing = true}), Path::untouched_capture);
   const Settings all = with({{"GRADWIRE_NCCL_MIN_BYTES", "0"}});
@@ -32,8 +32,8 @@ TEST(Interposer, TakesLargeFloat32SumsAndAveragesOnly) {
   EXPECT_EQ(decide(all, {.count = 0}), Path::untouched);
 }
 
-// A rank that is switched off, or has wrong settings, still takes part in the comparison.
-TEST(Interposer, WhetherRanksCompareDependsOnTheCallAlone) {
+// A rank that is disabled or misconfigured still takes part in the comparison.
+TEST(Interposer, RanksCompareDependingOnTheCallAlone) {
   EXPECT_TRUE(may_compare({.count = 1}));
   EXPECT_TRUE(may_compare({.count = 1 << 30, .op = ncclAvg}));
   EXPECT_FALSE(may_compare({.count = 1 << 30, .op = ncclMin}));
@@ -42,7 +42,7 @@ TEST(Interposer, WhetherRanksCompareDependsOnTheCallAlone) {
   EXPECT_FALSE(may_compare({.count = 1, .capturing = true}));
 }
 
-TEST(Interposer, WrongSettingsTurnItOffAndSayWhy) {
+TEST(Interposer, InvalidSettingsDisableItWithTheReason) {
   for (const auto& [name, value, says] : std::vector<std::array<std::string, 3>>{
            {"GRADWIRE_NCCL_SPEC", "bf17", "bf17"},
            {"GRADWIRE_NCCL_SPEC", "powersgd:rank=4", "the model's tensors"},
@@ -63,20 +63,20 @@ TEST(Interposer, WrongSettingsTurnItOffAndSayWhy) {
   EXPECT_TRUE(with({}).on);
 }
 
-TEST(Interposer, WhatMustAgreeIsInTheFingerprint) {
+TEST(Interposer, FingerprintCoversEverySettingThatMustAgree) {
   const auto base = with({}).fingerprint();
   EXPECT_NE(base, 0u);
-  EXPECT_EQ(static_cast<uint64_t>(static_cast<double>(base)), base) << "it travels as a double";
+  EXPECT_EQ(static_cast<uint64_t>(static_cast<double>(base)), base) << "it is sent as a double";
   EXPECT_NE(with({{"GRADWIRE_NCCL_SPEC", "fp8"}}).fingerprint(), base);
   EXPECT_NE(with({{"GRADWIRE_NCCL_MIN_BYTES", "2M"}}).fingerprint(), base);
   EXPECT_NE(with({{"GRADWIRE_NCCL_RANKS_PER_NODE", "2"}}).fingerprint(), base);
   EXPECT_NE(with({{"GRADWIRE_NCCL_DRY_RUN", "1"}}).fingerprint(), base);
   EXPECT_EQ(with({{"GRADWIRE_NCCL_QUIET", "1"}}).fingerprint(), base);
   EXPECT_EQ(with({{"GRADWIRE_NCCL_MAX_STATE_BYTES", "1G"}}).fingerprint(), base)
-      << "residuals are a rank's own";
+      << "residuals belong to one rank";
 }
 
-TEST(Interposer, SizesHaveUnits) {
+TEST(Interposer, ParsesSizesWithUnits) {
   EXPECT_EQ(parse_bytes("0"), 0);
   EXPECT_EQ(parse_bytes("123"), 123);
   EXPECT_EQ(parse_bytes("4K"), 4096);

@@ -1,4 +1,4 @@
-// Stands in for NCCL: prints each call that reaches it.
+// Replaces NCCL: prints each call.
 #include <nccl.h>
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// A program that uses NCCL and knows nothing of Gradwire.
+// A program that uses NCCL and is unaware of Gradwire.
 #include <nccl.h>
 
 #include <cstdio>
