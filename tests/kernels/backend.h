@@ -1,4 +1,4 @@
-// The backends an op's tests run on: the host's fast path, CUDA where a device is visible, and, in
+// The backends on which an op's tests run: the host's fast path, CUDA where a device is visible, and, in
 // the executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt).
 // A test is written once:
 //
@@ -42,9 +42,9 @@ inline std::vector<Backend> backends() {
 #endif
 }
 
-// Memory on the backend's device with guard elements on both sides, all poisoned, so that tests find
-// elements that were not written and writes outside. `misalign` shifts the start by that many elements
-// off 256-byte alignment.
+// Memory on the backend's device between guard elements. All of it is poisoned, so that tests detect
+// unwritten elements and out-of-bounds writes. `misalign` shifts the start by that many elements from
+// 256-byte alignment.
 template <typename T>
 class Array {
  public:
@@ -66,7 +66,7 @@ class Array {
     to_device(stream_, storage_.template as<unsigned char>(), std::span<const unsigned char>(bytes));
     forbid_guards(true);
   }
-  // Expects the guards on both sides to be untouched.
+  // Expects the guards on both sides to be unchanged.
   void expect_guards_intact(const char* what) const {
     forbid_guards(false);
     auto all =
@@ -106,7 +106,7 @@ class Array {
   Buffer storage_;
 };
 
-// What a test on one backend works with.
+// Fixture of a test on one backend.
 class OpFixture {
  public:
   explicit OpFixture(const Backend& backend)
@@ -131,7 +131,7 @@ class OpTest : public ::testing::TestWithParam<Backend>, public OpFixture {
   OpTest() : OpFixture(GetParam()) {}
 };
 
-// Sizes that vector loops get wrong.
+// Sizes that vector loops often get wrong.
 inline std::vector<int64_t> awkward_sizes() {
   return {0, 1, 7, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4099};
 }

@@ -1,4 +1,4 @@
-// What is special about the BF16 wire format; wire_test.cpp tests what all formats promise.
+// Properties specific to the BF16 wire format; wire_test.cpp tests the properties of all formats.
 #include "kernels/wire/bf16.h"
 
 #include <fmt/format.h>
@@ -71,7 +71,7 @@ TEST_P(Bf16, WirePlusResidualIsExactlyTheSum) {
   }
 }
 
-TEST_P(Bf16, NonFiniteSumsTravelAsTheyAre) {
+TEST_P(Bf16, SendsNonFiniteSumsUnchanged) {
   std::vector<float> own = {kInf, -kInf, kNan, FLT_MAX, -FLT_MAX, 1.0f, bits_float(0x7f800001u)};
   std::vector<float> residual = {1.0f, 2.0f, 3.0f, FLT_MAX, -FLT_MAX, kNan, 0.0f};
   for (Rounding mode : {Rounding::nearest, Rounding::stochastic}) {
@@ -97,12 +97,12 @@ TEST_P(Bf16, EveryPatternSurvivesDecodeAndEncode) {
   }
   for (Rounding mode : {Rounding::nearest, Rounding::stochastic}) {
     const WireResult got = run(kBf16, {.own = values, .residual = {}, .rounding = {.mode = mode}});
-    expect_same_floats(values_of(got.wire), values, "patterns");  // a NaN stays some NaN
+    expect_same_floats(values_of(got.wire), values, "patterns");  // a NaN remains a NaN
   }
 }
 
-TEST_P(Bf16, NearestBreaksTiesToEven) {
-  // 1 + k/256 with k odd lies half way between two BF16 numbers, which are 1/128 apart.
+TEST_P(Bf16, RoundsTiesToEven) {
+  // 1 + k/256 with k odd is halfway between two BF16 numbers, which are 1/128 apart.
   const WireResult got =
       run(kBf16, {.own = {1.0f + 1.0f / 256, 1.0f + 3.0f / 256, -1.0f - 1.0f / 256, 1.0f + 1.001f / 256},
                   .residual = {0, 0, 0, 0}});
@@ -110,7 +110,7 @@ TEST_P(Bf16, NearestBreaksTiesToEven) {
 }
 
 TEST_P(Bf16, StochasticRoundingIsUnbiasedAndVariesWithTheStep) {
-  // A quarter of the way from 1 to the next BF16 number: a quarter of the draws goes up.
+  // A quarter of the way from 1 to the next BF16 number: a quarter of the draws rounds up.
   constexpr int64_t kCount = 40000;
   WireProblem p{.own = std::vector<float>(kCount, 1.0f + 0.25f / 128),
                 .residual = std::vector<float>(kCount, 0.0f),
@@ -129,7 +129,7 @@ TEST_P(Bf16, StochasticRoundingIsUnbiasedAndVariesWithTheStep) {
   EXPECT_NEAR(static_cast<double>(same) / kCount, 0.25 * 0.25 + 0.75 * 0.75, 5 * sigma);  // independent draws
 }
 
-TEST_P(Bf16, PiecesOfAnyLengthJoinToTheWhole) {
+TEST_P(Bf16, CuttingTheBufferChangesNoBit) {
   constexpr int64_t kCount = 1100;
   const WireProblem p{.own = normal(kCount, 7),
                       .residual = normal(kCount, 8, 0.01f),
@@ -152,7 +152,7 @@ TEST_P(Bf16, PiecesOfAnyLengthJoinToTheWhole) {
   }
 }
 
-TEST_P(Bf16, AddsInTheOrderOfItsInputs) {
+TEST_P(Bf16, AddsInInputOrder) {
   // 1 vanishes next to 2^30 in FP32, so the order of the terms matters: (2^30 - 2^30) + 1, but
   // (1 + 2^30) - 2^30 = 0.
   const float big = 1073741824.0f;

@@ -1,5 +1,4 @@
-// Which kernels OpenBLAS runs with. tests/integrations/blas_test.py tests it inside
-// another program's process.
+// The choice of OpenBLAS kernels. tests/integrations/blas_test.py tests it inside another program's process.
 #include "kernels/blas/blas.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +10,7 @@
 namespace gradwire::blas {
 namespace {
 
-TEST(BlasKernels, AChoiceThatFitsTheProcessorIsKept) {
+TEST(BlasKernels, KeepsAChoiceThatFitsTheProcessor) {
   for (const char* chosen : {"Haswell", "Zen", "SkylakeX", "Cooperlake"}) {
     EXPECT_EQ(better_kernels(chosen, Level::avx2), nullptr) << chosen;
   }
@@ -23,7 +22,7 @@ TEST(BlasKernels, AChoiceThatFitsTheProcessorIsKept) {
   }
 }
 
-TEST(BlasKernels, AProcessorUnknownToOpenBlasGetsWhatItsFeaturesAllow) {
+TEST(BlasKernels, ChoosesByFeaturesOnAnUnknownProcessor) {
   for (const char* chosen : {"Prescott", "Opteron", "Barcelona", "Nehalem", "Sandybridge", "anything"}) {
     EXPECT_STREQ(better_kernels(chosen, Level::avx2), "Haswell") << chosen;
     EXPECT_STREQ(better_kernels(chosen, Level::avx512), "SkylakeX") << chosen;
@@ -32,7 +31,7 @@ TEST(BlasKernels, AProcessorUnknownToOpenBlasGetsWhatItsFeaturesAllow) {
   EXPECT_STREQ(better_kernels("Zen", Level::avx512), "SkylakeX");
 }
 
-TEST(BlasKernels, SuitThisProcessor) {
+TEST(BlasKernels, FitThisProcessor) {
   const GradwireBlas& library = *gradwire_blas();
   ASSERT_EQ(library.error, nullptr);
   EXPECT_EQ(std::string(library.version).rfind("OpenBLAS ", 0), 0u) << library.version;

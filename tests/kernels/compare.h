@@ -1,4 +1,4 @@
-// Comparisons that the op tests share.
+// Comparisons shared by the op tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace gradwire::testing {
 
-// |got - want| <= tolerance * (scale + |want|) for every element; a NaN matches a NaN only.
+// Expects |got - want| <= tolerance * (scale + |want|) for every element; a NaN matches only a NaN.
 inline void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance,
                          const std::string& what, double scale = 1.0) {
   ASSERT_EQ(got.size(), want.size()) << what;
@@ -32,7 +32,7 @@ inline void expect_same_bits(const std::vector<float>& got, const std::vector<fl
   }
 }
 
-// d loss / d x(i) by central differences, where `loss` is evaluated after writing into `x`.
+// Returns d loss / d x(i) by central differences; `loss` is evaluated after writing to `x`.
 template <typename Loss>
 double central_difference(std::vector<float>& x, size_t i, const Loss& loss, float step = 1.0f / 128) {
   const float old = x[i];
@@ -44,7 +44,7 @@ double central_difference(std::vector<float>& x, size_t i, const Loss& loss, flo
   return (above - below) / (high - low);
 }
 
-// The numbers of host threads to test with; the shim does not use threads.
+// The numbers of host threads to test. The shim does not use threads.
 inline std::vector<int> thread_counts() {
 #ifdef GRADWIRE_SIMT_TESTS
   return {1};

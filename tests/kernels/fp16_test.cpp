@@ -11,7 +11,7 @@ namespace {
 
 class Fp16 : public OpTest {};
 
-// As IEEE 754 has it: a sign, 5 bits of exponent, 10 of fraction.
+// Returns the value of an IEEE 754 half: a sign, 5 bits of exponent, 10 of fraction.
 double value_of(int half) {
   const double sign = half & 0x8000 ? -1.0 : 1.0;
   const int exponent = half >> 10 & 31, fraction = half & 1023;
@@ -19,7 +19,7 @@ double value_of(int half) {
   return sign * (exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25));
 }
 
-TEST_P(Fp16, EveryHalfBecomesItsValueAndComesBack) {
+TEST_P(Fp16, EveryHalfSurvivesARoundTrip) {
   std::vector<uint16_t> all;
   for (int half = 0; half < 0x10000; ++half) all.push_back(static_cast<uint16_t>(half));
   auto halves = array<uint16_t>(all), back = array<uint16_t>(0x10000);
@@ -41,12 +41,12 @@ TEST_P(Fp16, EveryHalfBecomesItsValueAndComesBack) {
   }
 }
 
-// Half way between each two neighbours, and the next floats on both sides.
-TEST_P(Fp16, RoundsToTheNearestAndTiesToEven) {
+// Tests the midpoint of each two neighbours, and the adjacent floats on both sides.
+TEST_P(Fp16, RoundsToNearestEven) {
   std::vector<float> values;
   std::vector<uint16_t> expected;
   for (int half = 0; half < 0x7c00; half += GetParam().simt ? 7 : 1) {
-    // Above the largest comes what would be 65536.
+    // The neighbour above the largest value would be 65536.
     const double above = half == 0x7bff ? 65536.0 : value_of(half + 1);
     const auto middle = static_cast<float>((value_of(half) + above) / 2);
     const int even = half % 2 == 0 ? half : half + 1;
@@ -68,7 +68,7 @@ TEST_P(Fp16, RoundsToTheNearestAndTiesToEven) {
   for (size_t i = 0; i < values.size(); ++i) ASSERT_EQ(got[i], expected[i]) << values[i];
 }
 
-TEST_P(Fp16, ArraysMayHaveAnySizeAndStartAnywhere) {
+TEST_P(Fp16, ConvertsArraysOfAnySizeAndAlignment) {
   for (int64_t count : awkward_sizes()) {
     for (auto [floats_at, halves_at] : {std::pair{0, 0}, {1, 1}, {3, 2}}) {
       auto values = array<float>(normal(count, 3, 100.0f), floats_at), wide = array<float>(count, floats_at);

@@ -1,5 +1,5 @@
-// What is special about the block-scaled FP8 wire format: E4M3 codes, scales, and the error of what is sent.
-// wire_test.cpp tests what all formats promise.
+// Properties specific to the block-scaled FP8 wire format: E4M3 codes, scales, and the error of the sent
+// values. wire_test.cpp tests the properties of all formats.
 #include "kernels/wire/fp8.h"
 
 #include "tests/kernels/wire_problem.h"
@@ -22,7 +22,7 @@ TEST(E4m3, AllCodesSurviveARoundTrip) {
   EXPECT_EQ(e4m3_to_float(0x08), std::ldexp(1.0f, -6));
 }
 
-TEST(E4m3, NearestIsNearestAndTiesGoToEven) {
+TEST(E4m3, RoundsToNearestEven) {
   for (int code = 0; code < 0x7e; ++code) {
     float low = e4m3_to_float(static_cast<uint8_t>(code)),
           high = e4m3_to_float(static_cast<uint8_t>(code + 1));
@@ -36,14 +36,14 @@ TEST(E4m3, NearestIsNearestAndTiesGoToEven) {
   EXPECT_EQ(float_to_e4m3_nearest(kInf), 0x7f);
 }
 
-TEST(E4m3, ScaleFitsTheLargestAndIsNeverZero) {
+TEST(E4m3, ScaleFitsTheLargestValueAndIsNonzero) {
   for (float largest : {0.0f, 1e-45f, FLT_MIN, 1.0f, 1.75f, 1.7500001f, 448.0f, 449.0f, 2.9e38f}) {
     uint8_t byte = fp8_scale_byte(float_bits(largest));
     EXPECT_GT(fp8_scale(byte), 0.0f);
     EXPECT_EQ(fp8_scale(byte) * fp8_inverse_scale(byte), 1.0f);
     EXPECT_LE(largest * fp8_inverse_scale(byte), 448.0f);
     if (largest > 1e-30f) {
-      EXPECT_GT(largest * fp8_inverse_scale(byte), 224.0f) << "wastes range at " << largest;
+      EXPECT_GT(largest * fp8_inverse_scale(byte), 224.0f) << "unused range at " << largest;
     }
   }
 }
@@ -53,7 +53,7 @@ class Fp8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
   Fp8Wire() : WireFixture(GetParam()) {}
 };
 
-TEST_P(Fp8Wire, WhatIsSentPlusTheResidualIsTheSumAndTheErrorIsBounded) {
+TEST_P(Fp8Wire, SentPlusResidualIsTheSumWithABoundedError) {
   for (Rounding mode : {Rounding::nearest, Rounding::stochastic}) {
     const WireProblem p{.own = spread_values(5000, 5, 8.0f),
                         .residual = spread_values(5000, 6, 8.0f),
@@ -91,7 +91,7 @@ TEST_P(Fp8Wire, StochasticRoundingIsUnbiased) {
   EXPECT_NEAR(sum / static_cast<double>(counted), 1.03, 0.001);  // standard error 1e-4
 }
 
-TEST_P(Fp8Wire, NonFiniteValuesTravelAsNan) {
+TEST_P(Fp8Wire, SendsNonFiniteValuesAsNan) {
   WireProblem p{.own = spread_values(300, 21, 1.0f), .residual = spread_values(300, 22, 1.0f)};
   const WireResult clean = run(kFp8, p);
   for (float poison : {kNan, kInf, -kInf}) {

@@ -1,6 +1,6 @@
-// The kernel of an allreduce over peer memory, of one rank alone: the other ranks' signals and parts are in the windows
-// before it begins. It cannot hang, so it is the first test of that kernel on a GPU, and compute-sanitizer, which lets one
-// kernel run at a time, can watch it.
+// The kernel of an allreduce over peer memory, run by one rank alone: the other ranks' signals and parts are
+// in the windows before it starts. It cannot hang, so it is the first test of that kernel on a GPU, and
+// compute-sanitizer, which runs one kernel at a time, can check it.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -21,13 +21,14 @@ namespace {
 
 constexpr int kWorld = 3, kBlocks = 2;
 
-// An allreduce of kWorld ranks on the host, whose windows hold at its end what rank 0 reads of the others.
+// An allreduce of kWorld ranks on the host. Afterwards, its windows hold everything that rank 0 reads from
+// other ranks.
 class Finished {
  public:
   Finished(Wire wire, bool one_shot, Rounding rounding)
       : wire_(wire), one_shot_(one_shot), rounding_(rounding) {
     const int64_t grain = wire->granularity;
-    // More tiles for one of kBlocks thread blocks than it reads ahead, and few.
+    // One chunk has more tiles per thread block (of kBlocks) than are prefetched; the others have few.
     const int64_t most = grain > 512 ? 5 * grain : (20 * 2048 + grain - 1) / grain * grain;
     for (int64_t b : {int64_t{0}, most, most + 3 * grain, most + 4 * grain + 5}) begin_.push_back(b);
     for (int r = 0; r < kWorld; ++r) {
@@ -55,7 +56,7 @@ class Finished {
     for (std::thread& t : threads) t.join();
   }
 
-  // Without addresses.
+  // Returns the call of a rank, without addresses.
   FusedAllreduce call(int rank) const {
     FusedAllreduce a;
     a.peers.rank = rank;
@@ -75,8 +76,8 @@ class Finished {
 
   int64_t count() const { return begin_.back(); }
 
-  std::vector<std::vector<float>> inputs, residuals;  // by rank, before
-  std::vector<std::vector<float>> results, kept;      // and after
+  std::vector<std::vector<float>> inputs, residuals;  // [rank], before the call
+  std::vector<std::vector<float>> results, kept;      // after the call
   std::vector<std::vector<std::byte>> windows;
   int64_t half_bytes = 0;
   uint64_t step = 3;
@@ -99,13 +100,14 @@ Buffer on_device(const Stream& stream, Device device, const void* data, size_t b
 using Parameters = std::tuple<Device, Wire>;
 class FusedAlone : public ::testing::TestWithParam<Parameters> {};
 
-TEST_P(FusedAlone, OneRanksKernelHasTheHostsBits) {
+TEST_P(FusedAlone, OneRanksKernelMatchesTheHostBitForBit) {
   const auto [device, wire] = GetParam();
   for (bool one_shot : {false, true}) {
     const Rounding rounding = wire->stochastic && one_shot ? Rounding::stochastic : Rounding::nearest;
     const Finished run(wire, one_shot, rounding);
     SCOPED_TRACE(one_shot ? "one-shot" : "two-shot");
-    // This rank's own window as before the call, but for the others' signals: they have passed both barriers.
+    // This rank's window as before the call, except for the other ranks' signals: they have passed both
+    // barriers.
     std::vector<std::byte> own(run.windows[0].size());
     for (int block = 0; block < kMostPeerBlocks; ++block) {
       for (int from = 1; from < kWorld; ++from) {

@@ -23,7 +23,7 @@ struct Operands {
   Gemm args;
   std::vector<float> a, b, c;
 
-  // `pad` widens every row by that many elements, and `gap` separates the products of a batch.
+  // `pad` widens every row by that many elements; `gap` separates the products of a batch.
   Operands(int64_t m, int64_t n, int64_t k, bool ta, bool tb, int64_t batch = 1, int64_t pad = 0,
            int64_t gap = 0) {
     args.transpose_a = ta, args.transpose_b = tb;
@@ -63,7 +63,7 @@ class GemmOp : public OpTest {
   }
   void check(const Operands& o, int64_t misalign = 0, double tolerance = 1e-6) {
     SCOPED_TRACE(o.name());
-    // Elements between the rows and between the products must keep their old values.
+    // Elements between rows and between products must be unchanged.
     expect_close(run(o, misalign), o.reference(), tolerance, "c",
                  4.0 + std::sqrt(static_cast<double>(o.args.k)));
   }
@@ -79,12 +79,12 @@ TEST_P(GemmOp, MatchesTheDoubleReferenceForEveryTransposition) {
   }
 }
 
-TEST_P(GemmOp, CutsLargeProductsWithoutSeams) {
+TEST_P(GemmOp, LargeProductsMatchAtBlockBoundaries) {
   for (int t = 0; t < 4; ++t) check(Operands(270, 1100, 20, (t & 1) != 0, (t & 2) != 0, 1, 3));
   for (int t = 0; t < 4; ++t) check(Operands(515, 200, 120, (t & 1) != 0, (t & 2) != 0, 1, 3));
 }
 
-TEST_P(GemmOp, BatchesOfSmallProductsKeepGapsUntouched) {
+TEST_P(GemmOp, BatchesOfSmallProductsLeaveGapsUnchanged) {
   for (int t = 0; t < 4; ++t) {
     check(Operands(17, 17, 16, (t & 1) != 0, (t & 2) != 0, 37, 7, 11));
     check(Operands(17, 16, 24, (t & 1) != 0, (t & 2) != 0, 9, 0, 0));
@@ -108,7 +108,7 @@ TEST_P(GemmOp, AlphaAndBetaScaleAndAccumulate) {
   }
 }
 
-TEST_P(GemmOp, BetaZeroForgetsANanInC) {
+TEST_P(GemmOp, BetaZeroOverwritesANanInC) {
   for (int64_t batch : {1, 4}) {
     Operands o(20, 20, 20, false, false, batch);
     for (float& x : o.c) x = std::numeric_limits<float>::quiet_NaN();
@@ -116,7 +116,7 @@ TEST_P(GemmOp, BetaZeroForgetsANanInC) {
   }
 }
 
-TEST_P(GemmOp, ANanInAReachesItsRowOnly) {
+TEST_P(GemmOp, NanInAStaysInItsRow) {
   for (int64_t batch : {1, 2}) {
     Operands o(18, 20, 17, false, false, batch);
     o.a[17 * 4 + 2] = std::numeric_limits<float>::quiet_NaN();
@@ -156,13 +156,13 @@ TEST_P(GemmOp, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-TEST_P(GemmOp, AnImpossibleLeadingDimensionIsBadInputThatNamesIt) {
+TEST_P(GemmOp, RejectsInvalidLeadingDimensions) {
   Operands o(4, 5, 6, false, false);
   o.args.ldb = 3;
   expect_error<BadInput>([&] { run(o); }, {"ldb is 3"});
 }
 
-// Products of BF16 numbers are exact in FP32, so the only errors are the sum's and C's own rounding.
+// Products of BF16 numbers are exact in FP32, so the only errors are those of the sum and of rounding C.
 class Bf16Gemm : public OpTest {
  public:
   void TearDown() override {
@@ -170,7 +170,7 @@ class Bf16Gemm : public OpTest {
     OpTest::TearDown();
   }
 
-  // On the host, each way to compute them.
+  // On the host, tests each implementation.
   template <typename Out>
   void check(const Operands& o, bool with_bias, int64_t misalign = 0) {
     for (auto way : {host::Bf16Products::widened, host::Bf16Products::avx512_emulated,
@@ -211,8 +211,8 @@ class Bf16Gemm : public OpTest {
     std::vector<float> got;
     for (Out v : d_c.host()) got.push_back(widen(v));
     const double size = 4.0 + std::sqrt(static_cast<double>(o.args.k));
-    // 2^-8 of the value for the rounding, and the FP32 sum's share. Where cuBLASLt splits k, it rounds the sum of the parts
-    // before it adds the bias (cuBLAS 13.1 on an H100: 65x33x40 in 16 parts).
+    // 2^-8 of the value for rounding, plus the error of the FP32 sum. When cuBLASLt splits k, it rounds the
+    // sum of the parts before adding the bias (cuBLAS 13.1 on an H100: 65x33x40 in 16 parts).
     const bool twice = with_bias && !std::is_same_v<Out, float> && !GetParam().device.is_host();
     for (size_t i = 0; i < got.size(); ++i) {
       const double relative = std::is_same_v<Out, float> ? 1e-6 : 1.0 / 256 * (1 + 1e-4);
@@ -238,7 +238,7 @@ TEST_P(Bf16Gemm, IsTheProductOfWidenedOperandsRoundedOnce) {
   }
 }
 
-TEST_P(Bf16Gemm, AccumulatesAndBatches) {
+TEST_P(Bf16Gemm, AccumulatesInBatches) {
   for (int t = 0; t < 4; ++t) {
     for (int64_t batch : {1, 5}) {
       Operands o(50, 56, 64, (t & 1) != 0, (t & 2) != 0, batch, 6, 8),
@@ -252,7 +252,7 @@ TEST_P(Bf16Gemm, AccumulatesAndBatches) {
   }
 }
 
-// A product of BF16 matrices, by rows cut as said.
+// Returns a product of BF16 matrices, with its rows cut at the given places.
 std::vector<float> in_bf16(const Operands& o, const std::vector<Bf16>& a, const std::vector<Bf16>& b,
                            host::Bf16Products way, int64_t rows_at_once) {
   std::vector<float> c = o.c;
@@ -266,7 +266,7 @@ std::vector<float> in_bf16(const Operands& o, const std::vector<Bf16>& a, const 
   return c;
 }
 
-// Of any exponent: subnormal numbers, infinities and NaNs are among them.
+// Returns values of any exponent, including subnormal numbers, infinities and NaNs.
 std::vector<Bf16> any_bf16(size_t count, uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<Bf16> out(count);
@@ -279,12 +279,12 @@ std::vector<Bf16> moderate_bf16(size_t count, uint32_t seed) {
   return out;
 }
 
-// A way to multiply, and the one that has its bits on any processor.
+// An implementation, and one that has the same bits on any processor.
 class Bf16Ways : public ::testing::TestWithParam<std::pair<host::Bf16Products, host::Bf16Products>> {};
 
-TEST_P(Bf16Ways, TheEmulationHasTheInstructionsBits) {
+TEST_P(Bf16Ways, EmulationMatchesTheInstructionBitForBit) {
   const auto [way, emulated] = GetParam();
-  if (!host::has_bf16_products(way)) GTEST_SKIP() << "the processor has no " << name_of(way);
+  if (!host::has_bf16_products(way)) GTEST_SKIP() << "this processor lacks " << name_of(way);
   for (int t = 0; t < 4; ++t) {
     for (int64_t k : thinned({1, 2, 7, 32, 64, 301})) {
       const Operands o(45, 70, k, (t & 1) != 0, (t & 2) != 0, 1, t);
@@ -304,7 +304,7 @@ TEST_P(Bf16Ways, TheEmulationHasTheInstructionsBits) {
   }
 }
 
-TEST_P(Bf16Ways, WhereTheRowsAreCutChangesNoBit) {
+TEST_P(Bf16Ways, CuttingRowsChangesNoBit) {
   const auto emulated = GetParam().second;
   for (int t = 0; t < 4; ++t) {
     const Operands o(61, 45, 83, (t & 1) != 0, (t & 2) != 0, 1, t);
@@ -316,8 +316,9 @@ TEST_P(Bf16Ways, WhereTheRowsAreCutChangesNoBit) {
   }
 }
 
-// AMX reads rows of A where they lie, if they begin with cache lines and end with whole blocks; else it packs them.
-TEST_P(Bf16Ways, WhereTheRowsLieChangesNoBit) {
+// AMX reads rows of A in place if they start at cache lines and contain whole blocks. Otherwise it packs
+// them.
+TEST_P(Bf16Ways, RowAlignmentChangesNoBit) {
   auto [way, emulated] = GetParam();
   if (!host::has_bf16_products(way)) way = emulated;
   constexpr int64_t kRows = 77, kColumns = 40, kDistance = 160;
@@ -375,7 +376,7 @@ TEST(Bf16Pack, MatchesTheReferenceForEveryLayoutAndRemainder) {
   }
 }
 
-TEST_P(GemmOp, ABiasIsAddedToEachRow) {
+TEST_P(GemmOp, AddsABiasToEachRow) {
   Operands o(70, 33, 20, false, true);
   auto bias = normal(33, 9);
   auto want = run(o);
@@ -385,7 +386,7 @@ TEST_P(GemmOp, ABiasIsAddedToEachRow) {
   expect_close(run(o), want, 1e-6, "c");
 }
 
-TEST_P(Bf16Gemm, ABiasIsAddedToAProductOfNothing) {
+TEST_P(Bf16Gemm, AddsABiasWhenKIsZero) {
   for (float beta : {0.0f, 2.0f}) {
     for (bool transposed : {false, true}) {
       Operands o(5, 6, 0, transposed, !transposed, 1, 3);
@@ -395,7 +396,7 @@ TEST_P(Bf16Gemm, ABiasIsAddedToAProductOfNothing) {
     }
   }
 }
-TEST_P(GemmOp, ABiasIsAddedToAProductOfNothing) {
+TEST_P(GemmOp, AddsABiasWhenKIsZero) {
   const auto bias = normal(6, 9);
   auto d_bias = array(bias);
   for (float beta : {0.0f, 2.0f}) {
@@ -414,7 +415,7 @@ TEST_P(GemmOp, ABiasIsAddedToAProductOfNothing) {
 }
 
 #ifdef GRADWIRE_SIMT_TESTS
-TEST_P(Bf16Gemm, ABiasThatTheLibraryDoesNotAddIsThereBeforeTheProduct) {
+TEST_P(Bf16Gemm, AccumulatesOntoTheBiasWhereTheLibraryCannotAddIt) {
   simt::refuse_biases(true);
   check<Bf16>(Operands(9, 11, 13, false, true), true);
   check<float>(Operands(9, 11, 14, false, true), true);
@@ -427,7 +428,8 @@ class GemmEpilogue : public OpTest {
   struct Result {
     std::vector<float> c, aux;
   };
-  // y = GELU(x W^T + bias) as in forward, or dy W times GELU's derivative at `aux`, with op's reference or on the backend.
+  // Computes y = GELU(x W^T + bias) as in forward, or dy W times GELU's derivative at `aux`, with the op's
+  // reference or on the backend.
   template <typename T>
   Result run(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign,
              bool by_reference, bool keeps_aux = true) {
@@ -444,7 +446,8 @@ class GemmEpilogue : public OpTest {
     g.a = a.data(), g.lda = k, g.b = b.data(), g.ldb = forward ? k : n, g.c = c.data(), g.ldc = n;
     g.epilogue = epilogue;
     if (keeps_aux) g.aux = aux.data();
-    g.alpha = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(1, k)));  // x of GELU's interesting size
+    // So that x is in GELU's nonlinear range
+    g.alpha = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(1, k)));
     if (with_bias) g.bias = bias.data();
     if (by_reference) {
       const auto host_a = a.host(), host_b = b.host(), host_bias = bias.host();
@@ -472,8 +475,8 @@ class GemmEpilogue : public OpTest {
                              std::is_same_v<T, Bf16> ? "bf16" : "fp32"));
     const Result want = run<T>(epilogue, m, n, k, with_bias, misalign, true);
     const Result got = run<T>(epilogue, m, n, k, with_bias, misalign, false);
-    // x is rounded before GELU, after it, or both.
-    // cuBLASLt's hyperbolic tangent is an approximation: 4e-6 of x on an H100.
+    // x is rounded before GELU, after it, or both. cuBLASLt's hyperbolic tangent is an approximation: 4e-6 of
+    // x on an H100.
     const double unit = std::is_same_v<T, Bf16> ? 1.0 / 128 : 1e-5;
     for (size_t i = 0; i < want.c.size(); ++i) {
       const double x = std::abs(want.aux[i]);
@@ -484,11 +487,11 @@ class GemmEpilogue : public OpTest {
   }
 };
 
-TEST_P(GemmEpilogue, GivesGeluOfTheProductAndItsDerivative) {
+TEST_P(GemmEpilogue, ComputesGeluOfTheProductAndItsDerivative) {
   for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
     for (bool with_bias : {false, true}) {
       if (with_bias && epilogue == Epilogue::d_gelu_tanh) continue;
-      for (int64_t n : {8, 64, 7, 33}) {  // the library takes multiples of 8
+      for (int64_t n : {8, 64, 7, 33}) {  // cuBLASLt takes multiples of 8
         check<float>(epilogue, 19, n, 24, with_bias, n % 2);
         check<Bf16>(epilogue, 19, n, 24, with_bias, n % 2);
       }
@@ -496,8 +499,8 @@ TEST_P(GemmEpilogue, GivesGeluOfTheProductAndItsDerivative) {
   }
 }
 
-TEST_P(GemmEpilogue, WhatNoBackwardNeedsIsNotKept) {
-  for (int64_t n : {56, 7}) {  // the library's, and a kernel of our own
+TEST_P(GemmEpilogue, KeepsPreActivationsForBackwardOnly) {
+  for (int64_t n : {56, 7}) {  // by cuBLASLt, and by our kernel
     const auto with = run<Bf16>(Epilogue::gelu_tanh, 19, n, 24, true, 0, false, true);
     const auto without = run<Bf16>(Epilogue::gelu_tanh, 19, n, 24, true, 0, false, false);
     for (size_t i = 0; i < with.c.size(); ++i)
@@ -506,16 +509,16 @@ TEST_P(GemmEpilogue, WhatNoBackwardNeedsIsNotKept) {
   }
 }
 
-TEST_P(GemmEpilogue, EmptyOnesWriteNothing) {
+TEST_P(GemmEpilogue, EmptyProductsWriteNothing) {
   for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
     check<float>(epilogue, 0, 8, 8, false, 0);
     check<float>(epilogue, 5, 0, 8, false, 0);
-    check<float>(epilogue, 5, 8, 0, false, 0);  // GELU of nothing
+    check<float>(epilogue, 5, 8, 0, false, 0);  // GELU of an empty product
   }
 }
 
 #ifdef GRADWIRE_SIMT_TESTS
-TEST_P(GemmEpilogue, IsOneLaunchWhereTheLibraryHasItAndTwoWhereNot) {
+TEST_P(GemmEpilogue, IsOneLaunchIfTheLibrarySupportsItElseTwo) {
   for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
     const char* own = epilogue == Epilogue::gelu_tanh ? "bias_gelu" : "bias_gelu_backward";
     auto launches = [&](int64_t n) {
@@ -524,7 +527,7 @@ TEST_P(GemmEpilogue, IsOneLaunchWhereTheLibraryHasItAndTwoWhereNot) {
       return count.launches();
     };
     EXPECT_EQ(launches(40), (OpCount::ByName{{"gemm", 1}}));
-    EXPECT_EQ(launches(41), (OpCount::ByName{{"gemm", 1}, {own, 1}}));  // no multiple of 8
+    EXPECT_EQ(launches(41), (OpCount::ByName{{"gemm", 1}, {own, 1}}));  // not a multiple of 8
     simt::refuse_gelu_epilogues(true);
     EXPECT_EQ(launches(48), (OpCount::ByName{{"gemm", 1}, {own, 1}}));
     simt::refuse_gelu_epilogues(false);
@@ -532,7 +535,7 @@ TEST_P(GemmEpilogue, IsOneLaunchWhereTheLibraryHasItAndTwoWhereNot) {
 }
 #endif
 
-TEST(Gemm, AnEpilogueThatCannotBeIsBadInput) {
+TEST(Gemm, RejectsUnsupportedEpilogues) {
   std::vector<float> c(30), aux(30);
   auto message = [&](const auto& change) {
     Gemm g = Operands(4, 5, 6, false, false).args;
@@ -559,7 +562,7 @@ TEST(Gemm, AnEpilogueThatCannotBeIsBadInput) {
             "gemm: a bias does not go with GELU's derivative");
 }
 
-TEST(Gemm, TypesThatDoNotGoTogetherAreBadInput) {
+TEST(Gemm, RejectsIncompatibleTypes) {
   auto message = [](const auto& change) {
     Gemm g = Operands(4, 5, 6, false, false).args;
     change(g);
@@ -582,8 +585,8 @@ TEST(Gemm, TypesThatDoNotGoTogetherAreBadInput) {
             "gemm: the precision of bf16 operands is in their type");
 }
 
-// What cublasLtMatmul does with such a description, in its documentation's terms: column-major
-// D = op(A) op(B), plus a vector with one element per row of D; of a batch, one product.
+// Computes the product as documented for cublasLtMatmul: column-major D = op(A) op(B), plus a vector with one
+// element per row of D. `product` is the index in a batch.
 void interpret(const ColumnMajorGemm& g, int64_t product, float* d) {
   auto at = [product](const ColumnMajorMatrix& m, bool transpose, int64_t row, int64_t column) {
     if (transpose) std::swap(row, column);
@@ -605,7 +608,7 @@ void interpret(const ColumnMajorGemm& g, int64_t product, float* d) {
   }
 }
 
-TEST(ColumnMajorGemm, AsksCublasLtForTheSameProduct) {
+TEST(ColumnMajorGemm, DescribesTheSameProductToCublasLt) {
   for (int t = 0; t < 4; ++t) {
     for (int64_t pad : {0, 3}) {
       Operands o(5, 7, 4, (t & 1) != 0, (t & 2) != 0, 1, pad);

@@ -1,11 +1,12 @@
-// What a hierarchical allreduce, two-shot between the nodes, leaves on every rank, from a format's scalar references.
+// The result of a hierarchical allreduce, two-shot between the nodes, computed with a format's scalar
+// references.
 #pragma once
 
 #include "tests/kernels/two_shot.h"
 
 namespace gradwire::testing {
 
-// As TwoShot, with a chunk for each rank: chunk l * nodes + b is that of local rank l of node b.
+// Like two_shot_reference(), with one chunk per rank: chunk l * nodes + b belongs to local rank l of node b.
 inline TwoShotResult hierarchical_reference(const TwoShot& t, int nodes) {
   const int world = static_cast<int>(t.inputs.size()), per_node = world / nodes;
   TwoShotResult r{.result = std::vector<float>(t.inputs[0].size()), .residuals = t.residuals};
@@ -28,14 +29,14 @@ inline TwoShotResult hierarchical_reference(const TwoShot& t, int nodes) {
     const auto add = [&](int rank, const std::vector<int>& from, float* out, float scale) {
       Reduce a{.own = t.inputs[rank].data() + begin, .out = out, .scale = scale, .count = count};
       for (int other : from) {
-        const bool part = other / per_node == rank / per_node;  // as it is, from inside the node
+        const bool part = other / per_node == rank / per_node;  // unencoded, from the same node
         a.inputs[a.num_inputs++] =
             part ? t.inputs[other].data() + begin : reinterpret_cast<const float*>(wires[other].data());
         a.own_position += other < rank ? 1 : 0;
       }
       reference::fp32_reduce(a);
     };
-    std::vector<int> at_owner;  // whose parts and sums the owner adds
+    std::vector<int> at_owner;  // ranks whose parts and sums the owner adds
     for (int node = 0; node < nodes; ++node) {
       const int middle = node * per_node + local;
       std::vector<int> inside;

@@ -1,5 +1,5 @@
-// What is special about the int8 wire format: its codes and units, and the error of what is sent.
-// wire_test.cpp tests what all formats promise.
+// Properties specific to the int8 wire format: codes, units, and the error of the sent values. wire_test.cpp
+// tests the properties of all formats.
 #include "kernels/wire/int.h"
 
 #include "tests/kernels/wire_problem.h"
@@ -7,7 +7,7 @@
 namespace gradwire::testing {
 namespace {
 
-TEST(Int8, UnitFitsTheLargestAndIsNeverZero) {
+TEST(Int8, UnitFitsTheLargestValueAndIsNonzero) {
   for (float largest :
        {0.0f, 1e-45f, FLT_MIN, 1.0f, 1.984375f, 1.9843751f, 127.0f, 128.0f, 2.9e38f, 3.37e38f}) {
     const uint8_t byte = Int8::unit_byte(float_bits(largest));
@@ -15,7 +15,7 @@ TEST(Int8, UnitFitsTheLargestAndIsNeverZero) {
     EXPECT_EQ(fp8_scale(byte) * fp8_inverse_scale(byte), 1.0f);
     EXPECT_LE(largest * fp8_inverse_scale(byte), 127.0f);
     if (largest > 1e-30f) {
-      EXPECT_GT(largest * fp8_inverse_scale(byte), 63.5f) << "wastes range at " << largest;
+      EXPECT_GT(largest * fp8_inverse_scale(byte), 63.5f) << "unused range at " << largest;
     }
   }
   const uint8_t last = Int8::unit_byte(float_bits(FLT_MAX));
@@ -23,7 +23,7 @@ TEST(Int8, UnitFitsTheLargestAndIsNeverZero) {
   EXPECT_LT(127 * fp8_scale(last), kInf);
 }
 
-TEST(Int8, CodesAreNearestWithTiesToEven) {
+TEST(Int8, RoundsToNearestEven) {
   auto signed_code = [](float x, int32_t random = -1) { return Int8::code_of<false>(x, random); };
   for (int code = -127; code <= 127; ++code) {
     const auto x = static_cast<float>(code);
@@ -46,7 +46,7 @@ class Int8Wire : public ::testing::TestWithParam<Backend>, public WireFixture {
   Int8Wire() : WireFixture(GetParam()) {}
 };
 
-TEST_P(Int8Wire, WhatIsSentPlusTheResidualIsTheSumAndTheErrorIsBounded) {
+TEST_P(Int8Wire, SentPlusResidualIsTheSumWithABoundedError) {
   const Wire format = find_wire_format("int8");
   for (Rounding mode : {Rounding::nearest, Rounding::stochastic}) {
     const WireProblem p{.own = spread_values(5000, 5, 8.0f),

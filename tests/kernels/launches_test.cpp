@@ -1,4 +1,4 @@
-// Each op of the model makes as many launches as tests/launches.h says.
+// Each op of the model makes the number of launches given in tests/launches.h.
 #include "tests/launches.h"
 
 #include "kernels/optimizer/optimizer.h"
@@ -10,7 +10,7 @@ namespace {
 
 class Launches : public OpTest {
  public:
-  // Calls run() and compares.
+  // Runs run() and compares its number of launches.
   template <typename Run>
   void expect_launches(const char* op, const Run& run) {
     const OpCount count;
@@ -25,9 +25,9 @@ class Launches : public OpTest {
 };
 #define GW_EXPECT_LAUNCHES(op, args) expect_launches(#op, [&] { GW_RUN(op, args); })
 
-TEST_P(Launches, OfEachOpAreThoseOfTheTable) {
+TEST_P(Launches, LaunchCountsMatchTable) {
   const int64_t tokens = 5, heads = 2, dim = 8, width = heads * dim, rows = 2 * tokens;
-  const int64_t pixels = 2 * 2 * 8 * 8;  // images of 8 x 8 in two channels and patches of 4 x 4
+  const int64_t pixels = 2 * 2 * 8 * 8;  // images of 8 x 8 in two channels, patches of 4 x 4
   auto floats = [&](int64_t count) { return array(std::vector<float>(static_cast<size_t>(count), 0.5f)); };
   auto x = floats(rows * 4 * width), y = floats(rows * 4 * width), z = floats(rows * 4 * width);
   auto d = floats(rows * 4 * width), sums = floats(rows * 4 * width), workspace = floats(rows * 16 * width);

@@ -11,7 +11,7 @@ namespace {
 
 class Optimizer : public OpTest {};
 
-TEST_P(Optimizer, SgdFollowsPyTorchsFormulaOverSeveralSteps) {
+TEST_P(Optimizer, SgdMatchesPyTorchOverSeveralSteps) {
   for (int64_t n : awkward_sizes()) {
     for (bool with_momentum : {false, true}) {
       for (int64_t misalign : {0, 1}) {
@@ -48,7 +48,7 @@ TEST_P(Optimizer, SgdFollowsPyTorchsFormulaOverSeveralSteps) {
   }
 }
 
-TEST_P(Optimizer, AdamWFollowsPyTorchsFormulaOverSeveralSteps) {
+TEST_P(Optimizer, AdamWMatchesPyTorchOverSeveralSteps) {
   for (int64_t n : awkward_sizes()) {
     for (int64_t misalign : {0, 1}) {
       SCOPED_TRACE(n);
@@ -95,9 +95,9 @@ TEST_P(Optimizer, AdamWFollowsPyTorchsFormulaOverSeveralSteps) {
   }
 }
 
-TEST_P(Optimizer, WritesTheNewParametersAsBf16Too) {
+TEST_P(Optimizer, AlsoWritesTheNewParametersAsBf16) {
   for (int64_t n : awkward_sizes()) {
-    for (int64_t misalign : {0, 1, 4}) {  // all vectors, none, and those of the copy at 8 bytes
+    for (int64_t misalign : {0, 1, 4}) {  // vectors only, none, and those of the copy at 8 bytes
       SCOPED_TRACE(fmt::format("{} misaligned by {}", n, misalign));
       const OptimizerScalars scalars{.lr = 0.1f, .correction1 = 0.5f, .correction2 = 0.5f};
       auto device_scalars = array(std::vector<OptimizerScalars>{scalars});
@@ -132,7 +132,7 @@ TEST_P(Optimizer, WritesTheNewParametersAsBf16Too) {
   }
 }
 
-TEST_P(Optimizer, TheReferencesAgreeWithTheOps) {
+TEST_P(Optimizer, OpsMatchTheReferences) {
   const int64_t n = 1000;
   auto w = normal(n, 1), g = normal(n, 2), m = normal(n, 3), v = normal(n, 4);
   for (float& x : v) x = x * x;
@@ -171,7 +171,7 @@ TEST_P(Optimizer, TheReferencesAgreeWithTheOps) {
   expect_close(dv.host(), rv, 3e-7, "v");
 }
 
-TEST_P(Optimizer, ANanGradientReachesItsOwnParameterOnly) {
+TEST_P(Optimizer, NanGradientReachesOnlyItsParameter) {
   const int64_t n = 70;
   auto g = normal(n, 1);
   g[33] = std::numeric_limits<float>::quiet_NaN();

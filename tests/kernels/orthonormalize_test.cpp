@@ -1,5 +1,5 @@
-// Orthonormalization: the columns are always orthonormal and span what the input spanned; a matrix that is
-// not finite is flagged and left alone.
+// Orthonormalization: the columns are always orthonormal and span the input's column space. A matrix that is
+// not finite is flagged and unchanged.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@ struct Shape {
 
 using Matrix = std::vector<float>;  // (n, rank)
 
-// Largest entry of |A^T A - 1|, in double.
+// Returns the largest entry of |A^T A - 1|, in double.
 double orthogonality_error(const Matrix& a, int32_t n, int r) {
   double most = 0.0;
   for (int i = 0; i < r; ++i) {
@@ -35,8 +35,8 @@ double orthogonality_error(const Matrix& a, int32_t n, int r) {
   return most;
 }
 
-// How much of each column of `a` lies outside the span of `basis` (orthonormal), relative
-// to the largest column.
+// Returns how much of each column of `a` lies outside the span of `basis` (orthonormal), relative to the
+// largest column.
 double outside_span(const Matrix& a, const Matrix& basis, int32_t n, int r) {
   double most = 0.0, largest = 0.0;
   for (int k = 0; k < r; ++k) {
@@ -55,7 +55,7 @@ double outside_span(const Matrix& a, const Matrix& basis, int32_t n, int r) {
   return std::sqrt(most / largest);
 }
 
-// Random orthonormal columns in double, by Gram-Schmidt twice.
+// Returns random orthonormal columns in double, by Gram-Schmidt twice.
 std::vector<double> random_basis(int32_t n, int r, uint32_t seed) {
   std::mt19937 generator(seed);
   std::normal_distribution<double> normal;
@@ -76,7 +76,7 @@ std::vector<double> random_basis(int32_t n, int r, uint32_t seed) {
   return a;
 }
 
-// U diag(1 .. 1/condition) V^T with random orthonormal U, V.
+// Returns U diag(1 .. 1/condition) V^T with random orthonormal U, V.
 Matrix with_condition(int32_t n, int r, double condition, uint32_t seed) {
   auto u = random_basis(n, r, seed), v = random_basis(r, r, seed + 1);
   Matrix a(static_cast<size_t>(n) * r);
@@ -100,7 +100,7 @@ class OrthonormalizeTest : public testing::OpTest {
     bool in_place = true, keep_flags = false;
     uint64_t seed = 1, step = 0;
     int64_t gap = 0;
-    std::vector<int32_t> flags = {};  // their initial values; poison when empty
+    std::vector<int32_t> flags = {};  // initial values; poison if empty
   };
   struct Result {
     std::vector<Matrix> out;
@@ -215,9 +215,9 @@ TEST_P(OrthonormalizeTest, HoldsUpToConditionNumber1e8) {
   }
 }
 
-// Columns that are zero or repeat others: the good ones keep their span, the rest is orthogonal to them, and
-// equals the reference's draw.
-TEST_P(OrthonormalizeTest, DeficientColumnsAreReseeded) {
+// Columns that are zero or linearly dependent: the independent columns keep their span; the others are
+// orthogonal to them and equal the reference's draw.
+TEST_P(OrthonormalizeTest, ReseedsDeficientColumns) {
   Shape s{200, 6};
   auto base = normal(int64_t{s.n} * s.rank, 3);
   auto edit = [&](auto column_value) {
@@ -282,7 +282,7 @@ TEST_P(OrthonormalizeTest, ExtremeMagnitudesNeitherOverflowNorVanish) {
   }
 }
 
-TEST_P(OrthonormalizeTest, NonFiniteMatricesAreFlaggedAndLeftAlone) {
+TEST_P(OrthonormalizeTest, FlagsNonFiniteMatricesWithoutChangingThem) {
   Shape s{90, 4};
   for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (bool in_place : {true, false}) {
@@ -300,16 +300,16 @@ TEST_P(OrthonormalizeTest, NonFiniteMatricesAreFlaggedAndLeftAlone) {
   }
 }
 
-TEST_P(OrthonormalizeTest, KeptFlagsAreOnlyRaised) {
+TEST_P(OrthonormalizeTest, KeepFlagsNeverClearsAFlag) {
   Shape s{90, 4};
   std::vector<Matrix> matrices;
   for (uint32_t m = 0; m < 3; ++m) matrices.push_back(normal(int64_t{s.n} * s.rank, m));
   matrices[2][5] = std::numeric_limits<float>::quiet_NaN();
   auto got = run({s, s, s}, matrices, {.keep_flags = true, .flags = {0, 1, 0}});
   EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 1}));
-  EXPECT_EQ(got.out[1], matrices[1]) << "flagged before: left alone";
+  EXPECT_EQ(got.out[1], matrices[1]) << "flagged before: unchanged";
   EXPECT_LT(orthogonality_error(got.out[0], s.n, s.rank), 1e-7);
-  // Without keep_flags an old flag does not count.
+  // Without keep_flags, an old flag is ignored.
   got = run({s, s, s}, matrices, {.flags = {1, 1, 1}});
   EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 0, 1}));
 }

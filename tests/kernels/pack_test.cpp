@@ -7,13 +7,13 @@ namespace {
 
 class PackTest : public testing::OpTest {};
 
-// Pieces of awkward sizes, from odd places, packed back to back.
-TEST_P(PackTest, PackedPiecesComeBackToTheirPlaces) {
+// Packs pieces of awkward sizes and alignments back to back.
+TEST_P(PackTest, UnpackRestoresPackedPieces) {
   for (int64_t misalign : {0, 1, 3}) {
     std::vector<Segment> segments;
     int64_t scattered_count = 0, packed_count = 0;
     for (int64_t size : testing::awkward_sizes()) {
-      scattered_count += 5;  // a gap that must stay untouched
+      scattered_count += 5;  // a gap that must be unchanged
       segments.push_back({scattered_count, packed_count, size});
       scattered_count += size;
       packed_count += size;
@@ -45,7 +45,7 @@ TEST_P(PackTest, PackedPiecesComeBackToTheirPlaces) {
   }
 }
 
-TEST_P(PackTest, NothingToPackIsFine) {
+TEST_P(PackTest, AcceptsAnEmptyList) {
   SegmentTable table(stream, {});
   GW_RUN(pack, (Pack{&table, nullptr, nullptr, false}));
 }

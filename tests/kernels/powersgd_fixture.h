@@ -1,4 +1,4 @@
-// What tests of PowerSGD's passes share: buckets of matrices on a backend, and the passes on arrays.
+// Fixture of the tests of PowerSGD's passes: buckets of matrices on a backend, and the passes on arrays.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,7 @@ struct MatrixShape {
   int32_t rows, cols, rank;
 };
 
-// Everything the three passes touch, on the backend. Matrices are `gap` elements apart;
-// the gaps must not change.
+// The matrices of a bucket, `gap` elements apart. No pass may write to the gaps.
 struct MatrixBucket {
   MatrixTable table;
   int64_t elements = 0, p_elements = 0, q_elements = 0;
@@ -28,7 +27,7 @@ inline std::vector<float> gather(const std::vector<float>& all, int64_t offset, 
   return {all.begin() + offset, all.begin() + offset + count};
 }
 
-// Largest |got - want| relative to `scale`.
+// Returns the largest |got - want| relative to `scale`.
 inline double worst(const std::vector<float>& got, const std::vector<float>& want, double scale) {
   EXPECT_EQ(got.size(), want.size());
   double most = 0.0;
@@ -40,7 +39,7 @@ inline double worst(const std::vector<float>& got, const std::vector<float>& wan
   return most / scale;
 }
 
-// What is pending of a residual; without p, nothing.
+// Pending factors of a residual; none if p is empty.
 struct Pending {
   std::vector<float> p = {}, q = {};
   std::vector<int32_t> flags = {};
@@ -124,7 +123,7 @@ class PowerSgdFixture : public OpTest {
     return q.host();
   }
 
-  // With error feedback, where a matrix is flagged, `grad` is what went in and `residual` M.
+  // With error feedback, and for a flagged matrix, `grad` is the pass's input and `residual` is M.
   std::vector<float> reconstruct(const MatrixBucket& b, const std::vector<float>& p,
                                  const std::vector<float>& q, float scale, const std::vector<int32_t>& flags,
                                  const std::vector<float>* grad = nullptr,
@@ -173,7 +172,7 @@ class PowerSgdFixture : public OpTest {
     Array<int32_t> flags;
   };
 
-  // Between the matrices the poison must still be there.
+  // Expects the poison between the matrices to be unchanged.
   template <typename Size>
   void expect_gaps_untouched(const MatrixBucket& b, std::vector<float> all, int64_t MatrixDescriptor::*offset,
                              Size size) {
@@ -191,7 +190,7 @@ struct PowerSgdCase {
   int64_t gap;
 };
 
-// Small enough for the CPU shim, yet on both sides of every block boundary of the kernels.
+// Small enough for the CPU shim, and on both sides of every block boundary of the kernels.
 inline std::vector<PowerSgdCase> powersgd_cases() {
   return {
       {"one element", {{1, 1, 1}}, 0},
@@ -213,7 +212,7 @@ inline std::vector<PowerSgdCase> powersgd_cases() {
   };
 }
 
-// Sizes of real layers, for the devices that are fast enough.
+// Sizes of real layers, for devices that are fast enough.
 inline std::vector<PowerSgdCase> larger_powersgd_cases() {
   return {
       {"large", {{768, 700, 4}, {16, 4096, 4}, {3500, 12, 4}, {700, 7, 7}}, 4},

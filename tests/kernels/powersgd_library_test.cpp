@@ -1,5 +1,5 @@
-// PowerSGD's passes with the products by a library: the same residuals, the same factors up to rounding, and the same
-// treatment of what is not finite, as by the fused kernels.
+// PowerSGD's passes with the products computed by a library: compared with the fused kernels, the residuals
+// are equal, the factors agree up to rounding, and non-finite values are treated alike.
 #include <fmt/format.h>
 
 #include <limits>
@@ -17,7 +17,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class PowerSgdByLibrary : public PowerSgdFixture {
  public:
-  // The kernels here, the products in between by the stand-in, in memory of this backend.
+  // Runs our kernels, and between them the products with the stand-in, in this backend's memory.
   void run_products(const MatrixBucket& b, bool onto_p, float* residual, const float* grad,
                     const float* factors, float* out, int32_t* marks, const PendingFactors& pending) {
     const float* m = grad;
@@ -42,7 +42,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
     GW_RUN(powersgd_overwrite, overwrite);
   }
 
-  // P, or onto P Q, with the residual changed.
+  // Returns Q's projection P, or the projection onto P if `onto_p`. Updates the residual.
   std::vector<float> by_library(const MatrixBucket& b, const std::vector<float>& grad,
                                 std::vector<float>* residual, const std::vector<float>& factors, bool onto_p,
                                 const Pending& pending = {}) {
@@ -93,11 +93,11 @@ class PowerSgdByLibrary : public PowerSgdFixture {
   }
 };
 
-TEST_P(PowerSgdByLibrary, TheResidualHasTheBitsOfTheFusedPassAndFactorsAgree) {
+TEST_P(PowerSgdByLibrary, ResidualMatchesTheFusedPassBitForBitAndFactorsAgree) {
   uint32_t seed = 0;
   for (const auto& c : thinned(powersgd_cases(), 8)) {
     for (bool onto_p : {false, true}) {
-      for (int held : {0, 1, 2}) {  // no error feedback, nothing pending, something is
+      for (int held : {0, 1, 2}) {  // no error feedback, nothing pending, pending factors
         if (GetParam().simt && (onto_p ? held < 2 : held == 0))
           continue;  // the same kernels, or none of them
         SCOPED_TRACE(fmt::format("{}{}, {}", c.name, onto_p ? ", onto P" : "", held));
@@ -129,7 +129,7 @@ TEST_P(PowerSgdByLibrary, TheResidualHasTheBitsOfTheFusedPassAndFactorsAgree) {
   }
 }
 
-TEST_P(PowerSgdByLibrary, WhatIsNotFiniteReachesTheFactorAndNeverTheResidual) {
+TEST_P(PowerSgdByLibrary, NonFiniteValuesReachTheFactorButNotTheResidual) {
   const std::vector<MatrixShape> shapes = {{70, 260, 3}, {33, 31, 5}, {20, 1030, 4}, {16, 16, 2}};
   for (bool onto_p : {false, true}) {
     SCOPED_TRACE(onto_p ? "onto P" : "onto Q");
@@ -138,10 +138,11 @@ TEST_P(PowerSgdByLibrary, WhatIsNotFiniteReachesTheFactorAndNeverTheResidual) {
     auto at = [&](size_t matrix, int64_t element) {
       return static_cast<size_t>(b.table.host()[matrix].offset + element);
     };
-    grad[at(0, 69 * 260 + 259)] = kNotANumber;  // the last element of all
+    grad[at(0, 69 * 260 + 259)] = kNotANumber;  // the last element
     grad[at(1, 0)] = -kInfinity;
-    grad[at(2, 5 * 1030 + 3)] = 3e38f;    // only the sum is infinite: the residual keeps the largest value,
-    before[at(2, 5 * 1030 + 3)] = 3e38f;  // with which the product alone could be finite
+    // Only the sum is infinite. The residual keeps the largest finite value, whose product could be finite.
+    grad[at(2, 5 * 1030 + 3)] = 3e38f;
+    before[at(2, 5 * 1030 + 3)] = 3e38f;
     auto fused = before, formed = before;
     const auto factors = normal(onto_p ? b.p_elements : b.q_elements, 3, 1e-3f);
     onto_p ? project_onto(b, grad, &fused, factors) : project(b, grad, &fused, factors);
@@ -157,7 +158,7 @@ TEST_P(PowerSgdByLibrary, WhatIsNotFiniteReachesTheFactorAndNeverTheResidual) {
   }
 }
 
-TEST_P(PowerSgdByLibrary, AFlaggedMatrixGetsAZeroQ) {
+TEST_P(PowerSgdByLibrary, FlaggedMatricesHaveAZeroQ) {
   const MatrixBucket b = bucket({{20, 30, 3}, {12, 50, 2}}, 1);
   auto m = array(normal(b.elements, 1)), p = array(normal(b.p_elements, 2)), q = array<float>(b.q_elements);
   auto flags = array(std::vector<int32_t>{1, 0});
@@ -175,7 +176,7 @@ TEST_P(PowerSgdByLibrary, AFlaggedMatrixGetsAZeroQ) {
   EXPECT_EQ(got[static_cast<size_t>(b.table.host()[0].q_offset)], 0.0f);
 }
 
-TEST_P(PowerSgdByLibrary, OverwritingTouchesMarkedMatricesOnly) {
+TEST_P(PowerSgdByLibrary, OverwritesMarkedMatricesOnly) {
   const MatrixBucket b = bucket({{20, 30, 3}, {12, 50, 2}, {300, 7, 5}}, 2);
   for (bool of_q : {false, true}) {
     const auto before = normal(of_q ? b.q_elements : b.p_elements, 1);
@@ -195,7 +196,7 @@ TEST_P(PowerSgdByLibrary, OverwritingTouchesMarkedMatricesOnly) {
   }
 }
 
-TEST_P(PowerSgdByLibrary, FormIsTheReferences) {
+TEST_P(PowerSgdByLibrary, FormMatchesTheReferenceBitForBit) {
   uint32_t seed = 40;
   for (const auto& c : powersgd_cases()) {
     SCOPED_TRACE(c.name);

@@ -1,5 +1,5 @@
-// PowerSGD's passes: products agree with the double reference for any shape and rank, residuals keep what was
-// lost, and non-finite values reach the result but no state.
+// PowerSGD's passes: products match the double reference for any shape and rank, residuals keep the error,
+// and non-finite values reach the result but no state.
 #include <fmt/format.h>
 
 #include <cfloat>
@@ -28,7 +28,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class PowerSgd : public testing::PowerSgdFixture {};
 
-// Random gradient, residual and Q; gaps hold the poison.
+// Random gradient, residual and Q; the gaps hold poison.
 TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
   uint32_t seed = 0;
   auto all = powersgd_cases();
@@ -57,9 +57,9 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
             << d.rows << " x " << d.cols;
       }
       if (HasFailure()) return;
-      if (GetParam().simt && !with_residual) continue;  // the other passes don't know
+      if (GetParam().simt && !with_residual) continue;  // the other passes have no residual
 
-      // A P with columns of norm about 1, as orthonormalize() leaves it.
+      // A P with columns of norm about 1, as produced by orthonormalize().
       auto basis = normal(b.p_elements, ++seed);
       for (const auto& d : b.table.host()) {
         for (int64_t i = 0; i < int64_t{d.rows} * d.rank; ++i)
@@ -96,7 +96,7 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
   }
 }
 
-// What is pending of the residual can be added at any time before the next step, and it is the same step.
+// The pending part of the residual can be added at any time before the next step without changing that step.
 TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
   uint32_t seed = 300;
   auto all = powersgd_cases();
@@ -107,7 +107,7 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
     MatrixBucket b = bucket(c.shapes, c.gap);
     const auto grad = normal(b.elements, ++seed), held = normal(b.elements, ++seed);
     Pending pending{normal(b.p_elements, ++seed, 0.1f), normal(b.q_elements, ++seed), {}};
-    if (c.shapes.size() > 1) {  // a flagged matrix has nothing pending, whatever its factors hold
+    if (c.shapes.size() > 1) {  // a flagged matrix has nothing pending, whatever its factors
       pending.flags.assign(c.shapes.size(), 0);
       pending.flags[1] = 1;
       const auto& d = b.table.host()[1];
@@ -169,8 +169,8 @@ TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
   }
 }
 
-// With P's columns orthonormal or not: residual + P Q^T is M, which is what went in.
-TEST_P(PowerSgd, ResidualPlusReconstructionIsWhatWentIn) {
+// Whether or not P's columns are orthonormal: residual + P Q^T is M, the input.
+TEST_P(PowerSgd, ResidualPlusReconstructionIsTheInput) {
   uint32_t seed = 900;
   for (const auto& c : thinned(powersgd_cases(), 6)) {
     SCOPED_TRACE(c.name);
@@ -196,7 +196,7 @@ TEST_P(PowerSgd, ResidualPlusReconstructionIsWhatWentIn) {
 }
 
 TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
-  // Matrix 1 of 3 is hit; the others must not change.
+  // Only matrix 1 of 3 has a non-finite gradient; the others must not change.
   for (float bad : {kNan, kInf, -kInf}) {
     for (auto shapes : {std::vector<MatrixShape>{{40, 48, 4}, {40, 48, 4}, {16, 20, 3}},
                         std::vector<MatrixShape>{{33, 35, 12}, {13, 1035, 12}, {70, 19, 12}}}) {
@@ -209,14 +209,14 @@ TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
       auto residual = old;
       auto p = project(b, grad, &residual, q);
 
-      EXPECT_EQ(residual[at], old[at]) << "the old residual stays where the gradient is not finite";
+      EXPECT_EQ(residual[at], old[at]) << "the old residual is kept where the gradient is not finite";
       for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(p[hit.p_offset + 7 * hit.rank + k]));
       for (const auto& d : {b.table.host()[0], b.table.host()[2]}) {
         EXPECT_EQ(gather(p, d.p_offset, d.rows * d.rank), gather(clean_p, d.p_offset, d.rows * d.rank));
       }
       for (size_t i = 0; i < residual.size(); ++i) ASSERT_TRUE(is_finite(residual[i]));
 
-      // orthonormalize() would flag the matrix and leave its P alone; any finite P does here.
+      // orthonormalize() would flag the matrix and not change its P; any finite P suffices.
       auto basis = normal(b.p_elements, 4, 0.2f);
       std::vector<int32_t> flags = {0, 1, 0};
       auto own_q = back_project(b, residual, basis, flags);
@@ -239,7 +239,7 @@ TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
   }
 }
 
-TEST_P(PowerSgd, AnotherRanksNanLeavesThisRanksResidualAsItWas) {
+TEST_P(PowerSgd, NanOnAnotherRankKeepsThisRanksResidual) {
   MatrixBucket b = bucket({{40, 48, 4}}, 0);
   auto grad = normal(b.elements, 1), old = normal(b.elements, 2), residual = old, q = normal(b.q_elements, 3);
   project(b, grad, &residual, q);
@@ -249,8 +249,8 @@ TEST_P(PowerSgd, AnotherRanksNanLeavesThisRanksResidualAsItWas) {
   EXPECT_EQ(own_q, std::vector<float>(own_q.size(), 0.0f));
 }
 
-TEST_P(PowerSgd, OverflowNeverEntersTheResidual) {
-  // grad + residual overflows: the matrix counts as not finite, and what is stored must be finite.
+TEST_P(PowerSgd, ResidualsNeverOverflow) {
+  // grad + residual overflows: the matrix counts as non-finite, and the stored sum must be finite.
   MatrixBucket b = bucket({{32, 40, 4}}, 0);
   auto grad = normal(b.elements, 1), residual = normal(b.elements, 2), q = normal(b.q_elements, 3);
   grad[100] = FLT_MAX, residual[100] = FLT_MAX / 2;
@@ -298,7 +298,7 @@ TEST_P(PowerSgd, RunsGiveTheSameBitsForAnyNumberOfThreads) {
   set_host_threads(threads);
 }
 
-TEST_P(PowerSgd, AnEmptyTableDoesNothing) {
+TEST_P(PowerSgd, EmptyTableDoesNothing) {
   MatrixBucket b = bucket({}, 0);
   project(b, {}, nullptr, {});
   project_onto(b, {}, nullptr, {});
@@ -306,7 +306,7 @@ TEST_P(PowerSgd, AnEmptyTableDoesNothing) {
   reconstruct(b, {}, {}, 1.0f, {});
 }
 
-TEST(MatrixTable, RefusesARankThatTheMatrixCannotHave) {
+TEST(MatrixTable, RejectsRanksAboveTheMatrixDimensions) {
   Stream stream = Stream::immediate_host();
   for (int32_t rank : {0, -1, 5, 65}) {
     EXPECT_THROW(MatrixTable(stream, {{.rows = 4, .cols = 100, .rank = rank}}), BadInput) << rank;

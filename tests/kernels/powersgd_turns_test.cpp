@@ -1,4 +1,4 @@
-// PowerSGD with P and Q in turns: in either turn nothing is lost.
+// PowerSGD that alternates between P and Q: residuals conserve the input in either turn.
 #include <fmt/format.h>
 
 #include <limits>
@@ -18,8 +18,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class PowerSgdTurns : public testing::PowerSgdFixture {};
 
-// Where P and Q alternate, with either of them in this step and whatever the other's columns are.
-TEST_P(PowerSgdTurns, InEitherTurnResidualPlusReconstructionIsWhatWentIn) {
+// P and Q alternate; this step sends either of them, and the columns of the other are arbitrary.
+TEST_P(PowerSgdTurns, ResidualPlusReconstructionIsTheInputInEitherTurn) {
   uint32_t seed = 700;
   for (const auto& c : testing::thinned(powersgd_cases(), 8)) {
     for (bool turn_p : {true, false}) {
@@ -46,7 +46,7 @@ TEST_P(PowerSgdTurns, InEitherTurnResidualPlusReconstructionIsWhatWentIn) {
   }
 }
 
-TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
+TEST_P(PowerSgdTurns, FlaggedMatricesKeepTheirOldResidualInEitherTurn) {
   for (float bad : {kNan, kInf}) {
     for (bool turn_p : {true, false}) {
       MatrixBucket b = bucket({{40, 48, 4}, {33, 1035, 3}, {16, 20, 12}}, 1);
@@ -56,7 +56,7 @@ TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
       grad[at] = bad;
       const auto basis = normal(turn_p ? b.q_elements : b.p_elements, 3);
       const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
-      EXPECT_EQ(residual[at], old[at]) << "the old residual stays where the gradient is not finite";
+      EXPECT_EQ(residual[at], old[at]) << "the old residual is kept where the gradient is not finite";
       const int64_t seen = turn_p ? hit.p_offset + 7 * hit.rank : hit.q_offset + 11 * hit.rank;
       for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(own[seen + k]));
       const std::vector<int32_t> flags = {0, 1, 0};
@@ -77,8 +77,9 @@ TEST_P(PowerSgdTurns, InEitherTurnAFlaggedMatrixGetsItsOldResidualBack) {
   }
 }
 
-// In every column of Q, also where a kernel reads M again for each eight of P's, from the residual, which keeps no NaN.
-TEST_P(PowerSgdTurns, ANonFiniteGradientShowsInAllOfItsRowOfQAndNoOther) {
+// The NaN appears in every column of Q, even if a kernel rereads M for each eight columns of P from the
+// residual, which never holds a NaN.
+TEST_P(PowerSgdTurns, NonFiniteGradientsSpreadOverTheirRowOfQOnly) {
   for (float bad : {kNan, kInf, -kInf}) {
     for (int rank : {1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 33}) {
       SCOPED_TRACE(fmt::format("{} at rank {}", bad, rank));

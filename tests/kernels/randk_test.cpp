@@ -1,4 +1,4 @@
-// Random-k: which coordinates it chooses, and that its passes have the reference's bits.
+// Random-k: the chosen coordinates, and passes that match the reference bit for bit.
 #include "kernels/randk/randk.h"
 
 #include <fmt/format.h>
@@ -25,7 +25,7 @@ std::vector<int64_t> all_chosen(const Strata& strata, const RandKDraw& draw) {
   return all;
 }
 
-TEST(RandKStrata, ChooseExactlyKElementsAndNoneTwice) {
+TEST(RandKStrata, ChooseKDistinctElements) {
   for (int64_t count : {1, 2, 7, 100, 1023, 4099}) {
     for (double ratio : kRatios) {
       const Strata strata{count, randk_count(count, ratio)};
@@ -58,7 +58,7 @@ TEST(RandKStrata, CoverTheTensorOnceInOrder) {
       ASSERT_EQ(position, count);
     }
   }
-  // Sizes whose product with k does not fit into 64 bits.
+  // Sizes whose product with k exceeds 64 bits.
   const Strata huge{(int64_t{1} << 40) + 12345, (int64_t{1} << 39) + 7};
   for (int64_t j : {int64_t{0}, huge.k / 2, huge.k - 1}) EXPECT_EQ(huge.of(huge.begin(j)), j);
   EXPECT_EQ(huge.begin(huge.k - 1) + huge.size(huge.k - 1), huge.count);
@@ -93,7 +93,7 @@ TEST(RandKStrata, StepsTensorsAndSeedsChooseDifferently) {
   EXPECT_NE(base, all_chosen(strata, {2, 1, 1}));
 }
 
-// The closed form: what is dropped is 1 - k/n of the squared norm, in expectation, for values of any kind.
+// The closed form: the expected dropped share of the squared norm is 1 - k/n, for arbitrary values.
 TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
   const int64_t count = 40000;
   const auto gaussian = testing::normal(count, 1);
@@ -112,7 +112,7 @@ TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
           kept += x * x / norm2;
         }
       }
-      // The share that is kept, because 2 % of what is dropped would be easy.
+      // Compares the kept share, because 2 % of the dropped share would be a weak test.
       EXPECT_NEAR(kept / static_cast<double>(steps) / ratio, 1.0, 0.02 + (values == comb ? 0.1 : 0.0))
           << "ratio " << ratio;
     }
@@ -126,7 +126,7 @@ class RandK : public testing::OpTest {
     std::vector<int64_t> chosen;
   };
 
-  // Tensors of these sizes with gaps of zeros in between; `count` is the whole.
+  // Returns tensors of these sizes with gaps of zeros in between; `count` receives the total.
   static std::vector<RandKTensor> tensors_of(const std::vector<int64_t>& sizes, int64_t* count) {
     std::vector<RandKTensor> tensors;
     *count = 0;
@@ -149,7 +149,8 @@ class RandK : public testing::OpTest {
     return s;
   }
 
-  // One gather, here and by the reference, of the same state; returns the former and expects the same bits.
+  // Runs one gather on the backend and by the reference from the same state, and expects the same bits.
+  // Returns the former.
   State gather(const RandKTable& table, const State& before, bool with_residual, int64_t misalign,
                uint64_t step) {
     const int64_t count = static_cast<int64_t>(before.grad.size());
@@ -212,7 +213,7 @@ TEST_P(RandK, GatherHasTheReferencesBits) {
   }
 }
 
-TEST_P(RandK, ValuesAndResidualTogetherAreWhatWentIn) {
+TEST_P(RandK, ValuesPlusResidualAreTheInput) {
   int64_t count = 0;
   const auto tensors = tensors_of({1025, 1, 130, 4099}, &count);
   RandKTable table(stream, tensors, 0.1);
@@ -232,7 +233,7 @@ TEST_P(RandK, ValuesAndResidualTogetherAreWhatWentIn) {
   }
 }
 
-TEST_P(RandK, WhatTheWireLostOfAValueIsKeptInItsPlace) {
+TEST_P(RandK, ResidualKeepsTheRoundingErrorsOfSentValues) {
   int64_t count = 0;
   const auto tensors = tensors_of({777, 64}, &count);
   RandKTable table(stream, tensors, 0.2);
@@ -258,8 +259,8 @@ TEST_P(RandK, WhatTheWireLostOfAValueIsKeptInItsPlace) {
   EXPECT_NE(want_residual, s.residual);
 }
 
-// Wherever it is, chosen or not, it shows in its tensor's values and in no other's, and in no residual.
-TEST_P(RandK, ANonFiniteElementShowsInItsTensorAlone) {
+// A non-finite element, chosen or not, shows in its tensor's values, in no other tensor's and in no residual.
+TEST_P(RandK, NonFiniteElementsStayInTheirTensor) {
   int64_t count = 0;
   const auto tensors = tensors_of({300, 257, 40}, &count);
   RandKTable table(stream, tensors, 0.02);
@@ -280,7 +281,7 @@ TEST_P(RandK, ANonFiniteElementShowsInItsTensorAlone) {
   }
 }
 
-TEST_P(RandK, AResidualThatWouldOverflowIsClamped) {
+TEST_P(RandK, ClampsResidualsThatWouldOverflow) {
   RandKTable table(stream, {{.count = 64}}, 0.01);
   State before;
   before.grad.assign(64, 3e38f);

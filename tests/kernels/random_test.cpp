@@ -1,5 +1,5 @@
-// The random bits of stochastic rounding: uniform, and independent of their neighbours', of the next step's, and of
-// another rank's.
+// The random bits of stochastic rounding: uniform, and independent of the neighbours', the next step's and
+// another rank's bits.
 #include "kernels/math/random.h"
 
 #include <gtest/gtest.h>
@@ -12,9 +12,10 @@ namespace gradwire {
 namespace {
 
 constexpr uint64_t kElements = 1 << 20;
-constexpr uint64_t kFar = (uint64_t{1} << 32) - kElements / 2;  // across the border of two keys
+constexpr uint64_t kFar = (uint64_t{1} << 32) - kElements / 2;  // across the boundary between two keys
 
-// Of `counts` that should all be equal: how far they are from it, in standard deviations of what chance does.
+// Returns how far `counts`, which are expected to be equal, deviate from that, in standard deviations of
+// chance.
 double deviations(const std::vector<int64_t>& counts) {
   double all = 0, chi_squared = 0;
   for (int64_t n : counts) all += static_cast<double>(n);
@@ -53,7 +54,7 @@ TEST(RoundingBits, AreIndependentOfNeighboursStepsAndSeeds) {
         Other{"a step on, an element on", [](uint64_t i) { return random16(3, 10, i + 1); }},
         Other{"the next rank's seed", [](uint64_t i) { return random16(4, 9, i); }},
         Other{"the next key", [](uint64_t i) { return random16(3, 9, i + (uint64_t{1} << 32)); }}}) {
-    // Joint counts of four bits of each: the uppermost, which decide most roundings, and the lowermost.
+    // Joint counts of four bits of each: the highest, which decide most roundings, and the lowest.
     std::vector<int64_t> upper(256), lower(256);
     double product = 0;
     for (uint64_t i = 0; i < kElements; ++i) {
@@ -67,7 +68,7 @@ TEST(RoundingBits, AreIndependentOfNeighboursStepsAndSeeds) {
   }
 }
 
-TEST(RoundingBits, OfElementsNearOneAreTheSame) {
+TEST(RoundingBits, EqualTheDrawOfEachElement) {
   for (uint64_t first : {uint64_t{5}, (uint64_t{1} << 32) - 20}) {
     const RoundingBits bits(8, 2, first);
     for (uint64_t i = first; i < first + 40; ++i) EXPECT_EQ(bits(i), random16(8, 2, i));

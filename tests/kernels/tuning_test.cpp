@@ -22,7 +22,7 @@ class Tuning : public ::testing::Test {
     all << std::ifstream(path_).rdbuf();
     return all.str();
   }
-  // What a run that opens the file says.
+  // Returns the messages of a run that opens the file.
   std::string messages() {
     ::testing::internal::CaptureStderr();
     TuningFile file(path_);
@@ -34,7 +34,7 @@ class Tuning : public ::testing::Test {
   const TuningFile::Key key_{"NVIDIA H100 80GB HBM3", "cublasLt 130100", "NT 1600 4096 1024"};
 };
 
-TEST_F(Tuning, AChoiceIsFoundByTheNextRunOnTheSameDeviceAndVersion) {
+TEST_F(Tuning, FindsTheChoiceOfAnEarlierRunOnTheSameDeviceAndVersion) {
   EXPECT_EQ(messages(), "");  // no file yet
   TuningFile(path_).add(key_, "0a1b");
   const TuningFile next(path_);
@@ -45,13 +45,13 @@ TEST_F(Tuning, AChoiceIsFoundByTheNextRunOnTheSameDeviceAndVersion) {
   EXPECT_EQ(text(), "gradwire tuning 1\nNVIDIA H100 80GB HBM3\tcublasLt 130100\tNT 1600 4096 1024\t0a1b\n");
 }
 
-TEST_F(Tuning, ALaterChoiceWins) {
+TEST_F(Tuning, LaterChoicesWin) {
   TuningFile(path_).add(key_, "1");
   TuningFile(path_).add(key_, "2");
   EXPECT_EQ(TuningFile(path_).find(key_), "2");
 }
 
-TEST_F(Tuning, SpoiledLinesAreNamedAndTheOthersHold) {
+TEST_F(Tuning, NamesDamagedLinesAndUsesTheOthers) {
   TuningFile(path_).add(key_, "1");
   write(text() + "half a line\n\na\tb\t\td\n");
   TuningFile(path_).add({"other", "maker", "kind"}, "2");
@@ -66,7 +66,7 @@ TEST_F(Tuning, SpoiledLinesAreNamedAndTheOthersHold) {
   EXPECT_EQ(file.find({"other", "maker", "kind"}), "2");
 }
 
-TEST_F(Tuning, OfManySpoiledLinesTheFirstFewAreNamed) {
+TEST_F(Tuning, NamesOnlyTheFirstFewDamagedLines) {
   std::string spoiled = "gradwire tuning 1\n";
   for (int i = 0; i < 1000; ++i) spoiled += "half a line\n";
   write(spoiled);
@@ -75,8 +75,8 @@ TEST_F(Tuning, OfManySpoiledLinesTheFirstFewAreNamed) {
   EXPECT_NE(said.find("995 more lines are ignored"), std::string::npos) << said;
 }
 
-// As a process leaves it that dies while it writes, or an editor.
-TEST_F(Tuning, AChoiceAddedAfterHalfALineIsFoundAgain) {
+// The state that a process or an editor leaves when it dies while writing.
+TEST_F(Tuning, FindsAChoiceAddedAfterATruncatedLine) {
   for (const char* unfinished : {"gradwire tuning 1", "gradwire tuning 1\ndevice\tmaker\tkind\tcho"}) {
     write(unfinished);
     TuningFile(path_).add(key_, "1");
@@ -85,18 +85,18 @@ TEST_F(Tuning, AChoiceAddedAfterHalfALineIsFoundAgain) {
   }
 }
 
-TEST_F(Tuning, AFileOfSomethingElseIsLeftAlone) {
+TEST_F(Tuning, DoesNotChangeAForeignFile) {
   write("my thesis\n");
   EXPECT_NE(messages().find("neither read nor written"), std::string::npos);
   ::testing::internal::CaptureStderr();
   TuningFile file(path_);
   file.add(key_, "1");
   ::testing::internal::GetCapturedStderr();
-  EXPECT_EQ(file.find(key_), "1");  // for this process
+  EXPECT_EQ(file.find(key_), "1");  // in this process
   EXPECT_EQ(text(), "my thesis\n");
 }
 
-TEST_F(Tuning, AFileThatCannotBeWrittenIsSaidOnce) {
+TEST_F(Tuning, WarnsOnceOfAFileThatCannotBeWritten) {
   ::testing::internal::CaptureStderr();
   TuningFile file(folder_.path() + "/no folder/tuning");
   file.add(key_, "1");
@@ -107,18 +107,18 @@ TEST_F(Tuning, AFileThatCannotBeWrittenIsSaidOnce) {
   EXPECT_EQ(file.find(key_), "2");
 }
 
-TEST_F(Tuning, NamesWithTabsStayInTheirField) {
+TEST_F(Tuning, EscapesTabsInNames) {
   const TuningFile::Key odd{"a\tb", "c\nd", ""};
   TuningFile(path_).add(odd, "1");
   EXPECT_EQ(messages(), "");
   EXPECT_EQ(TuningFile(path_).find(odd), "1");
 }
 
-TEST_F(Tuning, SeveralAddAtOnce) {
+TEST_F(Tuning, AcceptsConcurrentWriters) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
-      TuningFile file(path_);  // as each process has its own
+      TuningFile file(path_);  // each process has its own
       for (int i = 0; i < 20; ++i)
         file.add({"device", std::to_string(t), std::to_string(i)}, std::string(100, 'x'));
     });
@@ -132,7 +132,7 @@ TEST_F(Tuning, SeveralAddAtOnce) {
   }
 }
 
-TEST(TuningHex, BytesComeBackAndNothingElseDoes) {
+TEST(TuningHex, RoundTripsBytesAndRejectsEverythingElse) {
   const unsigned char bytes[4] = {0, 0x7f, 0x80, 0xff};
   EXPECT_EQ(hex_bytes(bytes, 4), "007f80ff");
   unsigned char back[4] = {};

@@ -1,4 +1,4 @@
-// What a two-shot allreduce that exchanges messages leaves on every rank, from a format's scalar references.
+// The result on every rank of a two-shot allreduce by messages, computed with a format's scalar references.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@ namespace gradwire::testing {
 
 struct TwoShot {
   Wire wire = kFp32;
-  std::vector<std::vector<float>> inputs, residuals;  // by rank; residuals may be empty
-  std::vector<int64_t> begin;                         // of each rank's chunk, and the end
+  std::vector<std::vector<float>> inputs, residuals;  // [rank]; residuals may be empty
+  std::vector<int64_t> begin;                         // start of each rank's chunk, and the end
   float scale = 1.0f;
   Rounding mode = Rounding::nearest;
-  std::vector<uint64_t> seeds;  // by rank
+  std::vector<uint64_t> seeds;  // [rank]
   uint64_t step = 0;
   int64_t first_element = 0;
 };
 
 struct TwoShotResult {
-  std::vector<float> result;  // of every rank
+  std::vector<float> result;  // the same on every rank
   std::vector<std::vector<float>> residuals;
 };
 

@@ -1,5 +1,5 @@
-// attention() and attention_backward() against the reference in double, and against the chain of products and softmax
-// that they replace.
+// attention() and attention_backward() compared with the reference in double, and with the chain of products
+// and softmax that they replace.
 #include <fmt/format.h>
 
 #include "kernels/gemm/gemm.h"
@@ -19,7 +19,7 @@ struct Shape {
   std::string name() const { return fmt::format("{}x{} tokens, {} heads of {}", batch, tokens, heads, dim); }
 };
 
-// Whole tiles and parts of them, both kernels, and heads that no 16-byte access can read.
+// Whole and partial tiles, both kernels, and heads that cannot be read by 16-byte accesses.
 const std::vector<Shape> kShapes = {{0, 17, 2, 64}, {2, 1, 2, 64},  {2, 2, 1, 64},  {1, 17, 3, 64},
                                     {2, 50, 2, 64}, {1, 16, 2, 32}, {3, 17, 2, 8},  {2, 10, 3, 8},
                                     {1, 33, 2, 24}, {2, 10, 2, 7},  {1, 19, 1, 37}, {1, 197, 1, 64}};
@@ -37,7 +37,7 @@ std::vector<float> widened(const std::vector<S>& values) {
   return out;
 }
 
-// What one run reads and leaves.
+// The inputs and outputs of one run.
 template <typename S>
 struct Problem {
   std::vector<S> qkv, d_merged, merged, d_qkv;
@@ -103,14 +103,14 @@ class VitAttention : public OpTest {
     in.statistics = statistics.host(), in.d_bias = d_bias.host();
     return in;
   }
-  // Relative to the reference's own rounding of the same operands.
+  // Compares with the reference's rounding of the same operands.
   template <typename S>
   void expect_reference(double tolerance, double sums_tolerance) {
     for (const Shape& s : kShapes) {
-      // The largest in FP32 needs more shared memory than sm_80 has.
+      // The largest shape in FP32 needs more shared memory than sm_80 has.
       if (!GetParam().device.is_host() && !fuses_attention<S>(GetParam().device, s.tokens, s.dim)) continue;
       for (int64_t misalign : {0, 1}) {
-        if (misalign != 0 && s.tokens > 100) continue;  // as with fewer tokens
+        if (misalign != 0 && s.tokens > 100) continue;  // covered by fewer tokens
         SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
         const bool accumulate = misalign != 0;
         Problem<S> want(s, 3, 1.5f);
@@ -133,7 +133,7 @@ TEST_P(VitAttention, MatchesTheDoubleReference) {
 template <typename S>
 void expect_same_bits_in_place(VitAttention& test) {
   for (const Shape& s : thinned(kShapes, 7)) {
-    if (s.tokens > 100 && sizeof(S) == sizeof(float)) continue;  // as of BF16
+    if (s.tokens > 100 && sizeof(S) == sizeof(float)) continue;  // covered by BF16
     for (int64_t misalign : {0, 1}) {
       if (misalign != 0 && s.tokens > 17) continue;
       SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
@@ -145,18 +145,19 @@ void expect_same_bits_in_place(VitAttention& test) {
   }
 }
 
-TEST_P(VitAttention, TheGradientMayTakeThePlaceOfQkv) {
+TEST_P(VitAttention, GradientMayOverwriteQkv) {
   expect_same_bits_in_place<float>(*this);
   expect_same_bits_in_place<Bf16>(*this);
 }
 
-// Weights are rounded before they multiply, results when they are stored: 2^-9 each, of values of order 1.
-TEST_P(VitAttention, OfBf16OperandsIsWithinTheirRoundings) {
+// Weights are rounded before they are multiplied, and results when they are stored: 2^-9 each, of values of
+// order 1.
+TEST_P(VitAttention, Bf16IsWithinItsRoundingError) {
   expect_reference<Bf16>(3e-2, 3e-2);
 }
 
-// The chain that the ops replace, from the same operands: products, softmax and moves of heads, each rounding what it
-// stores.
+// Runs the chain that the ops replace, on the same operands: products, softmax and moves of heads. Each op
+// rounds its output.
 template <typename S>
 Problem<S> by_parts(const Shape& s, Problem<S> in) {
   const int64_t padded = (s.tokens + 7) / 8 * 8, matrices = s.batch * s.heads;
@@ -229,7 +230,7 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
   return std::sqrt(sum);
 }
 
-TEST_P(VitAttention, OfBf16OperandsIsAboutAsAccurateAsItsParts) {
+TEST_P(VitAttention, Bf16IsAboutAsAccurateAsTheUnfusedChain) {
   for (const Shape& s :
        {Shape{2, 2, 1, 64}, Shape{1, 17, 3, 64}, Shape{2, 50, 2, 64}, Shape{1, 100, 1, 32}}) {
     SCOPED_TRACE(s.name());
@@ -243,10 +244,11 @@ TEST_P(VitAttention, OfBf16OperandsIsAboutAsAccurateAsItsParts) {
   }
 }
 
-TEST_P(VitAttention, HugeScoresStayFiniteAndOneKeyWins) {
+TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
   const Shape s{1, 20, 1, 8};
   Problem<float> in(s, 5, 1.0f);
-  // Query i and key i point the same way, in a direction of their own as far as eight allow, and far.
+  // Query i and key i point in the same direction, a distinct one as far as eight dimensions allow, and are
+  // large.
   for (int64_t t = 0; t < s.tokens; ++t) {
     for (int64_t d = 0; d < s.dim; ++d) {
       in.qkv[static_cast<size_t>(t * 24 + d)] = d == t % 8 ? 1e4f : 0.0f;
@@ -261,7 +263,7 @@ TEST_P(VitAttention, HugeScoresStayFiniteAndOneKeyWins) {
   for (float x : got.d_qkv) EXPECT_TRUE(std::isfinite(x));
 }
 
-TEST_P(VitAttention, ANanStaysInItsHeadAndImage) {
+TEST_P(VitAttention, NanStaysInItsHeadAndImage) {
   const Shape s{2, 18, 2, 8};
   Problem<float> in(s, 6, 1.0f);
   in.qkv[static_cast<size_t>(4 * 48 + 3)] =

@@ -1,6 +1,6 @@
-// The ops of vit.h with BF16 operands. Where an op only moves operands, its bits are the reference's. Where
-// it computes, the result is within one rounding of the FP32 reference's on the same (widened) operands;
-// arithmetic in less than FP32, or a second rounding, would exceed that.
+// The ops of vit.h with BF16 operands. An op that only moves operands has the reference's bits. An op that
+// computes is within one rounding of the FP32 reference on the same (widened) operands; arithmetic in lower
+// precision than FP32, or a second rounding, would exceed that.
 #include <fmt/format.h>
 
 #include "kernels/vit/vit.h"
@@ -21,13 +21,13 @@ std::vector<float> widened(const std::vector<Bf16>& values) {
   for (Bf16 v : values) out.push_back(widen(v));
   return out;
 }
-// Normal draws that BF16 can hold.
+// Returns normal draws that BF16 can represent.
 std::vector<float> draws(int64_t count, uint32_t seed, float scale = 1.0f) {
   return widened(rounded(OpTest::normal(count, seed, scale)));
 }
 
-// A rounding to nearest is off by at most 2^-8 of the value; `slack` is what FP32
-// arithmetic may add, absolutely.
+// A rounding to nearest is off by at most 2^-8 of the value; `slack` is the absolute error of FP32
+// arithmetic.
 void expect_rounded(const std::vector<Bf16>& got, const std::vector<float>& want, const std::string& what,
                     double slack = 4e-6) {
   ASSERT_EQ(got.size(), want.size()) << what;
@@ -47,13 +47,13 @@ struct Shape {
   int64_t rows, width;
   int64_t size() const { return rows * width; }
 };
-// Each way of holding a row in registers, and rows too long for that.
+// Each way of holding a row in registers, and rows too long for registers.
 const std::vector<Shape> kShapes = {{0, 64},  {1, 1},   {5, 7},   {35, 64},  {6, 72},
                                     {3, 136}, {4, 264}, {3, 520}, {2, 1024}, {2, 1032}};
 
 class VitBf16 : public OpTest {
  public:
-  // Calls check(shape, misalign) for every shape, aligned and not.
+  // Calls check(shape, misalign) for every shape, aligned and unaligned.
   template <typename Check>
   void for_shapes(const Check& check) {
     for (const Shape& s : kShapes) {
@@ -119,9 +119,9 @@ TEST_P(VitBf16, GeluRoundsOnceForwardAndBackward) {
   });
 }
 
-// The nearest BF16 value, or its neighbor where the exact result is all but halfway: for every operand from 2^-10 to 9,
-// of either sign, tails included.
-TEST_P(VitBf16, GeluOfEveryOperandIsRoundedToNearest) {
+// Expects the nearest BF16 value, or its neighbour if the exact result is almost halfway: for every operand
+// from 2^-10 to 9, of either sign, including tails.
+TEST_P(VitBf16, GeluRoundsEveryOperandToNearest) {
   std::vector<Bf16> all;
   for (uint16_t bits = 0x3a80; bits <= 0x4110; ++bits) {
     all.push_back({bits});
@@ -154,7 +154,7 @@ TEST_P(VitBf16, GeluOfEveryOperandIsRoundedToNearest) {
       }
       const auto half_unit = [](double value) { return std::ldexp(1.0, std::ilogb(value) - 8); };
       ASSERT_NEAR(widen(got[i]), v * cdf, half_unit(v * cdf) + 1e-5 * std::abs(v * cdf)) << "at " << v;
-      // It changes its sign, and then is a difference of two terms.
+      // The slope changes sign, where it is a difference of two terms.
       ASSERT_NEAR(widen(got_slope[i]), cdf + v * density,
                   half_unit(cdf + v * density) + 1e-5 * (cdf + std::abs(v) * density))
           << "at " << v;
@@ -162,7 +162,7 @@ TEST_P(VitBf16, GeluOfEveryOperandIsRoundedToNearest) {
   }
 }
 
-TEST_P(VitBf16, FloatGeluWithoutABiasReadsThePreActivationOnly) {
+TEST_P(VitBf16, FloatGeluWithoutABiasReadsOnlyThePreActivation) {
   const Shape s{9, 20};
   auto pre = normal(s.size(), 1);
   std::vector<float> want(pre.size());
@@ -174,7 +174,7 @@ TEST_P(VitBf16, FloatGeluWithoutABiasReadsThePreActivationOnly) {
   expect_close(y.host(), want, 5e-7, "y", 0.0);
 }
 
-TEST_P(VitBf16, SumsAndResidualsAreOfWidenedOperands) {
+TEST_P(VitBf16, SumsAndResidualsWidenOperands) {
   for_shapes([&](const Shape& s, int64_t misalign) {
     auto values = draws(s.size(), 4), bias = normal(s.width, 5), residual = normal(s.size(), 6);
     std::vector<float> want(static_cast<size_t>(s.width)), want_x(values.size());
@@ -204,7 +204,7 @@ TEST_P(VitBf16, SumsAndResidualsAreOfWidenedOperands) {
   });
 }
 
-TEST_P(VitBf16, LayerNormKeepsTheStreamInFp32AndRoundsItsOutput) {
+TEST_P(VitBf16, LayerNormKeepsTheResidualStreamInFp32AndRoundsItsOutput) {
   for_shapes([&](const Shape& s, int64_t misalign) {
     auto values = normal(s.size(), 7, 2.0f), gamma = normal(s.width, 8), beta = normal(s.width, 9),
          bias = normal(s.width, 10), product = draws(s.size(), 11);
@@ -246,7 +246,7 @@ TEST_P(VitBf16, LayerNormKeepsTheStreamInFp32AndRoundsItsOutput) {
   });
 }
 
-TEST_P(VitBf16, LayerNormBackwardAddsInFp32AndLeavesARoundedCopy) {
+TEST_P(VitBf16, LayerNormBackwardAddsInFp32AndWritesARoundedCopy) {
   for_shapes([&](const Shape& s, int64_t misalign) {
     auto values = normal(s.size(), 12, 2.0f), gamma = normal(s.width, 13), gradient = draws(s.size(), 14),
          stream_gradient = normal(s.size(), 15);
@@ -333,7 +333,7 @@ TEST_P(VitBf16, SoftmaxReadsFp32ScoresAndRoundsOnce) {
   });
 }
 
-TEST_P(VitBf16, HeadsAreMovedBitForBit) {
+TEST_P(VitBf16, MovesHeadsBitForBit) {
   struct Heads {
     int64_t batch, tokens, heads, dim;
   };
@@ -366,7 +366,7 @@ TEST_P(VitBf16, HeadsAreMovedBitForBit) {
         all.insert(all.end(), values_of_part.begin(), values_of_part.end());
       }
       expect_same_operands(all, want, "q, k, v");
-      // Without a bias, splitting is undone by its backward.
+      // Without a bias, split_heads is inverted by its backward.
       split.bias = nullptr;
       GW_RUN(split_heads, split);
       SplitHeadsBackward<Bf16> unsplit{.dq = q.data(),
@@ -396,7 +396,7 @@ TEST_P(VitBf16, HeadsAreMovedBitForBit) {
   }
 }
 
-TEST_P(VitBf16, TokensAndPatchesAreRoundedWhenMoved) {
+TEST_P(VitBf16, RoundsTokensAndPatchesWhenMovingThem) {
   struct Image {
     int64_t batch;
     int32_t channels, image, patch;
@@ -486,7 +486,7 @@ TEST_P(VitBf16, CrossEntropyRoundsTheGradientsOfFp32Logits) {
     auto d_labels = array(labels);
     auto totals = array(std::vector<double>{0, 0});
     auto d = array<Bf16>(rows * classes);
-    // Without the row that has an invalid label: its NaN reaches the total.
+    // Excludes the row with an invalid label, whose NaN reaches the total.
     CrossEntropy<Bf16> args{.logits = x.data(),
                             .labels = d_labels.data() + 5,
                             .d_logits = d.data(),
@@ -513,16 +513,16 @@ TEST_P(VitBf16, CrossEntropyRoundsTheGradientsOfFp32Logits) {
 
 GW_INSTANTIATE_BACKENDS(VitBf16);
 
-TEST(Bf16Operand, RoundsToNearestEvenAndKeepsNanAndInfinity) {
+TEST(Bf16Operand, RoundsToNearestEvenAndPreservesNanAndInfinity) {
   EXPECT_EQ(narrow<Bf16>(1.0f).bits, 0x3f80);
-  EXPECT_EQ(narrow<Bf16>(1.0f + 1.0f / 256).bits, 0x3f80);  // a tie goes to even
+  EXPECT_EQ(narrow<Bf16>(1.0f + 1.0f / 256).bits, 0x3f80);  // ties round to even
   EXPECT_EQ(narrow<Bf16>(1.0f + 3.0f / 256).bits, 0x3f82);
   EXPECT_EQ(narrow<Bf16>(1.0f + 1.001f / 256).bits, 0x3f81);
   EXPECT_EQ(narrow<Bf16>(-0.0f).bits, 0x8000);
-  EXPECT_EQ(narrow<Bf16>(3.4e38f).bits, 0x7f80);  // beyond the largest finite one
+  EXPECT_EQ(narrow<Bf16>(3.4e38f).bits, 0x7f80);  // beyond the largest finite value
   EXPECT_EQ(narrow<Bf16>(-std::numeric_limits<float>::infinity()).bits, 0xff80);
   EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(std::numeric_limits<float>::quiet_NaN()))));
-  EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(bits_float(0x7f800001u)))));  // payload in the lost half only
+  EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(bits_float(0x7f800001u)))));  // payload only in the lost half
 }
 
 }  // namespace

@@ -89,7 +89,7 @@ TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
   }
 }
 
-TEST_P(VitBias, ColumnSumLosesNoRow) {
+TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
   // Small integers add exactly, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
     Shape s{rows, 5};
@@ -103,8 +103,8 @@ TEST_P(VitBias, ColumnSumLosesNoRow) {
   }
 }
 
-// As those of layers: at even distances, with something else in between.
-TEST_P(VitBias, PartialSumsOfABatchAreThoseOfEachArray) {
+// The arrays of a batch, like those of layers, are at a constant stride with other data in between.
+TEST_P(VitBias, PartialSumsOfABatchMatchThoseOfEachArray) {
   for (const Shape& s : kShapes) {
     for (int64_t gap : {0, 4, 5}) {
       SCOPED_TRACE(fmt::format("{} gap {}", s.name(), gap));
@@ -140,7 +140,7 @@ TEST_P(VitBias, PartialSumsOfABatchAreThoseOfEachArray) {
   }
 }
 
-TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
+TEST_P(VitBias, ColumnSumHasTheSameBitsForAnyNumberOfThreads) {
   Shape s{3000, 70};
   auto x = normal(s.size(), 6);
   const int before = host_threads();
@@ -152,14 +152,14 @@ TEST_P(VitBias, ColumnSumRepeatsItsBitsForAnyNumberOfThreads) {
   set_host_threads(before);
 }
 
-// Of different widths, and with sums in between that nobody wants.
-TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
+// Sums of different widths, with an unused one in between.
+TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
   const int64_t rows = 50, width = 72, wide = 136;
   auto x = array(normal(rows * width, 1)), dy = array(normal(rows * width, 2)),
        gamma = array(normal(width, 3));
   auto mean = array(normal(rows, 4)), rstd = array(normal(rows, 5)), pre = array(normal(rows * wide, 6));
   const auto start = normal(wide, 7);
-  // The gradients, by ops that take their sums themselves, or together.
+  // Returns the gradients, by ops that add up their own sums or, if `together`, by one combined op.
   auto sums = [&](bool together) {
     auto dx = array<float>(rows * width), d_pre = array(normal(rows * wide, 8));
     auto norm_workspace = array<float>(layer_norm_backward_workspace(rows, width)),
@@ -200,7 +200,7 @@ TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
     for (const auto& some : {d_gamma.host(), d_beta.host(), d_bias.host()})
       all.insert(all.end(), some.begin(), some.end());
     if (together) {
-      // And those of the reference, from the same partial sums.
+      // Also compares with the reference's sums of the same partial sums.
       const auto partial = gelu_workspace.host();
       auto want = start;
       PartialSums of = gelu.sums();
@@ -214,8 +214,8 @@ TEST_P(VitBias, SumsOfSeveralOpsTakenTogetherHaveTheBitsOfEachAlone) {
   expect_same_bits(sums(true), sums(false), "sums");
 }
 
-// Few rows need no first stage; BF16 ones are read as they are.
-TEST_P(VitBias, TheSecondStageAddsUpFewRowsOfEitherType) {
+// Few rows need no first stage. BF16 rows are read unconverted.
+TEST_P(VitBias, SecondStageAddsUpFewRowsOfEitherType) {
   for (int64_t rows : {int64_t{0}, int64_t{1}, int64_t{33}, kMostChunks}) {
     for (bool accumulate : {false, true}) {
       SCOPED_TRACE(fmt::format("{} rows, accumulate {}", rows, accumulate));

@@ -100,23 +100,23 @@ TEST_P(VitCrossEntropy, GradientIsTheDerivativeOfTheSummedLoss) {
 }
 
 TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
-  // Right by a mile, wrong by a mile, all equal.
+  // One class far ahead and correct, one far ahead and wrong, all equal.
   std::vector<float> logits = {3e37f, -3e37f, 0.0f, -1e30f, 1e30f, 0.0f, 1e38f, 1e38f, 1e38f};
   auto got = run(logits, {0, 0, 2}, 3, 1.0f);
   EXPECT_NEAR(got.totals[0] / 2e30, 1.0, 1e-6);
-  EXPECT_EQ(got.totals[1], 1.0);  // the first class wins a tie, and the label is the last
+  EXPECT_EQ(got.totals[1], 1.0);  // the first class wins a tie, and the label is the last class
   std::vector<float> want = {0, 0, 0, -1, 1, 0, 1 / 3.0f, 1 / 3.0f, -2 / 3.0f};
   expect_close(got.d_logits, want, 1e-6, "d_logits");
 }
 
-TEST_P(VitCrossEntropy, TheFirstOfEqualLogitsIsThePrediction) {
+TEST_P(VitCrossEntropy, PredictsTheFirstOfEqualLogits) {
   std::vector<float> row = {1.0f, 5.0f, 5.0f, 5.0f, 2.0f};
   for (int32_t label = 0; label < 5; ++label) {
     EXPECT_EQ(run(row, {label}, 5, 1.0f).totals[1], label == 1 ? 1.0 : 0.0) << label;
   }
 }
 
-TEST_P(VitCrossEntropy, ABadLabelGivesNanLossAndNanGradientsInItsRowOnly) {
+TEST_P(VitCrossEntropy, InvalidLabelsGiveNanLossAndNanGradientsInTheirRowOnly) {
   for (int32_t bad :
        {-1, 5, 1000000, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()}) {
     auto logits = normal(3 * 5, 3);
@@ -127,7 +127,7 @@ TEST_P(VitCrossEntropy, ABadLabelGivesNanLossAndNanGradientsInItsRowOnly) {
   }
 }
 
-TEST_P(VitCrossEntropy, ANanLogitGivesNanLossAndIsNeverRight) {
+TEST_P(VitCrossEntropy, NanLogitsGiveNanLossAndCountAsWrong) {
   for (int32_t at = 0; at < 5; ++at) {
     std::vector<float> logits = {9.0f, 1.0f, 0.0f, 0.0f, 0.0f};
     logits[static_cast<size_t>(at)] = kNan;
@@ -153,8 +153,8 @@ TEST_P(VitCrossEntropy, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
   set_host_threads(before);
 }
 
-// Below, at and above what one launch does, and nothing at all.
-TEST_P(VitCrossEntropy, WithoutAccumulateTotalsAreWritten) {
+// Numbers of rows below, at and above the limit of one launch, and none.
+TEST_P(VitCrossEntropy, OverwritesTotalsUnlessAccumulating) {
   constexpr int64_t kClasses = 3, kMost = CrossEntropy<float>::kOneBlock;
   for (int64_t rows : {int64_t{0}, int64_t{1}, kMost - 1, kMost, kMost + 1}) {
     SCOPED_TRACE(fmt::format("{} rows", rows));

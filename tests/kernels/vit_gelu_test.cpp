@@ -25,7 +25,7 @@ struct Backward {
   std::vector<float> dy, d_bias;
 };
 
-// Written as the formulas are, with what they cancel.
+// Evaluates the formulas literally, including their cancellation.
 double phi(double x, Gelu form) {
   if (form == Gelu::exact) return 0.5 * std::erfc(-x / std::sqrt(2.0));
   return 0.5 * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
@@ -51,7 +51,7 @@ Backward reference_backward(const std::vector<float>& pre, Backward g, const Sha
 
 enum class Out { dy, pre, other };  // where backward writes
 
-// bias_gelu_backward of type S, with its sums or without, on a backend.
+// Runs bias_gelu_backward of type S on a backend, with or without sums.
 template <typename S, typename Test>
 std::vector<S> d_pre_of(Test& test, Gelu form, const Shape& s, int64_t misalign, bool sums) {
   auto operands = [&](uint32_t seed) {
@@ -84,7 +84,7 @@ class VitGelu : public OpTest {
       check();
     }
   }
-  // Relative, however small the value: exp's argument, up to 70 here, is rounded in the tanh form.
+  // Relative to any value, however small: in the tanh form, exp's argument, up to 70 here, is rounded.
   double tolerance() const { return form == Gelu::exact ? 5e-7 : 8e-6; }
   std::vector<float> reference_forward(std::vector<float>& x, const std::vector<float>& bias,
                                        const Shape& s) {
@@ -137,7 +137,7 @@ class VitGelu : public OpTest {
   Gelu form = Gelu::exact;
 };
 
-// Values from -12 to 12, finely spaced: GELU's whole range, tails included.
+// Returns finely spaced values from -12 to 12: GELU's whole range, including tails.
 std::vector<float> sweep(int64_t count) {
   std::vector<float> x(static_cast<size_t>(count));
   for (size_t i = 0; i < x.size(); ++i) {
@@ -169,7 +169,8 @@ TEST_P(VitGelu, IsExactToFloatAccuracyFromMinus12To12) {
   in_each_form([&] {
     auto got = forward(x, zero, shape)[1];
     for (size_t i = 0; i < x.size(); ++i) {
-      // The exact form to float's accuracy relatively; the tanh form, whose tails cancel, absolutely.
+      // The exact form is accurate relatively to its value. The tails of the tanh form cancel, so it is
+      // accurate absolutely.
       const double want = x[i] * phi(x[i], form);
       const double size = form == Gelu::exact ? std::abs(want) : std::max(0.1, std::abs(want));
       ASSERT_NEAR(got[i], want, 5e-7 * size) << "at " << x[i];
@@ -187,7 +188,7 @@ TEST_P(VitGelu, DerivativeIsExactToFloatAccuracyFromMinus12To12) {
   });
 }
 
-TEST_P(VitGelu, FarTailsAreTheIdentityAndZeroAndNanPasses) {
+TEST_P(VitGelu, FarTailsAreTheIdentityAndZeroAndNanPropagates) {
   std::vector<float> x = {30.0f, 1e30f, -30.0f, -1e30f, std::numeric_limits<float>::quiet_NaN(), 0.0f};
   Shape shape{1, 6};
   in_each_form([&] {
@@ -226,7 +227,7 @@ TEST_P(VitGelu, BackwardMatchesTheDoubleReferenceWithAndWithoutAccumulation) {
   });
 }
 
-TEST_P(VitGelu, BackwardWritesTheSameBitsInPlaceOfEitherOperandOrElsewhere) {
+TEST_P(VitGelu, BackwardHasTheSameBitsInPlaceAndOutOfPlace) {
   in_each_form([&] {
     for (const Shape& shape : kShapes) {
       auto pre = normal(shape.size(), 13, 2.0f);
@@ -244,7 +245,7 @@ TEST_P(VitGelu, BackwardWritesTheSameBitsInPlaceOfEitherOperandOrElsewhere) {
   });
 }
 
-TEST_P(VitGelu, WithoutAWorkspaceBackwardWritesTheSameGradientAndNoSums) {
+TEST_P(VitGelu, BackwardWithoutAWorkspaceWritesTheSameGradientAndNoSums) {
   in_each_form([&] {
     for (const Shape& shape : kShapes) {
       for (int64_t misalign : {0, 1}) {
@@ -298,7 +299,7 @@ TEST_P(VitGelu, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
 
 GW_INSTANTIATE_BACKENDS(VitGelu);
 
-// What a user gives up: GELU itself is 5e-4 off at most, near |x| = 2.3.
+// The cost of the approximation: GELU itself is off by at most 5e-4, near |x| = 2.3.
 TEST(GeluTanh, IsWithinFiveTenThousandthsOfTheExactForm) {
   double worst = 0.0;
   for (double x = -12.0; x < 12.0; x += 0.001)

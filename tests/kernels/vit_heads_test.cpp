@@ -54,7 +54,7 @@ TEST_P(VitHeads, SplitMatchesTheReferenceWithAndWithoutBias) {
   }
 }
 
-TEST_P(VitHeads, SplitBackwardUndoesSplit) {
+TEST_P(VitHeads, SplitBackwardInvertsSplit) {
   for (const Shape& s : kShapes) {
     for (int64_t misalign : {0, 1}) {
       SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
@@ -96,7 +96,7 @@ TEST_P(VitHeads, SplitBackwardUndoesSplit) {
   }
 }
 
-TEST_P(VitHeads, MergeMatchesTheReferenceAndItsInverseUndoesIt) {
+TEST_P(VitHeads, MergeMatchesTheReferenceAndIsInvertedByItsInverse) {
   for (const Shape& s : kShapes) {
     for (int64_t misalign : {0, 1}) {
       SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));

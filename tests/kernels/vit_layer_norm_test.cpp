@@ -162,13 +162,13 @@ TEST_P(VitLayerNorm, ForwardMatchesTheDoubleReference) {
   }
 }
 
-TEST_P(VitLayerNorm, AJoiningBranchGivesTheBitsOfAddingItFirst) {
+TEST_P(VitLayerNorm, FusedResidualAddMatchesASeparateOneBitForBit) {
   for (const Shape& shape : kShapes) {
     Inputs in(shape);
     const auto count = static_cast<int64_t>(shape.x_size()), size = static_cast<int64_t>(shape.y_size());
     const int64_t stride = shape.stride != 0 ? shape.stride : shape.width;
     auto branch = normal(count, 21), bias = normal(shape.width, 22), gaps = normal(count, 23);
-    // Between the rows of a stride nothing is written.
+    // Elements between strided rows are not written.
     auto with_sums = [&](std::vector<float> into) {
       for (int64_t row = 0; row < shape.rows; ++row) {
         for (int64_t c = 0; c < shape.width; ++c) {
@@ -214,7 +214,7 @@ TEST_P(VitLayerNorm, AJoiningBranchGivesTheBitsOfAddingItFirst) {
   }
 }
 
-TEST_P(VitLayerNorm, AConstantRowGivesBetaAndAnOffsetCancels) {
+TEST_P(VitLayerNorm, ConstantRowsGiveBetaAndOffsetsCancel) {
   Inputs in({2, 100});
   for (size_t c = 0; c < 100; ++c) {
     in.x[c] = 3.0f;
@@ -226,7 +226,7 @@ TEST_P(VitLayerNorm, AConstantRowGivesBetaAndAnOffsetCancels) {
   for (size_t c = 0; c < 100; ++c) EXPECT_EQ(got[0][c], in.beta[c]);
 }
 
-TEST_P(VitLayerNorm, ANanStaysInItsRow) {
+TEST_P(VitLayerNorm, NanStaysInItsRow) {
   Inputs in({3, 65});
   in.x[65 + 7] = std::numeric_limits<float>::quiet_NaN();
   auto got = forward(in, 0)[0];
@@ -241,7 +241,8 @@ TEST_P(VitLayerNorm, BackwardMatchesTheDoubleReferenceWithEveryAccumulateFlag) {
       bool accumulate_dx = (flags & 1) != 0, accumulate = (flags & 2) != 0;
       auto want = reference_backward(in, accumulate_dx, accumulate);
       auto got = backward(in, accumulate_dx, accumulate, flags % 2);
-      // dx includes the gaps of a stride, which must not be touched. A row of one element has rstd 1000.
+      // dx includes the gaps between strided rows, which must be unchanged. A row of one element has rstd
+      // 1000.
       double scale = 1.0;
       for (float r : in.rstd) scale = std::max<double>(scale, r);
       expect_close(got.dx, want.dx, 3e-6, "dx", scale);

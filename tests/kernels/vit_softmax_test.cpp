@@ -54,12 +54,13 @@ TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
     for (int64_t misalign : {0, 1}) {
       SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
       auto x = normal(shape.size(), 3, 4.0f);
-      // The padding's old contents must not matter.
+      // The padding's old contents must not affect the result.
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
       }
       auto got = forward(x, shape, misalign), want = reference_softmax(x, shape);
-      expect_close(got, want, 6e-6, "y", 1e-6);  // a sum of 2050 terms in FP32, without FMA where sanitized
+      // A sum of 2050 terms in FP32, without FMA in sanitizer builds
+      expect_close(got, want, 6e-6, "y", 1e-6);
       for (int64_t i = 0; i < shape.size(); ++i) {
         if (i % shape.ld >= shape.width) {
           ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f);
@@ -74,7 +75,7 @@ TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
   std::vector<float> x(static_cast<size_t>(shape.size()), 0.0f);
   for (size_t c = 0; c < 20; ++c) {
     x[c] = 3e38f;                                                         // all equal and huge
-    x[24 + c] = c == 3 ? 1e30f : -1e30f;                                  // one winner
+    x[24 + c] = c == 3 ? 1e30f : -1e30f;                                  // one dominant score
     x[48 + c] = c == 5 ? 0.0f : -std::numeric_limits<float>::infinity();  // masked
     x[72 + c] = -100.0f * static_cast<float>(c);                          // underflow
   }
@@ -87,7 +88,7 @@ TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
   }
 }
 
-TEST_P(VitSoftmax, ANanStaysInItsRow) {
+TEST_P(VitSoftmax, NanStaysInItsRow) {
   Shape shape{3, 17, 24};
   auto x = normal(shape.size(), 5);
   x[24 + 2] = std::numeric_limits<float>::quiet_NaN();

@@ -10,7 +10,7 @@ namespace {
 
 class VitTokens : public OpTest {};
 
-TEST_P(VitTokens, PatchifyMovesEveryPixelToItsPlace) {
+TEST_P(VitTokens, PatchifyMapsEveryPixelToItsPatch) {
   struct Shape {
     int64_t batch;
     int32_t channels, image, patch;
@@ -41,7 +41,7 @@ TEST_P(VitTokens, PatchifyMovesEveryPixelToItsPlace) {
   }
 }
 
-TEST_P(VitTokens, PatchifyFollowsTheFormulaOfTheContract) {
+TEST_P(VitTokens, PatchifyFollowsTheContractsFormula) {
   const int32_t image = 6, patch = 2, channels = 2, grid = 3;
   auto values = normal(2 * channels * image * image, 1);
   auto images = array(values), patches = array<float>(static_cast<int64_t>(values.size()));

@@ -21,12 +21,12 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 using Bytes = std::vector<uint8_t>;
 
 struct WireProblem {
-  std::vector<float> own, residual;  // no residual when it is empty
+  std::vector<float> own, residual;  // residual empty: no residual
   std::vector<Bytes> inputs = {};
   int own_position = 0;
-  std::vector<float> input_scales = {};  // 1 for those that it lacks
+  std::vector<float> input_scales = {};  // 1 for inputs without an entry
   float own_scale = 1.0f, residual_scale = 1.0f;
-  bool wire = true, out = true, in_place = false;  // in place: out over own
+  bool wire = true, out = true, in_place = false;  // in_place: out is own
   float out_scale = 0.5f;
   WireRounding rounding = {};
   uint64_t step = 3;
@@ -117,7 +117,7 @@ class WireFixture : public OpFixture {
     return out.host();
   }
 
-  // What decoding leaves of a residual.
+  // Returns what decoding leaves of a residual.
   std::vector<float> kept_after_decode(Wire format, const Bytes& wire, const std::vector<float>& residual,
                                        int64_t misalign = 0) {
     const auto count = static_cast<int64_t>(residual.size());
@@ -130,7 +130,7 @@ class WireFixture : public OpFixture {
   }
 };
 
-// Finite values of every magnitude.
+// Returns finite values of every magnitude.
 inline std::vector<float> wild(int64_t count, uint32_t seed) {
   std::mt19937 generator(seed);
   std::vector<float> values(static_cast<size_t>(count));
@@ -141,7 +141,8 @@ inline std::vector<float> wild(int64_t count, uint32_t seed) {
   return values;
 }
 
-// Normal draws times powers of ten within +-spread, so that values differ in size inside blocks and between.
+// Returns normal draws times powers of ten within +-spread, so that values differ in size within and between
+// blocks.
 inline std::vector<float> spread_values(int64_t count, uint32_t seed, float spread) {
   auto x = OpFixture::normal(count, seed), exponent = OpFixture::normal(count, seed + 1000);
   for (size_t i = 0; i < x.size(); ++i) {
@@ -155,7 +156,7 @@ inline std::vector<float> special_values() {
           FLT_MIN / 2, 1e-45f, -1e-45f, 9.2e-41f, kInf,    -kInf,    kNan,       1.00390625f, 1.01171875f};
 }
 
-// Equal bits, except that any NaN equals any other (devices choose payloads differently).
+// Expects equal bits. Any NaN equals any other, because devices choose different payloads.
 inline void expect_same_floats(const std::vector<float>& got, const std::vector<float>& want,
                                const std::string& what) {
   ASSERT_EQ(got.size(), want.size()) << what;
@@ -166,7 +167,7 @@ inline void expect_same_floats(const std::vector<float>& got, const std::vector<
   }
 }
 
-// The wires must agree byte by byte; where there is a NaN, what they decode to.
+// Expects equal wires byte by byte; where there is a NaN, equal decoded values.
 inline void expect_same_result(Wire format, const WireProblem& p, const WireResult& got,
                                const WireResult& want) {
   const auto count = static_cast<int64_t>(p.own.size());

@@ -1,4 +1,4 @@
-// What every wire format promises (kernels/wire/format.h), for each entry of the table that rounds.
+// Properties of every wire format (kernels/wire/format.h), for each entry of the table that rounds.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace gradwire::testing {
 namespace {
 
-// More than one piece for each thread. Kernels on the CPU are slow: fewer there (a multiprocessor's blocks do
-// 8192 values at a time). So is code under sanitizers: fewer cases there.
+// More than one piece per thread. Kernels are slow on the CPU, so fewer there (a multiprocessor's blocks
+// process 8192 values at a time). Code under sanitizers is also slow: fewer cases there.
 #ifdef GRADWIRE_SIMT_TESTS
 constexpr int64_t kManyPieces = 9001;
 #else
@@ -39,7 +39,7 @@ TEST(WireFormats, NamesAreUniqueAndFound) {
   EXPECT_EQ(find_wire_format(""), nullptr);
 }
 
-TEST(WireFormats, EqualOptionsAreTheSameFormatAndDefaultsAreTheTables) {
+TEST(WireFormats, EqualOptionsShareAFormatAndDefaultsMatchTheTable) {
   for (Wire format : example_wire_formats()) {
     SCOPED_TRACE(format->spec());
     EXPECT_EQ(wire_format(format->spec()), format);
@@ -56,7 +56,7 @@ TEST(WireFormats, EqualOptionsAreTheSameFormatAndDefaultsAreTheTables) {
   }
 }
 
-TEST(WireFormats, LengthsAreThoseOfTheirChunks) {
+TEST(WireFormats, LengthsAddUpOverChunks) {
   for (Wire format : example_wire_formats()) {
     SCOPED_TRACE(format->spec());
     EXPECT_EQ(format->bytes(0), 0);
@@ -85,7 +85,7 @@ class WireFormatTest : public ::testing::TestWithParam<std::tuple<Backend, Wire>
     return {Rounding::nearest, Rounding::stochastic};
   }
   WireResult run(const WireProblem& p) { return WireFixture::run(format, p); }
-  // Inputs that are wires of other ranks' values.
+  // Returns inputs: encoded values of other ranks.
   std::vector<Bytes> inputs(int num_inputs, int64_t count, uint32_t seed, float spread) const {
     std::vector<Bytes> wires;
     for (int k = 0; k < num_inputs; ++k) {
@@ -109,7 +109,7 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
   for (int64_t n : sizes) {
     for (Rounding mode : roundings()) {
       for (int variant = 0; variant < 8; ++variant) {
-        // Long ones cost as much as all others together: one for each rounding.
+        // Long buffers take as long as all others together: one for each rounding.
         if (n == kManyPieces && variant != (mode == Rounding::nearest && !kSanitized ? 7 : 3)) continue;
         if (kSanitized && (variant < 3 || variant == 6)) continue;
         const float spread = variant % 2 == 0 ? 1.0f : 12.0f;
@@ -124,11 +124,11 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
             .rounding = {.mode = mode, .seed = 99, .first_element = variant == 4 ? 13 : 8 * variant},
             .step = 5};
         if (variant == 2) p.residual.clear();
-        // As in an average: parts and sums of others, and the own part or a sum of the node's.
+        // As in an average: parts and sums of other ranks, and the own part or a sum of the node.
         if (variant >= 2) p.input_scales = {0.25f, 1.0f, 0.25f};
         if (variant == 2 || variant == 4 || variant == 6) p.own_scale = 0.25f;
         if (variant >= 3 && variant != 4 && variant != 6) p.residual_scale = 0.25f;
-        // Aligned, all shifted alike (a vector loop with a head), and each shifted its own way.
+        // Aligned, all shifted alike (a vector loop with a head), and each shifted differently.
         if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
         if (variant == 4) p.misalign = {1, 2, 0};
         SCOPED_TRACE(fmt::format("n {} variant {}", n, variant));
@@ -176,7 +176,7 @@ TEST_P(WireFormatTest, DecodeHasTheReferencesBits) {
   }
 }
 
-TEST_P(WireFormatTest, DecodeForgetsWhatWasKeptOfValuesThatAreNotFiniteAndNothingElse) {
+TEST_P(WireFormatTest, DecodeClearsOnlyResidualsOfNonFiniteValues) {
   for (int64_t n :
        {int64_t{7}, 2 * format->granularity + 11, 5 * std::max<int64_t>(format->granularity, 700)}) {
     for (int64_t misalign : {0, 1}) {
@@ -199,9 +199,9 @@ TEST_P(WireFormatTest, DecodeForgetsWhatWasKeptOfValuesThatAreNotFiniteAndNothin
   }
 }
 
-// Without a wire the result is S itself, here with terms that swallow each other, so
-// that their order matters.
-TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
+// Without a wire, the result is S itself, here with terms of very different sizes, so that their order
+// matters.
+TEST_P(WireFormatTest, WithoutAWireReturnsTheSumAndClearsTheResidual) {
   for (int64_t n : std::initializer_list<int64_t>{0, 1, 7, 128, 1025, kManyPieces}) {
     for (int num_inputs : {0, 1, 2, 7}) {
       if (n == kManyPieces && num_inputs != 2) continue;
@@ -232,7 +232,7 @@ TEST_P(WireFormatTest, WithoutAWireTheSumIsTheResultAndTheResidualIsSpent) {
           const WireResult got = run(p);
           expect_same_floats(got.out, want, "out");
           expect_same_floats(got.residual, std::vector<float>(p.residual.size()), "residual");
-          EXPECT_EQ(got.wire, Bytes(got.wire.size(), 0xcd)) << "there is no wire to write";
+          EXPECT_EQ(got.wire, Bytes(got.wire.size(), 0xcd)) << "without a wire, nothing is written";
           expect_same_result(format, p, got, reference_result(format, p));
           if (HasFailure()) return;
         }
@@ -257,7 +257,7 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
         const float s = own[i] + residual[i];
         if (!is_finite(s)) continue;
         ASSERT_TRUE(is_finite(sent[i])) << s;
-        // The residual is one subtraction in FP32 away from the truth.
+        // The residual is exact up to one subtraction in FP32.
         const double error = static_cast<double>(sent[i]) + got.residual[i] - s;
         ASSERT_LE(std::abs(error), std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24))
             << "element " << i << ": " << s << " went as " << sent[i];
@@ -266,9 +266,9 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
   }
 }
 
-// What an average relies on: the same wire but for a power of two, the same result, and a residual in the units of the
-// parts. And sums far beyond FP32's range are finite in these units, as is what is kept of them.
-TEST_P(WireFormatTest, ScalesOfPartsChangeNothingButTheRange) {
+// An average requires the same wire up to a power of two, the same result, and a residual in the units of the
+// parts. Sums far beyond FP32's range, and their residuals, are finite in these units.
+TEST_P(WireFormatTest, ScalesOfPartsChangeOnlyTheRange) {
   const int64_t n = 3 * format->granularity + 5;
   for (Rounding mode : roundings()) {
     WireProblem p{.own = spread_values(n, 31, 3.0f),
@@ -295,7 +295,7 @@ TEST_P(WireFormatTest, ScalesOfPartsChangeNothingButTheRange) {
   }
 }
 
-TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
+TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndStayInTheirBlock) {
   const int64_t block = format->granularity, n = 3 * block + 7;
   const auto bad = static_cast<size_t>(block + 2);
   for (Rounding mode : roundings()) {
@@ -318,8 +318,8 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
         const bool same_block = static_cast<int64_t>(i) / block == static_cast<int64_t>(bad) / block;
         if (format->masks && same_block) {
           ASSERT_EQ(got.out[i], 0.0f) << i;
-          ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": none of it was sent";
-        } else if (format->selects && same_block) {  // another is left out, and means change
+          ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": nothing was sent";
+        } else if (format->selects && same_block) {  // another value is dropped, and means change
           const float s = p.own[i] + p.residual[i];
           ASSERT_NEAR(got.out[i] / p.out_scale + got.residual[i], s, 1e-6) << i;
         } else {
@@ -332,7 +332,7 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndLeaveOtherBlocksAlone) {
 }
 
 // Checks the bound in one of the two norms of error_bound(). Terngrad's bound holds for blocks in which
-// nothing is clipped. With a rotation the largest magnitude is taken over the rotated values, which are not
+// nothing is clipped. With a rotation, the largest magnitude is that of the rotated values, which are not
 // available here.
 TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
   if (format->spec().find("rotate=hadamard") != std::string::npos) return;
@@ -345,9 +345,9 @@ TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
       for (int64_t i = 0; i < n; ++i) {
         float& v = x[static_cast<size_t>(i)];
         const bool first = i % block == 0;
-        if (shape == 1) v = std::copysign(1.0f, v);  // all alike
+        if (shape == 1) v = std::copysign(1.0f, v);  // equal magnitudes
         if (shape >= 2 && shape < 6)
-          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large
+          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large value
         if (shape == 6) v = v * v * v * v * v;                                   // heavy tails
         if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                              // sparse
       }
@@ -370,7 +370,7 @@ TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
       }
       EXPECT_TRUE(error <= 1.03 * bound * norm || worst <= 1.001 * bound * largest)
           << "shape " << shape << ": " << error / norm << " of the norm, " << worst / largest
-          << " of the largest; bound " << bound;
+          << " of the largest value; bound " << bound;
     }
   }
 }
@@ -386,7 +386,7 @@ TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
       for (size_t i = 0; i < 200; ++i) {
         ASSERT_TRUE(is_finite(got.out[i])) << value;
         ASSERT_TRUE(is_finite(got.residual[i])) << value;
-        if (std::abs(got.residual[i]) == FLT_MAX) continue;  // it would be larger yet
+        if (std::abs(got.residual[i]) == FLT_MAX) continue;  // the exact residual is larger than FLT_MAX
         ASSERT_LE(std::abs(static_cast<double>(got.out[i]) + got.residual[i] - static_cast<double>(value)),
                   std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24));
         if (value == 0.0f) {
@@ -425,7 +425,7 @@ TEST_P(WireFormatTest, CuttingACallIntoPiecesChangesNothing) {
   }
 }
 
-TEST_P(WireFormatTest, BitsDependOnSeedAndStepAloneNotOnThreads) {
+TEST_P(WireFormatTest, BitsDependOnlyOnSeedAndStep) {
   const int64_t count = kManyPieces;
   for (Rounding mode : roundings()) {
     WireProblem p{
@@ -448,12 +448,12 @@ TEST_P(WireFormatTest, BitsDependOnSeedAndStepAloneNotOnThreads) {
 }
 
 TEST_P(WireFormatTest, StochasticRoundingIsUnbiased) {
-  if (format->clips) return;  // cutting off is not; its rounding is tested with clip=off
+  if (format->clips) return;  // clamping is biased; rounding is tested with clip=off
   WireProblem p{.own = spread_values(2000, 31, 1.0f),
                 .residual = {},
                 .out_scale = 1,
                 .rounding = {.mode = Rounding::stochastic, .seed = 6}};
-  if (!format->stochastic) {  // it ignores the mode
+  if (!format->stochastic) {  // the format ignores the mode
     const WireResult got = run(p);
     p.rounding.mode = Rounding::nearest;
     return expect_same_result(format, p, got, run(p));
@@ -472,7 +472,7 @@ TEST_P(WireFormatTest, StochasticRoundingIsUnbiased) {
   EXPECT_LE(std::abs(outwards), 5 * std::sqrt(squares));
 }
 
-TEST_P(WireFormatTest, ErrorOnNormalValuesIsAsTheTableSays) {
+TEST_P(WireFormatTest, ErrorOnNormalValuesMatchesTheTable) {
 #ifdef GRADWIRE_SIMT_TESTS
   const int64_t count = 1 << 15;
 #else
@@ -488,7 +488,7 @@ TEST_P(WireFormatTest, ErrorOnNormalValuesIsAsTheTableSays) {
   }
   if (format->gaussian_error > 0) {
     EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
-  } else {  // not known for these options
+  } else {  // unknown for these options
     EXPECT_LT(error, 2 * norm);
   }
 }
