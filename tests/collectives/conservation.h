@@ -1,4 +1,4 @@
-// Error feedback as a conservation law, checked on all ranks of a group.
+// Error feedback conserves gradients: checked on all ranks of a group.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace gradwire::testing {
 
-// Nodes for hierarchical schedules: the fewest ranks above one that divide the world.
+// Ranks per node for hierarchical schedules: the smallest divisor of the world size above one.
 inline int ranks_per_node(int world) {
   for (int ranks = 2; ranks < world; ++ranks) {
     if (world % ranks == 0) return ranks;
@@ -18,9 +18,9 @@ inline int ranks_per_node(int world) {
   return 1;
 }
 
-// How far residuals of this squared norm, over ranks and steps, may be from what they would be in FP32. Errors of
-// single encodes are independent with mean 0, so their squares add up. Rounding at random doubles the square of
-// a format's error; and a factor of 2 in the norm for residuals that are not Gaussian.
+// Returns how far residuals of this squared norm, over ranks and steps, may deviate from residuals in FP32.
+// Errors of single encodes are independent with mean 0, so their squares add up. Stochastic rounding doubles
+// the square of a format's error. A factor of 2 in the norm allows for residuals that are not Gaussian.
 inline double kept_rounding(const std::string& spec, double squares) {
   return 2 * std::sqrt(2 * CompressionSpec::parse(spec).residual->gaussian_error * squares);
 }
@@ -31,15 +31,16 @@ inline double squared_norm(const std::vector<float>& x) {
   return sum;
 }
 
-// Conservation: what went in over all ranks and steps is what was applied plus what the residuals hold, to FP32
-// rounding; with residual=bf16|int8, plus what rounding it at random took and gave in each step. Also checks that
-// all ranks hold the same bits after every step, and in long runs that residuals do not grow.
+// Checks conservation: the sum of all inputs, over ranks and steps, equals the sum of the applied results
+// plus the residuals, to FP32 rounding; with residual=bf16|int8, plus the error of stochastic rounding in
+// each step. Also checks that all ranks have the same bits after every step, and that residuals do not grow
+// in long runs.
 inline void expect_conservation(Device device, const std::string& spec, int world, int steps) {
   std::vector<std::vector<double>> input(world), applied(world);
   std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
-  // Squared norms of the residuals, of the first step and of all.
+  // Squared norms of the residuals: of the first step, and of all steps.
   std::vector<double> first_kept(world), kept(world);
-  double kept_halfway = 0, kept_last = 0;  // of rank 0
+  double kept_halfway = 0, kept_last = 0;  // on rank 0
   const bool rounded = !CompressionSpec::parse(spec).residual->exact;
   run_ranks(world, device, [&](Communicator& comm) {
     int r = comm.rank();
@@ -85,7 +86,7 @@ inline void expect_conservation(Device device, const std::string& spec, int worl
   };
   std::vector<std::vector<double>> first_input;
   for (int r = 0; r < world; ++r) {
-    // The gaps between tensors are zero in the input, so they must be in the result.
+    // The gaps between tensors are zero in the input, so they must be zero in the result.
     auto gradients = gradients_for(model(), static_cast<uint32_t>(r + 1));
     std::vector<double> in;
     for (size_t i = 0; i < gradients.size(); ++i) {

@@ -1,5 +1,5 @@
-// What every compression spec must do: lose nothing over many steps, keep ranks
-// bit-identical, and contain hard gradients.
+// Properties of every compression spec: it loses nothing over many steps, keeps ranks bit-identical, and
+// contains non-finite or extreme gradients.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -42,13 +42,14 @@ std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
 
 class EverySpec : public ::testing::TestWithParam<SpecCase> {};
 
-// How many steps of each world. The bound is relative to all that went in, so what loses a share of it in each step
-// shows in any number of steps. Long runs are for what adds up, which does not depend on the number of ranks; a dozen
-// for what begins late (start=5) or takes turns. A step of a ring costs the square of the number of ranks.
+// Returns the number of steps per world. The bound is relative to the sum of all inputs, so a loss
+// proportional to each step shows in any number of steps. Long runs find errors that accumulate, which does
+// not depend on the number of ranks; twelve steps suffice for codecs that start late (start=5) or alternate.
+// The cost of a ring's step is quadratic in the number of ranks.
 std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::string& spec) {
 #ifdef GRADWIRE_SANITIZED
-  // The sanitizers look at memory and order, not at drift. Two worlds of five for each spec, in turns, so that each
-  // schedule and each codec has all of them.
+  // Sanitizers check memory and ordering, not drift. Each spec gets two worlds of five, chosen in rotation,
+  // so that each schedule and each codec runs in all of them.
   if (!testing::full_sweeps()) {
     const auto all = example_specs_with_schedules();
     const auto i = static_cast<size_t>(std::find(all.begin(), all.end(), spec) - all.begin());
@@ -57,7 +58,7 @@ std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::st
 #endif
   std::vector<std::pair<int, int>> all = {{1, 12}, {2, 100}, {3, 12}, {4, 12}, {5, 4},
                                           {6, 4},  {7, 4},   {8, 4},  {16, 2}};
-  // GRADWIRE_CONSERVATION_STEPS: this many in every world, which with 100 takes minutes on two cores.
+  // GRADWIRE_CONSERVATION_STEPS: the number of steps in every world. 100 steps take minutes on two cores.
   if (const char* asked = std::getenv("GRADWIRE_CONSERVATION_STEPS")) {
     for (auto& [world, steps] : all) steps = std::atoi(asked);
   } else if (testing::full_sweeps()) {
@@ -99,8 +100,8 @@ INSTANTIATE_TEST_SUITE_P(Over, EverySpec,
 
 class HardGradients : public ::testing::TestWithParam<Device> {};
 
-// Rank 1 and 2: where torch's hook turns a zero gradient into NaN forever.
-TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
+// At ranks 1 and 2, where torch's hook permanently turns a zero gradient into NaN.
+TEST_P(HardGradients, ZeroFirstGradientsGiveNoNanAndRecover) {
   for (const char* spec :
        thinned({"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=4,wire=bf16",
                 "powersgd:rank=2,residual=int8", "powersgd:rank=2,alternate=on",
@@ -112,7 +113,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
       for (int s = 0; s < 3; ++s) {
         for (float v : rank.step(zeros)) ASSERT_EQ(v, 0.0f) << spec;
       }
-      // Now the same gradient every step: error feedback must eventually apply all of it.
+      // Repeats the same gradient: error feedback must eventually apply all of it.
       auto gradients = gradients_for(rank.tensors, 7);  // the same on every rank
       auto wanted = flat(rank, gradients);
       std::vector<double> applied(wanted.size(), 0.0), difference(wanted.size());
@@ -127,7 +128,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
       double size = norm(std::vector<double>(wanted.begin(), wanted.end()));
       for (size_t i = 0; i < wanted.size(); ++i) difference[i] = applied[i] / kSteps - wanted[i];
       EXPECT_LT(norm(difference) / size, 0.6) << spec;
-      for (int t : {1, 2, 6, 8}) {  // each compressed matrix moved, not just the vectors
+      for (int t : {1, 2, 6, 8}) {  // every compressed matrix moved, not only the vectors
         double moved = 0;
         for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i)
           moved += std::abs(applied[rank.reducer.offset(t) + i]);
@@ -137,7 +138,7 @@ TEST_P(HardGradients, AZeroFirstGradientIsNeitherNanNorStuckAtZero) {
   }
 }
 
-TEST_P(HardGradients, AFrozenLayerStaysZeroAndLeavesOthersAlone) {
+TEST_P(HardGradients, FrozenLayersStayZeroAndDoNotAffectOthers) {
   for (const char* spec : {"powersgd:rank=2", "powersgd:rank=4,wire=bf16", "powersgd:rank=2,alternate=on",
                            "randk:ratio=0.1", "bf16", "fp8"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {
@@ -154,9 +155,8 @@ TEST_P(HardGradients, AFrozenLayerStaysZeroAndLeavesOthersAlone) {
   }
 }
 
-// A NaN on one rank reaches that tensor's result on every rank and
-// nothing else, and is gone in the next step.
-TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
+// A NaN on one rank reaches that tensor's result on every rank and nothing else. It is gone in the next step.
+TEST_P(HardGradients, ContainsANanForOneStep) {
   for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const char* spec : thinned<const char*>(
              {"fp32", "bf16", "bf16:schedule=ring", "fp8", "fp8:schedule=ring", "int8:residual=int8",
@@ -192,13 +192,13 @@ TEST_P(HardGradients, ANanIsSeenOnceAndContained) {
   }
 }
 
-// Zeros, denormals, values whose sum is nearly too large, NaN and Inf, in tensors of one element and of odd sizes:
-// every spec goes on after them, with the same bits on all ranks, and its next result is finite.
-TEST_P(HardGradients, EverySpecGoesOnAfterThem) {
+// Zeros, denormals, values whose sum almost overflows, NaN and Inf, in tensors of one element and of odd
+// sizes: every spec continues with the same bits on all ranks, and its next result is finite.
+TEST_P(HardGradients, EverySpecContinuesAfterHardGradients) {
   for (const std::string& spec : thinned(example_specs(), 16)) {
     SCOPED_TRACE(spec);
     std::vector<std::vector<float>> last(2);
-    // PowerSGD multiplies: what overflows in a product with what it keeps does so again in the next step.
+    // PowerSGD multiplies: a product with kept factors that overflows would overflow again in the next step.
     const float huge = spec.starts_with("powersgd") ? 1e36f : 1e38f;
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);
@@ -228,7 +228,7 @@ TEST_P(HardGradients, EverySpecGoesOnAfterThem) {
   }
 }
 
-TEST_P(HardGradients, HugeGradientsSurviveTheWire) {
+TEST_P(HardGradients, HugeGradientsStayFiniteOnTheWire) {
   for (const char* spec :
        {"bf16", "bf16:schedule=ring", "fp8", "randk:ratio=0.3", "randk:ratio=0.3,wire=bf16"}) {
     run_ranks(2, GetParam(), [&](Communicator& comm) {

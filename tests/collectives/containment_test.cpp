@@ -1,5 +1,5 @@
-// A non-finite gradient stays in its tensor. For every spec, the results and residuals of other tensors
-// are unchanged bit for bit, and the finite elements of its own tensor lose nothing.
+// A non-finite gradient stays in its tensor. For every spec, the results and residuals of other tensors are
+// unchanged bit for bit, and the finite elements of the same tensor lose nothing.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ struct Poison {
   int rank = 0;
 };
 
-// Matrices and vectors whose borders lie anywhere in a block, some shorter than one.
+// Matrices and vectors whose borders are anywhere in a block, some shorter than one.
 std::vector<GradientTensor> tensors() {
   return {{"a", {61, 45}}, {"bias", {37}},  {"b", {40, 33}}, {"tiny", {3, 3}},
           {"one", {1}},    {"c", {70, 31}}, {"d", {1500}},   {"e", {64, 40}}};
@@ -75,7 +75,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
                .sharded = layout == Layout::sharded});
     for (int s = 0; s < 3; ++s) {
       auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + comm.rank() + 1));
-      // Everything else of these elements is 0: a format's scale is that of the finite values of the sum.
+      // All other elements of these are 0: a format's scale is that of the sum's finite values.
       const bool now = s == 2 && comm.rank() == poison.rank && !clean;
       for (size_t i : poison.elements) gradients[poison.tensor][i] = now ? poison.value : 0.0f;
       if (s == 2) {
@@ -84,7 +84,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
       }
       auto flat = rank.step(gradients);
       if (s < 2) continue;
-      // With a sharded reducer only the owned part is the mean; the rest is unspecified.
+      // With a sharded reducer, only the owned part is the mean; the rest is unspecified.
       if (layout == Layout::sharded) {
         std::vector<float> owned(flat.size(), 0.0f);
         for (const ElementRange& part : rank.reducer.owned()) {
@@ -96,7 +96,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
       all.residual[r] = by_tensor(rank, rank.residual());
     }
     auto next = rank.step(gradients_for(rank.tensors, 99));
-    for (float v : next) ASSERT_TRUE(std::isfinite(v)) << spec << ": the next step";
+    for (float v : next) ASSERT_TRUE(std::isfinite(v)) << spec << ": in the next step";
   });
   return all;
 }
@@ -164,10 +164,10 @@ void expect_contained(Device device, const Case& c) {
       lost += difference * difference;
     }
     if (spec.residual->exact) {
-      ASSERT_LE(std::sqrt(lost), 1e-6 * std::sqrt(size)) << "lost of tensor " << t;
+      ASSERT_LE(std::sqrt(lost), 1e-6 * std::sqrt(size)) << "lost from tensor " << t;
     }
   }
-  EXPECT_TRUE(seen) << "nothing shows in the result";
+  EXPECT_TRUE(seen) << "the result does not show it";
 }
 
 std::vector<std::string> all_specs() {
@@ -198,8 +198,8 @@ std::vector<std::string> all_specs() {
 
 class Containment : public ::testing::TestWithParam<Device> {};
 
-// Tests each spec with some schedules, worlds, layouts, places and values, in turn; GRADWIRE_FULL_SWEEPS=1:
-// with more.
+// Rotates through schedules, worlds, layouts, places and values for each spec; GRADWIRE_FULL_SWEEPS=1 tests
+// more of them.
 TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   const std::vector<std::string> schedules = {"ring", "two_shot", "tree", "hierarchical"};
   const auto shapes = tensors();
@@ -241,8 +241,9 @@ TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   RecordProperty("cases", static_cast<int>(cases));
 }
 
-// A state from another layout may have residuals where tensors end, which are averaged by themselves, as dense tensors are.
-TEST_P(Containment, LoadedResidualsOfEndsAndDenseTensorsAreSent) {
+// A state from another layout may have residuals at the ends of tensors, which are averaged separately, as
+// dense tensors are.
+TEST_P(Containment, SendsLoadedResidualsOfTensorEndsAndDenseTensors) {
   constexpr int kWorld = 2, kSteps = 2;
   for (const std::string spec : {"int8", "int8:residual=int8", "int4", "int4:residual=bf16", "mxfp8",
                                  "mxfp8:residual=bf16", "mxfp8:residual=int8", "nvfp4:residual=int8",

@@ -1,4 +1,4 @@
-// dense=: named tensors are averaged in FP32, the others as if those were not there.
+// dense=: named tensors are averaged in FP32; the others are unaffected.
 #include "collectives/codec/dense.h"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ using testing::run_ranks;
 class DenseTensors : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(DenseTensors);
 
-// Rank 0's results of three steps, tensor by tensor, and the bytes it sent in the last.
+// Rank 0's results of three steps by tensor, and the number of bytes it sent in the last step.
 struct Averages {
   std::vector<std::vector<float>> tensors;
   uint64_t wire_bytes = 0;
@@ -72,8 +72,9 @@ TEST_P(DenseTensors, HaveTheBitsOfAnFp32Allreduce) {
   }
 }
 
-// A tensor beside dense ones is compressed as if they were zero; in another block, as if nothing was asked for.
-TEST_P(DenseTensors, LeaveTheOthersAsTheyAre) {
+// A tensor that shares a block with dense tensors is compressed as if those were zero. In another block, it
+// is compressed as without dense=.
+TEST_P(DenseTensors, DoNotAffectOtherTensors) {
   const Averages plain = averages_of(GetParam(), "bf16:schedule=two_shot");
   const Averages dense = averages_of(GetParam(), "bf16:schedule=two_shot,dense=auto");
   for (size_t i = 0; i < model().size(); ++i) {
@@ -84,7 +85,7 @@ TEST_P(DenseTensors, LeaveTheOthersAsTheyAre) {
   }
 }
 
-TEST_P(DenseTensors, ABucketThatHasNoneSendsTheSameBytes) {
+TEST_P(DenseTensors, BucketsWithoutDenseTensorsSendTheSameBytes) {
   const Averages plain = averages_of(GetParam(), "int8:schedule=two_shot");
   const Averages none = averages_of(GetParam(), "int8:schedule=two_shot,dense=nothing");
   EXPECT_EQ(none.wire_bytes, plain.wire_bytes);
@@ -94,18 +95,19 @@ TEST_P(DenseTensors, ABucketThatHasNoneSendsTheSameBytes) {
   }
 }
 
-TEST_P(DenseTensors, ABucketOfThemAloneIsAnFp32Allreduce) {
-  const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot", 1);  // a bucket each
+TEST_P(DenseTensors, BucketsOfDenseTensorsOnlyAreAnFp32Allreduce) {
+  const Averages fp32 = averages_of(GetParam(), "fp32:schedule=two_shot", 1);  // one bucket per tensor
   const Averages all = averages_of(GetParam(), "int8:schedule=two_shot,dense=*", 1);
   EXPECT_EQ(all.wire_bytes, fp32.wire_bytes);
 }
 
-// Rank 0's mean of a vector of BF16 values beside a matrix, and the bytes that it sent. dtype: as which they are given.
+// Returns rank 0's mean of a vector of BF16 values in a bucket with a matrix, and the number of bytes that it
+// sent. The gradients are given as `dtype`.
 std::pair<std::vector<uint16_t>, uint64_t> mean_of_bf16(const std::string& spec, DType dtype,
                                                         int64_t bucket_bytes) {
   std::vector<uint16_t> mean;
   uint64_t sent = 0;
-  run_ranks(4, Device::host(), [&](Communicator& comm) {  // a fourth of a BF16 value is one, too
+  run_ranks(4, Device::host(), [&](Communicator& comm) {  // a quarter of a BF16 value is also a BF16 value
     const std::vector<GradientTensor> tensors{{"matrix", {64, 48}, dtype}, {"vector", {300}, dtype}};
     Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
                     {.bucket_bytes = bucket_bytes, .own_gradients = false});
@@ -133,21 +135,22 @@ std::pair<std::vector<uint16_t>, uint64_t> mean_of_bf16(const std::string& spec,
   return {mean, sent};
 }
 
-TEST(Dense, Bf16GradientsTravelAsBf16WithTheBitsOfTheRoundedMean) {
+TEST(Dense, SendsBf16GradientsAsBf16WithTheBitsOfTheRoundedMean) {
   for (const std::string spec :
        {"int8:dense=vector,", "int4:", "sign:", "powersgd:rank=2,wire=int8,dense=auto,"}) {
     for (const int64_t bucket_bytes : {int64_t{1}, kOneBucket}) {
       const auto [wide, wide_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::f32, bucket_bytes);
       const auto [narrow, narrow_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::bf16, bucket_bytes);
       EXPECT_EQ(narrow, wide) << spec;
-      // Three fourths of the vector go to others, to be added, and the means of its own fourth to each of the three.
+      // A rank sends three quarters of the vector to the other ranks for addition, and the means of its
+      // quarter to each of the three.
       EXPECT_NEAR(static_cast<double>(wide_bytes - narrow_bytes), 2 * 0.75 * 300 * 2, 64)
           << spec << bucket_bytes;
     }
   }
 }
 
-TEST(Dense, AutoTakesVectorsAndSmallMatricesButNoFlattenedModel) {
+TEST(Dense, AutoSelectsVectorsAndSmallMatricesButNotAFlattenedModel) {
   const CompressionSpec spec = CompressionSpec::parse("int8:dense=auto");
   EXPECT_TRUE(is_dense(spec, {.name = "bias", .rows = 3072, .cols = 1}));
   EXPECT_TRUE(is_dense(spec, {.name = "class_token", .rows = 1, .cols = 768}));
@@ -156,7 +159,7 @@ TEST(Dense, AutoTakesVectorsAndSmallMatricesButNoFlattenedModel) {
   EXPECT_FALSE(is_dense(spec, {.name = "flat", .rows = 1 << 20, .cols = 1}));
 }
 
-TEST(Dense, ANameThatMatchesNothingIsNamed) {
+TEST(Dense, NamesPatternsThatMatchNothing) {
   const std::vector<std::string> names{"head.weight", "head.bias"};
   check_dense_names(CompressionSpec::parse("int8:dense=auto+*.bias"), names);
   check_dense_names(CompressionSpec::parse("int8"), names);

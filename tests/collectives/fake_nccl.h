@@ -1,6 +1,6 @@
-// NCCL's functions over host memory: communicators of threads of one process, groups that run on host
-// streams. Like the real ones, they wait for a peer until the communicator is aborted; the data is then
-// garbage, and the stream continues as if nothing had happened.
+// NCCL's functions over host memory: the communicators belong to threads of one process, and groups run on
+// host streams. Like NCCL, they wait for a peer until the communicator is aborted; then the data is garbage,
+// and the stream continues as if nothing had happened.
 #pragma once
 
 #include <fmt/format.h>
@@ -35,15 +35,15 @@ struct FakeWire {
 struct FakeComm {
   std::shared_ptr<FakeWire> wire;
   int rank = 0, world = 1;
-  std::atomic<int> async{ncclSuccess};     // what ncclCommGetAsyncError says when not busy
-  std::atomic<int> busy{0};                // for how many more questions it says ncclInProgress
-  int busy_after_group = 0;                // set to this by each group
-  ncclResult_t send_result = ncclSuccess;  // what ncclSend returns
+  std::atomic<int> async{ncclSuccess};     // result of ncclCommGetAsyncError when not busy
+  std::atomic<int> busy{0};                // number of remaining calls that return ncclInProgress
+  int busy_after_group = 0;                // each group sets busy to this value
+  ncclResult_t send_result = ncclSuccess;  // result of ncclSend
   std::atomic<bool> stopped{false};
   std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
   std::atomic<int> sends{0}, receives{0}, all_reduces{0};
-  std::atomic<int> threads{0};           // that NCCL would have created: one per group that is not blocking
-  std::atomic<bool> stuck{false};        // a call does not return until the communicator is stopped
+  std::atomic<int> threads{0};           // that NCCL would have created: one per nonblocking group
+  std::atomic<bool> stuck{false};        // if true, a call returns only when the communicator is stopped
   std::atomic<int> waiting{0};           // calls that have not returned yet
   std::map<std::thread::id, int> asked;  // calls of ncclCommGetAsyncError by thread; under wire->mutex
   std::atomic<std::thread::id> aborted_by{};
@@ -69,7 +69,7 @@ inline FakeComm& fake(ncclComm_t comm) {
   return *reinterpret_cast<FakeComm*>(comm);
 }
 
-// A world of fake communicators, which live as long as it does.
+// A world of fake communicators, destroyed together.
 struct FakeWorld {
   explicit FakeWorld(int world) {
     auto wire = std::make_shared<FakeWire>();
@@ -80,7 +80,7 @@ struct FakeWorld {
       c->world = world;
     }
   }
-  ~FakeWorld() {  // a call that was left to itself still looks at its communicator
+  ~FakeWorld() {  // calls that timed out may still use their communicators
     for (const auto& comm : comms) {
       if (comm->waiting != 0) comm->stop();
       while (comm->waiting != 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -131,7 +131,7 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
   }
 }
 
-// Adds from the last rank to the first, which is no schedule's order.
+// Adds from the last rank to the first, unlike every schedule.
 inline void run_fake_all_reduce(FakeComm& comm, const float* in, float* out, size_t count, bool mean) {
   FakeWire& wire = *comm.wire;
   const float factor = mean ? 1.0f / static_cast<float>(comm.world) : 1.0f;
@@ -162,17 +162,17 @@ inline void run_fake_all_reduce(FakeComm& comm, const float* in, float* out, siz
   std::copy(sum.begin(), sum.end(), out);
 }
 
-// The new communicators that shrink() made for the survivors, by the parent's wire; and those of split(), by it and
-// the color, whose ranks it has to wait for to know how many there are.
+// The communicators that shrink() made for the survivors, keyed by the parent's wire; and those of split(),
+// keyed by wire and color. split() waits for all ranks to learn how many ranks a color has.
 struct FakeShrinks {
   struct Split {
-    std::map<int, std::vector<std::pair<int, int>>> colors;  // (key, rank) of each
+    std::map<int, std::vector<std::pair<int, int>>> colors;  // (key, rank) of each member
     int called = 0;
     std::condition_variable everyone;
     std::map<int, std::unique_ptr<FakeWorld>> worlds;
   };
   std::mutex mutex;
-  // Kept alive, so that no other has the address.
+  // Kept alive, so that its address is not reused.
   std::map<std::shared_ptr<FakeWire>, std::unique_ptr<FakeWorld>> worlds;
   std::map<std::shared_ptr<FakeWire>, Split> splits;
 };
@@ -329,7 +329,7 @@ class HostCalls : public GpuCalls {
     ++made;
     return std::make_unique<HostMark>();
   }
-  // One capture per object.
+  // Allows one capture per object.
   std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
     auto words = std::make_shared<std::array<uint64_t, 2>>();
     if (!launches_) {
@@ -345,7 +345,7 @@ class HostCalls : public GpuCalls {
   }
   void enter_thread() override { ++threads; }
   std::atomic<int> made{0};
-  std::atomic<int> threads{0};  // that the transport has started
+  std::atomic<int> threads{0};  // number of threads that the transport started
 
  private:
   std::shared_ptr<std::array<uint64_t, 2>> launches_;

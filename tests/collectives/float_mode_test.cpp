@@ -1,4 +1,4 @@
-// Ranks hold the same bits although one of them flushes subnormal numbers to zero.
+// Ranks have the same bits even if one of them flushes subnormal numbers to zero.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +23,7 @@ using testing::same_bits;
 
 constexpr unsigned kFlush = 0x8040;  // flush to zero, denormals are zero
 
-TEST(FloatMode, ARankThatFlushesSubnormalNumbersHoldsTheSameBits) {
+TEST(FloatMode, RanksThatFlushSubnormalNumbersHaveTheSameBits) {
   for (const std::string& spec : testing::thinned(example_specs(), 12)) {
     std::vector<std::vector<float>> result(4), residual(4);
     for (const bool flush : {false, true}) {
@@ -54,7 +54,7 @@ TEST(FloatMode, ARankThatFlushesSubnormalNumbersHoldsTheSameBits) {
   }
 }
 
-// A thread of the caller that takes part in parallel_for().
+// The calling thread takes part in parallel_for().
 TEST(FloatMode, ParallelForComputesWithSubnormalNumbers) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | kFlush);

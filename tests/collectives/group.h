@@ -21,8 +21,8 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Rethrows the first rank's error once all have ended. A rank that
-// throws aborts the group, as in the trainer.
+// Rethrows the lowest rank's error after all ranks have ended. A rank that throws aborts the group, as in the
+// trainer.
 inline void run_ranks(int world, Device device, std::chrono::milliseconds timeout,
                       const std::function<void(Communicator&)>& body) {
   auto group = Communicator::create_local(std::vector<Device>(world, device), timeout);

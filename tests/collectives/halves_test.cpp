@@ -1,4 +1,4 @@
-// Reduce-scatter and all-gather: together the halves of an allreduce give its result, and lose nothing.
+// Reduce-scatter and all-gather, the halves of an allreduce: together they give its result and lose nothing.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ class HalvesTest : public ::testing::TestWithParam<Device> {
 };
 
 // With FP32, an allreduce equals its two halves bit for bit: each owner's shard is its part of the result,
-// and gathering the shards gives all of it. Nothing else is written, and the inputs stay unchanged.
+// and the gathered shards are the whole result. Nothing else is written, and the inputs are unchanged.
 TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   for (int world : thinned({1, 2, 3, 5, 8})) {
     for (const Schedule& schedule : schedules(world)) {
@@ -55,8 +55,8 @@ TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   }
 }
 
-// With every wire that rounds: what the owners hold plus all new residuals is the sum of the inputs. The
-// owner adds exactly, so its own residual is zero in its shard.
+// With every wire that rounds, the owners' shards plus all new residuals are the sum of the inputs. The owner
+// adds exactly, so its residual is zero in its shard.
 TEST_P(HalvesTest, ReduceScatterLosesNothing) {
   for (Wire wire : thinned(wire_formats().subspan(1))) {
     for (int world : thinned({1, 2, 3, 4, 8})) {
@@ -99,7 +99,7 @@ TEST_P(HalvesTest, ReduceScatterLosesNothing) {
   }
 }
 
-// Every rank ends with the same bits, and the owner keeps in its residual what its one encode lost.
+// Every rank ends with the same bits, and the owner's residual keeps the error of its one encode.
 TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
   for (Wire wire : thinned(wire_formats().subspan(1))) {
     for (int world : thinned({2, 3, 4, 8})) {
@@ -133,7 +133,7 @@ TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
   }
 }
 
-// Slices change no bit of a half either.
+// Slices change no bit of a half.
 TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   const int64_t count = 20011;
   for (const Schedule& whole : {ring(4), two_shot(4), hierarchical(2, 2)}) {
@@ -160,7 +160,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   }
 }
 
-// Shards that a caller may choose: uneven, empty, at any alignment, all of it on one rank.
+// Shards that a caller may choose: uneven, empty, at any alignment, everything on one rank.
 std::vector<Shards> odd_shards(int world) {
   std::vector<Shards> all(3);
   for (int r = 0; r < world; ++r) {
@@ -184,9 +184,9 @@ std::vector<float> part(const std::vector<float>& whole, const Shards& shards, i
   return {whole.begin() + begin, whole.begin() + begin + shards[rank]};
 }
 
-// A rank gets the sum of the shard that the caller gave it; a two-shot's bits do not depend on where it is
-// cut. Gathering the shards gives the same bits to all, in place too.
-TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirPlace) {
+// A rank gets the sum of the shard that the caller assigned to it; a two-shot's bits do not depend on the
+// cuts. Gathering the shards gives the same bits to all ranks, also in place.
+TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirRange) {
   for (int world : thinned({1, 2, 3, 5, 8})) {
     for (const Shards& shards : odd_shards(world)) {
       const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
@@ -216,8 +216,8 @@ TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirPlace) {
   }
 }
 
-// With every wire that rounds, and shards of any size: what the ranks hold plus what they kept is the sum of
-// what they gave, in a reduce-scatter and in an all-gather.
+// With every wire that rounds, and shards of any size: results plus residuals equal the inputs, in a
+// reduce-scatter and in an all-gather.
 TEST_P(HalvesTest, ShardsOfAnySizeLoseNothing) {
   const int world = 4;
   for (Wire wire : thinned(wire_formats().subspan(1))) {
@@ -262,7 +262,7 @@ TEST_P(HalvesTest, ShardsOfAnySizeLoseNothing) {
   }
 }
 
-TEST_P(HalvesTest, ShardsThatNoScheduleCanServeAreRefused) {
+TEST_P(HalvesTest, RejectsShardsThatNoScheduleSupports) {
   auto error = [&](const Schedule& s, const Shards& shards) -> std::string {
     try {
       chunk_ranges(s, 10, shards);
@@ -278,9 +278,9 @@ TEST_P(HalvesTest, ShardsThatNoScheduleCanServeAreRefused) {
   EXPECT_EQ(error(all_gather(ring(3)), {10, 0, 0}), "accepted");
 }
 
-// Every rank ends with the root's values: FP32 bits, or what the wire carried, with the loss in the root's
-// residual.
-TEST_P(HalvesTest, BroadcastGivesAllRanksWhatTheRootHas) {
+// Every rank ends with the root's values: FP32 bits, or the transmitted values, with the rounding error in
+// the root's residual.
+TEST_P(HalvesTest, BroadcastGivesAllRanksTheRootsValues) {
   std::vector<Schedule> all;
   for (int world : thinned({1, 2, 3, 4, 5, 8})) {
     for (int root : thinned({0, world / 2, world - 1}, 2)) {
@@ -323,8 +323,8 @@ TEST_P(HalvesTest, BroadcastGivesAllRanksWhatTheRootHas) {
   }
 }
 
-// A direct reduce-scatter rounds each contribution once and adds in FP32, so its error over the norm of the
-// exact sum does not grow with the ranks; a ring rounds a partial sum at every hop.
+// A direct reduce-scatter rounds each contribution once and adds in FP32, so its error relative to the norm
+// of the exact sum does not grow with the number of ranks. A ring rounds a partial sum at every hop.
 TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
   const int64_t count = 4096;
   auto error = [&](const Schedule& whole) {
@@ -349,7 +349,7 @@ TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
     const double direct = error(two_shot(world)), in_a_ring = error(ring(world));
     RecordProperty(fmt::format("n={}", world),
                    fmt::format("two_shot {:.3e}, ring {:.3e}", direct, in_a_ring));
-    // With two ranks one of two parts is rounded; with many, nearly all are.
+    // With two ranks, one of two parts is rounded; with many ranks, almost all are.
     EXPECT_LE(direct, 1.5 * first) << world;
     if (world > 2) {
       EXPECT_GT(in_a_ring, last_ring) << world;

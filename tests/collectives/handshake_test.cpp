@@ -1,4 +1,4 @@
-// The handshake of ranks: both ends prove the run's secret, and nothing else gets through.
+// The handshake between ranks: both ends prove the run's secret, and every other input is rejected.
 #include "collectives/rendezvous/handshake.h"
 
 #include <fmt/format.h>
@@ -39,7 +39,7 @@ std::string sha256(const std::string& text, size_t pieces) {
   return hex(hash.finish());
 }
 
-TEST(Sha256, TheVectorsOfFips180) {
+TEST(Sha256, MatchesTheVectorsOfFips180) {
   for (size_t pieces : {1u, 7u, 64u, 1'000'000u}) {
     EXPECT_EQ(sha256("", pieces), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     EXPECT_EQ(sha256("abc", pieces), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
@@ -50,7 +50,7 @@ TEST(Sha256, TheVectorsOfFips180) {
   }
 }
 
-TEST(Hmac, TheVectorsOfRfc4231) {
+TEST(Hmac, MatchesTheVectorsOfRfc4231) {
   EXPECT_EQ(hex(hmac_sha256(std::string(20, '\x0b'), "Hi There")),
             "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
   EXPECT_EQ(hex(hmac_sha256("Jefe", "what do ya want for nothing?")),
@@ -75,7 +75,7 @@ class HandshakeTest : public ::testing::Test {
     connector = Socket(fds[0]);
     acceptor = Socket(fds[1]);
   }
-  // Advances until there is nothing left to read.
+  // Advances the challenge until there is nothing left to read.
   State settle(Challenge& challenge) {
     State state = State::waiting;
     while (state == State::waiting && wait_readable(acceptor.fd(), SteadyClock::now() + 2s)) {
@@ -95,7 +95,7 @@ class HandshakeTest : public ::testing::Test {
   Challenge challenge{credentials};
 };
 
-TEST_F(HandshakeTest, EndsWithTheSameSecretMeetAndWhatFollowsIsUntouched) {
+TEST_F(HandshakeTest, AcceptsTheSameSecretAndLeavesLaterBytesUnread) {
   std::string why = "not called";
   std::thread other([&] {
     why = introduce(connector, credentials, soon());
@@ -109,7 +109,7 @@ TEST_F(HandshakeTest, EndsWithTheSameSecretMeetAndWhatFollowsIsUntouched) {
   EXPECT_EQ(why, "");
 }
 
-TEST_F(HandshakeTest, AnotherSecretOrPurposeIsNoticedByBothEnds) {
+TEST_F(HandshakeTest, BothEndsRejectAnotherSecretOrPurpose) {
   for (const Credentials& other :
        {Credentials{"another", "store"}, Credentials{"", "store"}, Credentials{credentials.key, "link 3"}}) {
     int fds[2];
@@ -126,7 +126,7 @@ TEST_F(HandshakeTest, AnotherSecretOrPurposeIsNoticedByBothEnds) {
   }
 }
 
-TEST_F(HandshakeTest, AnAcceptorsProofSentBackToItIsRefused) {
+TEST_F(HandshakeTest, RejectsAReflectedProof) {
   say("gw-rank1" + std::string(32, 'c'));
   EXPECT_EQ(challenge.advance(acceptor), State::waiting);
   const std::string answer = hear(64);
@@ -150,8 +150,8 @@ void relay(const Socket& a, const Socket& b) {
   }
 }
 
-// docs/running.md, "A relay".
-TEST_F(HandshakeTest, ARelayReachesTheSameListenerAndNoOther) {
+// See docs/running.md, "A relay".
+TEST_F(HandshakeTest, RelaysReachTheSameListenerOnly) {
   for (const char* purpose : {"store", "data of rank 1"}) {
     const Credentials listener{"the run's secret", purpose};
     int near[2], far[2];
@@ -173,7 +173,7 @@ TEST_F(HandshakeTest, ARelayReachesTheSameListenerAndNoOther) {
     const State state = settle(at_listener);
     if (purpose == std::string("store")) {
       EXPECT_EQ(state, State::proved);
-      EXPECT_EQ(hear_from(acceptor, 7), "payload") << "and the relay could have changed it";
+      EXPECT_EQ(hear_from(acceptor, 7), "payload") << "a relay could have changed the payload";
     } else {
       EXPECT_NE(state, State::proved);
     }
@@ -185,8 +185,8 @@ TEST_F(HandshakeTest, ARelayReachesTheSameListenerAndNoOther) {
   }
 }
 
-TEST_F(HandshakeTest, AProofThatWasOverheardIsRefusedTheNextTime) {
-  // The first time, in between of both.
+TEST_F(HandshakeTest, RejectsReplayedProofs) {
+  // The first time, between both ends.
   int fds[2];
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
   Socket rank(fds[0]), tap(fds[1]);
@@ -203,7 +203,7 @@ TEST_F(HandshakeTest, AProofThatWasOverheardIsRefusedTheNextTime) {
   const std::string proof = relay(tap, connector, 32);
   EXPECT_EQ(settle(challenge), State::proved);
   other.join();
-  // The second time, the same bytes.
+  // The second time, replays the same bytes.
   ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
   connector = Socket(fds[0]);
   acceptor = Socket(fds[1]);
@@ -214,7 +214,7 @@ TEST_F(HandshakeTest, AProofThatWasOverheardIsRefusedTheNextTime) {
   EXPECT_EQ(settle(again), State::refused);
 }
 
-TEST_F(HandshakeTest, GarbageIsRefusedAtItsFirstWrongByteAndSlowBytesAreWaitedFor) {
+TEST_F(HandshakeTest, RejectsGarbageAtItsFirstWrongByteAndWaitsForSlowBytes) {
   say("g");
   EXPECT_EQ(challenge.advance(acceptor), State::waiting);
   say("w-");
@@ -224,7 +224,7 @@ TEST_F(HandshakeTest, GarbageIsRefusedAtItsFirstWrongByteAndSlowBytesAreWaitedFo
   EXPECT_EQ(challenge.why(), "not a rank of this version");
 }
 
-TEST_F(HandshakeTest, AnEarlyEndIsRefusedWhereverItComes) {
+TEST_F(HandshakeTest, RejectsTruncationAnywhere) {
   const std::string all = "gw-rank1" + std::string(32, 'c') + std::string(32, 'p');
   for (size_t length = 0; length < all.size(); ++length) {
     int fds[2];
@@ -238,7 +238,7 @@ TEST_F(HandshakeTest, AnEarlyEndIsRefusedWhereverItComes) {
   }
 }
 
-TEST_F(HandshakeTest, RandomBytesNeverProveAnything) {
+TEST_F(HandshakeTest, RejectsRandomBytes) {
   std::mt19937 random(1);
   for (int i = 0; i < 2000; ++i) {
     int fds[2];
@@ -255,7 +255,7 @@ TEST_F(HandshakeTest, RandomBytesNeverProveAnything) {
   }
 }
 
-TEST(Secret, IsReadFromAFileThatOnlyItsOwnerCanRead) {
+TEST(Secret, MustBeInAFileReadableOnlyByItsOwner) {
   const testing::TemporaryFolder folder;
   const std::string path = folder.path("secret");
   std::ofstream(path) << "of the file\n";
@@ -276,7 +276,7 @@ TEST(Secret, IsReadFromAFileThatOnlyItsOwnerCanRead) {
   EXPECT_NE(random_secret(), random_secret());
 }
 
-TEST(TurnedAway, EachAddressIsNamedAndAFloodIsAFewLines) {
+TEST(TurnedAway, LogsEachAddressAndLimitsTheLinesOfAFlood) {
   TurnedAway listener;
   EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "turned away a connection from 10.0.0.7: hung up");
   EXPECT_EQ(listener.note("10.0.0.8", "hung up"), "turned away a connection from 10.0.0.8: hung up");

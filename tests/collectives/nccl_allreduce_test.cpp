@@ -1,5 +1,5 @@
-// schedule=nccl without a GPU: NCCL's own allreduce, for which a stand-in adds between threads (fake_nccl.h). What the
-// transport hands to it and counts, who may ask for it, and what happens when a rank does not come.
+// schedule=nccl without a GPU: NCCL's allreduce, replaced by additions between threads (fake_nccl.h). Tests
+// the transport's calls and counts, which groups may use it, and what happens when a rank does not arrive.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -18,7 +18,7 @@
 namespace gradwire::testing {
 namespace {
 
-// Runs a body on every rank over NCCL's stand-in; every rank's error, "" for none.
+// Runs a body on every rank over the fake NCCL. Returns every rank's error, "" for none.
 std::vector<std::string> over_nccl(FakeWorld& world, std::chrono::milliseconds timeout,
                                    const std::function<void(Communicator&)>& body) {
   std::vector<std::string> errors(world.comms.size());
@@ -54,7 +54,7 @@ double relative_distance(const std::vector<float>& a, const std::vector<float>& 
   return std::sqrt(off / size);
 }
 
-// Three allreduces, each of the result of the one before.
+// Runs three allreduces, each on the previous result.
 std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, float scale, bool transfers) {
   const int64_t count = 1027;
   std::vector<float> data = normal(count, 1000 + comm.rank());
@@ -81,7 +81,7 @@ std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, floa
   return data;
 }
 
-TEST(NcclAllreduce, ItIsOneCallThatLeavesTheSameSumOnAllRanks) {
+TEST(NcclAllreduce, IsOneCallWithTheSameSumOnAllRanks) {
   for (int n : {2, 3, 5, 8}) {
     for (const float scale : {1.0f, 1.0f / static_cast<float>(n), 0.3f}) {
       for (bool transfers : {false, true}) {
@@ -107,7 +107,7 @@ TEST(NcclAllreduce, ItIsOneCallThatLeavesTheSameSumOnAllRanks) {
   }
 }
 
-TEST(NcclAllreduce, Bf16BuffersAreAddedInFp32) {
+TEST(NcclAllreduce, AddsBf16BuffersInFp32) {
   FakeWorld world(3);
   EXPECT_EQ(over_nccl(world, 20s,
                       [](Communicator& comm) {
@@ -126,8 +126,9 @@ TEST(NcclAllreduce, Bf16BuffersAreAddedInFp32) {
             no_errors(3));
 }
 
-// Codecs whose sums are FP32: the bucket itself; PowerSGD's P and Q; random-k's values; none of them sends a message.
-TEST(NcclAllreduce, ReducersAverageAlikeOnAllRanks) {
+// Codecs whose sums are FP32: the bucket itself, PowerSGD's P and Q, random-k's values. None of them sends a
+// message.
+TEST(NcclAllreduce, ReducersHaveTheSameAverageOnAllRanks) {
   const std::vector<std::pair<std::string, int>> specs = {{"fp32:schedule=nccl", 1},
                                                           {"powersgd:rank=2,schedule=nccl", 2},
                                                           {"powersgd:rank=2,alternate=on,schedule=nccl", 1},
@@ -171,7 +172,7 @@ TEST(NcclAllreduce, ReducersAverageAlikeOnAllRanks) {
   }
 }
 
-TEST(NcclAllreduce, ARankThatDoesNotComeIsNoticedAtTheDeadline) {
+TEST(NcclAllreduce, ReportsAMissingRankAtTheDeadline) {
   for (bool connected : {false, true}) {
     for (bool stuck : {false, true}) {
       SCOPED_TRACE(fmt::format("connected {}, stuck in NCCL {}", connected, stuck));
@@ -194,7 +195,7 @@ TEST(NcclAllreduce, ARankThatDoesNotComeIsNoticedAtTheDeadline) {
         program.run(stream);
         stream.synchronize();
         comm.check();
-        ADD_FAILURE() << "rank " << comm.rank() << " heard of no failure";
+        ADD_FAILURE() << "rank " << comm.rank() << " did not learn of the failure";
       });
       EXPECT_EQ(errors[1], "");
       for (int r : {0, 2}) {
@@ -205,7 +206,7 @@ TEST(NcclAllreduce, ARankThatDoesNotComeIsNoticedAtTheDeadline) {
   }
 }
 
-TEST(NcclAllreduce, WhoCannotHaveItIsToldTheRemedy) {
+TEST(NcclAllreduce, UnsupportedUsesAreRejectedWithTheRemedy) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
     float data[8] = {};
     expect_error<BadInput>(
@@ -263,7 +264,7 @@ SchedulePlanner::Choice choose(const std::string& spec, int world, const LinkCos
       .choose(count, wire);
 }
 
-TEST(NcclAllreduce, AutoChoosesItWhereItWasMeasuredToBeMuchFaster) {
+TEST(NcclAllreduce, AutoChoosesItWhenMeasuredMuchFaster) {
   const LinkCosts fast = costs_with({20, 5000});
   const auto choice = choose("fp32", 4, fast, kMuch, kFp32);
   EXPECT_EQ(choice.schedule.kind, ScheduleKind::nccl);
@@ -274,9 +275,9 @@ TEST(NcclAllreduce, AutoChoosesItWhereItWasMeasuredToBeMuchFaster) {
 
   EXPECT_EQ(choose("bf16", 4, fast, kMuch, kBf16).schedule.kind, ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 2, fast, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
-  // Within 20 %, the schedule whose sums are in rank order.
+  // Within 20 %, it chooses the schedule whose sums are in rank order.
   EXPECT_EQ(choose("fp32", 4, costs_with({90, 1100}), kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
-  // Slow to begin, fast when it goes.
+  // High latency, high bandwidth.
   const LinkCosts late = costs_with({500, 5000});
   EXPECT_EQ(choose("fp32", 4, late, kLittle, kFp32).schedule.kind, ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 4, late, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
@@ -294,8 +295,8 @@ TEST(NcclAllreduce, AutoChoosesItWhereItWasMeasuredToBeMuchFaster) {
   }
 }
 
-// 8x H200, NCCL 2.27.7, as published: 16 MiB at a bus bandwidth of 219.89 GB/s, 1 GiB at 463.58.
-TEST(NcclAllreduce, UnmeasuredItIsPredictedFromPublishedNumbers) {
+// Published for 8x H200, NCCL 2.27.7: a bus bandwidth of 219.89 GB/s at 16 MiB and of 463.58 GB/s at 1 GiB.
+TEST(NcclAllreduce, PredictsItFromPublishedNumbersIfUnmeasured) {
   for (const auto& [bytes, gb_per_s, off] :
        {std::tuple{16e6 * 1.048576, 219.89, 0.3}, std::tuple{1073.741824e6, 463.58, 0.05}}) {
     const double published_us = 1.75 * bytes / gb_per_s / 1e3;
@@ -305,7 +306,7 @@ TEST(NcclAllreduce, UnmeasuredItIsPredictedFromPublishedNumbers) {
   }
 }
 
-TEST(NcclAllreduce, ItsCostIsMeasuredWithTheLinks) {
+TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
   FakeWorld world(3);
   std::vector<LinkCosts> costs(3);
   EXPECT_EQ(over_nccl(world, 20s,
@@ -322,7 +323,7 @@ TEST(NcclAllreduce, ItsCostIsMeasuredWithTheLinks) {
   }
   EXPECT_GT(world[0].all_reduces, 0);
   expect_has(costs[0].to_string(), {"an allreduce of NCCL's own"});
-  // Costs of a group over NCCL, as a checkpoint may bring them, are no promise for another transport.
+  // Costs measured over NCCL, for example from a checkpoint, do not apply to another transport.
   auto alone = Communicator::create_single(Device::host());
   alone->set_link_costs(costs[0]);
   EXPECT_FALSE(alone->link_costs(Stream::immediate_host()).library_measured);

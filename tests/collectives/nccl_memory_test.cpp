@@ -1,4 +1,5 @@
-// Memory that NCCL is told of, without a GPU: a stand-in counts what is registered, and sees what is exchanged.
+// Memory registered with NCCL, without a GPU: a fake NCCL counts registrations and checks which memory is
+// exchanged.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -16,14 +17,14 @@
 namespace gradwire::testing {
 namespace {
 
-// Of all ranks of a test.
+// Shared by all ranks of a test.
 struct Registry {
   std::mutex mutex;
   std::map<char*, size_t> allocated;
   std::map<void*, char*> registered;  // by handle
   bool allocates = true, registers = true;
   int allocations = 0, registrations = 0, deregistrations = 0;
-  std::atomic<int> inside{0}, outside{0};  // transfers from and to registered memory, and other
+  std::atomic<int> inside{0}, outside{0};  // number of transfers in registered memory, and in other memory
 
   bool holds(const void* at, size_t bytes) {
     std::lock_guard lock(mutex);
@@ -93,7 +94,7 @@ const NcclApi& nccl_with_memory() {
   return api;
 }
 
-// Trains a few steps on every rank, whose last averages it returns.
+// Trains a few steps on every rank. Returns the last averages.
 std::vector<std::vector<float>> trained(const NcclApi& api, const std::string& spec) {
   constexpr int kWorld = 3;
   FakeWorld world(kWorld);
@@ -115,8 +116,8 @@ std::vector<std::vector<float>> trained(const NcclApi& api, const std::string& s
   return last;
 }
 
-// A reducer's gradients, the workspaces of its two streams, factors, and values that were chosen.
-TEST(NcclMemory, ReducersExchangeWhatIsRegisteredAndDeregisterItBeforeItIsFreed) {
+// Covers a reducer's gradients, the workspaces of its two streams, factors, and chosen values.
+TEST(NcclMemory, ReducersExchangeRegisteredMemoryAndDeregisterItBeforeFreeing) {
   for (const char* spec :
        {"fp32:schedule=two_shot", "bf16:schedule=ring", "powersgd:rank=2,schedule=two_shot",
         "powersgd:rank=2,alternate=on,schedule=ring", "randk:ratio=0.1,schedule=two_shot"}) {
@@ -124,16 +125,16 @@ TEST(NcclMemory, ReducersExchangeWhatIsRegisteredAndDeregisterItBeforeItIsFreed)
     Registry registry;
     the_registry = &registry;
     const auto with = trained(nccl_with_memory(), spec);
-    EXPECT_EQ(registry.registrations, 3) << "a rank's are small, and share an allocation";
+    EXPECT_EQ(registry.registrations, 3) << "a rank's buffers are small and share one allocation";
     EXPECT_EQ(registry.deregistrations, 3);
     EXPECT_TRUE(registry.allocated.empty());
     EXPECT_GT(registry.inside, 0);
     EXPECT_EQ(registry.outside, 0);
-    EXPECT_EQ(with, trained(fake_nccl(), spec)) << "the same without";
+    EXPECT_EQ(with, trained(fake_nccl(), spec)) << "the same result without registration";
   }
 }
 
-TEST(NcclMemory, WhatNcclRefusesIsMemoryLikeAnyOther) {
+TEST(NcclMemory, FallsBackToPlainMemoryWhenNcclRefuses) {
   const auto expected = trained(fake_nccl(), "bf16:schedule=two_shot");
   for (bool allocates : {false, true}) {
     Registry registry;
@@ -147,7 +148,7 @@ TEST(NcclMemory, WhatNcclRefusesIsMemoryLikeAnyOther) {
   }
 }
 
-TEST(NcclMemory, OnlySmallOnesShareAndNoneOverlap) {
+TEST(NcclMemory, OnlySmallBuffersShareAllocationsAndNoneOverlap) {
   Registry registry;
   the_registry = &registry;
   FakeWorld world(2);
@@ -167,13 +168,14 @@ TEST(NcclMemory, OnlySmallOnesShareAndNoneOverlap) {
     EXPECT_GE(pieces[i].as<char>(), pieces[i - 1].as<char>() + pieces[i - 1].bytes());
   }
   const Buffer large = transport.exchange_memory(kMib + 1), another = transport.exchange_memory(kMib);
-  EXPECT_EQ(registry.allocations, 3) << "one of its own, and one when the first was full";
+  EXPECT_EQ(registry.allocations, 3)
+      << "a separate one for the large buffer, and one because the first was full";
   pieces.clear();
   EXPECT_EQ(registry.deregistrations, 1);
 }
 
-// NCCL forgets what was registered with a communicator that is gone; the memory is freed all the same.
-TEST(NcclMemory, NothingIsDeregisteredFromACommunicatorThatIsGone) {
+// NCCL forgets registrations with a communicator that was destroyed. The memory is freed anyway.
+TEST(NcclMemory, DoesNotDeregisterFromADestroyedCommunicator) {
   for (bool aborted : {true, false}) {
     Registry registry;
     the_registry = &registry;
@@ -189,7 +191,7 @@ TEST(NcclMemory, NothingIsDeregisteredFromACommunicatorThatIsGone) {
       while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
     }
     transport.reset();
-    registry.registered.clear();  // what NCCL does
+    registry.registered.clear();  // as NCCL does
     memory = {};
     EXPECT_EQ(registry.deregistrations, 0);
     EXPECT_TRUE(registry.allocated.empty());

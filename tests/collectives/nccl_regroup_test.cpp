@@ -1,4 +1,5 @@
-// Ranks with GPUs that are left of a failed group go on, without a GPU: NCCL's stand-in between threads (fake_nccl.h).
+// Surviving ranks of a failed group of GPUs continue, without a GPU: NCCL is replaced by threads
+// (fake_nccl.h).
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -21,7 +22,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// A run's ranks, which meet in a file.
+// The ranks of a run, whose rendezvous is a file.
 struct Meeting {
   explicit Meeting(int world) : ranks(world) {}
 
@@ -46,7 +47,7 @@ struct Meeting {
     return std::make_unique<Communicator>(std::make_unique<NcclTransport>(std::move(setup)));
   }
 
-  // Every rank's error, "" for none.
+  // Runs `body` on every rank. Returns every rank's error, "" for none.
   std::vector<std::string> each(const std::function<void(int rank)>& body) const {
     std::vector<std::string> errors(ranks.comms.size());
     std::vector<std::thread> threads;
@@ -67,14 +68,14 @@ struct Meeting {
   FakeWorld ranks;
 };
 
-// Ranks wait for each other, but for those that have left or failed.
+// A barrier of all ranks except those that have left or failed.
 struct Together {
   ~Together() { ranks.arrive_and_drop(); }
   void wait() { ranks.arrive_and_wait(); }
   std::barrier<>& ranks;
 };
 
-// The sum of all ranks' `mine`, by messages and by NCCL's own allreduce.
+// Returns the sum of all ranks' `mine`, by messages and by NCCL's allreduce.
 float sum_of(Communicator& comm, float mine) {
   const Stream stream = Stream::create(Device::host(), "test");
   std::vector<float> data(1000, mine);
@@ -94,18 +95,18 @@ float sum_of(Communicator& comm, float mine) {
   return by_library;
 }
 
-TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
+TEST(NcclRegroup, FromFourToThreeToTwoWhenAnyRanksLeave) {
   for (const auto& leavers : {std::vector{3, 1}, std::vector{0, 1}, std::vector{2, 0}}) {
     SCOPED_TRACE(fmt::format("ranks {} and {}", leavers[0], leavers[1]));
     Meeting run(4);
     std::barrier ranks(4);
     const auto errors = run.each([&](int rank) {
-      Together together{ranks};  // outlives the communicator
+      Together together{ranks};  // destroyed after the communicator
       auto comm = run.join(rank);
       std::vector<int> left{0, 1, 2, 3};
       for (const int leaver : leavers) {
         EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
-        together.wait();  // nobody leaves a sum before all have it
+        together.wait();  // no rank leaves before all have the sum
         if (rank == leaver) return;
         together.wait();
         EXPECT_THROW(sum_of(*comm, 1.0f), CommError);
@@ -117,7 +118,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
         for (size_t i = 0; i < std::min(left.size(), survivors.size()); ++i) {
           EXPECT_EQ(was[static_cast<size_t>(survivors[i])], left[i]);
         }
-        EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // only once
+        EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // allowed only once
         comm = std::move(next);
         EXPECT_EQ(comm->rank(), std::find(left.begin(), left.end(), rank) - left.begin());
       }
@@ -128,7 +129,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhicheverRanksLeave) {
   }
 }
 
-TEST(NcclRegroup, WithEveryRankLeftTheGroupIsAsBefore) {
+TEST(NcclRegroup, RestoresTheGroupWhenEveryRankSurvives) {
   Meeting run(3);
   std::barrier ranks(3);
   const auto errors = run.each([&](int rank) {
@@ -146,13 +147,13 @@ TEST(NcclRegroup, WithEveryRankLeftTheGroupIsAsBefore) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-TEST(NcclRegroup, RanksThatDifferInWhetherTheyGoOnAreTold) {
+TEST(NcclRegroup, RejectsRanksThatDifferInShrinkable) {
   Meeting run(2);
   const auto errors = run.each([&](int rank) { run.join(rank, rank == 0); });
   expect_has(errors[0], {"rank 0 is to go on", "rank 1 is not", "gw_shrinkable()"});
 }
 
-TEST(NcclRegroup, AGroupThatWasNotMadeForItNamesTheRemedy) {
+TEST(NcclRegroup, NamesTheRemedyForAGroupThatIsNotShrinkable) {
   Meeting run(2);
   const auto errors = run.each([&](int rank) {
     auto comm = run.join(rank, false);

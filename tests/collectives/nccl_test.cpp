@@ -1,5 +1,4 @@
-// The NCCL transport without a GPU: what it asks of NCCL, when it declares an
-// exchange stuck, and what its errors say.
+// The NCCL transport without a GPU: its calls to NCCL, the detection of stuck exchanges, and its errors.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -57,7 +56,7 @@ TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
       add(all, {7, "allreduce of bucket 1, round 2 of 6", {{Transfer::Kind::receive, 3, nullptr, 8}}});
   auto second = add(all, {8, "another"});
   EXPECT_FALSE(all.overdue(t));
-  EXPECT_FALSE(all.overdue(t + 10h)) << "kernels before it may take as long as they like";
+  EXPECT_FALSE(all.overdue(t + 10h)) << "earlier kernels may take any time";
   EXPECT_NE(all.standing().find("still computing before exchange 7"), std::string::npos) << all.standing();
   first->progress = Progress::running;
   EXPECT_FALSE(all.overdue(t + 11h));
@@ -71,7 +70,7 @@ TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
 
   first->progress = Progress::done;
   second->progress = Progress::running;
-  EXPECT_FALSE(all.overdue(t + 12h)) << "the second has only begun";
+  EXPECT_FALSE(all.overdue(t + 12h)) << "the second has just started";
   EXPECT_EQ(all.take_spare().size(), 1u);
   second->progress = Progress::done;
   EXPECT_FALSE(all.overdue(t + 13h));
@@ -87,7 +86,7 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   EXPECT_FALSE(all.overdue(t));
   EXPECT_TRUE(all.active()) << "the graph may be launched again";
   mark->progress = Progress::running;
-  for (int launch = 0; launch < 10; ++launch) {  // running at every look, each time in another launch
+  for (int launch = 0; launch < 10; ++launch) {  // running at every check, each time in another launch
     ++mark->runs;
     EXPECT_FALSE(all.overdue(t + 90ms * launch));
   }
@@ -95,7 +94,7 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   EXPECT_TRUE(all.overdue(t + 90ms * 9 + 101ms));
 }
 
-TEST(ExchangesInFlight, WithoutATimeoutNothingIsEverOverdue) {
+TEST(ExchangesInFlight, NeverExpireWithoutATimeout) {
   ExchangesInFlight all(0ms);
   add(all, {1, "x"})->progress = Progress::running;
   all.overdue(Time{});
@@ -118,7 +117,7 @@ NcclSetup setup(FakeComm& comm, std::chrono::milliseconds timeout = 20s) {
           .timeout = timeout};
 }
 
-// Every rank's error text, "" for none.
+// Runs a body on every rank. Returns every rank's error, "" for none.
 std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& make,
                              const std::function<void(NcclRank&)>& body) {
   std::vector<std::string> errors(world);
@@ -164,7 +163,7 @@ TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
     EXPECT_EQ(transport.bytes_sent(), 6u);
     EXPECT_THROW(transport.exchange(stream, {{Transfer::Kind::send, 0, buffer, 1}}, {1, "self"}), BadInput);
     EXPECT_THROW(transport.exchange(stream, {{Transfer::Kind::send, 3, buffer, 1}}, {1, "out"}), BadInput);
-    world[0].stop();  // nobody sends
+    world[0].stop();  // no rank sends
     stream.synchronize();
   }
   EXPECT_EQ(world[0].finalized, 1);
@@ -230,7 +229,7 @@ void all_to_all(NcclRank& rank, int steps) {
   }
 }
 
-TEST(Nccl, MarksAreReused) {
+TEST(Nccl, ReusesMarks) {
   FakeWorld world(2);
   std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                  std::make_shared<HostCalls>()};
@@ -244,13 +243,13 @@ TEST(Nccl, MarksAreReused) {
       [](NcclRank& rank) {
         for (int i = 0; i < 40; ++i) {
           all_to_all(rank, 1);
-          std::this_thread::sleep_for(5ms);  // lets the watching thread look in between
+          std::this_thread::sleep_for(5ms);  // lets the watching thread check in between
         }
       });
   EXPECT_LT(gpu[0]->made, 40);
 }
 
-TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
+TEST(Nccl, NamesASilentPeerAndAborts) {
   FakeWorld world(3);
   std::vector<std::thread::id> caller(3);
   auto errors = run(
@@ -266,7 +265,7 @@ TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
         try {
           all_to_all(rank, 5);
         } catch (const CommError&) {
-          EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails, too";
+          EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails";
           throw;
         }
       });
@@ -280,7 +279,7 @@ TEST(Nccl, ASilentPeerIsNamedAndTheWatchingThreadAborts) {
   }
 }
 
-TEST(Nccl, AnAdoptedCommunicatorIsNeitherAbortedNorDestroyed) {
+TEST(Nccl, NeitherAbortsNorDestroysAnAdoptedCommunicator) {
   FakeWorld world(2);
   auto errors = run(
       2,
@@ -299,7 +298,7 @@ TEST(Nccl, AnAdoptedCommunicatorIsNeitherAbortedNorDestroyed) {
           try {
             rank.transport->check();
           } catch (const CommError&) {
-            rank.comm->stop();  // what its owner does
+            rank.comm->stop();  // as its owner does
             throw;
           }
         }
@@ -318,7 +317,7 @@ TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
         char byte = 0;
         rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
         rank.comm->async = ncclRemoteError;
-        rank.stream.synchronize();  // ends by the abort
+        rank.stream.synchronize();  // the abort ends it
         rank.transport->check();
       });
   expect_has(errors[0], {"a receive", "remote process exited"});
@@ -340,9 +339,9 @@ TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
   EXPECT_EQ(transport.bytes_sent(), 0u);
 }
 
-TEST(Nccl, ConnectingHasADeadlineToo) {
+TEST(Nccl, ConnectingHasADeadline) {
   FakeWorld world(2);
-  world[0].busy_after_group = 1 << 30;  // a communicator that is not blocking
+  world[0].busy_after_group = 1 << 30;  // a nonblocking communicator
   NcclTransport transport(setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
@@ -355,9 +354,9 @@ TEST(Nccl, ConnectingHasADeadlineToo) {
   stream.synchronize();
 }
 
-// NCCL waits for the peer inside the call. It ends by what the watching thread does: by a revocation, so that the abort
-// does not free what the call uses, or by the abort alone with an NCCL that has none.
-TEST(Nccl, ACallThatDoesNotReturnFromNcclHasADeadlineToo) {
+// NCCL waits for the peer inside the call. The watching thread ends it: by a revocation, so that the abort
+// does not free memory in use by the call, or by the abort alone if NCCL does not support revocation.
+TEST(Nccl, CallsThatBlockInsideNcclHaveADeadline) {
   for (const bool old : {false, true}) {
     for (const bool connected : {false, true}) {
       SCOPED_TRACE(fmt::format("old {}, connected {}", old, connected));
@@ -386,9 +385,9 @@ TEST(Nccl, ACallThatDoesNotReturnFromNcclHasADeadlineToo) {
   }
 }
 
-// What the host does for an exchange with peers that it has met: the group, two marks, and nothing else. With a
-// communicator that is not blocking NCCL creates a thread for each group, and the host must ask for its end.
-TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
+// The host's work for an exchange between connected peers: one group and two marks. With a nonblocking
+// communicator, NCCL creates a thread for each group, and the host must poll for its end.
+TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
   constexpr int kSteps = 50;
   for (const int busy : {0, 3}) {
     FakeWorld world(2);
@@ -396,7 +395,7 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
     std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                    std::make_shared<HostCalls>()};
     std::atomic<int64_t> slept_us{0};
-    std::array<std::atomic<bool>, 2> met{};  // before, a rank may sleep until its peer is there
+    std::array<std::atomic<bool>, 2> met{};  // before that, a rank may sleep until its peer connects
     auto errors = run(
         2,
         [&](int r) {
@@ -413,7 +412,7 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
           all_to_all(rank, 1);
           EXPECT_EQ(world[me].groups, 1);
           began[me] = gpu[me]->threads;
-          int before = 0;  // by check()
+          int before = 0;  // calls made by check()
           {
             std::lock_guard lock(world[me].wire->mutex);
             before = world[me].asked[std::this_thread::get_id()];
@@ -438,8 +437,8 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
       EXPECT_EQ(world[r].receives, kSteps + 1);
       EXPECT_EQ(world[r].threads, busy > 0 ? kSteps + 1 : 0);
       EXPECT_EQ(asked[r], busy * kSteps + (busy > 0 ? kSteps : 0));
-      EXPECT_LE(began[r], 2) << "the watching thread, and one to meet the peer";
-      EXPECT_LE(gpu[r]->threads, began[r] + 2) << "none but the watching thread, and one to finalize";
+      EXPECT_LE(began[r], 2) << "the watching thread, and one to connect to the peer";
+      EXPECT_LE(gpu[r]->threads, began[r] + 2) << "only the watching thread, and one to finalize";
     }
     if (busy == 0) {
       EXPECT_EQ(slept_us, 0);
@@ -447,8 +446,9 @@ TEST(Nccl, AnExchangeCostsItsGroupAndNothingElse) {
   }
 }
 
-// The groups of an allreduce of one bucket, in one slice: two for a two-shot, and as many as a ring has rounds.
-TEST(Nccl, AStepMakesAGroupPerRound) {
+// The number of groups of an allreduce of one bucket in one slice: two for a two-shot, one per round for a
+// ring.
+TEST(Nccl, AStepMakesOneGroupPerRound) {
   const int n = 8;
   for (const Schedule& schedule : {two_shot(n), ring(n)}) {
     FakeWorld world(n);
@@ -475,7 +475,7 @@ TEST(Nccl, AStepMakesAGroupPerRound) {
   }
 }
 
-TEST(Nccl, ACapturedExchangeIsWatchedInEachLaunch) {
+TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
   FakeWorld world(2);
   auto errors = run(
       2, [&](int r) { return setup(world[r], 500ms); },
@@ -489,7 +489,7 @@ TEST(Nccl, ACapturedExchangeIsWatchedInEachLaunch) {
         rank.stream.synchronize();
         const Graph graph =
             Graph::capture(rank.stream, [&] { rank.transport->exchange(rank.stream, transfers, label); });
-        for (int launch = 0; launch < 20; ++launch) {  // longer in all than the deadline
+        for (int launch = 0; launch < 20; ++launch) {  // longer in total than the deadline
           in = -1;
           graph.launch();
           rank.stream.synchronize();
@@ -501,7 +501,7 @@ TEST(Nccl, ACapturedExchangeIsWatchedInEachLaunch) {
           while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
           return;
         }
-        graph.launch();  // alone
+        graph.launch();  // one rank alone
         rank.stream.synchronize();
         rank.transport->check();
       });
@@ -553,18 +553,18 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
   EXPECT_EQ(world[0].destroyed, 1);
 }
 
-TEST(Nccl, PartsOfAGroupAreGroupsThatOutliveIt) {
+TEST(Nccl, PartsOutliveTheirParentGroup) {
   FakeWorld world(5);
   auto errors = run(
       5, [&](int r) { return setup(world[r], 1000ms); },
       [&](NcclRank& rank) {
-        // Odd ranks backwards, even ranks but the last, which joins none.
+        // Odd ranks in descending order; even ranks except the last, which joins no part.
         const int r = rank.transport->rank();
         const std::vector<int> members = r == 4       ? std::vector<int>{}
                                          : r % 2 == 1 ? std::vector{3, 1}
                                                       : std::vector{0, 2};
         std::unique_ptr<Transport> part = rank.transport->split(members);
-        all_to_all(rank, 1);  // the whole goes on beside its parts
+        all_to_all(rank, 1);  // the parent group works while its parts exist
         EXPECT_EQ(part == nullptr, r == 4);
         if (part == nullptr) return;
         NcclRank mine;
@@ -578,14 +578,14 @@ TEST(Nccl, PartsOfAGroupAreGroupsThatOutliveIt) {
   for (auto& e : errors) EXPECT_EQ(e, "");
 }
 
-TEST(Nccl, AFailedGroupIsNotSplit) {
+TEST(Nccl, RejectsSplittingAFailedGroup) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   transport.abort("the disk is full");
   expect_error<CommError>([&] { transport.split({0, 1}); }, {"the disk is full"});
 }
 
-TEST(Nccl, AnAbortedCommunicatorCannotShrinkAndNamesTheRemedy) {
+TEST(Nccl, RejectsShrinkingAnAbortedCommunicatorWithTheRemedy) {
   FakeWorld world(2);
   NcclTransport transport(setup(world[0]));
   transport.abort("enough");
@@ -606,7 +606,7 @@ struct Store {
   testing::TemporaryFolder folder;
 };
 
-TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
+TEST(Nccl, ReportsDifferingCallsBeforeAnyExchange) {
   FakeWorld world(3);
   Store store;
   auto errors = run(
@@ -624,7 +624,7 @@ TEST(Nccl, RanksThatMakeDifferentCallsAreToldBeforeDataMoves) {
   for (int r = 0; r < 3; ++r) EXPECT_EQ(world[r].groups, 0);
 }
 
-TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
+TEST(Nccl, EveryRankReportsTheFailedRank) {
   FakeWorld world(3);
   Store store;
   auto errors = run(
@@ -645,7 +645,7 @@ TEST(Nccl, EveryRankHearsWhoFailedAndTheCulpritIsNamed) {
   for (int r : {1, 2}) expect_has(errors[r], {"rank 0", "step 1", "no progress for 1000 ms"});
 }
 
-TEST(Nccl, AFailedJoinIsAnError) {
+TEST(Nccl, ReportsAFailedJoin) {
   NcclApi api = fake_nccl();
   static FakeWorld one(1), slow(1);
   static std::atomic<bool> hang{false};
@@ -669,10 +669,10 @@ TEST(Nccl, AFailedJoinIsAnError) {
   testing::fake(comm).async = ncclRemoteError;
   EXPECT_THROW(init_nccl(api, gpu, 0, 2, {}, later), CommError);
   EXPECT_EQ(testing::fake(comm).aborted, 1);
-  hang = true;  // NCCL waits for a rank that does not come
+  hang = true;  // NCCL waits for a rank that does not arrive
   expect_error<CommError>([&] { init_nccl(api, gpu, 0, 2, {}, SteadyClock::now() + 100ms); },
                           {"rank 0 of 2", "no progress until the deadline"});
-  hang = false;  // and has joined when nobody waits any more
+  hang = false;  // the rank arrives after the deadline
   while (slow[0].aborted == 0) std::this_thread::sleep_for(1ms);
 }
 

@@ -1,5 +1,5 @@
-// Windows over NCCL without a GPU: NCCL's functions are replaced by mappings of shared memory at addresses like its own,
-// 4 GiB apart, and kernels by the host's.
+// Peer memory over NCCL without a GPU: NCCL's functions are replaced by mappings of shared memory 4 GiB
+// apart, like NCCL's addresses, and kernels by the host's.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -23,16 +23,16 @@ namespace {
 
 constexpr uint64_t kStride = uint64_t{1} << 32;
 
-// What all ranks of one FakeWorld share.
+// Shared by all ranks of one FakeWorld.
 struct Fake {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<void*, int> files;                              // memory -> its file
-  std::map<FakeWire*, std::vector<std::vector<int>>> all;  // [registration][rank] file, -1 before it is known
+  std::map<FakeWire*, std::vector<std::vector<int>>> all;  // [registration][rank] file, -1 until known
   std::map<FakeComm*, size_t> registrations;
   std::map<ncclWindow_vidmem*, std::unique_ptr<ncclWindow_vidmem>> windows;
-  int reachable = 0;      // ranks; 0: all
-  int refused_rank = -1;  // where memory cannot be had
+  int reachable = 0;      // number of reachable ranks; 0: all
+  int refused_rank = -1;  // rank whose allocations fail
   std::atomic<int> deregistered{0}, freed{0};
 };
 Fake& the_fake() {
@@ -99,7 +99,7 @@ const NcclApi& nccl_with_windows() {
   return api;
 }
 
-// Remembers for the thread that calls NCCL whose it is.
+// Records the rank of each thread that calls NCCL.
 class RankCalls final : public HostCalls {
  public:
   explicit RankCalls(int rank) : rank_(rank) {}
@@ -109,11 +109,12 @@ class RankCalls final : public HostCalls {
   const int rank_;
 };
 
-// Every rank's error, "" for none. With a rendezvous, there is a store.
+// Runs a body on every rank. Returns every rank's error, "" for none. With a rendezvous, the group has a
+// store.
 std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
                              const std::function<void(NcclTransport&, const Stream&)>& body,
                              const std::string& rendezvous = "") {
-  the_fake().all.clear();  // of earlier worlds, whose addresses this one's may be
+  the_fake().all.clear();  // earlier worlds may have had the same addresses
   the_fake().registrations.clear();
   FakeWorld fakes(world);
   std::vector<std::string> errors(world);
@@ -149,7 +150,7 @@ Schedule in_one_kernel(int world) {
   return s;
 }
 
-// Sums 1 + 2 + ... on all ranks.
+// Expects 1 + 2 + ... on all ranks.
 void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier) {
   const int world = transport.world();
   std::vector<float> data(1000, static_cast<float>(transport.rank() + 1));
@@ -168,7 +169,7 @@ void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier)
   EXPECT_EQ(transport.bytes_sent(), static_cast<uint64_t>(3 * program.info().bytes_sent));
 }
 
-TEST(NcclWindows, AnAllreduceIsOneKernelOverThem) {
+TEST(NcclWindows, AllreduceIsOneKernel) {
   const int freed = the_fake().freed, deregistered = the_fake().deregistered;
   for (int world : {2, 4, 8}) {
     const auto errors = run(world, 20s, [](NcclTransport& t, const Stream& s) {
@@ -181,7 +182,7 @@ TEST(NcclWindows, AnAllreduceIsOneKernelOverThem) {
   EXPECT_EQ(the_fake().deregistered - deregistered, 14);
 }
 
-TEST(NcclWindows, RanksThatDoNotReachAllOthersSendMessages) {
+TEST(NcclWindows, SendsMessagesUnlessAllRanksAreReachable) {
   the_fake().reachable = 2;
   const auto errors = run(4, 20s, [](NcclTransport& t, const Stream& s) {
     EXPECT_NE(t.peer_obstacle().find("ranks reach 2 of 4"), std::string::npos) << t.peer_obstacle();
@@ -191,8 +192,8 @@ TEST(NcclWindows, RanksThatDoNotReachAllOthersSendMessages) {
   EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
 }
 
-// Registering waits for all ranks, so the others must not begin it.
-TEST(NcclWindows, WhereOneRankIsRefusedMemoryAllSendMessages) {
+// Registration waits for all ranks, so the others must not begin it.
+TEST(NcclWindows, AllRanksSendMessagesIfOneCannotAllocate) {
   the_fake().refused_rank = 1;
   const auto errors =
       run(3, 20s, [](NcclTransport& t, const Stream& s) { expect_sum(t, s, Carrier::messages); });
@@ -200,8 +201,8 @@ TEST(NcclWindows, WhereOneRankIsRefusedMemoryAllSendMessages) {
   EXPECT_EQ(errors, std::vector<std::string>(3)) << errors[0];
 }
 
-// GPUs of two nodes: what NVLink connects reads memory, the others exchange messages.
-TEST(NcclWindows, InsideNodesMemoryIsReadAndBetweenThemMessagesAreSent) {
+// GPUs of two nodes: those connected by NVLink read memory, the others exchange messages.
+TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
   for (int reachable : {2, 4}) {
     the_fake().reachable = reachable;
     std::vector<std::vector<float>> got(8), expected(8);
@@ -237,7 +238,7 @@ TEST(NcclWindows, InsideNodesMemoryIsReadAndBetweenThemMessagesAreSent) {
   the_fake().reachable = 0;
 }
 
-TEST(NcclWindows, AnotherVersionIsNotTrusted) {
+TEST(NcclWindows, RejectsOtherNcclVersions) {
   NcclApi other = nccl_with_windows();
   other.get_version = [](int* version) { return *version = 22907, ncclSuccess; };
   FakeWorld fakes(1);
@@ -248,7 +249,7 @@ TEST(NcclWindows, AnotherVersionIsNotTrusted) {
   EXPECT_EQ(transport.peer_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
 }
 
-TEST(NcclWindows, ARankThatDoesNotComeIsNamed) {
+TEST(NcclWindows, NamesAMissingRank) {
   const auto errors = run(3, 300ms, [](NcclTransport& t, const Stream& s) {
     std::vector<float> data(1000, 1.0f);
     Program program(t, in_one_kernel(3), {data.data(), data.data(), nullptr, 1000}, {.what = "gradients"});
@@ -259,22 +260,22 @@ TEST(NcclWindows, ARankThatDoesNotComeIsNamed) {
     }
     program.run(s);
     try {
-      s.synchronize();  // on a GPU the kernel would just end
+      s.synchronize();  // on a GPU, the kernel would simply end
     } catch (const CommError&) {
     }
     t.check();
-    ADD_FAILURE() << "rank " << t.rank() << " heard of no failure";
+    ADD_FAILURE() << "rank " << t.rank() << " did not learn of the failure";
   });
   for (int r : {0, 2}) {
     EXPECT_NE(errors[r].find("gradients"), std::string::npos) << errors[r];
-    // Alone, or beside the other one where that was late as well.
+    // Only rank 1, or also the other rank if it was late.
     EXPECT_TRUE(std::regex_search(errors[r], std::regex("rank 1|ranks (0, )?1"))) << errors[r];
   }
 }
 
-// Beside ranks that begin something new, or make a call that they have made before. The deadline is far beyond the
-// test's own.
-TEST(NcclWindows, ARankAloneInAskingForThemIsToldAtOnceAndSoAreTheOthers) {
+// The other ranks make a new call, or one that they have made before. The deadline is far beyond the test's
+// time limit.
+TEST(NcclWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (bool new_call : {true, false}) {
     for (int alone : {0, 2}) {
       SCOPED_TRACE(fmt::format("rank {} alone, the others' call is {}", alone, new_call ? "new" : "known"));

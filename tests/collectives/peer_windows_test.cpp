@@ -1,5 +1,5 @@
-// Allreduces over peer memory between threads: programs whose carrier is a kernel, and what happens when a rank does
-// not come. The kernel itself runs in tests/simt/fused_test.cpp.
+// Allreduces over peer memory between threads: programs that run as one kernel, and missing ranks. The kernel
+// itself is tested in tests/simt/fused_test.cpp.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -33,7 +33,8 @@ struct Steps {
   bool kernels = true;
 };
 
-// Several allreduces, each of the result of the one before, with error feedback. Ranks take unequal time for each.
+// Runs several allreduces, each on the previous result, with error feedback. Ranks take unequal time for
+// each.
 Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program::Options options, int steps) {
   const int world = schedule.world;
   Steps out{.result = std::vector<std::vector<float>>(world),
@@ -67,13 +68,14 @@ Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program:
   return out;
 }
 
-// Ranks share a GPU here. The driver reads this when it begins, after all such variables are initialized.
+// Ranks share a GPU in these tests. The driver reads this variable when it starts, after all static variables
+// are initialized.
 [[maybe_unused]] const int kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 
 class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(PeerWindowsTest);
 
-TEST_P(PeerWindowsTest, KernelsGiveTheBitsOfMessagesForEveryWire) {
+TEST_P(PeerWindowsTest, KernelsMatchMessagesBitForBitForEveryWire) {
   const std::vector<int> worlds = thinned({2, 3, 4, 5, 6, 7, 8}), worlds_with_options = {3, 8};
   for (Wire wire : thinned(example_wire_formats(), 8)) {
     for (int world : *wire->options == 0 ? worlds : worlds_with_options) {
@@ -102,13 +104,13 @@ TEST_P(PeerWindowsTest, KernelsGiveTheBitsOfMessagesForEveryWire) {
   }
 }
 
-// Nodes x ranks of each, 2 to 8 ranks in all; a ring between the nodes, where there are more than two.
+// Nodes x ranks per node, 2 to 8 ranks in total; a ring between the nodes if there are more than two.
 struct Nodes {
   int nodes, per_node;
   ScheduleKind between = ScheduleKind::two_shot;
 };
 
-TEST_P(PeerWindowsTest, InsideNodesTheyGiveTheBitsOfMessagesForEveryWire) {
+TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
 #ifdef GRADWIRE_SANITIZED
   const std::vector<Nodes> shapes = {{1, 3}, {2, 2}}, more = {{3, 2}, {4, 2, ScheduleKind::ring}};
 #else
@@ -148,8 +150,9 @@ TEST_P(PeerWindowsTest, InsideNodesTheyGiveTheBitsOfMessagesForEveryWire) {
   }
 }
 
-// Programs of several sizes and wires in turns, on the windows that they share, and beside kernels over those of all.
-TEST_P(PeerWindowsTest, ProgramsShareTheWindowsOfTheirNode) {
+// Programs of several sizes and wires alternate on the memory of their node, and with kernels over the memory
+// of all ranks.
+TEST_P(PeerWindowsTest, ProgramsShareThePeerMemoryOfTheirNode) {
   run_ranks(4, GetParam(), [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<std::unique_ptr<Program>> programs;
@@ -185,7 +188,7 @@ TEST_P(PeerWindowsTest, ProgramsShareTheWindowsOfTheirNode) {
   });
 }
 
-// What run_steps() exchanges, for a reference.
+// Returns the exchange of run_steps(), for a reference.
 TwoShot problem(Wire wire, int world, int64_t count) {
   TwoShot t;
   t.wire = wire;
@@ -200,8 +203,8 @@ TwoShot problem(Wire wire, int world, int64_t count) {
   return t;
 }
 
-// The measure of tests/simt/fused_test.cpp is what threads with messages do.
-TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
+// The reference of tests/simt/fused_test.cpp equals the result of threads with messages.
+TEST_P(PeerWindowsTest, MessagesMatchTheReferenceBitForBit) {
   for (Wire wire : wire_formats()) {
     for (int world : {2, 5}) {
       const int64_t count = 4 * wire->granularity + 40;
@@ -217,8 +220,8 @@ TEST_P(PeerWindowsTest, MessagesGiveTheReferencesBits) {
   }
 }
 
-// Likewise, of tests/simt/node_windows_test.cpp.
-TEST_P(PeerWindowsTest, HierarchicalMessagesGiveTheReferencesBits) {
+// The same for tests/simt/node_windows_test.cpp.
+TEST_P(PeerWindowsTest, HierarchicalMessagesMatchTheReferenceBitForBit) {
   for (Wire wire : wire_formats()) {
     for (const auto& [nodes, per_node] : {std::pair{2, 2}, std::pair{2, 3}, std::pair{3, 2}}) {
       const int world = nodes * per_node;
@@ -235,7 +238,7 @@ TEST_P(PeerWindowsTest, HierarchicalMessagesGiveTheReferencesBits) {
   }
 }
 
-TEST_P(PeerWindowsTest, Bf16BuffersAreWidened) {
+TEST_P(PeerWindowsTest, WidensBf16Buffers) {
   const int64_t count = 999;
   for (Carrier carrier : {Carrier::messages, Carrier::two_shot_kernel, Carrier::one_shot_kernel}) {
     run_ranks(3, GetParam(), [&](Communicator& comm) {
@@ -254,8 +257,8 @@ TEST_P(PeerWindowsTest, Bf16BuffersAreWidened) {
   }
 }
 
-// Programs with windows of different sizes and layouts, in turns.
-TEST_P(PeerWindowsTest, ProgramsShareWindows) {
+// Programs whose memory has different sizes and layouts alternate.
+TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
   const int world = 3;
   run_ranks(world, GetParam(), [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
@@ -286,7 +289,7 @@ TEST_P(PeerWindowsTest, ProgramsShareWindows) {
   });
 }
 
-TEST(PeerWindows, ARankThatDoesNotComeIsNamedToAll) {
+TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
   const int world = 3;
   std::vector<std::string> errors(world);
   run_ranks(world, Device::host(), 200ms, [&](Communicator& comm) {
@@ -310,10 +313,10 @@ TEST(PeerWindows, ARankThatDoesNotComeIsNamedToAll) {
   }
 }
 
-TEST(PeerWindows, ARankThatDoesNotComeIsNamedInsideItsNode) {
+TEST(PeerWindows, NamesAMissingRankInsideItsNode) {
   std::vector<std::string> errors(4);
   std::atomic<bool> told =
-      false;  // to rank 3, whose neighbour is missing; before the other node waits for it
+      false;  // rank 3 has reported its missing neighbour; until then, the other node does not wait for it
   run_ranks(4, Device::host(), 1s, [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<float> data(1000, 1.0f);
@@ -338,7 +341,7 @@ TEST(PeerWindows, ARankThatDoesNotComeIsNamedInsideItsNode) {
   expect_has(errors[3], {"waited 1000 ms for rank 2 at its barrier 1"});
 }
 
-TEST(PeerWindows, AnAbortEndsTheWait) {
+TEST(PeerWindows, AbortEndsTheWait) {
   run_ranks(2, Device::host(), 60s, [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<float> data(1000, 1.0f);
@@ -359,7 +362,7 @@ TEST(PeerWindows, AnAbortEndsTheWait) {
   });
 }
 
-TEST(PeerWindows, RanksThatDisagreeAreTold) {
+TEST(PeerWindows, ReportsRanksThatDisagree) {
   EXPECT_THROW(run_ranks(2, Device::host(), 20s,
                          [&](Communicator& comm) {
                            const Stream stream = Stream::create(comm.device(), "test");
@@ -374,8 +377,8 @@ TEST(PeerWindows, RanksThatDisagreeAreTold) {
                CommError);
 }
 
-// Whoever comes first. The deadline is far beyond the test's own.
-TEST(PeerWindows, ARankAloneInAskingForThemIsToldAtOnceAndSoAreTheOthers) {
+// Whichever rank arrives first. The deadline is far beyond the test's time limit.
+TEST(PeerWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (int alone : {0, 2}) {
     for (int late : {0, 2}) {
       std::vector<std::string> errors(3);
@@ -418,7 +421,7 @@ TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
 
 // --- spec and planner ---
 
-TEST(TransportLsa, IsASpecsOption) {
+TEST(TransportLsa, IsAnOptionOfASpec) {
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=lsa").lsa, Lsa::on);
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").lsa, Lsa::off);
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").lsa, Lsa::automatic);
@@ -443,7 +446,7 @@ SchedulePlanner::Choice choose(int world, int64_t count, Wire wire, const std::s
   return SchedulePlanner(request, world, 0, costs, kSliceBytes).choose(count, wire);
 }
 
-TEST(TransportLsa, SmallBuffersAreReducedInOneShotAndLargeOnesInTwo) {
+TEST(TransportLsa, ReducesSmallBuffersInOneShotAndLargeOnesInTwo) {
   for (Wire wire : {kFp32, kBf16}) {
     EXPECT_EQ(choose(8, 1000, wire).schedule.carrier, Carrier::one_shot_kernel);
     EXPECT_EQ(choose(8, 10'000'000, wire).schedule.carrier, Carrier::two_shot_kernel);
@@ -452,8 +455,8 @@ TEST(TransportLsa, SmallBuffersAreReducedInOneShotAndLargeOnesInTwo) {
   EXPECT_EQ(choose(8, 1000, kBf16).schedule.rounds, two_shot(8).rounds);
 }
 
-// Inside nodes, memory; between them, messages. Rounds inside nodes cost what memory does.
-TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
+// Peer memory inside nodes, messages between them. Rounds inside nodes cost as much as peer memory.
+TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   LinkCosts costs;
   costs.measured = true;
   costs.intra_node = {30, 5000};
@@ -469,7 +472,7 @@ TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
   EXPECT_EQ(memory.schedule.carrier, Carrier::node_windows);
   EXPECT_EQ(memory.schedule.rounds, messages.schedule.rounds);
   expect_has(memory.reason, {"asked for, 2 nodes of 4, inside which memory is read"});
-  // Two rounds of 3/4 of 4 MB inside.
+  // Two rounds of 3/4 of 4 MB inside nodes.
   EXPECT_NEAR(messages.predicted_us - memory.predicted_us, 2 * (30 - 4) + 6e6 / 5000 - 6e6 / 300e3, 1);
   const auto without = plan("fp32:schedule=hierarchical,transport=lsa", "no NVLink", 4);
   EXPECT_EQ(without.schedule.carrier, Carrier::messages);
@@ -477,9 +480,9 @@ TEST(TransportLsa, AHierarchicalScheduleReadsMemoryInsideNodes) {
   EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
 }
 
-// Between GPUs a kernel of few thread blocks cannot encode as fast as messages' kernels, which have the whole GPU, and has
-// few bytes of a small wire on their way.
-TEST(TransportLsa, AutoTakesMessagesWhereTheKernelIsSlowerThanTheLinks) {
+// Between GPUs, a kernel of few thread blocks encodes more slowly than the kernels of messages, which use the
+// whole GPU, and it has few bytes of a small wire in flight.
+TEST(TransportLsa, AutoChoosesMessagesWhenTheKernelIsSlowerThanTheLinks) {
   LinkCosts costs;
   costs.measured = true;
   costs.neighbour = costs.all_pairs = costs.intra_node = costs.inter_node = {30, 200e3};
@@ -500,11 +503,12 @@ TEST(TransportLsa, AutoTakesMessagesWhereTheKernelIsSlowerThanTheLinks) {
     EXPECT_EQ(carrier(format, 25'000'000, 1), Carrier::two_shot_kernel) << format;
   for (const char* format : {"int8", "int4", "sign"})
     EXPECT_EQ(carrier(format, 25'000'000, 1), Carrier::messages) << format;
-  EXPECT_EQ(carrier("int8", 25'000'000, 0), Carrier::two_shot_kernel) << "between threads of the host";
-  EXPECT_EQ(carrier("bf16", 25'000'000, 20), Carrier::messages) << "reads that take long";
+  EXPECT_EQ(carrier("int8", 25'000'000, 0), Carrier::two_shot_kernel) << "between host threads";
+  EXPECT_EQ(carrier("bf16", 25'000'000, 20), Carrier::messages) << "slow reads";
 }
 
-// Planted costs: a kernel over memory that is slow to reach, or slow to meet at, loses to messages where they are faster.
+// With planted costs, a kernel loses to messages where its memory has low bandwidth or a slow barrier, and
+// messages are faster.
 TEST(TransportLsa, AutoComparesMemoryWithMessages) {
   LinkCosts costs;
   costs.measured = true;
@@ -530,7 +534,7 @@ TEST(TransportLsa, AutoComparesMemoryWithMessages) {
     EXPECT_EQ(plan(spec, kLittle, late).schedule.carrier, Carrier::messages);
     EXPECT_NE(plan(spec, kMuch, late).schedule.carrier, Carrier::messages);
   }
-  // Asked for, it is used in any case, and says what messages would take.
+  // If requested, peer memory is used in any case, and the reason gives the time of messages.
   const auto forced = plan("fp32:transport=lsa", kMuch, far);
   EXPECT_EQ(forced.schedule.carrier, Carrier::two_shot_kernel);
   expect_has(forced.reason,
@@ -545,15 +549,15 @@ TEST(TransportLsa, AutoComparesMemoryWithMessages) {
   EXPECT_EQ(plan("fp32:transport=auto", kMuch, fast).schedule.rounds, two_shot(8).rounds);
 }
 
-TEST(TransportLsa, WithoutPeerMemoryMessagesAreSentAndTheReasonIsTold) {
+TEST(TransportLsa, SendsMessagesAndGivesTheReasonWithoutPeerMemory) {
   const auto choice = choose(8, 1000, kBf16, "GPUs of several machines");
   EXPECT_EQ(choice.schedule.carrier, Carrier::messages);
   EXPECT_NE(choice.reason.find("not in one kernel: GPUs of several machines"), std::string::npos)
       << choice.reason;
 }
 
-// Blocks that wait for each other, of all ranks on a device.
-TEST(PeerWindows, RanksOnASmallGpuHaveNoMoreBlocksThanRunAtOnce) {
+// Blocks of all ranks on a device wait for each other.
+TEST(PeerWindows, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
   for (int multiprocessors : {1, 14, 60, 132}) {
     for (int ranks : {1, 2, 3, 8}) {
       const int blocks = peer_blocks(multiprocessors, ranks);
@@ -564,10 +568,10 @@ TEST(PeerWindows, RanksOnASmallGpuHaveNoMoreBlocksThanRunAtOnce) {
   EXPECT_EQ(peer_blocks(132, 1), kMostPeerBlocks);
   EXPECT_EQ(peer_blocks(108, 1), 27) << "an A100";
   EXPECT_EQ(peer_blocks(28, 2), 3) << "two sevenths of an H100";
-  EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "of the host";
+  EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "on the host";
 }
 
-TEST(PeerWindows, RanksThatShareAGpuNeedItsKernelsLoadedAtTheBeginning) {
+TEST(PeerWindows, RanksThatShareAGpuNeedEagerLoading) {
   const Device first = Device::cuda(0), second = Device::cuda(1), host = Device::host();
   expect_has(sharing_obstacle({first, second, second}, true),
              {"2 ranks share cuda:1", "CUDA_MODULE_LOADING=EAGER"});

@@ -1,5 +1,4 @@
-// schedule=auto: what it chooses for given link costs, that every rank makes
-// the same choice, and that it says why.
+// schedule=auto: its choice for given link costs, the same choice on every rank, and the reason it gives.
 #include "collectives/plan/planner.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +31,7 @@ LinkCosts same_everywhere(Pattern pattern) {
 
 constexpr int64_t kLittle = 1000, kMuch = 25'000'000 / 4;
 
-TEST(Planner, TwoShotWhereLinksAreAlike) {
+TEST(Planner, TwoShotWhereLinksAreEqual) {
   for (int world : {3, 4, 8, 64}) {
     for (Wire wire : {kFp32, kBf16}) {
       for (int64_t count : {int64_t{0}, kLittle, kMuch}) {
@@ -45,7 +44,7 @@ TEST(Planner, TwoShotWhereLinksAreAlike) {
   }
 }
 
-// An oversubscribed network gives all pairs at once much less bandwidth than neighbours.
+// In an oversubscribed network, all pairs at once have much less bandwidth than neighbours.
 TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   LinkCosts costs = same_everywhere({50, 1000});
   costs.all_pairs = {50, 250};
@@ -53,7 +52,7 @@ TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, kFp32), ScheduleKind::two_shot);
 }
 
-// Little data, over a switch on which every message costs its full latency.
+// Few bytes over a switch, where every message costs its full latency.
 TEST(Planner, TreeWhereManyMessagesAreSlowAndBytesAreFew) {
   LinkCosts costs = same_everywhere({20, 4000});
   costs.all_pairs = {20 * 63, 4000};
@@ -68,15 +67,14 @@ TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
   costs.all_pairs = {200, 600};
   costs.neighbour = {50, 1000};
   EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, kBf16), ScheduleKind::hierarchical);
-  // Unknown nodes, nodes of one rank, a single node: no hierarchy.
+  // Unknown nodes, nodes of one rank, a single node: not hierarchical.
   for (int per_node : {0, 1, 16}) {
     EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, kBf16), ScheduleKind::hierarchical);
   }
 }
 
-// On the same links a ring is faster by a half, but rounds 16 times: right
-// for FP32, wrong for a wire that rounds.
-TEST(Planner, RoundingErrorsCount) {
+// On these links, a ring is faster by half but rounds 16 times: good for FP32, bad for a wire that rounds.
+TEST(Planner, PenalizesRoundingErrors) {
   LinkCosts costs = same_everywhere({1, 1000});
   costs.all_pairs = {1, 500};
   EXPECT_EQ(chosen("fp32", 16, 0, costs, kMuch, kFp32), ScheduleKind::ring);
@@ -88,7 +86,7 @@ TEST(Planner, RoundingErrorsCount) {
   EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, kBf16), ScheduleKind::two_shot);
 }
 
-TEST(Planner, NoiseChangesNothing) {
+TEST(Planner, IgnoresMeasurementNoise) {
   for (double noise : {0.9, 1.0, 1.1}) {
     LinkCosts costs = same_everywhere({50, 1000});
     costs.all_pairs = {50 * noise, 1000 / noise};
@@ -96,7 +94,7 @@ TEST(Planner, NoiseChangesNothing) {
   }
 }
 
-TEST(Planner, SaysWhyAndHandlesEveryWorld) {
+TEST(Planner, ExplainsItsChoiceInEveryWorld) {
   auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, kFp32);
   // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
   EXPECT_NEAR(choice.predicted_us, 6200, 1);
@@ -121,22 +119,22 @@ TEST(Planner, CostsFollowTheShards) {
   const auto same =
       choose_for(Collective::reduce_scatter, 4, 0, costs, 1'000'000, {250'000, 250'000, 250'000, 250'000});
   EXPECT_NEAR(same.predicted_us, even.predicted_us, 1);
-  // One round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With all on one rank, which gets 12 MB: 4 MB each, in
-  // two slices.
+  // One round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With everything on one rank, which receives 12 MB:
+  // 4 MB each, in two slices.
   EXPECT_NEAR(even.predicted_us, 3100, 1);
   EXPECT_NEAR(SchedulePlanner({.kind = ScheduleKind::two_shot, .collective = Collective::reduce_scatter}, 4,
                               0, costs, kSliceBytes)
                   .choose(1'000'000, kFp32, {0, 0, 1'000'000, 0})
                   .predicted_us,
               12200, 1);
-  // A tree has no even halves: never chosen for shards.
+  // A tree does not have even halves: never chosen for shards.
   LinkCosts little = same_everywhere({20, 4000});
   little.all_pairs = {20 * 63, 4000};
   EXPECT_NE(choose_for(Collective::all_gather, 64, 0, little, 640, Shards(64, 10)).schedule.kind,
             ScheduleKind::tree);
 }
 
-TEST(Planner, BroadcastsAreChosenByTheSameModel) {
+TEST(Planner, ChoosesBroadcastsByTheSameModel) {
   LinkCosts costs = same_everywhere({50, 1000});
   const auto choice = choose_for(Collective::broadcast, 8, 0, costs, kMuch);
   EXPECT_EQ(choice.schedule.collective, Collective::broadcast);
@@ -166,7 +164,7 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
   }
 }
 
-TEST(Planner, FastLinksAreMeasuredWithMoreBytesTheSameOnAllRanks) {
+TEST(Planner, MeasuresFastLinksWithMoreBytesTheSameOnAllRanks) {
   std::vector<uint64_t> few(3), many(3);
   for (size_t most : {size_t{0}, size_t{8} << 20}) {
     testing::run_ranks(3, Device::host(), [&](Communicator& comm) {
@@ -178,16 +176,16 @@ TEST(Planner, FastLinksAreMeasuredWithMoreBytesTheSameOnAllRanks) {
   for (int r = 0; r < 3; ++r) {
     EXPECT_EQ(many[r], many[0]);
     EXPECT_GT(few[r], 2u << 20);
-    // Unless this machine is too busy to move 4 MiB in 10 ms.
+    // Fails only if this machine is too busy to move 4 MiB in 10 ms.
     EXPECT_GE(many[r], few[r]);
     EXPECT_LT(many[r], few[r] + 2 * 16 * (8u << 20));
   }
 }
 
-// Each allreduce gets a schedule for its own size; the reducer reports what was chosen and why.
+// Each allreduce gets a schedule for its size; the reducer reports the choice and the reason.
 TEST(Planner, AReducerChoosesForEachAllreduce) {
   LinkCosts costs = same_everywhere({20, 4000});
-  costs.all_pairs = {300, 4000};  // many messages: for large buckets only
+  costs.all_pairs = {300, 4000};  // many messages: only for large buckets
   costs.measured = true;
   testing::run_ranks(8, Device::host(), [&](Communicator& comm) {
     comm.set_link_costs(costs);

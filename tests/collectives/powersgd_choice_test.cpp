@@ -1,4 +1,4 @@
-// What multiplies in PowerSGD: the choice is measured once, kept, the same on all ranks, and used; conservation holds
+// PowerSGD's choice of products: measured once, stored, the same on all ranks, and used. Conservation holds
 // either way.
 #include "collectives/codec/powersgd_choice.h"
 
@@ -15,7 +15,7 @@
 namespace gradwire::testing {
 namespace {
 
-// An environment variable while it lives.
+// Sets an environment variable during its lifetime.
 class ProductsVariable {
  public:
   explicit ProductsVariable(const char* value) { setenv("GRADWIRE_POWERSGD_PRODUCTS", value, 1); }
@@ -33,7 +33,7 @@ MatrixTable table_of(const Stream& stream, std::vector<std::array<int32_t, 3>> s
   return MatrixTable(stream, std::move(matrices));
 }
 
-TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhereItIsAskedFor) {
+TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhenRequested) {
   for (const char* spec : {"powersgd:rank=4", "powersgd:rank=2,ef=off", "powersgd:rank=2,wire=bf16",
                            "powersgd:rank=2,residual=int8", "powersgd:rank=4,alternate=on",
                            "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on"}) {
@@ -59,7 +59,7 @@ TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhereItIsAskedFor) {
   }
 }
 
-// Factors have other last bits, and the result with them; ranks agree all the same.
+// The last bits of the factors differ, and with them the result, but ranks agree.
 TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
   auto result = [](const char* products) {
     const ProductsVariable variable(products);
@@ -97,8 +97,8 @@ std::vector<ThinProducts*> choose_for_one_matrix(Communicator& comm) {
       context, {{PowerSgdPass::project, &table, true}, {PowerSgdPass::back_project, &table, false}});
 }
 
-// Only rank 0 measures; the others learn of it.
-TEST(PowerSgdProducts, AllRanksDoWhatRankZeroFound) {
+// Only rank 0 measures; the others receive its choice.
+TEST(PowerSgdProducts, AllRanksUseRankZerosChoice) {
   const ProductsVariable variable("library");
   StandInProducts library;
   run_ranks(3, Device::host(), [&](Communicator& comm) {
@@ -107,7 +107,7 @@ TEST(PowerSgdProducts, AllRanksDoWhatRankZeroFound) {
   });
 }
 
-TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
+TEST(PowerSgdProducts, MeasuresOncePerDeviceLibraryAndShape) {
   const Stream stream = Stream::immediate_host();
   const MatrixTable table = table_of(stream, {{30, 40, 2}, {30, 40, 2}, {8, 9, 2}}),
                     other = table_of(stream, {{30, 40, 4}});
@@ -115,7 +115,7 @@ TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
   const std::string path = folder.path("tuning");
   int measured = 0;
   auto choose = [&](const char* device, const char* library, const PowerSgdPass& pass, PassTimes times) {
-    TuningFile file(path);  // each time as another run would
+    TuningFile file(path);  // reopened as by another run
     return find_or_measure(file, device, library, pass, [&] {
       ++measured;
       return times;
@@ -125,7 +125,7 @@ TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
   const PowerSgdPass project{PowerSgdPass::project, &table, true};
   EXPECT_TRUE(choose("H100", "cuBLAS 13", project, library_faster));
   EXPECT_EQ(measured, 1);
-  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, fused_faster)) << "is in the file";
+  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, fused_faster)) << "is stored in the file";
   EXPECT_EQ(measured, 1);
   EXPECT_FALSE(choose("H200", "cuBLAS 13", project, fused_faster));
   EXPECT_FALSE(choose("H100", "cuBLAS 14", project, fused_faster));
@@ -133,7 +133,7 @@ TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
   EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project, &table, false}, fused_faster));
   EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project_onto, &table, true}, fused_faster));
   EXPECT_EQ(measured, 6);
-  // A word that is neither is measured again.
+  // An unknown word causes a new measurement.
   std::ofstream(path, std::ios::app) << "H100\tpowersgd 1, cuBLAS 13\t" << project.text() << "\tperhaps\n";
   EXPECT_FALSE(choose("H100", "cuBLAS 13", project, fused_faster));
   EXPECT_EQ(measured, 7);
@@ -141,7 +141,7 @@ TEST(PowerSgdProducts, ATimeIsMeasuredOnceForADeviceALibraryAndAShape) {
   EXPECT_EQ(measured, 7);
 }
 
-TEST(PowerSgdProducts, ThePassIsNamedByItsShapes) {
+TEST(PowerSgdProducts, KeyOfAPassListsItsShapes) {
   const Stream stream = Stream::immediate_host();
   const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}, {30, 40, 2}});
   EXPECT_EQ((PowerSgdPass{PowerSgdPass::project, &table, true}.text()),
@@ -150,7 +150,7 @@ TEST(PowerSgdProducts, ThePassIsNamedByItsShapes) {
             "back_project 1*8x9r2 2*30x40r2");
 }
 
-TEST(PowerSgdProducts, TheModelTakesTheLibraryAtHighRanksOfLargeMatrices) {
+TEST(PowerSgdProducts, ModelChoosesTheLibraryAtHighRanksOfLargeMatrices) {
   const Stream stream = Stream::immediate_host();
   auto library = [&](PowerSgdPass::Kind kind, std::array<int32_t, 3> shape) {
     const MatrixTable table = table_of(stream, {shape});
@@ -166,8 +166,8 @@ TEST(PowerSgdProducts, TheModelTakesTheLibraryAtHighRanksOfLargeMatrices) {
   EXPECT_FALSE(library(PowerSgdPass::back_project, {4096, 1024, 32})) << "5.3 and 6.9";
 }
 
-// Microseconds of 151 matrices, 1 GiB in all, on an H200 (docs/results/2026-11-26-gpu).
-TEST(PowerSgdProducts, TheModelIsWithinAFifthOfWhatAnH200Measured) {
+// Microseconds of 151 matrices, 1 GiB in total, on an H200 (docs/results/2026-11-26-gpu).
+TEST(PowerSgdProducts, ModelIsWithinAFifthOfMeasurementsOnAnH200) {
   const Stream stream = Stream::immediate_host();
   struct Measured {
     PowerSgdPass::Kind kind;
@@ -194,7 +194,7 @@ TEST(PowerSgdProducts, TheModelIsWithinAFifthOfWhatAnH200Measured) {
   }
 }
 
-TEST(PowerSgdProducts, BothWaysAreTimed) {
+TEST(PowerSgdProducts, TimesBothWays) {
   const Stream stream = Stream::create(Device::host(), "times");
   StandInProducts library;
   const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}});
@@ -210,7 +210,7 @@ TEST(PowerSgdProducts, BothWaysAreTimed) {
   EXPECT_GT(library.onto_p, 0);
 }
 
-TEST(PowerSgdProducts, AWayThatIsNoneIsBadInput) {
+TEST(PowerSgdProducts, RejectsUnknownProducts) {
   const ProductsVariable variable("cublas");
   run_ranks(1, Device::host(), [](Communicator& comm) {
     expect_error<BadInput>([&] { choose_for_one_matrix(comm); },
@@ -218,8 +218,8 @@ TEST(PowerSgdProducts, AWayThatIsNoneIsBadInput) {
   });
 }
 
-// Without a stand-in the host has its own loops whatever is asked for.
-TEST(PowerSgdProducts, TheHostHasNoLibrary) {
+// Without a stand-in, the host uses its loops whatever is requested.
+TEST(PowerSgdProducts, HostDoesNotUseALibrary) {
   const ProductsVariable variable("library");
   EXPECT_EQ(thin_products(Device::host()), nullptr);
   expect_conservation(Device::host(), "powersgd:rank=2", 2, 2);

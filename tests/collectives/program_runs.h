@@ -1,4 +1,4 @@
-// Runs one program on every rank of a group of threads: whole allreduces, and their halves.
+// Runs one program on every rank of a group of threads: whole allreduces and their halves.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@ struct Outcome {
   std::vector<uint64_t> bytes_sent;
 };
 
-// One allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
+// Runs one allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
 inline Outcome allreduce(Device device, const Schedule& schedule,
                          const std::vector<std::vector<float>>& inputs,
                          const std::vector<std::vector<float>>& residuals, const Program::Options& options) {
@@ -39,7 +39,7 @@ inline Outcome allreduce(Device device, const Schedule& schedule,
     mine.transfers = transfers;
     Program program(comm.transport(), schedule, {data.data(), data.as<float>(), residual.as<float>(), count},
                     mine);
-    // Tests of slices need at least two.
+    // Tests of slices require at least two.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
     EXPECT_TRUE(program.slices() > 1 || !sure);
     Buffer workspace(device, program.workspace_bytes());
@@ -70,8 +70,8 @@ struct HalfOutcome {
 
 inline constexpr float kPoison = -1.5e33f;
 
-// A reduce_scatter of inputs[rank] (`count` elements), or an all_gather or broadcast of inputs[rank] (the
-// rank's shard).
+// Runs a reduce_scatter of inputs[rank] (`count` elements), or an all_gather or broadcast of inputs[rank]
+// (the rank's shard).
 inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
                             const std::vector<std::vector<float>>& inputs,
                             const std::vector<std::vector<float>>& residuals, Program::Options options,
@@ -87,7 +87,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
     const int64_t outs = gather ? count : shard;
     ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
     Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
-    Buffer out = make_buffer<float>(device, outs + 4);  // nothing may be written past its end
+    Buffer out = make_buffer<float>(device, outs + 4);  // nothing may be written past the end
     const int64_t kept = gather ? shard : count;
     Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : kept);
     to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
@@ -113,7 +113,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
   return outcome;
 }
 
-// A rank's shard of a whole buffer.
+// Returns a rank's shard of a whole buffer.
 inline std::vector<float> shard_of(const Schedule& s, int rank, const std::vector<float>& whole,
                                    int64_t granularity) {
   std::vector<float> shard;

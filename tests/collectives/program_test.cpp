@@ -1,5 +1,5 @@
-// Programs: every collective, schedule and wire gives the right sum, keeps what it rounds away, and leaves
-// the same bits on every rank.
+// Programs: every collective, schedule and wire gives the correct sum, keeps its rounding errors, and has the
+// same bits on every rank.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -61,9 +61,9 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
   }
 }
 
-// Rank 1 comes to each of three calls 30 ms after it has left the one before: the others wait at least that long for
-// it, and it finds their data there.
-TEST_P(AllreduceTest, ALateRankIsTheOneThatWaitsLeast) {
+// Rank 1 starts each of three calls 30 ms late: the others wait at least that long for it, and it finds their
+// data ready.
+TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
   if (!GetParam().is_host()) GTEST_SKIP() << "measured on the host only";
   std::vector<double> total(3);
   run_ranks(3, GetParam(), [&](Communicator& comm) {
@@ -101,8 +101,8 @@ TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
   }
 }
 
-// sum of (gradient + residual) == result / scale + sum of new residuals, element by
-// element, to FP32 rounding.
+// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
+// rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
   for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
     for (int world : thinned({2, 3, 4, 8}, 2)) {
@@ -132,9 +132,9 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   }
 }
 
-// The units in which an average is added up show in no bit of result and residual.
-TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
-  // On a GPU, where starting groups takes a minute, few of them.
+// The units in which an average is added do not change a bit of result and residual.
+TEST_P(AllreduceTest, AveragesMatchTheDividedSumBitForBit) {
+  // Few worlds on a GPU, where starting a group takes a minute.
   for (int world : GetParam().is_host() ? thinned({1, 2, 3, 4, 6}) : std::vector{3}) {
     for (const Schedule& schedule : schedules(world)) {
       for (Wire wire : thinned(wire_formats())) {
@@ -164,10 +164,10 @@ TEST_P(AllreduceTest, AnAverageHasTheBitsOfTheSumDividedByTheRanks) {
   }
 }
 
-// Although the sum is not. What is kept is finite, too, and nothing is lost, except where a format sends so little of a
-// sum that the rest of it is no float. (int2 rounds up to half as much again, at each step, and so ends that much
-// earlier.)
-TEST_P(AllreduceTest, AnAverageThatFp32CanHoldIsFinite) {
+// The sum itself overflows. The residual is also finite, and nothing is lost, except where a format sends so
+// little of a sum that the rest exceeds FP32. (int2 rounds up by up to half at each step, so its range is
+// that much smaller.)
+TEST_P(AllreduceTest, AveragesInFp32sRangeAreFinite) {
   for (int world : thinned({2, 3, 4, 6}, 2)) {
     for (const Schedule& schedule : schedules(world)) {
       for (Wire wire : thinned(wire_formats())) {
@@ -205,12 +205,13 @@ TEST_P(AllreduceTest, AnAverageThatFp32CanHoldIsFinite) {
   }
 }
 
-// A sum that overflows on its way, or a NaN on one rank beside large values on the others: the result shows it, and what
-// the ranks' roundings of such parts have kept is gone, or it would be all that the next step consists of.
-TEST_P(AllreduceTest, AResultThatIsNotFiniteLeavesNothingBehindOnAnyRank) {
+// A sum that overflows on the way, or a NaN on one rank together with large values on the others: the result
+// shows it, and the ranks' rounding errors of such parts are cleared; otherwise they would dominate the next
+// step.
+TEST_P(AllreduceTest, NonFiniteResultsClearTheResidualsOfAllRanks) {
   for (int world : {2, 3, 4}) {
     for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : thinned(wire_formats().subspan(1))) {  // those that round
+      for (Wire wire : thinned(wire_formats().subspan(1))) {  // formats that round
         for (bool nan : {false, true}) {
           std::vector<std::vector<float>> inputs, residuals;
           for (int r = 0; r < world; ++r) {
@@ -242,12 +243,12 @@ TEST_P(AllreduceTest, AResultThatIsNotFiniteLeavesNothingBehindOnAnyRank) {
   }
 }
 
-// With intra_node=fp32 nothing is lost either, all ranks agree, links between nodes carry the wire format and
-// links inside nodes FP32, and rounding errors are smaller than with the wire format everywhere.
-TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
+// With intra_node=fp32 nothing is lost either, and all ranks agree. Links between nodes carry the wire format
+// and links inside nodes FP32, and rounding errors are smaller than with the wire format everywhere.
+TEST_P(AllreduceTest, HierarchicalUsesTheWireOnSlowLinksOnly) {
   for (auto [nodes, per_node] : thinned({std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}})) {
     for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-      for (Wire wire : thinned(wire_formats().subspan(1))) {                   // those that round
+      for (Wire wire : thinned(wire_formats().subspan(1))) {                   // formats that round
         const int64_t count = 12 * std::max<int64_t>(wire->granularity, 384);  // divides evenly
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
@@ -299,8 +300,8 @@ TEST_P(AllreduceTest, HierarchicalLeavesTheWireToTheSlowLinks) {
   }
 }
 
-// The result is the same in place and out of place, and 16-bit buffers get the FP32 sum, rounded.
-TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersGiveTheSameSum) {
+// The result is the same in place and out of place. 16-bit buffers get the rounded FP32 sum.
+TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
   for (const Schedule& schedule : schedules(world)) {
@@ -348,7 +349,7 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersGiveTheSameSum) {
   }
 }
 
-TEST_P(AllreduceTest, SendsTheLeastBytesPossible) {
+TEST_P(AllreduceTest, SendsTheMinimumOfBytes) {
   for (int world : {2, 3, 4, 8}) {
     for (const Schedule& schedule : {ring(world), two_shot(world)}) {
       for (Wire wire : {kFp32, kBf16}) {
@@ -363,7 +364,7 @@ TEST_P(AllreduceTest, SendsTheLeastBytesPossible) {
   }
 }
 
-TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
+TEST_P(AllreduceTest, SendsTheScheduledBytes) {
   for (int world : {1, 2, 5, 6}) {
     for (const Schedule& schedule : schedules(world)) {
       for (int64_t count : kCounts) {
@@ -377,9 +378,9 @@ TEST_P(AllreduceTest, SendsWhatTheScheduleSays) {
   }
 }
 
-// A slice of a chunk goes through the same additions in the same order as the whole chunk, at the same places
-// of the buffer: no slice size changes a bit of a result or a residual, nor do transfers that run
-// concurrently with the kernels. (A world of 6 has every kind of schedule, with nodes of several shapes.)
+// A slice of a chunk undergoes the same additions in the same order as the whole chunk, at the same offsets
+// of the buffer: neither slice size nor transfers concurrent with kernels change a bit of a result or a
+// residual. (A world of 6 has every kind of schedule, with nodes of several shapes.)
 TEST_P(AllreduceTest, SlicesChangeNoBit) {
   std::vector<Schedule> all = schedules(6);
 #ifdef GRADWIRE_SANITIZED
@@ -437,7 +438,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   constexpr int kMany = 64;
 #endif
   const double few = error(two_shot(2)), many = error(two_shot(kMany));
-  EXPECT_GT(few, 1e-4);  // it does round
+  EXPECT_GT(few, 1e-4);  // the wire does round
   EXPECT_LT(many, 1.2 * few);
   EXPECT_LT(many, 2.5e-3);
   EXPECT_NEAR(error(ring(2)), few, 0.1 * few);
@@ -446,7 +447,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
 
 GW_INSTANTIATE_ON_DEVICES(AllreduceTest);
 
-// Execution agrees with the checker: right schedules give the sum, wrong ones an error or a wrong sum.
+// Execution agrees with the checker: correct schedules give the sum, wrong ones an error or a wrong sum.
 TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   std::mt19937_64 random(7);
   int right = 0, wrong = 0;
@@ -454,7 +455,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
     Schedule s = testing::random_schedule(random, 6);
     std::string change = testing::Mutator(s, random).mutate();
     CheckReport report = check(s);
-    // The executor does not handle peers and chunks that do not exist.
+    // The executor does not handle invalid peers and chunks.
     if (!report.violations.empty() && report.violations[0].rule == CheckReport::Rule::form) continue;
     ++(report.correct ? right : wrong);
     const int64_t count = 8 * s.chunks;
@@ -468,7 +469,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
     }
     std::string failure;
     try {
-      // A wrong schedule may hang, a right one may be slow.
+      // A wrong schedule may hang; a correct one may be slow.
       run_ranks(s.world, Device::host(), std::chrono::milliseconds(report.correct ? 20000 : 30),
                 [&](Communicator& comm) {
                   Stream stream = Stream::create(Device::host(), "test");
@@ -492,7 +493,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   }
 }
 
-TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
+TEST(LocalTransport, NamesAMissingRankWithinTheDeadline) {
   try {
     run_ranks(3, Device::host(), std::chrono::milliseconds(200), [&](Communicator& comm) {
       if (comm.rank() == 2) return;  // never takes part
@@ -511,8 +512,8 @@ TEST(LocalTransport, AnAbsentRankIsNamedWithinTheDeadline) {
   }
 }
 
-// Rank 2 of 4 does something different in its third call. Nothing here waits for the deadline.
-TEST(LocalTransport, RanksThatDisagreeAreToldSo) {
+// Rank 2 of 4 makes a different third call. No rank waits for the deadline.
+TEST(LocalTransport, ReportsRanksThatDisagree) {
   using Options = Program::Options;
   auto disagree = [](const char* says, const std::function<void(int64_t&, Schedule&, Options&)>& change) {
     std::atomic<int> told = 0;

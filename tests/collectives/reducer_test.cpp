@@ -1,4 +1,4 @@
-// The reducer: what its options change and what they don't, its memory, checkpoints, and what it refuses.
+// The reducer: which results its options affect, its memory, checkpoints, and errors.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -41,7 +41,7 @@ TEST(Reducer, SameSeedGivesTheSameBits) {
   }
 }
 
-// Slices change no bit; the two halves of PowerSGD's Q may (their chunks have other owners), but not by much.
+// Slices change no bit. The two halves of PowerSGD's Q may, slightly, because their chunks have other owners.
 TEST(Reducer, OverlapDoesNotChangeResults) {
   for (const char* spec : {"fp32:schedule=ring", "fp8:round=stochastic", "powersgd:rank=2,schedule=ring",
                            "powersgd:rank=4,schedule=two_shot"}) {
@@ -77,7 +77,7 @@ TEST(Reducer, BucketsDoNotChangeFp32Results) {
   EXPECT_TRUE(same_bits(results[0], results[1]) && same_bits(results[0], results[2]));
 }
 
-TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
+TEST(Reducer, ReadyOrderMayDifferBetweenRanks) {
   run_ranks(3, Device::host(), [&](Communicator& comm) {
     Rank rank(comm, "bf16", model(), 1 << 10);
     auto gradients = gradients_for(rank.tensors, 3);
@@ -96,8 +96,8 @@ TEST(Reducer, OrderOfReadinessMayDifferBetweenRanks) {
   });
 }
 
-// launch_in() in the middle of a run and wait_for() in any order, against bucket order and wait().
-TEST(Reducer, AnyOrderOfExchangesAndOfWaitsGivesTheSameBits) {
+// launch_in() in the middle of a run and wait_for() in any order, compared with bucket order and wait().
+TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
   constexpr int kWorld = 3, kSteps = 6;
   for (const char* spec : {"fp32:schedule=ring", "fp8:round=stochastic", "int8:residual=int8",
                            "powersgd:rank=2,start=2", "randk:ratio=0.1"}) {
@@ -152,7 +152,7 @@ TEST(Reducer, AnyOrderOfExchangesAndOfWaitsGivesTheSameBits) {
   }
 }
 
-TEST(Reducer, AnOrderOfExchangesIsAPermutationBetweenSteps) {
+TEST(Reducer, AcceptsPermutationsOfExchangesBetweenStepsOnly) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
     Rank rank(comm, "fp32", model(), 1 << 10);
     std::vector<int> order(rank.reducer.ranges().size());
@@ -172,9 +172,9 @@ TEST(Reducer, AnOrderOfExchangesIsAPermutationBetweenSteps) {
   });
 }
 
-// Steps enqueued one by one, and steps captured as early as allowed and launched from then on, have the same
-// results, residuals and bytes. In slices, so that a graph holds three streams of each rank.
-TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
+// Steps that are enqueued one by one, and steps that are captured as early as allowed and then launched, have
+// the same results, residuals and bytes. With slices, so that a graph contains three streams of each rank.
+TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec :
        {"fp32", "fp8:round=stochastic", "int8:residual=int8,dense=auto",
@@ -186,7 +186,7 @@ TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
     for (bool graphed : {false, true}) {
       run_ranks(kWorld, Device::host(), [&](Communicator& comm) {
         Rank rank(comm, spec, model(), 16 << 10, 500);
-        auto gradients = gradients_for(rank.tensors, 0);  // what each step copies from
+        auto gradients = gradients_for(rank.tensors, 0);  // each step copies from these
         auto enqueue = [&] {
           for (int i = 0; i < rank.reducer.tensors(); ++i) {
             copy(rank.stream, rank.reducer.gradient(i), gradients[i].data(),
@@ -218,7 +218,7 @@ TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
           if (comm.rank() == 0) sent[graphed].push_back(stats.wire_bytes);
           EXPECT_GT(stats.comm_ms, 0.0);
           if (graphed && step >= 6) {
-            EXPECT_THROW(rank.reducer.stats(step - 2), BadInput);  // its marks are used again
+            EXPECT_THROW(rank.reducer.stats(step - 2), BadInput);  // its marks have been reused
           }
         }
         std::vector<float> last =
@@ -234,17 +234,17 @@ TEST(Reducer, AGraphOfAStepGivesTheBitsAndStatsOfTheCalls) {
   }
 }
 
-TEST(Reducer, AStepThatIsNotSteadyCannotBeReplayed) {
+TEST(Reducer, RejectsReplayOfAnUnsteadyStep) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     Rank rank(comm, "powersgd:rank=2,start=2", model(), 16 << 10);
     EXPECT_EQ(rank.reducer.steady_from(), 2);
     rank.step(gradients_for(rank.tensors, 1));
     EXPECT_THROW(rank.reducer.replayed(0), BadInput);  // plain averages
-    EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // yet to come
+    EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // in the future
   });
 }
 
-TEST(Reducer, AStepIsReplacedOnlyByOneOfItsOwnTurn) {
+TEST(Reducer, StepsAreReplacedOnlyByStepsOfTheSameTurn) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     Rank rank(comm, "powersgd:rank=2,alternate=on", model(), 16 << 10);
     EXPECT_EQ(rank.reducer.period(), 2);
@@ -257,7 +257,7 @@ TEST(Reducer, AStepIsReplacedOnlyByOneOfItsOwnTurn) {
   });
 }
 
-TEST(Reducer, AWorldOfOneLeavesGradientsAlone) {
+TEST(Reducer, WorldOfOneDoesNotChangeGradients) {
   auto comm = Communicator::create_single(Device::host());
   Rank rank(*comm, "powersgd:rank=1", model(), 1 << 20);
   auto gradients = gradients_for(rank.tensors, 3);
@@ -269,9 +269,9 @@ TEST(Reducer, AWorldOfOneLeavesGradientsAlone) {
 
 class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
 
-// The same steps three times: with gradients in the reducer's own buffer, adopted where they are (densely
-// packed, as in a framework's bucket, which moves once), and adopted one by one. The bits must be the same.
-TEST_P(AdoptedGradients, GiveTheSameBitsAsTheReducersOwn) {
+// Runs the same steps with gradients in the reducer's buffer, adopted in place (densely packed, as in a
+// framework's bucket, which moves once), and adopted one by one. The bits must be equal.
+TEST_P(AdoptedGradients, MatchTheReducersBufferBitForBit) {
   constexpr int kSteps = 4;
   enum Where { own, packed, scattered, copied };  // copied: packed, and never in place
   std::vector<std::vector<float>> results;
@@ -285,7 +285,7 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsTheReducersOwn) {
                        .alignment = 1,
                        .own_gradients = where == own,
                        .in_place = where != copied});
-      std::vector<std::vector<float>> memory(2);  // two homes; an address is used again only after a move
+      std::vector<std::vector<float>> memory(2);  // two buffers; an address is reused only after a move
       for (auto& m : memory) m.resize(static_cast<size_t>(reducer.elements() + 1));
       std::vector<std::vector<float>> pieces;
       for (const auto& t : tensors) pieces.emplace_back(static_cast<size_t>(count_of(t)) + 1);
@@ -293,7 +293,7 @@ TEST_P(AdoptedGradients, GiveTheSameBitsAsTheReducersOwn) {
         auto gradients = gradients_for(tensors, static_cast<uint32_t>(s * 2 + comm.rank() + 1));
         std::vector<void*> addresses;
         for (int i = 0; i < reducer.tensors(); ++i) {
-          // One float off, so that nothing is aligned to more than 4 bytes.
+          // Offset by one float, so that nothing is aligned to more than 4 bytes.
           addresses.push_back(where == packed || where == copied
                                   ? memory[s / 2].data() + 1 + reducer.offset(i)
                                   : pieces[i].data() + 1);
@@ -326,8 +326,8 @@ INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                                            "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
 // The bits are those of the same gradients in FP32, rounded at the end.
-TEST(Reducer, GradientsOf16BitsGetTheRoundedMeanOfTheirValues) {
-  // One bucket has all three types.
+TEST(Reducer, Gradients16BitGetTheRoundedMean) {
+  // One bucket contains all three types.
   auto type_of = [](size_t i) { return i == 5 ? DType::f32 : i % 3 == 2 ? DType::f16 : DType::bf16; };
   auto round = [](DType dtype, float x) {
     return dtype == DType::f16 ? float_to_fp16(x) : float_to_bf16_nearest(x);
@@ -396,7 +396,7 @@ TEST(Reducer, GradientsOf16BitsGetTheRoundedMeanOfTheirValues) {
   }
 }
 
-TEST(Reducer, GradientsOf16BitsNeedMemoryForTwoBucketsOnly) {
+TEST(Reducer, Gradients16BitNeedMemoryForTwoBucketsOnly) {
   constexpr int64_t kBucket = 4096;
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     auto staging = [&](int buckets, DType dtype) {
@@ -419,7 +419,7 @@ TEST(Reducer, GradientsOf16BitsNeedMemoryForTwoBucketsOnly) {
   });
 }
 
-TEST(Reducer, AdoptRefusesWhatItCannotUse) {
+TEST(Reducer, AdoptRejectsUnusableAddresses) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
     Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"a", {4}}, {"b", {2}}}, {.own_gradients = false});
@@ -433,7 +433,7 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
     EXPECT_THROW(reducer.adopt(with_null), BadInput);
     std::vector<void*> good{memory.data(), memory.data() + 4};
     reducer.adopt(good);
-    // With the default alignment of 4, a gap would follow b: memory[6] and [7] are not the reducer's.
+    // With the default alignment of 4, a gap would follow b: memory[6] and [7] do not belong to the reducer.
     EXPECT_EQ(reducer.buckets_in_place(), 0);
     reducer.ready(0, stream);
     EXPECT_THROW(reducer.adopt(good), Error);  // in the middle of a step
@@ -443,7 +443,8 @@ TEST(Reducer, AdoptRefusesWhatItCannotUse) {
   });
 }
 
-// A checkpoint is tensor_state() and steps(): with both restored, a new reducer continues with the same bits.
+// A checkpoint consists of tensor_state() and steps(). A new reducer with both restored continues with the
+// same bits.
 TEST(Reducer, ResumesBitForBit) {
   for (const char* spec :
        {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic", "bf16:residual=int8",
@@ -461,7 +462,7 @@ TEST(Reducer, ResumesBitForBit) {
         s.read(first.stream, 0, saved.emplace_back(static_cast<size_t>(s.bytes())));
       }
       first.stream.synchronize();
-      comm.barrier();  // the two reducers have streams of their own
+      comm.barrier();  // the two reducers have separate streams
       Rank second(comm, spec, model(), 16 << 10);
       auto states = second.reducer.tensor_state();
       ASSERT_EQ(states.size(), saved.size());
@@ -477,8 +478,8 @@ TEST(Reducer, ResumesBitForBit) {
   }
 }
 
-// PowerSGD computes a step's residuals when they are needed: by the next step, or by who reads them before.
-TEST(Reducer, ReadingTheResidualsBetweenStepsChangesNoBit) {
+// PowerSGD computes a step's residuals when they are needed: in the next step, or when they are read earlier.
+TEST(Reducer, ReadingResidualsBetweenStepsChangesNoBit) {
   for (const char* spec :
        {"powersgd:rank=1", "powersgd:rank=4,wire=bf16", "powersgd:rank=9,warm=off",
         "powersgd:rank=2,alternate=on,start=1", "powersgd:rank=3,alternate=on,wire=int8"}) {
@@ -492,7 +493,7 @@ TEST(Reducer, ReadingTheResidualsBetweenStepsChangesNoBit) {
           all.insert(all.end(), mean.begin(), mean.end());
           if (!reads) continue;
           const auto residual = rank.residual();
-          EXPECT_EQ(rank.residual(), residual) << spec << ": a second reading";
+          EXPECT_EQ(rank.residual(), residual) << spec << ": a second read";
         }
         const auto residual = rank.residual();
         auto& all = results[static_cast<size_t>(comm.rank())];
@@ -505,7 +506,7 @@ TEST(Reducer, ReadingTheResidualsBetweenStepsChangesNoBit) {
   }
 }
 
-TEST(Reducer, WireBytesAreMeasuredAndFall) {
+TEST(Reducer, MeasuresWireBytesThatFallWithCompression) {
   std::vector<GradientTensor> tensors{{"weight", {256, 256}}, {"bias", {256}}};
   auto measure = [&](const char* spec) {
     ReducerStats stats;
@@ -534,8 +535,8 @@ TEST(Reducer, WireBytesAreMeasuredAndFall) {
   EXPECT_EQ(powersgd.wire_bytes, 2u * 3 * (512 * 4 + 256) / 4 * 4);
 }
 
-// Memory in addition to the gradients: an FP32 residual, the factors of compressed
-// matrices, and at most two buckets of staging.
+// Memory in addition to the gradients: an FP32 residual, the factors of compressed matrices, and staging for
+// at most two buckets.
 TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
   // 16 tensors of 1 MiB in buckets of 1 and of 4 MiB; pieces are aligned to 256 bytes.
   const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
@@ -545,7 +546,7 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
       for (int64_t bucket : {int64_t{1} << 20, int64_t{4} << 20}) {
         auto memory = [&](const std::string& spec) {
           Communicator comm(std::make_unique<PlannedTransport>(1, world, Device::host()));
-          comm.set_link_costs({});  // no peer to measure with
+          comm.set_link_costs({});  // a rank without peers cannot measure
           return Reducer(comm, CompressionSpec::parse(spec + "schedule=" + schedule), tensors,
                          {.bucket_bytes = bucket})
               .memory();
@@ -561,8 +562,8 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
           if (std::string(spec) != "powersgd:rank=4,") {
             EXPECT_EQ(m.factors, 0);
           } else {
-            // Of 16 matrices: P on the wire and orthonormalized; Q that a step begins with, the sum and this rank's.
-            // Flags.
+            // For 16 matrices: P on the wire and orthonormalized; Q at the start of a step, the sum and this
+            // rank's; flags.
             EXPECT_GE(m.factors, 16 * 5 * 512 * 4 * 4);
             EXPECT_LE(m.factors, 16 * 5 * 512 * 4 * 4 + 1024);
           }
@@ -572,7 +573,7 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
   }
 }
 
-TEST(Reducer, ForgottenAndRepeatedGradientsAreNamed) {
+TEST(Reducer, NamesMissingAndRepeatedGradients) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     Rank rank(comm, "fp32", {{"first", {4}}, {"second", {4}}}, 1 << 20);
     rank.reducer.ready(0, rank.stream);
@@ -582,7 +583,7 @@ TEST(Reducer, ForgottenAndRepeatedGradientsAreNamed) {
   });
 }
 
-TEST(Reducer, ARankThatDiesFailsTheOthersInsteadOfHangingThem) {
+TEST(Reducer, RankFailuresFailTheOtherRanksWithoutDeadlock) {
   EXPECT_THROW(run_ranks(4, Device::host(), std::chrono::milliseconds(20'000),
                          [&](Communicator& comm) {
                            Rank rank(comm, "bf16:schedule=ring", model(), 1 << 12);

@@ -1,5 +1,5 @@
-// residual=bf16|int8: what error feedback keeps between steps in fewer bytes is right in the mean, survives a
-// checkpoint, and saves memory.
+// residual=bf16|int8: error feedback stored in fewer bits is unbiased, survives a checkpoint, and saves
+// memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 using testing::same_bits;
 
-// A residual alone, with its workspace and the step on which its draws depend.
+// A residual with its workspace and the step that seeds its draws.
 class Kept {
  public:
   Kept(Device device, const std::string& format, int64_t count, uint64_t seed = 7)
@@ -28,13 +28,13 @@ class Kept {
     fill_zero(stream_, step_.data(), step_.bytes());
     residual_.bind(workspace_.data());
   }
-  // What is left of `values` in the next step.
+  // Returns what remains of `values` in the next step.
   std::vector<float> keep(const std::vector<float>& values) {
     BucketPhases phases;
     to_device(stream_, residual_.values(), std::span<const float>(values));
     residual_.store(stream_, phases);
     increment(stream_, step_.as<uint64_t>());
-    if (residual_.encoded()) fill_zero(stream_, residual_.values(), 4 * values.size());  // others use it, too
+    if (residual_.encoded()) fill_zero(stream_, residual_.values(), 4 * values.size());  // shared workspace
     residual_.load(stream_, phases);
     return to_host<float>(stream_, residual_.values(), static_cast<int64_t>(values.size()));
   }
@@ -73,8 +73,8 @@ class Kept {
 class ResidualTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(ResidualTest);
 
-// Each block of 128 has one large value, of which the others are small parts: down to 1/10000, so that they lie
-// far below half a step of int8, and within one of bf16 nowhere.
+// Each block of 128 has one large value; the others are as small as 1/10000 of it, far below half a step of
+// int8, and everywhere exceed a step of bf16.
 std::vector<float> small_beside_large(int64_t count) {
   std::vector<float> values = testing::normal(count, 3);
   for (int64_t i = 0; i < count; ++i) {
@@ -83,15 +83,17 @@ std::vector<float> small_beside_large(int64_t count) {
   return values;
 }
 
-// The distance between neighbours of `value` in the format, of which 127 to 254 reach the largest of the block.
+// Returns the distance between neighbours of `value` in the format. For int8, the largest value of the block
+// is 127 to 254 of them.
 double spacing(const std::string& format, double value, double largest) {
   if (format == "bf16") return std::exp2(std::floor(std::log2(std::abs(value))) - 7);
   return std::exp2(std::ceil(std::log2(largest / 127)));
 }
 
-// The mean over N draws is within 5 standard deviations, each of at most half a spacing over sqrt(N), while
-// nearest, which write() uses, is off by up to half a spacing in every draw: for int8 that is all of a small value.
-TEST_P(ResidualTest, TheMeanOfWhatIsKeptIsWhatThereWasToKeep) {
+// The mean over N draws is within 5 standard deviations, each at most half a spacing over sqrt(N). Rounding
+// to nearest, which write() uses, is off by up to half a spacing in every draw: for int8, by all of a small
+// value.
+TEST_P(ResidualTest, MeanOfManyDrawsIsTheExactResidual) {
   constexpr int kDraws = 4096;
   constexpr int64_t kCount = 384;
   const std::vector<float> values = small_beside_large(kCount);
@@ -105,7 +107,7 @@ TEST_P(ResidualTest, TheMeanOfWhatIsKeptIsWhatThereWasToKeep) {
     Kept nearest(GetParam(), format, kCount);
     nearest.write(0, values);
     const std::vector<float> rounded = nearest.read(0, kCount);
-    int far = 0, lost = 0;  // with nearest
+    int far = 0, lost = 0;  // with rounding to nearest
     for (int64_t i = 0; i < kCount; ++i) {
       double largest = 0;
       for (int64_t k = i / 128 * 128; k < i / 128 * 128 + 128; ++k)
@@ -115,15 +117,15 @@ TEST_P(ResidualTest, TheMeanOfWhatIsKeptIsWhatThereWasToKeep) {
       far += std::abs(double{rounded[i]} - double{values[i]}) > bound;
       lost += values[i] != 0 && rounded[i] == 0;
     }
-    EXPECT_GT(far, kCount / 2) << format << ": nearest would have passed, too";
+    EXPECT_GT(far, kCount / 2) << format << ": nearest would also have passed";
     if (format == "int8") {
       EXPECT_GT(lost, kCount / 3);
     }
   }
 }
 
-// The square of a random rounding's error is twice that of nearest, on which conservation_test.cpp builds.
-TEST_P(ResidualTest, TheErrorOfOneStepIsTwiceTheSquareOfNearest) {
+// The squared error of stochastic rounding is twice that of nearest. conservation_test.cpp relies on it.
+TEST_P(ResidualTest, SquaredErrorOfOneStepIsTwiceThatOfNearest) {
   constexpr int64_t kCount = 1 << 16;
   const std::vector<float> values = testing::normal(kCount, 5);
   for (const std::string format : {"bf16", "int8"}) {
@@ -137,7 +139,7 @@ TEST_P(ResidualTest, TheErrorOfOneStepIsTwiceTheSquareOfNearest) {
   }
 }
 
-TEST_P(ResidualTest, KeptInFp32IsExactAndTakesNoWorkspace) {
+TEST_P(ResidualTest, Fp32IsExactAndTakesNoWorkspace) {
   const std::vector<float> values = small_beside_large(300);
   Kept kept(GetParam(), "fp32", 300);
   EXPECT_TRUE(same_bits(kept.keep(values), values));
@@ -157,8 +159,8 @@ TEST_P(ResidualTest, DrawsDifferBetweenStepsAndRanksAndRepeatWithThem) {
   }
 }
 
-// As tensors of a bucket are saved and restored: pieces of any size, in any order, over what was there before.
-TEST_P(ResidualTest, WhatIsReadInPiecesIsWrittenBackBitForBit) {
+// As a bucket's tensors are saved and restored: pieces of any size, in any order, over old contents.
+TEST_P(ResidualTest, PiecesAreRestoredBitForBit) {
   constexpr int64_t kCount = 5003;
   for (const std::string format : {"bf16", "int8"}) {
     Kept from(GetParam(), format, kCount), to(GetParam(), format, kCount, 8);
@@ -175,14 +177,14 @@ TEST_P(ResidualTest, WhatIsReadInPiecesIsWrittenBackBitForBit) {
   }
 }
 
-// 4 bytes per element become 2 or 1.008, and two buckets of FP32 that all share.
-TEST(Residual, ManyBucketsTakeFewerBytesThanInFp32) {
+// 4 bytes per element become 2 or 1.008, plus two shared FP32 buckets.
+TEST(Residual, ManyBucketsTakeFewerBytesThanFp32) {
   const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
   constexpr int64_t kElements = 16 * 512 * 512, kBucket = 1 << 20;
   for (const char* method : {"int8:", "powersgd:rank=4,"}) {
     auto memory = [&](const std::string& format) {
       Communicator comm(std::make_unique<PlannedTransport>(1, 4, Device::host()));
-      comm.set_link_costs({});  // no peer to measure with
+      comm.set_link_costs({});  // a rank without peers cannot measure
       return Reducer(comm, CompressionSpec::parse(method + ("residual=" + format)), tensors,
                      {.bucket_bytes = kBucket})
           .memory();

@@ -1,6 +1,6 @@
-// Executes a schedule on integers, one 64-bit number per rank and chunk, to test by execution what the
-// checker proves. Shares no code with the checker: ranks are polled in a random order, groups fill up
-// transfer by transfer, and the resulting numbers decide.
+// Executes a schedule on integers, one 64-bit number per rank and chunk, so that tests can compare execution
+// with the checker's proof. Shares no code with the checker: ranks are polled in a random order, groups fill
+// up transfer by transfer, and the resulting numbers decide.
 //
 // A schedule is wrong when a rank gets stuck, when the two ends of a transfer disagree (on the round or the
 // chunk), when two accesses to a chunk race within a round, when a contribution arrives for a sum that has
@@ -24,7 +24,7 @@ class Interpreter {
  public:
   Interpreter(const Schedule& schedule, uint64_t seed) : s_(schedule), random_(seed) {}
 
-  // What went wrong, if anything.
+  // Returns what went wrong, if anything.
   std::optional<std::string> run() {
     ranks_.resize(s_.world);
     std::vector<uint64_t> sums(s_.chunks);
@@ -47,7 +47,7 @@ class Interpreter {
     }
     std::vector<int> order(s_.world);
     for (int r = 0; r < s_.world; ++r) order[r] = r;
-    // Stuck means: no rank advanced in a whole pass over all ranks.
+    // Stuck: no rank advanced in a whole pass over all ranks.
     for (bool moved = true; moved;) {
       moved = false;
       std::shuffle(order.begin(), order.end(), random_);
@@ -82,7 +82,7 @@ class Interpreter {
     std::vector<Pending> group;        // transfers of the current round
   };
 
-  // Starts round k of rank r: posts what it sends, and looks for races.
+  // Starts round k of rank r: posts its sends and checks for races.
   std::optional<std::string> enter(int r, int k) {
     Rank& me = ranks_[r];
     me.round = k;
@@ -101,14 +101,13 @@ class Interpreter {
     return std::nullopt;
   }
 
-  // Tries to receive, for rank r, everything whose sender has posted it; enters the next round
-  // when the group is done.
+  // Receives, for rank r, everything that has been posted; enters the next round when the group is complete.
   std::optional<std::string> advance(int r, bool& moved) {
     Rank& me = ranks_[r];
     if (me.round >= s_.num_rounds()) return std::nullopt;
     for (Pending& mine : me.group) {
       if (mine.done || mine.step.kind == Step::Kind::send) continue;
-      // In order: an earlier receive from the same peer goes first.
+      // In order: earlier receives from the same peer come first.
       bool first = true;
       for (Pending* earlier = me.group.data(); earlier != &mine; ++earlier) {
         if (!earlier->done && earlier->step.kind != Step::Kind::send && earlier->step.peer == mine.step.peer)

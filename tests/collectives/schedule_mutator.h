@@ -1,4 +1,4 @@
-// Random schedules and random damage to them, for tests of what must notice it.
+// Random schedules and random damage to them, for tests of damage detection.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,8 +12,8 @@
 
 namespace gradwire::testing {
 
-// A schedule of any kind for 2 to `most` ranks, sometimes in slices: an allreduce or,
-// with `halves`, also one of its halves or a broadcast.
+// Returns a schedule of any kind for 2 to `most` ranks, sometimes in slices: an allreduce or, with `halves`,
+// also one of its halves or a broadcast.
 inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves = false) {
   auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
   int n = 1 + up_to(most - 1);
@@ -57,7 +57,7 @@ class Mutator {
     }
   }
 
-  // Makes one random change and says which.
+  // Makes one random change. Returns its description.
   std::string mutate() {
     Place a = pick(), b = pick();
     Round& round = s_.rounds[a.rank][a.round];
@@ -98,7 +98,7 @@ class Mutator {
       case 8:
         step.kind = static_cast<Step::Kind>(below(3));
         return "kind changed";
-      // Below, both ends get the same change, so that only the sum can be wrong.
+      // The changes below affect both ends alike, so that only the sum can be wrong.
       case 9:
         step.chunk = at(other).chunk = below(s_.chunks);
         return "chunk changed on both sides";
@@ -128,7 +128,7 @@ class Mutator {
     round.erase(round.begin() + p.step);
   }
 
-  // The other end of the transfer at `p`, in a schedule that is still right.
+  // Returns the other end of the transfer at `p`, in a schedule that is still correct.
   Place partner(const Place& p) {
     const Step step = at(p);
     auto is_send = [](const Step& x) { return x.kind == Step::Kind::send; };
@@ -137,7 +137,7 @@ class Mutator {
       if (round[i].peer == p.rank && round[i].chunk == step.chunk && is_send(round[i]) != is_send(step))
         return {step.peer, p.round, i};
     }
-    ADD_FAILURE() << "a transfer has one end only";
+    ADD_FAILURE() << "a transfer has only one end";
     return p;
   }
 

@@ -29,7 +29,7 @@ void expect_proven(const Schedule& s, const std::string& what) {
   EXPECT_TRUE(report.correct) << what;
 }
 
-TEST(Schedule, RingTreeAndTwoShotAreProvenForEveryWorld) {
+TEST(Schedule, RingTreeAndTwoShotAreCorrectForEveryWorld) {
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (const Schedule& s : {ring(n), two_shot(n), double_tree(n)}) {
       expect_proven(s, fmt::format("{} of {}", name(s.kind), n));
@@ -37,7 +37,7 @@ TEST(Schedule, RingTreeAndTwoShotAreProvenForEveryWorld) {
   }
 }
 
-TEST(Schedule, HierarchicalIsProvenForEveryShape) {
+TEST(Schedule, HierarchicalIsCorrectForEveryShape) {
   for (int nodes = 1; nodes <= kMaxRanks; ++nodes) {
     for (int per_node = 1; nodes * per_node <= kMaxRanks; ++per_node) {
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
@@ -48,7 +48,7 @@ TEST(Schedule, HierarchicalIsProvenForEveryShape) {
   }
 }
 
-TEST(Schedule, BothHalvesOfEveryAllreduceAreProven) {
+TEST(Schedule, BothHalvesOfEveryAllreduceAreCorrect) {
   std::vector<Schedule> all;
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (Schedule& s : std::vector<Schedule>{ring(n), two_shot(n), double_tree(n)})
@@ -76,8 +76,8 @@ TEST(Schedule, BothHalvesOfEveryAllreduceAreProven) {
   EXPECT_THROW(all_gather(reduce_scatter(ring(3))), BadInput);
 }
 
-// Of every world, from the first rank, the last and one in the middle; hierarchical in every shape.
-TEST(Schedule, BroadcastsAreProven) {
+// Every world, from the first rank, the last and one in the middle; hierarchical in every shape.
+TEST(Schedule, BroadcastsAreCorrect) {
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (int root : std::set<int>{0, n / 3, n - 1}) {
       std::vector<Schedule> all = {broadcast(ScheduleKind::ring, n, root),
@@ -112,13 +112,14 @@ TEST(Schedule, BroadcastsAreProven) {
   EXPECT_EQ(make_schedule(Collective::all_gather, ScheduleKind::ring, 4).collective, Collective::all_gather);
 }
 
-// What crosses between nodes, which is what a direct exchange between all ranks gets wrong: with 8 ranks per
-// node it sends 8 times as much.
+// Counts the bytes between nodes, of which a direct exchange between all ranks sends too many: 8 times as
+// many with 8 ranks per node.
 TEST(Schedule, HierarchicalHalvesSendNoMoreBetweenNodesThanARing) {
   for (int nodes : {2, 3, 8}) {
     for (int per_node : {2, 4, 8}) {
       const int world = nodes * per_node;
-      // Bytes that leave a node, in buffers. A ring's neighbours are in another node only at a node's ends.
+      // Returns the bytes that leave a node, in buffers. A ring's neighbours are in another node only at a
+      // node's ends.
       auto leaves_a_node = [&](const Schedule& s) {
         double most = 0;
         for (int node = 0; node < nodes; ++node) {
@@ -165,12 +166,12 @@ TEST(Schedule, ChunksFollowShards) {
       EXPECT_EQ(elements_owned(s, r, 1107, 8, shards), shards[r]);
     }
   }
-  // In a two-shot a rank sends every other rank that one's shard, or its own to all.
+  // In a two-shot, a rank sends every other rank's shard to that rank, or its own shard to all.
   EXPECT_EQ(elements_sent(reduce_scatter(two_shot(4)), 3, 1107, shards), 107);
   EXPECT_EQ(elements_sent(all_gather(two_shot(4)), 3, 1107, shards), 3000);
 }
 
-TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
+TEST(Schedule, ShardsOfAllRanksCoverTheBuffer) {
   for (int n : {1, 2, 3, 5, 8, 64}) {
     for (const Schedule& s : {ring(n), double_tree(n), pipelined(two_shot(n), 3)}) {
       for (int64_t count : {0, 1, 7, 1000, 4099}) {
@@ -178,7 +179,7 @@ TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
         for (int r = 0; r < n; ++r) owned += elements_owned(s, r, count, 128);
         EXPECT_EQ(owned, count) << name(s.kind) << " of " << n;
       }
-      // Slices do not change who owns what.
+      // Slices do not change the owners.
       for (int r = 0; r < n; ++r) {
         EXPECT_EQ(elements_owned(pipelined(s, 4), r, 12345), elements_owned(s, r, 12345));
       }
@@ -186,7 +187,7 @@ TEST(Schedule, ShardsOfAllRanksAreTheBuffer) {
   }
 }
 
-TEST(Schedule, SlicesOfAProvenScheduleAreProven) {
+TEST(Schedule, SlicesOfACorrectScheduleAreCorrect) {
   for (int n : {1, 2, 3, 4, 5, 8, 13, 16}) {
     for (int slices : {1, 2, 3, 8}) {
       for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 3)}) {
@@ -200,7 +201,7 @@ TEST(Schedule, SlicesOfAProvenScheduleAreProven) {
   }
 }
 
-TEST(Schedule, ExecutingGivesTheSum) {
+TEST(Schedule, ExecutionGivesTheSum) {
   for (int n = 1; n <= 20; ++n) {
     for (const Schedule& s : {ring(n), two_shot(n), double_tree(n), hierarchical(n, 2), hierarchical(2, n),
                               hierarchical(n, 3, ScheduleKind::ring)}) {
@@ -232,7 +233,7 @@ TEST(DoubleTree, DepthIsLogarithmic) {
   }
 }
 
-TEST(Hierarchical, SlowLinksCarryNoMoreThanAnAllreduceBetweenNodesMust) {
+TEST(Hierarchical, SlowLinksCarryTheMinimumOfAnAllreduceBetweenNodes) {
   CheckReport report = check(hierarchical(4, 8));  // 32 chunks
   for (int r = 0; r < 32; ++r) {
     EXPECT_EQ(report.sent_inter_node[r], 2 * 3);      // 2 * 3/4 of an eighth of the buffer
@@ -242,7 +243,7 @@ TEST(Hierarchical, SlowLinksCarryNoMoreThanAnAllreduceBetweenNodesMust) {
   EXPECT_EQ(report.inter_node_lossy_steps, 2);
 }
 
-TEST(Schedule, LossyStepsAreCounted) {
+TEST(Schedule, CountsLossySteps) {
   for (int n : {2, 7, 64}) {
     EXPECT_EQ(check(ring(n)).lossy_steps, n);
     EXPECT_EQ(check(two_shot(n)).lossy_steps, 2);
@@ -257,7 +258,7 @@ TEST(Schedule, LossyStepsAreCounted) {
 
 using Rule = CheckReport::Rule;
 
-// The first step of a kind in a round.
+// Returns the first step of a kind in a round.
 Step& first(Schedule& s, int rank, int round, Step::Kind kind) {
   auto& steps = s.rounds[rank][round];
   return *std::find_if(steps.begin(), steps.end(), [&](const Step& step) { return step.kind == kind; });
@@ -273,7 +274,7 @@ void expect_violation(const Schedule& s, Rule rule, const std::string& text) {
   ADD_FAILURE() << "no violation of '" << name(rule) << "' with '" << text << "' in:\n" << report.to_string();
 }
 
-TEST(Checker, NamesWhatIsWrong) {
+TEST(Checker, NamesEachViolation) {
   Schedule s = ring(4);
   s.rounds[2][1] = {first(s, 2, 1, Step::Kind::recv_reduce)};
   expect_violation(
@@ -321,7 +322,7 @@ TEST(Checker, NamesWhatIsWrong) {
   expect_violation(s, Rule::form, "over a link between nodes, but that is the same node");
 }
 
-TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
+TEST(Checker, DetectsDifferentRoundsAtTheTwoEnds) {
   // Every rank would get the sum, but the two ends of one transfer are in different rounds.
   Schedule s = ring(3);
   for (auto& rounds : s.rounds) rounds.insert(rounds.begin() + 2, Round{});
@@ -331,7 +332,7 @@ TEST(Checker, SeesADifferentRoundOnTheOtherSide) {
                    "round 2: rank 0 sends chunk 1 to rank 1, but there it meets round 1: rank 1 adds");
 }
 
-TEST(Checker, SeesWastedBytesAndFalseClaims) {
+TEST(Checker, DetectsWastedBytesAndFalseClaims) {
   Schedule s = two_shot(4);
   s.rounds[0].push_back({{Step::Kind::send, 1, 0}});
   s.rounds[1].push_back({{Step::Kind::recv_copy, 0, 0}});
@@ -348,7 +349,7 @@ TEST(Checker, SeesWastedBytesAndFalseClaims) {
   expect_violation(two_shot(kMaxInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
 }
 
-TEST(Checker, SeesABroadcastThatEntersANodeTwice) {
+TEST(Checker, DetectsABroadcastThatEntersANodeTwice) {
   // Rank 2 gets the buffer from rank 0 instead of from its neighbour in the node.
   Schedule s = broadcast(ScheduleKind::hierarchical, 4, 0, {.nodes = 2});
   EXPECT_TRUE(check(s).ok);
@@ -369,8 +370,8 @@ TEST(Checker, SeesABroadcastThatEntersANodeTwice) {
   expect_violation(s, Rule::cost, "rank 0 sends between nodes 4/2 of the buffer, the optimum is 2/2");
 }
 
-TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {
-  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before it
+TEST(Checker, DetectsAValueThatOnlySomeRanksWouldRound) {
+  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before the result
   // crosses to the other.
   Schedule s;
   s.kind = ScheduleKind::hierarchical;
@@ -391,9 +392,9 @@ TEST(Checker, SeesAValueThatOnlySomeRanksWouldRound) {
                    "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it was sent unrounded");
 }
 
-// --- mutations: the checker must reject exactly what execution shows to be wrong ---
+// --- mutations: the checker must reject exactly the schedules that fail in execution ---
 
-TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
+TEST(Checker, AgreesWithExecutionOnThousandsOfMutations) {
   std::mt19937_64 random(20240607);
   std::map<std::string, int> harmful, harmless;
   for (int i = 0; i < kMutations; ++i) {
@@ -401,12 +402,12 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
     std::string what = fmt::format("{} {} of {}", name(s.collective), name(s.kind), s.world);
     std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
-    // Sometimes a second change, which may hide the first.
+    // Sometimes makes a second change, which may hide the first.
     if (random() % 4 == 0 && check(s).correct) testing::Mutator(s, random).mutate(), ++changes;
     CheckReport report = check(s);
     auto wrong = testing::Interpreter(s, i).run();
     EXPECT_EQ(report.correct, !wrong.has_value())
-        << what << ", mutation " << i << ", " << change << " and " << changes - 1 << " more: executing says "
+        << what << ", mutation " << i << ", " << change << " and " << changes - 1 << " more: execution says "
         << wrong.value_or("right") << ", the checker\n"
         << report.to_string();
     ++(wrong ? harmful : harmless)[change];
@@ -419,7 +420,8 @@ TEST(Checker, AgreesWithExecutingOnThousandsOfMutations) {
         "chunk changed on both sides", "dropped on both sides", "add and copy exchanged"}) {
     EXPECT_GE(harmful[change], kMutations / 80) << change;
   }
-  // Order inside a round does not matter, and sending a result twice only wastes bytes: no false alarms.
+  // Order inside a round is irrelevant, and sending a result twice only wastes bytes: these must not be
+  // rejected.
   EXPECT_GE(harmless["swapped in a round"], kMutations / 80);
   for (const auto& [change, times] : harmful) RecordProperty(change + ", harmful", times);
   for (const auto& [change, times] : harmless) RecordProperty(change + ", harmless", times);
@@ -436,7 +438,7 @@ TEST(MakeSchedule, MakesEveryKind) {
   expect_proven(make_schedule(ScheduleKind::hierarchical, 2 * 100, {.nodes = 100}), "100 nodes");
 }
 
-TEST(MakeSchedule, RefusesSchedulesThatCannotWork) {
+TEST(MakeSchedule, RejectsInvalidSchedules) {
   auto error = [](ScheduleKind kind, int world, Topology topology) -> std::string {
     try {
       make_schedule(kind, world, topology);

@@ -1,4 +1,4 @@
-// A sharded reducer: each rank gets the mean of its shard, with nothing lost and half the bytes.
+// A sharded reducer: each rank gets the mean of its shard, nothing is lost, and half the bytes are sent.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,10 +22,10 @@ using testing::thinned;
 class ShardedReducer : public ::testing::TestWithParam<Device> {
  protected:
   struct Result {
-    // Put together from every rank's own part; and the sums over the ranks of the residuals and inputs.
+    // Assembled from every rank's shard, with the sums of residuals and inputs over the ranks.
     std::vector<float> mean;
     std::vector<double> kept, in, size;
-    std::vector<int> owners;  // how many ranks have an element
+    std::vector<int> owners;  // number of ranks that own an element
     uint64_t wire_bytes = 0;
   };
   Result run(const std::string& spec, int world, int steps, bool sharded, int slots = 0) const {
@@ -94,7 +94,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
 };
 GW_INSTANTIATE_ON_DEVICES(ShardedReducer);
 
-TEST_P(ShardedReducer, EveryElementHasOneOwnerWhoGetsTheBitsOfAnAllreduce) {
+TEST_P(ShardedReducer, OwnersMatchAllreduceBitForBit) {
   for (const char* spec :
        thinned({"fp32:schedule=two_shot", "fp32:schedule=ring", "fp32", "powersgd:rank=2", "randk:ratio=0.1"},
                4)) {
@@ -106,8 +106,8 @@ TEST_P(ShardedReducer, EveryElementHasOneOwnerWhoGetsTheBitsOfAnAllreduce) {
   }
 }
 
-// Its reduce-scatter adds nodes up in another order than its allreduce.
-TEST_P(ShardedReducer, HierarchicalDiffersFromAnAllreduceByRounding) {
+// Its reduce-scatter adds nodes in a different order than its allreduce.
+TEST_P(ShardedReducer, HierarchicalDiffersFromAllreduceOnlyByRounding) {
   const Result whole = run("fp32:schedule=hierarchical", 8, 2, false),
                sharded = run("fp32:schedule=hierarchical", 8, 2, true);
   const std::vector<double> mean(whole.mean.begin(), whole.mean.end());
@@ -116,7 +116,7 @@ TEST_P(ShardedReducer, HierarchicalDiffersFromAnAllreduceByRounding) {
   EXPECT_LE(norm(difference), 1e-6 * norm(mean));
 }
 
-TEST_P(ShardedReducer, NothingIsLost) {
+TEST_P(ShardedReducer, ConservesGradients) {
   for (const char* spec :
        thinned({"bf16", "fp8", "int8:schedule=ring", "int4:schedule=hierarchical", "int4:dense=off", "topk",
                 "sign", "bf16:round=stochastic,schedule=two_shot"},
@@ -130,7 +130,7 @@ TEST_P(ShardedReducer, NothingIsLost) {
   }
 }
 
-TEST_P(ShardedReducer, BucketsThatTakeTurnsInMemoryGiveTheSameBits) {
+TEST_P(ShardedReducer, BucketsThatShareMemoryGiveTheSameBits) {
   for (const char* spec : thinned({"fp32", "fp32:schedule=ring", "int8:round=stochastic", "int4:dense=off",
                                    "powersgd:rank=2", "randk:ratio=0.1"})) {
     for (int world : thinned({2, 3, 8}, 2)) {
@@ -144,12 +144,12 @@ TEST_P(ShardedReducer, BucketsThatTakeTurnsInMemoryGiveTheSameBits) {
   }
 }
 
-TEST_P(ShardedReducer, BucketsThatTakeTurnsNeedTheOrderOfTheTensors) {
+TEST_P(ShardedReducer, BucketsThatShareMemoryRequireTensorOrder) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), model(),
                     {.bucket_bytes = 16 << 10, .sharded = true, .slots = 2, .blocks = {0, 3}});
-    EXPECT_EQ(reducer.buckets(), 2);  // cut where a block begins
+    EXPECT_EQ(reducer.buckets(), 2);  // cut at a block boundary
     EXPECT_EQ(reducer.bucket_of(2), 0);
     EXPECT_EQ(reducer.bucket_of(3), 1);
     try {
@@ -164,7 +164,7 @@ TEST_P(ShardedReducer, BucketsThatTakeTurnsNeedTheOrderOfTheTensors) {
   });
 }
 
-TEST_P(ShardedReducer, AWireFormatSendsHalfOfAnAllreduce) {
+TEST_P(ShardedReducer, AWireFormatSendsHalfTheBytesOfAnAllreduce) {
   for (const char* spec : {"fp32:schedule=two_shot", "int8:dense=off,schedule=two_shot"}) {
     const Result whole = run(spec, 4, 1, false), sharded = run(spec, 4, 1, true);
     EXPECT_NEAR(static_cast<double>(sharded.wire_bytes) / static_cast<double>(whole.wire_bytes), 0.5, 0.02)

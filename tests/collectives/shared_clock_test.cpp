@@ -1,4 +1,4 @@
-// Ranks agree on what time it is.
+// Ranks agree on the time.
 #include "collectives/agreement/shared_clock.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ TEST(SharedClock, RanksWithOneClockAgreeToTheNanosecond) {
   }
 }
 
-TEST(SharedClock, ClocksThatDifferAreReadWithinTheErrorStated) {
+TEST(SharedClock, ReadsDifferingClocksWithinTheStatedError) {
   std::vector<SharedInstant> instants(4);
   const Clock::duration ahead[] = {0s, 5s, -90min, 1000h};
   testing::run_ranks(4, Device::host(), [&](Communicator& comm) {

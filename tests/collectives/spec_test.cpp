@@ -45,19 +45,19 @@ TEST(Spec, TextSurvivesARoundTrip) {
   EXPECT_EQ(CompressionSpec::parse("int8:residual=fp32,dense=off,ef=off").to_string(), "int8:ef=off");
   EXPECT_EQ(CompressionSpec::parse("int8:dense=b+auto+b").to_string(), "int8:dense=auto+b");
   EXPECT_EQ(CompressionSpec::parse("randk").to_string(), "randk:ratio=0.01");
-  // The key's first name.
+  // The key's earlier name.
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=fp32").to_string(), "bf16:intra_node=fp32");
   EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
 }
 
-TEST(Spec, ACommaMaySetOptionsOffFromTheNameLikeTheColon) {
+TEST(Spec, AcceptsACommaInsteadOfTheColonAfterTheName) {
   for (const char* options : {"schedule=ring", "ef=off,round=stochastic"}) {
     EXPECT_EQ(CompressionSpec::parse(fmt::format("bf16,{}", options)).to_string(),
               CompressionSpec::parse(fmt::format("bf16:{}", options)).to_string());
   }
 }
 
-// What follows from the format's size must not be in the text, and must be off if that is asked for.
+// Defaults that follow from the format's size must not appear in the text, and can be turned off.
 TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
   for (Wire wire : wire_formats()) {
     const bool coarse = wire->bytes_per_value() < 1;
@@ -71,7 +71,7 @@ TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
   }
 }
 
-TEST(Spec, LoadsStatesOfAnotherResidualFormatAndOfNothingElse) {
+TEST(Spec, LoadsStatesThatDifferInTheResidualFormatOnly) {
   const CompressionSpec spec = CompressionSpec::parse("int8:residual=bf16,dense=auto");
   for (const char* same :
        {"int8:dense=auto", "int8:residual=bf16,dense=auto", "int8:residual=int8,dense=auto"}) {
@@ -118,8 +118,8 @@ TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
       }
     }
   }
-  // qsgd in 4 bits with blocks of 256 and 512, rotated or not, rounded either way; terngrad's larger clips, in every
-  // block size, rotated or not, rounded at random.
+  // qsgd in 4 bits with blocks of 256 and 512, rotated or not, with either rounding; terngrad's larger clips,
+  // in every block size, rotated or not, with stochastic rounding.
   EXPECT_EQ(refused.size(), 2 * 2 * 2 + 5 * 2 * 2) << fmt::format("{}", fmt::join(refused, "\n"));
   for (const std::string& spec : refused) {
     EXPECT_TRUE(spec.find("bits=4") != std::string::npos || spec.find("clip=2.5") != std::string::npos ||
@@ -128,7 +128,7 @@ TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
   }
 }
 
-TEST(Spec, ErrorsNameTheCulprit) {
+TEST(Spec, ErrorsNameTheInvalidPart) {
   struct Case {
     const char* text;
     const char* culprit;

@@ -1,4 +1,4 @@
-// What is particular to the codecs whose payload is summed as it is: randk, and powersgd with alternate=on.
+// Properties specific to the codecs whose payload is summed directly: randk, and powersgd with alternate=on.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ using testing::same_bits;
 
 class Summable : public ::testing::TestWithParam<Device> {};
 
-TEST_P(Summable, RandkAppliesTheMeanAtItsShareOfEachTensorAndDropsTheRest) {
+TEST_P(Summable, RandkAppliesTheMeanToItsShareOfEachTensorOnly) {
   constexpr int kWorld = 3;
   run_ranks(kWorld, GetParam(), [&](Communicator& comm) {
     Rank rank(comm, "randk:ratio=0.1,ef=off", model(), 16 << 10);
@@ -48,7 +48,7 @@ TEST_P(Summable, RandkAppliesTheMeanAtItsShareOfEachTensorAndDropsTheRest) {
   });
 }
 
-// Unscaled, so the expected squared error is 1 - k/n: what is applied has k/n of the squared norm.
+// Unscaled, so the expected squared error is 1 - k/n, and the result has k/n of the squared norm.
 TEST_P(Summable, RandkWithoutErrorFeedbackKeepsItsShareOfTheSquaredNorm) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     for (double ratio : {0.02, 0.2}) {
@@ -70,7 +70,7 @@ TEST_P(Summable, RandkWithoutErrorFeedbackKeepsItsShareOfTheSquaredNorm) {
   });
 }
 
-TEST_P(Summable, RandkOfEverythingIsThePlainMean) {
+TEST_P(Summable, RandkWithRatioOneIsThePlainMean) {
   run_ranks(3, GetParam(), [&](Communicator& comm) {
     Rank all(comm, "randk:ratio=1,schedule=two_shot", model(), 16 << 10);
     const auto gradients = gradients_for(all.tensors, static_cast<uint32_t>(comm.rank() + 1));
@@ -98,7 +98,7 @@ TEST_P(Summable, RandkSendsItsShareOfTheBytes) {
   });
 }
 
-// Two steps send what powersgd sends of the factors in one.
+// Two steps send the factors that powersgd sends in one.
 TEST_P(Summable, AlternatingSendsOneFactorInEachStep) {
   const std::vector<GradientTensor> tensors{{"weight", {256, 128}}};
   run_ranks(4, GetParam(), [&](Communicator& comm) {
@@ -134,13 +134,13 @@ TEST_P(Summable, AlternatingAppliesALowRankGradientInFullAfterTwoSteps) {
   });
 }
 
-// The paper's algorithm in double precision: orthogonalize the factor just summed, project with it, keep what
-// this rank's own factor leaves.
+// The paper's algorithm in double precision: orthogonalizes the last summed factor, projects with it, and
+// keeps the error of this rank's factor.
 struct Paper {
   using Matrix = std::vector<std::vector<double>>;  // columns
   int rows, cols, rank;
-  Matrix basis;                            // of Q before even steps, of P before odd ones
-  std::vector<std::vector<double>> error;  // by rank; row-major
+  Matrix basis;                            // of Q before even steps, of P before odd steps
+  std::vector<std::vector<double>> error;  // [rank], row-major
 
   static void orthonormalize(Matrix& columns) {
     for (size_t k = 0; k < columns.size(); ++k) {
@@ -187,7 +187,7 @@ struct Paper {
   }
 };
 
-TEST_P(Summable, AlternatingIsThePapersAlgorithm) {
+TEST_P(Summable, AlternatingMatchesThePapersAlgorithm) {
   constexpr int kWorld = 3, kRows = 24, kCols = 17, kRank = 3, kSteps = 7;
   std::vector<std::vector<float>> results(kSteps);
   Paper paper{kRows, kCols, kRank, {}, std::vector<std::vector<double>>(kWorld)};

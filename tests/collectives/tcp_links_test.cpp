@@ -1,4 +1,4 @@
-// Connections between ranks, alone: the threads that work on them take turns without losing a message.
+// Connections between ranks, tested alone: their threads alternate without losing a message.
 #include "collectives/transport/tcp_links.h"
 
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #include "runtime/crc32.h"
 #include "runtime/error.h"
 
-// poll() as a busy machine does it: a rank's own thread comes to it late, and the links' thread returns from it late,
-// with what has happened meanwhile.
+// Imitates poll() on a busy machine: a rank's thread calls it late, and the links' thread returns from it
+// late, with everything that has happened meanwhile.
 static thread_local bool of_a_rank = false;
 static std::atomic<bool> busy_machine = false;
 extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
@@ -39,12 +39,12 @@ extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
 namespace gradwire {
 namespace {
 
-// A message that the links' own thread moves after its owner has begun to wait must wake the owner.
-TEST(TcpLinks, EveryMessageWakesItsWaiterWhicheverThreadMovesIt) {
+// A message moved by the links' thread after its owner has begun to wait must wake the owner.
+TEST(TcpLinks, MessagesWakeTheirOwnerWhicheverThreadMovesThem) {
   constexpr int kRounds = 500;
   std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key"), TcpLinks(1, 2, "127.0.0.1", "key")};
   const std::vector<std::string> contacts = {links[0].contact(), links[1].contact()};
-  // Rank 1 soon gives up, and ends rank 0's wait.
+  // Rank 1 gives up early, and thereby ends rank 0's wait.
   auto run = [&](int rank) {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(rank == 0 ? 60 : 30);
     TcpLinks& mine = links[static_cast<size_t>(rank)];
@@ -66,7 +66,7 @@ TEST(TcpLinks, EveryMessageWakesItsWaiterWhicheverThreadMovesIt) {
         return mine.wait(send, deadline);
       };
       random = random * 1664525u + 1013904223u;
-      volatile uint32_t spin = random >> 16;  // moves wait() around the arrival
+      volatile uint32_t spin = random >> 16;  // varies when wait() is called relative to the arrival
       try {
         if (rank == 0) ok = answer();
         mine.post(receive);
@@ -91,7 +91,7 @@ TEST(TcpLinks, EveryMessageWakesItsWaiterWhicheverThreadMovesIt) {
   EXPECT_EQ(rounds_of_1, kRounds);
 }
 
-// Of any size, in any order, whoever adds checksums.
+// Messages of any size, in any order, with checksums at either end.
 TEST(TcpLinks, MessagesArriveWholeWithChecksumsAndWithout) {
   for (const auto& [of_0, of_1] : {std::pair{true, true}, {true, false}, {false, true}}) {
     std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key", of_0),
@@ -128,7 +128,7 @@ TEST(TcpLinks, MessagesArriveWholeWithChecksumsAndWithout) {
   }
 }
 
-TEST(Crc32c, IsThatOfTheStandardByInstructionAndByTable) {
+TEST(Crc32c, MatchesTheStandardByInstructionAndByTable) {
   EXPECT_EQ(crc32c("123456789", 9, 0), 0xe3069283u);
   std::vector<unsigned char> bytes(1000);
   for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<unsigned char>(i * i + 3 * i);
