@@ -1,5 +1,5 @@
-// Tests how ranks reach each other if hosts have several addresses, some of which are unreachable or lead to
-// another process.
+// Tests how ranks connect when hosts have several addresses, some of which are unreachable or lead to another
+// process.
 #include "collectives/rendezvous/contact.h"
 
 #include <gtest/gtest.h>
@@ -22,8 +22,7 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
 }
 
-// Answers connectors with the right `purpose` at one address of loopback, until destroyed. Counts
-// connections.
+// Accepts connectors of the right `purpose` at one loopback address until destroyed. Counts connections.
 class Listener {
  public:
   Listener(const std::string& address, int port, const std::string& purpose, bool answers = true)
@@ -64,7 +63,7 @@ class Listener {
 
 const Credentials kRight{"key", "right"};
 
-TEST(Contact, IsOneLineThatParsesAgain) {
+TEST(Contact, IsOneLineThatSurvivesARoundTrip) {
   for (const Contact& contact : {Contact{{"10.0.0.1"}, 4000, "name"},
                                  Contact{{"10.0.0.1", "fd00::1", "127.0.0.1"}, 1, "x", "boot.4.5"}}) {
     const auto parsed = Contact::parse(contact.text());
@@ -87,21 +86,21 @@ TEST(Contact, LoopbackIsForRanksOfOneHost) {
   here.host = "another";
   EXPECT_EQ(addresses_to_try(here), (std::vector<std::string>{"10.99.0.1"}));
   here.addresses = {"127.0.0.1"};
-  EXPECT_EQ(addresses_to_try(here), (std::vector<std::string>{"127.0.0.1"})) << "there is nothing else";
+  EXPECT_EQ(addresses_to_try(here), (std::vector<std::string>{"127.0.0.1"})) << "there is no other address";
 }
 
-TEST(Contact, AddressesThatThisHostHasItselfComeLast) {
+TEST(Contact, OrdersThisHostsAddressesLast) {
   const std::string own = own_addresses().front();
-  if (is_loopback(own)) GTEST_SKIP() << "this machine has only loopback";
+  if (is_loopback(own)) GTEST_SKIP() << "this machine has only a loopback interface";
   const Contact elsewhere{{own, "10.99.0.1"}, 1, "x", "another"};
   EXPECT_EQ(addresses_to_try(elsewhere), (std::vector<std::string>{"10.99.0.1", own}));
 }
 
-TEST(Reach, FindsTheListenerBehindAddressesWhereOthersAnswerOrNobody) {
+TEST(Reach, FindsTheListenerDespiteWrongAndSilentAddresses) {
   Listener wrong("127.0.0.2", 0, "wrong");
   Listener silent("127.0.0.3", wrong.port(), "right", false);
   Listener right("127.0.0.4", wrong.port(), "right");
-  // 127.0.0.1 refuses; 192.0.2.1 is unreachable.
+  // 127.0.0.1 refuses connections; 192.0.2.1 is unreachable.
   const Contact contact{{"192.0.2.1", "127.0.0.1", "127.0.0.2", "127.0.0.3", "127.0.0.4"}, wrong.port(), "x"};
   for (const bool retry : {false, true}) {
     const Reach reached = reach(contact, kRight, {.deadline = in(20s), .retry = retry});
@@ -111,7 +110,7 @@ TEST(Reach, FindsTheListenerBehindAddressesWhereOthersAnswerOrNobody) {
   EXPECT_GE(wrong.connections, 2) << "it was tried before";
 }
 
-TEST(Reach, OneConnectionIsEnoughWhereTheFirstAddressAnswers) {
+TEST(Reach, MakesOneConnectionIfTheFirstAddressAnswers) {
   Listener first("127.0.0.1", 0, "right");
   Listener second("127.0.0.2", first.port(), "right");
   const Reach reached = reach({{"127.0.0.1", "127.0.0.2"}, first.port(), "x"}, kRight, {.deadline = in(20s)});
@@ -120,16 +119,16 @@ TEST(Reach, OneConnectionIsEnoughWhereTheFirstAddressAnswers) {
   EXPECT_EQ(second.connections, 0);
 }
 
-TEST(Reach, ErrorsNameEachAddressAndWhatHappenedThere) {
+TEST(Reach, ErrorsNameEachAddressWithItsFailure) {
   Listener wrong("127.0.0.2", 0, "wrong");
   const Contact both{{"127.0.0.1", "127.0.0.2"}, wrong.port(), "x"};
   Reach reached = reach(both, kRight, {.deadline = in(20s)});
   EXPECT_FALSE(reached.socket);
-  EXPECT_TRUE(reached.gone) << "the process listens at neither";
+  EXPECT_TRUE(reached.gone) << "the process listens at neither address";
   EXPECT_FALSE(reached.other_secret);
   testing::expect_has(reached.why, {"127.0.0.1:", ": Connection refused; 127.0.0.2:", kOtherSecret});
   reached = reach({{"127.0.0.2"}, wrong.port(), "x"}, kRight, {.deadline = in(20s), .retry = true});
-  EXPECT_TRUE(reached.other_secret) << "another process keeps that port";
+  EXPECT_TRUE(reached.other_secret) << "the port belongs to another process";
   reached = reach({{"127.0.0.1"}, wrong.port(), "x"}, kRight, {.deadline = in(20s)});
   EXPECT_TRUE(reached.gone) << reached.why;
   reached = reach({{"no.such.host.invalid"}, 1, "x"}, kRight, {.deadline = in(20s)});
@@ -137,7 +136,7 @@ TEST(Reach, ErrorsNameEachAddressAndWhatHappenedThere) {
   testing::expect_has(reached.why, {"no.such.host.invalid"});
 }
 
-TEST(Reach, ARefusedConnectionIsTriedAgainUntilTheDeadline) {
+TEST(Reach, RetriesRefusedConnectionsUntilTheDeadline) {
   int port = 0;
   {
     const Socket free = listen_on({"127.0.0.1", 0});
@@ -153,7 +152,7 @@ TEST(Reach, ARefusedConnectionIsTriedAgainUntilTheDeadline) {
   EXPECT_TRUE(reached.socket) << reached.why;
 }
 
-TEST(Reach, TheDeadlineEndsWaitingForASilentListener) {
+TEST(Reach, StopsWaitingForASilentListenerAtTheDeadline) {
   Listener silent("127.0.0.1", 0, "right", false);
   const Reach reached =
       reach({{"127.0.0.1"}, silent.port(), "x"}, kRight, {.deadline = in(300ms), .retry = true});
@@ -162,7 +161,7 @@ TEST(Reach, TheDeadlineEndsWaitingForASilentListener) {
 }
 
 // A rank whose network is not up yet must not end the group.
-TEST(Links, ARankThatListensLaterIsReached) {
+TEST(Links, ReachesARankThatListensLater) {
   const std::string key = "key";
   TcpLinks zero(0, 2, "127.0.0.1", key), one(1, 2, "127.0.0.1", key);
   const std::vector<std::string> contacts = {zero.contact(), one.contact()};
@@ -174,7 +173,7 @@ TEST(Links, ARankThatListensLaterIsReached) {
   late.join();
 }
 
-TEST(Links, AnInterruptedRankStopsConnecting) {
+TEST(Links, StopsConnectingWhenInterrupted) {
   TcpLinks links(1, 2, "127.0.0.1", "key");
   int port = 0;
   {
@@ -203,7 +202,7 @@ TEST(Listening, AllAddressesMeansIPv4AndIPv6) {
   }
 }
 
-TEST(Listening, RejectsPortRangesThatAreNone) {
+TEST(Listening, RejectsInvalidPortRanges) {
   EXPECT_EQ(parse_ports("P", "20000-20100").last, 20100);
   EXPECT_EQ(parse_ports("P", "20000").last, 20000);
   for (const char* text : {"", "x", "1-", "-1", "0", "0-0", "5-4", "1-65536", "1-2-3", "1 - 2"}) {

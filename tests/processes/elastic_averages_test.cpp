@@ -1,5 +1,5 @@
-// Conservation with --elastic: a reducer whose gradients are known, while ranks die and others join. Nothing is lost but
-// the residuals of the dead, of which the run says how large they were.
+// Conservation with --elastic: a reducer with known gradients, while ranks die and others join. Only the
+// residuals of dead ranks are lost, and the run reports their norms.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -57,18 +57,18 @@ std::string residual_path(const std::string& folder, int rank, int64_t step) {
   return fmt::format("{}/residual.{}.{}", folder, rank, step);
 }
 
-// There once process `rank` asks to join, as far as this test is concerned.
+// Returns the path that process `rank` creates when it asks to join.
 std::string asking_path(const std::string& folder, int rank) {
   return fmt::format("{}/asks.{}", folder, rank);
 }
 
 struct SoFar {
-  int highest = 0;  // the number of the last rank that was launched, or has joined
+  int highest = 0;  // number of the last rank that was launched or has joined
   std::set<int> lost = {};
 };
 
-// Averages gradients as a RankTrainer does, and adds up what is applied where that has its weights. Each rank's residual
-// is in a file by the time anybody can know that the step is done.
+// Averages gradients as RankTrainer does, and adds up the results instead of updating weights. Each rank's
+// residual is in a file before any rank can know that the step is complete.
 class Averaging {
  public:
   Averaging(const Me& me, Elastic& elastic)
@@ -91,7 +91,7 @@ class Averaging {
     }
   }
 
-  // `so_far`: what has been reported.
+  // `so_far`: the changes reported so far.
   void run(int64_t steps, const std::vector<Fate>& fates, SoFar& so_far) {
     int64_t step = 0;
     if (elastic_.start()) {
@@ -117,7 +117,7 @@ class Averaging {
       elastic_.keep(state(), {}, {});
     }
     for (; step < steps; ++step) {
-      // Who is to join has time to, once all are gone that were to go before, and before anybody else goes.
+      // Waits for a process that is to join: once all earlier deaths are reported, and before the next one.
       bool all_gone = true;
       for (const Fate& fate : fates) {
         if (fate.step > step) break;
@@ -136,7 +136,7 @@ class Averaging {
         doomed_at_ = step;
         std::thread(die_soon).detach();
       }
-      while (doomed_ && step > doomed_at_) pause();  // at most one step more
+      while (doomed_ && step > doomed_at_) pause();  // at most one more step
       average(step);
       if (step + 1 < steps && elastic_.newcomers_wait(step + 1) && elastic_.grow()) return;
     }
@@ -224,14 +224,14 @@ RANK_PROGRAM(AveragesElastically) {
     elastic = std::make_unique<Elastic>(config, *first);
   } else {
     while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
-    // In the order of their numbers.
+    // Admits processes in the order of their numbers.
     const auto come = [&](int rank) { return fmt::format("{}/come.{}", folder, rank); };
     while (me.rank > launched && access(come(me.rank - 1).c_str(), F_OK) != 0)
       std::this_thread::sleep_for(1ms);
     std::ofstream(asking_path(folder, me.rank)) << "asks" << std::endl;
     elastic = std::make_unique<Elastic>(config);
     elastic->join(join_later(config.members, "", me.timeout));
-    for (const Fate& fate : fates) {  // that came before
+    for (const Fate& fate : fates) {  // earlier fates
       if (fate.rank == me.rank) break;
       if (fate.what != "join") so_far.lost.insert(fate.rank);
     }
@@ -263,13 +263,14 @@ double norm_of(const std::vector<double>& values) {
   return std::sqrt(sum);
 }
 
-// From a survivor's error, or from the end of a step, until all are ready for the next.
+// The longest time from a survivor's error, or from the end of a step, until all ranks are ready for the
+// next.
 struct Slowest {
   double killed_s = 0, stopped_s = 0, grown_s = 0;
 };
 
-// What was applied, and what every rank still holds or held when it died, is the sum of all gradients. `launched` ranks
-// begin; rank `lasting` is there from the beginning to the end.
+// Expects the results plus the residual of every rank, alive or dead, to be the sum of all gradients.
+// `launched` ranks begin; rank `lasting` takes part in all steps.
 Slowest expect_conservation(const std::string& spec, int launched, const std::string& fates,
                             const std::set<int>& dead, int64_t steps = 12) {
   SCOPED_TRACE(fmt::format("{}, {} launched, {}", spec, launched, fates));
@@ -308,10 +309,10 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
   };
   for (const int r : left) {
     EXPECT_EQ(read_floats(fmt::format("{}/applied.{}", folder, r)), applied)
-        << "rank " << r << " has other bits";
+        << "rank " << r << " has different bits";
     add(residual_path(folder, r, steps));
   }
-  // Who took part in which step: the last record of a step counts, which knows of all lost by then.
+  // The group of each step. The last record of a step counts, because it includes all losses.
   std::map<int64_t, std::vector<int>> group_from;
   std::vector<int> all(static_cast<size_t>(launched));
   std::iota(all.begin(), all.end(), 0);
@@ -334,7 +335,7 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
       const std::string path = residual_path(folder, record["lost"][i].get<int>(), step);
       const double norm = step == 0 ? 0 : norm_of(read_floats(path));
       EXPECT_NEAR(record["norms"][i].get<double>(), norm, 1e-6 * norm) << line;
-      if (std::filesystem::exists(path)) {  // it had done a step
+      if (std::filesystem::exists(path)) {  // the rank had completed a step
         EXPECT_GT(norm, 0) << line;
         add(path);
       }
@@ -360,22 +361,22 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
   return slowest;
 }
 
-TEST(Elastic, NothingIsLostButTheResidualsOfTheDeadWhoseNormsAreTold) {
+TEST(Elastic, LosesOnlyTheResidualsOfDeadRanksAndReportsTheirNorms) {
   expect_conservation("int8", 4, "3 3 kill 7 1 kill", {1, 3});
   expect_conservation("powersgd:rank=2", 4, "4 0 kill 4 2 kill", {0, 2});
   expect_conservation("powersgd:rank=2,wire=bf16", 3, "5 0 kill", {0});
 }
 
-// 4 -> 3 -> 2 -> 4, and rank 0 dies, too.
-TEST(Elastic, WhoJoinsBringsAnEmptyResidualAndLosesNobodysElse) {
+// 4 -> 3 -> 2 -> 4, and rank 0 dies as well.
+TEST(Elastic, JoinersStartWithoutResidualAndOthersKeepTheirs) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     expect_conservation(spec, 4, "3 3 kill 6 0 kill 8 4 join 8 5 join", {0, 3}, 40);
     expect_conservation(spec, 2, "3 2 join 12 0 kill", {0}, 40);
   }
 }
 
-// What happens in one run: up to five events, each once the one before is over. At least two ranks are there all the
-// time, since one alone keeps no residual, and one that was launched is never lost.
+// The events of one run: up to five, one at a time. At least two ranks are always alive, since a rank alone
+// has no residual, and one of the launched ranks is never lost.
 struct Drawn {
   int launched = 0, joins = 0, stops = 0;
   std::string spec = {}, fates = {};
@@ -410,7 +411,7 @@ Drawn draw(uint32_t seed) {
   return drawn;
 }
 
-// GRADWIRE_SOAK_S, GRADWIRE_SOAK_SEED: for how long, and from which seed; make elastic-soak.
+// GRADWIRE_SOAK_S and GRADWIRE_SOAK_SEED set the duration and the first seed; see make elastic-soak.
 TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
   const char *given = std::getenv("GRADWIRE_SOAK_S"), *from = std::getenv("GRADWIRE_SOAK_SEED");
   const auto until =
@@ -430,8 +431,8 @@ TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
                std::max(slowest.grown_s, here.grown_s)};
   }
   fmt::print(
-      "{} runs, seeds from {}: {} ranks killed, {} stopped, {} joined; the slowest to go on took {:.2f} s "
-      "after a kill, {:.2f} s after the error in runs with a stop, {:.2f} s to let ranks in\n",
+      "{} runs, seeds from {}: {} ranks killed, {} stopped, {} joined; the slowest took {:.2f} s to "
+      "continue after a kill, {:.2f} s after the error in runs with a stop, {:.2f} s to admit ranks\n",
       runs, first, kills, stops, joins, slowest.killed_s, slowest.stopped_s, slowest.grown_s);
 }
 

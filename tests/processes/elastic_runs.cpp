@@ -124,7 +124,7 @@ std::set<int> numbers_in(const std::string& text) {
   return {std::istream_iterator<int>(words), {}};
 }
 
-// Keeps the log, and has the fates strike: whoever is rank 0 does.
+// Writes the log and triggers the fates, on the current rank 0.
 class Watcher final : public RunObserver {
  public:
   Watcher(const Me& me, const TrainConfig& config, const DataSplits& data)
@@ -157,10 +157,10 @@ class Watcher final : public RunObserver {
         kill(pid, signal);
       }).detach();
     }
-    // Whoever is to join has time to; then the run goes on at once.
+    // Gives a process time to join; the run continues at once afterwards.
     if (step.step < called_at_ + (awaited() > 0 ? 30 : 5)) std::this_thread::sleep_for(100ms);
     if (step.step >= steps_ - 6 && me_.option("fates").find("soon") != std::string::npos) {
-      std::this_thread::sleep_for(20ms);  // nobody gets to the end before its fate
+      std::this_thread::sleep_for(20ms);  // no rank reaches the end before its fate
     }
   }
   void on_shrink(const ShrinkRecord& shrink) override {
@@ -179,7 +179,8 @@ class Watcher final : public RunObserver {
   void on_end(const EndRecord& end) override { std::printf("end: %016lx\n", end.parameter_hash); }
 
  private:
-  // Who has been called, and has not come. A rank that takes over does not know of the calls before.
+  // Returns the number of processes that were called and have not joined. A new rank 0 does not know of
+  // earlier calls.
   int64_t awaited() const {
     const auto called = std::count_if(struck_.begin(), struck_.end(), [&](size_t i) {
       return fates_[i].what == "join" && !refused_.contains(fates_[i].rank);
@@ -201,7 +202,7 @@ RANK_PROGRAM(TrainsElastically) {
   const std::string folder = me.option("folder");
   std::ofstream(pid_path(folder, me.rank)) << getpid() << std::endl;
   const int launched = me.number("launched");
-  // Who joins may be started by another job.
+  // Joining processes may be started by another job.
   setenv("GRADWIRE_JOB", me.rank < launched ? "a job" : "another job", 1);
   TrainConfig config = tiny_run(launched, me.option("spec"), me.number("steps"));
   config.processes = true;

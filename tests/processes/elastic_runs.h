@@ -1,4 +1,4 @@
-// Runs with --elastic whose ranks are processes: a small model, and what happens to whom, and when.
+// Runs with --elastic whose ranks are processes: a small model, and the fates of its ranks.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +16,31 @@
 
 namespace gradwire::testing {
 
-// "5 3 kill 9 0 stop 12 4 join": after step 5 rank 3 is killed, after step 9 rank 0 is stopped, after step 12 process 4,
-// which was not launched with the others, asks to join. "soon": killed within 5 ms. What joins may also be one that
-// "join-dies" or "join-stops" once it is invited, "join-stops-waiting" before that, "join-dies-inside" once it is a rank,
-// and "join-guesses" the secret.
+// "5 3 kill 9 0 stop 12 4 join": after step 5, rank 3 is killed; after step 9, rank 0 is stopped; after step
+// 12, process 4, which was not launched with the others, asks to join. "soon": killed within 5 ms. A joiner
+// may also be one that "join-dies" or "join-stops" once it is invited, "join-stops-waiting" before that,
+// "join-dies-inside" once it is a rank, or "join-guesses" the secret.
 struct Fate {
   int64_t step = 0;
   int rank = 0;
   std::string what;
 };
 std::vector<Fate> fates_of(const std::string& text);
-// How many of these processes join.
+// Returns the number of these processes that join.
 int joining(const std::vector<Fate>& fates);
 
-// There once process `rank` is to ask.
+// Returns the path whose creation makes process `rank` ask to join.
 std::string call_path(const std::string& folder, int rank);
 
-// One of the ranks that are launched together.
+// Joins one of the ranks that are launched together.
 std::unique_ptr<Communicator> join(const Me& me);
-// What the file `members` says of where the group is, at each call.
+// Returns a function that reads the group's address from the file `members` at each call.
 std::function<std::string()> doors_of(const std::string& members);
-// One that joins later by the file `members`, which Elastic::post_members() writes.
+// Joins later by the file `members`, which Elastic::post_members() writes.
 std::unique_ptr<Communicator> join_later(const std::string& members, const std::string& about,
                                          std::chrono::milliseconds timeout);
 
-// The rest of the lines that begin with `word`.
+// Returns the rest of each line that begins with `word`.
 std::vector<std::string> lines_with(const std::string& word, const std::string& text);
 
 constexpr int64_t kCheckpointEvery = 4;
@@ -48,18 +48,18 @@ DataSplits tiny_data();
 // 32 images per step with 4 ranks: 6 steps are an epoch.
 TrainConfig tiny_run(int world, const std::string& spec, int64_t steps = 24);
 
-// The losses of ranks that never leave, nor join.
+// Returns the losses of a run whose ranks neither leave nor join.
 std::vector<double> undisturbed_losses(const TrainConfig& config);
 
 struct Case {
   std::string spec = "int8", fates;
-  int world = 4, least = 1;  // launched
+  int world = 4, least = 1;  // number of launched ranks
   std::string batch = "keep-global", checkpoints = "off", graph = "off";
   Sharding shard = Sharding::none;
   std::chrono::milliseconds timeout = 20s;
   int64_t steps = 24;
-  int most = 0;                // 0: as many as there are processes
-  std::set<int> refused = {};  // who joins with other settings
+  int most = 0;                // 0: the number of processes
+  std::set<int> refused = {};  // processes that join with other settings
 };
 
 struct Trained {
@@ -68,17 +68,17 @@ struct Trained {
   std::vector<Outcome> ranks;
   std::vector<nlohmann::json> log;
   std::vector<nlohmann::json> records(const std::string& type) const;
-  // By the records of one type: "lost" or "joined".
+  // Returns the ranks in a field of all records of one type: "lost" or "joined".
   std::vector<int> named(const std::string& type, const std::string& field) const;
   std::vector<int> lost() const { return named("shrink", "lost"); }
   std::vector<int> joined() const { return named("grow", "joined"); }
 };
 
-// Runs the case, whose fates kill or stop `dead`; all others must end in good order.
+// Runs the case, whose fates kill or stop the ranks `dead`. All others must exit successfully.
 Trained train(const Case& c, const std::set<int>& dead);
 
-// Each step at most once, in order. A step that all had done when a rank was lost, but that was not reported yet, is not
-// in the log: two at most for each loss.
+// Expects each step at most once and in order. A step that all ranks had completed when a rank was lost, but
+// that was not reported yet, is missing from the log: at most two per loss.
 void expect_steps(const Trained& trained);
 
 }  // namespace gradwire::testing

@@ -1,5 +1,4 @@
-// --elastic: ranks are processes that are killed or stopped while they train. The others go on, with the same bits as
-// each other.
+// --elastic: processes are killed or stopped while they train. The others continue with identical bits.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -61,7 +60,7 @@ TEST(Elastic, AnotherRankTakesThePlaceOfRankZero) {
   }
 }
 
-// FP32 keeps no residuals, and the images of a step stay the same: so do its losses, but for the order of additions.
+// FP32 has no residuals, and a step has the same images, so its loss is equal up to the order of additions.
 TEST(Elastic, WithoutCompressionARunThatLosesRanksTrainsLikeOneThatLosesNone) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 kill 9 0 kill"}, {0, 2});
@@ -89,7 +88,7 @@ TEST(Elastic, AStoppedRankIsLeftBehindAfterTheDeadline) {
   }
 }
 
-// GRADWIRE_KILLS: how often.
+// GRADWIRE_KILLS: number of runs.
 TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 3 : std::atoi(given);
@@ -124,9 +123,9 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
   }
 }
 
-// What a lost rank held of a divided state is in the newest checkpoint only, so the steps since then are done again: with
-// FP32 and the same images per step, with the same losses.
-TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
+// A lost rank's part of a sharded state exists only in the newest checkpoint, so the steps since then are
+// repeated: with FP32 and the same images per step, the losses are equal.
+TEST(Elastic, ShardedRunsReplayFromTheNewestCheckpointOrTheBeginning) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   for (const Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
     SCOPED_TRACE(name(shard));
@@ -139,7 +138,7 @@ TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
     for (const json& record : trained.records("shrink")) back.push_back(record["step"].get<int64_t>());
     EXPECT_EQ(back, (std::vector<int64_t>{0, 8, 16}));
     const std::vector<json> steps = trained.records("step");
-    ASSERT_EQ(steps.size(), static_cast<size_t>(kSteps)) << "each is in the log once";
+    ASSERT_EQ(steps.size(), static_cast<size_t>(kSteps)) << "each step must be in the log once";
     for (size_t i = 0; i < steps.size(); ++i) {
       EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
       EXPECT_NEAR(steps[i]["loss"].get<double>(), whole[i], 1e-4 * whole[i]);
@@ -151,7 +150,7 @@ TEST(Elastic, WhoseStateIsDividedGoesBackToTheNewestCheckpointOrTheBeginning) {
 }
 
 // Residuals of lost ranks are in the checkpoint, so they are not lost.
-TEST(Elastic, WhoseStateIsDividedLosesNoResiduals) {
+TEST(Elastic, ShardedRunsLoseNoResiduals) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     SCOPED_TRACE(spec);
     const Trained trained = train(

@@ -28,7 +28,7 @@ Sendmsg real_sendmsg() {
 
 std::atomic<bool> corrupt{false}, corrupt_frame{false}, corrupt_payload{false}, reset{false};
 
-// Delayed bytes. Leaked together with its thread, because it must outlive every writer.
+// Delays bytes. Leaked together with its thread, because it must outlive every writer.
 class DelayLine {
  public:
   void start(std::chrono::milliseconds delay) {
@@ -132,7 +132,7 @@ extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   if (reset.exchange(false)) {
     sockaddr nobody = {};
     nobody.sa_family = AF_UNSPEC;
-    connect(fd, &nobody, sizeof nobody);  // Linux: ends the connection with an RST
+    connect(fd, &nobody, sizeof nobody);  // Linux: resets the connection (RST)
   }
   if (corrupt && is_header(parts, count) && corrupt.exchange(false))
     return spoiled(fd, parts, count, flags, 1, 2);

@@ -1,5 +1,5 @@
-// --elastic: new ranks join a run between two of its steps. All ranks have the same bits at the end, and whoever may not
-// join, or dies on the way in, is named and disturbs nobody.
+// --elastic: new ranks join a run between two steps. All ranks have the same bits at the end. Rejected or
+// dying joiners are reported and do not affect the run.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -52,8 +52,8 @@ TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
   }
 }
 
-// FP32 keeps no residuals, and the images of a step stay the same: so do its losses, but for the order of additions.
-TEST(Grow, WithoutCompressionARunThatOthersJoinTrainsLikeOneThatNobodyJoins) {
+// FP32 has no residuals, and a step has the same images, so its loss is equal up to the order of additions.
+TEST(Grow, WithoutCompressionLossesMatchARunWithoutJoiners) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 40));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 join 8 3 join", .world = 2, .steps = 40}, {});
   expect_steps(trained);
@@ -64,21 +64,21 @@ TEST(Grow, WithoutCompressionARunThatOthersJoinTrainsLikeOneThatNobodyJoins) {
   }
 }
 
-// The only rank that is left keeps no residuals and sends nothing; with others it does again. Then it dies, and one that
-// has joined takes its place.
-TEST(Grow, ARankThatIsLeftAloneIsJoinedAndSucceeded) {
+// The only remaining rank has no residuals and sends nothing; with other ranks, both resume. Then it dies,
+// and a rank that has joined takes its place.
+TEST(Grow, JoinersExtendAndSucceedALoneRank) {
   const Trained trained = train(
       {.spec = "powersgd:rank=2", .fates = "3 1 kill 6 2 join 6 3 join 30 0 kill", .world = 2, .steps = 60},
       {0, 1});
   expect_steps(trained);
   EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
   EXPECT_EQ(trained.lost(), (std::vector<int>{1, 0}));
-  // Numbers say who came first, not which process it is.
+  // Rank numbers give the order of joining, not the process.
   EXPECT_EQ(lines_with("end: ", trained.ranks[2].output + trained.ranks[3].output).size(), 1u);
 }
 
-// A checkpoint is made for those who join, who have their part of the state from there.
-TEST(Grow, ARunWhoseStateIsDividedDividesItAnew) {
+// Joiners read their part of the state from a checkpoint made for them.
+TEST(Grow, ShardedRunsReshardTheirState) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 50));
   for (const Sharding shard : {Sharding::optimizer, Sharding::full}) {
     SCOPED_TRACE(name(shard));
@@ -101,7 +101,7 @@ TEST(Grow, ARunWhoseStateIsDividedDividesItAnew) {
   }
 }
 
-TEST(Grow, KeepLocalGivesNewRanksABatchOfTheirOwnAndRaisesTheLearningRate) {
+TEST(Grow, KeepLocalGivesJoinersABatchAndRaisesTheLearningRate) {
   const Trained trained = train({.fates = "4 2 join", .world = 2, .batch = "keep-local", .steps = 30}, {});
   expect_steps(trained);
   const json record = trained.records("grow").at(0);
@@ -109,7 +109,7 @@ TEST(Grow, KeepLocalGivesNewRanksABatchOfTheirOwnAndRaisesTheLearningRate) {
   EXPECT_DOUBLE_EQ(record["lr"].get<double>(), 1.5e-2);
 }
 
-TEST(Grow, OneTooManyAndOneWithOtherSettingsAreRefusedByName) {
+TEST(Grow, RejectsSurplusJoinersAndOtherSettingsByName) {
   const Trained full = train({.fates = "4 2 join", .world = 2, .steps = 12, .most = 2, .refused = {2}}, {});
   EXPECT_EQ(full.ranks[2].exit_code, 2);
   EXPECT_NE(full.ranks[2].output.find("there are 2 ranks, and at most 2 are allowed"), std::string::npos)
@@ -124,16 +124,16 @@ TEST(Grow, OneTooManyAndOneWithOtherSettingsAreRefusedByName) {
   EXPECT_TRUE(other.joined().empty());
 }
 
-TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
+TEST(Grow, JoinersThatDieOrStopCostTheRunNoRankAndNoStep) {
   for (const char* what : {"join-dies", "join-stops", "join-stops-waiting", "join-dies-inside"}) {
     const Trained trained = train(
         {.spec = "powersgd:rank=2", .fates = fmt::format("4 2 {} 10 3 join", what), .world = 2, .steps = 40},
         {2});
     expect_steps(trained);
-    EXPECT_EQ(trained.joined(), (std::vector<int>{2})) << "the number of the first that is really there";
+    EXPECT_EQ(trained.joined(), (std::vector<int>{2})) << "the number of the first process that joins";
     EXPECT_TRUE(trained.lost().empty());
     EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
-    // How the others notice: its connection ends, or a deadline passes.
+    // The other ranks notice a closed connection or a passed deadline.
     const std::vector<std::string> notes =
         lines_with("gradwire: no new rank has joined, and the others go on: ", trained.ranks[0].output);
     const bool forms = std::string(what) == "join-dies" || std::string(what) == "join-stops";
@@ -144,7 +144,7 @@ TEST(Grow, ANewcomerThatDiesOrStopsOnTheWayInCostsTheRunNoRankAndNoStep) {
   }
 }
 
-TEST(Grow, WithoutTheSecretNobodyIsHeardAndRank0NamesWhoWasTurnedAway) {
+TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
   const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 60, .refused = {2}}, {});
   EXPECT_EQ(trained.ranks[2].exit_code, 3);
   EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
@@ -156,8 +156,8 @@ TEST(Grow, WithoutTheSecretNobodyIsHeardAndRank0NamesWhoWasTurnedAway) {
   EXPECT_TRUE(named[0].ends_with(": wrong secret")) << named[0];
 }
 
-// Ranks that were launched die at any moment, also in which others join. GRADWIRE_KILLS: how often.
-TEST(Grow, RanksThatDieWhileOthersJoinLeaveARunThatEndsInGoodOrder) {
+// Launched ranks die at any time, including while others join. GRADWIRE_KILLS: number of runs.
+TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 2 : std::atoi(given);
   for (int run = 0; run < runs; ++run) {
@@ -188,8 +188,8 @@ TEST(Grow, RanksThatDieWhileOthersJoinLeaveARunThatEndsInGoodOrder) {
   }
 }
 
-// A rank of the group dies in the moment in which the group has grown for some, and not yet for others.
-TEST(Reunion, WhoHearsLateThatTheOthersHaveGrownComesAlong) {
+// A rank dies while the group has grown for some ranks but not for others.
+TEST(Reunion, RanksThatLearnLateOfGrowthFollow) {
   std::vector<std::unique_ptr<Reunion>> ranks;
   std::vector<std::string> contacts;
   for (int r = 0; r < 4; ++r) {

@@ -1,6 +1,7 @@
-// NCCL itself, with several ranks on one GPU. NVIDIA does not support that: each rank claims to be a
-// different host, so that NCCL uses sockets on the loopback interface, and every test has a hard limit
-// (tests/processes). Skipped without a GPU; tests/collectives/nccl_test.cpp tests what needs none.
+// NCCL with several ranks on one GPU. NVIDIA does not support that: each rank claims to be a different host,
+// so that NCCL uses sockets on the loopback interface, and every test has a hard time limit
+// (tests/processes). Skipped without a GPU; tests/collectives/nccl_test.cpp covers everything that works
+// without one.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -61,7 +62,7 @@ std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
 
 constexpr int64_t kCount = 4099;
 
-// Whole numbers, so that every wire and order of addition gives the same bits.
+// Integers, so that every wire and order of addition gives the same bits.
 std::vector<float> whole_numbers(int rank) {
   std::vector<float> v(kCount);
   for (int64_t i = 0; i < kCount; ++i) v[i] = static_cast<float>((i * 7 + rank * 3) % 17 - 8);
@@ -120,14 +121,14 @@ RANK_PROGRAM(NcclAllreduce) {
   comm->barrier();
 }
 
-TEST_F(NcclGpu, EveryScheduleAndWireGivesTheExactSum) {
+TEST_F(NcclGpu, EveryScheduleAndWireHasTheExactSum) {
   for (int world : {2, 3, 4}) all_succeeded(run_processes("NcclAllreduce", world, {.limit = 90s}));
 }
 
 RANK_PROGRAM(NcclCaptured) {
   auto comm = join(me);
   OnGpu gpu(*comm, two_shot(me.world), kBf16);
-  gpu.program.run(gpu.stream);  // connects
+  gpu.program.run(gpu.stream);  // establishes the connections
   gpu.stream.synchronize();
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
@@ -148,11 +149,11 @@ RANK_PROGRAM(NcclCaptured) {
   cudaGraphDestroy(graph);
 }
 
-TEST_F(NcclGpu, AnAllreduceCanBeCapturedInAGraph) {
+TEST_F(NcclGpu, CapturesAnAllreduceInAGraph) {
   all_succeeded(run_processes("NcclCaptured", 2, {.limit = 60s}));
 }
 
-// One rank is killed in step 3; the others continue, after a shrink if told to.
+// One rank is killed in step 3; the others continue, with `shrink` after a shrink.
 RANK_PROGRAM(NcclLosesARank) {
   const bool shrinks = me.option("then") == "shrink";
   auto comm = join(me, shrinks);
@@ -175,7 +176,7 @@ RANK_PROGRAM(NcclLosesARank) {
   }
 }
 
-TEST_F(NcclGpu, AKilledRankIsAnErrorThatNamesIt) {
+TEST_F(NcclGpu, NamesAKilledRank) {
   auto ranks =
       run_processes("NcclLosesARank", 3, {.timeout = 20s, .limit = 60s, .options = {{"then", "end"}}});
   for (int r : {0, 2}) {

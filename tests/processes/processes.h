@@ -7,9 +7,9 @@
 //     EXPECT_EQ(ranks[2].output, "rank 2\n");
 //   }
 //
-// An exception ends a rank program with its text on stdout and exit code 2 (BadInput), 3 (CommError)
-// or 4. No process outlives its test: what still runs at the limit is killed, and the kernel kills
-// them all if the test dies.
+// An exception ends a rank program with its text on stdout and exit code 2 (BadInput), 3 (CommError) or 4. No
+// process outlives its test: processes that run at the limit are killed, and the kernel kills all of them if
+// the test dies.
 #pragma once
 
 #include <chrono>
@@ -21,7 +21,7 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// What a rank program is told.
+// The arguments of a rank program.
 struct Me {
   int rank = 0, world = 1;
   std::string rendezvous;
@@ -33,7 +33,7 @@ struct Me {
 };
 
 struct Outcome {
-  int exit_code = -1;  // -1 when a signal ended it
+  int exit_code = -1;  // -1: ended by a signal
   int signal = 0;
   bool ended_by_itself = true;  // false: killed at the limit
   std::chrono::milliseconds took{0};
@@ -43,9 +43,9 @@ struct Outcome {
 struct ProcessOptions {
   std::string rendezvous = {};  // empty: a new file
   std::chrono::milliseconds timeout{20'000};
-  // When to kill the ranks that still run.
+  // Time after which running ranks are killed.
   std::chrono::milliseconds limit{60'000};
-  // Ranks that cannot end by themselves (stopped ones): killed once the others have ended.
+  // Ranks that cannot end by themselves, such as stopped ones: killed once the others have ended.
   std::vector<int> never_ending = {};
   std::map<std::string, std::string> options = {};
   // Which ranks to start; empty: all.
@@ -54,22 +54,22 @@ struct ProcessOptions {
 
 std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options = {});
 
-// Stops the calling process and continues it after `time`, as a debugger or a suspended virtual machine does.
+// Stops the calling process for `time`, as a debugger or a suspended virtual machine does.
 void pause_for(std::chrono::milliseconds time);
 
-// "tcp://127.0.0.1:port" with a port that was free a moment ago.
+// Returns "tcp://127.0.0.1:port" with a port that was just free.
 std::string free_tcp_rendezvous();
-// A path in this test run's temporary folder.
+// Returns a path in this test run's temporary folder.
 std::string scratch_path(const std::string& name);
 
-// Whether every rank ended with exit code 0; a gtest failure if not.
+// Returns whether every rank ended with exit code 0; a gtest failure if not.
 bool all_succeeded(const std::vector<Outcome>& ranks);
 
 using Program = void (*)(const Me&);
 struct RegisterProgram {
   RegisterProgram(const char* name, Program program);
 };
-// Runs the rank program that the arguments name; -1 when they name none.
+// Runs the rank program named by the arguments; returns -1 if they name none.
 int run_rank_program(int argc, char** argv);
 
 }  // namespace gradwire::testing

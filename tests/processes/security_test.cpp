@@ -1,5 +1,6 @@
-// Strangers at the doors of a run, while its ranks join and while they work: each is turned away, the result is
-// right, and nobody waits for long. Ranks are threads that meet through tcp://127.0.0.1 with a secret.
+// Unauthenticated peers connect to a run's ports while its ranks join and work: each is rejected, the result
+// is correct, and no rank waits for long. Ranks are threads that connect through tcp://127.0.0.1 with a
+// secret.
 #include <dirent.h>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -36,7 +37,7 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
 }
 
-// The ports on loopback at which this process listens: those of the store and of every rank's links.
+// Returns the ports on loopback at which this process listens: those of the store and of every rank's links.
 std::vector<int> listening_ports() {
   std::set<std::string> own;
   DIR* folder = opendir("/proc/self/fd");
@@ -66,7 +67,7 @@ std::optional<Socket> knock(int port) {
   return try_connect({"127.0.0.1", port}, in(1s), why);
 }
 
-// Attacks whatever listens, from a thread of its own, until destroyed.
+// Attacks every listening port from a separate thread until destroyed.
 class Attacker {
  public:
   using Attack = std::function<void(int port, std::mt19937& random)>;
@@ -93,7 +94,7 @@ GroupOptions group_of(const std::string& rendezvous, int rank, int world, const 
   return {.rendezvous = rendezvous, .rank = rank, .world = world, .timeout = 20s, .secret = secret};
 }
 
-// A rank that joins a little later than the one before it, and averages a few times.
+// Runs a rank that joins slightly later than the previous one and averages a few times.
 void train(const std::string& rendezvous, int rank, int world, const std::string& interface = "") {
   std::this_thread::sleep_for(rank * 50ms);
   GroupOptions group = group_of(rendezvous, rank, world, "the run's secret");
@@ -124,7 +125,7 @@ void run_under(const Attacker::Attack& attack) {
   EXPECT_GT(attacker.attacks, 0);
 }
 
-TEST(Strangers, WhoSendRandomBytesChangeNothing) {
+TEST(UnauthenticatedPeers, RandomBytesDoNotAffectTheRun) {
   run_under([](int port, std::mt19937& random) {
     auto socket = knock(port);
     if (!socket) return;
@@ -134,12 +135,12 @@ TEST(Strangers, WhoSendRandomBytesChangeNothing) {
   });
 }
 
-TEST(Strangers, WhoSpeakTheProtocolWithoutTheSecretChangeNothing) {
+TEST(UnauthenticatedPeers, ProtocolMessagesWithoutTheSecretDoNotAffectTheRun) {
   run_under([](int port, std::mt19937& random) {
     auto socket = knock(port);
     if (!socket) return;
     introduce(*socket, {random() % 2 ? "a guess" : "", kStorePurpose}, in(500ms));
-    // Says hello as a rank, goodbye for it, and fails the group.
+    // Sends hello as a rank, goodbye for it, and a failure of the group.
     std::string words = StoreMessage{StoreMessage::Op::hello, 0, "watch", "1 4"}.encode();
     words += StoreMessage{StoreMessage::Op::bye, 0, "", ""}.encode();
     words += StoreMessage{StoreMessage::Op::fail, 0, "a stranger says so", ""}.encode();
@@ -147,7 +148,7 @@ TEST(Strangers, WhoSpeakTheProtocolWithoutTheSecretChangeNothing) {
   });
 }
 
-TEST(Strangers, WhoSkipTheHandshakeAreNotRead) {
+TEST(UnauthenticatedPeers, BytesWithoutAHandshakeAreNotRead) {
   run_under([](int port, std::mt19937&) {
     auto socket = knock(port);
     if (!socket) return;
@@ -157,8 +158,8 @@ TEST(Strangers, WhoSkipTheHandshakeAreNotRead) {
   });
 }
 
-TEST(Strangers, WhoSayNothingDoNotKeepTheRanksOut) {
-  std::vector<Socket> held;  // of one thread
+TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
+  std::vector<Socket> held;  // used by one thread
   run_under([&](int port, std::mt19937& random) {
     if (held.size() > 300) held.erase(held.begin(), held.begin() + 150);
     for (int i = 0; i < 20; ++i) {
@@ -169,9 +170,9 @@ TEST(Strangers, WhoSayNothingDoNotKeepTheRanksOut) {
   });
 }
 
-// A right greeting, a byte at a time, on more connections than may wait.
-TEST(Strangers, WhoSendSlowlyDoNotKeepTheRanksOut) {
-  std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; how much each has said
+// Sends a correct greeting, byte by byte, on more connections than may wait.
+TEST(UnauthenticatedPeers, SlowConnectionsDoNotKeepTheRanksOut) {
+  std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; number of bytes sent on each
   const std::string words = "gw-rank1" + std::string(64, 'x');
   run_under([&](int port, std::mt19937&) {
     auto& slow = held[port];
@@ -189,8 +190,9 @@ size_t times(const std::string& word, const std::string& text) {
   return n;
 }
 
-// While ranks 0 and 1 wait for the third, both listen for data, since they know at which address; the store listens, too.
-TEST(Strangers, AtAnyRanksDataPortAreNamedInRank0sLog) {
+// While ranks 0 and 1 wait for the third, both listen for data, since their address is known. The store
+// listens as well.
+TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   ::testing::internal::CaptureStderr();
   std::vector<std::thread> ranks;
@@ -208,12 +210,12 @@ TEST(Strangers, AtAnyRanksDataPortAreNamedInRank0sLog) {
   for (const int r : {0, 1}) {
     const std::string line = fmt::format("gradwire: rank {} turned away a connection from 127.0.0.1: ", r);
     EXPECT_EQ(times(line + "not a rank of this version\n", log), r == 0 ? 2u : 1u)
-        << log;  // 0 has the store, too
+        << log;  // rank 0 also has the store
     EXPECT_GE(times(line + kSaidNothing + "\n", log), 1u) << log;
   }
 }
 
-TEST(Strangers, TenThousandConnectionsLeaveTheStoreServing) {
+TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const int port = std::stoi(rendezvous.substr(rendezvous.rfind(':') + 1));
   Membership alone(group_of(rendezvous, 0, 2, "secret"));
@@ -251,14 +253,14 @@ std::string error_of(const std::function<void()>& action) {
   return "no error";
 }
 
-TEST(Secrets, ARankWithAnotherOneIsToldSo) {
+TEST(Secrets, ReportsADifferentSecretToTheRank) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, "one"));
   ::testing::internal::CaptureStderr();
   const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
   EXPECT_NE(text.find("has another secret"), std::string::npos) << text;
   EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
-  // It asks a few times, since a run that has just ended may still have the port.
+  // It retries a few times, since a run that has just ended may still occupy the port.
   const std::string log = ::testing::internal::GetCapturedStderr();
   const std::string line = "gradwire: rank 0 turned away a connection from 127.0.0.1: wrong secret";
   EXPECT_EQ(times(line + "\n", log), 1u) << log;
@@ -267,7 +269,7 @@ TEST(Secrets, ARankWithAnotherOneIsToldSo) {
   EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 1, 2, "one")); }), "no error");
 }
 
-TEST(Secrets, WithoutOneNoPortIsOpenedToTheNetwork) {
+TEST(Secrets, RefusesNetworkPortsWithoutASecret) {
   for (const char* address : {"0.0.0.0", "10.1.2.3", "[::]"}) {
     const std::string rendezvous = fmt::format("tcp://{}:29555", address);
     for (int rank : {0, 1}) {
@@ -278,21 +280,21 @@ TEST(Secrets, WithoutOneNoPortIsOpenedToTheNetwork) {
   }
 }
 
-TEST(Secrets, AnAddressOfAnotherMachineCannotBeListenedOn) {
+TEST(Secrets, RejectsListenAddressesOfOtherMachines) {
   const std::string text = error_of([] { Membership(group_of("tcp://192.0.2.1:29555", 0, 2, "secret")); });
   EXPECT_NE(text.find("cannot listen on 192.0.2.1:29555: it is not an address of this machine"),
             std::string::npos)
       << text;
 }
 
-TEST(Secrets, TheStoreListensOnlyAtTheAddressThatWasNamed) {
+TEST(Secrets, StoreListensOnlyAtTheGivenAddress) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const std::string port = rendezvous.substr(rendezvous.rfind(':') + 1);
   Membership first(group_of("tcp://127.0.0.2:" + port, 0, 1, ""));
   EXPECT_FALSE(knock(std::stoi(port)));  // at 127.0.0.1
 }
 
-TEST(Secrets, AMeetingFileIsForItsOwnerOnly) {
+TEST(Secrets, RendezvousFileIsReadableOnlyByItsOwner) {
   const std::string path = testing::scratch_path("meeting");
   Membership first(group_of("file://" + path, 0, 1, ""));
   struct stat status {};
@@ -306,7 +308,7 @@ GroupOptions rank_of(const std::string& job, const std::string& rendezvous, int 
   return options;
 }
 
-TEST(TwoJobsAtOnePort, AreToldApartByTheLaunchersIds) {
+TEST(TwoJobsAtOnePort, AreDistinguishedByTheLaunchersIds) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(rank_of("Slurm job 7, step 0", rendezvous, 0));
   const std::string text = error_of([&] { Membership(rank_of("Slurm job 8, step 0", rendezvous, 1)); });
@@ -314,14 +316,14 @@ TEST(TwoJobsAtOnePort, AreToldApartByTheLaunchersIds) {
             std::string::npos)
       << text;
   EXPECT_NE(text.find("a port of its own"), std::string::npos) << text;
-  // The seat is free for its own rank.
+  // The seat is still free for the right process.
   EXPECT_EQ(error_of([&] { Membership(rank_of("Slurm job 7, step 0", rendezvous, 1)); }), "no error");
 }
 
-TEST(TwoJobsAtOnePort, WithoutIdsAreRefusedBoth) {
+TEST(TwoJobsAtOnePort, AreBothRejectedWithoutIds) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, ""));
-  Membership theirs(group_of(rendezvous, 1, 2, ""));  // of the other job, perhaps
+  Membership theirs(group_of(rendezvous, 1, 2, ""));  // possibly of the other job
   for (const std::string& text : {error_of([&] { Membership(group_of(rendezvous, 1, 2, "")); }),
                                   error_of([&] { first.barrier(); }), error_of([&] { theirs.barrier(); })}) {
     EXPECT_NE(text.find("two processes were started as rank 1; if they belong to two runs"),
@@ -330,7 +332,7 @@ TEST(TwoJobsAtOnePort, WithoutIdsAreRefusedBoth) {
   }
 }
 
-TEST(TwoJobsAtOnePort, WhatALauncherSetsNamesTheRun) {
+TEST(TwoJobsAtOnePort, TakeTheirIdsFromLauncherVariables) {
   using Variables = std::map<std::string, std::string>;
   const auto job = [](const Variables& set) {
     return job_of([&](const char* name) { return set.contains(name) ? set.at(name).c_str() : nullptr; });
@@ -340,7 +342,7 @@ TEST(TwoJobsAtOnePort, WhatALauncherSetsNamesTheRun) {
   EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "none"}}), "");  // torchrun's word for a run without a name
   EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "4"}}),
             "Slurm job 7, step 2");
-  // One srun per rank: their steps differ, their job does not.
+  // One srun per rank: their steps differ, but their job is the same.
   EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "1"}}),
             "Slurm job 7");
   EXPECT_EQ(job({{"SLURM_JOB_ID", "8"}, {"SLURM_HET_JOB_ID", "7"}}), "Slurm job 7");
@@ -352,13 +354,13 @@ TEST(TwoJobsAtOnePort, WhatALauncherSetsNamesTheRun) {
   EXPECT_NE(error_of([&] { job({{"GRADWIRE_JOB", "a\nb"}}); }).find("GRADWIRE_JOB"), std::string::npos);
 }
 
-TEST(Secrets, AGroupThatFailedMakesWayForTheNextAtTheSameAddress) {
+TEST(Secrets, NextGroupReusesTheAddressOfAFailedGroup) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   auto first = std::make_unique<Membership>(group_of(rendezvous, 0, 2, ""));
   auto other = std::make_unique<Membership>(group_of(rendezvous, 1, 2, ""));
   other->store().report("out of memory");
   other = nullptr;
-  // Rank 1 is back before rank 0 has given up its store.
+  // Rank 1 restarts before rank 0 has closed its store.
   std::thread early([&] {
     EXPECT_EQ(error_of([&] { Membership(group_of(rendezvous, 1, 2, "")).barrier(); }), "no error");
   });

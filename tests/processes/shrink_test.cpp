@@ -1,5 +1,5 @@
-// Survivors of a failed group go on: ranks are processes that are killed or stopped, at points that hurt and at any
-// point. At most one group goes on, its ranks agree on who they are, and its sums are right.
+// Survivors of a failed group continue: processes are killed or stopped at critical points and at random
+// points. At most one group continues, its ranks agree on its members, and its sums are correct.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
@@ -26,7 +26,7 @@
 #include "runtime/error.h"
 #include "tests/processes/processes.h"
 
-// A process can be killed when it makes its n-th connection, or sends for the n-th time, from now on.
+// Kills the process at its n-th call of connect() or send() from now on.
 static std::atomic<int> calls_to_live = -1;
 static void count_call() {
   if (calls_to_live > 0 && --calls_to_live == 0) raise(SIGKILL);
@@ -52,7 +52,8 @@ using std::chrono::milliseconds;
 
 constexpr int64_t kFloats = 20'000;
 
-// Every rank adds 2^(its first rank), so that the sum says who took part. Throws CommError if the group fails.
+// Returns the set of ranks that take part: every rank adds 2^(its first rank). Throws CommError if the group
+// fails.
 uint32_t who_takes_part(Communicator& comm, int first_rank) {
   std::vector<float> data(kFloats, static_cast<float>(1 << first_rank));
   Program program(comm.transport(), ring(comm.world()), {data.data(), data.data(), nullptr, kFloats},
@@ -66,8 +67,9 @@ uint32_t who_takes_part(Communicator& comm, int first_rank) {
   return static_cast<uint32_t>(data[0]);
 }
 
-// What happens to a rank, and when: "2 in_call kill" in the calls of its group, "2 regrouping kill" while the ranks regroup
-// after the fate before, "2 regrouping step7" when it connects or sends for the seventh time then.
+// The fate of a rank, and its time: "2 in_call kill" in the calls of its group, "2 regrouping kill" while the
+// ranks regroup after the previous fate, "2 regrouping step7" at its seventh connect() or send() in that
+// time.
 struct Fate {
   int rank = -1;
   std::string when, what;
@@ -87,9 +89,9 @@ void meet(const Fate& fate) {
   if (fate.what == "pause") testing::pause_for(6s);
 }
 
-// The fates come one after another, each in the group that the one before has left: "before_call" and "in_call" strike
-// in its second call, "together" in the same call as the fate before, "regrouping" while the ranks look for each other
-// after it. Whoever survives makes three more calls and prints who it is with.
+// The fates happen one after another, each in the group that the previous one has left: "before_call" and
+// "in_call" in its second call, "together" in the same call as the previous fate, "regrouping" during the
+// regrouping after it. Survivors make three more calls and print the members of their group.
 RANK_PROGRAM(Survives) {
   const std::vector<Fate> fates = fates_of(me.option("fates"));
   TcpOptions joining;
@@ -99,9 +101,9 @@ RANK_PROGRAM(Survives) {
   auto comm = Communicator::create_tcp(joining);
   std::vector<int> ranks;
   for (int r = 0; r < me.world; ++r) ranks.push_back(r);
-  bool doomed = false;  // by a thread of its own
+  bool doomed = false;  // by a detached thread
   while (true) {
-    // The next to strike: the first whose rank is still there.
+    // The next fate: the first whose rank is still in the group.
     const auto next = std::find_if(fates.begin(), fates.end(), [&](const Fate& f) {
       return std::find(ranks.begin(), ranks.end(), f.rank) != ranks.end();
     });
@@ -148,7 +150,7 @@ RANK_PROGRAM(Survives) {
     std::vector<int> left;
     const auto start = SteadyClock::now();
     comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
-    if (calls_to_live > 0) raise(SIGKILL);  // it took fewer
+    if (calls_to_live > 0) raise(SIGKILL);  // it made fewer calls
     for (int& r : left) r = ranks[static_cast<size_t>(r)];
     ranks = left;
     std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
@@ -177,7 +179,7 @@ void print_slowest(const std::string& fates, const std::vector<Outcome>& ranks) 
   fmt::print("{}: regrouped in at most {} ms\n", fates, slowest_ms);
 }
 
-// Runs the fates; every rank but `lost` must end in the group of all the others.
+// Runs the fates. Every rank except `lost` must end in the group of all the others.
 void expect_survivors(int world, const std::string& fates, const std::set<int>& lost,
                       testing::ProcessOptions options = {}) {
   SCOPED_TRACE(fates);
@@ -201,28 +203,28 @@ void expect_survivors(int world, const std::string& fates, const std::set<int>& 
   }
 }
 
-TEST(Shrink, FromFourToThreeToTwoToOneWhoeverDies) {
+TEST(Shrink, FromFourToThreeToTwoToOneForAnyDeaths) {
   expect_survivors(4, "3 in_call kill 1 in_call kill", {1, 3});
   expect_survivors(4, "0 in_call kill 1 in_call kill", {0, 1});
   expect_survivors(4, "0 before_call exit 2 in_call kill 1 before_call kill", {0, 1, 2});
   expect_survivors(2, "0 in_call kill", {0});
 }
 
-TEST(Shrink, RanksThatDieWhileTheOthersLookForThemAreLeftOut) {
+TEST(Shrink, LeavesOutRanksThatDieWhileRegrouping) {
   for (const int second : {0, 1, 2}) {
     expect_survivors(4, fmt::format("3 in_call kill {} regrouping kill", second), {3, second});
   }
 }
 
-// The others have less time than a group that waits for one of its ranks is given. GRADWIRE_KILLS: all steps.
-TEST(Shrink, ARankThatDiesAtAnyStepOfRegroupingIsMissedAtOnce) {
+// The others have less time than a group gives to one of its ranks. GRADWIRE_KILLS: all steps.
+TEST(Shrink, DetectsDeathsAtAnyStepOfRegroupingImmediately) {
   std::vector<int> steps = {1, 4, 8, 12, 16, 20, 24};
   if (std::getenv("GRADWIRE_KILLS") != nullptr) {
     steps.resize(30);
     std::iota(steps.begin(), steps.end(), 1);
   }
   for (const int who : {0, 1}) {
-    std::vector<std::thread> runs;  // they wait, mostly
+    std::vector<std::thread> runs;  // they mostly wait
     for (const int step : steps) {
       runs.emplace_back([=] {
         expect_survivors(4, fmt::format("3 in_call kill {} regrouping step{}", who, step), {3, who},
@@ -235,7 +237,7 @@ TEST(Shrink, ARankThatDiesAtAnyStepOfRegroupingIsMissedAtOnce) {
   }
 }
 
-TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
+TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
   for (const int who : {0, 2}) {
     const auto ranks = run_processes(
         "Survives", 3,
@@ -248,7 +250,7 @@ TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
         EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 0);
         continue;
       }
-      // The others may have ended by now; then it cannot know that they have not died.
+      // The others may have ended by now; then the rank cannot know that they have not died.
       EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 3);
       const std::string& text = ranks[static_cast<size_t>(r)].output;
       EXPECT_TRUE(text.find("have gone on without rank") != std::string::npos ||
@@ -257,8 +259,8 @@ TEST(Shrink, AStoppedRankIsLeftOutAfterTheDeadlineAndIsToldSoWhenItComes) {
   }
 }
 
-// The other ranks ask the lowest ranks first. GRADWIRE_FULL_SWEEPS: more often.
-TEST(Shrink, TheMajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
+// The other ranks ask the lowest ranks first. GRADWIRE_FULL_SWEEPS: more runs.
+TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   struct Case {
     int world;
     std::set<int> stopped;
@@ -269,7 +271,7 @@ TEST(Shrink, TheMajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   const int runs = std::getenv("GRADWIRE_FULL_SWEEPS") == nullptr ? 1 : 8;
   for (int run = 0; run < runs; ++run) {
     for (size_t first = 0; first < cases.size(); first += 3) {
-      std::vector<std::thread> together;  // they wait, mostly
+      std::vector<std::thread> together;  // they mostly wait
       for (size_t i = first; i < first + 3; ++i) {
         together.emplace_back([&c = cases[i]] {
           std::string fates;
@@ -287,8 +289,9 @@ TEST(Shrink, TheMajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   }
 }
 
-TEST(Shrink, TheSmallerPartDoesNotGoOn) {
-  // Of four ranks two are stopped, the lowest among them: the two others cannot know that they are not the ones left out.
+TEST(Shrink, MinorityStops) {
+  // Two of four ranks are stopped, including the lowest: the two others cannot know that they are not the
+  // minority.
   const auto ranks =
       run_processes("Survives", 4,
                     {.timeout = 700ms,
@@ -300,8 +303,8 @@ TEST(Shrink, TheSmallerPartDoesNotGoOn) {
   }
 }
 
-// GRADWIRE_KILLS: how often.
-TEST(Shrink, AnyRanksKilledAtAnyTimeLeaveOneGroup) {
+// GRADWIRE_KILLS: number of runs.
+TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 12 : std::atoi(given);
   for (int run = 0; run < runs; ++run) {
@@ -323,7 +326,7 @@ TEST(Shrink, AnyRanksKilledAtAnyTimeLeaveOneGroup) {
   }
 }
 
-// ---- The agreement by itself --------------------------------------------------------------------------------
+// ---- The agreement alone --------------------------------------------------------------------------------
 
 struct Group {
   explicit Group(int world, const std::string& key = "a secret") {
@@ -334,7 +337,7 @@ struct Group {
     }
     for (int r = 0; r < world; ++r) ranks[static_cast<size_t>(r)]->enter(r, contacts, [](const auto&) {});
   }
-  // The rank's part in agreeing; "0 2", or an error.
+  // Runs the rank's part of regrouping. Returns the members, "0 2", or an error.
   std::string regroup(int rank, milliseconds time) {
     try {
       Reunion& r = *ranks[static_cast<size_t>(rank)];
@@ -357,16 +360,16 @@ struct Group {
   std::vector<std::unique_ptr<Reunion>> ranks;
 };
 
-TEST(Reunion, RanksThatDoNotComeByTheDeadlineAreLeftOutAndToldSo) {
+TEST(Reunion, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   Group group(4);
   for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
   EXPECT_NE(group.regroup(1, 600ms).find("have gone on without rank 1"), std::string::npos);
-  // Groups that follow have their own numbering, and the one left out stays out.
+  // Later groups are numbered from 0, and the rank that was left out stays out.
   group.ranks[0].reset();
   for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
 }
 
-TEST(Reunion, TheSmallerPartDoesNotGoOnThoughItAnswersFirst) {
+TEST(Reunion, MinorityStopsEvenIfItAnswersFirst) {
   Group group(5);
   for (const std::string& result : group.regroup({3, 4}, 400ms)) {
     EXPECT_TRUE(result.find("may be alive") != std::string::npos ||
@@ -376,7 +379,7 @@ TEST(Reunion, TheSmallerPartDoesNotGoOnThoughItAnswersFirst) {
   for (const std::string& result : group.regroup({0, 1, 2}, 400ms)) EXPECT_EQ(result, "0 1 2");
 }
 
-TEST(Reunion, AStrangerIsNeitherCountedNorInTheWay) {
+TEST(Reunion, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
   Group group(2);
   std::string contact = group.ranks[0]->contact(), host, name, why;
   int port = 0;

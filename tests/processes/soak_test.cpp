@@ -1,6 +1,7 @@
-// Faults of every kind in turn, the rest drawn at random: schedule, wire, number of ranks, culprit (rank 0 too), call and
-// moment. Whatever happens: no rank hangs, none accepts a wrong sum, none but the culprit is ended by a signal, and where
-// the fault must be noticed every survivor has an error. GRADWIRE_SOAK_S says for how long; make faults-soak.
+// Rotates through faults of every kind; the rest is drawn at random: schedule, wire, number of ranks, culprit
+// (including rank 0), call and moment. In every case no rank hangs, none accepts a wrong sum, only the
+// culprit is ended by a signal, and every survivor has an error if the fault must be noticed. GRADWIRE_SOAK_S
+// sets the duration; see make faults-soak.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -39,10 +40,10 @@ Schedule schedule_of(const std::string& text, int world) {
 }
 
 void break_all_connections() {
-  for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails on what is no connection
+  for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails on anything but connections
 }
 
-// Sums small integers, whose sums have a place in BF16 too, so that every right result is exact.
+// Sums small integers that BF16 also represents, so that every correct result is exact.
 RANK_PROGRAM(Soaked) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
@@ -138,7 +139,7 @@ constexpr Kind kKinds[] = {
     {"reset", Ends::badly},
     {"loses_its_connections", Ends::badly},
     {"dies_before_joining", Ends::badly, true},
-    // The group may be there, or have done its work, before the moment comes.
+    // The group may exist, or have finished, before the rank is killed.
     {"killed_while_joining", Ends::either, true},
     {"joins_late", Ends::well},
 };
@@ -147,7 +148,7 @@ struct Count {
   int runs = 0, hangs = 0, wrong = 0, crashes = 0, unnoticed = 0;
 };
 
-// One fault. Returns what is wrong with the outcome, for a person.
+// Injects one fault. Returns a readable description of what is wrong with the outcome.
 std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   std::mt19937 random(seed);
   const Kind& kind = kKinds[seed % std::size(kKinds)];
@@ -157,9 +158,9 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   int world = 2 + static_cast<int>(random() % 4);
   if (schedule == "hierarchical") world = 4;
   const int who = static_cast<int>(random() % static_cast<uint32_t>(world));
-  // What corrupts payload needs a message that is large enough.
+  // Corrupting payload requires a sufficiently large message.
   const int floats = 20'000 + static_cast<int>(random() % 60'000);
-  // Near enough that the test does not take for ever; far enough for what must not depend on it.
+  // Short enough for the test's duration, or far beyond anything that must not depend on it.
   const milliseconds deadline = kind.waits_for_deadline ? 1500ms : 60'000ms;
   testing::ProcessOptions options{.timeout = deadline,
                                   .limit = 120s,

@@ -1,4 +1,5 @@
-// The store: keys, alarm and roll call, with ranks as threads; and how ranks find it.
+// The key-value store: keys, failure notification and roll call, with ranks as threads; and how ranks find
+// the store.
 #include "collectives/rendezvous/store.h"
 
 #include <fmt/format.h>
@@ -71,7 +72,7 @@ TEST_F(StoreTest, MessagesReachRankZeroInEachRanksOrder) {
     EXPECT_NE(error_of([&] { server->take_message(2, in(20s)); }).find("the disk is full"),
               std::string::npos);
   });
-  b->report("the disk is full");  // ends the wait, with a message that never comes
+  b->report("the disk is full");  // ends the wait for a message that never arrives
   taker.join();
 }
 
@@ -91,18 +92,18 @@ TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
               b->get("never", in(20ms), "waiting for Godot");
             }).find("waiting for Godot: nothing after"),
             std::string::npos);
-  // The late answer to the abandoned request must not be taken for this one's.
+  // The late answer to the abandoned request must not be used for this one.
   a->set("never", "too late");
   a->set("key", "value");
   EXPECT_EQ(b->get("key", in(20s), "x"), "value");
 }
 
-TEST_F(StoreTest, StrangersAreRefused) {
+TEST_F(StoreTest, RejectsInvalidRanksAndUnauthenticatedPeers) {
   auto a = join(0), b = join(1);
   EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
   EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
   EXPECT_TRUE(error_of([&] { join(2, 3, "another"); }).ends_with(": the process there has another secret"));
-  // A client that speaks another protocol is cut off and harms nobody.
+  // A client that speaks another protocol is disconnected without affecting the others.
   std::string why;
   auto http = try_connect({"127.0.0.1", server->port()}, in(5s), why);
   ASSERT_TRUE(http);
@@ -113,7 +114,7 @@ TEST_F(StoreTest, StrangersAreRefused) {
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
 
-// Collects what the watchers are told.
+// Records the causes reported to the watchers.
 struct Told {
   std::mutex mutex;
   std::condition_variable changed;
@@ -135,7 +136,7 @@ struct Told {
   }
 };
 
-TEST_F(StoreTest, EveryRankHearsOfTheFirstFailureAndAnswersTheRoll) {
+TEST_F(StoreTest, EveryRankIsNotifiedOfTheFirstFailureAndAnswersTheRoll) {
   auto a = join(0), b = join(1), c = join(2);
   Told told;
   told.watch(*a, 0);
@@ -148,16 +149,16 @@ TEST_F(StoreTest, EveryRankHearsOfTheFirstFailureAndAnswersTheRoll) {
   ASSERT_EQ(roll.ranks.size(), 3u);
   EXPECT_EQ(roll.absent(), "");
   EXPECT_EQ(roll.ranks[2].state, "state of 2");
-  // A failed group will never set the key, so waiting ends at once.
+  // A failed group will never set the key, so the wait ends at once.
   EXPECT_NE(error_of([&] { a->get("never", in(100s), "x"); }).find("first"), std::string::npos);
 }
 
-TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
+TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
   server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), 5, "key");
   auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
   Told told;
   told.watch(*a, 0);
-  left.reset();  // leaves properly
+  left.reset();  // closes properly
   {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
@@ -173,7 +174,7 @@ TEST_F(StoreTest, TheRollNamesWhoIsSilentGoneLeftOrNeverCame) {
   EXPECT_EQ(roll.ranks[0].state, "state of 0");
 }
 
-TEST_F(StoreTest, ASecondProcessOfARankEndsAGroupThatIsForming) {
+TEST_F(StoreTest, DuplicateRanksEndAFormingGroup) {
   auto a = join(0), b = join(1);
   Told told;
   told.watch(*a, 0);
@@ -183,7 +184,7 @@ TEST_F(StoreTest, ASecondProcessOfARankEndsAGroupThatIsForming) {
   for (int r : {0, 1}) EXPECT_EQ(told.of(r).find(text), 0u) << told.of(r);
 }
 
-TEST_F(StoreTest, ASecondProcessOfARankIsTurnedAwayFromAGroupThatWorks) {
+TEST_F(StoreTest, DuplicateRanksAreRejectedByAWorkingGroup) {
   auto a = join(0), b = join(1), c = join(2);
   std::this_thread::sleep_for(StoreServer::kForming + 100ms);
   EXPECT_EQ(error_of([&] { join(1); }), "two processes were started as rank 1");
@@ -191,8 +192,8 @@ TEST_F(StoreTest, ASecondProcessOfARankIsTurnedAwayFromAGroupThatWorks) {
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
 
-// The last two of three ranks are invited; each has a connection of its own to the server for that.
-TEST_F(StoreTest, AnInvitedProcessThatDiesBeforeItHasJoinedEndsTheGroupAndOneThatHasJoinedMayHangUp) {
+// The last two of three ranks are invited; each has a separate connection to the server for that.
+TEST_F(StoreTest, InvitedProcessesEndTheGroupIfTheyDieBeforeJoining) {
   std::vector<Socket> here, there;
   for (int i = 0; i < 2; ++i) {
     int ends[2];
@@ -206,16 +207,16 @@ TEST_F(StoreTest, AnInvitedProcessThatDiesBeforeItHasJoinedEndsTheGroupAndOneTha
   ASSERT_TRUE(send_all(there[0], "joined", in(5s)));
   there[0].close();
   first->set("key", "value");
-  EXPECT_EQ(first->get("key", in(5s), "x"), "value") << "rank 1 has said that it has joined";
+  EXPECT_EQ(first->get("key", in(5s), "x"), "value") << "rank 1 has reported that it joined";
   there[1].close();
   const std::string gone = "the process that was to become rank 2 is gone";
   EXPECT_NE(error_of([&] { first->get("never set", in(600s), "x"); }).find(gone), std::string::npos);
-  // Who comes later hears of it, too, and does not wait either.
+  // A rank that joins later also learns of the failure and does not wait.
   auto second = join(1);
   EXPECT_NE(error_of([&] { second->get("never set", in(600s), "x"); }).find(gone), std::string::npos);
 }
 
-TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
+TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
   auto a = join(0), b = join(1);
   Told told;
   told.watch(*b, 1);
@@ -226,7 +227,7 @@ TEST_F(StoreTest, AServerThatLeavesProperlyIsNoFailure) {
   EXPECT_EQ(told.causes.count(1), 0u);
 }
 
-// --- what ranks may leave with rank 0 ---
+// --- what ranks may store with rank 0 ---
 
 StoreLimits small_limits() {
   StoreLimits limits(3);
@@ -246,7 +247,7 @@ class StoreLimitsTest : public StoreTest {
   StoreLimitsTest() {
     server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), kWorld, "key", "", small_limits());
   }
-  // A connection that has proved the secret and nothing else.
+  // Returns a connection that has proved the secret and sent nothing else.
   Socket proved() {
     std::string why;
     auto socket = try_connect({"127.0.0.1", server->port()}, in(5s), why);
@@ -274,7 +275,7 @@ class StoreLimitsTest : public StoreTest {
   }
 };
 
-TEST_F(StoreLimitsTest, ARankThatFloodsRankZeroWithMessagesEndsTheGroupByName) {
+TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatFloodsRankZero) {
   auto a = join(0), b = join(1);
   Told told;
   told.watch(*a, 0);
@@ -289,7 +290,7 @@ TEST_F(StoreLimitsTest, ARankThatFloodsRankZeroWithMessagesEndsTheGroupByName) {
   (void)before;
 }
 
-TEST_F(StoreLimitsTest, MessagesThatAreTakenMakeRoomAndEmptyOnesCount) {
+TEST_F(StoreLimitsTest, ReceivedMessagesFreeRoomAndEmptyOnesCount) {
   auto a = join(0), b = join(1);
   for (int i = 0; i < 100; ++i) {
     b->send_message(std::string(50'000, 'x'));
@@ -301,7 +302,7 @@ TEST_F(StoreLimitsTest, MessagesThatAreTakenMakeRoomAndEmptyOnesCount) {
   EXPECT_EQ(told.of(0).find("rank 1 has sent"), 0u) << told.of(0);
 }
 
-TEST_F(StoreLimitsTest, AllRanksTogetherHaveALimitToo) {
+TEST_F(StoreLimitsTest, LimitsAllRanksTogether) {
   auto a = join(0), b = join(1), c = join(2);
   Told told;
   told.watch(*a, 0);
@@ -311,7 +312,7 @@ TEST_F(StoreLimitsTest, AllRanksTogetherHaveALimitToo) {
   EXPECT_NE(told.of(0).find("more messages than it has room for"), std::string::npos) << told.of(0);
 }
 
-TEST_F(StoreLimitsTest, ARankThatLeavesTooManyKeysEndsTheGroupByName) {
+TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatStoresTooManyKeys) {
   auto a = join(0), b = join(1);
   const std::string text = error_of([&] {
     for (int i = 0; i < 1000; ++i) b->set(fmt::format("key {}", i), "value");
@@ -320,7 +321,7 @@ TEST_F(StoreLimitsTest, ARankThatLeavesTooManyKeysEndsTheGroupByName) {
   EXPECT_NE(error_of([&] { a->add("n"); }).find("rank 1 leaves more"), std::string::npos);
 }
 
-TEST_F(StoreLimitsTest, CountsAreKeysTooAndWhatIsDroppedOrReplacedMakesRoom) {
+TEST_F(StoreLimitsTest, CountersCountAsKeysAndDroppedOrReplacedKeysFreeRoom) {
   auto a = join(0), b = join(1);
   for (int i = 0; i < 1000; ++i) {
     b->set("the same", std::string(5000, 'x'));
@@ -328,14 +329,14 @@ TEST_F(StoreLimitsTest, CountsAreKeysTooAndWhatIsDroppedOrReplacedMakesRoom) {
     b->set(fmt::format("count {}", i), "open");
     b->drop(fmt::format("count {}", i));
   }
-  EXPECT_EQ(b->add("count 7"), 1);  // from the beginning
+  EXPECT_EQ(b->add("count 7"), 1);  // starts again from zero
   const std::string text = error_of([&] {
     for (int i = 0; i < 1000; ++i) b->add(fmt::format("another {}", i));
   });
   EXPECT_EQ(text.find("rank 1 leaves more with rank 0"), 0u) << text;
 }
 
-TEST_F(StoreLimitsTest, ANoteOfARankIsALineOfRank0sLogAndAFewOfThemAreAll) {
+TEST_F(StoreLimitsTest, Rank0LogsNotesAsLinesAndLimitsTheirNumber) {
   ::testing::internal::CaptureStderr();
   {
     auto a = join(0), b = join(1);
@@ -352,7 +353,7 @@ TEST_F(StoreLimitsTest, ANoteOfARankIsALineOfRank0sLogAndAFewOfThemAreAll) {
   EXPECT_LT(log.size(), 5000u);
 }
 
-TEST_F(StoreLimitsTest, AFrameThatIsTooLargeEndsItsConnectionAtItsFirstBytes) {
+TEST_F(StoreLimitsTest, ClosesConnectionsAtTheHeaderOfATooLargeFrame) {
   auto a = join(0);
   const Socket socket = hello(1);
   ASSERT_TRUE(send_all(socket, std::string("\x01\x00\x10\x00", 4), in(5s)));  // 1 MiB and a byte
@@ -360,7 +361,7 @@ TEST_F(StoreLimitsTest, AFrameThatIsTooLargeEndsItsConnectionAtItsFirstBytes) {
   a->set("still", "fine");
 }
 
-TEST_F(StoreLimitsTest, RequestsWithoutAnAnswerAreLimited) {
+TEST_F(StoreLimitsTest, LimitsPendingRequests) {
   auto a = join(0);
   Told told;
   told.watch(*a, 0);
@@ -371,7 +372,7 @@ TEST_F(StoreLimitsTest, RequestsWithoutAnAnswerAreLimited) {
   EXPECT_EQ(told.of(0), "rank 2 waits for the answers to 10 requests at once");
 }
 
-TEST_F(StoreLimitsTest, WhoDoesNotReadIsNotWaitedForAndEndsTheGroupByName) {
+TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatDoesNotRead) {
   auto a = join(0);
   Told told;
   told.watch(*a, 0);
@@ -382,29 +383,29 @@ TEST_F(StoreLimitsTest, WhoDoesNotReadIsNotWaitedForAndEndsTheGroupByName) {
   EXPECT_EQ(told.of(0).find("rank 2 does not read what it asked for"), 0u) << told.of(0);
 }
 
-TEST_F(StoreLimitsTest, ARankHasAFewConnectionsAndSaysHelloOnceOnEach) {
+TEST_F(StoreLimitsTest, LimitsConnectionsPerRankAndAcceptsOneHelloOnEach) {
   std::vector<Socket> held;
   for (int i = 0; i < 4; ++i) held.push_back(hello(1));
-  // The answers to these come first, so the next one finds them seated.
+  // The answers to these arrive first, so the next connection finds them registered.
   char byte;
   for (const Socket& socket : held) ASSERT_TRUE(receive_exactly(socket, &byte, 1, in(5s)));
   EXPECT_EQ(error_of([&] { join(1); }), "rank 1 has 4 connections to rank 0's store already");
-  // Nobody becomes another rank on the way, to say goodbye for it.
+  // A connection cannot become another rank later, to say goodbye for it.
   ASSERT_TRUE(send_all(held[0], StoreMessage{StoreMessage::Op::hello, 2, "command", "0 3"}.encode(), in(5s)));
   EXPECT_TRUE(is_cut_off(held[0]));
 }
 
-TEST_F(StoreLimitsTest, WhoProvesTheSecretAndSaysNothingIsAStrangerStill) {
+TEST_F(StoreLimitsTest, SilentConnectionsCountAsPendingAfterProvingTheSecret) {
   std::vector<Socket> held;
   for (size_t i = 0; i < 2 * kMostStrangers; ++i) held.push_back(proved());
   auto a = join(0), b = join(1);
   b->set("still", "fine");
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
-  EXPECT_TRUE(is_cut_off(held[0])) << "the oldest makes way";
+  EXPECT_TRUE(is_cut_off(held[0])) << "the oldest connection is closed";
 }
 
-// Rank 0 of a program that has stopped: its system still takes what is sent.
-TEST(StoreClient, AStoreThatHasNotAnsweredIsNotAskedAgain) {
+// Rank 0 of a stopped program: its kernel still accepts data.
+TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   const Credentials credentials{"key", kStorePurpose};
   Socket listener = listen_on({"127.0.0.1", 0});
   const Endpoint there{"127.0.0.1", local_port(listener)};
@@ -431,7 +432,7 @@ TEST(StoreClient, AStoreThatHasNotAnsweredIsNotAskedAgain) {
   stopping.join();
   EXPECT_EQ(client->report("out of memory"), std::nullopt);
   EXPECT_EQ(client->roll_call().absent(), "no answer from rank 0");
-  client = nullptr;  // without waiting for the store to hang up, which it never does
+  client = nullptr;  // without waiting for the store to hang up, which never happens
   std::string received;
   char bytes[4096];
   for (ssize_t n; (n = recv(connections[0].fd(), bytes, sizeof bytes, 0)) > 0;) received.append(bytes, n);
@@ -439,7 +440,7 @@ TEST(StoreClient, AStoreThatHasNotAnsweredIsNotAskedAgain) {
   EXPECT_EQ(asked, std::vector{StoreMessage::Op::fail});
 }
 
-TEST(RollCall, SurvivesTheWire) {
+TEST(RollCall, SurvivesARoundTrip) {
   RollCall roll;
   roll.ranks = {
       {Presence::here, "in a\nb"}, {Presence::gone, ""}, {Presence::silent, ""}, {Presence::silent, ""}};
@@ -449,7 +450,7 @@ TEST(RollCall, SurvivesTheWire) {
   EXPECT_EQ(copy.absent(), "no answer from ranks 2, 3; gone: rank 1");
 }
 
-TEST(StoreMessage, DecodesInPiecesAndRefusesGarbage) {
+TEST(StoreMessage, DecodesInPiecesAndRejectsGarbage) {
   std::string bytes = StoreMessage{StoreMessage::Op::set, 7, "key", "value"}.encode() + "rest";
   std::string partial;
   std::optional<StoreMessage> message;
@@ -473,7 +474,7 @@ TEST(StoreMessage, DecodesInPiecesAndRefusesGarbage) {
 void join_all(const std::string& rendezvous, int world) {
   std::atomic<int> joined{0};
   std::vector<std::thread> ranks;
-  for (int r = world - 1; r >= 0; --r) {  // the others first: they have to wait for rank 0
+  for (int r = world - 1; r >= 0; --r) {  // in descending order: the others have to wait for rank 0
     ranks.emplace_back([&, r] {
       if (r == 0) std::this_thread::sleep_for(30ms);
       Membership group({rendezvous, r, world, 20s});
@@ -487,14 +488,14 @@ void join_all(const std::string& rendezvous, int world) {
   EXPECT_EQ(joined, world);
 }
 
-TEST(Membership, RanksMeetThroughTcpAgainAndAgain) {
+TEST(Membership, JoinsRepeatedlyThroughTcp) {
   std::string rendezvous = testing::free_tcp_rendezvous();
   for (int i = 0; i < 3; ++i) join_all(rendezvous, 4);
 }
 
-TEST(Membership, RanksMeetThroughAFileThatIsGoneAfterwards) {
+TEST(Membership, JoinsThroughAFileAndDeletesIt) {
   std::string path = testing::scratch_path("meet");
-  // The file that a crashed run left must not mislead anybody.
+  // A file left by a crashed run must not mislead new ranks.
   std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
   for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
   EXPECT_FALSE(std::ifstream(path).good());
@@ -514,13 +515,13 @@ TEST(Membership, BadInputNamesTheRemedy) {
   EXPECT_NE(error("file:///no/such/folder/x", 0, 1).find("cannot be written"), std::string::npos);
 }
 
-TEST(Membership, NoRankZeroIsAnErrorAtTheDeadline) {
+TEST(Membership, ReportsAMissingRankZeroAtTheDeadline) {
   std::string text = error_of([] { Membership group({testing::free_tcp_rendezvous(), 1, 2, 200ms}); });
   EXPECT_NE(text.find("rank 1 did not reach rank 0 through tcp://127.0.0.1:"), std::string::npos) << text;
   EXPECT_NE(text.find("Connection refused"), std::string::npos) << text;
 }
 
-TEST(Membership, AMissingRankEndsTheBarrier) {
+TEST(Membership, BarrierReportsAMissingRank) {
   std::string text = error_of([] {
     Membership group({"file://" + testing::scratch_path("alone"), 0, 2, 100ms});
     group.barrier();

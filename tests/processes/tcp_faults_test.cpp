@@ -1,5 +1,4 @@
-// The fault matrix: what goes wrong x schedule, on four processes over TCP.
-// docs/faults.md shows the outcomes.
+// The fault matrix: faults x schedules, on four processes over TCP. docs/faults.md shows the outcomes.
 //
 // Whatever happens, no rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
 // names the rank, the operation, the call, and what it waited for.
@@ -53,8 +52,8 @@ void die_soon(const std::string& how) {
   raise(how == "stopped" ? SIGSTOP : SIGKILL);
 }
 
-// Sums small integers again and again; every right result is exact. Prints the time of the fault and of the
-// error, by this machine's clock.
+// Sums small integers repeatedly; every correct result is exact. Prints the times of the fault and of the
+// error by this machine's clock.
 RANK_PROGRAM(Faulty) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
@@ -120,16 +119,16 @@ bool holds_one_of(const std::string& text, std::initializer_list<const char*> pa
                      [&](const char* part) { return text.find(part) != std::string::npos; });
 }
 
-// Whether any of this test's processes is left.
+// Returns whether any process of this test is left.
 bool has_children() {
   return waitpid(-1, nullptr, WNOHANG) != -1;
 }
 
 struct Fault {
   const char* name;
-  // How the survivors and the faulty rank end: 0 done, 3 an error, -1 a signal, -2 never by itself.
+  // Ends of the survivors and of the faulty rank: 0 done, 3 an error, -1 a signal, -2 does not end by itself.
   int others, culprit;
-  const char* says;  // in every error; # stands for the faulty rank
+  const char* says;  // in every error; # is replaced by the faulty rank
   bool waits_for_deadline = false;
 };
 
@@ -158,7 +157,7 @@ class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char
 TEST_P(FaultMatrix, IsBounded) {
   const auto& [fault, schedule] = GetParam();
   const int who = 2;
-  // Faults that must be noticed before the deadline get one that is far away.
+  // The deadline is far away for faults that must be noticed before it.
   const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
   testing::ProcessOptions options{
       .timeout = deadline,
@@ -184,7 +183,7 @@ TEST_P(FaultMatrix, IsBounded) {
     if (expected != 3) continue;
     const std::string& text = ranks[r].output;
     testing::expect_has(text, {says, fmt::format("rank {}", who)});
-    // Ranks may be a call apart, and a stopped rank may have finished its part of this one.
+    // Ranks may be a call apart, and a stopped rank may have completed its part of this one.
     EXPECT_TRUE(
         holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
                             "call 7, allreduce of the gradients ("}));
@@ -207,9 +206,8 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
-// Any rank, killed at any time, under any schedule. GRADWIRE_KILLS says how often; `make
-// faults` does it 200 times.
-TEST(TcpFaults, ARankKilledAtAnyTimeNeverHangsTheOthersAndNeverSpoilsASum) {
+// Kills any rank at any time, under any schedule. GRADWIRE_KILLS: number of runs; `make faults` makes 200.
+TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
   const char* given = std::getenv("GRADWIRE_KILLS");
   const int runs = given == nullptr ? 10 : std::atoi(given);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;

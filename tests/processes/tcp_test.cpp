@@ -1,5 +1,5 @@
-// The TCP transport with ranks as processes: bytes arrive, disagreements and deaths are
-// noticed, nothing hangs.
+// The TCP transport with ranks as processes: data arrives, disagreements and deaths are noticed, and no rank
+// hangs.
 #include "collectives/transport/tcp.h"
 
 #include <fmt/format.h>
@@ -42,14 +42,14 @@ unsigned char pattern(int from, int to, int step, size_t i) {
   return static_cast<unsigned char>(from * 31 + to * 17 + step * 7 + i * 3 + (i >> 8));
 }
 
-// Every rank sends every other a message of each size.
+// Every rank sends every other rank a message of each size.
 RANK_PROGRAM(AllToAll) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
   const std::vector<size_t> sizes = {0, 1, 2, 127, 4096, 65'537, 1 << 20, 3, 3};
   uint64_t bytes = 0;
   for (int step = 0; step < static_cast<int>(sizes.size()); ++step) {
-    // Sizes differ by peer, and each peer gets two messages of equal size, which must not be swapped.
+    // Sizes differ by peer. Each peer gets two messages of equal size, which must not be swapped.
     auto size = [&](int from, int to) { return sizes[(step + from + to) % sizes.size()]; };
     std::vector<std::vector<unsigned char>> in, out;
     std::vector<Transfer> transfers;
@@ -84,7 +84,7 @@ TEST(Tcp, AllToAllOfManySizes) {
   for (int world : {1, 2, 4}) all_succeeded(run_processes("AllToAll", world));
 }
 
-TEST(Tcp, RanksMeetThroughTcp) {
+TEST(Tcp, RanksMeetThroughATcpRendezvous) {
   all_succeeded(run_processes("AllToAll", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
@@ -111,7 +111,7 @@ RANK_PROGRAM(Ring) {
   }
 }
 
-TEST(Tcp, ARingKeepsOrderWithoutBarriers) {
+TEST(Tcp, RingsKeepOrderWithoutBarriers) {
   all_succeeded(run_processes("Ring", 4));
 }
 
@@ -123,18 +123,17 @@ RANK_PROGRAM(TwoGroups) {
   }
 }
 
-TEST(Tcp, AGroupCanFollowAnotherOnTheSamePort) {
+TEST(Tcp, GroupsCanReuseAPort) {
   all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
 // --- the same bits as with threads, for everything ---
 //
-// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end
-// with the same bits. Here each rank has the same bits in results and residuals as there, so that
-// holds for processes, too.
+// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the same
+// bits. Here each rank has the same bits in results and residuals as there, so both also hold for processes.
 
-// A line with a hash of this rank's averaged gradients, residuals and factors after two steps. In slices, so
-// that exchanges overlap with kernels.
+// Returns a line with a hash of this rank's averaged gradients, residuals and factors after two steps. With
+// slices, so that exchanges overlap with kernels.
 std::string two_steps(Communicator& comm, const std::string& spec) {
   const std::vector<GradientTensor> tensors = {{"bias", {37}}, {"matrix", {48, 31}}, {"square", {40, 40}}};
   Stream stream = Stream::create(comm.device(), "test");
@@ -172,7 +171,7 @@ RANK_PROGRAM(ReduceEverything) {
     std::printf("%s", two_steps(*comm, spec).c_str());
 }
 
-TEST(Tcp, EverySpecAndScheduleGivesTheSameBitsAsThreads) {
+TEST(Tcp, EverySpecAndScheduleMatchesThreadsBitForBit) {
   for (int world : {2, 3, 4}) {
     auto ranks = run_processes("ReduceEverything", world);
     if (!all_succeeded(ranks)) continue;
@@ -193,7 +192,7 @@ RANK_PROGRAM(ChoosesASchedule) {
   std::printf("%s", reducer.describe().c_str());
 }
 
-TEST(Tcp, EveryRankChoosesTheSameScheduleForTheSameReason) {
+TEST(Tcp, EveryRankMakesTheSameChoiceForTheSameReason) {
   auto ranks = run_processes("ChoosesASchedule", 3);
   ASSERT_TRUE(all_succeeded(ranks));
   EXPECT_NE(ranks[0].output.find("links measured: to a neighbour"), std::string::npos) << ranks[0].output;
@@ -201,9 +200,9 @@ TEST(Tcp, EveryRankChoosesTheSameScheduleForTheSameReason) {
   EXPECT_EQ(ranks[2].output, ranks[0].output);
 }
 
-// --- what goes wrong: every survivor has an error that names the culprit, in time, and ends by itself ---
+// --- failures: every survivor has an error that names the culprit, in time, and ends by itself ---
 
-// One exchange of every rank with every other, again and again; one rank misbehaves in step 5 as told.
+// Exchanges repeatedly between all ranks; one rank misbehaves in step 5 according to its options.
 RANK_PROGRAM(Misbehaving) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
@@ -262,7 +261,7 @@ struct Case {
   const char* how;
   const char* says;      // in the error of every survivor; # is the misbehaving rank
   int exit_code = 3;     // of the misbehaving rank; -1: a signal
-  bool endless = false;  // it cannot end by itself
+  bool endless = false;  // cannot end by itself
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
@@ -271,7 +270,7 @@ void PrintTo(const Case& c, std::ostream* out) {
 
 class TcpFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
 
-TEST_P(TcpFault, EverySurvivorSaysWhoAndEndsInTime) {
+TEST_P(TcpFault, EverySurvivorNamesTheCulpritAndEndsInTime) {
   const auto& [c, who] = GetParam();
   const auto timeout = 3000ms;  // joining on a busy machine takes a while
   std::string says = c.says;
@@ -323,7 +322,7 @@ RANK_PROGRAM(JustJoins) {
   join(me);
 }
 
-TEST(Tcp, ARankThatNeverComesIsNamed) {
+TEST(Tcp, ARankThatIsMissingIsNamed) {
   auto ranks = run_processes("JustJoins", 3, {.timeout = 4000ms, .only = {0, 1}});
   for (int r : {0, 1}) {
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
@@ -332,7 +331,7 @@ TEST(Tcp, ARankThatNeverComesIsNamed) {
   }
 }
 
-TEST(Tcp, ABusyPortIsAnErrorThatSaysSo) {
+TEST(Tcp, ABusyPortIsReported) {
   Socket taken = listen_on({"127.0.0.1", 0});
   auto ranks =
       run_processes("JustJoins", 2,
