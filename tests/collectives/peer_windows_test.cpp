@@ -315,8 +315,8 @@ TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
 
 TEST(PeerWindows, NamesAMissingRankInsideItsNode) {
   std::vector<std::string> errors(4);
-  std::atomic<bool> told =
-      false;  // rank 3 has reported its missing neighbour; until then, the other node does not wait for it
+  // Rank 3 has reported its missing neighbour. Until then, the other node does not wait for it.
+  std::atomic<bool> told = false;
   run_ranks(4, Device::host(), 1s, [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<float> data(1000, 1.0f);

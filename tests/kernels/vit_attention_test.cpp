@@ -266,8 +266,8 @@ TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
 TEST_P(VitAttention, NanStaysInItsHeadAndImage) {
   const Shape s{2, 18, 2, 8};
   Problem<float> in(s, 6, 1.0f);
-  in.qkv[static_cast<size_t>(4 * 48 + 3)] =
-      std::numeric_limits<float>::quiet_NaN();  // image 0, head 0, a query
+  // Image 0, head 0, a query.
+  in.qkv[static_cast<size_t>(4 * 48 + 3)] = std::numeric_limits<float>::quiet_NaN();
   const Problem<float> got = run(s, in, false, 0);
   for (size_t i = 0; i < got.merged.size(); ++i)
     EXPECT_EQ(std::isnan(got.merged[i]), i / 16 == 4 && i % 16 < 8) << i;

@@ -1,4 +1,4 @@
-// Barriers, shuffles and votes: threads wait for the last one, which computes everybody's result.
+// Barriers, shuffles and votes: threads wait for the last one, which computes the results of all.
 #include <fmt/format.h>
 
 #include <cstring>
@@ -38,7 +38,7 @@ uint64_t reduce(Op op, uint64_t a, uint64_t b) {
   }
 }
 
-// Every lane of `mask` has reached `op`: sets their results. `lanes` are the warp's threads.
+// Sets the results of all lanes once every lane of `mask` has reached `op`. `lanes` are the warp's threads.
 void finish(Op op, unsigned mask, Thread* lanes) {
   unsigned votes = 0;
   bool first = true;
@@ -58,8 +58,8 @@ void finish(Op op, unsigned mask, Thread* lanes) {
         break;
       case Op::shuffle4:
       case Op::shuffle8:
-        // A lane outside the mask gives an undefined value. Some kernels ignore it, so it is
-        // poison, not a failure.
+        // Reading a lane outside the mask gives an undefined value. Some kernels ignore that value, so it is
+        // poison instead of a failure.
         t.result = mask >> t.source & 1u ? lanes[t.source].value : block.random.next() | 0xffu << 23;
         break;
       case Op::ballot:

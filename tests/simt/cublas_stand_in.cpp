@@ -1,6 +1,7 @@
-// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime that kernels/gemm/gemm_cuda.cpp makes: what their
-// documentation says, on the host, in double. It holds descriptors, so it finds what is set wrongly or not at all, and it
-// refuses what the documentation excludes. What the library really supports, only a GPU can tell.
+// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime in kernels/gemm/gemm_cuda.cpp. It
+// computes on the host, in double, according to their documentation. It stores descriptors, so it detects
+// missing and invalid settings, and it rejects calls that the documentation excludes. Only a GPU can tell
+// which calls the library really supports.
 #include "tests/simt/cublas_stand_in.h"
 
 #include <cublasLt.h>
@@ -84,7 +85,7 @@ bool has_aux(uint32_t epilogue) {
   return (epilogue & 128) != 0;  // of GELU_AUX, GELU_AUX_BIAS and DGELU
 }
 
-// Of one product, column-major: D = alpha op(A) op(B) + beta C, and then the epilogue.
+// One product, column-major: D = alpha op(A) op(B) + beta C, followed by the epilogue.
 struct Product {
   bool transpose_a, transpose_b;
   int64_t rows, columns, inner;
@@ -96,7 +97,8 @@ struct Product {
   Layout ld;
   double alpha, beta;
 };
-// The elements of a matrix as doubles, row by row: `rows` rows of `inner`, which lie `inner_step` and `row_step` apart.
+// Returns the elements of a matrix as doubles, row by row: `rows` rows of `inner` elements with strides
+// `row_step` and `inner_step`.
 std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin, int64_t rows, int64_t inner,
                            int64_t row_step, int64_t inner_step) {
   std::vector<double> all(static_cast<size_t>(rows * inner));
@@ -107,7 +109,7 @@ std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin
   }
   return all;
 }
-// In a few partial sums, which the compiler can keep in vectors.
+// Adds in a few partial sums, which the compiler can keep in vectors.
 double dot(const double* a, const double* b, int64_t n) {
   constexpr int kSums = 8;
   double sums[kSums] = {};
@@ -139,7 +141,7 @@ struct Handle {
   cudaStream_t stream = nullptr;
 };
 
-// Runs a product now; in tests/standin, where streams have an order, when its stream has come that far.
+// Runs a product immediately or, in tests/standin, in the order of its stream.
 cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaStream_t stream,
                        std::function<void()> product) {
 #ifdef GRADWIRE_STANDIN
@@ -151,7 +153,7 @@ cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaS
 #endif
 }
 
-// What the documentation asks of a call; NOT_SUPPORTED where there would be no algorithm.
+// Checks a call against the documentation. Returns NOT_SUPPORTED where there would be no algorithm.
 cublasStatus_t examine(const Operation& o, const Layout& a, const Layout& b, const Layout& d) {
   const bool ta = o.a != CUBLAS_OP_N, tb = o.b != CUBLAS_OP_N;
   if ((ta ? a.columns : a.rows) != d.rows || (tb ? b.rows : b.columns) != d.columns ||
@@ -349,7 +351,7 @@ const char* cublasGetStatusString(cublasStatus_t) {
   return "tests/simt/cublas_stand_in.cpp";
 }
 
-#ifndef GRADWIRE_STANDIN  // which has these functions itself
+#ifndef GRADWIRE_STANDIN  // which defines these functions itself
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = std::malloc(bytes);
   return cudaSuccess;
@@ -383,7 +385,7 @@ const char* cudaGetErrorName(cudaError_t) {
 const char* cudaGetErrorString(cudaError_t) {
   return "tests/simt/cublas_stand_in.cpp";
 }
-// Only GRADWIRE_TUNING asks for these.
+// Called only for GRADWIRE_TUNING.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusActive;
   return cudaSuccess;

@@ -1,4 +1,4 @@
-// What the parts of the shim's engine share: the state of the launch and block that are running. The engine
+// State shared by the parts of the shim's engine: the running launch and block. The engine
 // itself is compiled without sanitizers, for speed; the kernels are not.
 //   launch.cpp         limits, schedules, saved memory, log, watchdog
 //   together.cpp       grids of several ranks side by side
@@ -47,16 +47,16 @@ struct Thread {
   uint64_t value = 0, result = 0;
   Where where{};
   uint3 index{};
-  std::vector<AsyncCopy> copies;  // that have not arrived
-  int groups = 0;                 // that ended so far
+  std::vector<AsyncCopy> copies;  // not yet arrived
+  int groups = 0;                 // number of groups that have ended
 };
 
-// Bit i is lane i.
+// Masks of a warp's lanes. Bit i is lane i.
 struct Warp {
   unsigned existing = 0, ready = 0, in_warp_op = 0;
 };
 
-// A shared variable that a block which gave way to others has used, and its bytes until that block goes on.
+// A shared variable used by a block that has yielded to others, and its bytes until that block resumes.
 struct KeptVariable {
   void* variable;  // in shared_memory.cpp
   std::vector<unsigned char> bytes;
@@ -67,9 +67,10 @@ struct Block {
   void (*thread_main)(const void*) = nullptr;
   const void* arguments = nullptr;
   uint3 index{};
-  size_t first_fiber = 0;          // of its threads; blocks that are alive at a time have fibers of their own
+  // Of the block's threads. Blocks that are alive at the same time have separate fibers
+  size_t first_fiber = 0;
   void* dynamic_memory = nullptr;  // its dynamic shared memory
-  int64_t serial = 0;              // of all blocks that ever started
+  int64_t serial = 0;              // number of the block among all blocks ever started
   std::vector<KeptVariable> shared;
   int repetition = 0;
   std::vector<Thread> threads;
@@ -79,41 +80,42 @@ struct Block {
   int predicates = 0;  // threads at the barrier with a true predicate
   int64_t spins = 0;   // preemptions since a thread last made progress
   Random random{0};
-  bool uniform =
-      true;  // draw any thread, staying with a warp for a while; otherwise favour warps in a fixed order
-  int first_warp = 0;          // where that order starts
-  bool downward = false;       // and which way it goes
+  // Draw any thread, preferring the last warp for a while; otherwise favour warps in a fixed order.
+  bool uniform = true;
+  int first_warp = 0;          // start of that order
+  bool downward = false;       // direction of that order
   int last_warp = 0;           // the warp of the thread drawn last
-  bool draw_any = false;       // the next draw is uniform whatever the mode
+  bool draw_any = false;       // the next draw is uniform in either mode
   int current = -1;            // the running thread, -1: the scheduler
-  bool abandoned = false;      // resumed threads give up
-  bool beside_others = false;  // blocks of other grids run too, and may be waited for
+  bool abandoned = false;      // resumed threads exit
+  bool beside_others = false;  // blocks of other grids also run, and may be waited for
   bool gives_way = false;      // the scheduler lets another block run
   std::string failure;         // the first one wins
 };
 extern Block block;
 
-// The word that shared memory is filled with in the block that starts next: a NaN, or anything.
+// The word that fills shared memory in the next block: a NaN, or anything.
 extern uint32_t poison_word;
-extern size_t static_shared_bytes;  // of the variables that the running block has declared so far
+extern size_t static_shared_bytes;  // of the variables declared so far by the running block
 
-// Plain loads and stores, for memory that the sanitizers would complain about (guards, redzones).
+// Plain loads and stores, for memory that the sanitizers would report (guards, redzones).
 void fill_unchecked(void* data, size_t bytes, uint32_t word);
 void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only what differs
 size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes` when there is none
 
-// `block`, of which grid, index, thread_main, arguments, first_fiber and dynamic_memory are set, is about to begin:
-// a number, an order, poisoned shared memory.
+// Prepares `block` to begin: number, order, poisoned shared memory. Its grid, index, thread_main, arguments,
+// first_fiber and dynamic_memory are set.
 void begin_block(Random& random, uint64_t way);
-// Runs it to its end, or until it gives way; false when block.failure was set, and its threads have left.
+// Runs the block to its end, or until it yields. Returns false if block.failure was set and its threads have
+// exited.
 bool run_block();
-// Makes the threads that are inside the kernel leave it.
+// Makes the threads that are inside the kernel exit.
 void abandon_block();
-// Between two blocks that are alive: shared variables are statics, so each block's values are put away while others
-// run.
+// Switches between two blocks that are alive: shared variables are statics, so each block's values are saved
+// while others run.
 void put_shared_away();
 void bring_shared_back();
-// The launches of several ranks side by side, in one of the schedules.
+// The launches of several ranks that run concurrently, in one of the schedules.
 struct QueuedLaunch {
   Grid grid;
   void (*thread)(const void*);
@@ -121,17 +123,17 @@ struct QueuedLaunch {
   std::vector<std::span<const std::byte>> parameters;
 };
 void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
-// The seed of a launch's schedules.
+// Returns the seed of a launch's schedules.
 Random random_for(const Grid& grid, int repetition);
 // Part of each switch. The engine is compiled as one file, so all callers see the definitions.
 #define GW_SWITCHES [[gnu::always_inline]] inline
 // Switches from the running thread to the next one; returns when it is resumed.
 GW_SWITCHES void switch_out();
-// "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1"
+// Returns "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1".
 std::string describe_launch();
-// "kernel 'x', blocks (1,1,1), threads (64,1,1)"
+// Returns "kernel 'x', blocks (1,1,1), threads (64,1,1)".
 std::string describe(const Grid& grid);
-// One line per group of warps in the same state.
+// Returns one line per group of warps in the same state.
 std::string describe_threads();
 
 inline Thread& current_thread() {

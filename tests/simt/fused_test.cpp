@@ -1,5 +1,5 @@
-// Allreduces over peer memory (kernels/wire/fused.h) on the CPU: the kernels of all ranks side by side, with the
-// bits of a two-shot that exchanges messages.
+// Allreduces over peer memory (kernels/wire/fused.h) on the CPU: the kernels of all ranks run concurrently
+// and have the bits of a two-shot by messages.
 #include "kernels/wire/fused.h"
 
 #include <fmt/format.h>
@@ -26,12 +26,13 @@ struct Case {
   bool one_shot = false;
   bool residual = true;
   Rounding mode = Rounding::nearest;
-  int64_t shift = 0;  // of the floats from a 16-byte boundary, on odd ranks
+  int64_t shift = 0;  // offset of the floats from a 16-byte boundary, on odd ranks
   int calls = 1;
   bool poison = false;  // NaN and huge values in each chunk
 };
 
-// Chunks as a schedule cuts them: at multiples of the format's blocks, of uneven lengths, some perhaps empty.
+// Returns chunk boundaries like a schedule's: multiples of the format's blocks, of unequal lengths, possibly
+// empty.
 std::vector<int64_t> cut(const Case& c) {
   const int64_t grain = c.wire->granularity, blocks = (c.count + grain - 1) / grain;
   std::vector<int64_t> begin;
@@ -163,7 +164,7 @@ class FusedAllreduceTest : public ::testing::TestWithParam<Wire> {
   const Wire wire = GetParam();
 };
 
-TEST_P(FusedAllreduceTest, HasTheBitsOfATwoShotWithMessages) {
+TEST_P(FusedAllreduceTest, MatchesATwoShotByMessagesBitForBit) {
   const int64_t grain = wire->granularity;
   const bool slow = grain > 512, variant = *wire->options != 0;
   const std::string_view name = wire->name;
@@ -171,12 +172,13 @@ TEST_P(FusedAllreduceTest, HasTheBitsOfATwoShotWithMessages) {
   for (bool one_shot : {false, true}) {
     for (int world = 2; world <= 8; ++world) {
       if (variant && world != 3) continue;
-      // More than one tile for a block, and a tail; chunks that are empty on some ranks; a few blocks for each.
+      // More than one tile for a block, and a tail; chunks that are empty on some ranks; a few blocks for
+      // each.
       const int64_t count = slow         ? 2 * grain + 5
                             : world == 2 ? 2 * (5 * 2048 + 3 * grain) + 5
                             : world == 5 ? 3 * grain + 1
                             : world == 3 && own_kernel && !variant
-                                ? 3 * 20 * 2048 + 5  // more than is read ahead
+                                ? 3 * 20 * 2048 + 5  // more than is prefetched
                                 : 8 * grain + 3 * world;
       const bool stochastic = wire->stochastic && world % 2 == 0;
       OneSchedule only(slow && world != 3);
@@ -192,8 +194,8 @@ TEST_P(FusedAllreduceTest, HasTheBitsOfATwoShotWithMessages) {
   }
 }
 
-// On every rank, not on the owner alone, who alone adds it up.
-TEST_P(FusedAllreduceTest, WhatWasKeptOfAResultThatIsNotFiniteIsForgotten) {
+// On every rank, not only on the owner that adds the result.
+TEST_P(FusedAllreduceTest, ClearsResidualsOfNonFiniteResultsOnAllRanks) {
   for (bool one_shot : {false, true}) {
     OneSchedule only(wire->granularity > 512);
     expect_two_shot_bits({.wire = wire,
@@ -205,7 +207,7 @@ TEST_P(FusedAllreduceTest, WhatWasKeptOfAResultThatIsNotFiniteIsForgotten) {
   }
 }
 
-TEST_P(FusedAllreduceTest, CallsFollowEachOtherWithoutWaitingForSlowRanks) {
+TEST_P(FusedAllreduceTest, ConsecutiveCallsDoNotWaitForSlowRanks) {
   if (wire->granularity > 512 || *wire->options != 0) return;
   for (bool one_shot : {false, true}) {
     expect_two_shot_bits(
@@ -235,13 +237,13 @@ bool is_found(const Case& c, bool one_half = false) {
   return false;
 }
 
-TEST(FusedAllreduceBugs, AMissingBarrierIsFound) {
+TEST(FusedAllreduceBugs, MissingBarriersAreFound) {
   for (const char* wire : {"fp32", "bf16", "fp8", "int4"}) {
     for (int world : {2, 4, 8}) {
       if (world != 4 && std::string(wire) != "bf16") continue;
       for (int barrier : {0, 1}) {
         for (bool one_shot : {false, true}) {
-          if (one_shot && barrier == 1) continue;  // it has one
+          if (one_shot && barrier == 1) continue;  // a one-shot has one barrier
           SCOPED_TRACE(fmt::format("{} {} ranks, barrier {}", wire, world, barrier));
           const Case c{
               .wire = wire_format(wire), .world = world, .count = world * 3000, .one_shot = one_shot};
@@ -254,9 +256,9 @@ TEST(FusedAllreduceBugs, AMissingBarrierIsFound) {
   }
 }
 
-// A rank that is ahead would overwrite what others still read. (In two-shots of one layout it would not: what a
-// rank writes first, nobody reads last.)
-TEST(FusedAllreduceBugs, AWindowWithOneHalfIsFound) {
+// A rank that is ahead overwrites data that others still read. (Not in two-shots of one layout: the data that
+// a rank writes first is not read last.)
+TEST(FusedAllreduceBugs, SingleBufferedPeerMemoryIsFound) {
   for (Wire wire : {kFp32, kBf16}) {
     const Case c{.wire = wire, .world = 4, .count = 4000, .one_shot = true, .calls = 4};
     EXPECT_FALSE(is_found(c));
@@ -264,9 +266,9 @@ TEST(FusedAllreduceBugs, AWindowWithOneHalfIsFound) {
   }
 }
 
-// --- ranks that do not come ---
+// --- missing ranks ---
 
-TEST(FusedAllreduce, ARankThatDoesNotComeIsReportedAndTheKernelsEnd) {
+TEST(FusedAllreduce, ReportsAMissingRankAndEndsTheKernels) {
   const Case c{.wire = kBf16, .world = 3, .count = 3000};
   Fused fused(c);
   Group group(3, fused.half_bytes());
@@ -275,10 +277,10 @@ TEST(FusedAllreduce, ARankThatDoesNotComeIsReportedAndTheKernelsEnd) {
     together.rank(r);
     FusedAllreduce a = fused.arguments(r, 0);
     a.peers = group.peers[r];
-    a.peers.patience_ns = 2'000'000;  // a look takes a microsecond here
+    a.peers.patience_ns = 2'000'000;  // each check advances the clock by 1 us
     c.wire->fused_allreduce(Stream(), a);
   }
-  OneSchedule only(true);  // which looks come first is chance
+  OneSchedule only(true);  // the first checks are a matter of chance
   together.run();
   for (int r : {0, 2}) {
     EXPECT_EQ(group.report(r).missing, 2u) << "rank " << r << " waited for rank 1";
@@ -286,7 +288,7 @@ TEST(FusedAllreduce, ARankThatDoesNotComeIsReportedAndTheKernelsEnd) {
   }
 }
 
-TEST(FusedAllreduce, WaitingForARankThatWillNotComeIsADeadlock) {
+TEST(FusedAllreduce, ReportsADeadlockWhenARankNeverArrives) {
   const Case c{.wire = kFp32, .world = 2, .count = 3000};
   Fused fused(c);
   Group group(2, fused.half_bytes());
@@ -305,7 +307,7 @@ TEST(FusedAllreduce, WaitingForARankThatWillNotComeIsADeadlock) {
   }
 }
 
-TEST(FusedAllreduce, KernelsEndWhenTheHostSaysStop) {
+TEST(FusedAllreduce, EndsTheKernelsWhenTheHostRequestsIt) {
   const Case c{.wire = kFp32, .world = 2, .count = 3000};
   Fused fused(c);
   Group group(2, fused.half_bytes());

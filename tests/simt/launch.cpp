@@ -1,4 +1,4 @@
-// A launch: its limits and schedules, the memory saved between them, the log, and the watchdog.
+// A launch: its limits and schedules, the memory saved between schedules, the log, and the watchdog.
 #include <fmt/format.h>
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -20,8 +20,8 @@
 namespace gradwire::simt {
 namespace {
 
-constexpr size_t kMostShared = 227 * 1024;  // of a block of sm_90
-constexpr unsigned kWatchdogSeconds = 280;  // below the tests' timeout, so that the kernel is named
+constexpr size_t kMostShared = 227 * 1024;  // per block on sm_90
+constexpr unsigned kWatchdogSeconds = 280;  // below the tests' time limit, so that the kernel is named
 
 uint64_t from_environment(const char* name, uint64_t otherwise) {
   const char* text = std::getenv(name);
@@ -38,7 +38,7 @@ void write_text(const char* text) {
   if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
 }
 
-// By snprintf, because the handlers below may not allocate.
+// Uses write() and snprintf(), because the handlers below may not allocate.
 void write_running_kernel(const char* what) {
   if (block.grid == nullptr) return;
   char text[512];
@@ -63,7 +63,7 @@ void install_handlers() {
   if (installed) return;
   installed = true;
   __sanitizer_set_death_callback(on_sanitizer_death);
-  static char stack[64 * 1024];  // the alarm may find a fiber's small stack
+  static char stack[64 * 1024];  // the alarm may arrive on a fiber's small stack
   stack_t alternative{};
   alternative.ss_sp = stack;
   alternative.ss_size = sizeof stack;
@@ -78,9 +78,9 @@ void install_handlers() {
 
 // --- log ---
 
-// GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that ran to its end, tab-separated:
-// where the function begins in the executable (as nm prints it, hexadecimal), the name given to launch(),
-// launches, most threads in a block, most dynamic shared memory. tests/check_kernel_table.py reads it.
+// GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that completed, tab-separated: where the
+// function begins in the executable (as nm prints it, hexadecimal), the name given to launch(), launches,
+// most threads in a block, most dynamic shared memory. tests/check_kernel_table.py reads it.
 struct Record {
   std::string name;
   int64_t launches = 0;
@@ -122,7 +122,7 @@ void note(const Grid& grid) {
 
 // --- memory ---
 
-// All allocations that a word of the kernel's parameters points into.
+// All allocations to which a word of the kernel's parameters points.
 class Memory {
  public:
   explicit Memory(std::span<const std::span<const std::byte>> parameters) {
@@ -135,7 +135,7 @@ class Memory {
     }
   }
 
-  // Keeps what the first schedule left, and throws when a later one left something else.
+  // Saves the result of the first schedule, and throws if a later one differs.
   void compare(const std::string& launch) {
     for (auto& [begin, region] : regions_) {
       if (region.outcome == nullptr) {
@@ -160,13 +160,12 @@ class Memory {
  private:
   using Bytes = std::unique_ptr<unsigned char[]>;
   struct Region {
-    size_t parameter;  // the kernel's parameter that points here
+    size_t parameter;  // the kernel's parameter that points to the allocation
     void* pointer;
     size_t bytes;
     Bytes before, outcome;
   };
-  // Most words are counts and floats, and AddressSanitizer is slow to look up an address
-  // that it does not know.
+  // Most words are counts and floats, and AddressSanitizer looks up unknown addresses slowly.
   static bool is_mapped(void* pointer) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
     if (address < uintptr_t{1} << 32 || address >= uintptr_t{1} << 48) return false;
@@ -222,7 +221,7 @@ uint64_t hash(const std::string& text) {
 
 void* dynamic_memory = nullptr;
 
-// What allow_dynamic_shared() permitted, with one thread at a time in here.
+// Returns the size permitted by allow_dynamic_shared(). Thread-safe.
 size_t allowed_shared(const void* kernel, size_t at_least = 0) {
   static std::mutex mutex;
   static auto* all = new std::map<const void*, size_t>();
@@ -231,7 +230,7 @@ size_t allowed_shared(const void* kernel, size_t at_least = 0) {
   return bytes = std::max(bytes, at_least);
 }
 
-// The static part is known once a block has declared it.
+// Checks after the block has run, when the size of its static variables is known.
 void check_shared(const Grid& grid) {
   const size_t total = grid.shared_bytes + static_shared_bytes;
   const char* why = nullptr;
@@ -246,8 +245,8 @@ void check_shared(const Grid& grid) {
   }
 }
 
-// Blocks in the order first, first + step, ... modulo their number: each exactly once, since the step and the
-// number share no divisor.
+// Runs the blocks in the order first, first + step, ... modulo their number: each exactly once, since the
+// step and the number are coprime.
 void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
   uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
   Random random = random_for(grid, repetition);
@@ -268,7 +267,7 @@ void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*),
   }
 }
 
-// What surrounds all launches.
+// The environment of all launches: one at a time, with handlers and a watchdog.
 class Session {
  public:
   Session() : lock_(one_at_a_time()) {
@@ -290,7 +289,7 @@ class Session {
   std::lock_guard<std::mutex> lock_;
 };
 
-// Every schedule from the same memory, and to the same end.
+// Runs every schedule from the same memory, and expects the same result.
 template <typename Once>
 void run_schedules(const std::string& what, std::span<const std::span<const std::byte>> parameters,
                    const Once& once) {
@@ -331,7 +330,7 @@ void run(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const vo
   }
   Session session;
   struct Dynamic {
-    // Exactly as large as asked for, so that AddressSanitizer sees an access past the end.
+    // Exactly the requested size, so that AddressSanitizer detects accesses past the end.
     explicit Dynamic(size_t bytes) {
       if (bytes > 0 && posix_memalign(&dynamic_memory, 16, bytes) != 0) throw std::bad_alloc();
     }
@@ -393,7 +392,7 @@ int64_t launches(const std::string& kernel) {
 
 namespace gradwire::cuda {
 int multiprocessors() {
-  constexpr int kForSeveralRanks = 4;  // so that blocks of different ranks meet in many ways
+  constexpr int kForSeveralRanks = 4;  // so that blocks of different ranks interleave in many ways
   return simt::together != nullptr ? kForSeveralRanks : simt::options().multiprocessors;
 }
 

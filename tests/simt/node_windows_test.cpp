@@ -1,6 +1,7 @@
-// Hierarchical allreduces whose ranks read each other's memory inside nodes (collectives/program/program.h), on the CPU:
-// the kernels of all ranks side by side, with the bits of a hierarchical schedule that exchanges messages. What is sent
-// between nodes is a copy, for which all kernels have to be done; inside a node they wait for their barrier only.
+// Hierarchical allreduces whose ranks read each other's memory inside nodes (collectives/program/program.h),
+// on the CPU: the kernels of all ranks run concurrently and have the bits of a hierarchical schedule by
+// messages. Transfers between nodes are copies that wait for all kernels; inside a node, kernels wait only
+// for their barrier.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +24,7 @@ struct NodeCase {
   int64_t count = 100;
   bool residual = true;
   Rounding mode = Rounding::nearest;
-  int calls = 1;  // one after the other on the same windows
+  int calls = 1;  // one after the other on the same peer memory
   int world() const { return nodes * per_node; }
 };
 
@@ -154,7 +155,7 @@ class InNodes {
   void meet(int rank) {
     kFp32->fused_allreduce(Stream(), stream_barrier(groups_[node(rank)].peers[local(rank)]));
   }
-  // This rank's parts of the shards of its node's other ranks.
+  // Encodes this rank's parts of the shards of its node's other ranks.
   void parts(int rank, int call) {
     for (int chunk = 0; chunk < c_.world(); ++chunk) {
       if (chunk / c_.nodes == local(rank)) continue;
@@ -168,7 +169,7 @@ class InNodes {
       c_.wire->reduce_encode(Stream(), a);
     }
   }
-  // Of a chunk of its own shard: the node's, for the owner, or everybody's.
+  // Adds up a chunk of this rank's shard: the sum over its node or, on the owner, over all ranks.
   void sum(int rank, int chunk, int call) {
     const bool final = owner(chunk) == rank;
     std::vector<std::pair<int, const void*>> from;
@@ -238,7 +239,7 @@ class NodeWindowsTest : public ::testing::TestWithParam<Wire> {
   const Wire wire = GetParam();
 };
 
-TEST_P(NodeWindowsTest, HaveTheBitsOfAHierarchicalScheduleWithMessages) {
+TEST_P(NodeWindowsTest, MatchesAHierarchicalScheduleByMessagesBitForBit) {
   const int64_t grain = wire->granularity;
   const bool slow = grain > 512, variant = *wire->options != 0;
   for (const auto& [nodes, per_node] : std::vector<std::array<int, 2>>{
@@ -257,7 +258,7 @@ TEST_P(NodeWindowsTest, HaveTheBitsOfAHierarchicalScheduleWithMessages) {
   }
 }
 
-TEST_P(NodeWindowsTest, CallsFollowEachOtherWithoutWaitingForSlowRanks) {
+TEST_P(NodeWindowsTest, ConsecutiveCallsDoNotWaitForSlowRanks) {
   if (wire->granularity > 512 || *wire->options != 0) return;
   expect_hierarchical_bits(
       {.wire = wire, .nodes = 1, .per_node = 3, .count = 3 * wire->granularity + 40, .calls = 4});
@@ -270,14 +271,14 @@ INSTANTIATE_TEST_SUITE_P(Formats, NodeWindowsTest, ::testing::ValuesIn(example_w
                            return name;
                          });
 
-TEST(NodeWindowsBugs, AMissingBarrierIsFound) {
+TEST(NodeWindowsBugs, MissingBarriersAreFound) {
   for (Wire wire : {kFp32, kBf16}) {
     const NodeCase c{.wire = wire, .nodes = 1, .per_node = 4, .count = 4000};
     InNodes(c).run();
     Unheeded planted(0);
     try {
       InNodes(c).run();
-      ADD_FAILURE() << wire->name << ": nobody noticed";
+      ADD_FAILURE() << wire->name << ": not detected";
     } catch (const simt::Failure& failure) {
       EXPECT_NE(std::string(failure.what()).find("depends on the order"), std::string::npos)
           << failure.what();

@@ -6,15 +6,15 @@
 // as barriers allow, because the two miss different bugs. A schedule is a pure function of (seed, kernel
 // name, number of blocks, block, repetition): tests that launch a kernel at many sizes try many orders.
 //
-// Every launch is run under Options::schedules schedules, each from the same memory (every
-// allocation that a kernel parameter points into is saved and restored), and must leave the same
-// bits. That is the race detector: a missing barrier, an unordered float atomic or an uninitialized
-// shared value gives different bits.
+// Every launch is run under Options::schedules schedules, each from the same memory (every allocation that a
+// kernel parameter points into is saved and restored), and must leave the same bits. That is the race
+// detector: a missing barrier, an unordered float atomic or an uninitialized shared value gives different
+// bits.
 //
-// Blocks of a grid may depend on each other only through atomics that never wait: a grid barrier, or a look-back
-// scan that spins, cannot run here and fails as a livelock. What may wait for each other are the grids of several
-// ranks, launched through Together: their blocks are all alive at once, take turns in random order, and pass
-// signals (store_signal, load_signal).
+// Blocks of a grid may depend on each other only through atomics that never wait: a grid barrier, or a look-
+// back scan that spins, fails here as a livelock. Only the grids of several ranks, launched through Together,
+// may wait for each other: their blocks are all alive at once, alternate in random order, and pass signals
+// (store_signal, load_signal).
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@
 
 namespace gradwire::simt {
 
-// What the shim found wrong in a kernel or its launch. The text names kernel, block, warps and lanes.
+// An error that the shim found in a kernel or its launch. The text names kernel, block, warps and lanes.
 class Failure : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -38,8 +38,8 @@ struct Options {
   uint64_t seed = 1;        // GRADWIRE_SIMT_SEED
   int schedules = 2;        // GRADWIRE_SIMT_SCHEDULES: runs per launch; 1 for a kernel whose result may vary
   int multiprocessors = 1;  // GRADWIRE_SIMT_MULTIPROCESSORS: few, so that grid-stride loops do loop
-  int unheeded_barrier =
-      -1;  // plants a bug: nobody waits at this barrier of each kernel that has several ranks'
+  // Plants a bug: no thread waits at this barrier of each kernel over several ranks.
+  int unheeded_barrier = -1;
 };
 Options& options();
 
@@ -56,18 +56,18 @@ void run(const Grid& grid, void (*thread)(const void* arguments), std::shared_pt
          std::span<const std::span<const std::byte>> parameters);
 
 #ifdef GRADWIRE_STANDIN
-// Runs a grid now, on the calling thread, in one order of its threads. Throws Failure.
+// Runs a grid immediately on the calling thread, in one order of its threads. Throws Failure.
 void run_grid(const Grid& grid, void (*thread)(const void* arguments), const void* arguments);
 #endif
 
-// Kernels of several ranks, side by side. While one of these lives, the launches of its thread are kept instead of
-// run; run() runs them: each rank's one after the other, as on a stream, the ranks' beside each other.
+// Runs kernels of several ranks concurrently. During the lifetime of a Together, the launches of its thread
+// are queued; run() runs them: each rank's in order, as on a stream, the ranks' concurrently.
 class Together {
  public:
   explicit Together(int ranks);
   ~Together();
   Together(const Together&) = delete;
-  void rank(int rank) { rank_ = rank; }  // whose launches follow
+  void rank(int rank) { rank_ = rank; }  // the rank of the launches that follow
   void run();                            // throws Failure
   void keep(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const void> arguments,
             std::span<const std::span<const std::byte>> parameters);
@@ -77,22 +77,22 @@ class Together {
   std::unique_ptr<Queues> queues_;
   int rank_ = 0;
 };
-// A word that blocks of other ranks read, or write. Other blocks may run before these return.
+// A word that blocks of other ranks read or write. Other blocks may run before these functions return.
 void store_signal(uint32_t* word, uint32_t value);
 uint32_t load_signal(const uint32_t* word);
-// A clock that advances by 1 us with each load_signal.
+// Returns a clock that advances by 1 us with each load_signal.
 uint64_t nanoseconds();
 
-// How often a kernel was launched under this name so far, counting all schedules of a launch once.
+// Returns how often a kernel was launched under this name, counting all schedules of a launch once.
 int64_t launches(const std::string& kernel);
 
-// Where a thread waits: the line of the collective in the kernel's source.
+// The place where a thread waits: the line of the collective in the kernel's source.
 struct Where {
   const char* file;
   int line;
 };
 
-// What a warp or block can do together. `reading` ones return something; see finish() in collectives.cpp.
+// Collective operations of a warp or block. `reading` ones return a value; see finish() in collectives.cpp.
 enum class Op : uint8_t {
   sync_warp,
   shuffle4,
@@ -118,26 +118,26 @@ enum class Op : uint8_t {
 };
 const char* op_name(Op op);
 
-// Called by the running thread; returns its result once every lane of `mask` has arrived. `source` is the
-// lane a shuffle reads from.
+// Called by the running thread. Returns the thread's result once every lane of `mask` has arrived. `source`
+// is the lane that a shuffle reads.
 uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int source, Where where);
 int block_collective(Op op, bool predicate, Where where);
-// The lane of the running thread within its warp.
+// Returns the lane of the running thread within its warp.
 int lane_id();
 unsigned lanes_alive();
-// Lets another thread run; every atomic does so.
+// Lets another thread run. Every atomic calls it.
 void preempt();
 // Ends the launch with Failure(what), from inside a kernel.
 [[noreturn]] void fail(const std::string& what);
 
 void* dynamic_shared();
 
-// A thread's asynchronous copies happen as late as possible: when the thread waits for their group.
+// Delays a thread's asynchronous copies as long as possible: until the thread waits for their group.
 void keep_copy(void* to, const void* from, int bytes);
 void end_group();
-void wait_for_groups(int last);  // for all groups that ended except the last ones
+void wait_for_groups(int last);  // Waits for all groups that have ended except the last ones.
 
-// One `__shared__` declaration, found again by its place in the source: see shared_memory.cpp.
+// One `__shared__` declaration, identified by its place in the source: see shared_memory.cpp.
 struct SharedSite {
   const char* file;
   int line;

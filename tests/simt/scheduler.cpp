@@ -1,4 +1,4 @@
-// Fibers, one per CUDA thread of a block, and the choice of who runs next.
+// Fibers, one per CUDA thread of a block, and the choice of the next one.
 //
 // A fiber is made once and reused by all later blocks: it runs a thread of the kernel, reports that it is
 // done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
@@ -68,7 +68,7 @@ GW_SWITCHES int take_next() {
   bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
   int warp = block.last_warp;
-  // Even a uniform draw stays with a warp for a while, which spares the cache.
+  // Even a uniform draw stays with a warp for a while, to reuse the cache.
   bool stay =
       block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
   if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
@@ -92,11 +92,11 @@ Side scheduler;
 Side* running = &scheduler;
 Side* came_from = nullptr;  // who switched to `running`
 
-// Never deleted: idle fibers never end.
+// Never deleted, because idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
 #ifdef GRADWIRE_STANDIN
-// The engine between the blocks of one kernel and those of another: what a kernel puts away that gives way to others.
+// Saves the engine's state between the blocks of different kernels, for a kernel that yields to others.
 class EngineState {
  public:
   EngineState() {
@@ -162,7 +162,8 @@ void switch_to_scheduler() {
   switch_to(scheduler);
 }
 
-// The running thread cannot go on: the next one runs, or the scheduler when there is none.
+// Switches away from the running thread, which cannot continue: to the next one, or to the scheduler if there
+// is none.
 GW_SWITCHES void hand_over() {
   if (block.ready_warps != 0 && block.failure.empty() && !block.gives_way) {
     switch_to_thread(take_next());
@@ -194,7 +195,7 @@ boost::context::fiber fiber_main(boost::context::fiber&& from) {
 void make_fibers(size_t count) {
   while (fibers.size() < count) {
     Stack memory;
-    // Staggered: stacks that all end at the same offset in a page would compete for a few cache sets.
+    // Staggered: stacks with the same end offset in a page would compete for a few cache sets.
     boost::context::stack_context stack;
     stack.size = kStackBytes - fibers.size() % 61 * 256;
     stack.sp = memory.bottom + stack.size;
@@ -231,7 +232,7 @@ std::string dimensions(const dim3& d) {
   return fmt::format("({},{},{})", d.x, d.y, d.z);
 }
 
-// "3", or "3-7"
+// Formats a range: "3", or "3-7".
 template <typename Number>
 std::string range(Number first, Number last) {
   return last > first ? fmt::format("{}-{}", first, last) : fmt::to_string(first);
@@ -316,8 +317,8 @@ void begin_block(Random& random, uint64_t way) {
   const uint64_t warps =
       (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
   block.uniform = way % 3 == 0;
-  // Warp 0 last: it often has a special part, such as reading what the others wrote, that
-  // they must not overtake.
+  // Warp 0 last: it often has a special part, such as reading data written by the others, that must come
+  // after them.
   block.first_warp = way % 3 == 1 ? 0 : static_cast<int>(draw % warps);
   block.downward = way % 3 == 1 || (draw >> 8 & 1u);
   poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
@@ -371,7 +372,7 @@ void preempt() {
         "cannot wait for another one." +
         describe_threads());
   }
-  block.draw_any = true;  // a spinning thread must not starve the others
+  block.draw_any = true;  // so that a spinning thread does not starve the others
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
 }

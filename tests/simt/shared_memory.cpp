@@ -1,4 +1,4 @@
-// Poisons shared memory when a block starts; on a GPU it holds whatever the previous block left.
+// Poisons shared memory when a block starts; on a GPU, it holds the previous block's values.
 //
 // A `__shared__` variable is a static here. Its declaration gives only its place in the source (see the macro
 // in simt.h): a macro in front of a declaration cannot know the name. AddressSanitizer knows the rest: at
@@ -16,7 +16,7 @@
 namespace gradwire::simt {
 namespace {
 
-// As GCC's libsanitizer lays it out (asan_interface_internal.h, __asan_global).
+// The layout of GCC's libsanitizer (asan_interface_internal.h, __asan_global).
 struct SourceLocation {
   const char* file;
   int line, column;
@@ -31,7 +31,7 @@ struct Global {
   uintptr_t odr_indicator;
 };
 
-// A plain array, because it is filled before this program's constructors have run.
+// A plain array, because it is filled before this program's constructors run.
 struct Registered {
   const Global* globals;
   size_t count;
@@ -46,7 +46,7 @@ struct Instance {
 };
 struct Variable {
   std::vector<Instance> instances;  // one per instantiation of the template that declares it
-  int64_t poisoned_in = 0;          // the serial of the block whose values are in there
+  int64_t poisoned_in = 0;          // serial of the block whose values are in the variables
 };
 
 // The compiler's records are separated by redzones, which instrumented standard-library code must not read.
@@ -56,7 +56,7 @@ void add_instances(Variable& variable, const char* file, int line) {
       const Global& g = modules[m].globals[i];
       if (g.location == nullptr || g.location->line != line || std::strcmp(g.location->file, file) != 0)
         continue;
-      if (std::strcmp(g.name, "gw_simt_site") == 0) continue;  // the macro's own static, on the same line
+      if (std::strcmp(g.name, "gw_simt_site") == 0) continue;  // the macro's static, on the same line
       Instance instance{reinterpret_cast<void*>(g.begin), g.bytes};
       variable.instances.push_back(instance);
     }
@@ -89,7 +89,7 @@ void SharedSite::enter() {
   if (variable.poisoned_in == block.serial) return;
   variable.poisoned_in = block.serial;
   if (block.beside_others) block.shared.push_back({&variable, {}});
-  size_t largest = 0;  // which instantiation this is cannot be told
+  size_t largest = 0;  // the instantiation is unknown
   for (const Instance& i : variable.instances) {
     fill_unchecked(i.data, i.bytes, poison_word);
     largest = std::max(largest, i.bytes);

@@ -1,10 +1,9 @@
-// What a kernel sees instead of cuda_runtime.h when g++ compiles it for the CPU: CUDA's
-// vocabulary, on top of runtime.h.
+// Replaces cuda_runtime.h when g++ compiles a kernel for the CPU: CUDA's vocabulary, on top of runtime.h.
 //
 // A name that is missing here does not compile, on purpose. Missing: inline PTX, textures, clusters, TMA,
 // wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments are
-// ignored: a launch has ended when it returns. (tests/standin compiles kernels with GRADWIRE_STANDIN: there a launch is
-// enqueued on its stream.)
+// ignored: a launch has ended when it returns. (tests/standin compiles kernels with GRADWIRE_STANDIN: there a
+// launch is enqueued on its stream.)
 //
 // Stricter than CUDA, on purpose:
 //   - every lane named in the mask of a warp collective must reach it, on the same source line; lanes that
@@ -42,7 +41,8 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #ifdef GRADWIRE_STANDIN
-// Of the thread that runs the grid: a kernel that waits for another rank's does not share variables with that one.
+// Per thread that runs a grid: a kernel that waits for another rank's kernel does not share variables with
+// it.
 #define __shared__ static thread_local
 #else
 #define __shared__                                                                  \
@@ -102,14 +102,14 @@ GW_SIMT_REDUCE(__reduce_or_sync, bit_or, unsigned)
 GW_SIMT_REDUCE(__reduce_xor_sync, bit_xor, unsigned)
 #undef GW_SIMT_REDUCE
 
-// CUDA promises nothing about which lanes run together; here, all that have not returned.
+// CUDA does not specify which lanes run together; here, all lanes that have not returned.
 inline unsigned __activemask() {
   return ::gradwire::simt::lanes_alive();
 }
 
 namespace gradwire::simt {
 
-// cp.async. Checks both places now, and leaves garbage in the shared one until the copy happens.
+// cp.async. Checks both addresses now, and leaves garbage in the shared one until the copy happens.
 inline void begin_copy(void* to, const void* from, int bytes) {
   const auto address = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (address % static_cast<uintptr_t>(bytes) != 0)
@@ -121,8 +121,8 @@ inline void begin_copy(void* to, const void* from, int bytes) {
   keep_copy(to, from, bytes);
 }
 
-// By bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to
-// the busiest functions.
+// Uses bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to the most
+// frequent functions.
 template <typename T>
 uint64_t to_word(T value) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
@@ -133,8 +133,8 @@ uint64_t to_word(T value) {
     return std::bit_cast<uint64_t>(value);
 }
 
-// `source` is the lane to read from, `valid` whether it lies in the caller's segment;
-// otherwise it reads itself.
+// `source` is the lane to read, `valid` whether it is in the caller's segment; otherwise the lane reads its
+// own value.
 template <typename T>
 T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
   constexpr Op op = sizeof(T) == 4 ? Op::shuffle4 : Op::shuffle8;
@@ -194,8 +194,8 @@ unsigned __match_all_sync(unsigned mask, T value, int* all_equal, GW_SIMT_HERE) 
 
 // --- atomics ---
 
-// One thread runs at a time, so each is a plain update, after which another thread may run. Overloads exist
-// for CUDA's types only: a 64-bit `unsigned long`, which nvcc would refuse, is refused here as well.
+// One thread runs at a time, so each atomic is a plain update, after which another thread may run. Overloads
+// exist for CUDA's types only: a 64-bit `unsigned long`, which nvcc would reject, is also rejected here.
 #define GW_SIMT_ATOMIC(name, T, expression) \
   inline T name(T* address, T value) {      \
     T old = *address;                       \
@@ -221,7 +221,7 @@ GW_SIMT_ATOMIC_INTEGERS(atomicOr, old | value)
 GW_SIMT_ATOMIC_INTEGERS(atomicXor, old ^ value)
 GW_SIMT_ATOMIC_INTEGERS(atomicExch, value)
 GW_SIMT_ATOMIC(atomicExch, float, value)
-// Counts up to `value` and starts again at 0.
+// Counts up to `value` and restarts at 0.
 GW_SIMT_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 #undef GW_SIMT_ATOMIC
 #undef GW_SIMT_ATOMIC_INTEGERS
@@ -252,8 +252,8 @@ inline void __nanosleep(unsigned) {
 
 namespace gradwire::simt {
 
-// Calls kernel(params...) for every thread of the grid; each thread gets parameters of its own, as on a GPU. Only
-// tests/standin has streams; elsewhere the launch has ended on return.
+// Calls kernel(params...) for every thread of the grid. Each thread has its own copy of the parameters, as on
+// a GPU. Streams exist only in tests/standin; elsewhere the launch has ended on return.
 template <typename... Params>
 void launch(const char* name, void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes,
             [[maybe_unused]] cudaStream_t stream, std::tuple<Params...> params) {

@@ -1,4 +1,4 @@
-// Tests of the shim itself: correct kernels give correct results, and each kind of planted bug is caught.
+// Tests of the shim: correct kernels give correct results, and each kind of planted bug is detected.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(256) sum_kernel(const float* __restrict__ x, f
   }
 }
 
-TEST(Simt, BlockReductionIsRight) {
+TEST(Simt, BlockReductionIsCorrect) {
   std::vector<float> x(4 * 256 * 8 * 3);
   std::iota(x.begin(), x.end(), 0.0f);
   for (float& v : x) v = static_cast<float>(static_cast<int>(v) % 17);
@@ -59,14 +59,14 @@ __global__ void scan_kernel(int* data) {
   data[lane] = v;
 }
 
-TEST(Simt, WarpScanIsRight) {
+TEST(Simt, WarpScanIsCorrect) {
   std::vector<int> data(32);
   std::iota(data.begin(), data.end(), 1);
   launch("scan", scan_kernel, {.block = dim3(32)}, data.data());
   for (int i = 0; i < 32; ++i) EXPECT_EQ(data[static_cast<size_t>(i)], (i + 1) * (i + 2) / 2);
 }
 
-// One template, two instantiations, each with its own shared array.
+// One template with two instantiations, each with its own shared array.
 template <int kTile>
 __global__ void transpose_kernel(const int* in, int* out, int n) {
   __shared__ int tile[kTile][kTile + 1];
@@ -79,7 +79,7 @@ __global__ void transpose_kernel(const int* in, int* out, int n) {
   if (x < n && y < n) out[y * n + x] = tile[threadIdx.x][threadIdx.y];
 }
 
-TEST(Simt, TransposeThroughSharedMemoryIsRightForEveryInstantiation) {
+TEST(Simt, TransposeThroughSharedMemoryIsCorrectForEveryInstantiation) {
   for (int n : {1, 7, 33}) {
     std::vector<int> in(static_cast<size_t>(n * n)), out(in.size());
     std::iota(in.begin(), in.end(), 0);
@@ -106,7 +106,7 @@ __global__ void histogram_kernel(const unsigned char* data, int n, unsigned* bin
   for (unsigned i = threadIdx.x; i < 256; i += blockDim.x) atomicAdd(&bins[i], local[i]);
 }
 
-TEST(Simt, HistogramWithAtomicsIsRight) {
+TEST(Simt, HistogramWithAtomicsIsCorrect) {
   std::vector<unsigned char> data(10007);
   std::vector<unsigned> bins(256, 0), expected(256, 0);
   for (size_t i = 0; i < data.size(); ++i) ++expected[data[i] = static_cast<unsigned char>(i * i % 251)];
@@ -136,7 +136,7 @@ __global__ void votes_kernel(unsigned* out) {
   out[lane] = right;
 }
 
-TEST(Simt, VotesReductionsAndSegmentedShufflesAreRight) {
+TEST(Simt, VotesReductionsAndSegmentedShufflesAreCorrect) {
   std::vector<unsigned> out(32, 0);
   launch("votes", votes_kernel, {.block = dim3(32)}, out.data());
   EXPECT_EQ(out, std::vector<unsigned>(32, 1));
@@ -149,7 +149,7 @@ __global__ void lock_kernel(unsigned* lock, int* counter) {
   atomicExch(lock, 0u);
 }
 
-TEST(Simt, SpinLockGetsThrough) {
+TEST(Simt, SpinLocksMakeProgress) {
   unsigned lock = 0;
   int counter = 0;
   launch("lock", lock_kernel, {.grid = dim3(4), .block = dim3(64)}, &lock, &counter);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(1024) wide_kernel(float* out) {
   out[blockIdx.x * 1024 + threadIdx.x] = x[1023 - threadIdx.x];
 }
 
-TEST(Simt, FullBlocksWork) {
+TEST(Simt, FullBlocksRun) {
   std::vector<float> out(3 * 1024);
   launch("wide", wide_kernel, {.grid = dim3(3), .block = dim3(1024)}, out.data());
   for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(1023 - i % 1024));
@@ -184,7 +184,7 @@ TEST(Simt, FullBlocksWork) {
 
 // --- planted bugs ---
 
-// The text of the Failure that `body` throws, "" if it throws none.
+// Returns the text of the Failure that `body` throws, "" if it throws none.
 std::string failure_of(const std::function<void()>& body) {
   try {
     body();
@@ -194,7 +194,7 @@ std::string failure_of(const std::function<void()>& body) {
   return "";
 }
 
-// With each of ten seeds: finding a bug must not take luck.
+// With each of ten seeds: detection must not depend on luck.
 std::vector<std::string> failures_of(const std::function<void()>& body) {
   std::vector<std::string> texts;
   uint64_t before = options().seed;
@@ -223,7 +223,7 @@ TEST(SimtCatches, MissingBarrier) {
   for (const auto& text : run(false)) expect_has(text, {"reverse", "depends on the order", "parameter 0"});
 }
 
-// The missing barrier belongs at the end of a loop: a fast warp overwrites what a slow one has yet to read.
+// The missing barrier is at the end of a loop: a fast warp overwrites data that a slow one has yet to read.
 __global__ void rounds_kernel(const float* x, float* out, bool with_second_barrier) {
   __shared__ float partial[4];
   for (int round = 0; round < 3; ++round) {
@@ -264,7 +264,7 @@ TEST(SimtCatches, UninitializedSharedValueInEveryBlock) {
   };
   run(true);
   EXPECT_EQ(out, std::vector<float>(64, 1.0f));
-  // Either two schedules differ, or the result is poison: never what the previous launch left there.
+  // Either two schedules differ, or the result is poison: never the values of the previous launch.
   for (const auto& text : failures_of([&] { run(false); })) {
     if (!text.empty()) continue;
     EXPECT_NE(out[4], 1.0f);
@@ -290,7 +290,7 @@ __global__ void skip_kernel(float* data, int skipper) {
   data[threadIdx.x] = __shfl_xor_sync(0xffffffffu, data[threadIdx.x], 1);
 }
 
-TEST(SimtCatches, LaneThatSkipsAShuffle) {
+TEST(SimtCatches, LanesThatSkipAShuffle) {
   std::vector<float> data(64);
   expect_has(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
              {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
@@ -332,7 +332,7 @@ __global__ void half_barrier_kernel(int* data) {
   data[threadIdx.x] = 1;
 }
 
-TEST(SimtCatches, BarrierThatOnlyPartOfTheBlockReaches) {
+TEST(SimtCatches, BarriersReachedByPartOfTheBlock) {
   std::vector<int> data(64);
   expect_has(
       failure_of([&] { launch("half_barrier", half_barrier_kernel, {.block = dim3(64)}, data.data()); }),
@@ -375,7 +375,7 @@ __global__ void grid_barrier_kernel(unsigned* arrived) {
   }
 }
 
-TEST(SimtCatches, BlockThatWaitsForAnotherBlock) {
+TEST(SimtCatches, BlocksThatWaitForEachOther) {
   unsigned arrived = 0;
   expect_has(failure_of([&] {
                launch("grid_barrier", grid_barrier_kernel, {.grid = dim3(2), .block = dim3(1)}, &arrived);
@@ -383,7 +383,7 @@ TEST(SimtCatches, BlockThatWaitsForAnotherBlock) {
              {"livelock"});
 }
 
-TEST(SimtCatches, LaunchesThatCudaRefuses) {
+TEST(SimtCatches, LaunchesThatCudaRejects) {
   int* none = nullptr;
   auto refusal = [&](cuda::LaunchConfig config) {
     return failure_of([&] { launch("refused", places_kernel, config, none); });
@@ -401,8 +401,8 @@ __global__ void static_shared_kernel(int* out) {
   if (threadIdx.x == 0) *out = kept[31];
 }
 
-// Static and dynamic shared memory count together: 48 KB without permission, 227 KB with.
-TEST(SimtCatches, SharedMemoryThatCudaRefuses) {
+// Static and dynamic shared memory count together: 48 KB without permission, 227 KB with permission.
+TEST(SimtCatches, SharedMemorySizesThatCudaRejects) {
   int out = 0;
   const auto without_permission = [&](size_t bytes) {
     return failure_of([&] {
@@ -421,7 +421,7 @@ TEST(SimtCatches, SharedMemoryThatCudaRefuses) {
   expect_has(with_permission(227 * 1024), {"refused", "227 KB"});
 }
 
-TEST(Simt, KeepsRunningAfterAFailure) {
+TEST(Simt, ContinuesAfterAFailure) {
   std::vector<float> data(64);
   for (int i = 0; i < 3; ++i) {
     EXPECT_NE(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }), "");

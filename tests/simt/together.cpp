@@ -1,5 +1,5 @@
-// Grids of several ranks side by side: a block runs until it looks at a signal or sets one, and then perhaps another
-// one does. So a rank may be as far ahead of the others as its barriers allow.
+// Grids of several ranks run concurrently: a block runs until it reads or writes a signal, and then possibly
+// another block runs. So a rank may be as far ahead of the others as its barriers allow.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -14,7 +14,7 @@ constexpr int64_t kMostIdleLooks = int64_t{1} << 20;
 constexpr uint64_t kLookNs = 1000;
 
 uint64_t clock_ns = 0;
-int64_t idle_looks = 0;  // since anything happened that a waiting block could wait for
+int64_t idle_looks = 0;  // since the last event that could end a block's wait
 
 struct Resident {
   Block state;
@@ -51,7 +51,7 @@ class Crowd {
   }
 
  private:
-  // The rank's next kernel begins, once its last one has ended.
+  // Starts the rank's next kernel after its last one has ended.
   void launch(size_t rank) {
     if (next_[rank] == ranks_[rank].size()) return;
     const QueuedLaunch& launch = ranks_[rank][next_[rank]++];
@@ -99,7 +99,8 @@ class Crowd {
     if (--unfinished_[rank] == 0) launch(rank);
   }
 
-  // Block `which` failed, and its threads have left; so must those of the others.
+  // Fails the launch: block `which` failed and its threads have exited; makes the threads of all other blocks
+  // exit.
   [[noreturn]] void fail_all(size_t which) {
     std::swap(block, residents_[which]->state);
     const std::string text =

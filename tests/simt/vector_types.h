@@ -1,6 +1,6 @@
 // CUDA's vector types for the CPU shim: same names, members, sizes and alignments as the toolkit's
-// vector_types.h, so that a misaligned float4 access, which faults on a GPU, is an UBSan error here.
-// Needs no CUDA toolkit.
+// vector_types.h, so that a misaligned float4 access, which faults on a GPU, is an UBSan error here. Does not
+// need a CUDA toolkit.
 #pragma once
 
 struct uint3;
