@@ -1,5 +1,5 @@
-// Augmentation: a draw changes the pixels as a scalar definition says, depends on seed, epoch and image
-// alone, and has the right distribution.
+// Augmentation: a draw changes the pixels according to a scalar definition, depends only on seed, epoch and
+// image, and has the right distribution.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr Augmentation kBoth{.flip = true, .crop = true};
 
-// RandomCrop of the image padded with zeros, then a flip, then normalization: pixel by pixel.
+// Computes a pixel: RandomCrop of the image padded with zeros, then a flip, then normalization.
 float expected(const std::vector<uint8_t>& pixels, int height, int width, const AugmentDraw& draw, int y,
                int x, float scale, float shift) {
   const int from_y = y + draw.dy, from_x = (draw.flip ? width - 1 - x : x) + draw.dx;
@@ -23,7 +23,7 @@ float expected(const std::vector<uint8_t>& pixels, int height, int width, const 
   return pixel * scale + shift;
 }
 
-TEST(Augment, PixelsAreThoseOfTheFlippedCrop) {
+TEST(Augment, PixelsMatchTheFlippedCrop) {
   for (auto [height, width] : {std::pair{1, 1}, {1, 5}, {7, 3}, {28, 28}, {33, 65}}) {
     std::vector<uint8_t> pixels;
     for (int i = 0; i < height * width; ++i) pixels.push_back(static_cast<uint8_t>(i * 37 + 11));
@@ -31,7 +31,7 @@ TEST(Augment, PixelsAreThoseOfTheFlippedCrop) {
       for (int dy : {-height - 1, -3, 0, 1, height}) {
         for (int dx : {-width - 1, -2, 0, 1, width - 1, width + 4}) {
           const AugmentDraw draw{flip, dy, dx};
-          // One extra value at either end, which must not be touched.
+          // One extra value at either end, which must be unchanged.
           std::vector<float> to(pixels.size() + 2, NAN);
           normalize_plane(pixels.data(), height, width, draw, 0.25f, -3.0f, to.data() + 1);
           EXPECT_TRUE(std::isnan(to.front()) && std::isnan(to.back()));
@@ -49,7 +49,7 @@ TEST(Augment, PixelsAreThoseOfTheFlippedCrop) {
   }
 }
 
-TEST(Augment, DrawsAreEvenAndDependOnSeedEpochAndImage) {
+TEST(Augment, DrawsAreUniformAndDependOnSeedEpochAndImage) {
   constexpr int kImages = 20000;
   int flips = 0, same_seed = 0, same_epoch = 0;
   std::map<int, int> dy, dx;
@@ -111,7 +111,7 @@ Images epoch_of(const Dataset& data, LoaderOptions options, int64_t batches) {
   return all;
 }
 
-TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchSizeAndFirstBatch) {
+TEST(Augment, ImagesDoNotDependOnRanksBatchSizeAndFirstBatch) {
   const Dataset data = pictures(48);
   const LoaderOptions one{.batch_size = 48, .augment = kBoth, .seed = 8, .first_batch = 2};
   const Images epoch = epoch_of(data, one, 1);  // epoch 2
@@ -122,7 +122,7 @@ TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchSizeAndFirstBatch) {
     part.rank = rank;
     part.world = 3;
     part.batch_size = 4;
-    part.first_batch = 2 * 4 + 1;  // from the second batch of epoch 2 on
+    part.first_batch = 2 * 4 + 1;  // from the second batch of epoch 2
     together.merge(epoch_of(data, part, 3));
   }
   EXPECT_EQ(together.size(), 36u);
@@ -132,7 +132,7 @@ TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchSizeAndFirstBatch) {
   const Images plain = epoch_of(data, {.batch_size = 48, .seed = 8, .first_batch = 2}, 1);
   EXPECT_NE(next, epoch);
   EXPECT_NE(plain, epoch);
-  for (const auto& [label, image] : epoch) {  // each is the plain image under the draw that the header names
+  for (const auto& [label, image] : epoch) {  // each is the plain image with the draw named by the header
     const AugmentDraw draw = draw_augmentation(kBoth, 8, 2, label, 9, 9);
     for (int64_t c = 0; c < 2; ++c) {
       const float black = -data.mean[static_cast<size_t>(c)] / data.stddev[static_cast<size_t>(c)];
@@ -148,7 +148,7 @@ TEST(Augment, AnImageLooksTheSameWhateverTheRanksBatchSizeAndFirstBatch) {
   }
 }
 
-TEST(Augment, SpecsRoundTripAndNonsenseIsRefused) {
+TEST(Augment, SpecsRoundTripAndInvalidOnesAreRejected) {
   for (const char* text : {"none", "flip", "crop", "flip,crop"}) {
     EXPECT_EQ(Augmentation::parse(text).to_string(), text);
   }

@@ -1,5 +1,5 @@
-// Checkpoints: a resumed run has the bits of one that was never stopped, nothing is lost when the number of
-// ranks changes, and a damaged file is refused.
+// Checkpoints: a resumed run has the bits of an uninterrupted run, nothing is lost when the number of ranks
+// changes, and damaged files are rejected.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -84,7 +84,7 @@ class CheckpointTest : public ::testing::TestWithParam<Device> {
   std::string checkpoint(int64_t step) const { return NewCheckpoint::final_path(folder_.path("run"), step); }
 
   TemporaryFolder folder_;
-  // 3 ranks have 3 steps in an epoch, 1 rank has 9.
+  // 3 ranks have 3 steps per epoch, 1 rank has 9.
   const DataSplits data_ = make_synthetic(tiny_model(), 38, 10, 1);
 };
 GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
@@ -128,8 +128,8 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   }
 }
 
-// What a rank of a resumed run begins with: its residuals, in the model's layout, what is left in its
-// gradients, and weights and moments.
+// The initial state of a rank of a resumed run: residuals in the model's layout, values left in its
+// gradients, weights and moments.
 struct Restored {
   std::vector<float> residual, left;
   std::vector<std::vector<float>> trained;
@@ -191,7 +191,7 @@ std::vector<double> sum_of(const std::vector<Restored>& ranks) {
   return sum;
 }
 
-TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
+TEST_P(CheckpointTest, ChangingTheNumberOfRanksKeepsTheSumOfTheResiduals) {
   for (const char* spec :
        thinned({"bf16", "powersgd:rank=1", "powersgd:rank=1,alternate=on", "randk:ratio=0.1"}, 2)) {
     const TrainConfig c = config(3, spec);
@@ -207,7 +207,7 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
         ASSERT_NEAR(sum[i], expected[i], 1e-6 * largest) << spec << ", " << world << " ranks, element " << i;
       }
     }
-    // A codec without residuals gets them in its first gradients.
+    // A codec without residuals receives them in its first gradients.
     TrainConfig plain = c;
     plain.compression = CompressionSpec::parse("fp32");
     const std::vector<Restored> left = restore(plain, 2, GetParam(), checkpoint(4));
@@ -217,9 +217,9 @@ TEST_P(CheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheResiduals) {
   }
 }
 
-// Whatever a codec keeps, of any kind and type, is in the files and fits another bucket size. With more or
-// fewer ranks, state that is the same on all ranks is kept, and so is the sum of the residuals.
-TEST(Checkpoint, StateOfACustomCodecIsKept) {
+// All state of a codec, of any kind and type, is in the files and fits another bucket size. When the number
+// of ranks changes, replicated state is kept, and so is the sum of the residuals.
+TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
   using Kept = std::map<std::pair<int, std::string>, std::vector<std::byte>>;
   const TemporaryFolder folder;
   TrainConfig config;
@@ -227,7 +227,7 @@ TEST(Checkpoint, StateOfACustomCodecIsKept) {
   config.compression = CompressionSpec::parse("bf16");
   config.checkpoint_directory = folder.path("run");
   const auto parameters = vit_parameters(config.model);
-  // Each rank makes `steps` steps, saves or restores, and returns what its codecs keep.
+  // Each rank makes `steps` steps, saves or restores, and returns the state of its codecs.
   auto run = [&](int world, int64_t bucket_bytes, int steps, const std::string& from) {
     TrainConfig c = config;
     c.devices.assign(static_cast<size_t>(world), Device::host());
@@ -277,7 +277,7 @@ TEST(Checkpoint, StateOfACustomCodecIsKept) {
   const SafetensorsReader::Tensor* velocity = common.find("velocity." + parameters[0].name);
   ASSERT_NE(velocity, nullptr);
   EXPECT_EQ(velocity->dtype, "F64");
-  EXPECT_EQ(other.find("velocity." + parameters[0].name), nullptr) << "it is rank 0's already";
+  EXPECT_EQ(other.find("velocity." + parameters[0].name), nullptr) << "rank 0 has saved it";
   ASSERT_NE(other.find("seen." + parameters[0].name), nullptr);
   EXPECT_EQ(other.find("seen." + parameters[0].name)->dtype, "I16");
 
@@ -287,7 +287,7 @@ TEST(Checkpoint, StateOfACustomCodecIsKept) {
       EXPECT_EQ(more[r].at({i, "velocity"}), saved[0].at({i, "velocity"}));
       EXPECT_EQ(more[r].at({i, "seen"}),
                 (std::vector<std::byte>{std::byte(100 * r), std::byte{0}, std::byte(100 * r), std::byte{0}}))
-          << "per-rank state starts afresh";
+          << "per-rank state starts again";
       if (r < 2) {
         EXPECT_EQ(more[r].at({i, kResidualKind}), saved[r].at({i, kResidualKind}));
       }
@@ -303,9 +303,9 @@ std::vector<float> weights_of(const std::string& path) {
   return values;
 }
 
-// One step of plain SGD, with residuals and without: the weights differ by lr times the sum
-// of all ranks' residuals.
-TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
+// One step of plain SGD, with residuals and without: the weights differ by lr times the sum of all ranks'
+// residuals.
+TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
   TrainConfig c = config(3, "bf16");
   c.optimizer = OptimizerKind::sgd;
   c.momentum = 0, c.weight_decay = 0, c.warmup_steps = 0, c.lr = 0.5, c.eval_every = 0;
@@ -342,10 +342,10 @@ TEST_P(CheckpointTest, TheFirstStepInAWorldOfOneAppliesTheResidualsItFound) {
     ASSERT_NEAR(without[i] - with[i], lr * residual[i], rounding) << i << ", a weight of " << with[i];
     largest = std::max(largest, std::abs(lr * residual[i]));
   }
-  EXPECT_GT(largest, 1e-5);  // the residuals are larger than the tolerance
+  EXPECT_GT(largest, 1e-5);  // the residuals exceed the tolerance
 }
 
-TEST_P(CheckpointTest, ADividedRunResumesWithTheSameBits) {
+TEST_P(CheckpointTest, ShardedRunsResumeWithTheSameBits) {
   for (const char* format : thinned({"int8", "fp32"}, 1)) {
     for (const auto& [spec, shard] :
          {std::pair("fp32", Sharding::optimizer), std::pair("int8", Sharding::optimizer),
@@ -370,8 +370,8 @@ TEST_P(CheckpointTest, ADividedRunResumesWithTheSameBits) {
   }
 }
 
-// Each rank writes its part, and nobody needs room for the whole.
-TEST_P(CheckpointTest, RanksWriteTheirShardsOfADividedRun) {
+// Each rank writes its part, and no rank needs memory for the whole.
+TEST_P(CheckpointTest, RanksOfAShardedRunWriteTheirShards) {
   constexpr int kRanks = 3;
   TrainConfig c = config(kRanks, "fp32");
   c.bucket_mb = 0.003;
@@ -384,7 +384,7 @@ TEST_P(CheckpointTest, RanksWriteTheirShardsOfADividedRun) {
     Reducer reducer(comm, c.compression, gradient_tensors(c.model), reducer_options(c));
     const ParameterLayout layout = reducer_layout(reducer);
     const Optimizer optimizer(c, stream, reducer.owned());
-    // Of an element: its index in the layout. Those of other ranks are wrong here.
+    // The value of an element is its index in the layout. The elements of other ranks are wrong here.
     const Buffer weights = make_buffer<float>(comm.device(), layout.elements);
     std::vector<float> mine(static_cast<size_t>(layout.elements), -1.0f), moments;
     for (const ElementRange& part : reducer.owned()) {
@@ -429,8 +429,8 @@ TEST_P(CheckpointTest, RanksWriteTheirShardsOfADividedRun) {
   }
 }
 
-// A checkpoint does not tell how the moments were divided.
-TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
+// A checkpoint does not depend on how the moments were sharded.
+TEST_P(CheckpointTest, CheckpointsDoNotDependOnSharding) {
   TrainConfig c = config(3, "fp32:schedule=two_shot");
   const Recorder whole = train(c);
   constexpr Sharding kAll[] = {Sharding::none, Sharding::optimizer, Sharding::gradients, Sharding::full};
@@ -445,7 +445,7 @@ TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
       EXPECT_EQ(train(rest).hash, whole.hash);
     }
   }
-  // Other worlds: the same training from there on, however the moments are divided.
+  // In other worlds, the training continues identically, however the moments are sharded.
   for (int ranks : {1, 2}) {
     TrainConfig rest = c;
     rest.devices.resize(static_cast<size_t>(ranks), GetParam());
@@ -459,12 +459,12 @@ TEST_P(CheckpointTest, ACheckpointOfDividedMomentsIsThatOfWholeOnes) {
   }
 }
 
-TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
+TEST_P(CheckpointTest, SumOfResidualsDoesNotDependOnSharding) {
   TrainConfig c = config(3, "int4:dense=off");
   c.bucket_mb = 0.003;
   c.checkpoint_directory = folder_.path("run");
   const auto parameters = vit_parameters(c.model);
-  // Of every element, over the ranks. Makes steps and saves, or restores.
+  // Makes steps and saves, or restores. Returns the sum over the ranks of every element's residual.
   auto run = [&](int ranks, Sharding shard, const std::string& from) {
     TrainConfig config = c;
     config.shard = shard;
@@ -524,8 +524,8 @@ TEST_P(CheckpointTest, TheSumOfResidualsIsKeptHoweverTheRunIsDivided) {
   }
 }
 
-// The residuals have no place of their own in FP32: the first step's gradients are added to them.
-TEST_P(CheckpointTest, ResidualsThatARunHasNoPlaceForAreInItsFirstStep) {
+// FP32 has no residuals: they are added to the first step's gradients.
+TEST_P(CheckpointTest, FirstStepAppliesResidualsThatFp32CannotKeep) {
   TrainConfig c = config(3, "int4:dense=off");
   train_and_save(c);
   TrainConfig rest = config(3, "fp32:schedule=two_shot");
@@ -540,8 +540,8 @@ TEST_P(CheckpointTest, ResidualsThatARunHasNoPlaceForAreInItsFirstStep) {
   }
 }
 
-// Twice the bytes that the run has place for, in a file with a correct checksum.
-TEST_P(CheckpointTest, MomentsOfAnotherTypeAreRefused) {
+// Twice the expected number of bytes, in a file with a correct checksum.
+TEST_P(CheckpointTest, RejectsMomentsOfAnotherType) {
   const TrainConfig c = config(1, "fp32");
   train_and_save(c);
   const std::string path = state_path(checkpoint(4), 0, 1);
@@ -563,7 +563,7 @@ TEST_P(CheckpointTest, MomentsOfAnotherTypeAreRefused) {
   expect_bad_input([&] { train(rest); }, {"of F64, expected"});
 }
 
-TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
+TEST_P(CheckpointTest, InitializesARunWithTheWeightsOfACheckpoint) {
   TrainConfig c = config(2, "fp32");
   train_and_save(c);
   c.init = weights_path(checkpoint(7));
@@ -585,13 +585,13 @@ TEST_P(CheckpointTest, WeightsOfACheckpointStartARun) {
                    {c.init, "unexpected: encoder.layers.encoder_layer_0."});
 }
 
-TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
+TEST_P(CheckpointTest, KeepsTheLatestAndSkipsUnfinishedOnes) {
   TrainConfig c = config(2, "bf16");
   const std::string run = folder_.path("run");
   c.checkpoint_directory = run;
   c.checkpoint_every = 2;
   c.checkpoint_keep = 2;
-  fs::create_directories(run + "/step-000000002.tmp");  // from a run that was killed
+  fs::create_directories(run + "/step-000000002.tmp");  // left by a killed run
   fs::create_directories(run + "/not-ours");
   train(c);
   std::vector<std::string> names;
@@ -612,7 +612,7 @@ TEST_P(CheckpointTest, TheLatestAreKeptAndUnfinishedOnesAreSkipped) {
   expect_bad_input([&] { read_head(run + "/step-000000007"); }, {"step-000000007", "not a complete"});
 }
 
-TEST(CheckpointHead, KeepsWhatTheLinksCost) {
+TEST(CheckpointHead, KeepsLinkCosts) {
   LinkCosts links;
   links.measured = true;
   links.neighbour = {1, 2}, links.all_pairs = {3, 4}, links.intra_node = {5, 6}, links.inter_node = {7, 8};
@@ -622,7 +622,7 @@ TEST(CheckpointHead, KeepsWhatTheLinksCost) {
   links.library = {11, 12};
   EXPECT_EQ(links_of(links_json(links)), links);
   Json old = links_json(links);
-  old.erase(5), old.erase(4);  // as they were at first
+  old.erase(5), old.erase(4);  // the format of the first version
   ASSERT_TRUE(links_of(old));
   EXPECT_EQ(links_of(old)->inter_node, links.inter_node);
   EXPECT_FALSE(links_of(old)->library_measured);
@@ -631,7 +631,7 @@ TEST(CheckpointHead, KeepsWhatTheLinksCost) {
   }
 }
 
-TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
+TEST_P(CheckpointTest, RejectsARunThatDoesNotFit) {
   TrainConfig c = config(1, "fp32");
   train_and_save(c);
   auto refused = [&](const std::function<void(TrainConfig&)>& change, const std::vector<std::string>& parts) {
@@ -652,7 +652,7 @@ TEST_P(CheckpointTest, ARunThatDoesNotFitIsRefused) {
   EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
 }
 
-// Wherever a bit flips, and wherever the file is cut off.
+// Bits are flipped anywhere, and the file is truncated anywhere.
 TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
   const TrainConfig c = config(1, "bf16");
   TrainConfig saved = c;
@@ -666,7 +666,7 @@ TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
     const Bytes good = read_bytes(path);
     for (int t = 0; t < trials; ++t) {
       Bytes bad = good;
-      // Half of the damage in the first bytes, where the structure is.
+      // Half of the damage is in the first bytes, which contain the structure.
       const size_t at = random() % (t % 2 == 0 ? good.size() : std::min<size_t>(good.size(), 200));
       if (t % 3 == 2) {
         bad.resize(at);
@@ -676,7 +676,7 @@ TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
       write_bytes(path, bad);
       try {
         restore(c, 1, Device::host(), from);
-        ADD_FAILURE() << path << ": trial " << t << ", byte " << at << ", was not noticed";
+        ADD_FAILURE() << path << ": trial " << t << ", byte " << at << ", was not detected";
       } catch (const BadInput& error) {
         ++refused;
         EXPECT_NE(std::string(error.what()).find(from), std::string::npos) << error.what();
@@ -688,8 +688,8 @@ TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
   EXPECT_NO_THROW(restore(c, 1, Device::host(), from));
 }
 
-// 1,000 checkpoints with one bit flipped anywhere in any of their files. What is not refused says the same: a
-// checksum's digits may be in capitals.
+// 1,000 checkpoints with one bit flipped in any file. If a change is accepted, it has no effect: a checksum's
+// digits may be upper-case.
 TEST(Checkpoint, OneFlippedBitIsRefusedOrChangesNothing) {
   TrainConfig c;
   c.model = tiny_model();

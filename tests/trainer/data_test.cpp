@@ -1,4 +1,4 @@
-// Reading data sets: the files' contents arrive, and every way a file can be broken is named.
+// Reading data sets: the contents arrive, and every kind of damage is reported.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -16,7 +16,7 @@ namespace {
 
 using namespace testing;
 
-TEST(FashionMnist, PixelsLabelsAndShapeArrive) {
+TEST(FashionMnist, ReadsPixelsLabelsAndShape) {
   TemporaryFolder folder;
   write_fashion_mnist(folder, 50, 20);
   DataSplits data = load_fashion_mnist(folder.path());
@@ -34,7 +34,7 @@ TEST(FashionMnist, PixelsLabelsAndShapeArrive) {
   }
 }
 
-TEST(FashionMnist, UncompressedFilesAreReadAsWell) {
+TEST(FashionMnist, ReadsUncompressedFiles) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   std::filesystem::remove(folder.path("train-images-idx3-ubyte.gz"));
@@ -42,8 +42,8 @@ TEST(FashionMnist, UncompressedFilesAreReadAsWell) {
   EXPECT_EQ(load_fashion_mnist(folder.path()).train.count(), 50);
 }
 
-// The folders that torchvision makes, and archives of MNIST whose names have a dot.
-TEST(FashionMnist, FoldersAndNamesOfOtherDistributionsAreFound) {
+// The folders created by torchvision, and archives of MNIST whose names contain a dot.
+TEST(FashionMnist, FindsFoldersAndNamesOfOtherDistributions) {
   for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
     for (const bool dotted : {false, true}) {
       for (const bool gzip : {false, true}) {
@@ -67,7 +67,7 @@ TEST(FashionMnist, FoldersAndNamesOfOtherDistributionsAreFound) {
   }
 }
 
-TEST(FashionMnist, AGoodFileBesideABrokenOneIsReadWithANote) {
+TEST(FashionMnist, ReadsAGoodFileNextToADamagedOneWithANote) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   const std::string path = folder.path("train-images-idx3-ubyte");
@@ -83,8 +83,8 @@ TEST(FashionMnist, AGoodFileBesideABrokenOneIsReadWithANote) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path + ".gz", "truncated gzip"});
 }
 
-// Files of a download that failed or that was not unpacked.
-TEST(ForeignFiles, AreNamedWithTheRemedyWhereverDataIsRead) {
+// Files of a failed download, or of one that was not unpacked.
+TEST(ForeignFiles, AreNamedWithTheRemedy) {
   Bytes tar(600, 'a');
   std::copy_n("ustar", 5, tar.begin() + 257);
   const auto text = [](const std::string& s) { return Bytes(s.begin(), s.end()); };
@@ -116,7 +116,7 @@ TEST(ForeignFiles, AreNamedWithTheRemedyWhereverDataIsRead) {
   }
 }
 
-TEST(FashionMnist, MissingFileIsNamedWithTheRemedy) {
+TEST(FashionMnist, NamesAMissingFileWithTheRemedy) {
   TemporaryFolder folder;
   expect_bad_input([&] { load_fashion_mnist(folder.path()); },
                    {folder.path("train-images-idx3-ubyte.gz"), "no such file", "dataset-fashion-mnist"});
@@ -128,7 +128,7 @@ TEST(FashionMnist, MissingFileIsNamedWithTheRemedy) {
                    {"/nonexistent/train-images", "no such file"});
 }
 
-TEST(FashionMnist, FolderInPlaceOfAFileIsRefused) {
+TEST(FashionMnist, RejectsAFolderInsteadOfAFile) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   std::filesystem::remove(folder.path("train-labels-idx1-ubyte.gz"));
@@ -137,7 +137,7 @@ TEST(FashionMnist, FolderInPlaceOfAFileIsRefused) {
                    {"train-labels-idx1-ubyte.gz", "not a regular file"});
 }
 
-TEST(FashionMnist, GzipCutAtAnyPlaceIsRefused) {
+TEST(FashionMnist, RejectsTruncatedGzip) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   std::string path = folder.path("train-images-idx3-ubyte.gz");
@@ -153,7 +153,7 @@ TEST(FashionMnist, GzipCutAtAnyPlaceIsRefused) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, "truncated gzip file"});
 }
 
-TEST(FashionMnist, FlippedBitInGzipIsRefused) {
+TEST(FashionMnist, RejectsGzipWithAFlippedBit) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   std::string path = folder.path("train-images-idx3-ubyte.gz");
@@ -163,10 +163,10 @@ TEST(FashionMnist, FlippedBitInGzipIsRefused) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, "corrupt gzip file"});
 }
 
-TEST(FashionMnist, WrongMagicIsRefused) {
+TEST(FashionMnist, RejectsWrongMagic) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
-  // Labels instead of images, floats instead of bytes, and something else altogether.
+  // Labels instead of images, floats instead of bytes, and a foreign file.
   write_gzip(folder.path("train-images-idx3-ubyte.gz"), idx_labels(50));
   expect_bad_input([&] { load_fashion_mnist(folder.path()); },
                    {"train-images", "wrong magic", "0x00000801", "0x00000803"});
@@ -178,7 +178,7 @@ TEST(FashionMnist, WrongMagicIsRefused) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"wrong magic", "0x78787878"});
 }
 
-TEST(FashionMnist, CountsThatDisagreeAreRefused) {
+TEST(FashionMnist, RejectsCountsThatDisagree) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   write_gzip(folder.path("train-labels-idx1-ubyte.gz"), idx_labels(49));
@@ -203,14 +203,14 @@ TEST(FashionMnist, CountsThatDisagreeAreRefused) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-images", "only 3 bytes"});
 }
 
-TEST(FashionMnist, TrainAndTestOfDifferentSizeAreRefused) {
+TEST(FashionMnist, RejectsTrainAndTestSetsOfDifferentImageSizes) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   write_gzip(folder.path("t10k-images-idx3-ubyte.gz"), idx_images(20, 32, 32));
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"28x28", "32x32"});
 }
 
-TEST(FashionMnist, LabelOutOfRangeIsRefused) {
+TEST(FashionMnist, RejectsLabelsOutOfRange) {
   TemporaryFolder folder;
   write_fashion_mnist(folder);
   Bytes labels = idx_labels(50);
@@ -219,7 +219,7 @@ TEST(FashionMnist, LabelOutOfRangeIsRefused) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {"train-labels", "label 17 is 10"});
 }
 
-TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
+TEST(FashionMnist, EnvironmentSetsTheDefaultFolder) {
   TemporaryFolder folder;
   write_fashion_mnist(folder, 30, 10);
   ASSERT_EQ(setenv("GRADWIRE_DATA", folder.path().c_str(), 1), 0);
@@ -230,7 +230,7 @@ TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
     std::filesystem::rename(folder.path(name), folder.path(std::string("fashion-mnist/") + name));
   }
   EXPECT_EQ(default_fashion_mnist_directory(), folder.path("fashion-mnist"));
-  // Training must not use other data than the user names.
+  // Training must not use data other than those the user names.
   ASSERT_EQ(setenv("GRADWIRE_DATA", "/nonexistent", 1), 0);
   expect_bad_input([&] { default_fashion_mnist_directory(); },
                    {"GRADWIRE_DATA is '/nonexistent'", "train-images-idx3-ubyte.gz", "unset it"});
@@ -240,7 +240,7 @@ TEST(FashionMnist, EnvironmentDecidesTheDefaultFolder) {
   EXPECT_EQ(default_fashion_mnist_directory(), "/usr/share/datasets/fashion-mnist");
 }
 
-TEST(Cifar10, BatchesArriveInOrder) {
+TEST(Cifar10, ReadsBatchesInOrder) {
   TemporaryFolder folder;
   write_cifar10(folder, 4, 3);
   Bytes third = cifar_records(4);
@@ -258,7 +258,7 @@ TEST(Cifar10, BatchesArriveInOrder) {
   }
 }
 
-TEST(Cifar10, FolderOfTheArchiveIsFoundInItsParent) {
+TEST(Cifar10, FindsTheArchivesFolderInItsParent) {
   TemporaryFolder folder;
   write_cifar10(folder);
   std::filesystem::create_directory(folder.path("cifar-10-batches-bin"));
@@ -269,7 +269,7 @@ TEST(Cifar10, FolderOfTheArchiveIsFoundInItsParent) {
   EXPECT_EQ(load_cifar10(folder.path()).train.count(), 20);
 }
 
-TEST(Cifar10, BrokenFilesAreNamed) {
+TEST(Cifar10, NamesBrokenFiles) {
   TemporaryFolder folder;
   expect_bad_input([&] { load_cifar10(folder.path()); },
                    {"data_batch_1.bin", "no such file", "binary version"});
@@ -313,9 +313,9 @@ TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
 }
 
-// The nearest class mean of the training images must tell the test images apart, or
-// there is nothing to learn.
-TEST(Synthetic, ClassesCanBeToldApart) {
+// The nearest class mean of the training images must separate the test images; otherwise there is nothing to
+// learn.
+TEST(Synthetic, ClassesAreSeparable) {
   VitConfig shape;
   shape.image = 32;
   shape.patch = 8;
@@ -370,7 +370,7 @@ TEST(Statistics, ConstantChannelDoesNotDivideByZero) {
   EXPECT_EQ(data.train.stddev[0], 1.0f);
 }
 
-TEST(ModelFit, MismatchSaysWhatToUse) {
+TEST(ModelFit, MismatchesNameTheRemedy) {
   DataSplits data = make_synthetic(VitConfig{}, 10, 10, 0);
   VitConfig model = named_model("vit_b_32");
   expect_bad_input([&] { check_model_fits(model, data.train); },

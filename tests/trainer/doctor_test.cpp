@@ -1,4 +1,4 @@
-// What `gradwire doctor` concludes: paths between GPUs from PCI trees, NCCL's choice, network interfaces, and
+// Conclusions of `gradwire doctor`: paths between GPUs from PCI trees, NCCL's choice, network interfaces, and
 // predictions from given costs.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -21,7 +21,7 @@ namespace {
 namespace fs = std::filesystem;
 using testing::TemporaryFolder;
 
-// hwloc's XML of a PCI device, of a bridge between two buses, of a host bridge and what is below it.
+// hwloc's XML of a PCI device, of a bridge between two buses, of a host bridge and its children.
 std::string gpu(const std::string& address) {
   return fmt::format(
       R"(<object type="PCIDev" gp_index="{}" pci_busid="{}" pci_type="0302 [10de:2330] [0:0] 00"/>)",
@@ -55,9 +55,9 @@ std::string machine(const std::string& sockets) {
          sockets + "</object></topology>";
 }
 
-// Socket 0: a root port with a switch of two GPUs and of a second switch, which has two more; another root
-// port of the same host bridge; another host bridge. Socket 1: one GPU.
-TEST(Topology, PathsAreThoseOfThePciTree) {
+// Socket 0: a root port with a switch of two GPUs and of a second switch with two more; another root port of
+// the same host bridge; another host bridge. Socket 1: one GPU.
+TEST(Topology, PathsFollowThePciTree) {
   const std::string second_switch = bridge("0000:3f:00.0", "40-42",
                                            bridge("0000:40:00.0", "41-41", gpu("0000:41:00.0")) +
                                                bridge("0000:40:04.0", "42-42", gpu("0000:42:00.0")));
@@ -84,7 +84,7 @@ TEST(Topology, PathsAreThoseOfThePciTree) {
   EXPECT_EQ(path("0000:3d:00.0", "0000:5d:00.0"), GpuPath::node);
   EXPECT_EQ(path("0000:3d:00.0", "0000:af:00.0"), GpuPath::system);
 
-  const auto place = tree.find("00000000:3D:00.0");  // as CUDA and NVML may write it
+  const auto place = tree.find("00000000:3D:00.0");  // a form used by CUDA and NVML
   ASSERT_TRUE(place);
   EXPECT_EQ(place->address, "0000:3d:00.0");
   EXPECT_EQ(place->numa_node, 0);
@@ -95,12 +95,12 @@ TEST(Topology, PathsAreThoseOfThePciTree) {
   EXPECT_FALSE(tree.find("no address"));
 }
 
-TEST(Topology, ThisMachinesTreeIsReadWhateverItHas) {
+TEST(Topology, ReadsThisMachinesTree) {
   EXPECT_FALSE(PciTree().find("ffff:ff:1f.7"));
   EXPECT_THROW(PciTree("no XML"), BadInput);
 }
 
-TEST(Topology, TheMatrixIsSymmetricAndHasNvidiasNames) {
+TEST(Topology, MatrixIsSymmetricAndUsesNvidiasNames) {
   GpuTopology topology{
       .addresses = {"a", "b", "c"}, .numa_nodes = {0, 0, -1}, .pairs = {}, .nvlink_source = ""};
   topology.pairs = {{0, 1, GpuPath::nvlink, 18, true},
@@ -121,15 +121,15 @@ NcclSettings settings(const std::map<std::string, std::string>& environment) {
   });
 }
 
-TEST(Topology, NcclTakesWhatTheEnvironmentAndTheDistanceAllow) {
+TEST(Topology, NcclTransportFollowsEnvironmentAndDistance) {
   const NcclSettings plain = settings({});
   EXPECT_EQ(nccl_transport(GpuPath::nvlink, true, false, plain), "P2P/CUMEM");
   EXPECT_EQ(nccl_transport(GpuPath::nvlink, true, true, plain), "P2P/direct pointer");
   EXPECT_EQ(nccl_transport(GpuPath::switches, true, false, settings({{"NCCL_CUMEM_ENABLE", "0"}})),
             "P2P/IPC");
-  EXPECT_EQ(nccl_transport(GpuPath::one_switch, false, false, plain), "SHM");  // CUDA does not let it
+  EXPECT_EQ(nccl_transport(GpuPath::one_switch, false, false, plain), "SHM");  // not allowed by CUDA
   EXPECT_EQ(nccl_transport(GpuPath::unknown, true, false, plain), "SHM");
-  // By default up to PXB; AMD machines with two GPUs all the way.
+  // Up to PXB by default; any distance on AMD machines with two GPUs.
   EXPECT_EQ(nccl_transport(GpuPath::host_bridge, true, false, plain), "SHM");
   NcclSettings amd = plain;
   amd.amd = true;
@@ -154,7 +154,7 @@ TEST(Topology, NcclTakesWhatTheEnvironmentAndTheDistanceAllow) {
   EXPECT_EQ(nccl_network(settings({{"NCCL_NET", "OFI"}})), "NET/OFI");
 }
 
-TEST(Topology, InterfacesAreThoseOfSysfs) {
+TEST(Topology, ReadsInterfacesFromSysfs) {
   const TemporaryFolder sys;
   auto write = [&](const std::string& file, const std::string& text) {
     const fs::path path = sys.path(file);
@@ -166,7 +166,7 @@ TEST(Topology, InterfacesAreThoseOfSysfs) {
   write("class/net/eth1/speed", "25000");
   write("class/net/eth0/operstate", "down");
   write("class/net/eth0/speed", "-1");
-  write("class/net/bonding_masters", "");  // a file, no interface
+  write("class/net/bonding_masters", "");  // a file, not an interface
   write("class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE");
   write("class/infiniband/mlx5_0/ports/1/rate", "200 Gb/sec (4X HDR)");
   write("class/infiniband/mlx5_0/ports/1/link_layer", "InfiniBand");
@@ -197,7 +197,7 @@ StepCosts costs(double bytes_per_us, double latency_us = 20) {
   return costs;
 }
 
-TEST(Recommend, NothingOnAFastLinkAndCompressionOnASlowOne) {
+TEST(Recommend, RecommendsCompressionOnSlowLinksOnly) {
   const Recommendation fast = recommend(costs(200e3, 5));
   EXPECT_FALSE(fast.compress());
   EXPECT_LT(fast.best[0].exposed_ms, 5);
@@ -206,12 +206,12 @@ TEST(Recommend, NothingOnAFastLinkAndCompressionOnASlowOne) {
   const Prediction &plain = slow.best[0], &chosen = slow.best[slow.chosen];
   EXPECT_TRUE(chosen.spec.starts_with("powersgd")) << chosen.spec;
   EXPECT_GT(plain.step_ms, 10 * chosen.step_ms);
-  // 3/4 of 353 MB out and in again, over 125 MB/s.
+  // 3/4 of 353 MB out and in again, at 125 MB/s.
   EXPECT_NEAR(plain.comm_ms, 2 * 0.75 * 4 * 88'224'232 / 125e3, 0.05 * plain.comm_ms);
   EXPECT_NEAR(plain.sent_bytes, 2 * 0.75 * 4 * 88'224'232, 1e4);
   EXPECT_NEAR(plain.step_ms, 102 + plain.exposed_ms, 1e-6);
   EXPECT_GE(slow.one_bucket.step_ms, plain.step_ms);
-  // For some link in between, a milder spec is enough.
+  // A milder spec suffices for some link in between.
   bool gentle = false;
   for (double rate = 125; rate < 200e3; rate *= 1.5) {
     const Recommendation r = recommend(costs(rate));
@@ -220,7 +220,7 @@ TEST(Recommend, NothingOnAFastLinkAndCompressionOnASlowOne) {
   EXPECT_TRUE(gentle);
 }
 
-TEST(Recommend, AFasterLinkNeverMakesAStepLonger) {
+TEST(Recommend, FasterLinksNeverMakeStepsLonger) {
   for (const std::string& spec : candidate_specs()) {
     for (const char* schedule : {"ring", "two_shot", "tree"}) {
       const std::string text =
@@ -244,8 +244,8 @@ TEST(Recommend, AFasterLinkNeverMakesAStepLonger) {
 }
 
 TEST(Recommend, KernelsOverlapWithBackwardUnlessTheyShareItsCores) {
-  StepCosts c = costs(1e9, 0);  // links that cost nothing
-  c.codec_ns["bf16"] = 0.5;     // 44 ms in all, which 67 ms of backward can hide
+  StepCosts c = costs(1e9, 0);  // links without cost
+  c.codec_ns["bf16"] = 0.5;     // 44 ms in total, which 67 ms of backward can hide
   const Prediction apart = predict_step(c, "bf16", 25);
   EXPECT_NEAR(apart.codec_ms, 0.5e-6 * 88'224'232, 1e-6);
   EXPECT_LT(apart.exposed_ms, 0.25 * apart.codec_ms);
@@ -253,7 +253,7 @@ TEST(Recommend, KernelsOverlapWithBackwardUnlessTheyShareItsCores) {
   const double shared_ms = predict_step(c, "bf16", 25).step_ms;
   EXPECT_GE(shared_ms, 102 + apart.codec_ms - 1e-6);
   EXPECT_LE(shared_ms, 102 + 1.25 * apart.codec_ms);
-  // One bucket overlaps with nothing.
+  // A single bucket does not overlap.
   c.shared_cores = false;
   EXPECT_NEAR(predict_step(c, "bf16", 4000).exposed_ms, apart.codec_ms, 0.1);
   c.world = 1;

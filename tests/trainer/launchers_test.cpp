@@ -23,7 +23,7 @@ std::optional<Launch> detect(const Variables& variables) {
   });
 }
 
-// "1/4 local 1/2 tcp://node0:29500", "none", or "error: ..."; a port made from a job's id is "*".
+// Returns "1/4 local 1/2 tcp://node0:29500", "none", or "error: ..."; a port derived from a job's id is "*".
 std::string found_in(const Variables& variables) {
   try {
     const std::optional<Launch> launch = detect(variables);
@@ -47,7 +47,7 @@ std::string found_in(const Variables& variables) {
 struct Environment {
   const char* name;
   Variables variables;
-  const char* expected;  // of an error a part of its text
+  const char* expected;  // of an error, a part of its text
 };
 
 Variables joined(Variables more, const Variables& base) {
@@ -207,7 +207,7 @@ const std::vector<Environment> kEnvironments = {
      "error: MASTER_PORT=70000"},
 };
 
-TEST(Launchers, EachEnvironmentGivesItsRanksAndMeetingPlace) {
+TEST(Launchers, ReadsRanksAndRendezvousFromEachEnvironment) {
   for (const Environment& e : kEnvironments) {
     const std::string found = found_in(e.variables), expected = e.expected;
     if (expected.starts_with("error: ")) {
@@ -219,7 +219,7 @@ TEST(Launchers, EachEnvironmentGivesItsRanksAndMeetingPlace) {
   EXPECT_GE(kEnvironments.size(), 40u);
 }
 
-TEST(Launchers, RanksOfOneMpirunMeetAtOnePlaceWhateverNodeTheyAreOn) {
+TEST(Launchers, RanksOfOneMpirunShareARendezvousAcrossNodes) {
   const Variables first = joined({{"SLURM_JOB_ID", "77"}, {"SLURM_JOB_NODELIST", "n[1-2]"}}, kOpenMpi);
   Variables second = joined({{"SLURM_STEP_ID", "0"},
                              {"SLURM_STEP_NODELIST", "n2"},
@@ -228,21 +228,21 @@ TEST(Launchers, RanksOfOneMpirunMeetAtOnePlaceWhateverNodeTheyAreOn) {
                             first);
   EXPECT_EQ(detect(first)->rendezvous, detect(second)->rendezvous);
   second["PMIX_NAMESPACE"] = "prterun-n1-43@1";
-  EXPECT_NE(detect(first)->rendezvous, detect(second)->rendezvous) << "another mpirun in the same job";
+  EXPECT_NE(detect(first)->rendezvous, detect(second)->rendezvous) << "another mpirun of the same job";
 }
 
-TEST(Launchers, AVariableThatIsNotNeededMayBeWrong) {
+TEST(Launchers, IgnoresErrorsInUnneededVariables) {
   const std::optional<Launch> launch = detect(joined({{"MASTER_PORT", kService}}, kPod));
   ASSERT_TRUE(launch);
   EXPECT_EQ(meeting_place(*launch, "file:///shared/meet"), "file:///shared/meet");
 }
 
-TEST(Launchers, CountsOfSlurmsNodes) {
+TEST(Launchers, ParsesSlurmsCountsPerNode) {
   EXPECT_EQ(count_of_node("2(x3),1", 0), 2);
   EXPECT_EQ(count_of_node("2(x3),1", 2), 2);
   EXPECT_EQ(count_of_node("2(x3),1", 3), 1);
   EXPECT_EQ(count_of_node("2(x3),1", 4), 0);
-  EXPECT_EQ(count_of_node("4(x2)", 5), 4) << "of a later part of a heterogeneous job";
+  EXPECT_EQ(count_of_node("4(x2)", 5), 4) << "in a later part of a heterogeneous job";
   EXPECT_EQ(count_of_node("", 0), 0);
   EXPECT_EQ(count_of_node("many", 0), 0);
 }
@@ -255,7 +255,7 @@ TEST(Launchers, ProcessesDivideTheCoresUnlessTheyAreBound) {
     return made;
   };
   EXPECT_EQ(threads_of_share(launch("torchrun", 4), 16, 16, 0), 4);
-  EXPECT_EQ(threads_of_share(launch("torchrun", 4), 8, 16, 0), 2) << "a cpuset of all of them";
+  EXPECT_EQ(threads_of_share(launch("torchrun", 4), 8, 16, 0), 2) << "one cpuset for all";
   EXPECT_EQ(threads_of_share(launch("Slurm", 4), 16, 16, 0), 4) << "not bound";
   EXPECT_EQ(threads_of_share(launch("Slurm", 4), 4, 16, 0), 4) << "bound";
   EXPECT_EQ(threads_of_share(launch("mpirun (Open MPI)", 4), 1, 16, 0), 1) << "bound to a core";

@@ -1,4 +1,5 @@
-// The budget of launches per training step on CUDA. Each costs the host a few microseconds, and the GPU a gap.
+// The budget of launches per training step on CUDA. Each costs the host a few microseconds, and the GPU a
+// gap.
 #include "tests/launches.h"
 
 #include <gtest/gtest.h>
@@ -13,8 +14,9 @@ namespace {
 
 using testing::cuda_launches;
 
-// The ops that a rank enqueues for a step on CUDA: both passes and the optimizer, all but what the reducer does. They
-// depend on the model's depth, not on its widths, so a narrow one is captured on the host, and nothing is computed.
+// Returns the ops that a rank enqueues for a step on CUDA: both passes and the optimizer, without the
+// reducer. They depend on the model's depth, not on its widths, so a narrow model is captured on the host,
+// and nothing is computed.
 OpCount::ByName step_ops(const char* model, Precision precision, GradientGroups groups,
                          Gelu gelu = Gelu::exact) {
   TrainConfig config;
@@ -60,11 +62,12 @@ GradientGroups groups_of(int ranks, int64_t layers = TrainConfig{}.gradient_grou
   return gradient_groups(config, Device::cuda(0), ranks);
 }
 
-// docs/results/launches.md lists them.
+// docs/results/launches.md lists the launches.
 TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(1));
-    EXPECT_LE(cuda_launches(ops), 412) << listed(ops);  // 958 with parts of attention and separate sums
+    // 958 with separate parts of attention and separate sums.
+    EXPECT_LE(cuda_launches(ops), 412) << listed(ops);
     // 4 forward and 4 backward per layer, and 4 of weight gradients for eight layers.
     EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention"), 24);
@@ -73,24 +76,25 @@ TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   }
 }
 
-TEST(Launches, WhereGradientsAreExchangedTwoLayersShareThem) {
+TEST(Launches, TwoLayersShareLaunchesWhenGradientsAreExchanged) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(2));
     EXPECT_LE(cuda_launches(ops), 465) << listed(ops);
-    EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 11 + 4 * 2 + 5)
-        << listed(ops);  // the last two layers' on their own
+    // The last two layers are separate.
+    EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 11 + 4 * 2 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention_backward, first stage"), 23);
-    EXPECT_EQ(ops.at("attention_backward"), 1);  // nothing follows to hide the exchange of the last layer's
+    EXPECT_EQ(ops.at("attention_backward"), 1);  // no later work hides the exchange of the last layer
   }
 }
 
-// Where cuBLASLt has GELU in products (tests/kernels/gemm_test.cpp: elsewhere these are two launches instead of one).
-TEST(Launches, WithTheTanhFormOfGeluAStepIsWithin400) {
+// Where cuBLASLt supports GELU in products (tests/kernels/gemm_test.cpp). Elsewhere, these are two launches
+// instead of one.
+TEST(Launches, AStepWithTheTanhFormOfGeluIsWithin400) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName alone = step_ops("vit_l_32", precision, groups_of(1), Gelu::tanh);
     EXPECT_LE(cuda_launches(alone), 367) << listed(alone);
     EXPECT_EQ(alone.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(alone);
-    EXPECT_EQ(alone.at("column_sum, first stage"), 3) << "of mlp.0's biases, a group at once";
+    EXPECT_EQ(alone.at("column_sum, first stage"), 3) << "of mlp.0's biases, one per group";
     const OpCount::ByName exchanged = step_ops("vit_l_32", precision, groups_of(2), Gelu::tanh);
     EXPECT_LE(cuda_launches(exchanged), 430) << listed(exchanged);
     for (const char* op : {"bias_gelu", "bias_gelu_backward", "bias_gelu_backward, first stage"}) {
@@ -100,7 +104,7 @@ TEST(Launches, WithTheTanhFormOfGeluAStepIsWithin400) {
   }
 }
 
-TEST(Launches, WithGroupsOfFourLayersAStepThatExchangesGradientsIsWithin400) {
+TEST(Launches, AStepWithGroupsOfFourLayersThatExchangesGradientsIsWithin400) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName tanh = step_ops("vit_l_32", precision, groups_of(2, 4), Gelu::tanh);
     EXPECT_LE(cuda_launches(tanh), 400) << listed(tanh);
@@ -110,7 +114,7 @@ TEST(Launches, WithGroupsOfFourLayersAStepThatExchangesGradientsIsWithin400) {
   }
 }
 
-TEST(Launches, OfALayerAreWhatDocsSay) {
+TEST(Launches, LaunchesPerLayerMatchTheDocumentation) {
   auto of_twelve_layers = [](GradientGroups groups) {
     return cuda_launches(step_ops("vit_l_32", Precision::bf16, groups)) -
            cuda_launches(step_ops("vit_b_32", Precision::bf16, groups));

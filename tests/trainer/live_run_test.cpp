@@ -1,4 +1,4 @@
-// What `gradwire top` makes of a run's log.
+// The display and metrics of `gradwire top` for a run's log.
 #include "trainer/log/live_run.h"
 
 #include <gtest/gtest.h>
@@ -19,7 +19,8 @@ constexpr const char* kRun =
 constexpr const char* kStep =
     R"({"type":"step","step":399,"loss":0.5,"step_ms":40,"images_per_s":2400,"wire_bytes":1e6,"dense_bytes":4e6})";
 
-// After each second rank `late` has made the others wait for `part` of it.
+// Returns the waits in which, from second 0 to `second`, rank `late` has delayed the others for `part` of the
+// time.
 WaitRecord after(int second, int late, double part) {
   WaitRecord record{.step = 100 + 25 * second, .seconds = static_cast<double>(second)};
   for (int r = 0; r < 3; ++r) {
@@ -31,14 +32,14 @@ WaitRecord after(int second, int late, double part) {
   return record;
 }
 
-TEST(LiveRun, SaysWhoHoldsTheOthersUpByHowMuchAndSinceWhen) {
+TEST(LiveRun, NamesTheStragglerWithItsDelayAndStart) {
   LiveRun run;
   run.read(kRun);
   EXPECT_FALSE(run.finished());
   expect_has(run.text(), {"vit_tiny on 3 ranks (processes, host), int8, schedule ring", "step 0 of 1,000",
                           "No waits reported yet"});
   run.read(kStep);
-  // Nobody is late for 4 seconds; then rank 2 is, by 0.4 s in each second of 25 steps.
+  // No rank is late for 4 seconds; then rank 2 is, by 0.4 s in each second of 25 steps.
   WaitRecord record = after(0, 2, 0);
   for (int second = 0; second < 12; ++second) {
     if (second > 0) {
@@ -75,7 +76,7 @@ TEST(LiveRun, MetricsArePrometheusText) {
        "gradwire_waited_seconds_total{rank=\"0\",peer=\"1\"} 1.02\n", "gradwire_straggler_rank 1\n"});
 }
 
-TEST(LiveRun, OtherFilesAndDamagedLinesAreNoRun) {
+TEST(LiveRun, RejectsForeignFilesAndIgnoresDamagedLines) {
   EXPECT_THROW(LiveRun().read("hello"), BadInput);
   EXPECT_THROW(LiveRun().read(R"({"type":"step"})"), BadInput);
   LiveRun run;
@@ -89,7 +90,7 @@ TEST(LiveRun, OtherFilesAndDamagedLinesAreNoRun) {
   }
 }
 
-TEST(WaitHistory, BeginsAnewWhenTheRunIsResumedOrTheWorldChanges) {
+TEST(WaitHistory, RestartsWhenTheRunIsResumedOrTheWorldChanges) {
   WaitHistory history;
   for (int second : {0, 1, 2}) history.add(after(second, 0, 0.5));
   ASSERT_TRUE(history.finding());

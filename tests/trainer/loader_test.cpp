@@ -1,5 +1,5 @@
-// The loader: every image once per epoch over all ranks, one order for all ranks, and
-// nothing depends on timing.
+// The loader: every image once per epoch over all ranks, one order for all ranks, and independence from
+// timing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace gradwire {
 namespace {
 
-// `count` images of one row of pixels; an image's label is its index, so that a batch tells
-// which images it holds.
+// Returns `count` images of one row of pixels. An image's label is its index, so that a batch identifies its
+// images.
 Dataset numbered(int64_t count, int32_t channels = 2) {
   Dataset data;
   data.name = "numbered";
@@ -111,7 +111,7 @@ TEST(Loader, EvaluationTakesEachImageExactlyOnce) {
   }
 }
 
-TEST(Loader, NextFollowsIndicesAcrossEpochs) {
+TEST(Loader, NextMatchesIndicesAcrossEpochs) {
   Dataset data = numbered(50);
   Stream stream = Stream::create(Device::host(), "test");
   for (int rank = 0; rank < 3; ++rank) {
@@ -142,8 +142,8 @@ TEST(Loader, StartsAtAnyBatch) {
   }
 }
 
-// What --elastic-batch keep-global builds on.
-TEST(Loader, AGlobalBatchIsTheSameImagesHoweverManyRanksShareIt) {
+// --elastic-batch keep-global relies on this.
+TEST(Loader, GlobalBatchesDoNotDependOnTheNumberOfRanks) {
   const Dataset data = numbered(100);
   Loader whole(data, {.batch_size = 16, .seed = 3});
   for (const int world : {2, 3, 5, 7}) {
@@ -183,7 +183,7 @@ TEST(Loader, PixelsAreNormalizedPerChannel) {
   }
 }
 
-TEST(Loader, SameSeedSameBitsAndTheOrderIsThatOfAllRanks) {
+TEST(Loader, SameSeedGivesTheSameBitsAndOneOrderForAllRanks) {
   Dataset data = numbered(200);
   Stream stream = Stream::create(Device::host(), "test");
   LoaderOptions options{.rank = 1, .world = 4, .batch_size = 6, .seed = 11};
@@ -193,7 +193,7 @@ TEST(Loader, SameSeedSameBitsAndTheOrderIsThatOfAllRanks) {
     EXPECT_EQ(one.labels, two.labels);
     EXPECT_EQ(one.images, two.images);
   }
-  // Put together, the ranks' batches of one epoch are the epoch's permutation.
+  // The ranks' batches of one epoch together are the epoch's permutation.
   std::vector<int64_t> order = epoch_permutation(200, 11, 4), together;
   std::vector<std::unique_ptr<Loader>> loaders;
   for (int rank = 0; rank < 4; ++rank) {
@@ -225,7 +225,7 @@ TEST(Loader, SeedAndEpochChangeTheOrder) {
   EXPECT_EQ(epoch_permutation(1, 1, 0), std::vector<int64_t>{0});
 }
 
-// Over many epochs each image must land everywhere equally often: an order that keeps images near
+// Over many epochs, each image must occur equally often at every position: an order that keeps images near
 // their place trains badly.
 TEST(Loader, ShufflingReachesEveryPlace) {
   constexpr int64_t kCount = 10, kEpochs = 4000;
@@ -238,7 +238,7 @@ TEST(Loader, ShufflingReachesEveryPlace) {
   for (int times : landed) EXPECT_NEAR(times, kEpochs / kCount, 100);  // 5 standard deviations
 }
 
-// A consumer that lags, and reads long after next() returned, must not see a slot that was refilled.
+// A consumer that lags, and reads long after next() returned, must not see a refilled slot.
 TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   Dataset data = numbered(64);
   for (int64_t slots : {1, 2, 3}) {
@@ -261,9 +261,8 @@ TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   }
 }
 
-// A captured step reads from the addresses that it was captured with, so every second step
-// must use the same ones.
-TEST(Loader, SlotsRotateSoThatEverySecondStepFindsTheSameAddresses) {
+// A captured step reads from the addresses of its capture, so every second step must use the same addresses.
+TEST(Loader, EverySecondStepUsesTheSameAddresses) {
   Dataset data = numbered(64);
   const Stream stream = Stream::immediate_host();
   for (int64_t per_step : {1, 2, 3}) {
@@ -285,7 +284,7 @@ TEST(Loader, SlotsRotateSoThatEverySecondStepFindsTheSameAddresses) {
   }
 }
 
-TEST(Loader, TakingWithoutReleasingIsAnErrorNotADeadlock) {
+TEST(Loader, TakingWithoutReleasingThrowsInsteadOfADeadlock) {
   Dataset data = numbered(64);
   const Stream stream = Stream::immediate_host();
   Loader loader(data, {.batch_size = 4});
@@ -297,7 +296,7 @@ TEST(Loader, TakingWithoutReleasingIsAnErrorNotADeadlock) {
   EXPECT_EQ(loader.next(stream).slot, 0);
 }
 
-TEST(Loader, StopsWhenDestroyedAtAnyMoment) {
+TEST(Loader, StopsWhenDestroyedAtAnyTime) {
   Dataset data = numbered(64);
   for (int taken = 0; taken < 6; ++taken) {
     Stream stream = Stream::create(Device::host(), "test");
@@ -306,7 +305,7 @@ TEST(Loader, StopsWhenDestroyedAtAnyMoment) {
   }
 }
 
-TEST(Loader, AFailedStreamsErrorReachesTheCaller) {
+TEST(Loader, RethrowsErrorsOfAFailedStream) {
   Dataset data = numbered(64);
   Stream stream = Stream::create(Device::host(), "failing");
   Loader loader(data, {.batch_size = 4});
@@ -322,7 +321,7 @@ TEST(Loader, AFailedStreamsErrorReachesTheCaller) {
   }
 }
 
-TEST(Loader, ImpossibleOptionsAreRefused) {
+TEST(Loader, RejectsInvalidOptions) {
   Dataset data = numbered(10);
   testing::expect_bad_input([&] { Loader(data, {.world = 4, .batch_size = 3}); },
                             {"10 images", "12", "--batch-size"});

@@ -1,4 +1,4 @@
-// From flags and launchers' variables to a resolved configuration.
+// Flags and launchers' variables become a resolved configuration.
 #include "trainer/cli/options.h"
 
 #include <fmt/format.h>
@@ -29,7 +29,7 @@ Options synthetic() {
   return o;
 }
 
-TEST(Models, ParameterCountsAreThePublishedOnes) {
+TEST(Models, ParameterCountsMatchThePublishedOnes) {
   EXPECT_EQ(parameter_count(named_model("vit_l_32")), 306'535'400);
   EXPECT_EQ(parameter_count(named_model("vit_b_16")), 86'567'656);
   EXPECT_EQ(parameter_count(named_model("vit_b_32")), 88'224'232);
@@ -44,7 +44,7 @@ TEST(Models, EveryNamedModelIsValid) {
   expect_bad_input([] { named_model("vit_huge"); }, {"vit_huge", "vit_tiny", "vit_l_32"});
 }
 
-TEST(Models, ImpossibleShapesSayWhatWouldFit) {
+TEST(Models, InvalidShapesNameTheRemedy) {
   VitConfig model;
   model.patch = 5;
   expect_bad_input([&] { check_model(model); }, {"--patch", "1, 2, 4, 7, 14, 28"});
@@ -62,7 +62,7 @@ TEST(Models, ImpossibleShapesSayWhatWouldFit) {
   }
 }
 
-TEST(DataSpecs, RoundTripAndRefusals) {
+TEST(DataSpecs, RoundTripAndRejectInvalidOnes) {
   for (const char* text :
        {"fashion-mnist", "fashion-mnist:/data", "cifar10:/a:b", "synthetic", "synthetic:12"}) {
     EXPECT_EQ(DataSpec::parse(text).to_string(), text);
@@ -92,7 +92,7 @@ TEST(Resolve, DefaultsDependOnTheOptimizerAndTheEpoch) {
   EXPECT_EQ(run.config.global_batch(), 80);
 }
 
-TEST(Resolve, ChannelsAndClassesFollowTheImages) {
+TEST(Resolve, ChannelsAndClassesMatchTheImages) {
   testing::TemporaryFolder folder;
   testing::write_cifar10(folder);
   Options o;
@@ -109,7 +109,7 @@ TEST(Resolve, ChannelsAndClassesFollowTheImages) {
   expect_bad_input([&] { resolve(o); }, {"28x28", "32x32", "--image-size 32"});
 }
 
-TEST(Resolve, BatchLargerThanTheShardSaysWhatWouldFit) {
+TEST(Resolve, BatchesLargerThanTheShardNameTheRemedy) {
   Options o = synthetic();
   o.batch_size = 101;
   expect_bad_input([&] { resolve(o); }, {"--batch-size 101", "400 training images", "100 for each of 4 ranks",
@@ -123,12 +123,12 @@ TEST(Resolve, BatchLargerThanTheShardSaysWhatWouldFit) {
   expect_bad_input([&] { resolve(o); }, {"fewer ranks"});
 }
 
-// What a command line makes of the options; BadInput with CLI11's words where it is refused.
+// Parses a command line. Throws BadInput with CLI11's text if it is rejected.
 Options parsed(std::vector<std::string> words) {
   CLI::App app;
   Options o;
   add_train_flags(app, o);
-  std::reverse(words.begin(), words.end());  // as CLI11 wants them
+  std::reverse(words.begin(), words.end());  // the order expected by CLI11
   try {
     app.parse(words);
   } catch (const CLI::ParseError& error) {
@@ -137,7 +137,7 @@ Options parsed(std::vector<std::string> words) {
   return o;
 }
 
-TEST(Flags, AreReadWhole) {
+TEST(Flags, ParseEveryKindOfValue) {
   const Options o =
       parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer", "sgd",
               "--gradient-views", "off", "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
@@ -153,7 +153,7 @@ TEST(Flags, AreReadWhole) {
   EXPECT_TRUE(parsed({}).bucket_mb.empty());
 }
 
-TEST(Resolve, LayersPerGradientGroupAreTwoUnlessSaid) {
+TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
   EXPECT_EQ(resolve(synthetic()).config.gradient_group, 2);
   Options o = synthetic();
   o.gradient_group = parsed({"--gradient-group", "4"}).gradient_group;
@@ -167,7 +167,7 @@ TEST(Resolve, LayersPerGradientGroupAreTwoUnlessSaid) {
     expect_bad_input([&] { parsed({"--gradient-group", wrong}); }, {"--gradient-group", wrong});
 }
 
-TEST(Resolve, AStepThatEndsInTheNextOneGoesWithNeitherGraphsNorShards) {
+TEST(Resolve, OverlappedStepsExcludeGraphsAndShards) {
   Options o = synthetic();
   o.overlap_forward = true;
   EXPECT_TRUE(resolve(o).config.overlap_forward);
@@ -178,7 +178,7 @@ TEST(Resolve, AStepThatEndsInTheNextOneGoesWithNeitherGraphsNorShards) {
   expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--shard full"});
 }
 
-TEST(Flags, EachWrongValueIsNamedWithWhatIsAllowed) {
+TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
   auto refuse = [](const std::vector<std::string>& words, const std::vector<std::string>& parts) {
     expect_bad_input([&] { parsed(words); }, parts);
   };
@@ -205,7 +205,7 @@ TEST(Flags, EachWrongValueIsNamedWithWhatIsAllowed) {
   refuse({"--trace-steps", "1:2"}, {"--trace-steps", "--trace"});
 }
 
-TEST(Resolve, EachWrongValueIsNamed) {
+TEST(Resolve, NamesEachInvalidValue) {
   auto refuse = [](const std::function<void(Options&)>& change, const std::vector<std::string>& parts) {
     Options o = synthetic();
     change(o);
@@ -229,7 +229,7 @@ TEST(Resolve, EachWrongValueIsNamed) {
   }
 }
 
-TEST(Resolve, TheDeviceIsNamedAndAFallbackExplained) {
+TEST(Resolve, NamesTheDeviceAndExplainsAFallback) {
   Options o = synthetic();
   EXPECT_EQ(resolve(o).device_line.substr(0, 12), "Device: host");
   o.device = DeviceChoice::automatic;
@@ -250,7 +250,7 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
   });
 }
 
-TEST(Elastic, IsForProcessesOnTheHostWhoseStateIsNotDivided) {
+TEST(Elastic, RejectsUnsupportedConfigurations) {
   Options o = synthetic();
   o.elastic = "2:4";
   expect_bad_input([&] { resolve(o); }, {"--elastic 2:4", "start a process for each rank"});
@@ -283,7 +283,7 @@ TEST(Elastic, IsForProcessesOnTheHostWhoseStateIsNotDivided) {
                    {"--elastic 1:4", "schedule=hierarchical", "schedule=auto"});
 }
 
-TEST(Elastic, WhoJoinsHasTheSettingsOfTheRunButNotItsPast) {
+TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
   const testing::TemporaryFolder folder;
   const std::string members = folder.path("members");
   expect_bad_input([&] { launch_of_newcomer(members); }, {members, "--members"});
@@ -296,7 +296,7 @@ TEST(Elastic, WhoJoinsHasTheSettingsOfTheRunButNotItsPast) {
   o.elastic = "2:4";
   o.join = members;
   o.launch = launch_of_newcomer(members);
-  EXPECT_GE(o.launch->rank, o.launch->world) << "none of those that were launched";
+  EXPECT_GE(o.launch->rank, o.launch->world) << "not a launched rank";
   o.checkpoint = o.resume = folder.path("saved");
   const TrainConfig config = resolve(o).config;
   EXPECT_EQ(config.ranks(), 4);
@@ -307,10 +307,10 @@ TEST(Elastic, WhoJoinsHasTheSettingsOfTheRunButNotItsPast) {
   EXPECT_EQ(resolve(o).config.members, o.checkpoint + "/members");
 }
 
-TEST(Launcher, EveryLauncherIsRecognized) {
+TEST(Launcher, RecognizesEveryLauncher) {
   EXPECT_FALSE(launched_with({}));
   EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))
-      << "a batch script launched nothing yet";
+      << "a batch script has not launched ranks";
   auto torchrun = launched_with({{"RANK", "2"},
                                  {"WORLD_SIZE", "4"},
                                  {"LOCAL_RANK", "1"},
@@ -322,13 +322,13 @@ TEST(Launcher, EveryLauncherIsRecognized) {
   EXPECT_EQ(torchrun->world, 4);
   EXPECT_EQ(torchrun->local_rank, 1);
   EXPECT_EQ(torchrun->local_world, 2);
-  EXPECT_EQ(torchrun->rendezvous, "") << "nothing says where";
+  EXPECT_EQ(torchrun->rendezvous, "") << "no rendezvous is given";
   EXPECT_EQ(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "2"}})->launcher, "the environment");
   EXPECT_EQ(launched_with({{"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_PROCID", "7"}})->world, 8);
   EXPECT_EQ(launched_with({{"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_COMM_WORLD_RANK", "1"}})->world, 3);
   EXPECT_EQ(launched_with({{"PMI_SIZE", "2"}, {"PMI_RANK", "1"}})->launcher, "mpirun (MPICH)");
   EXPECT_EQ(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}})->world, 1);
-  // mpirun inside a Slurm job has srun start a daemon per node; the ranks inherit its number.
+  // mpirun inside a Slurm job makes srun start a daemon per node; the ranks inherit its rank number.
   auto nested = launched_with({{"OMPI_COMM_WORLD_SIZE", "8"},
                                {"OMPI_COMM_WORLD_RANK", "5"},
                                {"SLURM_STEP_NUM_TASKS", "2"},
@@ -336,7 +336,7 @@ TEST(Launcher, EveryLauncherIsRecognized) {
   EXPECT_EQ(nested->rank, 5);
 }
 
-TEST(Launcher, SaysWhereTheRanksMeet) {
+TEST(Launcher, DeterminesTheRendezvous) {
   using Map = std::map<std::string, std::string>;
   auto meet = [](Map more, const Map& ranks = {{"RANK", "0"}, {"WORLD_SIZE", "2"}}) {
     more.insert(ranks.begin(), ranks.end());
@@ -345,7 +345,7 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   };
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
   EXPECT_EQ(meet({{"MASTER_ADDR", "fd00::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fd00::1]:1234");
-  // torchrun's agent occupies this port with its own store.
+  // torchrun's agent occupies this port with its store.
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
             "tcp://a:29600");
   EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "65500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
@@ -362,7 +362,7 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   EXPECT_TRUE(one.starts_with("tcp://gpu03:2")) << one;
   EXPECT_NE(one, two) << "two steps of a job may run at once";
 
-  // All on one machine: no port for others.
+  // All on one machine: the port is not open to others.
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "2"}}), "tcp://127.0.0.1:29500");
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "1"}}), "tcp://node0:29500");
   EXPECT_TRUE(
@@ -374,7 +374,7 @@ TEST(Launcher, SaysWhereTheRanksMeet) {
   EXPECT_EQ(meet({{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}}, mpi), "") << "rank 0 may be elsewhere";
 }
 
-TEST(Launcher, FirstOfSlurmsHosts) {
+TEST(Launcher, ParsesTheFirstOfSlurmsHosts) {
   for (auto [list, first] : {std::pair{"node7", "node7"},
                              {"a,b", "a"},
                              {"gpu[03-05,9],login1", "gpu03"},
@@ -387,7 +387,7 @@ TEST(Launcher, FirstOfSlurmsHosts) {
   }
 }
 
-TEST(Launcher, AWorldOfOneUnderALauncherOfMoreIsRefused) {
+TEST(Launcher, RejectsAWorldOfOneUnderALauncherOfMoreRanks) {
   expect_bad_input(
       [] {
         launched_with(
@@ -406,7 +406,7 @@ TEST(Launcher, AWorldOfOneUnderALauncherOfMoreIsRefused) {
   }
 }
 
-TEST(Launcher, ContradictionsAreRefused) {
+TEST(Launcher, RejectsContradictions) {
   expect_bad_input([] { launched_with({{"RANK", "4"}, {"WORLD_SIZE", "4"}}); }, {"RANK=4", "WORLD_SIZE=4"});
   expect_bad_input([] { launched_with({{"RANK", "0"}, {"WORLD_SIZE", "four"}}); }, {"WORLD_SIZE='four'"});
   expect_bad_input([] { launched_with({{"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE=0"});

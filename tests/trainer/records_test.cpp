@@ -1,4 +1,4 @@
-// What a run writes: every line is JSON with the documented fields, whatever the numbers were.
+// The output of a run: every line is JSON with the documented fields, whatever the values.
 #include "trainer/log/records.h"
 
 #include <fmt/format.h>
@@ -105,7 +105,7 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(json::parse(summary_record({}))["type"], "summary");
 }
 
-TEST(Records, NumbersThatAreNotFiniteBecomeNull) {
+TEST(Records, NonFiniteNumbersBecomeNull) {
   for (double bad : {double{NAN}, double{INFINITY}, -double{INFINITY}}) {
     json s = json::parse(step_record(step(0, bad)));
     EXPECT_TRUE(s["loss"].is_null());
@@ -118,14 +118,14 @@ TEST(Records, NumbersThatAreNotFiniteBecomeNull) {
   }
 }
 
-TEST(Records, PathThatIsNotUtf8StaysValidJson) {
+TEST(Records, PathsThatAreNotUtf8StayValidJson) {
   TrainConfig c = config();
   c.data = DataSpec::parse("cifar10:/data/\xff\xfe");
   EXPECT_TRUE(json::parse(run_record(c, data(), {})).is_object());
 }
 
-// The rank that takes a run over goes on with its log, without what it will report again.
-TEST(Records, ALogSurvivesTheRankThatWroteIt) {
+// A rank that takes over a run continues its log, and drops the records that it will report again.
+TEST(Records, AnotherRankContinuesTheLog) {
   const TemporaryFolder folder;
   const std::string path = folder.path("run.jsonl");
   const TrainConfig c = config();
@@ -145,7 +145,7 @@ TEST(Records, ALogSurvivesTheRankThatWroteIt) {
       {.step = 2, .joined = {4}, .ranks = {1, 2, 4}, .global_batch = 32, .lr = 0.5, .seconds = NAN});
   after.on_eval({.step = 2});
   after.on_step(step(2, 1));
-  before.on_step(step(3, 1));  // it was stopped, and goes nowhere now
+  before.on_step(step(3, 1));  // the stopped rank must not write to the log
   std::vector<std::string> types;
   for (const json& record : lines(path)) types.push_back(record["type"]);
   EXPECT_EQ(types, (std::vector<std::string>{"run", "step", "step", "shrink", "grow", "eval", "step"}));
@@ -162,8 +162,8 @@ TEST(Records, ALogSurvivesTheRankThatWroteIt) {
   EXPECT_TRUE(grow["seconds"].is_null());
 }
 
-// Phases that follow one another add up to the step; what runs concurrently does not count.
-TEST(Records, SharesAreOfTheTimeOfAllSteps) {
+// Consecutive phases add up to the step; concurrent work does not count.
+TEST(Records, SharesAreRelativeToAllSteps) {
   Summarizer summarizer;
   for (double ms : {10.0, 30.0}) {
     StepRecord s = step(0, 1);
@@ -200,7 +200,7 @@ TEST(Records, SharesAreOfTheTimeOfAllSteps) {
 TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   Summarizer summarizer;
   summarizer.on_run(info("two_shot"));
-  std::vector<uint64_t> wire{400, 100, 100};  // a dense first step does not move the median
+  std::vector<uint64_t> wire{400, 100, 100};  // a dense first step does not change the median
   for (int64_t i = 0; i < 3; ++i)
     summarizer.on_step(step(i, 3.0 - static_cast<double>(i), wire[static_cast<size_t>(i)]));
   summarizer.on_eval({.test_accuracy = 0.1});
@@ -215,7 +215,7 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summary.final_loss, 2.0);
   EXPECT_EQ(summary.schedule, "two_shot");
   EXPECT_EQ(summary.tflops, 0.5);
-  EXPECT_EQ(summary.data_wait_share, 4.0 / 33.0);  // of all steps, not of the median one
+  EXPECT_EQ(summary.data_wait_share, 4.0 / 33.0);  // of all steps, not of the median step
   EXPECT_FALSE(summary.peak_fraction);
   RunInfo measured = info("two_shot");
   measured.peak_tflops = 2;
@@ -223,8 +223,9 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summarizer.summary(2.5).peak_fraction, 0.25);
 }
 
-// In a ring each rank waits for the one before it, which may itself wait: the late one is who waits least.
-TEST(Records, AStragglerIsTheRankThatWaitsLeast) {
+// In a ring, each rank waits for the previous one, which may itself wait: the straggler is the rank that
+// waits least.
+TEST(Records, StragglerIsTheRankThatWaitsLeast) {
   auto text = [](std::vector<std::vector<double>> waited_s) {
     Summarizer summarizer;
     summarizer.on_step(step(0, 1.0));
@@ -255,7 +256,7 @@ TEST(Records, AWorldOfOneHasNoRatioAndARunWithoutEvaluationNoAccuracy) {
   EXPECT_TRUE(summary["test_accuracy"].is_null());
 }
 
-TEST(Records, MedianIgnoresWhatWasNotMeasured) {
+TEST(Records, MedianIgnoresMissingMeasurements) {
   EXPECT_EQ(median({3, 1, 2}), 2);
   EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
   EXPECT_EQ(median({NAN, 5, NAN}), 5);
@@ -282,7 +283,7 @@ TEST(Records, CompareDocumentHasExactlyTheDocumentedFields) {
   std::sort(fields.begin(), fields.end());
   EXPECT_EQ(fields, expected);
   EXPECT_EQ(document[0]["ratio"], 4.0);
-  EXPECT_TRUE(document[0]["test_accuracy_std"].is_null());  // of one run
+  EXPECT_TRUE(document[0]["test_accuracy_std"].is_null());  // a single run
 }
 
 TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
@@ -310,11 +311,11 @@ TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
             (json{{"seed", 6}, {"test_accuracy", 0.81}, {"final_loss", 2.0}, {"log", "out.1.jsonl"}}));
   EXPECT_NE(compare_table({run}).find("81.00 +-1.00 %  2.0000 +-1.0000"), std::string::npos)
       << compare_table({run});
-  run.seeds[1].summary.test_accuracy = {};  // it was never evaluated
+  run.seeds[1].summary.test_accuracy = {};  // never evaluated
   EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());
 }
 
-TEST(EarlierRun, IsReadBackFromItsLog) {
+TEST(EarlierRun, IsReadFromItsLog) {
   TemporaryFolder folder;
   const std::string path = folder.path("run.jsonl");
   EXPECT_EQ(read_earlier_run(path).settings, "");
@@ -346,7 +347,7 @@ TEST(EarlierRun, IsReadBackFromItsLog) {
   EXPECT_EQ(read_earlier_run(path).settings, "");
 }
 
-TEST(EarlierRun, SettingsAreWhatResultsFollowFrom) {
+TEST(EarlierRun, SettingsAreThoseThatDetermineResults) {
   const TrainConfig c = config();
   const DataSplits d = data();
   const std::string settings = settings_text(run_record(c, d, info("ring")));
@@ -367,7 +368,7 @@ TEST(EarlierRun, SettingsAreWhatResultsFollowFrom) {
   EXPECT_NE(settings_text(run_record(c, make_synthetic(VitConfig{}, 30, 10, 0), info("ring"))), settings);
 }
 
-TEST(RunLog, EachRecordIsInTheFileAsSoonAsItIsWritten) {
+TEST(RunLog, WritesEachRecordImmediately) {
   TemporaryFolder folder;
   TrainConfig c = config();
   DataSplits d = data();
@@ -386,7 +387,7 @@ TEST(RunLog, EachRecordIsInTheFileAsSoonAsItIsWritten) {
   EXPECT_EQ(records[3]["type"], "summary");
 }
 
-TEST(RunLog, PathThatCannotBeWrittenIsRefusedAtOnce) {
+TEST(RunLog, RejectsUnwritablePathsAtOnce) {
   TemporaryFolder folder;
   TrainConfig c = config();
   DataSplits d = data();
@@ -398,7 +399,7 @@ TEST(RunLog, PathThatCannotBeWrittenIsRefusedAtOnce) {
   EXPECT_FALSE(std::filesystem::exists(folder.path("none")));
 }
 
-TEST(RunLog, FilesThatAreTheSameAreRefusedHoweverTheyAreNamed) {
+TEST(RunLog, RejectsEqualFilesUnderDifferentNames) {
   TemporaryFolder folder;
   testing::write_bytes(folder.path("run"), {});
   std::filesystem::create_symlink(folder.path("run"), folder.path("link"));
@@ -417,7 +418,7 @@ TEST(RunLog, FilesThatAreTheSameAreRefusedHoweverTheyAreNamed) {
       {"the same file"});
 }
 
-TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
+TEST(RunLog, AtomicWritesLeaveTheOldOrTheNewFile) {
   TemporaryFolder folder;
   std::string path = folder.path("out.json");
   OutputFile(path).write("one");
@@ -427,7 +428,7 @@ TEST(RunLog, AtomicWriteLeavesTheOldFileOrTheNew) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
-TEST(Console, NumbersHaveReadableUnits) {
+TEST(Console, FormatsNumbersWithUnits) {
   EXPECT_EQ(human_bytes(0), "0 B");
   EXPECT_EQ(human_bytes(999), "999 B");
   EXPECT_EQ(human_bytes(1000), "1.00 kB");
@@ -468,9 +469,9 @@ TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
   EXPECT_TRUE(document[1]["bucket_mb"].is_number_integer());
 }
 
-// Output to a file or a pipe has no control characters, and a line for the first step,
-// every n-th and the last.
-TEST(Console, OffATerminalItPrintsPlainLines) {
+// Output to a file or a pipe has no control characters, and a line for the first step, every n-th and the
+// last.
+TEST(Console, PrintsPlainLinesIfNotATerminal) {
   TemporaryFolder folder;
   TrainConfig c = config();
   c.steps = 10;

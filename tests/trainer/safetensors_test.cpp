@@ -1,4 +1,4 @@
-// Safetensors files: what is written is read back, and a file that cannot be right is refused by name.
+// Safetensors files: written data is read back, and invalid files are rejected by name.
 #include "trainer/checkpoint/safetensors.h"
 
 #include <fmt/format.h>
@@ -31,7 +31,7 @@ class SafetensorsTest : public ::testing::Test {
   const std::string path_ = folder_.path("file.safetensors");
 };
 
-TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
+TEST_F(SafetensorsTest, RoundTrips) {
   SafetensorsWriter writer(path_, {{"who", "\"me\"\n"}}, {{"a", {2, 3}}, {"empty", {0}}, {"scalar", {}}});
   const std::vector<float> values{1, 2, 3, 4, 5, -0.0f, NAN};
   writer.write({values.data(), 2});
@@ -55,8 +55,8 @@ TEST_F(SafetensorsTest, WhatIsWrittenIsReadAgain) {
   EXPECT_THROW(cut_short.finish(), Error);
 }
 
-// Names that are looked up one after the other would take 200,000 tensors minutes, here and in an --init.
-TEST_F(SafetensorsTest, AFileMayHaveVeryManyTensors) {
+// Looking up names one after the other would take minutes with 200,000 tensors, here and in an --init.
+TEST_F(SafetensorsTest, FilesMayHaveHundredsOfThousandsOfTensors) {
   constexpr int kTensors = 200'000;
   std::vector<SafetensorsWriter::Entry> entries;
   for (int i = 0; i < kTensors; ++i) entries.push_back({fmt::format("t{}", i), {1}});
@@ -73,7 +73,7 @@ TEST_F(SafetensorsTest, AFileMayHaveVeryManyTensors) {
   }
 }
 
-TEST_F(SafetensorsTest, SeveralWritersMakeTheFileOfOne) {
+TEST_F(SafetensorsTest, SeveralWritersProduceTheFileOfOne) {
   const std::vector<float> values{1, 2, 3, 4, 5, 6, 7, 8, 9};
   const std::vector<SafetensorsWriter::Entry> entries{{"a", {5}}, {"b", {2, 2}}};
   SafetensorsWriter alone(folder_.path("alone"), {}, entries);
@@ -103,8 +103,8 @@ TEST_F(SafetensorsTest, SeveralWritersMakeTheFileOfOne) {
   SafetensorsReader(path_).verify(true);
 }
 
-// With a search for each of them this takes minutes.
-TEST_F(SafetensorsTest, HundredsOfThousandsOfTensorsAreWrittenAndReadAgain) {
+// A linear search per tensor would take minutes.
+TEST_F(SafetensorsTest, RoundTripsHundredsOfThousandsOfTensors) {
   std::vector<SafetensorsWriter::Entry> entries;
   for (int i = 0; i < 200'000; ++i) entries.push_back({std::to_string(i), {1}});
   SafetensorsWriter writer(path_, {}, entries);
@@ -119,7 +119,7 @@ TEST_F(SafetensorsTest, HundredsOfThousandsOfTensorsAreWrittenAndReadAgain) {
   EXPECT_EQ(last, 3.0f);
 }
 
-TEST_F(SafetensorsTest, ImpossibleHeadersAreRefused) {
+TEST_F(SafetensorsTest, RejectsInvalidHeaders) {
   auto tensor = [](const std::string& name, const std::string& shape, const std::string& offsets) {
     return "\"" + name + "\":{\"dtype\":\"F32\",\"shape\":" + shape + ",\"data_offsets\":" + offsets + "}";
   };

@@ -1,4 +1,4 @@
-// What --trace writes: a complete file with properly nested spans. The run itself is unchanged.
+// The output of --trace: a complete file with properly nested spans. The run itself is unchanged.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -97,7 +97,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
     for (int rank = 0; rank < 3; ++rank) {
       std::map<std::pair<int64_t, int64_t>, std::string> phases;  // of a step and bucket, in order
       std::map<int64_t, int64_t> bytes;
-      for (const char* stream : {"communicate", "communicate 2"}) {  // buckets take turns
+      for (const char* stream : {"communicate", "communicate 2"}) {  // buckets alternate
         for (const Span& s : rows.at({rank, stream})) {
           if (s.category == "exchange") continue;
           phases[{s.step, s.bucket}] += s.category + " ";
@@ -111,7 +111,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
         EXPECT_NE(text.find("communicate "), std::string::npos) << where;
         if (std::string(spec) == "fp32") {
           EXPECT_EQ(text, "communicate ") << where;
-        } else if (bytes[key.second] > 1000) {  // of fewer bytes a rank may have no part to encode or decode
+        } else if (bytes[key.second] > 1000) {  // below that, a rank may have nothing to encode
           EXPECT_TRUE(text.starts_with("compress communicate ")) << where;
           EXPECT_TRUE(text.ends_with("decompress ")) << where;
         }
@@ -127,7 +127,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
   }
 }
 
-TEST_P(TraceTest, SpansOfOneStreamFollowEachOtherOrNest) {
+TEST_P(TraceTest, SpansOfOneStreamAreDisjointOrNested) {
   for (const char* spec : {"bf16:schedule=ring", "powersgd:rank=2"}) {
     train(config(4, spec));
     const Rows rows = rows_of(read());
@@ -147,7 +147,7 @@ TEST_P(TraceTest, SpansOfOneStreamFollowEachOtherOrNest) {
   }
 }
 
-TEST_P(TraceTest, ThePartsOfAStepAreInsideIt) {
+TEST_P(TraceTest, StepsContainTheirParts) {
   train(config(2, "bf16"));
   const Rows rows = rows_of(read());
   for (const auto& [where, spans] : rows) {
@@ -169,7 +169,7 @@ TEST_P(TraceTest, ThePartsOfAStepAreInsideIt) {
   }
 }
 
-TEST_P(TraceTest, ATraceChangesNoBit) {
+TEST_P(TraceTest, TracingChangesNoBit) {
   for (const char* spec : {"bf16:round=stochastic", "powersgd:rank=2,wire=bf16"}) {
     TrainConfig c = config(3, spec);
     const uint64_t traced = train(c);
@@ -178,7 +178,7 @@ TEST_P(TraceTest, ATraceChangesNoBit) {
   }
 }
 
-TEST_P(TraceTest, AFailedRunLeavesTheStepsItMade) {
+TEST_P(TraceTest, AFailedRunKeepsItsCompletedSteps) {
   EXPECT_THROW(train(config(2, "bf16"), 5), Error);
   Json trace = read();
   EXPECT_NE(trace["otherData"]["error"].get<std::string>().find("enough of this"), std::string::npos);
@@ -188,13 +188,13 @@ TEST_P(TraceTest, AFailedRunLeavesTheStepsItMade) {
   EXPECT_TRUE(steps.contains(3) && steps.contains(4));
   EXPECT_FALSE(steps.contains(6));
 
-  EXPECT_THROW(train(config(2, "bf16"), 0), Error);  // before anything is traced
+  EXPECT_THROW(train(config(2, "bf16"), 0), Error);  // before tracing starts
   trace = read();
   EXPECT_TRUE(rows_of(trace).empty());
   EXPECT_FALSE(std::filesystem::exists(folder_.path("trace.json.tmp")));
 }
 
-TEST_P(TraceTest, AWorldOfOneTracesItsOwnWorkOnly) {
+TEST_P(TraceTest, AWorldOfOneTracesNoCommunication) {
   train(config(1, "bf16"));
   std::set<std::string> streams;
   const Rows rows = rows_of(read());
@@ -202,8 +202,8 @@ TEST_P(TraceTest, AWorldOfOneTracesItsOwnWorkOnly) {
   EXPECT_EQ(streams, (std::set<std::string>{"compute", "host thread"}));
 }
 
-// Beyond the cap spans are counted, not kept, so that a long range of steps cannot fill the memory.
-TEST_P(TraceTest, ATraceIsBounded) {
+// Spans beyond the cap are counted, not stored, so that a long range of steps cannot exhaust memory.
+TEST_P(TraceTest, BoundsTheNumberOfSpans) {
   const Device device = GetParam();
   const Stream stream = Stream::create(device, "compute");
   Tracer tracer(device, std::chrono::steady_clock::now(), 0, 1 << 30);

@@ -1,4 +1,4 @@
-// The training loop's properties, over ranks.
+// Properties of the training loop, over ranks.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -139,7 +139,7 @@ TEST_P(TrainTest, SameConfigSameBits) {
   }
 }
 
-TEST_P(TrainTest, AGraphGivesTheSameBits) {
+TEST_P(TrainTest, GraphsGiveTheSameBits) {
   struct Case {
     const char* spec;
     int ranks;
@@ -170,7 +170,7 @@ TEST_P(TrainTest, AGraphGivesTheSameBits) {
   }
 }
 
-TEST_P(TrainTest, AForwardThatBeginsBeforeTheGradientsArriveGivesTheSameBits) {
+TEST_P(TrainTest, OverlappingForwardGivesTheSameBits) {
   struct Case {
     const char* spec;
     int ranks;
@@ -209,13 +209,13 @@ TEST_P(TrainTest, AForwardThatBeginsBeforeTheGradientsArriveGivesTheSameBits) {
   }
 }
 
-// Of five buckets: those that backward's time suffices for as they fill, then from the last.
-TEST(ExchangeOrder, IsTheOneForwardNeedsFirstOfThoseThatAreFull) {
+// With five buckets: the buckets that fit in backward's time as they fill, then the others from the last.
+TEST(ExchangeOrder, SendsTheFullBucketThatForwardNeedsFirst) {
   std::vector<BucketRange> buckets;
   for (int b = 0; b < 5; ++b) buckets.push_back({b, b + 1, 100 * b, 100 * (b + 1)});
   using Order = std::vector<int>;
   EXPECT_EQ(exchange_order(buckets, 0.0), (Order{4, 3, 2, 1, 0}));  // all are full at once
-  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));  // all others when the first has been sent
+  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));  // the others once the first has been sent
   EXPECT_EQ(exchange_order(buckets, 0.3), (Order{0, 3, 4, 2, 1}));
   EXPECT_EQ(exchange_order(buckets, 0.6), (Order{0, 1, 3, 4, 2}));
   EXPECT_EQ(exchange_order(buckets, 1.0), (Order{0, 1, 2, 3, 4}));
@@ -223,8 +223,8 @@ TEST(ExchangeOrder, IsTheOneForwardNeedsFirstOfThoseThatAreFull) {
   EXPECT_EQ(exchange_order({}, 0.5), Order{});
 }
 
-// Every rank holds a part of the moments, and updates its part of the weights.
-TEST_P(TrainTest, ADividedRunGivesTheBitsOfAWholeOne) {
+// Every rank holds a part of the moments and updates its part of the weights.
+TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
   for (const char* spec : {"fp32:schedule=two_shot", "powersgd:rank=2,schedule=two_shot"}) {
     for (int ranks : thinned({1, 2, 3, 5, 8})) {
       TrainConfig c = config(ranks, spec);
@@ -246,7 +246,7 @@ TEST_P(TrainTest, ADividedRunGivesTheBitsOfAWholeOne) {
   }
 }
 
-TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
+TEST_P(TrainTest, ShardedOptimizersMatchUnshardedOnesBitForBit) {
   for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "powersgd:rank=2"}) {
     for (int ranks : thinned({1, 2, 3, 4, 8})) {
       TrainConfig c = config(ranks, spec);
@@ -268,8 +268,8 @@ TEST_P(TrainTest, ADividedOptimizerGivesTheBitsOfAWholeOne) {
   }
 }
 
-// The run itself ends with an error if ranks differ in a bit of their weights.
-TEST_P(TrainTest, WeightsGatheredInFewBytesAreTheSameOnAllRanksAndTrain) {
+// The run ends with an error if the ranks' weights differ in a bit.
+TEST_P(TrainTest, CompressedWeightsAreEqualOnAllRanksAndTrain) {
   const Recorder exact = train(config(4));
   Sharding shard = Sharding::full;
   for (const char* format : thinned({"bf16", "fp8", "int8", "int4:rotate=hadamard"}, 2)) {
@@ -290,7 +290,7 @@ TEST_P(TrainTest, WeightsGatheredInFewBytesAreTheSameOnAllRanksAndTrain) {
   }
 }
 
-TEST_P(TrainTest, ADividedOptimizerNeedsAnNthOfTheMemory) {
+TEST_P(TrainTest, ShardedOptimizersNeedAnNthOfTheMemory) {
   for (int ranks : {1, 2, 4, 8}) {
     TrainConfig c = config(ranks);
     const RunMemory whole = plan_memory(c);
@@ -340,7 +340,7 @@ TEST_P(TrainTest, ARunTakesTheMemoryOfItsPlan) {
   }
 }
 
-TEST_P(TrainTest, GraphsOfGpuRanksInOneProcessAreRefused) {
+TEST_P(TrainTest, RejectsGraphsOfGpuRanksInOneProcess) {
   TrainConfig c = config(2);
   c.graph = true;
   Recorder recorder;
@@ -351,7 +351,7 @@ TEST_P(TrainTest, GraphsOfGpuRanksInOneProcessAreRefused) {
   }
 }
 
-TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
+TEST_P(TrainTest, CopyingGradientsInAndOutGivesTheSameBits) {
   for (const char* spec : {"fp32", "powersgd:rank=2,wire=bf16"}) {
     TrainConfig c = config(3, spec);
     c.bucket_mb = 0.003;  // many buckets
@@ -368,11 +368,11 @@ TEST_P(TrainTest, GradientsThatAreCopiedInAndOutGiveTheSameBits) {
   }
 }
 
-// The same global batches, whatever the split over ranks and micro-batches: only summation order may differ.
+// The same global batches for any split over ranks and micro-batches: only the order of additions may differ.
 TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   auto run = [&](int ranks, int64_t batch, int64_t accumulate) {
     TrainConfig c = config(ranks);
-    c.optimizer = OptimizerKind::sgd;  // AdamW divides: rounding of tiny gradients becomes whole steps
+    c.optimizer = OptimizerKind::sgd;  // AdamW divides: rounding errors of tiny gradients become whole steps
     c.lr = 0.05;
     c.batch_size = batch;
     c.accumulate = accumulate;
@@ -390,7 +390,7 @@ TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   }
 }
 
-TEST_P(TrainTest, RecordsSayWhatHappened) {
+TEST_P(TrainTest, RecordsMatchTheRun) {
   TrainConfig c = config(2, "bf16");
   c.measure_peak = true;
   c.steps = 27;  // an epoch has 192 / 16 = 12 steps
@@ -427,7 +427,7 @@ TEST_P(TrainTest, RecordsSayWhatHappened) {
     // All ranks are on one device.
     EXPECT_NEAR(step.tflops * step.step_ms * 1e9, training_flops_per_image(c.model) * 16, 1);
   }
-  // After each epoch and at the end, on all images, and after all earlier steps were reported.
+  // After each epoch and at the end, on all images, and after all earlier steps have been reported.
   ASSERT_EQ(r.evals.size(), 3u);
   EXPECT_EQ(r.steps_before_eval, (std::vector<size_t>{12, 24, 27}));
   for (const EvalRecord& e : r.evals) EXPECT_EQ(e.images, 50);
@@ -449,9 +449,9 @@ TEST_P(TrainTest, EvaluationDoesNotDependOnTheBatchSize) {
   }
 }
 
-TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
+TEST_P(TrainTest, EvalEverySelectsTheEpochs) {
   TrainConfig c = config(1);
-  c.batch_size = 64;  // 3 steps an epoch
+  c.batch_size = 64;  // 3 steps per epoch
   c.steps = 14;
   c.eval_every = 2;
   EXPECT_EQ(train(c).steps_before_eval, (std::vector<size_t>{6, 12, 14}));
@@ -462,7 +462,7 @@ TEST_P(TrainTest, EvalEveryChoosesTheEpochs) {
   EXPECT_EQ(never.ends, 1);
 }
 
-TEST_P(TrainTest, ThePlannedMemoryIsWhatARunUses) {
+TEST_P(TrainTest, RunsUseThePlannedMemory) {
   for (const char* spec : {"fp32", "bf16", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"}) {
     TrainConfig c = config(3, spec);
     c.steps = 1;
@@ -480,7 +480,7 @@ TEST_P(TrainTest, WorldOfOneSendsNothing) {
     EXPECT_EQ(step.wire_bytes, 0u);
     EXPECT_EQ(step.comm_ms, 0);
   }
-  EXPECT_EQ(r.hash, train(config(1, "fp32")).hash);  // nothing is compressed either
+  EXPECT_EQ(r.hash, train(config(1, "fp32")).hash);  // compression is also unused
 }
 
 TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
@@ -497,7 +497,7 @@ TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
   }
 }
 
-TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
+TEST_P(TrainTest, FailuresInSetUpEndTheOtherRanks) {
   TrainConfig c = config(3);
   c.batch_size = 65;  // the shard of a rank has 64 images
   Recorder recorder;
@@ -505,7 +505,7 @@ TEST_P(TrainTest, ARankThatFailsInSetUpEndsTheOthers) {
   EXPECT_EQ(recorder.runs, 0);
 }
 
-TEST_P(TrainTest, ARankThatNeverComesIsNamedInsteadOfAHang) {
+TEST_P(TrainTest, NamesAMissingRankInsteadOfHanging) {
   TrainConfig c = config(2);
   const std::chrono::milliseconds timeout(300);
   auto comms = Communicator::create_local(c.devices, timeout);
@@ -516,9 +516,9 @@ TEST_P(TrainTest, ARankThatNeverComesIsNamedInsteadOfAHang) {
   expect_error<CommError>([&] { RankTrainer(shared, *comms[0]).run(); }, {"rank 1"});
 }
 
-TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
+TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   TrainConfig c = config(3, "bf16");
-  TrainConfig shorter = c;  // rank 2 leaves after 4 of 12 steps
+  TrainConfig shorter = c;  // rank 2 stops after 4 of 12 steps
   shorter.steps = 4;
   shorter.eval_every = c.eval_every = 0;
   auto comms = Communicator::create_local(c.devices, std::chrono::seconds(60));
@@ -543,12 +543,12 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithItsReason) {
       trainer.reset();
     });
   }
-  threads.clear();  // joins, and must do so long before the timeout
+  threads.clear();  // joins, which must take far less than the timeout
   for (const std::string& reason : reasons)
     EXPECT_NE(reason.find("rank 2 went home"), std::string::npos) << reason;
 }
 
-TEST_P(TrainTest, RefusesNonsense) {
+TEST_P(TrainTest, RejectsInvalidConfigurations) {
   Recorder recorder;
   for (auto spoil : std::vector<std::function<void(TrainConfig&)>>{
            [](TrainConfig& c) { c.steps = 0; }, [](TrainConfig& c) { c.batch_size = 0; },
@@ -594,7 +594,7 @@ TEST(ParameterHash, SeesEveryBitAndTheOrder) {
   EXPECT_EQ(hex(0x1f), "000000000000001f");
 }
 
-TEST(RankReports, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
+TEST(RankReports, RoundsKeepTheirOrderAndAbortEndsTheWait) {
   LocalRankReports reports(2, std::chrono::seconds(60));
   reports.post(1, {.loss = 10});
   reports.post(1, {.loss = 20});
@@ -607,14 +607,14 @@ TEST(RankReports, RoundsKeepTheirOrderAndAnAbortEndsTheWait) {
   std::thread aborter([&] { reports.abort("rank 1 failed"); });
   try {
     reports.collect();
-    ADD_FAILURE() << "collected what nobody posted";
+    ADD_FAILURE() << "collected a report that was not posted";
   } catch (const CommError& error) {
     EXPECT_STREQ(error.what(), "rank 1 failed");
   }
   aborter.join();
 }
 
-TEST(RankReports, NamesTheRankThatIsLate) {
+TEST(RankReports, NamesTheLateRank) {
   LocalRankReports reports(3, std::chrono::milliseconds(20));
   reports.post(0, {});
   reports.post(2, {});

@@ -1,4 +1,4 @@
-// The model's properties, without ranks: parameters, initialization, gradients.
+// Properties of the model, without ranks: parameters, initialization, gradients.
 #include "trainer/model/vit.h"
 
 #include <fmt/format.h>
@@ -73,7 +73,7 @@ struct Bench {
     std::vector<float> poison(static_cast<size_t>(layout.elements), std::numeric_limits<float>::quiet_NaN());
     to_device(stream, gradients.as<float>(), std::span<const float>(poison));
   }
-  // All weights random, so that no gradient is zero.
+  // Makes all weights random, so that no gradient is zero.
   void randomize(uint32_t seed) {
     std::vector<float> noise = normal(weights.size(), seed, 0.15f);
     for (size_t i = 0; i < weights.size(); ++i) weights[i] += noise[i];
@@ -109,7 +109,7 @@ struct Bench {
 class VitTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(VitTest);
 
-TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
+TEST(VitParameters, CountsAndTensorsMatchTorchvision) {
   struct Known {
     const char* name;
     int64_t parameters;
@@ -129,10 +129,10 @@ TEST(VitParameters, CountsAndTensorsAreTorchvisions) {
   }
 }
 
-TEST(VitParameters, TrainingFlopsAreThoseOfThePublishedModels) {
+TEST(VitParameters, TrainingFlopsMatchThePublishedModels) {
   EXPECT_NEAR(training_flops_per_image(named_model("vit_l_32")), 91.96e9, 0.005e9);
   EXPECT_NEAR(training_flops_per_image(named_model("vit_b_16")), 105.15e9, 0.005e9);
-  // By hand: one patch of one pixel, so two tokens; width 1, one layer, MLP 1, one class.
+  // Counted by hand: one patch of one pixel, so two tokens; width 1, one layer, MLP 1, one class.
   VitConfig unit{.name = "unit",
                  .image = 1,
                  .channels = 1,
@@ -145,7 +145,7 @@ TEST(VitParameters, TrainingFlopsAreThoseOfThePublishedModels) {
   EXPECT_EQ(training_flops_per_image(unit), 2 * (3 * (2 * 4 + 2 * 2 * 2 + 2 * 2) + 2 + 3));
 }
 
-TEST(VitParameters, LayoutKeepsTensorsApartAndAligned) {
+TEST(VitParameters, LayoutSeparatesAndAlignsTensors) {
   VitConfig config = small_config();
   config.classes = 5;  // a head bias of 5 floats leaves a gap
   std::vector<VitParameter> parameters = vit_parameters(config);
@@ -161,7 +161,7 @@ TEST(VitParameters, LayoutKeepsTensorsApartAndAligned) {
   EXPECT_GT(layout.elements, count_elements(parameters));
 }
 
-TEST(VitInitialization, FollowsTorchvisionsDistributions) {
+TEST(VitInitialization, MatchesTorchvisionsDistributions) {
   VitConfig config = named_model("vit_s_16");
   config.depth = 1;
   std::vector<VitParameter> parameters = vit_parameters(config);
@@ -189,7 +189,7 @@ TEST(VitInitialization, FollowsTorchvisionsDistributions) {
     Moments m = moments(name);
     EXPECT_NEAR(m.mean, 0, 0.15 * deviation) << name;
     EXPECT_NEAR(m.deviation, deviation, 0.1 * deviation) << name;
-    EXPECT_GT(m.most, 2.2 * deviation) << name;  // wider than any uniform
+    EXPECT_GT(m.most, 2.2 * deviation) << name;  // wider than any uniform distribution
   };
   auto expect_uniform = [&](const std::string& name, double bound) {
     Moments m = moments(name);
@@ -219,7 +219,7 @@ TEST(VitInitialization, FollowsTorchvisionsDistributions) {
   expect_uniform(layer + "mlp.3.weight", std::sqrt(6.0 / (c + f)));
 }
 
-TEST(VitInitialization, DependsOnTheSeedAndNothingElse) {
+TEST(VitInitialization, DependsOnlyOnTheSeed) {
   std::vector<VitParameter> parameters = vit_parameters(small_config());
   ParameterLayout layout = packed_layout(parameters);
   auto draw = [&](uint64_t seed, int threads) {
@@ -246,7 +246,7 @@ TEST(VitInitialization, TruncatedNormalStaysWithinTwo) {
   EXPECT_GT(*high, 1.9f);
   double squares = 0;
   for (float v : values) squares += double(v) * v;
-  EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);  // of a normal cut at two standard deviations
+  EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);  // of a normal truncated at two standard deviations
 }
 
 void expect_gradient_of_finite_differences(Bench bench) {
@@ -254,7 +254,7 @@ void expect_gradient_of_finite_differences(Bench bench) {
   const std::vector<float> gradient = bench.gradient();
   const std::vector<float> weights = bench.weights;
   for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
-    // Along the gradient the loss changes fastest, so rounding matters least.
+    // Along the gradient, the loss changes fastest, so rounding matters least.
     std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
     double norm = 0;
     for (float v : g) norm += double(v) * v;
@@ -286,7 +286,7 @@ TEST_P(VitTest, GradientMatchesFiniteDifferencesInEveryTensor) {
   expect_gradient_of_finite_differences({small_config(), GetParam(), 3, 11});
 }
 
-TEST_P(VitTest, TheTanhFormsGradientMatchesFiniteDifferencesToo) {
+TEST_P(VitTest, GradientOfTheTanhFormMatchesFiniteDifferences) {
   expect_gradient_of_finite_differences({small_config(Gelu::tanh), GetParam(), 3, 11});
   Bench exact(small_config(), GetParam(), 3, 11), approximate(small_config(Gelu::tanh), GetParam(), 3, 11);
   exact.randomize(5);
@@ -340,7 +340,7 @@ TEST_P(VitTest, GradientIsFinalWhenReadyIsCalled) {
   }
 }
 
-TEST_P(VitTest, AccumulatingTwiceTheHalfIsTheWhole) {
+TEST_P(VitTest, AccumulatingTwoHalvesGivesTheWhole) {
   Bench bench(small_config(), GetParam(), 3, 4);
   bench.randomize(6);
   const std::vector<float> whole = bench.gradient();
@@ -356,7 +356,7 @@ TEST_P(VitTest, AccumulatingTwiceTheHalfIsTheWhole) {
 }
 
 TEST_P(VitTest, BatchesAreIndependentOfEachOther) {
-  // One image's logits do not depend on what else is in the batch, nor on the arena's earlier content.
+  // One image's logits depend neither on other images of the batch nor on earlier contents of the arena.
   VitConfig config = small_config();
   Bench bench(config, GetParam(), 6, 8);
   bench.randomize(2);
@@ -396,7 +396,7 @@ TEST_P(VitTest, Bf16IsWithinItsRoundingsOfFp32InEveryTensor) {
     for (size_t j = 0; j < a.size(); ++j) difference[j] = a[j] - b[j];
     const double error = norm_of(difference) / norm_of(a);
     EXPECT_LT(error, kBound) << bench.vit.parameters()[i].name;
-    EXPECT_GT(error, 1.0 / 4096) << bench.vit.parameters()[i].name << ": was nothing rounded?";
+    EXPECT_GT(error, 1.0 / 4096) << bench.vit.parameters()[i].name << ": nothing was rounded";
   }
   exact.vit.forward(exact.images.as<float>(), 8);
   bench.vit.forward(bench.images.as<float>(), 8);
@@ -419,7 +419,7 @@ TEST_P(VitTest, Bf16KeepsTheContractsOfReadyGapsAndAccumulation) {
     expected.push_back(static_cast<int>(i));
     std::span<const float> a = bench.tensor(whole, static_cast<int>(i)),
                            b = bench.tensor(twice, static_cast<int>(i));
-    // Half of a gradient has half of its rounding errors, except for FP32's in the sums.
+    // Half of a gradient has half of its rounding errors, except for those of FP32 in the sums.
     for (size_t j = 0; j < a.size(); ++j) {
       ASSERT_NEAR(a[j], b[j], 1e-6 + 1e-5 * std::abs(a[j])) << bench.vit.parameters()[i].name << " " << j;
     }
@@ -429,7 +429,7 @@ TEST_P(VitTest, Bf16KeepsTheContractsOfReadyGapsAndAccumulation) {
   for (size_t j = 0; j < whole.size(); ++j) EXPECT_EQ(std::isnan(whole[j]), !written[j]) << "element " << j;
 }
 
-TEST_P(VitTest, RoundedWeightsAreTheNearestOfTheWeights) {
+TEST_P(VitTest, RoundedWeightsAreTheNearest) {
   Bench bench(small_config(), GetParam(), 1, 3, Precision::bf16);
   auto expect_rounded = [&](const std::vector<float>& weights) {
     auto copy =
@@ -446,8 +446,8 @@ TEST_P(VitTest, RoundedWeightsAreTheNearestOfTheWeights) {
   EXPECT_THROW(Vit(small_config(), bench.stream, bench.layout, {.share = &bench.vit}), Error);
 }
 
-// Of FP32 they differ by how sums are ordered, of BF16 by where weights and biases are rounded.
-TEST_P(VitTest, AttentionAsOneOpGivesTheGradientsOfItsParts) {
+// Compared with FP32, the order of sums differs; with BF16, where weights and biases are rounded.
+TEST_P(VitTest, FusedAttentionHasTheGradientsOfItsParts) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     auto once = [&](bool fused) {
       Bench bench(small_config(), GetParam(), 3, 5, precision, fused);
@@ -473,8 +473,8 @@ TEST_P(VitTest, AttentionAsOneOpGivesTheGradientsOfItsParts) {
   }
 }
 
-// Groups that do not divide the depth, and those of which somebody waits for the last two layers, among them.
-TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAlone) {
+// Includes groups that do not divide the depth, and groups with waits for the last two layers.
+TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
   VitConfig config = small_config();
   config.depth = 5;
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
@@ -482,7 +482,7 @@ TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAl
       auto once = [&](GradientGroups groups, int64_t images) {
         Bench bench(config, GetParam(), 4, 5, precision, fused, groups);
         bench.randomize(6);
-        bench.batch = images;  // fewer than there is room for
+        bench.batch = images;  // fewer than the capacity
         std::vector<int> order;
         std::vector<std::vector<float>> at_ready(bench.vit.parameters().size());
         auto ready = [&](int i) {
@@ -524,9 +524,9 @@ TEST_P(VitTest, LayersThatShareProductsOfWeightGradientsHaveTheGradientsOfEachAl
   }
 }
 
-// Also where layers share what adds up their bias gradients, of batches smaller than there is memory for, and when
-// accumulating.
-TEST_P(VitTest, GeluInsideProductsGivesTheGradientsOfItsParts) {
+// Includes layers that share the addition of their bias gradients, batches smaller than the capacity, and
+// accumulation.
+TEST_P(VitTest, FusedGeluHasTheGradientsOfItsParts) {
   VitConfig config = small_config(Gelu::tanh);
   config.depth = 5;
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
@@ -559,8 +559,8 @@ TEST_P(VitTest, GeluInsideProductsGivesTheGradientsOfItsParts) {
   }
 }
 
-// Pre-activations are for backward.
-TEST_P(VitTest, EvaluationWithGeluInsideProductsKeepsNoPreActivations) {
+// Only backward needs pre-activations.
+TEST_P(VitTest, EvaluationWithFusedGeluKeepsNoPreActivations) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     Bench bench(small_config(Gelu::tanh), GetParam(), 3, 5, precision);
     bench.randomize(6);
@@ -587,7 +587,7 @@ TEST_P(VitTest, EvaluationWithGeluInsideProductsKeepsNoPreActivations) {
   }
 }
 
-TEST_P(VitTest, GradientsThatAreNotEvenlySpacedAreTakenLayerByLayer) {
+TEST_P(VitTest, ProcessesUnevenlySpacedGradientsLayerByLayer) {
   const VitConfig config = [] {
     VitConfig three = small_config();
     three.depth = 3;
@@ -616,7 +616,7 @@ TEST_P(VitTest, GradientsThatAreNotEvenlySpacedAreTakenLayerByLayer) {
   }
 }
 
-TEST_P(VitTest, SameInputSameBits) {
+TEST_P(VitTest, SameInputGivesTheSameBits) {
   auto once = [&](int threads, Precision precision = Precision::fp32) {
     const int before = host_threads();
     set_host_threads(threads);
@@ -639,7 +639,7 @@ TEST_P(VitTest, SameInputSameBits) {
   EXPECT_NE(rounded, one);
 }
 
-TEST(Vit, RefusesWhatDoesNotFit) {
+TEST(Vit, RejectsInvalidArguments) {
   Bench bench(small_config(), Device::host(), 2, 1);
   EXPECT_THROW(bench.vit.forward(bench.images.as<float>(), 3), Error);
   VitConfig config = small_config();
