@@ -1,5 +1,5 @@
-// A run of two ranks, of which only rank 0 restores: what that reads needs no other rank. Each input takes the
-// place of one file of a checkpoint whose other files are sound.
+// A run of two ranks, of which only rank 0 restores: its files do not depend on another rank. Each input
+// replaces one file of an otherwise valid checkpoint.
 #include "trainer/checkpoint/checkpoint.h"
 
 #include <fmt/format.h>
@@ -89,8 +89,8 @@ struct Run {
   const std::vector<std::unique_ptr<Communicator>> comms;
   std::unique_ptr<Rank> ranks[2];
   std::string checkpoint;
-  std::vector<std::string> paths;  // the files that inputs stand in for
-  std::vector<Bytes> contents;     // of those, as saved
+  std::vector<std::string> paths;  // files that inputs replace
+  std::vector<Bytes> contents;     // saved contents of these files
 };
 
 Run& run_of_two() {
@@ -103,7 +103,8 @@ void put(const std::string& path, Input bytes) {
   file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
 }
 
-// The same file with the checksum of its contents (trainer/checkpoint/safetensors.h), if it has a place for one.
+// Returns the same file with the checksum of its contents (trainer/checkpoint/safetensors.h), if it has a
+// field for one.
 Bytes with_its_checksum(Input input) {
   Bytes bytes(input.begin(), input.end());
   const std::string key = "\"crc32\":\"";

@@ -1,4 +1,4 @@
-// Inputs as files, for what reads paths.
+// Inputs as files, for parsers that read paths.
 #pragma once
 
 #include <cstdlib>
@@ -13,7 +13,7 @@
 
 namespace gradwire::fuzz {
 
-// A folder of this process, in memory where the machine has that; removed at exit.
+// Returns a folder of this process, in memory if the machine has such a file system; removed at exit.
 inline const std::filesystem::path& scratch() {
   struct Folder {
     std::filesystem::path path;
@@ -45,7 +45,7 @@ inline Bytes read_whole(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-// Runs `read`, which may refuse its input.
+// Runs `read`, which may reject its input.
 template <typename Read>
 void may_refuse(const Read& read) {
   try {

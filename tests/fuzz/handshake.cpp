@@ -1,6 +1,6 @@
-// Both sides of the handshake (collectives/rendezvous/handshake.h), whose other end is not what it should be.
-// An input is what happens to the bytes on their way: how they are cut into pieces, which bits are flipped,
-// what follows. The other end knows the secret, so that whatever is refused is refused for that alone.
+// Both sides of the handshake (collectives/rendezvous/handshake.h), with a faulty other end. An input
+// describes what happens to the bytes in transit: how they are cut into pieces, which bits are flipped, what
+// follows. The other end knows the secret, so that every rejection is due to these changes.
 #include "collectives/rendezvous/handshake.h"
 
 #include <sys/socket.h>
@@ -33,14 +33,14 @@ void check(bool holds, const char* what) {
   if (!holds) throw std::logic_error(what);
 }
 
-// What the protocol says in the other end's place.
+// Returns the proof that the protocol prescribes for the other end.
 std::string proof(const char* side, const std::string& connectors, const std::string& acceptors) {
   const Digest digest = hmac_sha256(
       kCredentials.key, std::string(side) + " " + kCredentials.purpose + " " + connectors + acceptors);
   return {digest.begin(), digest.end()};
 }
 
-// Flips the bits of `text` that `mask` has from `at` on. True if there was one.
+// Flips the bits of `text` that are set in `mask` from `at` on. Returns whether there was one.
 bool flip(std::string& text, Input mask, size_t at) {
   bool any = false;
   for (size_t i = 0; i < text.size() && at + i < mask.size(); ++i) {
@@ -58,7 +58,7 @@ std::string what_is_there(const Socket& socket) {
   return all;
 }
 
-// Says `text` in pieces, with the acceptor's turn after each.
+// Sends `text` in pieces, and advances the acceptor after each.
 Challenge::State say(const Ends& ends, Challenge& challenge, const std::string& text, size_t piece) {
   auto state = Challenge::State::waiting;
   for (size_t at = 0; at < text.size() && state == Challenge::State::waiting; at += piece) {
@@ -72,8 +72,8 @@ Challenge::State say(const Ends& ends, Challenge& challenge, const std::string& 
 
 }  // namespace
 
-// The acceptor. Input: bytes in a piece, then the mask of the connector's greeting, challenge and proof, then
-// what it says next.
+// The acceptor. Input: bytes per piece, then the mask of the connector's greeting, challenge and proof, then
+// the bytes that follow.
 void handshake_in(Input input) {
   if (input.empty()) return;
   const size_t piece = 1 + input[0];
@@ -87,7 +87,7 @@ void handshake_in(Input input) {
   auto state = say(ends, challenge, words, piece);
   check(state == (greeted ? Challenge::State::waiting : Challenge::State::refused), "the greeting");
   const std::string answer = what_is_there(ends.there);
-  if (!greeted) return check(answer.empty() && !challenge.why().empty(), "an answer to a stranger");
+  if (!greeted) return check(answer.empty() && !challenge.why().empty(), "an answer before a valid greeting");
   check(answer.size() == kChallenge + kProof, "the answer's size");
   const std::string acceptors = answer.substr(0, kChallenge), heard = words.substr(kGreeting);
   check(answer.substr(kChallenge) == proof("acceptor", heard, acceptors), "the acceptor's proof");
@@ -108,7 +108,7 @@ std::vector<Bytes> handshake_in_seeds() {
   return {sound, early, late, {0}};
 }
 
-// The connector. Input: 0, and the mask of the acceptor's answer; anything else, and the answer.
+// The connector. Input: 0 and the mask of the acceptor's answer; or another byte and the answer itself.
 void handshake_out(Input input) {
   if (input.empty()) return;
   const Input rest = input.subspan(1);
@@ -116,7 +116,7 @@ void handshake_out(Input input) {
   const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
   std::string answer(reinterpret_cast<const char*>(rest.data()), rest.size());
   if (input[0] != 0) {
-    // Written before the challenge is known: nothing proves anything.
+    // Written before the challenge is known, so it proves nothing.
     send(ends.there.fd(), answer.data(), answer.size(), MSG_NOSIGNAL);
     shutdown(ends.there.fd(), SHUT_WR);
     return check(!introduce(ends.here, kCredentials, deadline).empty(), "a proof made without the challenge");

@@ -4,7 +4,7 @@
 namespace gradwire::fuzz {
 namespace {
 
-// Two images of 4x4, and their labels.
+// Returns two images of 4x4, and their labels.
 Bytes images() {
   Bytes bytes{0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0, 4};
   for (int i = 0; i < 32; ++i) bytes.push_back(static_cast<uint8_t>(8 * i));
@@ -30,7 +30,7 @@ void idx(Input input) {
 }
 
 std::vector<Bytes> idx_seeds() {
-  // Labels 3 and 9 as gzip -n writes them.
+  // Labels 3 and 9, as written by gzip -n.
   const Bytes gzip{0x1f, 0x8b, 8,    0,    0,    0,    0,    0,    0,    3, 0x63,
                    0x60, 0xe0, 0x60, 0x64, 0x60, 0x60, 0x60, 0x62, 0xe6, 4, 0};
   return {images(), labels(), gzip};

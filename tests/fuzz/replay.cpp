@@ -31,7 +31,7 @@ size_t below(Random& random, size_t bound) {
   return bound == 0 ? 0 : random() % bound;
 }
 
-// One small change: of the kind that truncation, a bad disk, another version or an attacker makes.
+// Makes one small change, as caused by truncation, a bad disk, another version or an attacker.
 void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
   const size_t at = below(random, bytes.size());
   const auto here = bytes.begin() + static_cast<std::ptrdiff_t>(at);
@@ -66,18 +66,18 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
       bytes.insert(place, number.begin(), number.end());
       break;
     }
-    case 5: {  // a piece left out
+    case 5: {  // remove a piece
       const size_t length = below(random, std::min<size_t>(bytes.size() - at + 1, 64));
       bytes.erase(here, here + static_cast<std::ptrdiff_t>(length));
       break;
     }
-    case 6: {  // a piece twice
+    case 6: {  // duplicate a piece
       const size_t length = below(random, std::min<size_t>(bytes.size() - at + 1, 64));
       const Bytes piece(here, here + static_cast<std::ptrdiff_t>(length));
       bytes.insert(here, piece.begin(), piece.end());
       break;
     }
-    case 7: {  // bytes from nowhere
+    case 7: {  // random bytes
       Bytes piece(below(random, 16));
       for (uint8_t& byte : piece) byte = static_cast<uint8_t>(random());
       bytes.insert(here, piece.begin(), piece.end());

@@ -8,7 +8,7 @@
 namespace gradwire::fuzz {
 namespace {
 
-// What was accepted and printed is read back as the same.
+// Expects an accepted value, once printed, to parse to the same value.
 template <typename T>
 void round_trip(const std::string& text) {
   may_refuse([&] {

@@ -14,7 +14,7 @@ void require_ok(gw_status status) {
   if (status != GW_OK) throw std::logic_error(gw_last_error());
 }
 
-// Rank 0 of a world of two threads, whose other rank only takes part in making it.
+// Rank 0 of a world of two threads. The other rank only takes part in its creation.
 class Reducer {
  public:
   Reducer() {
@@ -32,7 +32,7 @@ class Reducer {
   }
 
   const Bytes& fresh() const { return fresh_; }
-  // What is refused leaves the reducer unchanged.
+  // Loads a state. A rejected state leaves the reducer unchanged.
   void load(const Bytes& state) {
     check(gw_reducer_state_load(reducer_, state.data(), state.size()));
     const void* const states[] = {state.data(), fresh_.data()};
@@ -64,7 +64,7 @@ class Reducer {
   Bytes fresh_;
 };
 
-// Made when first needed, and used by all inputs.
+// Returns a reducer that is created on first use and shared by all inputs.
 Reducer& reducer_of_two() {
   static Reducer reducer;
   return reducer;
@@ -76,7 +76,8 @@ void state(Input input) {
   Reducer& reducer = reducer_of_two();
   Bytes bytes(input.begin(), input.end());
   reducer.load(bytes);
-  // Once more with the size and the checksum that would hide the damage: offsets as in docs/checkpoints.md.
+  // Also tests the input with a size and checksum that would hide the damage: offsets as in
+  // docs/checkpoints.md.
   constexpr size_t kHeader = 40;
   if (bytes.size() < kHeader) return;
   const uint64_t size = bytes.size();

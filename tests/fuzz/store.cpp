@@ -7,7 +7,7 @@
 
 namespace gradwire::fuzz {
 
-// A stream of frames. What was decoded is encoded to the same bytes.
+// Decodes a stream of frames. A decoded frame encodes to the same bytes.
 void store(Input input) {
   const std::string all(reinterpret_cast<const char*>(input.data()), input.size());
   std::string bytes = all, again;

@@ -1,8 +1,9 @@
-// What reads bytes that somebody else wrote, as functions of any bytes at all. Each may refuse its input with
-// the exception that its callers expect; anything else that happens is a defect.
+// Parsers of untrusted input, as functions of arbitrary bytes. Each may reject its input with the exception
+// that its callers expect; any other failure is a defect.
 //
-// One file per target, one line here. make test replays each target's own seeds and its folder in tests/fuzz/corpus, with
-// mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer (libfuzzer.cpp).
+// One file per target, one line here. make test replays each target's own seeds and its folder in
+// tests/fuzz/corpus, with mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer
+// (libfuzzer.cpp).
 #pragma once
 
 #include <array>
@@ -20,7 +21,7 @@ using Bytes = std::vector<uint8_t>;
 struct Target {
   std::string_view name;
   void (*run)(Input input);
-  std::vector<Bytes> (*seeds)();  // valid inputs, in today's formats
+  std::vector<Bytes> (*seeds)();  // valid inputs in the current formats
 };
 
 #define GW_FUZZ_TARGET(name) \
@@ -29,15 +30,15 @@ struct Target {
 
 GW_FUZZ_TARGET(checkpoint);     // the files of a checkpoint, as read by --resume and --init
 GW_FUZZ_TARGET(cifar);          // CIFAR-10's batches
-GW_FUZZ_TARGET(handshake_in);   // who accepts a connection, before the other has proved anything
-GW_FUZZ_TARGET(handshake_out);  // who makes one
+GW_FUZZ_TARGET(handshake_in);   // the accepting side, before the other has proved anything
+GW_FUZZ_TARGET(handshake_out);  // the connecting side
 GW_FUZZ_TARGET(idx);            // IDX files, plain or gzip
-GW_FUZZ_TARGET(log);            // the log of an earlier run, and of one that gradwire top watches
+GW_FUZZ_TARGET(log);            // the log of an earlier run, and of a run watched by gradwire top
 GW_FUZZ_TARGET(safetensors);    // tensors of other programs
 GW_FUZZ_TARGET(settings);       // specs and values of the command line
 GW_FUZZ_TARGET(state);          // a reducer's saved state
 GW_FUZZ_TARGET(store);          // frames of the rendezvous store
-GW_FUZZ_TARGET(tuning);         // the file of GRADWIRE_TUNING, and what is chosen by it
+GW_FUZZ_TARGET(tuning);         // the file of GRADWIRE_TUNING, and the choices made with it
 
 #undef GW_FUZZ_TARGET
 

@@ -29,25 +29,25 @@ void tuning(Input input) {
   const std::string path = write_file("tuning", input);
   const std::string text(reinterpret_cast<const char*>(input.data()), input.size());
   const bool ours = text.empty() || text.substr(0, text.find('\n')) == kHeader;
-  // Runs one after another, for each of which something else is faster. The second finds what the first took.
+  // Two consecutive runs, in which different choices are faster. The second must find the first one's choice.
   bool chosen[2] = {}, measured[2] = {};
   for (int run = 0; run < 2; ++run) {
     TuningFile file(path, ignore);
-    // As a product of cuBLASLt reads its algorithm.
+    // Parses the value as a cuBLASLt product parses its algorithm.
     unsigned char bytes[8] = {};
     const auto found = file.find(kProduct);
     if (found && from_hex_bytes(*found, bytes, sizeof bytes) && hex_bytes(bytes, sizeof bytes) != *found) {
-      throw std::logic_error("hexadecimal digits do not come back: " + *found);
+      throw std::logic_error("hexadecimal digits do not survive a round trip: " + *found);
     }
     chosen[run] = find_or_measure(file, kDevice, kLibrary, pass(), [&] {
       measured[run] = true;
       return run == 0 ? PassTimes{20, 10} : PassTimes{10, 20};
     });
   }
-  if (ours && measured[1]) throw std::logic_error("what a run has measured, the next one does not find");
-  if (ours && chosen[0] != chosen[1]) throw std::logic_error("the next run chooses otherwise");
+  if (ours && measured[1]) throw std::logic_error("the second run does not find the choice of the first");
+  if (ours && chosen[0] != chosen[1]) throw std::logic_error("the second run makes another choice");
   if (!ours && read_whole(path) != Bytes(input.begin(), input.end())) {
-    throw std::logic_error("a file of something else was written to");
+    throw std::logic_error("a foreign file was overwritten");
   }
 }
 
