@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no file left behind."""
+"""Bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no file is created."""
 import gzip
 import struct
 
@@ -21,7 +21,7 @@ class BadInput(CommandTest):
                 extra += ["--compression", "fp32"]
             with self.subTest(command=command, arguments=arguments):
                 self.assert_refused(self.run_command(command, *arguments, *extra, env=env), *parts)
-                self.assertEqual(self.files(), before, "a file was left behind")
+                self.assertEqual(self.files(), before, "a file was created")
 
     def write_fashion_mnist(self, train=64, test=32):
         folder = self.folder / "data"
@@ -59,7 +59,7 @@ class BadInput(CommandTest):
     def test_unknown_model(self):
         self.refuse(["--model", "vit_giant"], "unknown model 'vit_giant'", "vit_tiny", "vit_l_32")
 
-    def test_bad_specs(self):
+    def test_invalid_specs(self):
         for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"), ("bf16:", "nothing after"),
                            ("", "unknown method ''"), ("fp32:rank=4", "no option 'rank'"),
                            ("bf16:round=up", "nearest|stochastic"), ("powersgd:rank=4,rank=4", "given twice")):
@@ -73,13 +73,13 @@ class BadInput(CommandTest):
         self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65", "64 for each of 4 ranks",
                     "--batch-size 64 or less")
 
-    def test_model_that_does_not_fit_the_data(self):
+    def test_model_that_does_not_match_the_data(self):
         data = self.write_fashion_mnist()
         self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28", "--image-size 28")
         self.refuse(synthetic("--patch", "5"), "--patch must be one of")
         self.refuse(synthetic("--heads", "3"), "--heads 3")
 
-    def test_wrong_numbers(self):
+    def test_invalid_numbers(self):
         for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"), ("--epochs", "-1"),
                             ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--bucket-mb", "many"), ("--timeout-s", "0"),
                             ("--warmup", "-1"), ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
@@ -98,7 +98,7 @@ class BadInput(CommandTest):
         self.assert_refused(self.run_command(), "subcommand")
         self.assert_refused(self.run_command("fly"), "fly")
         self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
-        for flag in ("--checkpoint", "--resume"):  # compare makes several runs: of which one?
+        for flag in ("--checkpoint", "--resume"):  # ambiguous for the several runs of compare
             self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"), flag)
 
     def test_no_gpu(self):
@@ -122,12 +122,12 @@ class BadInput(CommandTest):
         self.assertEqual(self.files(), ["file"])
         self.assertEqual((self.folder / "file").read_text(), "kept")
 
-    def test_bad_input_leaves_an_older_log_alone(self):
+    def test_bad_input_does_not_change_an_older_log(self):
         (self.folder / "run.jsonl").write_text("of yesterday\n")
         self.assert_refused(self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
         self.assertEqual((self.folder / "run.jsonl").read_text(), "of yesterday\n")
 
-    def test_launchers_that_do_not_say_enough(self):
+    def test_launchers_with_incomplete_variables(self):
         for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
                     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
             self.refuse(SYNTHETIC, "nothing says where they meet", "MASTER_ADDR", "--rendezvous", env=env)
@@ -138,7 +138,7 @@ class BadInput(CommandTest):
         self.refuse(synthetic("--rendezvous", "x"), "'x'", "tcp://", "file:///",
                     env={"RANK": "0", "WORLD_SIZE": "4"})
 
-    def test_bad_thread_count(self):
+    def test_invalid_thread_count(self):
         self.refuse(SYNTHETIC, "GRADWIRE_THREADS='many'", env={"GRADWIRE_THREADS": "many"})
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Two hosts whose cable is cut: both sides notice within seconds, long before the deadline of an operation.
+"""Two hosts whose cable is cut: both sides detect it within seconds, long before the deadline of an operation.
 
-The hosts are network namespaces; skipped if this process may not make them."""
+The hosts are network namespaces; skipped if this process must not create them."""
 import contextlib
 import json
 import pathlib
@@ -40,7 +40,7 @@ class Cable(CommandTest):
         subprocess.run(["ip", "-n", self.prefix + "B", "link", "set", self.prefix + "B", "down"], check=True)
         return time.monotonic()
 
-    def test_ranks_on_both_sides_notice(self):
+    def test_ranks_on_both_sides_detect_it(self):
         flags = ("train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600)
         ranks = [self.on(host, rank, 3, *flags) for rank, host in enumerate("AAB")]
         while "step 1/" not in ranks[0].stdout.readline():
@@ -50,7 +50,7 @@ class Cable(CommandTest):
             _, error = rank.communicate(timeout=120)
             print(f"rank {number}: {time.monotonic() - begin:.1f} s after the cut: {error.strip()[-300:]}")
             self.assertEqual(rank.returncode, 1, error)
-        # Ranks that compute, and the roll call, take their time.
+        # Allows for computation and the roll call.
         self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
 
     def test_an_elastic_run_continues_on_the_side_of_the_majority(self):

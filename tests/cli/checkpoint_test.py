@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damage is refused."""
+"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damaged checkpoints are rejected."""
 import json
 import shutil
 import struct
@@ -10,7 +10,7 @@ from command import CommandTest, main, synthetic
 
 
 def without_id(blob):
-    """Returns a checkpoint's file as versions without "id" wrote it."""
+    """Returns a checkpoint's file in the format of versions without "id"."""
     length, = struct.unpack_from("<Q", blob)
     header, data = json.loads(blob[8:8 + length]), blob[8 + length:]
     about = json.loads(header["__metadata__"]["gradwire"])
@@ -29,7 +29,7 @@ class Checkpoints(CommandTest):
     def train(self, *extra):
         return self.run_command(*self.RUN, *synthetic(), *extra)
 
-    def test_a_stopped_run_resumes_with_its_log_and_refuses_damage(self):
+    def test_a_stopped_run_resumes_with_its_log_and_rejects_damage(self):
         saving = ["--checkpoint", "saved", "--checkpoint-every", "3", "--resume", "saved"]
         first = self.train(*saving)
         self.assertEqual(first.returncode, 0, first.stderr)
@@ -41,7 +41,7 @@ class Checkpoints(CommandTest):
         shutil.rmtree(self.folder / "saved" / "step-000000008")
         (self.folder / "saved" / "step-000000007.tmp").mkdir()
         with (self.folder / "run.jsonl").open("a") as log:
-            log.write('{"type": "step", "st')  # cut short by a kill
+            log.write('{"type": "step", "st')  # truncated by a kill
         second = self.train(*saving)
         self.assertEqual(second.returncode, 0, second.stderr)
         self.assertIn("Ignoring saved/step-000000007.tmp: it was not finished", second.stdout)
@@ -91,8 +91,8 @@ class Checkpoints(CommandTest):
         resumed = self.run_command(*run, *synthetic(), "--resume", "old")
         self.assertEqual(resumed.returncode, 0, resumed.stderr)
 
-    def test_a_second_run_in_the_same_folder_is_refused_until_the_first_has_ended(self):
-        # No checkpoint until the end: a machine of any speed finds the folder held and empty.
+    def test_rejects_a_second_run_in_a_folder_until_the_first_has_ended(self):
+        # No checkpoint until the end: the folder is locked and empty on a machine of any speed.
         saving = ["--checkpoint", "saved", "--checkpoint-every", "100000", "--resume", "saved"]
         long = [word if word != "8" else "100000" for word in self.RUN]
         first = subprocess.Popen([self.gradwire, *long, *synthetic(), *saving], stdout=subprocess.PIPE, text=True,
@@ -106,7 +106,7 @@ class Checkpoints(CommandTest):
         first.wait(60)
         self.assertEqual(self.run_command("train", *synthetic(), "--steps", 8, *saving).returncode, 0)
 
-    def test_a_killed_run_goes_on_with_other_ranks_and_divided_otherwise(self):
+    def test_a_killed_run_continues_with_other_ranks_and_sharding(self):
         divided = ["train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
                    "--checkpoint-every", "2"]
         first = subprocess.Popen([self.gradwire, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
@@ -125,7 +125,7 @@ class Checkpoints(CommandTest):
             self.assertIn("the sum of their residuals is kept", again.stdout)
             self.assertIn("2 steps in", again.stdout)
 
-    def test_contradictory_options_are_refused(self):
+    def test_rejects_contradictory_options(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
         (self.folder / "broken").write_text("{}")
         files = self.files()

@@ -16,7 +16,7 @@ SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
 
 
 def synthetic(*extra):
-    """SYNTHETIC plus flags, which replace those of the same name: the command refuses a flag given twice."""
+    """Returns SYNTHETIC plus flags. They replace flags of the same name, since the command rejects a repeated flag."""
     extra = [str(word) for word in extra]
     kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
     return kept + extra
@@ -55,8 +55,12 @@ class CommandTest(unittest.TestCase):
                               env=self.environment(env), cwd=self.folder, timeout=240)
 
     def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
-        """Starts one process per rank, with a file rendezvous by default. By rank: `own`, extra arguments;
-        `own_env`, extra variables; `folders`, the working folder."""
+        """Starts one process per rank, with a file rendezvous by default.
+
+        Args:
+            own: extra arguments by rank.
+            own_env: extra variables by rank.
+            folders: working folder by rank."""
         if "MASTER_ADDR" not in env and "--rendezvous" not in arguments:
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
@@ -77,7 +81,7 @@ class CommandTest(unittest.TestCase):
         return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
 
     def assert_refused(self, result, *parts):
-        """Code 2, exactly one line on stderr that holds every part, and nothing that looks like a crash."""
+        """Expects code 2, exactly one line on stderr that contains every part, and no sign of a crash."""
         self.assertEqual(result.returncode, 2, f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
         lines = result.stderr.splitlines()
         self.assertEqual(len(lines), 1, result.stderr)
@@ -87,7 +91,7 @@ class CommandTest(unittest.TestCase):
 
 
 def main():
-    """The calling script's main: PATH_OF_GRADWIRE [unittest arguments]."""
+    """Runs the tests of the calling script: PATH_OF_GRADWIRE [unittest arguments]."""
     if len(sys.argv) < 2:
         sys.exit(f"usage: {sys.argv[0]} PATH_OF_GRADWIRE [unittest arguments]")
     CommandTest.gradwire = os.path.abspath(sys.argv.pop(1))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire compare`: its table and its files, and how it goes on where it was stopped."""
+"""`gradwire compare`: its table, its files, and continuing an interrupted comparison."""
 import json
 import re
 import statistics
@@ -47,11 +47,11 @@ class Compare(CommandTest):
     def specs(self, *names):
         return [word for name in names for word in ("--compression", name)]
 
-    def test_it_goes_on_where_it_was_stopped(self):
+    def test_continues_an_interrupted_comparison(self):
         out, whole = self.compare(*self.specs("fp32", "bf16", "fp8"))
         self.assertNotIn("done before", out)
         before = self.contents()
-        # As a kill leaves it: no table, and the second log ends within a line.
+        # The state after a kill: no table, and the second log ends within a line.
         (self.folder / "out.json").unlink()
         (self.folder / "out.1.jsonl").write_bytes(before["out.1.jsonl"][:-200])
         out, again = self.compare(*self.specs("fp32", "bf16", "fp8"))
@@ -64,12 +64,12 @@ class Compare(CommandTest):
                                  r["wire_bytes_per_element"]) for r in rows]
         self.assertEqual(figures(again), figures(whole))
         for i in (0, 2):
-            self.assertEqual(again[i], whole[i])  # times too
+            self.assertEqual(again[i], whole[i])  # including times
 
-    def test_only_runs_with_the_same_settings_are_reused(self):
+    def test_reuses_only_runs_with_the_same_settings(self):
         self.compare(*self.specs("fp32", "bf16"))
         before = self.contents()
-        # One in between: what is there keeps its log.
+        # With a new run in between, the existing runs keep their logs.
         out, rows = self.compare(*self.specs("fp32", "fp8", "bf16", "bf16"))
         self.assertIn("2 of 4 runs", out)
         self.assertEqual([row["seeds"][0]["log"] for row in rows], ["out.0.jsonl", "out.2.jsonl", "out.1.jsonl", "out.3.jsonl"])
@@ -81,11 +81,11 @@ class Compare(CommandTest):
         self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
         out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--again")
         self.assertNotIn("done before", out)
-        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")  # which needs a run
+        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")  # a trace requires a run
         self.assertNotIn("done before", out)
         self.assertTrue((self.folder / "trace.0.json").exists())
 
-    def test_a_seed_of_several_is_the_run_with_that_seed(self):
+    def test_each_of_several_seeds_equals_a_single_run(self):
         self.compare(*self.specs("fp32", "bf16"), "--seed", 7)
         out, rows = self.compare(*self.specs("fp32", "bf16"), "--seed", 7, "--seeds", 3)
         self.assertIn("2 of 6 runs: done before", out)
@@ -104,13 +104,13 @@ class Compare(CommandTest):
         numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log) if r["type"] in ("step", "eval")]
         self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))
 
-    def test_the_shelf_has_every_format(self):
+    def test_the_shelf_preset_contains_every_format(self):
         _, rows = self.compare("--preset", "shelf", *self.specs("bf16", "bf16:ef=off"), "--eval-every", 0)
         names = [row["compression"] for row in rows]
         self.assertEqual(len(set(names)), len(names))
         self.assertEqual(names[0], "fp32")
         self.assertEqual(names[-1], "bf16:ef=off")
-        # The command's own list of what exists.
+        # The command's list of specs.
         grammar = self.run_command("train", *SYNTHETIC, "--compression", "zip").stderr
         formats = re.search(r"where FORMAT is ([a-z0-9|]+)", grammar)[1].split("|")
         self.assertGreaterEqual(len(formats), 16, grammar)

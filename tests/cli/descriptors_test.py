@@ -34,7 +34,7 @@ class Descriptors(CommandTest):
         self.assertEqual([r["step"] for r in records if r["type"] == "step"], list(range(steps)))
         self.assertEqual(records[-1]["type"], "summary")
 
-    def test_any_that_are_closed(self):
+    def test_any_closed_descriptors(self):
         runs = []
         for n in range(4):
             for closed in itertools.combinations(range(3), n):
@@ -49,13 +49,13 @@ class Descriptors(CommandTest):
             resumed = self.run_command("train", *SYNTHETIC, "--steps", 4, "--resume", folder / "saved")
             self.assertEqual(resumed.returncode, 0, f"{folder.name}: {resumed.stderr}")
 
-    def test_processes_with_all_closed(self):
+    def test_processes_with_all_descriptors_closed(self):
         ranks = [self.begin("train", *SYNTHETIC, "--steps", 20, "--log", "run.jsonl", "--rendezvous", f"file://{self.folder}/meeting",
                             closed=(0, 1, 2), RANK=str(r), WORLD_SIZE="3") for r in range(3)]
         self.assertEqual([self.end_of(r) for r in ranks], [0, 0, 0])
         self.check_log(self.folder, 20)
 
-    def test_readers_that_have_gone(self):
+    def test_pipes_without_readers(self):
         for gone in ("stdout", "stderr"):
             name = f"{gone}.jsonl"
             streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, gone: subprocess.PIPE}
@@ -66,7 +66,7 @@ class Descriptors(CommandTest):
             self.assertEqual(self.records(name)[-1]["type"], "summary")
             self.assertTrue((self.folder / f"saved-{gone}" / "step-000000040").exists())
 
-    def test_a_full_disk_and_a_gone_reader_are_said(self):
+    def test_reports_a_full_disk_or_a_closed_pipe(self):
         with open("/dev/full", "w") as full:
             run = subprocess.run([self.gradwire, "train", *SYNTHETIC, "--steps", "2"], stdout=full, stderr=subprocess.PIPE, text=True,
                                  env=self.environment(), cwd=self.folder, timeout=240)

@@ -6,7 +6,7 @@ from command import CommandTest, main
 
 
 class Doctor(CommandTest):
-    def test_lists_what_the_machine_has(self):
+    def test_describes_the_machine(self):
         result = self.run_command("doctor")
         self.assertEqual(result.returncode, 0)
         for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher", "Network", "Peaks"):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train --dump-gradients`: one rank's gradients as they are before they are sent."""
+"""`gradwire train --dump-gradients`: one rank's gradients before they are sent."""
 import array
 import json
 import os
@@ -10,7 +10,7 @@ from command import CommandTest, main, synthetic
 
 
 def read_safetensors(path):
-    """name -> (shape, floats), and the metadata."""
+    """Returns a map from name to (shape, floats), and the metadata."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8:8 + length])
@@ -28,7 +28,7 @@ class Gradients(CommandTest):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         return result.stdout
 
-    def test_a_rank_alone_dumps_what_its_optimizer_applies(self):
+    def test_a_world_of_one_dumps_the_gradients_of_its_optimizer(self):
         out = self.train("--steps", 4, "--optimizer", "sgd", "--momentum", 0, "--lr", 0.5, "--warmup", 0, "--checkpoint", "saved",
                          "--checkpoint-every", 1, "--checkpoint-keep", 4, "--log", "run.jsonl", "--dump-gradients", "2:deep/dumped",
                          "--accumulate", 2)
@@ -45,7 +45,7 @@ class Gradients(CommandTest):
         self.assertEqual(json.loads(about["gradwire"])["gradients_of_step"], 2)
         self.assertEqual(self.records()[0]["dump_gradients"], "2:deep/dumped")
 
-    def test_what_a_rank_sends_does_not_depend_on_what_becomes_of_it(self):
+    def test_dumped_gradients_do_not_depend_on_the_compression(self):
         folders = {}
         for spec in ("fp32", "int8", "powersgd:rank=1"):
             for views in ("on", "off"):
@@ -56,7 +56,7 @@ class Gradients(CommandTest):
         self.assertEqual(len(folders), 6)
         for folder, tensors in folders.items():
             self.assertTrue(tensors == folders["fp32-on"], folder)
-        # Rank 0 begins with the same images in a world of any size, so this is not a mean over ranks.
+        # Rank 0 starts with the same images in a world of any size, so the dump is not a mean over ranks.
         self.train("--steps", 1, "--dump-gradients", "0:alone")
         alone = read_safetensors(self.folder / "alone/gradients-step-0.safetensors")[0]
         self.assertTrue(alone == folders["fp32-on"])
@@ -81,7 +81,7 @@ class Gradients(CommandTest):
                             "--dump-gradients")
 
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
-    def test_a_folder_that_cannot_be_written(self):
+    def test_rejects_an_unwritable_folder(self):
         (self.folder / "dir").mkdir(mode=0o555)
         self.refuse("1:dir", "cannot be written to")
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Gives every flag and variable that names an input file a FIFO, a device and a folder: the command names the
-kind of file and never waits for a writer."""
+"""Passes a FIFO, a device and a folder to every flag and variable that names an input file: the command names
+the kind of file and never waits for a writer."""
 import os
 import pathlib
 import shutil
@@ -19,7 +19,7 @@ def fifo(path):
 
 
 def device(path):
-    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero: reading it has no end
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero: endless
 
 
 def folder(path):
@@ -40,12 +40,12 @@ class Inputs(CommandTest):
                 yield kind, make
 
     def run_within(self, seconds, *arguments, program=None, **env):
-        """A command that waits for a writer would not end."""
+        """Runs a command with a time limit, which a command that waits for a writer exceeds."""
         return subprocess.run([program or self.gradwire, *map(str, arguments)], capture_output=True, text=True, check=False,
                               env=self.environment(env), cwd=self.folder, timeout=seconds)
 
     def test_named_files(self):
-        """Returns the flag before FILE, or the variable that names it."""
+        """Covers the flags and the variable that name a file."""
         calls = {"--init": (["train", *QUICK, "--init"], {}),
                  "--join": (["train", *QUICK, "--elastic", "1:2", "--join"], {}),
                  "top": (["top"], {}),
@@ -73,7 +73,7 @@ class Inputs(CommandTest):
                     self.assertFalse(stat.S_ISREG(path.lstat().st_mode))
 
     def test_rendezvous_and_members_behind_links_and_mounts(self):
-        """The link and the mount stay; at the end, the file is gone, or empty where it cannot be removed."""
+        """The link and the mount are kept. At the end, the file is deleted, or empty if it cannot be deleted."""
         flags = ["train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"]
         flags[flags.index("file://meeting")] = f"file://{self.folder}/meeting"
         setups = {"links": "ln -s inner/m1 meeting; ln -s inner/m2 members; mkdir inner"}
@@ -97,7 +97,7 @@ class Inputs(CommandTest):
                 else:
                     self.assertEqual({p.stat().st_size for p in place.iterdir()}, {0})
 
-    def test_members_are_no_device(self):
+    def test_members_must_be_a_regular_file(self):
         for kind, make in self.kinds():
             with self.subTest(kind):
                 path = self.folder / kind.replace(" ", "-")
@@ -135,8 +135,8 @@ class Inputs(CommandTest):
                                          program=pathlib.Path(self.gradwire).parent / "gradwire-bench")
                 self.assertEqual(result.returncode, 2, result.stderr)
 
-    def test_log_beside_a_comparison(self):
-        """A number that names a FIFO is skipped, when reading earlier runs and when writing."""
+    def test_logs_of_a_comparison(self):
+        """Skips a number whose log is a FIFO, both when reading earlier runs and when writing."""
         os.mkfifo(self.folder / "c.0.jsonl")
         words = ["compare", *QUICK, "--compression", "fp32", "--json", "c.json"]
         for _ in range(2):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Gives every flag that names an output file every kind of target: targets.py defines the kinds.
+"""Writes every kind of target with every flag that names an output file. targets.py defines the kinds.
 
 By default every target is written by the fastest command, train and compare write the targets of SOME, and other
 commands those of FEW. With GRADWIRE_FULL_SWEEPS=1 every command writes every target."""
@@ -18,7 +18,7 @@ SOME = (targets.LongName, targets.Link, targets.HardLinked, targets.Device, targ
         targets.FileSizeLimit)
 FEW = (targets.Plain, targets.Device, targets.FileSizeLimit)
 BENCH = "gradwire-bench"
-# Name of the writer: program, flags before the file's name, a word of what it prints.
+# Name of the writer: program, flags before the file's name, a word of its output.
 WRITERS = {
     "schedules": (BENCH, ["schedules", "--ranks", "2", "--json"], "two_shot"),
     "schedules --check": (BENCH, ["schedules", "--check", "--max-ranks", "2", "--json"], "proven right"),
@@ -43,7 +43,7 @@ WRITERS = {
                 "steps and bytes are medians"),
     "doctor": ("gradwire", ["doctor", "--device", "host", "--json"], "Links: one rank has none"),
 }
-SLOW = ("doctor", "hook", "orthonormalize")  # a second each: with targets of their own only in the full sweep
+SLOW = ("doctor", "hook", "orthonormalize")  # a second each: all targets only in the full sweep
 LOGS = ("train --log", "resumed --log")
 
 
@@ -64,7 +64,7 @@ class Outputs(CommandTest):
         if kind.needs_root and not self.may_mount:
             return 0
         if name in LOGS and kind in (targets.StandardOutput, targets.StandardOutputByName, targets.FullDisk):
-            return 0  # text and log in one stream; emptying the old log makes room for a short one
+            return 0  # text and log share a stream; truncating the old log frees room for a short one
         if kind is targets.StandardOutputByName and name != "schedules":
             return 0
         folder = tempfile.mkdtemp(dir=self.folder)
@@ -76,11 +76,11 @@ class Outputs(CommandTest):
             (target.source if kind is targets.BindMount else target.path).write_text(first)
         expected = target.code
         if other_user and name == "compare" and expected == 0:
-            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # no place for its runs' logs
+            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # no room for its runs' logs
         if name == "compare" and kind is targets.FullDisk:
-            target.error = None  # of the log first
+            target.error = None  # the log fails first
         if name in LOGS and kind is targets.FileSizeLimit:
-            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])  # cut to no lines
+            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])  # truncated to no lines
         if name == "compare" and kind is targets.FileSizeLimit:
             target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.0.jsonl"])
         if name == "compare" and kind is targets.LongName:
@@ -108,7 +108,7 @@ class Outputs(CommandTest):
             self.check_contents(name, kind, written)
         target.check(self)
         left = [p.name for p in pathlib.Path(folder).rglob(".gradwire-*")]
-        self.assertEqual(left, [], "temporary files were left behind")
+        self.assertEqual(left, [], "temporary files remain")
         return 1
 
     def check_contents(self, name, kind, text):
@@ -139,7 +139,7 @@ class Outputs(CommandTest):
                     cases += self.try_one(name, kind)
         print(f"{cases} cases of writer and target")
 
-    def test_fifo_without_reader_is_refused(self):
+    def test_rejects_a_fifo_without_a_reader(self):
         os.mkfifo(self.folder / "fifo")
         for name in ("schedules", "train --log") if FULL else ("schedules",):
             program, words, table = WRITERS[name]
@@ -148,7 +148,7 @@ class Outputs(CommandTest):
             self.assertEqual((result.returncode, table in result.stdout), (2, False))
             self.assertIn("no process has opened this FIFO for reading within 10 s", result.stderr)
 
-    def test_training_continues_when_the_reader_of_its_log_has_gone(self):
+    def test_training_continues_when_the_reader_of_its_log_exits(self):
         read, write = os.pipe()
         flags = [*SYNTHETIC, "--steps", "2000", "--eval-every", "0"]
         process = subprocess.Popen([self.gradwire, "train", *flags, "--log", f"/dev/fd/{write}"], pass_fds=(write,),
@@ -181,7 +181,7 @@ class Outputs(CommandTest):
             self.assertIn("No space left on device; the run continues without this file", line)
         self.assertGreater(len(self.records("after.jsonl")), 5)  # complete lines
 
-    def test_old_checkpoints_that_cannot_be_removed_do_not_end_runs(self):
+    def test_runs_continue_when_old_checkpoints_cannot_be_removed(self):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")
         flags = [*SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2", "--checkpoint-keep", "1"]

@@ -11,7 +11,7 @@ def bytes_in(line):
 
 
 class Paths(CommandTest):
-    def test_a_tilde_that_no_shell_expanded_is_refused_in_every_flag(self):
+    def test_every_flag_rejects_an_unexpanded_tilde(self):
         train, compare = ["train", *synthetic("--steps", 1)], ["compare", *synthetic("--steps", 1), "--compression", "fp32"]
         flags = [(train, flag) for flag in ("--log", "--trace", "--checkpoint", "--resume", "--init")]
         flags += [([*train, "--elastic", "1:2"], flag) for flag in ("--members", "--join")]
@@ -33,7 +33,7 @@ class Paths(CommandTest):
         self.assertEqual(self.run_command(*train, "--log=./~").returncode, 0)
         self.assertEqual(self.files(), ["~"])
 
-    def test_data_that_are_named_and_missing_are_not_replaced(self):
+    def test_missing_named_data_is_not_replaced(self):
         empty = self.folder / "empty"
         empty.mkdir()
         self.assert_refused(self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": str(empty)}),
@@ -41,7 +41,7 @@ class Paths(CommandTest):
         doctor = self.run_command("doctor", env={"GRADWIRE_DATA": str(empty)})
         self.assertIn(f"GRADWIRE_DATA is '{empty}'", doctor.stdout)
 
-    def test_a_relative_file_rendezvous_is_refused_with_the_absolute_one(self):
+    def test_rejects_a_relative_file_rendezvous_and_names_the_absolute_one(self):
         for rank in (0, 1):
             result = self.run_command("train", *synthetic("--steps", 1), "--rendezvous", "file://meet",
                                       env={"RANK": str(rank), "WORLD_SIZE": "2"})

@@ -16,7 +16,7 @@ from launch import free_port  # noqa: E402
 
 class Processes(CommandTest):
     def kill(self, processes, rank, step):
-        """Once rank 0 has printed the step."""
+        """Kills a rank once rank 0 has printed the step."""
         while f"step {step}/" not in processes[0].stdout.readline():
             self.assertIsNone(processes[0].poll())
         processes[rank].kill()
@@ -30,12 +30,12 @@ class Processes(CommandTest):
 
     def numbers(self, name):
         keys = ("type", "step", "loss", "lr", "test_loss", "test_accuracy", "wire_bytes", "final_loss")
-        records = [r for r in self.records(name) if r["type"] != "waits"]  # as often as the clock says
+        records = [r for r in self.records(name) if r["type"] != "waits"]  # their number depends on time
         return [[r.get(key) for key in keys] for r in records]
 
     def rows(self, name):
-        """How many spans each stream of each rank has in a trace. Without exchanges: measured link costs
-        decide how many slices those are cut into."""
+        """Returns the number of spans of each stream of each rank in a trace. Excludes exchanges, whose number of
+        slices depends on measured link costs."""
         events = json.loads((self.folder / name).read_text())["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] != "exchange"]
@@ -55,9 +55,9 @@ class Processes(CommandTest):
             self.assertEqual([r[0] for r in self.numbers("processes.jsonl")], ["run"] + ["step"] * 5 + ["eval", "summary"])
             self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://", ends[0][0])
             for out, error, _ in ends[1:]:
-                self.assertEqual((out, error), ("", ""), "only rank 0 speaks")
+                self.assertEqual((out, error), ("", ""), "only rank 0 prints")
 
-    def test_compare_and_what_rank_0_finds_of_an_earlier_call(self):
+    def test_compare_reuses_an_earlier_run_found_by_rank_0(self):
         def compare():
             return self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
                                       "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
@@ -69,13 +69,13 @@ class Processes(CommandTest):
         (self.folder / "out.0.jsonl").unlink()
         ends = compare()
         self.assertIn("[2/2] bf16: done before", ends[0][0])
-        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
+        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 prints")
         self.assertEqual(self.numbers("out.0.jsonl"), first)
 
     def test_doctor(self):
         ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
                                   "--json", "doctor.json")
-        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 speaks")
+        self.assertEqual(ends[1][:2], ("", ""), "only rank 0 prints")
         for word in ("Links between 3 ranks, transport tcp", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
             self.assertIn(word, ends[0][0])
         found = json.loads((self.folder / "doctor.json").read_text())
@@ -85,8 +85,8 @@ class Processes(CommandTest):
         self.assertEqual([p["compression"] for p in best[:2]], ["fp32", "bf16"])
         self.assertIn(found["prediction"]["recommended"], best)
 
-    def test_a_port_that_torchruns_agent_occupies(self):
-        """torchrun's agent listens on MASTER_PORT itself."""
+    def test_a_port_occupied_by_torchruns_agent(self):
+        """torchrun's agent occupies MASTER_PORT."""
         with socket.socket() as agent:
             agent.bind(("127.0.0.1", 0))
             agent.listen()
@@ -105,10 +105,10 @@ class Processes(CommandTest):
             process = self.start(2, "train", *SYNTHETIC, "--timeout-s", 1, *more, **apart, **env)[0]
             error = process.communicate(timeout=240)[1]
             self.assertNotIn("this run has no secret", error)
-            self.assertIn("192.0.2.1", error, "goes as far as listening there")
+            self.assertIn("192.0.2.1", error, "the run gets as far as listening there")
             self.assertEqual("WARNING" in error, "GRADWIRE_SECRET" not in env, error)
 
-    def test_a_secrets_file_must_be_its_owners_alone(self):
+    def test_a_secrets_file_must_be_readable_only_by_its_owner(self):
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)
@@ -125,9 +125,9 @@ class Processes(CommandTest):
             self.assertEqual(process.returncode, 2)
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to other users")
-    def test_a_secrets_file_may_be_roots_and_readable_by_a_group_of_the_process(self):
-        """Reads a secret mounted as by Kubernetes with fsGroup. One rank is enough: it reads the file before
-        it waits for other ranks."""
+    def test_a_secrets_file_may_belong_to_root_and_a_group_of_the_process(self):
+        """Reads a secret mounted as by Kubernetes with fsGroup. One rank suffices: it reads the file before it waits
+        for other ranks."""
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)
@@ -146,7 +146,7 @@ class Processes(CommandTest):
             self.assertEqual(ended.returncode, 1 if right else 2, place)
             self.assertIn("did not reach rank 0" if right else "GRADWIRE_SECRET", ended.stderr, place)
 
-    def test_ports_and_interface_of_connections_are_the_environments(self):
+    def test_ports_and_interface_follow_the_environment(self):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
@@ -172,15 +172,15 @@ class Processes(CommandTest):
                 self.assertIn(name, error)
                 self.assertIn(expected, error)
 
-    def test_ranks_with_different_flags_are_refused(self):
+    def test_rejects_ranks_with_different_flags(self):
         processes = self.start(3, "train", *SYNTHETIC, own={2: ["--lr", "0.5"]})
         ends = [p.communicate(timeout=240)[1] for p in processes]
         self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
         for error in ends:
             self.assertIn("rank 2 was started with other settings or data than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
 
-    def test_a_rank_with_another_arithmetic_is_refused(self):
-        """As between processors of two kinds, or a sanitized build and another one."""
+    def test_rejects_a_rank_with_another_arithmetic(self):
+        """Occurs with different processors, or with a sanitized build and another one."""
         processes = self.start(2, "train", *SYNTHETIC, own_env={1: {"GRADWIRE_BLAS_KERNELS": "Prescott"}})
         for process in processes:
             error = process.communicate(timeout=240)[1]
@@ -188,8 +188,8 @@ class Processes(CommandTest):
             self.assertIn("rank 1 was started with other settings or data than rank 0: \"arithmetic\": ", error)
             self.assertIn("Prescott kernels", error)
 
-    def test_a_rank_with_other_images_behind_the_same_path_is_refused(self):
-        folders = [self.folder / "a", self.folder / "b"]  # the path is relative to them
+    def test_rejects_a_rank_with_other_images_at_the_same_path(self):
+        folders = [self.folder / "a", self.folder / "b"]  # the path is relative to these
         batches = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
         for label, folder in enumerate(folders):
             (folder / "images").mkdir(parents=True)
@@ -210,29 +210,29 @@ class Processes(CommandTest):
             self.assertEqual(process.returncode, 1)
             self.assertEqual(len(error.splitlines()), 1, error)
             self.assertIn("rank 2", error)
-        self.records()  # every line is whole
+        self.records()  # every line is complete
 
-    def test_elastic_goes_on_without_rank_0(self):
-        """Another rank prints, logs, saves and sums up."""
+    def test_elastic_continues_without_rank_0(self):
+        """Another rank prints, logs, saves and writes the summary."""
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved",
                                "--checkpoint-every", 50, "--compression", "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
         self.kill(processes, 0, step=100)
         ends = [p.communicate(timeout=240) for p in processes[1:]]
         self.assertEqual([p.returncode for p in processes[1:]], [0, 0], ends)
-        self.assertEqual(ends[1], ("", ""), "only rank 0 speaks")
+        self.assertEqual(ends[1], ("", ""), "only rank 0 prints")
         for word in ("Lost rank 0 and its residual of norm ", "with 2 ranks (1, 2)", "steps in "):
             self.assertIn(word, ends[0][0])
         records = self.records()
         steps = [r["step"] for r in records if r["type"] == "step"]
         self.assertEqual(steps, sorted(set(steps)))
         self.assertEqual(steps[-1], 399)
-        self.assertGreaterEqual(len(steps), 398, "at most two had not been reported")
+        self.assertGreaterEqual(len(steps), 398, "at most two steps were not reported")
         shrink = [r for r in records if r["type"] == "shrink"]
         self.assertEqual([(r["lost"], r["ranks"], r["global_batch"]) for r in shrink], [([0], [1, 2], 48)])
         self.assertEqual(records[-1]["type"], "summary")
         self.assertTrue((self.folder / "saved" / "step-000000400" / "state-1-of-2.safetensors").exists())
 
-    def test_elastic_takes_a_new_rank(self):
+    def test_elastic_admits_a_new_rank(self):
         flags = ["train", *SYNTHETIC, "--steps", 1500, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved", "--checkpoint-every", 500,
                  "--compression", "powersgd:rank=2", "--elastic", "1:2", "--timeout-s", 30]
         processes = self.start(2, *flags)

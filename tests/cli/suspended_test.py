@@ -36,7 +36,7 @@ class Suspended(CommandTest):
     def test_processes_continue(self):
         self.suspend(self.begin(3, "--compression", "int8"))
 
-    def test_a_rank_that_is_stopped_alone_is_missed_at_the_deadline(self):
+    def test_a_single_stopped_rank_is_reported_at_the_deadline(self):
         ranks = self.begin(3)
         time.sleep(0.2)
         begin = time.monotonic()
@@ -44,7 +44,7 @@ class Suspended(CommandTest):
         for r in ranks[:2]:
             _, error = r.communicate(timeout=60)
             self.assertEqual(r.returncode, 1)
-            # Rank 0 may find out while it asks the others for their reports.
+            # Rank 0 may detect it while it asks the others for their reports.
             self.assertRegex(error, rf"(not done|nothing) after {TIMEOUT_S * 1000} ms")
         self.assertGreater(time.monotonic() - begin, TIMEOUT_S - 0.5)
 

@@ -1,4 +1,4 @@
-"""Kinds of targets of an output file's name: the setup of each kind, and the expected state afterwards."""
+"""Kinds of targets of an output file: the setup of each kind, and the expected state afterwards."""
 import contextlib
 import os
 import pathlib
@@ -10,7 +10,7 @@ import threading
 from command import as_user
 
 BEFORE = "not gradwire's\n"
-OTHER_USER = 12345  # a user and group that nobody has
+OTHER_USER = 12345  # a user and group without members
 
 
 class Target:
@@ -28,10 +28,10 @@ class Target:
         self.prepare()
 
     def prepare(self):
-        """Makes the target."""
+        """Creates the target."""
 
     def written(self, _stdout):
-        """Closes the reader, and returns the written text."""
+        """Closes the reader. Returns the written text."""
         return self.path.read_text()
 
     def check(self, test):
@@ -56,7 +56,7 @@ class TooLongName(Target):
 
 
 class Plain(Target):
-    """A file of this user: the contents are replaced, and the mode stays."""
+    """A file of this user: the contents are replaced, and the mode is kept."""
     mode, owner, links = 0o640, os.getuid(), 1
 
     def prepare(self):
@@ -123,7 +123,7 @@ class LinkToNothing(Target):
 
 
 class BesideTemporaries(Target):
-    """FILE.tmp and FILE.PID belong to another user: nothing is written to them, or through them."""
+    """FILE.tmp and FILE.PID belong to another user: nothing is written to or through them."""
 
     def prepare(self):
         (self.folder / "victim").write_text(BEFORE)
@@ -215,7 +215,7 @@ class Reader:
 
 
 class Fifo(Target):
-    """The reader opens it a little later, as `cat FIFO` in another shell."""
+    """The reader opens it slightly later, like `cat FIFO` in another shell."""
 
     def prepare(self):
         os.mkfifo(self.path)
@@ -260,7 +260,7 @@ class ClosedDescriptor(Target):
 
 
 class StandardOutput(Target):
-    """/dev/stdout is a link like this one. The contents follow the table."""
+    """A link like /dev/stdout. The contents follow the table."""
 
     def prepare(self):
         self.path.symlink_to("/proc/self/fd/1")
@@ -301,7 +301,7 @@ class BindMount(Plain):
 
 
 class InAFolderOfAnother(Plain):
-    """This user may write the file, but not make other files next to it."""
+    """This user may write the file, but not create other files in its folder."""
     needs_root, owner = True, OTHER_USER
 
     def prepare(self):
@@ -323,7 +323,7 @@ class ReadOnly(InAFolderOfAnother):
 
 
 class FullDisk(Plain):
-    """A tmpfs without a free page. The old contents stay."""
+    """A tmpfs without a free page. The old contents are kept."""
     needs_root, code = True, 1
 
     def prepare(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train`: what it prints and logs."""
+"""`gradwire train`: console output and log."""
 import json
 import os
 import pty
@@ -15,11 +15,11 @@ class Train(CommandTest):
         self.assertEqual(result.stderr, "")
         return result.stdout
 
-    def test_log_holds_the_run(self):
+    def test_log_contains_the_run(self):
         out = self.train("--ranks", 2, "--epochs", 2, "--log", "run.jsonl")
         self.assertTrue(out.startswith("Device: host"), out)
         records = self.records()
-        records = [r for r in records if r["type"] != "waits"]  # as often as the clock says
+        records = [r for r in records if r["type"] != "waits"]  # their number depends on time
         kinds = [r["type"] for r in records]
         self.assertEqual(kinds, ["run"] + ["step"] * 8 + ["eval"] + ["step"] * 8 + ["eval", "summary"])
         steps = [r for r in records if r["type"] == "step"]
@@ -35,7 +35,7 @@ class Train(CommandTest):
 
     def test_products_ignore_openblas_variables(self):
         def run(**variables):
-            # Wide enough for OpenBLAS, which does not compute the smallest products.
+            # Wide enough for OpenBLAS, which is not used for the smallest products.
             out = self.run_command("train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
                                    env=variables)
             self.assertEqual((out.returncode, out.stderr), (0, ""))
@@ -67,13 +67,13 @@ class Train(CommandTest):
         self.assertEqual({r["wire_bytes"] for r in self.records() if r["type"] == "step"}, {0})
         self.assertIsNone(self.records()[-1]["ratio"])
 
-    def test_diverged_run_stays_valid_json(self):
+    def test_diverged_runs_write_valid_json(self):
         self.train("--steps", 6, "--optimizer", "sgd", "--lr", "1e6", "--warmup", 0, "--log", "run.jsonl")
         text = (self.folder / "run.jsonl").read_text()
         self.assertNotIn("nan", text.lower().replace('"model"', ""))
         self.assertEqual(self.records()[-1]["type"], "summary")
 
-    def test_dry_run_writes_nothing_and_shows_what_was_resolved(self):
+    def test_dry_run_writes_nothing_and_prints_the_resolved_settings(self):
         out = self.train("--dry-run", "--log", "run.jsonl", "--ranks", 4, "--compression", "powersgd:rank=2")
         config, end = json.JSONDecoder().raw_decode(out[out.index("{"):])
         self.assertIn("Extra memory for powersgd:rank=2: ", out[out.index("{") + end:])
@@ -81,12 +81,12 @@ class Train(CommandTest):
         self.assertEqual(config["compression"], "powersgd:rank=2")
         self.assertEqual(self.files(), [])
 
-    def test_a_log_and_a_trace_in_one_file_are_refused(self):
+    def test_rejects_a_log_and_a_trace_in_one_file(self):
         result = self.run_command("train", *synthetic("--trace", "x.json", "--log", "./x.json"))
         self.assert_refused(result, "--log ./x.json", "--trace x.json", "the same file")
         self.assertEqual(self.files(), [])
 
-    def test_a_full_disk_under_standard_output_is_no_success(self):
+    def test_a_full_disk_at_standard_output_is_a_failure(self):
         for arguments in (["train", *synthetic("--steps", 3)], ["doctor"], ["--help"]):
             with open("/dev/full", "w") as full:
                 done = subprocess.run([self.gradwire, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
@@ -102,7 +102,7 @@ class Train(CommandTest):
         try:
             while chunk := os.read(leader, 4096):
                 shown += chunk
-        except OSError:  # the terminal is gone when the process is
+        except OSError:  # the terminal is closed with the process
             pass
         os.close(leader)
         self.assertEqual(process.wait(timeout=60), 0)
