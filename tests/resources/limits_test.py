@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire` under the limits that users meet: ulimit -n, -u, -v and -s. The command works, or names the
-limit to raise.
+"""`gradwire` under common limits: ulimit -n, -u, -v and -s. The command succeeds, or names the limit to raise.
 
 usage: limits_test.py PATH_OF_GRADWIRE [unittest arguments]
 """
@@ -48,17 +47,17 @@ class Limits(CommandTest):
     def launch(self, rank, world, port):
         return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
-    def test_too_few_descriptors_are_an_error_that_names_the_limit(self):
+    def test_too_few_descriptors_name_the_limit(self):
         for count in range(4, 23) if ALL else (6, 9, 12):
             with self.subTest(descriptors=count):
                 process = self.start("train", *synthetic("--timeout-s", "1"), limits=[(resource.RLIMIT_NOFILE, count)],
                                      env=self.launch(0, 2, free_port()))
                 code, _, err = self.ended(process, 20)
                 self.assertEqual(code, 1)
-                if count >= 8:  # below, the loader cannot even read a file
+                if count >= 8:  # below that, the loader cannot even read a file
                     self.assertTrue("ulimit -n" in err or "never came: rank 1" in err, err)
 
-    def test_a_rendezvous_without_descriptors_for_all_ranks_fails_and_does_not_spin(self):
+    def test_a_rendezvous_without_descriptors_for_all_ranks_fails_without_spinning(self):
         port = free_port()
         arguments = ["train", *synthetic("--steps", "2", "--timeout-s", "6")]
         others = [self.start(*arguments, env=self.launch(r, 12, port)) for r in range(1, 12)]
@@ -72,7 +71,7 @@ class Limits(CommandTest):
         for other in others:
             self.assertEqual(self.ended(other, 60)[0], 1)
 
-    def test_fewer_threads_than_asked_for_compute_more_slowly(self):
+    def test_fewer_threads_than_requested_compute_more_slowly(self):
         if os.geteuid() != 0:
             self.skipTest("limits of threads hold per user: needs root to become another one")
         env = {"GRADWIRE_THREADS": "64"}
@@ -88,7 +87,7 @@ class Limits(CommandTest):
                     self.assertIn("the system refuses more threads", err)
                     self.assertIn(f"{threads} processes and threads of this user (ulimit -u)", err)
 
-    def test_too_little_address_space_is_an_error_that_names_the_limit(self):
+    def test_too_little_address_space_names_the_limit(self):
         failed = 0
         for kib in range(860000, 1400000, 12000 if ALL else 90000):
             with self.subTest(kib=kib):

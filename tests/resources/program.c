@@ -18,7 +18,7 @@ enum { kTensors = 3, kRows = 256, kColumns = 128, kCount = kRows * kColumns };
 struct Rank {
   const char *spec, *address;
   int rank;
-  int refused;                            /* its thread */
+  int refused;                            /* nonzero: its thread was not created */
   float gradients[kTensors][kCount];
   char error[512];
 };

@@ -1,4 +1,4 @@
-"""A user of the Python package, for sweeps over refused resources. usage: program.py ADDRESS RANK"""
+"""A program that uses the Python package, for sweeps over refused resources. usage: program.py ADDRESS RANK"""
 import ctypes
 import hashlib
 import sys
@@ -19,5 +19,5 @@ try:
         reducer.allreduce(tensors)
         reducer.close()
     print(hashlib.sha256(b"".join(t.tobytes() for t in tensors)).hexdigest())
-except Exception as error:  # as a program that reports whatever it is
+except Exception as error:  # reports any error
     sys.exit(f"gradwire: {type(error).__name__}: {error}")

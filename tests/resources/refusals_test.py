@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the command, a C program and a Python program while the system refuses memory, threads, descriptors or
-disk space, at every request in turn. Each run ends with the right result or a clean error: never by a signal,
-never in a hang, never with GW_INTERNAL.
+disk space, at every request in turn. Each run ends with the correct result or a clean error: never by a
+signal, in a hang or with GW_INTERNAL.
 
 usage: refusals_test.py GRADWIRE REFUSE_SO [--program PATH] [--package FOLDER --shared LIBGRADWIRE]
                         [--all] [--case NAME] [--kind KIND] [--most N] [--small N]
@@ -43,7 +43,7 @@ def cases(gradwire):
     for victim in (0, 1):
         yield Case(f"processes{victim}", [single, single], victim, process_environments(2), last_hash, clean=one_line_errors)
     yield Case("shard", [[*single, "--ranks", "2", "--shard", "full", "--checkpoint", "saved"]], result=last_hash, clean=one_line_errors)
-    # The surviving rank may end with other weights, because it had other data.
+    # The surviving rank may have other weights, because it had other data.
     for victim in (0, 1):
         yield Case(f"elastic{victim}", [elastic, elastic], victim, process_environments(2), clean=one_line_errors)
 
@@ -94,7 +94,7 @@ def main():
     for case in all_cases:
         if options.case and case.name != options.case:
             continue
-        # Small allocations are too many and too similar to refuse each one. They are not refused in Python,
+        # Small allocations are too many and too similar to refuse each of them. They are not refused in Python,
         # whose interpreter ends the process itself.
         most = {kind: None if options.all else options.most for kind in ([options.kind] if options.kind else KINDS)}
         if "small" in most and not options.kind:

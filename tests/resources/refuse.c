@@ -1,12 +1,12 @@
-/* A library for LD_PRELOAD that refuses one resource at its n-th request, as a machine would that runs out of it.
+/* A library for LD_PRELOAD that refuses the n-th request for a resource, as an exhausted machine does.
  *
- * GRADWIRE_REFUSE=KIND:N   refuses request N of KIND, counted from 1 over all threads; KIND:N+ refuses all from N on
+ * GRADWIRE_REFUSE=KIND:N   refuses request N of KIND, counted from 1 over all threads; KIND:N+ also all later ones
  *                        (none:0 refuses nothing)
  * GRADWIRE_REFUSE_LOG=FILE gets a line "refused KIND N" at the refusal, and "seen KIND COUNT" for each kind when the
  *                        process ends
- * GRADWIRE_REFUSE_LATER=1  counts only after the program has called refuse_begin(), which it finds by dlsym();
- *                        otherwise from main() on: before it, CUDA's runtime registers the kernels, and crashes when
- *                        it is refused memory for that
+ * GRADWIRE_REFUSE_LATER=1  counts only after the program has called refuse_begin(), found by dlsym(); otherwise
+ *                        from main() on, because before that CUDA's runtime registers the kernels, and crashes if that
+ *                        allocation fails
  *
  * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write (regular files), sync
  * (fsync, ftruncate), rename. */
@@ -79,7 +79,7 @@ __attribute__((destructor)) static void report(void) {
   for (int k = 0; k < kKinds; ++k) log_line("seen", names[k], atomic_load(&seen[k]));
 }
 
-/* Whether this request for a `kind` is the one. */
+/* Returns whether to refuse this request for a `kind`. */
 static int refused(int kind, int error) {
   if (!atomic_load_explicit(&counting, memory_order_relaxed)) return 0;
   const long n = atomic_fetch_add_explicit(&seen[kind], 1, memory_order_relaxed) + 1;
@@ -89,7 +89,7 @@ static int refused(int kind, int error) {
   return 1;
 }
 
-/* dlsym() may allocate itself, before any of these is known: from here. */
+/* Serves the allocations of dlsym() before the real functions are known. */
 static char early[1 << 16];
 static atomic_size_t early_used;
 static void* early_memory(size_t bytes) {
@@ -220,5 +220,5 @@ int fsync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fsync, 
 int fdatasync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fdatasync, file); }
 int ftruncate(int file, off_t bytes) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_ftruncate, file, bytes); }
 int ftruncate64(int file, off_t bytes) { return ftruncate(file, bytes); }
-/* As between two file systems, where a mount has come between. */
+/* As between two file systems, after a mount. */
 int rename(const char* from, const char* to) { return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to); }

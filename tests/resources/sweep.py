@@ -1,5 +1,5 @@
 """Runs a program repeatedly, each time with another request for a resource refused (refuse.c), and checks
-that it ends with the right result or with a clean error, never by a signal or in a hang."""
+that it ends with the correct result or a clean error, never by a signal or in a hang."""
 import collections
 import os
 import pathlib
@@ -13,17 +13,17 @@ KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "op
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
 # The C library ends the process when a thread's first object with a destructor cannot be registered.
 C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
-LIMIT_S = 60  # after which a program hangs: its own deadlines are a few seconds
+LIMIT_S = 60  # a program that takes longer hangs: its deadlines are a few seconds
 CRASHES = re.compile(r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
 
 
 class Case:
-    """One program: its processes' commands, in one of which requests are refused."""
+    """One program: the commands of its processes, one of which has requests refused."""
 
     def __init__(self, name, commands, victim=0, environments=None, result=None, later=False, clean=None):
         self.name, self.commands, self.victim = name, commands, victim
         self.environments = environments or [{}] * len(commands)
-        self.result = result or (lambda folder, outputs: None)  # what must be the same in every run that succeeds
+        self.result = result or (lambda folder, outputs: None)  # must be equal in every successful run
         self.later = later
         # Checks the outputs of a failed run: [(code, stdout, stderr)] -> the problem, or "".
         self.clean = clean or (lambda outputs: "")
@@ -35,8 +35,8 @@ class Outcome:
 
 
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
-    """Runs once with request `at` of `kind` refused. Outcome.what: right, error, crash, hang, unclean, wrong, or
-    "c library" if that ended the process."""
+    """Runs once with request `at` of `kind` refused. Outcome.what is right, error, crash, hang, unclean, wrong, or
+    "c library" if the C library ended the process."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
     processes = []
@@ -44,7 +44,7 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         for i, command in enumerate(case.commands):
             environment = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
             environment.update(case.environments[i])
-            # Memory of 64 KiB or more is unmapped when it is freed, so that a later write to it is a crash.
+            # Memory of 64 KiB or more is unmapped when it is freed, so that a later write to it crashes.
             environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")
             environment.update(extra or {})
             if i == case.victim:
@@ -129,7 +129,7 @@ def sweep(case, library, most, extra=None):
 
 
 def one_line_errors(outputs):
-    """Checks that a failing process gives the reason in one line of stderr, besides warnings."""
+    """Checks that a failing process prints the reason in one line of stderr, apart from warnings."""
     for code, _, err in outputs:
         lines = err.splitlines()
         if code != 0 and not (lines and lines[-1].startswith("gradwire: ")):
@@ -140,7 +140,7 @@ def one_line_errors(outputs):
 
 
 def refused_or_lost(outputs):
-    """Checks also that the last line has a status that gradwire.h promises for a refused resource, or for a lost rank."""
+    """Also checks that the last line has the status that gradwire.h specifies for a refused resource or a lost rank."""
     for code, _, err in outputs:
         last = (err.splitlines() or [""])[-1]
         if code != 0 and not re.search("GW_NO_MEMORY|GW_COMM_FAILED|rank [01]: $", last):
