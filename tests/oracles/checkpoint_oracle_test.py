@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""torchvision's weights go into `gradwire train --init`, and a checkpoint's into torchvision: file format, names
-and shapes agree, and no bit changes on the way.
+"""Loads torchvision's weights with `gradwire train --init`, and a checkpoint's into torchvision: file format,
+names and shapes agree, and no bit changes.
 
 usage: checkpoint_oracle_test.py PATH_TO_gradwire
 """
@@ -21,7 +21,7 @@ except ImportError as error:
 
 
 def read(path: pathlib.Path) -> dict:
-    """The whole safetensors format, for float32 only."""
+    """Implements the whole safetensors format, for float32 only."""
     blob = path.read_bytes()
     length, = struct.unpack("<Q", blob[:8])
     header, data = json.loads(blob[8:8 + length]), memoryview(blob)[8 + length:]
@@ -49,12 +49,12 @@ def main() -> None:
     gradwire = pathlib.Path(sys.argv[1]).resolve()
     torch.manual_seed(2)
     source = torchvision.models.vit_b_32()
-    with torch.no_grad():  # the head begins as zeros, which would hide a wrong layout
+    with torch.no_grad():  # the head is initially zero, which would hide a wrong layout
         source.heads.head.weight.normal_(0, 0.1)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write(folder / "torchvision.safetensors", source.state_dict())
-        # A learning rate of 0: one whole step that changes nothing.
+        # A learning rate of 0: one complete step that changes nothing.
         subprocess.run([gradwire, "train", "--model", "vit_b_32", "--data", "synthetic:8", "--device", "host", "--steps", "1",
                         "--batch-size", "1", "--eval-every", "0", "--optimizer", "sgd", "--momentum", "0", "--lr", "0",
                         "--init", folder / "torchvision.safetensors", "--checkpoint", folder / "saved"],

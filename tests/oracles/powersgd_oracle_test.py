@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Our PowerSGD against PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same first Q.
+"""Compares our PowerSGD with PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same first Q.
 
 The two keep different residuals (ours what this rank's projection lost, PyTorch's the distance to the global
 approximation), but their means over the ranks are equal, and only the mean enters P, Q and the result. So the
-averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its own bucket and hook.
-It refuses to start before step 2, so both send the first two steps uncompressed.
+averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its bucket and hook. Its
+hook cannot start before step 2, so both send the first two steps uncompressed.
 
 Usage: powersgd_oracle_test.py POWERSGD_ORACLE_BINARY
 """
@@ -29,7 +29,7 @@ STEPS, START, TOLERANCE = 20, 2, 1e-4
 
 
 def gradients(world: int, seed: int) -> list:
-    """[step][rank][tensor] float32: a slowly turning part that all ranks share, plus noise of their own."""
+    """Returns [step][rank][tensor] float32: a slowly rotating part shared by all ranks, plus noise per rank."""
     rng = numpy.random.default_rng(seed)
     shared = [rng.standard_normal(s) for s in SHAPES]
     result = []
@@ -69,7 +69,7 @@ def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: l
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
-    """The same in float64, on the mean over ranks (all that the result depends on). Tells whose error it is."""
+    """Computes the same in float64 on the mean over ranks, on which alone the result depends, to attribute errors."""
     state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
              for s, q in zip(SHAPES, qs)]
     error = [numpy.zeros(s) for s in SHAPES]
@@ -133,8 +133,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
         with open(path, "wb") as file:
             pickle.dump(results, file)
     dist.barrier()
-    # Without destructors: PyTorch 1.13's Reducer, holding the GIL, joins a thread that may be waiting for it. Only
-    # when all are here: a rank that leaves breaks the barrier of those still in it.
+    # Exits without destructors: PyTorch 1.13's Reducer, holding the GIL, joins a thread that may be waiting for it.
+    # Waits for all ranks first: a rank that exits breaks the barrier of the others.
     here = pathlib.Path(store).parent
     (here / f"rank_{rank}").touch()
     deadline = time.monotonic() + 60
@@ -145,7 +145,7 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
 
 
 def distance(a: list, b: list) -> float:
-    """Norm of the difference over the norm of b, over all tensors together."""
+    """Returns the norm of the difference over the norm of b, over all tensors together."""
     difference = sum(numpy.sum((x.astype(numpy.float64) - y) ** 2) for x, y in zip(a, b))
     return float(numpy.sqrt(difference / sum(numpy.sum(y.astype(numpy.float64) ** 2) for y in b)))
 
@@ -174,7 +174,7 @@ def main() -> int:
             for i in range(len(SHAPES)):
                 tensor_worst = max(tensor_worst, distance([ours[step][i]], [theirs[step][i]]))
         for i, q in enumerate(qs):
-            if q.size:  # it did compress: the first compressed result is far from the plain mean
+            if q.size:  # compressed: the first compressed result is far from the plain mean
                 exact = sum(values[START][r][i] for r in range(world)) / world
                 assert distance([ours[START][i]], [exact]) > 0.05
         failures += not worst <= TOLERANCE

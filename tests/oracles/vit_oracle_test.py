@@ -49,7 +49,7 @@ def build(case: dict) -> torch.nn.Module:
                 parameter.normal_(0, 0.1)
             elif ".ln" in name:
                 parameter.normal_(1, 0.2)
-            # Rounded to float32, as our side gets them.
+            # Rounded to float32, the values that our side reads.
             parameter.copy_(parameter.float())
     return model.double()
 
@@ -98,7 +98,7 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
             return False
         errors[name] = float(np.linalg.norm(ours - want) / norm)
     errors["loss"] = abs(our_loss - loss.item()) / abs(loss.item())
-    bad = {name: error for name, error in errors.items() if not error <= LIMIT}  # a NaN is bad, too
+    bad = {name: error for name, error in errors.items() if not error <= LIMIT}  # also selects NaN
     for name, error in bad.items():
         print(f"{title}: {name}: relative error {error:.2e}, limit {LIMIT:.0e}")
     gradients = {name: error for name, error in errors.items() if name not in ("logits", "loss")}

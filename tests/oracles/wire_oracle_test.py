@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Reads every wire format with a decoder written from docs/formats.md: bit for bit as the library.
+"""Decodes every wire format with a decoder written from docs/formats.md, bit for bit like the library.
 
 Usage: wire_oracle_test.py WIRE_ORACLE_BINARY
 """
@@ -24,7 +24,7 @@ def floats(data) -> np.ndarray:
 
 
 def codes(data: np.ndarray, n: int, bits: int) -> np.ndarray:
-    """"Codes": n of them from n * bits / 8 bytes."""
+    """Unpacks n codes ("Codes") from n * bits / 8 bytes."""
     if bits % 3 == 0:
         lower = codes(data[:n * bits * 2 // 3 // 8], n, bits * 2 // 3)
         return lower | codes(data[n * bits * 2 // 3 // 8:], n, bits // 3) << (bits * 2 // 3)
