@@ -186,7 +186,7 @@ class Outputs(CommandTest):
             self.skipTest("needs root and mount namespaces")
         flags = [*SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2", "--checkpoint-keep", "1"]
         run = f'"{self.gradwire}" train ' + " ".join(flags)
-        cases = {  # how the folder is set up, the warning, and what is left at the end
+        cases = {  # the setup of the folder, the warning, and the files at the end
             # A folder of the lower layer can be removed but not renamed.
             "overlayfs": ('mkdir m up work; mount -t tmpfs none m; mkdir m/up m/work; mount -t overlay -o '
                           'lowerdir=saved,upperdir=m/up,workdir=m/work none saved', "", ["step-000000008"]),

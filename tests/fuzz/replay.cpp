@@ -1,4 +1,4 @@
-// Runs a target over its seeds and its corpus, each as it is and with mutations drawn from a fixed seed.
+// Runs a target over its seeds and its corpus, unchanged and with mutations drawn from a fixed seed.
 //
 //   fuzz_tests TARGET [--corpus DIR] [--mutations N] [--seed S] [--seconds S] [--save FILE]
 //                     [--write-seeds DIR]

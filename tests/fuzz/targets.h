@@ -1,7 +1,7 @@
 // Parsers of untrusted input, as functions of arbitrary bytes. Each may reject its input with the exception
 // that its callers expect; any other failure is a defect.
 //
-// One file per target, one line here. make test replays each target's own seeds and its folder in
+// One file per target, one line here. make test replays each target's seeds and its folder in
 // tests/fuzz/corpus, with mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer
 // (libfuzzer.cpp).
 #pragma once

@@ -19,7 +19,7 @@ TEST_P(Fp32, ReduceHasTheReferencesBits) {
   for (int64_t n : sizes) {
     for (int num_inputs : {0, 1, 2, 7, 64}) {
       if (num_inputs == 64 && n > 2000) continue;
-      for (int place = 0; place < 3; ++place) {  // where the result is written: its own array, own, an input
+      for (int place = 0; place < 3; ++place) {  // where the result is written: a new array, own, an input
         if (place == 2 && num_inputs == 0) continue;
         if (n == 70001 && place != num_inputs % 3) continue;
         int shift = num_inputs == 2 ? 1 : num_inputs == 7 ? 4 : 0;

@@ -1,6 +1,6 @@
 // The fault matrix: faults x schedules, on four processes over TCP. docs/faults.md shows the outcomes.
 //
-// Whatever happens, no rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
+// No rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
 // names the rank, the operation, the call, and what it waited for.
 #include <fmt/format.h>
 #include <gtest/gtest.h>

@@ -2,7 +2,7 @@
 // itself is compiled without sanitizers, for speed; the kernels are not.
 //   launch.cpp         limits, schedules, saved memory, log, watchdog
 //   together.cpp       grids of several ranks side by side
-//   scheduler.cpp      fibers, and who runs next
+//   scheduler.cpp      fibers, and the choice of the next one
 //   collectives.cpp    barriers, shuffles, votes
 //   shared_memory.cpp  poison at block start
 #pragma once
@@ -67,7 +67,7 @@ struct Block {
   void (*thread_main)(const void*) = nullptr;
   const void* arguments = nullptr;
   uint3 index{};
-  // Of the block's threads. Blocks that are alive at the same time have separate fibers
+  // Of the block's threads. Blocks that are alive at the same time have separate fibers.
   size_t first_fiber = 0;
   void* dynamic_memory = nullptr;  // its dynamic shared memory
   int64_t serial = 0;              // number of the block among all blocks ever started

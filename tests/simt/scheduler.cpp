@@ -90,7 +90,7 @@ struct Side {
 
 Side scheduler;
 Side* running = &scheduler;
-Side* came_from = nullptr;  // who switched to `running`
+Side* came_from = nullptr;  // the side that switched to `running`
 
 // Never deleted, because idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();

@@ -653,7 +653,7 @@ TEST_P(CheckpointTest, RejectsARunThatDoesNotFit) {
 }
 
 // Bits are flipped anywhere, and the file is truncated anywhere.
-TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
+TEST_P(CheckpointTest, RejectsEveryDamagedFile) {
   const TrainConfig c = config(1, "bf16");
   TrainConfig saved = c;
   saved.devices.resize(2, GetParam());
@@ -690,7 +690,7 @@ TEST_P(CheckpointTest, ADamagedFileIsAlwaysRefused) {
 
 // 1,000 checkpoints with one bit flipped in any file. If a change is accepted, it has no effect: a checksum's
 // digits may be upper-case.
-TEST(Checkpoint, OneFlippedBitIsRefusedOrChangesNothing) {
+TEST(Checkpoint, OneFlippedBitIsRejectedOrChangesNothing) {
   TrainConfig c;
   c.model = tiny_model();
   c.devices.assign(2, Device::host());
