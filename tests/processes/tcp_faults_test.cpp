@@ -1,7 +1,7 @@
 // The fault matrix: faults x schedules, on four processes over TCP. docs/faults.md shows the outcomes.
 //
 // No rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
-// names the rank, the operation, the call, and what it waited for.
+// names the rank, the operation, the call, and the awaited event.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -11,10 +11,10 @@
 // detector: a missing barrier, an unordered float atomic or an uninitialized shared value gives different
 // bits.
 //
-// Blocks of a grid may depend on each other only through atomics that never wait: a grid barrier, or a look-
-// back scan that spins, fails here as a livelock. Only the grids of several ranks, launched through Together,
-// may wait for each other: their blocks are all alive at once, alternate in random order, and pass signals
-// (store_signal, load_signal).
+// Blocks of a grid may depend on each other only through atomics that never wait: a grid barrier, or a
+// look-back scan that spins, fails here as a livelock. Only the grids of several ranks, launched through
+// Together, may wait for each other: their blocks are all alive at once, alternate in random order, and pass
+// signals (store_signal, load_signal).
 #pragma once
 
 #include <cstddef>
