@@ -54,7 +54,7 @@ constexpr EnvironmentVariable kOwn[] = {
 constexpr EnvironmentVariable kInterposer[] = {
     {"GRADWIRE_NCCL_SPEC", "bf16",
      "What ncclAllReduce sends: a wire format of docs/formats.md, with its options"},
-    {"GRADWIRE_NCCL_MIN_BYTES", "1M", "Smaller calls stay as they are; K, M and G are powers of 1024"},
+    {"GRADWIRE_NCCL_MIN_BYTES", "1M", "Smaller calls are not compressed; K, M and G are powers of 1024"},
     {"GRADWIRE_NCCL_MAX_STATE_BYTES", "4G",
      "Device memory for residuals per communicator; buffers beyond it go without error feedback"},
     {"GRADWIRE_NCCL_RANKS_PER_NODE", "unknown",
