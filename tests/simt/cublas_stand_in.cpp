@@ -1,7 +1,7 @@
 // A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime in kernels/gemm/gemm_cuda.cpp. It
 // computes on the host, in double, according to their documentation. It stores descriptors, so it detects
-// missing and invalid settings, and it rejects calls that the documentation excludes. Only a GPU can tell
-// which calls the library really supports.
+// missing and invalid settings, and it rejects calls that the documentation excludes
+// (cublas_rules.h). Only a GPU can tell which calls the library really supports.
 #include "tests/simt/cublas_stand_in.h"
 
 #include <cublasLt.h>
@@ -12,10 +12,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "kernels/math/bf16.h"
+#include "tests/simt/cublas_rules.h"
 #ifdef GRADWIRE_STANDIN
 #include "tests/standin/launch.h"
 #endif
@@ -23,29 +26,21 @@
 namespace {
 
 using gradwire::Bf16;
+using gradwire::simt::LtPreference;
+using gradwire::simt::LtProblem;
+using Operation = gradwire::simt::LtOperation;
+using Layout = gradwire::simt::LtLayout;
 
 bool refuses_gelu = false, refuses_bias = false;
 
-struct Operation {
-  cublasOperation_t a = CUBLAS_OP_N, b = CUBLAS_OP_N;
-  uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  const void* bias = nullptr;
-  int32_t bias_type = -1;
-  void* aux = nullptr;
-  int64_t aux_ld = 0;
-};
-struct Layout {
-  cudaDataType type;
-  uint64_t rows, columns;
-  int64_t ld;
-  int32_t batch = 1;
-  int64_t stride = 0;
-};
 Operation& of(cublasLtMatmulDesc_t desc) {
   return *reinterpret_cast<Operation*>(desc);
 }
 Layout& of(cublasLtMatrixLayout_t layout) {
   return *reinterpret_cast<Layout*>(layout);
+}
+LtPreference& of(cublasLtMatmulPreference_t preference) {
+  return *reinterpret_cast<LtPreference*>(preference);
 }
 
 template <typename T>
@@ -78,14 +73,7 @@ double gelu_derivative(double x) {
   return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * std::sqrt(2.0 / M_PI) * (1.0 + 0.134145 * x * x);
 }
 
-bool is_gelu(uint32_t epilogue) {
-  return (epilogue & (CUBLASLT_EPILOGUE_GELU | 64)) != 0;  // 64: DGELU without its aux bit
-}
-bool has_aux(uint32_t epilogue) {
-  return (epilogue & 128) != 0;  // of GELU_AUX, GELU_AUX_BIAS and DGELU
-}
-
-// One product, column-major: D = alpha op(A) op(B) + beta C, followed by the epilogue.
+// One product: D = alpha op(A) op(B) + beta C, followed by the epilogue.
 struct Product {
   bool transpose_a, transpose_b;
   int64_t rows, columns, inner;
@@ -123,13 +111,15 @@ double dot(const double* a, const double* b, int64_t n) {
 }
 void multiply(const Product& p, int64_t index,
               const std::function<double(double, int64_t, int64_t)>& finish) {
+  const int64_t a_row = p.la.row_step(), a_column = p.la.column_step();
+  const int64_t b_row = p.lb.row_step(), b_column = p.lb.column_step();
   const std::vector<double> a = unpack(p.a, p.la, index * p.la.stride, p.rows, p.inner,
-                                       p.transpose_a ? p.la.ld : 1, p.transpose_a ? 1 : p.la.ld);
+                                       p.transpose_a ? a_column : a_row, p.transpose_a ? a_row : a_column);
   const std::vector<double> b = unpack(p.b, p.lb, index * p.lb.stride, p.columns, p.inner,
-                                       p.transpose_b ? 1 : p.lb.ld, p.transpose_b ? p.lb.ld : 1);
+                                       p.transpose_b ? b_row : b_column, p.transpose_b ? b_column : b_row);
   for (int64_t column = 0; column < p.columns; ++column) {
     for (int64_t row = 0; row < p.rows; ++row) {
-      const int64_t at = index * p.ld.stride + column * p.ld.ld + row;
+      const int64_t at = index * p.ld.stride + column * p.ld.column_step() + row * p.ld.row_step();
       double x = p.alpha * dot(a.data() + row * p.inner, b.data() + column * p.inner, p.inner);
       if (p.beta != 0.0) x += p.beta * get(p.d, p.ld.type, at);
       put(p.d, p.ld.type, at, finish(x, row, column));
@@ -143,9 +133,11 @@ struct Handle {
 
 // Runs a product immediately or, in tests/standin, in the order of its stream.
 cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaStream_t stream,
+                       [[maybe_unused]] std::initializer_list<const void*> pointers,
                        std::function<void()> product) {
 #ifdef GRADWIRE_STANDIN
-  const int status = gradwire::standin::enqueue_library_call(name, stream, std::move(product));
+  const int status = gradwire::standin::enqueue_library_call(
+      name, stream, std::span(pointers.begin(), pointers.size()), std::move(product));
   return status == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 #else
   product();
@@ -153,22 +145,12 @@ cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaS
 #endif
 }
 
-// Checks a call against the documentation. Returns NOT_SUPPORTED where there would be no algorithm.
-cublasStatus_t examine(const Operation& o, const Layout& a, const Layout& b, const Layout& d) {
-  const bool ta = o.a != CUBLAS_OP_N, tb = o.b != CUBLAS_OP_N;
-  if ((ta ? a.columns : a.rows) != d.rows || (tb ? b.rows : b.columns) != d.columns ||
-      (ta ? a.rows : a.columns) != (tb ? b.columns : b.rows) || a.batch != d.batch || b.batch != d.batch)
-    return CUBLAS_STATUS_INVALID_VALUE;
-  const bool with_bias = (o.epilogue & CUBLASLT_EPILOGUE_BIAS) != 0;
-  if (with_bias != (o.bias != nullptr) || (with_bias && o.bias_type != d.type))
-    return CUBLAS_STATUS_INVALID_VALUE;
-  if (with_bias && refuses_bias) return CUBLAS_STATUS_NOT_SUPPORTED;
-  if (has_aux(o.epilogue) != (o.aux != nullptr)) return CUBLAS_STATUS_INVALID_VALUE;
-  if (!is_gelu(o.epilogue)) return CUBLAS_STATUS_SUCCESS;
-  if (d.batch != 1) return CUBLAS_STATUS_INVALID_VALUE;
-  if (o.aux != nullptr && (o.aux_ld % 8 != 0 || o.aux_ld < static_cast<int64_t>(d.rows)))
-    return CUBLAS_STATUS_INVALID_VALUE;
-  return refuses_gelu ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
+// How the library would refuse a product, or a test lets it.
+cublasStatus_t examine_product(const LtProblem& p) {
+  if (const cublasStatus_t status = gradwire::simt::examine(p); status != CUBLAS_STATUS_SUCCESS)
+    return status;
+  const bool refused = (p.operation.has_bias() && refuses_bias) || (p.operation.is_gelu() && refuses_gelu);
+  return refused ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
 }
 
 }  // namespace
@@ -182,8 +164,9 @@ void gradwire::simt::refuse_biases(bool refuses) {
 
 extern "C" {
 
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t, cudaDataType_t) {
-  *desc = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation);
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* desc, cublasComputeType_t compute,
+                                        cudaDataType_t scale) {
+  *desc = reinterpret_cast<cublasLtMatmulDesc_t>(new Operation{compute, scale});
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t desc) {
@@ -205,10 +188,16 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
       return assign(o.bias, value, bytes);
     case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
       return assign(o.bias_type, value, bytes);
+    case CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE:
+      return assign(o.bias_stride, value, bytes);
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
       return assign(o.aux, value, bytes);
     case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
       return assign(o.aux_ld, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE:
+      return assign(o.aux_type, value, bytes);
+    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE:
+      return assign(o.aux_stride, value, bytes);
     default:
       return CUBLAS_STATUS_INVALID_VALUE;
   }
@@ -225,48 +214,95 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
                                                 cublasLtMatrixLayoutAttribute_t attribute, const void* value,
                                                 size_t bytes) {
-  if (attribute == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) return assign(of(layout).batch, value, bytes);
-  if (attribute == CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET)
-    return assign(of(layout).stride, value, bytes);
-  return CUBLAS_STATUS_INVALID_VALUE;
+  switch (attribute) {
+    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT:
+      return assign(of(layout).batch, value, bytes);
+    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET:
+      return assign(of(layout).stride, value, bytes);
+    case CUBLASLT_MATRIX_LAYOUT_ORDER:
+      return assign(of(layout).order, value, bytes);
+    default:
+      return CUBLAS_STATUS_INVALID_VALUE;
+  }
 }
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
-  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new char);
+  *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new LtPreference);
   return CUBLAS_STATUS_SUCCESS;
 }
 cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t preference) {
-  delete reinterpret_cast<char*>(preference);
+  delete &of(preference);
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t,
-                                                    cublasLtMatmulPreferenceAttributes_t, const void*,
-                                                    size_t) {
-  return CUBLAS_STATUS_SUCCESS;
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute,
+                                                    const void* value, size_t bytes) {
+  LtPreference& p = of(preference);
+  uint32_t schemes = 0;
+  switch (attribute) {
+    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
+      return assign(p.workspace_bytes, value, bytes);
+    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
+      return assign(schemes, value, bytes);
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+      return assign(p.align_a, value, bytes);
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+      return assign(p.align_b, value, bytes);
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+      return assign(p.align_c, value, bytes);
+    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+      return assign(p.align_d, value, bytes);
+    default:
+      return CUBLAS_STATUS_INVALID_VALUE;
+  }
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
                                               cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t, cublasLtMatrixLayout_t d,
-                                              cublasLtMatmulPreference_t, int,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                              cublasLtMatmulPreference_t preference, int requested,
                                               cublasLtMatmulHeuristicResult_t found[], int* count) {
-  const cublasStatus_t status = examine(of(desc), of(a), of(b), of(d));
-  *count = status == CUBLAS_STATUS_SUCCESS ? 1 : 0;
-  if (*count > 0) found[0].state = CUBLAS_STATUS_SUCCESS;
+  *count = 0;
+  if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (requested < 1) return CUBLAS_STATUS_INVALID_VALUE;
+  const LtProblem problem{of(desc), of(a), of(b), of(c), of(d)};
+  if (const cublasStatus_t status = examine_product(problem); status != CUBLAS_STATUS_SUCCESS) return status;
+  *count = 1;
+  found[0] = {};
+  found[0].algo = gradwire::simt::describe_algorithm(problem, of(preference));
+  found[0].workspaceSize = of(preference).workspace_bytes;
+  found[0].state = CUBLAS_STATUS_SUCCESS;
+  return CUBLAS_STATUS_SUCCESS;
+}
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
+                                       cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t d,
+                                       const cublasLtMatmulAlgo_t* algorithm,
+                                       cublasLtMatmulHeuristicResult_t* result) {
+  if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  const LtProblem problem{of(desc), of(a), of(b), of(c), of(d)};
+  if (const cublasStatus_t status = examine_product(problem); status != CUBLAS_STATUS_SUCCESS) return status;
+  const cublasStatus_t status = gradwire::simt::examine_algorithm(problem, *algorithm);
+  result->state = status;
+  result->workspaceSize = gradwire::simt::workspace_of(*algorithm);
   return status;
 }
-cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t,
-                                       cublasLtMatrixLayout_t, cublasLtMatrixLayout_t, cublasLtMatrixLayout_t,
-                                       const cublasLtMatmulAlgo_t*, cublasLtMatmulHeuristicResult_t*) {
-  return CUBLAS_STATUS_NOT_SUPPORTED;
-}
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
-                              cublasLtMatrixLayout_t layout_a, const void* b, cublasLtMatrixLayout_t layout_b,
-                              const void* beta, const void* c, cublasLtMatrixLayout_t, void* d,
-                              cublasLtMatrixLayout_t layout_d, const cublasLtMatmulAlgo_t* algorithm, void*,
-                              size_t, cudaStream_t stream) {
+// Stricter than the library: the algorithm must be given, and the product in place.
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha,
+                              const void* a, cublasLtMatrixLayout_t layout_a, const void* b,
+                              cublasLtMatrixLayout_t layout_b, const void* beta, const void* c,
+                              cublasLtMatrixLayout_t layout_c, void* d, cublasLtMatrixLayout_t layout_d,
+                              const cublasLtMatmulAlgo_t* algorithm, void* workspace, size_t workspace_bytes,
+                              cudaStream_t stream) {
+  if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
   const Operation& o = of(desc);
   const Layout &la = of(layout_a), &lb = of(layout_b), &ld = of(layout_d);
-  if (algorithm == nullptr || c != d) return CUBLAS_STATUS_INVALID_VALUE;
-  if (const cublasStatus_t status = examine(o, la, lb, ld); status != CUBLAS_STATUS_SUCCESS) return status;
+  const LtProblem problem{o, la, lb, of(layout_c), ld};
+  if (alpha == nullptr || beta == nullptr || algorithm == nullptr || c != d)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  for (const cublasStatus_t status :
+       {examine_product(problem), gradwire::simt::examine_algorithm(problem, *algorithm),
+        gradwire::simt::examine_pointers(problem, {a, b, c, d, workspace, workspace_bytes}, *algorithm)}) {
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+  }
   const bool ta = o.a != CUBLAS_OP_N, tb = o.b != CUBLAS_OP_N;
   const Product p{ta,
                   tb,
@@ -281,13 +317,13 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
                   ld,
                   *static_cast<const float*>(alpha),
                   *static_cast<const float*>(beta)};
-  return enqueue("cublasLtMatmul", stream, [p, o] {
+  return enqueue("cublasLtMatmul", stream, {a, b, d, o.bias, o.aux, workspace}, [p, o] {
     for (int64_t index = 0; index < p.ld.batch; ++index) {
       multiply(p, index, [&](double x, int64_t row, int64_t column) {
-        if (o.bias != nullptr) x += get(o.bias, p.ld.type, row);
-        const int64_t at = column * o.aux_ld + row;
+        if (o.bias != nullptr) x += get(o.bias, p.ld.type, index * o.bias_stride + row);
+        const int64_t at = index * o.aux_stride + column * o.aux_ld + row;
         if (o.epilogue == CUBLASLT_EPILOGUE_DGELU) return x * gelu_derivative(get(o.aux, p.ld.type, at));
-        if (!is_gelu(o.epilogue)) return x;
+        if (!o.is_gelu()) return x;
         if (o.aux != nullptr) put(o.aux, p.ld.type, at, x);
         return gelu(x);
       });
@@ -310,8 +346,9 @@ cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
   reinterpret_cast<Handle*>(handle)->stream = stream;
   return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void*, size_t) {
-  return CUBLAS_STATUS_SUCCESS;
+// Its documentation: "aligned to at least 256 bytes".
+cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void* workspace, size_t) {
+  return gradwire::simt::is_aligned(workspace, 256) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
 cublasStatus_t cublasSetMathMode(cublasHandle_t, cublasMath_t) {
   return CUBLAS_STATUS_SUCCESS;
@@ -321,24 +358,38 @@ cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t handle, cublasOperation
                                           cudaDataType type_a, int lda, long long stride_a, const void* b,
                                           cudaDataType type_b, int ldb, long long stride_b, const void* beta,
                                           void* c, cudaDataType type_c, int ldc, long long stride_c,
-                                          int batch, cublasComputeType_t, cublasGemmAlgo_t) {
-  const Product p{ta != CUBLAS_OP_N,
-                  tb != CUBLAS_OP_N,
+                                          int batch, cublasComputeType_t compute, cublasGemmAlgo_t) {
+  if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (m < 0 || n < 0 || k < 0 || batch < 0 || alpha == nullptr || beta == nullptr || c == nullptr)
+    return CUBLAS_STATUS_INVALID_VALUE;
+  const bool transpose_a = ta != CUBLAS_OP_N, transpose_b = tb != CUBLAS_OP_N;
+  auto layout = [batch](cudaDataType type, int rows, int columns, int ld, int64_t stride) {
+    return Layout{type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), ld, batch, stride};
+  };
+  const Layout la = layout(type_a, transpose_a ? k : m, transpose_a ? m : k, lda, stride_a);
+  const Layout lb = layout(type_b, transpose_b ? n : k, transpose_b ? k : n, ldb, stride_b);
+  const Layout lc = layout(type_c, m, n, ldc, stride_c);
+  if (const cublasStatus_t status = gradwire::simt::examine_gemm(la, lb, lc, compute);
+      status != CUBLAS_STATUS_SUCCESS)
+    return status;
+  const Product p{transpose_a,
+                  transpose_b,
                   m,
                   n,
                   k,
                   a,
-                  {type_a, 0, 0, lda, batch, stride_a},
+                  la,
                   b,
-                  {type_b, 0, 0, ldb, batch, stride_b},
+                  lb,
                   c,
-                  {type_c, 0, 0, ldc, batch, stride_c},
+                  lc,
                   *static_cast<const float*>(alpha),
                   *static_cast<const float*>(beta)};
-  return enqueue("cublasGemmStridedBatchedEx", reinterpret_cast<Handle*>(handle)->stream, [p, batch] {
-    for (int index = 0; index < batch; ++index)
-      multiply(p, index, [](double x, int64_t, int64_t) { return x; });
-  });
+  return enqueue("cublasGemmStridedBatchedEx", reinterpret_cast<Handle*>(handle)->stream, {a, b, c},
+                 [p, batch] {
+                   for (int index = 0; index < batch; ++index)
+                     multiply(p, index, [](double x, int64_t, int64_t) { return x; });
+                 });
 }
 cublasStatus_t cublasGetProperty(libraryPropertyType, int* value) {
   *value = 0;
@@ -353,7 +404,7 @@ const char* cublasGetStatusString(cublasStatus_t) {
 
 #ifndef GRADWIRE_STANDIN  // which defines these functions itself
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
-  *pointer = std::malloc(bytes);
+  *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* pointer) {

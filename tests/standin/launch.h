@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 
 struct CUstream_st;
 
@@ -24,8 +25,10 @@ struct KernelCall {
 // cuda::launch() does.
 void launch(KernelCall call);
 
-// Enqueues `run` like a kernel: for libraries whose calls take a stream (cuBLAS). Returns a cudaError_t.
-int enqueue_library_call(const char* name, CUstream_st* stream, std::function<void()> run);
+// Enqueues `run` like a kernel: for libraries whose calls take a stream (cuBLAS). `pointers`: to what it reads and writes
+// on the device. Returns a cudaError_t.
+int enqueue_library_call(const char* name, CUstream_st* stream, std::span<const void* const> pointers,
+                         std::function<void()> run);
 
 // Called by a kernel that waits for a kernel of another rank: lets other streams run for a while.
 void let_other_streams_run();

@@ -39,11 +39,13 @@ void launch(KernelCall call) {
   cuda::check(cudaGetLastError(), call.name);
 }
 
-int enqueue_library_call(const char* name, CUstream_st* handle, std::function<void()> run) {
+int enqueue_library_call(const char* name, CUstream_st* handle, std::span<const void* const> pointers,
+                         std::function<void()> run) {
   if (const cudaError_t planted = begin_call(name); planted != cudaSuccess) return planted;
   Lock lock(machine().mutex);
   CUstream_st* const stream = find_stream(handle);
-  if (stream == nullptr) return cudaErrorInvalidResourceHandle;
+  if (stream == nullptr || stream->device != current_device()) return cudaErrorInvalidResourceHandle;
+  refuse_host_memory(name, pointers);
   if (stream->capture == nullptr) wait_until_launches_may_begin(lock, stream->device);
   return enqueue(*stream, {.name = name, .run = std::move(run)});
 }

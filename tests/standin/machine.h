@@ -24,6 +24,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -167,6 +168,8 @@ void wait_until_launches_may_begin(Lock& lock, int device);
 void open_memory(uint32_t devices);
 // Names the running operation in the message about a bad access.
 void name_running_operation(const char* name);
+// Ends the process if one of these is the address of pageable host memory, which a GPU cannot reach.
+void refuse_host_memory(const char* name, std::span<const void* const> pointers);
 
 // --- graphs.cpp. The caller holds the mutex. ---
 

@@ -187,6 +187,17 @@ void open_memory(uint32_t devices) {
   opened = devices;
 }
 
+void refuse_host_memory(const char* name, std::span<const void* const> pointers) {
+  for (const void* pointer : pointers) {
+    Place place{};
+    int device = -1;
+    if (pointer == nullptr || (locate(pointer, 0, place, device), place != Place::pageable)) continue;
+    std::fprintf(stderr, "standin: %s got %p, an address of pageable host memory, which a GPU cannot reach\n",
+                 name, pointer);
+    std::abort();
+  }
+}
+
 void name_running_operation(const char* name) {
   std::snprintf(running_operation, sizeof running_operation, "%s", name);
 }

@@ -1,0 +1,84 @@
+// What cuBLAS's documentation allows, for the stand-in (cublas_stand_in.cpp): descriptors, and the checks of a call.
+//
+// Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation (https://docs.nvidia.com/cuda/cublas/), sections
+// cublasLtMatmul(), cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t and cublasGemmEx(). Types, epilogues and orders
+// that Gradwire does not use are refused, also where the library has them.
+#pragma once
+
+#include <cublasLt.h>
+#include <cublas_v2.h>
+
+#include <cstdint>
+
+namespace gradwire::simt {
+
+struct LtOperation {
+  cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
+  cudaDataType_t scale = CUDA_R_32F;  // of alpha and beta
+  cublasOperation_t a = CUBLAS_OP_N, b = CUBLAS_OP_N;
+  uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
+  const void* bias = nullptr;
+  int32_t bias_type = -1;  // -1: D's
+  int64_t bias_stride = 0;
+  void* aux = nullptr;
+  int32_t aux_type = -1;  // -1: D's
+  int64_t aux_ld = 0, aux_stride = 0;
+
+  bool has_bias() const { return (epilogue & CUBLASLT_EPILOGUE_BIAS) != 0; }
+  bool has_aux() const { return (epilogue & 128) != 0; }
+  bool is_gelu() const {
+    return (epilogue & (CUBLASLT_EPILOGUE_GELU | 64)) != 0;
+  }  // 64: DGELU without aux's bit
+};
+
+struct LtLayout {
+  cudaDataType type = CUDA_R_32F;
+  uint64_t rows = 0, columns = 0;
+  int64_t ld = 0;
+  int32_t batch = 1;
+  int64_t stride = 0;
+  int32_t order = CUBLASLT_ORDER_COL;
+
+  // Elements from one row, or column, to the next.
+  int64_t row_step() const { return order == CUBLASLT_ORDER_COL ? 1 : ld; }
+  int64_t column_step() const { return order == CUBLASLT_ORDER_COL ? ld : 1; }
+  bool operator==(const LtLayout&) const = default;
+};
+
+// What an algorithm may rely on. The defaults are the library's.
+struct LtPreference {
+  uint64_t workspace_bytes = 0;
+  uint32_t align_a = 256, align_b = 256, align_c = 256, align_d = 256;
+};
+
+struct LtPointers {
+  const void *a, *b, *c, *d, *workspace;
+  size_t workspace_bytes;
+};
+
+struct LtProblem {
+  const LtOperation& operation;
+  const LtLayout &a, &b, &c, &d;
+};
+
+// Returns SUCCESS, or how the library would refuse a product.
+cublasStatus_t examine(const LtProblem& problem);
+
+// Describes an algorithm for the problem, within the preference.
+cublasLtMatmulAlgo_t describe_algorithm(const LtProblem& problem, const LtPreference& preference);
+
+// Returns SUCCESS, or INVALID_VALUE if the algorithm is for other types, orders or epilogues.
+cublasStatus_t examine_algorithm(const LtProblem& problem, const cublasLtMatmulAlgo_t& algorithm);
+uint64_t workspace_of(const cublasLtMatmulAlgo_t& algorithm);
+
+// Returns SUCCESS, or INVALID_VALUE if pointers are missing or less aligned than the algorithm may rely on.
+cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& pointers,
+                                const cublasLtMatmulAlgo_t& algorithm);
+
+// The same of cublasGemmStridedBatchedEx: column-major `c` = op(`a`) op(`b`) + `c`.
+cublasStatus_t examine_gemm(const LtLayout& a, const LtLayout& b, const LtLayout& c,
+                            cublasComputeType_t compute);
+
+bool is_aligned(const void* pointer, uint64_t bytes);
+
+}  // namespace gradwire::simt
