@@ -38,7 +38,8 @@ void check(const Gemm& g) {
     if (g.epilogue == Epilogue::d_gelu_tanh && g.bias.data != nullptr)
       fail("a bias does not go with GELU's derivative");
   }
-  if (g.precision == Precision::bf16) fail("the precision of bf16 operands is in their type");
+  if (g.precision == Precision::bf16 || (g.precision == Precision::tf32 && g.a.type == Element::bf16))
+    fail("the precision of bf16 operands is in their type");
 }
 
 }  // namespace detail

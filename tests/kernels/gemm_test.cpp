@@ -583,6 +583,9 @@ TEST(Gemm, RejectsIncompatibleTypes) {
             "gemm: a bias goes with a single product, not with a batch");
   EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::bf16; }),
             "gemm: the precision of bf16 operands is in their type");
+  EXPECT_EQ(message([&](Gemm& g) { g.a = &operand, g.b = &operand, g.precision = Precision::tf32; }),
+            "gemm: the precision of bf16 operands is in their type");
+  EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::tf32; }), "accepted");
 }
 
 // Computes the product as documented for cublasLtMatmul: column-major D = op(A) op(B), plus a vector with one
