@@ -45,6 +45,13 @@ Machine& machine() {
       made->devices[d].default_stream = std::make_unique<CUstream_st>();
       made->devices[d].default_stream->device = static_cast<int>(d);
     }
+    const uint64_t connections = number_from_environment("CUDA_DEVICE_MAX_CONNECTIONS", 8);
+    if (connections < 1 || connections > kMostConnections) {
+      std::fprintf(stderr, "standin: CUDA_DEVICE_MAX_CONNECTIONS must be 1 to %d, not %llu\n",
+                   kMostConnections, static_cast<unsigned long long>(connections));
+      std::_Exit(2);
+    }
+    made->connections = static_cast<int>(connections);
     made->random.seed(number_from_environment("GRADWIRE_STANDIN_SEED", 1));
     return *made;
   }();

@@ -14,6 +14,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -49,6 +50,7 @@ struct Op {
   std::shared_ptr<Ticket> ticket;     // record: to be marked; wait: to be waited for
   std::shared_ptr<EventState> event;  // record inside a graph: its ticket is renewed at each launch
   uint32_t devices = 0;               // bit d: may touch memory of device d
+  uint64_t number = 0;                // of all operations, in the order in which they were enqueued
 };
 
 // An operation of a graph and the operations that precede it.
@@ -82,6 +84,7 @@ struct Worker;
 struct CUstream_st {
   int device = 0;
   int number = 0;
+  int connection = -1;  // the hardware queue of its device (order.cpp); -1: its own
   bool destroyed = false;
   std::deque<gradwire::standin::Op> queue;       // its first entry stays while it runs
   bool busy = false;                             // the first entry is running
@@ -102,6 +105,7 @@ struct CUgraphExec_st {
 namespace gradwire::standin {
 
 constexpr int kMostDevices = 16;
+constexpr int kMostConnections = 32;
 constexpr size_t kDeviceBytes = size_t{8} << 30;
 constexpr size_t kMostSharedBytes = 163 * 1024;  // of a block of sm_80
 constexpr size_t kSharedWithoutAsking = 48 * 1024;
@@ -112,6 +116,7 @@ struct Device {
   uint32_t peers = 0;                // bit d: peer access to device d is enabled
   std::unique_ptr<CUstream_st> default_stream;
   size_t used_bytes = 0;
+  std::array<int, kMostConnections> streams_of_connection = {};
   int frees_waiting = 0;  // cudaFree calls that wait for kernels; nothing can be launched meanwhile
 };
 
@@ -123,7 +128,9 @@ struct Machine {
   std::vector<std::shared_ptr<Capture>> captures;
   std::map<std::pair<int, const void*>, size_t> allowed_shared;
   std::mt19937_64 random;
+  int connections = 8;  // hardware queues of a device: CUDA_DEVICE_MAX_CONNECTIONS
   int streams_made = 0;
+  uint64_t ops_made = 0;
   unsigned long long captures_made = 0;
 };
 Machine& machine();  // never destroyed: threads end after static objects
@@ -159,6 +166,10 @@ void wait_for(Lock& lock, const std::shared_ptr<Ticket>& ticket);
 // Blocks until all work of a device that is enqueued now has ended.
 void wait_for_device(Lock& lock, int device);
 void mark(Ticket& ticket);
+// Gives a new stream a hardware queue: the one with the fewest streams.
+void connect(CUstream_st& stream);
+// Drops streams that are destroyed and have no work left.
+void drop_ended_streams();
 // Blocks while a cudaFree of another thread waits for this device's kernels.
 void wait_until_launches_may_begin(Lock& lock, int device);
 

@@ -6,6 +6,13 @@
 //   demanded  only what the waiting host needs, so that everything it forgot to wait for has not happened yet
 //   any       any candidate
 //   others    what the host does not wait for, so that work runs ahead of what should have preceded it
+//
+// A device has CUDA_DEVICE_MAX_CONNECTIONS hardware queues. If it has more streams, some share one, which may create a
+// false dependency between their operations (CUDA programming guide, section "CUDA environment variables"). Here it always
+// does: an operation starts after all operations of its queue that were enqueued before it have started. Operations, also
+// event waits, keep that order within a queue, so an operation behind a kernel that waits for it never starts. This is stricter
+// than what was measured: 48 streams of an H200 did not share queues (docs/results/2026-11-26-gpu). The order of a
+// program whose streams wait by events cannot block: each wait is for what was enqueued before.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -50,6 +57,27 @@ void for_each_stream(const Body& body) {
   for (const auto& stream : machine().streams) body(*stream);
 }
 
+// The operation of a stream that starts next, or null.
+const Op* next_to_start(const CUstream_st& stream) {
+  const size_t started = stream.busy ? 1 : 0;
+  return stream.queue.size() > started ? &stream.queue[started] : nullptr;
+}
+
+// The stream of the same hardware queue whose next operation was enqueued before this stream's. Null: there is none.
+CUstream_st* ahead_of(const CUstream_st& stream) {
+  const Op* const mine = next_to_start(stream);
+  if (stream.connection < 0 || mine == nullptr) return nullptr;
+  const Device& device = machine().devices[static_cast<size_t>(stream.device)];
+  if (device.streams_of_connection[static_cast<size_t>(stream.connection)] < 2) return nullptr;
+  for (const auto& other : machine().streams) {
+    if (other.get() == &stream || other->device != stream.device || other->connection != stream.connection)
+      continue;
+    const Op* const theirs = next_to_start(*other);
+    if (theirs != nullptr && theirs->number < mine->number) return other.get();
+  }
+  return nullptr;
+}
+
 // Marks records and drops waits that have come to the front of their streams.
 void settle() {
   bool again = true;
@@ -59,28 +87,32 @@ void settle() {
       while (!stream.queue.empty() && !stream.busy) {
         Op& op = stream.queue.front();
         if (op.kind == Op::Kind::work || (op.kind == Op::Kind::wait && !op.ticket->done)) break;
+        if (ahead_of(stream) != nullptr) break;
         if (op.kind == Op::Kind::record) mark(*op.ticket);
         stream.queue.pop_front();
         again = true;
       }
     });
   }
-  std::erase_if(machine().streams,
-                [](const auto& s) { return s->destroyed && s->queue.empty() && !s->busy; });
+  drop_ended_streams();
 }
 
 bool is_candidate(const CUstream_st& stream) {
   if (stream.busy) return stream.waiting != nullptr;
-  return !stream.queue.empty() && stream.queue.front().kind == Op::Kind::work;
+  return !stream.queue.empty() && stream.queue.front().kind == Op::Kind::work && ahead_of(stream) == nullptr;
 }
 
 // The stream whose next operation a host thread needs, if that can run.
 CUstream_st* demanded_stream() {
   for (const auto& demand : order().demands) {
     CUstream_st* stream = demand->stream;
-    while (!demand->done && stream != nullptr && !stream->busy && !stream->queue.empty() &&
-           stream->queue.front().kind == Op::Kind::wait)
-      stream = stream->queue.front().ticket->stream;
+    while (!demand->done && stream != nullptr && !stream->busy && !stream->queue.empty()) {
+      CUstream_st* before = ahead_of(*stream);
+      const Op& op = stream->queue.front();
+      if (before == nullptr && op.kind == Op::Kind::wait) before = op.ticket->stream;
+      if (before == nullptr) break;
+      stream = before;
+    }
     if (!demand->done && stream != nullptr && is_candidate(*stream)) return stream;
   }
   return nullptr;
@@ -236,6 +268,11 @@ void set_timer() {
   order().timer_changed.notify_one();
 }
 
+void push(CUstream_st& stream, Op op) {
+  op.number = ++machine().ops_made;
+  stream.queue.push_back(std::move(op));
+}
+
 // Makes operations run if they may.
 void begin_running() {
   if (order().running) return;
@@ -248,6 +285,23 @@ void begin_running() {
 
 }  // namespace
 
+void connect(CUstream_st& stream) {
+  auto& streams = machine().devices[static_cast<size_t>(stream.device)].streams_of_connection;
+  const auto least = std::min_element(streams.begin(), streams.begin() + machine().connections);
+  ++*least;
+  stream.connection = static_cast<int>(least - streams.begin());
+}
+
+void drop_ended_streams() {
+  std::erase_if(machine().streams, [](const auto& s) {
+    if (!s->destroyed || !s->queue.empty() || s->busy) return false;
+    --machine()
+          .devices[static_cast<size_t>(s->device)]
+          .streams_of_connection[static_cast<size_t>(s->connection)];
+    return true;
+  });
+}
+
 void mark(Ticket& ticket) {
   ticket.done = true;
   ticket.time = Clock::now();
@@ -256,7 +310,7 @@ void mark(Ticket& ticket) {
 
 cudaError_t enqueue(CUstream_st& stream, Op op) {
   if (stream.capture != nullptr) return record_in_capture(stream, std::move(op));
-  stream.queue.push_back(std::move(op));
+  push(stream, std::move(op));
   begin_running();
   return cudaSuccess;
 }
@@ -264,7 +318,7 @@ cudaError_t enqueue(CUstream_st& stream, Op op) {
 std::shared_ptr<Ticket> enqueue_record(CUstream_st& stream) {
   auto ticket = std::make_shared<Ticket>();
   ticket->stream = &stream;
-  stream.queue.push_back({.kind = Op::Kind::record, .name = "an event", .ticket = ticket});
+  push(stream, {.kind = Op::Kind::record, .name = "an event", .ticket = ticket});
   settle();
   begin_running();
   return ticket;
@@ -289,7 +343,7 @@ void wait_for_device(Lock& lock, int device) {
   for (CUstream_st* stream : streams) {
     auto ticket = std::make_shared<Ticket>();
     ticket->stream = stream;
-    stream->queue.push_back({.kind = Op::Kind::record, .name = "cudaFree", .ticket = ticket});
+    push(*stream, {.kind = Op::Kind::record, .name = "cudaFree", .ticket = ticket});
     all.push_back(std::move(ticket));
   }
   ++d.frees_waiting;

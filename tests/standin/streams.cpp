@@ -54,6 +54,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   auto made = std::make_unique<CUstream_st>();
   made->device = current_device();
   made->number = ++machine().streams_made;
+  connect(*made);
   *stream = made.get();
   machine().streams.push_back(std::move(made));
   return cudaSuccess;
@@ -69,8 +70,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   if (stream == nullptr || handle == nullptr) return failed(cudaErrorInvalidResourceHandle);
   if (stream->capture != nullptr) return failed(cudaErrorStreamCaptureUnsupported);
   stream->destroyed = true;
-  if (stream->queue.empty())
-    std::erase_if(machine().streams, [&](const auto& owned) { return owned.get() == stream; });
+  drop_ended_streams();
   return cudaSuccess;
 }
 
