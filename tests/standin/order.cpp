@@ -185,7 +185,6 @@ void run_operations(Lock& lock) {
       return;
     }
     run(lock, *stream);
-    order().host_changed.notify_all();
   }
   name_running_operation("");
   open_memory(0);
@@ -305,7 +304,8 @@ void drop_ended_streams() {
 void mark(Ticket& ticket) {
   ticket.done = true;
   ticket.time = Clock::now();
-  order().host_changed.notify_all();
+  if (std::ranges::any_of(order().demands, [&](const auto& demand) { return demand.get() == &ticket; }))
+    order().host_changed.notify_all();
 }
 
 cudaError_t enqueue(CUstream_st& stream, Op op) {
