@@ -16,7 +16,7 @@ namespace gradwire {
 namespace {
 
 constexpr int64_t kValues = 1000;
-constexpr int kTries = 24;
+constexpr int kTries = 96;  // each finds a missing wait with a probability of a third or so
 
 struct OnStandin : ::testing::Test {
   OnStandin() {
@@ -64,7 +64,7 @@ int wrong_copies(bool with_wait) {
 }
 
 TEST_F(StandinOrder, FindsAMissingEventWait) {
-  EXPECT_GT(wrong_copies(false), kTries / 4);
+  EXPECT_GT(wrong_copies(false), 0);
   EXPECT_EQ(wrong_copies(true), 0);
 }
 
@@ -101,7 +101,7 @@ TEST_F(StandinOrder, FindsAMissingSynchronize) {
     stream.synchronize();
     EXPECT_TRUE(holds(to, 0.0f));
   }
-  EXPECT_GT(wrong, kTries / 2);
+  EXPECT_GT(wrong, 0);
 }
 
 TEST_F(StandinOrder, RunsWorkThatNobodyWaitsFor) {
