@@ -6,8 +6,8 @@
 namespace gradwire::simt {
 namespace {
 
-// The table of cublasLtMatmul() for regular matrices, and that of cublasGemmEx(): its rows with types that Gradwire uses.
-// The bias is of C's type. D is of C's.
+// The table of cublasLtMatmul() for regular matrices, and that of cublasGemmEx(): its rows with types that
+// Gradwire uses. The bias is of C's type. D is of C's.
 struct Row {
   cublasComputeType_t compute;
   cudaDataType scale, ab, c;
@@ -153,8 +153,8 @@ uint64_t workspace_of(const cublasLtMatmulAlgo_t& algorithm) {
   return algorithm.data[kWorkspace];
 }
 
-// The heuristic's answer holds for the alignments of CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_*_BYTES. For the bias and aux it
-// takes the alignment of the pointers that the descriptor had then.
+// The heuristic's answer holds for the alignments of CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_*_BYTES. For the bias
+// and aux it takes the alignment of the pointers that the descriptor had then.
 cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& pointers,
                                 const cublasLtMatmulAlgo_t& algorithm) {
   if (pointers.a == nullptr || pointers.b == nullptr || pointers.c == nullptr || pointers.d == nullptr)

@@ -1,8 +1,9 @@
-// What cuBLAS's documentation allows, for the stand-in (cublas_stand_in.cpp): descriptors, and the checks of a call.
+// Rules of cuBLAS's documentation for the stand-in (cublas_stand_in.cpp): descriptors, and the checks of a
+// call.
 //
-// Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation (https://docs.nvidia.com/cuda/cublas/), sections
-// cublasLtMatmul(), cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t and cublasGemmEx(). Types, epilogues and orders
-// that Gradwire does not use are refused, also where the library has them.
+// Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation (https://docs.nvidia.com/cuda/cublas/),
+// sections cublasLtMatmul(), cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t and cublasGemmEx(). Types,
+// epilogues and orders that Gradwire does not use are refused, also where the library has them.
 #pragma once
 
 #include <cublasLt.h>
@@ -45,7 +46,7 @@ struct LtLayout {
   bool operator==(const LtLayout&) const = default;
 };
 
-// What an algorithm may rely on. The defaults are the library's.
+// Workspace and alignments that an algorithm may rely on. The defaults are the library's.
 struct LtPreference {
   uint64_t workspace_bytes = 0;
   uint32_t align_a = 256, align_b = 256, align_c = 256, align_d = 256;
@@ -75,7 +76,7 @@ uint64_t workspace_of(const cublasLtMatmulAlgo_t& algorithm);
 cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& pointers,
                                 const cublasLtMatmulAlgo_t& algorithm);
 
-// The same of cublasGemmStridedBatchedEx: column-major `c` = op(`a`) op(`b`) + `c`.
+// Returns the same for cublasGemmStridedBatchedEx: column-major `c` = op(`a`) op(`b`) + `c`.
 cublasStatus_t examine_gemm(const LtLayout& a, const LtLayout& b, const LtLayout& c,
                             cublasComputeType_t compute);
 

@@ -1,5 +1,5 @@
-// The stand-in for cuBLAS refuses what the documentation of cuBLAS excludes (tests/simt/cublas_rules.h): one test for each
-// rule, which changes one thing of a product that is accepted.
+// The stand-in for cuBLAS refuses what the documentation of cuBLAS excludes (tests/simt/cublas_rules.h): one
+// test for each rule, which changes one thing of a product that is accepted.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
@@ -82,8 +82,8 @@ class CublasRules : public ::testing::Test {
     cublasDestroy(handle_);
   }
 
-  // How a call is refused: by the heuristic, or else by the product that has its algorithm. SUCCESS: not at all.
-  // `called`: what the product gets instead.
+  // Returns how the heuristic refuses `planned`, or else how the product refuses `called` with the algorithm
+  // for `planned`. SUCCESS: both are accepted.
   cublasStatus_t result(const Call& planned, const Call& called) {
     const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);
     cublasLtMatmulHeuristicResult_t found = {};

@@ -32,9 +32,12 @@ RUNS = {
 }
 # Calls whose failures may be ignored, as "call < its callers".
 IGNORED = re.compile("|".join([
-    r"^cuda(Free|FreeHost|EventDestroy|StreamDestroy|GraphDestroy|GraphExecDestroy) ",  # the resource is lost, the result is not
-    r"^cuda(SetDevice|StreamSynchronize) .*::~",  # a destructor cannot throw
-    r" gradwire::Loader::Impl::work ",  # the loader reads ahead, for steps that the run does not have
+    # The resource is lost, the result is not.
+    r"^cuda(Free|FreeHost|EventDestroy|StreamDestroy|GraphDestroy|GraphExecDestroy) ",
+    # A destructor cannot throw.
+    r"^cuda(SetDevice|StreamSynchronize) .*::~",
+    # The loader reads ahead, for steps that the run does not have.
+    r" gradwire::Loader::Impl::work ",
 ]))
 
 
@@ -54,8 +57,9 @@ def run(gradwire, name, number, folder):
     if number:
         environment["GRADWIRE_STANDIN_FAIL"] = f"{number}:{error}"
     try:
-        result = subprocess.run([gradwire, "train", *SMALL, "--device", "cuda", "--ranks", str(ranks), "--log", str(records),
-                                 *flags.split()], env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+        command = [gradwire, "train", *SMALL, "--device", "cuda", "--ranks", str(ranks), "--log", str(records)]
+        result = subprocess.run(command + flags.split(), env=environment, capture_output=True, text=True,
+                                timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
         return 0, "", "", None, "", []
     if not log.exists():
@@ -81,7 +85,8 @@ def problem(gradwire, name, number, folder, expected_losses):
     if status == 0 and losses != expected_losses:
         return f"{where}: the failure was ignored, and the losses are {losses} instead of {expected_losses}"
     if status == 0:
-        return None if not failed or IGNORED.search(f"{failed} < {stack} ") else f"{where}: the failure was ignored"
+        may_ignore = not failed or IGNORED.search(f"{failed} < {stack} ")
+        return None if may_ignore else f"{where}: the failure was ignored"
     # After a sticky error every call fails, and another thread may be the first to report it.
     error = RUNS[name][2]
     expected = error.split(":")[0] if error.endswith(":sticky") else failed

@@ -25,8 +25,8 @@ struct KernelCall {
 // cuda::launch() does.
 void launch(KernelCall call);
 
-// Enqueues `run` like a kernel: for libraries whose calls take a stream (cuBLAS). `pointers`: to what it reads and writes
-// on the device. Returns a cudaError_t.
+// Enqueues `run` like a kernel: for libraries whose calls take a stream (cuBLAS). `pointers`: to the device
+// memory that it reads and writes. Returns a cudaError_t.
 int enqueue_library_call(const char* name, CUstream_st* stream, std::span<const void* const> pointers,
                          std::function<void()> run);
 

@@ -7,12 +7,13 @@
 //   any       any candidate
 //   others    what the host does not wait for, so that work runs ahead of what should have preceded it
 //
-// A device has CUDA_DEVICE_MAX_CONNECTIONS hardware queues. If it has more streams, some share one, which may create a
-// false dependency between their operations (CUDA programming guide, section "CUDA environment variables"). Here it always
-// does: an operation starts after all operations of its queue that were enqueued before it have started. Operations, also
-// event waits, keep that order within a queue, so an operation behind a kernel that waits for it never starts. This is stricter
-// than what was measured: 48 streams of an H200 did not share queues (docs/results/2026-11-26-gpu). The order of a
-// program whose streams wait by events cannot block: each wait is for what was enqueued before.
+// A device has CUDA_DEVICE_MAX_CONNECTIONS hardware queues. If it has more streams, some share one, which may
+// create a false dependency between their operations (CUDA programming guide, section "CUDA environment
+// variables"). Here it always does: an operation starts after all operations of its queue that were enqueued
+// before it have started. Event waits count as operations. So a kernel never ends that waits for an operation
+// which was enqueued after the next one of the kernel's stream. This is stricter than measured: 48 streams of
+// an H200 shared no queue (docs/results/2026-11-26-gpu). Programs ordered by events cannot block: each event
+// wait is for an operation that was enqueued before.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -63,7 +64,8 @@ const Op* next_to_start(const CUstream_st& stream) {
   return stream.queue.size() > started ? &stream.queue[started] : nullptr;
 }
 
-// The stream of the same hardware queue whose next operation was enqueued before this stream's. Null: there is none.
+// The stream of the same hardware queue whose next operation was enqueued before this stream's. Null: there
+// is none.
 CUstream_st* ahead_of(const CUstream_st& stream) {
   const Op* const mine = next_to_start(stream);
   if (stream.connection < 0 || mine == nullptr) return nullptr;
@@ -118,8 +120,8 @@ CUstream_st* demanded_stream() {
   return nullptr;
 }
 
-// The stream to run, or null. A kernel that waits for another kernel gives way to every other candidate half of the
-// time, because running it alone leads nowhere.
+// The stream to run, or null. A kernel that waits for another kernel gives way to every other candidate half
+// of the time, because running it alone leads nowhere.
 CUstream_st* choose() {
   settle();
   if (order().ended) return nullptr;

@@ -1,5 +1,5 @@
-// Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) of the stand-in: streams that share one have false dependencies, which
-// programs ordered by events do not notice.
+// Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) of the stand-in: streams that share one have false
+// dependencies, which programs ordered by events do not notice.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -54,8 +54,8 @@ struct StandinQueues : ::testing::Test {
     return {};
   }
 
-  // Whether a kernel on the first stream sees what a kernel on `setter` writes, if the first stream has another kernel
-  // behind the waiting one, enqueued before the writing one or after it.
+  // Returns whether a kernel on the first stream sees the write of a kernel on `setter`. Another kernel
+  // follows the waiting one on the first stream; it is enqueued before the writing kernel or after it.
   bool sees(const Stream& setter, bool next_before_setter) {
     std::atomic<bool> written = false, all_enqueued = false;
     bool seen = false;
@@ -131,7 +131,8 @@ std::vector<uint64_t> in_sequence(const std::vector<Step>& steps) {
   return cells;
 }
 
-// The cells after the steps on their streams. With events, each step waits for the steps before it that use its cells.
+// The cells after the steps on their streams. With events, each step waits for the steps before it that use
+// its cells.
 std::vector<uint64_t> on_streams(const std::vector<Step>& steps, bool with_events) {
   const Device device = Device::cuda(0);
   const Stream last = Stream::create(device, "last");
