@@ -11,6 +11,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "runtime/device.h"
+#include "tests/simt/cublas_stand_in.h"
 
 namespace gradwire {
 namespace {
@@ -381,6 +382,19 @@ TEST_F(CublasRules, EpiloguesThatAreNotModelledAreRefused) {
                             uint32_t{CUBLASLT_EPILOGUE_BGRADB}, 0u, 1u << 20})
     EXPECT_EQ(result(Call{}, [&](Call& c) { c.epilogue = epilogue; }), CUBLAS_STATUS_NOT_SUPPORTED)
         << epilogue;
+}
+
+// tests/kernels/gemm_test.cpp relies on this in simt_tests.
+TEST_F(CublasRules, TestsCanRefuseBiasesAndGelu) {
+  simt::refuse_biases(true);
+  EXPECT_EQ(result(Call{}), CUBLAS_STATUS_NOT_SUPPORTED);
+  EXPECT_EQ(result(Call::plain()), CUBLAS_STATUS_SUCCESS);
+  simt::refuse_biases(false);
+  simt::refuse_gelu_epilogues(true);
+  EXPECT_EQ(result(Call{}), CUBLAS_STATUS_NOT_SUPPORTED);
+  EXPECT_EQ(result(Call::plain()), CUBLAS_STATUS_SUCCESS);
+  simt::refuse_gelu_epilogues(false);
+  EXPECT_EQ(result(Call{}), CUBLAS_STATUS_SUCCESS);
 }
 
 TEST_F(CublasRules, OperandsInPageableHostMemoryEndTheProcess) {
