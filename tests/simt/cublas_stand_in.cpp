@@ -145,7 +145,7 @@ cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaS
 #endif
 }
 
-// How the library would refuse a product, or a test lets it.
+// Returns SUCCESS, or how the library refuses a product. Tests can refuse more.
 cublasStatus_t examine_product(const LtProblem& p) {
   if (const cublasStatus_t status = gradwire::simt::examine(p); status != CUBLAS_STATUS_SUCCESS)
     return status;
