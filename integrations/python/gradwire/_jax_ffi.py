@@ -17,6 +17,8 @@ _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 _STRING = 4  # XLA_FFI_AttrType_STRING
 _ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
+# XLA_FFI_Error_Code_INVALID_ARGUMENT, RESOURCE_EXHAUSTED and UNIMPLEMENTED, by the classes that Gradwire's errors derive from.
+_CODES = ((ValueError, 3), (MemoryError, 8), (NotImplementedError, 12))
 
 
 class _Base(ctypes.Structure):
@@ -99,6 +101,21 @@ class Call(NamedTuple):
     stream: int  # a cudaStream_t; 0 on the CPU
 
 
+class _Refused(Exception):
+    """A function of XLA's API failed."""
+
+    def __init__(self, error: int) -> None:
+        super().__init__()
+        self.error = error  # an XLA_FFI_Error
+
+
+def _ask(function: Callable[..., "int | None"], arguments: ctypes.Structure) -> None:
+    """Calls a function of XLA's API. Raises _Refused with the error that it returns."""
+    error = function(byref(arguments))
+    if error:
+        raise _Refused(error)
+
+
 def _buffers(of: _Buffers) -> List[_Buffer]:
     return [of.buffers[i].contents for i in range(of.size)]
 
@@ -117,10 +134,10 @@ def _read(frame: _CallFrame, platform: str) -> Call:
             value = ctypes.cast(frame.attributes.values[i], POINTER(_Span)).contents
             strings[frame.attributes.names[i].contents.text()] = value.text()
     ordinal = _OrdinalArguments(ctypes.sizeof(_OrdinalArguments), None, frame.context, -1)
-    frame.api.contents.ordinal_get(byref(ordinal))
+    _ask(frame.api.contents.ordinal_get, ordinal)
     stream = _StreamArguments(ctypes.sizeof(_StreamArguments), None, frame.context, None)
     if platform == "CUDA":
-        frame.api.contents.stream_get(byref(stream))
+        _ask(frame.api.contents.stream_get, stream)
     results = _buffers(frame.results)
     return Call([b.data or 0 for b in _buffers(frame.operands)], [b.data or 0 for b in results],
                 [_count(b) for b in results], strings, ordinal.ordinal, stream.stream or 0)
@@ -146,9 +163,12 @@ def handler_of(function: Callable[[Call], None], platform: str) -> Callable[...,
         try:
             function(_read(frame, platform))
             return None
+        except _Refused as refused:
+            return refused.error
         except BaseException as error:  # nothing may pass through XLA's frames
             text = f"{type(error).__name__}: {error}".encode(errors="replace")
-            arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _ABORTED)
+            code = next((code for kind, code in _CODES if isinstance(error, kind)), _ABORTED)
+            arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, code)
             return frame.api.contents.error_create(byref(arguments))
 
     return handler

@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jax._src import core, distributed  # the axes of a trace and jax.distributed's store have no public names
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
-from gradwire import _jax_call, _jax_codecs, _native
+from gradwire import _jax_call, _jax_codecs, _jax_run, _native
 from gradwire._core import Communicator, Reducer
-from gradwire._jax_call import DTYPES, ranks
+from gradwire._jax_run import DTYPES, ranks
 from gradwire._jax_state import CompressState as CompressState
 from gradwire._jax_state import check_state
 from gradwire._jax_state import partition_specs as partition_specs
@@ -78,7 +78,7 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
                 device=devices[i].local_hardware_id if on_gpus else "host"), range(len(devices))))
     numbers = [device.local_hardware_id if on_gpus else device.id for device in devices]
     ranks.set(dict(zip(numbers, made)), count)
-    _jax_call.register()
+    _jax_run.register()
 
 
 def shutdown() -> None:
