@@ -9,7 +9,7 @@ if [ ! -d build/tests/standin ]; then
   echo "test-cuda-host: this build has no standin_tests; they need CUDA's headers and nvcc"
   exit 1
 fi
-cmake --build --preset release --target standin_tests gradwire_standin
+cmake --build --preset release --target standin_tests gradwire_standin gradwire_standin_shared
 python=${PYTHON:-python3}
 failed=0
 # PeerWindows*: the ranks share a GPU, for which a real GPU needs eager loading of kernels, a feature of the
@@ -18,6 +18,10 @@ left_out='*PeerWindows*:*TrainTest*:*CheckpointTest*:*Containment*:*HardGradient
 for gpus in 1 2 4; do
   echo "== standin_tests on $gpus pretended GPUs"
   GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests --gtest_filter="*cuda*:Standin*-$left_out" --gtest_brief=1 || failed=1
+done
+for seed in 1 2 3 4; do
+  echo "== the Python package, seed $seed"
+  GRADWIRE_STANDIN_SEED=$seed ctest --test-dir build -R '^standin_python$' --output-on-failure || failed=1
 done
 echo "== training, compared with the host"
 "$python" tests/standin/train_test.py build/standin/gradwire || failed=1

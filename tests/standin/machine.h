@@ -4,6 +4,7 @@
 //   memory.cpp    allocations, copies, fills; device memory that the host may not touch
 //   streams.cpp   streams and events
 //   order.cpp     which stream's work runs next, and when
+//   hold.cpp      streams that a test stops
 //   graphs.cpp    stream capture and graphs
 //   launches.cpp  limits of launches, attributes of functions
 //   grids.cpp     runs a grid on tests/simt's fibers
