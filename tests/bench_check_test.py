@@ -128,6 +128,33 @@ class Check(unittest.TestCase):
         stale.write_text(json.dumps([row(9)]))
         self.assertEqual(self.run_cases("exit 3\n", case())[0], ["NOT MEASURED"])
 
+    def test_a_missing_row_is_an_error_that_names_the_most_similar_rows(self):
+        rows = [{"op": f"int{bits}_decode", "cache": "warm", "speedup": 9} for bits in range(20)]
+        rows.append({"op": "bf16_reduce_encode", "cache": "cold", "speedup": 9})
+        judged = check.judge(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
+        self.assertEqual(judged["verdict"], "NOT MEASURED")
+        self.assertTrue(judged["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
+                                                 "op=bf16_reduce_encode, cache=cold; op=int0_decode, cache=warm; "), judged["why"])
+        self.assertTrue(judged["why"].endswith("; 13 more"), judged["why"])
+
+    def test_a_smoke_run_fails_for_missing_rows_and_not_for_speed(self):
+        build = self.bench(self.WRITE.format(0.001))
+        for spec, code in (("bf16", 0), ("bf17", 1)):
+            done = self.command("run", "--smoke", "--build", build, "--baselines",
+                                self.write(case(device=check.device_name(), where={"spec": spec})))
+            self.assertEqual((done.returncode, done.stderr), (code, ""), done.stdout)
+        self.assertIn("no row with spec=bf17; the rows are: spec=bf16", done.stdout)
+        self.assertEqual(self.command("publish", self.folder, "--smoke").returncode, 2)
+
+    def test_a_smoke_run_has_small_sizes_and_every_other_flag(self):
+        build = self.bench(f'echo "$@" >> {self.folder}/calls; [ "$1" = hook ] || exit 0\n' + self.WRITE.format(9))
+        command = ["gradwire-bench", "hook", "--model", "vit_b_32", "--steps", "10", "--compression", "bf16"]
+        path = self.write(case(command=command, where={"spec": "bf16"}))
+        self.assertEqual(self.command("run", "--smoke", "--build", build, "--baselines", path).returncode, 0)
+        model, hook = (self.folder / "calls").read_text().splitlines()
+        self.assertIn("--model vit_b_32", model, "the name is checked")
+        self.assertTrue(hook.startswith("hook --model vit_tiny --steps 1 --compression bf16 --json "), hook)
+
     def test_bad_input(self):
         path = self.write(case())
         unknown, two = dict(case(), gaol=3), case(case="b", command=["other"])

@@ -34,15 +34,19 @@ std::string title(const KernelCase& c) {
 
 std::vector<KernelCase> chosen_cases(const KernelsOptions& o) {
   std::vector<KernelCase> chosen;
+  std::vector<bool> used(o.filter.size());
   for (const KernelCase& c : kernel_cases()) {
-    auto matches = [&](const std::string& text) {
-      return title(c).find(text) != std::string::npos || text == c.family;
-    };
-    if (o.filter.empty() || std::any_of(o.filter.begin(), o.filter.end(), matches)) chosen.push_back(c);
+    bool matches = o.filter.empty();
+    for (size_t i = 0; i < o.filter.size(); ++i) {
+      if (title(c).find(o.filter[i]) == std::string::npos && o.filter[i] != c.family) continue;
+      matches = used[i] = true;
+    }
+    if (matches) chosen.push_back(c);
   }
-  if (chosen.empty()) {
+  for (size_t i = 0; i < used.size(); ++i) {
+    if (used[i]) continue;
     throw BadInput(fmt::format(
-        "--filter {}: no kernel has that in its name; see gradwire-bench kernels --list", o.filter[0]));
+        "--filter {}: no kernel has that in its name; see gradwire-bench kernels --list", o.filter[i]));
   }
   return chosen;
 }

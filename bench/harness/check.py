@@ -2,12 +2,13 @@
 """Checks this build's speed against the goals and the published numbers, docs/results/baselines.jsonl.
 
     check.py run [--only REGEX] [--out FOLDER]   measures and checks the cases (make bench-check)
+    check.py run --smoke                         measures tiny sizes; only a missing row is a failure
     check.py judge FOLDER                        checks existing results, STEP.json (scripts/host_check.sh)
     check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
 Compares only ratios between measurements of one run, never times; higher is always better. A case fails when
-it is below its goal, or below the published value on the same device, by more than its noise, or when it
-could not be measured. A faster result never fails. Exit status: 0 when no case fails, 1 when one does, 2 for
+it is below its goal, or below the published value on the same device, by more than its noise, or when its
+row is missing from what the bench wrote. A faster result never fails. Exit status: 0 when no case fails, 1 when one does, 2 for
 bad input.
 
 baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
@@ -27,13 +28,14 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from harness import report  # noqa: E402
+from harness import report, smoke  # noqa: E402
 
 BASELINES = ROOT / "docs" / "results" / "baselines.jsonl"
 DEADLINE_S = 300  # of one command
 REQUIRED = {"case", "step", "command", "where", "metric", "value", "goal", "noise", "commit", "device"}
 OPTIONAL = {"over", "of"}
 FAILING = ("NOT MET", "SLOWER", "NOT MEASURED")
+MOST_ROWS_SHOWN = 8
 
 
 class BadInput(Exception):
@@ -72,6 +74,15 @@ def read_cases(path, only="."):
     return cases
 
 
+def without_demands(case):
+    """The case as a smoke run judges it: its row must exist, with a smoke run's size."""
+    changed = {"goal": None, "device": None}
+    for key in ("where", "over"):
+        if key in case:
+            changed[key] = {**case[key], **({"size_bytes": smoke.SIZE_BYTES} if "size_bytes" in case[key] else {})}
+    return {**case, **changed}
+
+
 def field(row, metric):
     """Returns the metric of one row: a field, or a quotient of two."""
     values = [row.get(name) for name in metric.split("/")]
@@ -82,9 +93,16 @@ def field(row, metric):
 
 
 def matching(rows, where):
+    """The rows with these fields. Without one, the error names the rows that exist, the most similar first."""
+    def text(row):
+        return ", ".join(f"{key}={row.get(key)}" for key in where)
+
     found = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
     if not found:
-        raise NotMeasured("no row with " + ", ".join(f"{key}={value}" for key, value in where.items()))
+        similar = sorted(rows, key=lambda row: -sum(row.get(key) == value for key, value in where.items()))
+        names = list(dict.fromkeys(map(text, similar)))
+        shown = "; ".join(names[:MOST_ROWS_SHOWN]) + (f"; {len(names) - MOST_ROWS_SHOWN} more" if len(names) > MOST_ROWS_SHOWN else "")
+        raise NotMeasured(f"no row with {text(where)}; the rows are: {shown or 'none'}")
     return found
 
 
@@ -151,17 +169,16 @@ def commit_name():
     return name + (", with changes" if git("diff", "--quiet", "HEAD").returncode else "")
 
 
-def run_step(step, command, build, folder):
+def run_step(step, command, folder):
     """Returns the rows, or None. Writes the command's output to STEP.log, its rows to STEP.json."""
     result = folder / f"{step}.json"
     result.unlink(missing_ok=True)
-    words = [str(build / "bin" / word) if word == "gradwire-bench" else word for word in command]
     print("== " + " ".join(command), flush=True)
     with open(folder / f"{step}.log", "w") as log:
         log.write("$ " + " ".join(command) + "\n")
         log.flush()
         try:
-            code = subprocess.run([*words, "--json", str(result)], cwd=ROOT, stdout=log,
+            code = subprocess.run([*command, "--json", str(result)], cwd=ROOT, stdout=log,
                                   stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode
         except (OSError, subprocess.TimeoutExpired) as error:
             code = str(error)
@@ -187,9 +204,11 @@ def judge_folder(cases, folder, device):
     return [judge(case, rows[case["step"]], device) for case in cases]
 
 
-def run(cases, build, folder, retries, device):
-    if not os.access(build / "bin" / "gradwire-bench", os.X_OK):
-        raise BadInput(f"{build}/bin/gradwire-bench is missing; run make build")
+def run(cases, build, folder, retries, device, shrink=list):
+    """Judgements of the cases. `shrink` changes the words of each command."""
+    bench = str(build / "bin" / "gradwire-bench")
+    if not os.access(bench, os.X_OK):
+        raise BadInput(f"{bench} is missing; run make build")
     print(f"{len(cases)} cases on {device}, load {os.getloadavg()[0]:.1f}", flush=True)
     judgements = []
     for attempt in range(1 + retries):
@@ -200,7 +219,8 @@ def run(cases, build, folder, retries, device):
         if attempt > 0:
             print("-- once more, where a case failed: a busy machine makes things slower, never faster",
                   flush=True)
-        rows = {step: run_step(step, command, build, folder) for step, command in steps.items()}
+        rows = {step: run_step(step, shrink(bench if word == "gradwire-bench" else word for word in command), folder)
+                for step, command in steps.items()}
         now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
         judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i]
                       for i, new in enumerate(now)]
@@ -238,12 +258,18 @@ def main():
                          help="how often to repeat a failing case (default: 1)")
     judging = commands.add_parser("judge", parents=[common], help="judge existing results")
     judging.add_argument("--markdown", action="store_true")
+    for command in (running, judging):
+        command.add_argument("--smoke", action="store_true", help="tiny sizes; a case fails only if its row is missing")
     publishing = commands.add_parser("publish", parents=[common], help="make results the published values")
     for command in (judging, publishing):
         command.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()
 
     cases, device = read_cases(arguments.baselines, arguments.only), device_name()
+    shrink, retries = list, getattr(arguments, "retries", 0)
+    if getattr(arguments, "smoke", False):
+        cases, shrink, retries = list(map(without_demands, cases)), smoke.tiny, 0
+        os.environ.update(smoke.ENVIRONMENT)
     if arguments.action == "publish":
         publish(arguments.baselines, cases, arguments.folder, device)
         return 0
@@ -253,7 +279,7 @@ def main():
         with tempfile.TemporaryDirectory(prefix="gradwire-check-") as scratch:
             folder = arguments.out or pathlib.Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
-            judgements = run(cases, arguments.build, folder.resolve(), arguments.retries, device)
+            judgements = run(cases, arguments.build, folder.resolve(), retries, device, shrink)
     shape = report.markdown if arguments.action == "judge" and arguments.markdown else report.plain
     print("\n" + shape(table(cases, judgements, device)).rstrip() + "\n\n" + last_line(judgements))
     return 1 if any(j["verdict"] in FAILING for j in judgements) else 0
