@@ -16,8 +16,7 @@ folder_of() { [ "$1" = release ] && echo build || echo "build-$1"; }
 build_tests() {
   local build=(cmake --build --preset "$1")
   [ $# -gt 1 ] && build+=(--target "${@:2}")
-  # GTEST_FILTER would hide tests from discovery.
-  scripts/configure.sh "$1" && env -u GTEST_FILTER "${build[@]}"
+  scripts/configure.sh "$1" && "${build[@]}"
 }
 
 # Builds like build_tests while tests run, on the cores they leave idle. Only a head start: run_tests builds
@@ -91,39 +90,10 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# Tests that the sanitizer builds omit, because the release build or the other sanitizer covers them;
-# docs/results/test-costs.md lists them with reasons. Tests are ctest's. Cases are GoogleTest's, of
-# executables whose cases share processes.
-other_sanitizers_and_programs="simt|^kernel_table|oracle|^layers$|^environment$|^paths$|^packages$|^gpu_check$|^cuda_pip$|^ptx$|^machine_code|^bench|^kill$"
-other_sanitizers_and_programs+="|^capi_(exports|capture|installed)|^interposer|NOT_BUILT"
-# These run gradwire-bench, which sanitizer builds omit, or mostly wait.
-other_sanitizers_and_programs+="|^cli_(inputs|outputs|paths|descriptors|suspended|cable)|^hosts$"
-no_memory="*MemoryOfItsPlan*"
-# ThreadSanitizer permits no threads in a fork of a process that had threads.
-forks="RunningClock.DoesNotCount*:RunningClock.IsASteadyClock*:RunningClock.WatchesTheFork*"
-asan_tests="" asan_cases="" tsan_tests="" tsan_cases=""
+# Labels of the tests that a sanitizer build omits (tests/CMakeLists.txt).
+asan_not="^not_sanitized$" tsan_not="^not_(sanitized|tsan)$"
 if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
-  # Accuracy, statistics, and learning: long runs over memory that short runs cover.
-  numbers="*Learns*:*ErrorOnNormalValues*:*Unbiased*:*SameProbability*:*ExpectedSquaredError*:*KeepsItsShareOfTheSquaredNorm*"
-  numbers+=":*ErrorOfADirectReduceScatter*:*WhereARingsErrorGrows*:*HoldsUpToConditionNumber*"
-  # Cells of the fault matrix that wait or resemble other cells.
-  like_others="|TcpFault\.|Tcp\.(AllToAll|ARankThat|ABusyPort)|FaultMatrix.*/(stopped|exits|returns|.*delay|corrupted_frame|wrong_[cs].*)_"
-  asan_tests=$like_others
-  asan_cases=":$numbers"
-  # Tests with one thread, or with threads in sequence; all but one of each kind of format, because formats
-  # differ only in arithmetic; and all but a few tests of failing ranks, which end as under AddressSanitizer.
-  tsan_tests="$like_others|TcpFaults|FaultMatrix|Shrink\.|Tcp\.RanksMeet"
-  tsan_tests+="|Elastic\.(AStopped|AnotherRank|FewerThan|KeepLocal|RanksKilled|WithoutCompression)"
-  tsan_cases=":$numbers:*SafetensorsTest*:*Synthetic*:*MutatedSchedules*:*ExtraMemory*:Schedule.*:Checker.*"
-  # For PowerSGD, the test with any number of threads runs every pass.
-  tsan_cases+=":*PowerSgd.PassesAgree*:*PowerSgd.ProjectingOntoP*:*PowerSgd.Settling*"
-  tsan_cases+=":*Bf16Gemm.IsTheProduct*:*Bf16Ways*:*LargeHostArray*:*DamagedFile*:*OneFlippedBit*"
-  for name in CuttingACall Decode HasTheReferences NonFinite ScalesOfParts TakesAsMany WirePlus WithoutAWire Zeros; do
-    tsan_cases+=":*WireFormatTest.$name*"
-  done
-  for name in fp8 mxfp nvfp4 natural qsgd terngrad sign eden int4 int2; do
-    tsan_cases+=":*EverySpec*/host_$name*:*EverySpec*/host_powersgd_rank_4_wire_$name*:*WireFormatTest*/*$name*"
-  done
+  asan_not+="|^long$" tsan_not+="|^long(_tsan)?$"
 fi
 
 layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
@@ -134,11 +104,11 @@ next=()  # targets to build while tests run
 run_tests release --
 if [ "${1:-}" != quick ]; then
   next=("${tsan[@]}")
-  GTEST_FILTER="-$no_memory$asan_cases" run_tests "${asan[@]}" -- -E "$other_sanitizers_and_programs$asan_tests"
+  run_tests "${asan[@]}" -- -LE "$asan_not"
   # By default it waits a second at the end of each process for races. Half of these processes take less time.
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
   next=()
-  GTEST_FILTER="-$no_memory:$forks$tsan_cases" run_tests "${tsan[@]}" -- -E "$other_sanitizers_and_programs|^capi_inside|^cli_|^fuzz_$tsan_tests"
+  run_tests "${tsan[@]}" -- -LE "$tsan_not"
 fi
 
 [ -e build/frameworks/python ] || echo "PyTorch 2.15, FSDP2 and JAX: NOT TESTED, because they are not installed: make test-frameworks does that (docs/testing.md)"
