@@ -9,9 +9,9 @@
 #   make test-cuda-host   the CUDA side's host code on pretended GPUs: all tests of tests/standin
 #   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
-#   make faults-soak   random faults of every kind for 10 minutes; SOAK_S=SECONDS, SOAK_SEED=N for others
-#   make elastic-soak  runs whose ranks are killed and stopped, and which others join, at random, just as long
-#   make fuzz     libFuzzer on the readers of files and messages, a minute each; FUZZ_FLAGS="600 store" for more of one
+#   make soak     random faults of every kind for 10 minutes; SOAK="faults SECONDS SEED"; SOAK=elastic: runs
+#                 whose ranks are killed, stopped and joined; SOAK=fuzz: libFuzzer on the parsers of files and
+#                 messages, a minute each, or SOAK="fuzz SECONDS TARGET..."
 #   make bench    benchmarks
 #   make bench-check  compare this build with the goals and the published numbers in
 #                 docs/results/baselines.jsonl, in five minutes; BENCH_CHECK_FLAGS="--only REGEX" for some
@@ -29,12 +29,10 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
-FUZZ_FLAGS ?=
-SOAK_S ?= 600
-SOAK_SEED ?= 1
+SOAK ?= faults
 
-.PHONY: build build-tests demo test test-quick test-cuda-host test-frameworks faults faults-soak elastic-soak fuzz bench bench-check host-check experiments \
-  gpu-check machine-code bundle wheel deb setup format clean
+.PHONY: build build-tests demo test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
+  host-check experiments gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -67,20 +65,8 @@ faults: setup
 machine-code: setup
 	@PYTHON=$(PYTHON) scripts/machine_code.sh
 
-faults-soak: setup
-	@scripts/configure.sh release
-	@cmake --build --preset release --target processes_tests
-	@GRADWIRE_SOAK_S=$(SOAK_S) GRADWIRE_SOAK_SEED=$(SOAK_SEED) build/bin/processes_tests \
-	  --gtest_filter='TcpFaults.AnyFault*' --gtest_brief=1
-
-elastic-soak: setup
-	@scripts/configure.sh release
-	@cmake --build --preset release --target processes_tests
-	@GRADWIRE_SOAK_S=$(SOAK_S) GRADWIRE_SOAK_SEED=$(SOAK_SEED) build/bin/processes_tests \
-	  --gtest_filter='Elastic.WhateverRanks*' --gtest_brief=1
-
-fuzz: setup
-	@scripts/fuzz.sh $(FUZZ_FLAGS)
+soak: setup
+	@scripts/soak.sh $(SOAK)
 
 bench: build
 	@build/bin/gradwire-bench kernels --json build/kernels.json
@@ -108,9 +94,7 @@ bundle: build-tests
 	@scripts/bundle_check.sh || [ $$? -eq 77 ]
 
 deb: setup
-	@scripts/configure.sh release
-	@cmake --build --preset release --target programs
-	@mkdir -p dist && cpack --config build/CPackConfig.cmake -B build/deb > build/cpack.log && cp -v build/deb/*.deb dist
+	@scripts/deb.sh
 
 wheel: setup
 	@PYTHON=$(PYTHON) scripts/wheel.sh

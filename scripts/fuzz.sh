@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# make fuzz: libFuzzer with ASan and UBSan on the parsers of untrusted input (tests/fuzz).
+# libFuzzer with ASan and UBSan on the parsers of untrusted input (tests/fuzz); make soak SOAK=fuzz.
 #
-#   scripts/fuzz.sh [SECONDS_PER_TARGET [TARGET...]]     60 seconds, all targets
+#   scripts/fuzz.sh [SECONDS [TARGET...]]      60 seconds per target, all targets
+#   scripts/fuzz.sh --smoke                    100 inputs of each target, on the release build's parsers
 #
 # clang compiles the parsers, with coverage and sanitizers. The rest of Gradwire, whose kernels need GCC,
 # comes from a release build of the host side. New inputs stay in build-fuzz/found/TARGET. The path of an
@@ -9,17 +10,24 @@
 # fix.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 seconds=${1:-60}
 shift || true
 targets=("$@")
-[ ${#targets[@]} -gt 0 ] || targets=(checkpoint cifar handshake_in handshake_out idx log safetensors settings state store)
+if [ -n "$smoke" ]; then
+  tests=$(ctest --test-dir build -N)
+  for target in $(build/bin/fuzz_tests --list); do
+    grep -q ": fuzz_$target\$" <<< "$tests" && continue
+    echo "fuzz: tests/fuzz/CMakeLists.txt has no test of the target $target" >&2
+    exit 1
+  done
+fi
 clang=${CLANG:-clang++}
-command -v "$clang" > /dev/null || { echo "fuzz: needs clang (apt install clang), or CLANG=PATH"; exit 1; }
-
-build=build-fuzz/release
-cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_CUDA=OFF > build-fuzz.log 2>&1 || { cat build-fuzz.log; exit 1; }
-rm build-fuzz.log
-cmake --build $build --target fuzz_tests
+if ! command -v "$clang" > /dev/null; then
+  [ -z "$smoke" ] || not_checked "no $clang"
+  echo "fuzz: needs clang (apt install clang), or CLANG=PATH" >&2
+  exit 1
+fi
 readers=(
   collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/rendezvous/handshake.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
   kernels/gemm/tuning.cpp
@@ -27,40 +35,63 @@ readers=(
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/file.cpp
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
 )
+for reader in "${readers[@]}"; do
+  [ -f "$reader" ] || { echo "fuzz: there is no $reader" >&2; exit 1; }
+done
+if [ -n "$smoke" ]; then
+  folder=$place/fuzz build=build limits=(-runs=100)
+  # The parsers take two minutes to compile. The targets are one file, which takes a third of the time.
+  mkdir -p "$folder"
+  ls tests/fuzz/*.cpp | grep -v /replay.cpp | sed 's/.*/#include "&"/' > "$folder/all.cpp.new"
+  cmp -s "$folder/all.cpp.new" "$folder/all.cpp" || mv "$folder/all.cpp.new" "$folder/all.cpp"
+  sources=("$folder/all.cpp") included=(tests/fuzz) optimization=-O0
+else
+  folder=build-fuzz build=build-fuzz/release limits=("-max_total_time=$seconds")
+  mkdir -p $folder
+  cmake -S . -B $build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_CUDA=OFF > $folder/configure.log 2>&1 ||
+    { cat $folder/configure.log; exit 1; }
+  cmake --build $build --target fuzz_tests
+  sources=("${readers[@]}" tests/fuzz/*.cpp) included=(tests/fuzz/*.h)
+fi
+[ ${#targets[@]} -gt 0 ] || mapfile -t targets < <($build/bin/fuzz_tests --list)
+[ ${#targets[@]} -gt 0 ] || { echo "fuzz: fuzz_tests names no targets" >&2; exit 1; }
 version=$(sed -n 's/^project(gradwire VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
-flags=(-std=c++20 -O1 -g1 -fPIC -I. "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off -Wno-psabi
-  -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr)
-mkdir -p build-fuzz/objects
+flags=(-std=c++20 ${optimization:--O1} -g1 -fPIC -I. "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off
+  -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr)
+cache=()
+! command -v ccache > /dev/null || cache=(env CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1 ccache)
+mkdir -p "$folder/objects"
 objects=()
-for source in "${readers[@]}" tests/fuzz/*.cpp; do
-  case $source in */replay.cpp | */libfuzzer.cpp) continue ;; esac
-  object=build-fuzz/objects/${source//\//-}.o
+for source in "${sources[@]}"; do
+  [ "$source" != tests/fuzz/replay.cpp ] || continue
+  object=$folder/objects/${source//\//-}.o
   objects+=("$object")
-  if [ ! -e "$object" ] || [ -n "$(find "$source" tests/fuzz/*.h trainer collectives kernels runtime -name '*.h' -newer "$object" -print -quit)" ] ||
-    [ "$source" -nt "$object" ]; then
-    echo "fuzz: compiling $source"
-    "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
+  if [ ! -e "$object" ] || [ "$source" -nt "$object" ] || [ -n "$(find "${included[@]}" trainer collectives kernels \
+    runtime \( -name '*.h' -o -path 'tests/fuzz/*' \) -newer "$object" -print -quit)" ]; then
+    [ -n "$smoke" ] || echo "fuzz: compiling $source"
+    "${cache[@]}" "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
   fi
 done
 # The release build's libraries. clang's parsers precede and replace their copies in these libraries.
 mapfile -t libraries < <(ninja -C $build -t commands bin/fuzz_tests | tail -n 1 |
   tr ' ' '\n' | grep -E '\.(a|o|so)$|^-l' | grep -v '^tests/fuzz' | sed -E "s|^([^-/])|$build/\1|")
+"$clang" "${flags[@]}" -fsanitize=fuzzer "${objects[@]}" -Wl,-z,muldefs \
+  -Wl,--start-group "${libraries[@]}" -Wl,--end-group -Wl,-rpath,"$PWD/$build/lib" -lpthread -o "$folder/fuzz"
 status=0
 for target in "${targets[@]}"; do
-  program=build-fuzz/fuzz-$target
-  "$clang" "${flags[@]}" -DGRADWIRE_FUZZ_TARGET="$target" -fsanitize=fuzzer tests/fuzz/libfuzzer.cpp \
-    "${objects[@]}" -Wl,-z,muldefs \
-    -Wl,--start-group "${libraries[@]}" -Wl,--end-group -Wl,-rpath,"$PWD/$build/lib" -lpthread -o "$program"
-  mkdir -p "build-fuzz/found/$target" "build-fuzz/seeds/$target"
-  $build/bin/fuzz_tests "$target" --mutations 0 --write-seeds "build-fuzz/seeds/$target"
-  corpus=("build-fuzz/found/$target" "build-fuzz/seeds/$target")
+  program=$folder/fuzz-$target
+  ln -sf fuzz "$program"  # it finds its target in its name
+  mkdir -p "$folder/found/$target" "$folder/seeds/$target"
+  $build/bin/fuzz_tests "$target" --mutations 0 --write-seeds "$folder/seeds/$target"
+  corpus=("$folder/found/$target" "$folder/seeds/$target")
   [ ! -d "tests/fuzz/corpus/$target" ] || corpus+=("tests/fuzz/corpus/$target")
   # No leak check, because Gradwire's threads and rendezvous outlive a run on purpose.
-  "$program" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=3000 -detect_leaks=0 -print_final_stats=1 \
-    -verbosity=0 -artifact_prefix="build-fuzz/$target-" "${corpus[@]}" > "build-fuzz/$target.log" 2>&1 || {
-    tail -30 "build-fuzz/$target.log"
+  "$program" "${limits[@]}" -timeout=10 -rss_limit_mb=3000 -detect_leaks=0 -print_final_stats=1 \
+    -verbosity=0 -artifact_prefix="$folder/$target-" "${corpus[@]}" > "$folder/$target.log" 2>&1 &&
+    ! grep "unrecognized flag" "$folder/$target.log" || {
+    tail -30 "$folder/$target.log"
     status=1
   }
-  echo "fuzz: $target: $(sed -n 's/^stat::number_of_executed_units: */inputs /p' "build-fuzz/$target.log")"
+  echo "fuzz: $target: $(sed -n 's/^stat::number_of_executed_units: */inputs /p' "$folder/$target.log")"
 done
 exit $status

@@ -23,7 +23,7 @@ BASE = ("make", "git", "apt")
 # Optional programs and modules. Each entry describes the behavior without it.
 OPTIONAL_COMMANDS = {
     "clang-format": "make format only",
-    "clang++": "make fuzz says that it needs clang",
+    "clang++": "make soak SOAK=fuzz says that it needs clang",
     "nvcc": "the CUDA side is left out",
     "nvidia-smi": "no GPU",
     "cuobjdump": "the machine-code check is skipped",

@@ -2,6 +2,7 @@
 //
 //   fuzz_tests TARGET [--corpus DIR] [--mutations N] [--seed S] [--seconds S] [--save FILE]
 //                     [--write-seeds DIR]
+//   fuzz_tests --list
 //
 // GRADWIRE_FULL_SWEEPS: five times as many mutations.
 //
@@ -121,6 +122,12 @@ uint64_t number(const std::string& flag, const std::string& text) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  if (argc == 2 && std::string_view(argv[1]) == "--list") {
+    for (const Target& each : gradwire::fuzz::kTargets) {
+      std::printf("%.*s\n", static_cast<int>(each.name.size()), each.name.data());
+    }
+    return 0;
+  }
   if (argc < 2 || argc % 2 != 0) usage("give a target, and a value for each option");
   const Target* target = nullptr;
   for (const Target& each : gradwire::fuzz::kTargets) {

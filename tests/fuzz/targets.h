@@ -2,8 +2,8 @@
 // that its callers expect; any other failure is a defect.
 //
 // One file per target, one line here. make test replays each target's seeds and its folder in
-// tests/fuzz/corpus, with mutations (replay.cpp); make fuzz searches for new inputs under libFuzzer
-// (libfuzzer.cpp).
+// tests/fuzz/corpus, with mutations (replay.cpp); make soak SOAK=fuzz searches for new inputs under
+// libFuzzer (libfuzzer.cpp).
 #pragma once
 
 #include <array>

@@ -411,7 +411,7 @@ Drawn draw(uint32_t seed) {
   return drawn;
 }
 
-// GRADWIRE_SOAK_S and GRADWIRE_SOAK_SEED set the duration and the first seed; see make elastic-soak.
+// GRADWIRE_SOAK_S and GRADWIRE_SOAK_SEED set the duration and the first seed; see make soak.
 TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
   const char *given = std::getenv("GRADWIRE_SOAK_S"), *from = std::getenv("GRADWIRE_SOAK_SEED");
   const auto until =

@@ -1,7 +1,7 @@
 // Rotates through faults of every kind; the rest is drawn at random: schedule, wire, number of ranks, culprit
 // (including rank 0), call and moment. In every case no rank hangs, none accepts a wrong sum, only the
 // culprit is ended by a signal, and every survivor has an error if the fault must be noticed. GRADWIRE_SOAK_S
-// sets the duration; see make faults-soak.
+// sets the duration; see make soak.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
