@@ -5,16 +5,19 @@
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
 #   lib/   libgradwire.so, and every shared library they need except glibc, libstdc++ and NVIDIA's
 #
+#   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
+#
 # Unpack it anywhere; scripts/gpu_check.sh looks in build/bundle, and for NVIDIA's libraries in Python's
 # packages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 limit_mb=40
-bundle=build/bundle
+bundle=$place/bundle archive=$place/gradwire-bundle.tar.xz
 programs=(gradwire gradwire-bench runtime_tests kernels_tests collectives_tests trainer_tests capi_tests
   processes_tests)
 
-rm -rf "$bundle" build/gradwire-bundle.tar.xz
+rm -rf "$bundle" "$archive"
 mkdir -p "$bundle/bin" "$bundle/lib"
 needed=()
 for program in "${programs[@]}"; do
@@ -41,10 +44,19 @@ done
 git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/commit"
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
 # Each program contains all kernels. A dictionary larger than a program finds them in the previous program.
-tar -C build -c bundle | xz --lzma2=preset=1,dict=96MiB > build/gradwire-bundle.tar.xz
-bytes=$(stat -c %s build/gradwire-bundle.tar.xz)
+compress=(xz --lzma2=preset=1,dict=96MiB)
+[ -z "$smoke" ] || compress=(cat)
+tar -C "$place" -c bundle | "${compress[@]}" > "$archive"
+bytes=$(stat -c %s "$archive")
 unpacked_mb=$(du -sm "$bundle" | cut -f1)
-echo "bundle: build/gradwire-bundle.tar.xz, $((bytes / 1000000)) MB; $unpacked_mb MB unpacked"
+echo "bundle: $archive, $((bytes / 1000000)) MB; $unpacked_mb MB unpacked"
+if [ -n "$smoke" ]; then
+  rm -rf "$bundle"
+  status=0
+  scripts/bundle_check.sh --smoke "$archive" || status=$?
+  rm "$archive"
+  exit $status
+fi
 if [ "$bytes" -gt $((limit_mb * 1000000)) ]; then
   echo "bundle: larger than the limit of $limit_mb MB" >&2
   exit 1

@@ -4,12 +4,14 @@
 # cuBLAS. This detects a library, file or tool that the bundle lacks without the machine with the GPU. No
 # program uses a GPU.
 #
-#   scripts/bundle_check.sh [BUNDLE.tar.xz]     default: build/gradwire-bundle.tar.xz; `make bundle` runs it
-#   last
+#   scripts/bundle_check.sh [--smoke] [BUNDLE.tar.xz]    --smoke: without gradwire doctor, which measures
+#
+# Default: build/gradwire-bundle.tar.xz. `make bundle` runs it last.
 #
 # Needs user namespaces, but no privileges. Without namespaces it reports so and exits with 77.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 bundle=$(realpath -- "${1:-build/gradwire-bundle.tar.xz}")
 system=(libc.so.6 libm.so.6 libdl.so.2 librt.so.1 libpthread.so.0 libresolv.so.2 libstdc++.so.6 libgcc_s.so.1)
 loader=/lib64/ld-linux-x86-64.so.2
@@ -42,7 +44,7 @@ inside() {
     path=$(path_of "$name")
     [ -z "$path" ] || show "$(realpath "$path")" "$root/lib/$name"
   done
-  tar -C "$root/there" -xJf "$bundle"
+  tar -C "$root/there" -xf "$bundle"
   # NVIDIA's libraries, which the target has from Python's packages. The system provides their dependencies.
   LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/bin/* 2> /dev/null |
     sed -nE 's/^\s+(libcu\S+|libnv\S+) => (\/\S+) .*/\1 \2/p' | sort -u > "$root/tmp/nvidia"
@@ -53,7 +55,10 @@ inside() {
     local what=$1 program=$2 output status=0
     output=$(cd / && env -i LD_LIBRARY_PATH=/nvidia LD_BIND_NOW=1 HOME=/tmp TMPDIR=/tmp CUDA_VISIBLE_DEVICES= \
       timeout 120 "$change_root" "$root" "/there/bundle/bin/$program" "${@:3}" 2>&1) || status=$?
-    if [ $status -eq 0 ]; then
+    if [ $status -eq 0 ] && [[ $* == *--gtest_filter=* ]]; then
+      grep -q '^\[  PASSED  \] [1-9]' <<< "$output" || status="no test of that name"
+    fi
+    if [ "$status" = 0 ]; then
       echo "bundle-check: $what: fine"
     else
       echo "bundle-check: $what: $program ${*:3} ended with $status:" >&2
@@ -64,7 +69,7 @@ inside() {
   try "the command starts" gradwire --version
   try "it trains, two ranks" gradwire train --data synthetic --model vit_tiny --device host --ranks 2 --steps 2 \
     --batch-size 8 --compression bf16 --log /tmp/run.jsonl
-  try "it examines the machine" gradwire doctor
+  try "it examines the machine" gradwire doctor ${smoke:+--help}
   try "the benches start" gradwire-bench schedules --check --max-ranks 8
   for name in "${programs[@]}"; do try "$name load" "$name" --gtest_list_tests; done
   try "products of matrices" kernels_tests --gtest_brief=1 "--gtest_filter=*Gemm*host*:*Blas*"
@@ -80,7 +85,7 @@ fi
 root=$(mktemp -d)
 trap 'rmdir "$root"' EXIT
 export -f inside path_of
-export bundle loader change_root
+export bundle loader change_root smoke
 unshare --map-root-user --mount --pid --fork bash -euo pipefail -c "
   $(declare -p system programs)
   inside '$root'"

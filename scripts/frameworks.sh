@@ -3,14 +3,29 @@
 # PyTorch 1.13.
 #
 #   scripts/frameworks.sh [install]   install: only sets up the environment, also for make experiments
+#   scripts/frameworks.sh --smoke     installs and runs nothing: checks pip's options and the tests' label
 #
 # Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes). Afterwards make test also
 # runs these tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 torch=2.15.0 torchvision=0.29.2
+. scripts/smoke.sh
 base=${PYTHON:-/usr/bin/python3}
-folder=$PWD/build/frameworks
+folder=$PWD/$place/frameworks
+if [ -n "$smoke" ]; then
+  # In place of Python: its virtual environments have a pip that only parses its arguments.
+  rm -rf "$folder" && mkdir -p "$folder"
+  cat > "$folder/base" << END
+#!/bin/sh
+mkdir -p "\$3/bin"
+printf '#!/bin/sh\nexec "$base" -m pip "\$@" --help > /dev/null\n' > "\$3/bin/pip"
+printf '#!/bin/sh\n' > "\$3/bin/python"
+chmod +x "\$3/bin/pip" "\$3/bin/python"
+END
+  chmod +x "$folder/base"
+  base=$folder/base
+fi
 version=$("$folder/python" -c 'import torch; print(torch.__version__.split("+")[0])' 2> /dev/null || true)
 
 if [ "$version" != "$torch" ]; then
@@ -48,6 +63,11 @@ if [ "$version" != "$jax" ]; then
 fi
 
 [ "${1:-}" = install ] && exit 0
+if [ -n "$smoke" ]; then
+  ctest --test-dir build -N -L "^debian$" | grep -q '^Total Tests: [1-9]' && exit 0
+  echo "frameworks: no test has the label debian" >&2
+  exit 1
+fi
 scripts/configure.sh release
 cmake --build --preset release
 ctest --test-dir build --output-on-failure -L "debian|frameworks"

@@ -2,6 +2,7 @@
 # Runs README's two commands on a bare Debian, like a new user's machine, without anything from this machine.
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
+#   scripts/fresh_debian.sh --smoke     with this machine's programs instead of debootstrap's, and make --dry-run
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
 # default). COMMAND: make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of
@@ -13,6 +14,7 @@
 # cache of these systems, build/fresh_debian/ccache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 suite=${1:-bookworm} who=${2:-both}
 shift $(($# < 2 ? $# : 2))
 commands=("$@")
@@ -20,22 +22,34 @@ commands=("$@")
 case $suite in bookworm | trixie) ;; *) echo "fresh_debian: '$suite' is not a suite: bookworm or trixie" >&2; exit 2 ;; esac
 case $who in root | user) users=("$who") ;; both) users=(root user) ;;
   *) echo "fresh_debian: '$who' must be root, user or both" >&2; exit 2 ;; esac
+[ -z "$smoke" ] || [ "$(id -u)" -eq 0 ] || not_checked "mounts need root"
 [ "$(id -u)" -eq 0 ] || { echo "fresh_debian: debootstrap and chroot need root" >&2; exit 2; }
-command -v debootstrap > /dev/null || { echo "fresh_debian: needs debootstrap: apt-get install debootstrap" >&2; exit 2; }
+if [ -z "$smoke" ] && ! command -v debootstrap > /dev/null; then
+  echo "fresh_debian: needs debootstrap: apt-get install debootstrap" >&2
+  exit 2
+fi
 
-logs=$PWD/build/fresh_debian
+logs=$PWD/$place/fresh_debian
 mkdir -p "$logs/ccache"
 top=$(mktemp -d -t fresh-debian.XXXXXX)
 # The mounts are in a separate namespace and end with it, so no file of the machine is below this folder.
 trap 'rm -rf --one-file-system "$top"' EXIT
 
+base=$top/base
+if [ -n "$smoke" ]; then
+  mkdir -p "$base"/{etc/apt/apt.conf.d,etc/ssl/certs,etc/sudoers.d,proc,sys,dev,run,tmp,root,home,srv,usr}
+  for folder in bin sbin lib lib64; do ln -s usr/$folder "$base/$folder"; done
+  unshare --mount mount -t sysfs sys "$base/sys" 2> /dev/null || not_checked "this machine permits no mounts"
+  cp -a /etc/{passwd,group,shadow,login.defs,alternatives,ld.so.cache} "$base/etc"
+fi
 mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
   grep -oE 'https?://[^ ]+/debian/?( |$)' | head -1 | tr -d ' ' || true)
 mirror=${mirror:-http://deb.debian.org/debian}
-echo "fresh_debian: $suite: debootstrap"
-debootstrap --variant=minbase --include=ca-certificates "$suite" "$top/base" "$mirror" > "$logs/debootstrap.log" 2>&1 ||
-  { tail -5 "$logs/debootstrap.log" >&2; exit 1; }
-base=$top/base
+if [ -z "$smoke" ]; then
+  echo "fresh_debian: $suite: debootstrap"
+  debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror" > "$logs/debootstrap.log" 2>&1 ||
+    { tail -5 "$logs/debootstrap.log" >&2; exit 1; }
+fi
 cp -a /etc/apt/apt.conf.d/. "$base/etc/apt/apt.conf.d/"
 cp /etc/resolv.conf "$base/etc/resolv.conf"
 cp /etc/hosts "$base/etc/hosts"
@@ -64,11 +78,12 @@ inside() {
     mount --rbind /dev "$1/dev"
     mount -t tmpfs tmpfs "$1/run"
     mount --bind "$2" "$1/srv/ccache"
+    [ -z "$3" ] || mount --rbind /usr "$1/usr"
     folder=$1
-    shift 2
+    shift 3
     # As a separate mount, because some tests change the propagation of mounts below /.
     mount --rbind "$folder" "$folder"
-    exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" \
+    exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" "$smoke" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"
 }
 
@@ -79,7 +94,7 @@ for user in "${users[@]}"; do
   cp -a "$base" "$folder"
   install=(make git)
   [ "$user" = root ] || install+=(sudo)
-  inside "$folder" sh -ec 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" > /dev/null' \
+  [ -n "$smoke" ] || inside "$folder" sh -ec 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" > /dev/null' \
     install "${install[@]}" > "$logs/install.log" 2>&1 || { tail -5 "$logs/install.log" >&2; exit 1; }
   cp -a "$top/gradwire.git" "$folder/srv/gradwire.git"
   if [ "$user" = root ]; then
@@ -95,7 +110,7 @@ for user in "${users[@]}"; do
     log=$logs/$suite-$user-$name.log
     begin=$SECONDS
     code=0
-    inside "$folder" "${as[@]}" "cd && cd gradwire && exec make $name" > "$log" 2>&1 < /dev/null || code=$?
+    inside "$folder" "${as[@]}" "cd && cd gradwire && exec make ${smoke:+--dry-run} $name" > "$log" 2>&1 < /dev/null || code=$?
     [ $code -eq 0 ] || status=1
     took=$((SECONDS - begin))
     echo "fresh_debian: $suite, $user: make $name: exit status $code after $((took / 60)):$(printf %02d $((took % 60))) min"

@@ -5,6 +5,8 @@
 #   make gpu-check                                  builds, then runs every part
 #   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts, on a build or a bundle (scripts/bundle.sh)
 #   scripts/gpu_check.sh --list                     lists parts, steps and their deadlines in seconds
+#   scripts/gpu_check.sh --smoke                    every step without a GPU, in build/smoke: benches and
+#                                                   training with tiny sizes, and the names of the GPU's tests
 #   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only steps whose name matches, e.g. 'bench-training'
 #   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      a Python with torch; default: the first python3 with it
 #
@@ -17,6 +19,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
+. scripts/smoke.sh
 parts=(first kernels peers training memcheck racecheck initcheck)
 list=
 case ${1:-} in
@@ -26,7 +29,7 @@ case ${1:-} in
     exit 2
     ;;
 esac
-folder=${1:-}
+folder=${1:-${smoke:+$place/gpu}}
 wanted=("${@:2}")
 [ ${#wanted[@]} -gt 0 ] || wanted=("${parts[@]}")
 for part in "${wanted[@]}"; do
@@ -44,11 +47,12 @@ fi
 root=build
 [ -x build/bin/gradwire ] || root=build/bundle
 bin=$root/bin
-python=
+python='' torch=''
 for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python3; do
   [ -n "$candidate" ] && [ -z "$list" ] || continue
   [ -n "$python" ] || python=$candidate
-  "$candidate" -c 'import torch' 2> /dev/null || continue
+  torch=$("$candidate" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' \
+    2> /dev/null) || continue
   python=$candidate
   break
 done
@@ -74,6 +78,10 @@ check_machine() {
     echo "gpu-check: found neither build/bin/gradwire nor build/gradwire-bundle.tar.xz;" \
       "run make build-tests, or copy a bundle made by make bundle" >&2
     exit 1
+  fi
+  if [ -n "$smoke" ]; then  # has the names of the GPU's tests
+    [ -x "$bin/standin_tests" ] || not_checked "this build has no standin_tests"
+    return
   fi
   if ! command -v nvidia-smi > /dev/null || ! nvidia-smi -L > /dev/null 2>&1; then
     echo "gpu-check: no GPU (nvidia-smi lists none);" \
@@ -101,8 +109,7 @@ describe_machine() {
   echo "date: $(date -u +%FT%TZ)"
   nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.sm,clocks.mem --format=csv
   nvcc --version 2> /dev/null | tail -2
-  "$python" -c 'import torch; print("torch", torch.__version__, "cuda", torch.version.cuda)' 2> /dev/null ||
-    echo "torch: none (${python:-no python3}); GPU_CHECK_PYTHON names another"
+  echo "${torch:-torch: none (${python:-no python3}); GPU_CHECK_PYTHON names another}"
   uname -r
 }
 
@@ -154,13 +161,14 @@ step() {
   fi
   [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 0
   echo "=== $part: $name: $*" >> "$out/log.txt"
-  timeout --kill-after=5 "$deadline" "$@" >> "$out/log.txt" 2>&1 &
+  timeout --kill-after=5 "$deadline" "${small[@]}" "$@" >> "$out/log.txt" 2>&1 &
   running=$!
   wait $running
   rc=$?
   running=
   [ $rc -eq 0 ] || status="FAILED ($rc)"
   [ $rc -eq 124 ] && status="FAILED (deadline of $deadline s)"
+  [ -z "$smoke" ] || [ "$status" = ok ] || tail -n 5 "$out/log.txt"
   report "$status" $((SECONDS - begin))
 }
 # needs NAME REASON COMMAND...: returns whether the step can run; otherwise records it as failed.
@@ -169,6 +177,7 @@ needs() {
   shift 2
   { [ -n "$list" ] || "$@" > /dev/null 2>&1; } && return 0
   [[ $name =~ ${GPU_CHECK_ONLY:-.} ]] || return 1
+  [ -z "$smoke" ] || { echo "NOT CHECKED: $name: $why"; return 1; }
   report "NOT RUN: $why" 0
   return 1
 }
@@ -177,6 +186,12 @@ needs() {
 # others), with shards in parallel. Fails if no test runs because the program does not see the GPU.
 suite() {
   local shards=$2 filter=${3:-*cuda*} logs i rc=0 pids=()
+  if [ -n "$smoke" ]; then
+    [ -x "$bin/$1_tests" ] || { echo "there is no $bin/$1_tests"; return 1; }
+    [ "$1" = processes ] || set -- standin
+    "$python" tests/check_filters.py "$bin/$1_tests" "$filter"
+    return
+  fi
   logs=$(mktemp -d)
   for ((i = 0; i < shards; ++i)); do
     GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$i ${sanitizer:-} "$bin/$1_tests" --gtest_filter="$filter" \
@@ -198,7 +213,9 @@ sanitize() { # TOOL FILTER
   sanitizer="compute-sanitizer --tool $1 --report-api-errors no --error-exitcode 9" suite kernels 14 "$2"
 }
 export -f suite sanitize
-export bin
+export bin smoke python
+small=()
+[ -z "$smoke" ] || small=("$python" bench/harness/smoke.py)
 
 peers='*PeerWindows*cuda*'
 part_first() {
@@ -218,12 +235,13 @@ part_first() {
 part_kernels() {
   step bench-kernels 150 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
     --budget-ms 20 --json "$out/kernels.json"
+  PATH=$PATH:$PWD/build/disassembler/bin
   needs resources "cuobjdump is not on PATH" command -v cuobjdump &&
     step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
       grep -E 'Function|REG' | paste - - | sed -E 's/ +/ /g' | sort -u"
 }
 
-has_torch() { "$python" -c 'import torch'; }
+has_torch() { [ -n "$torch" ]; }
 
 # Compares PyTorch's hook and torch.linalg.qr with ours, in turns. Runs several ranks on one GPU, as threads
 # and as processes. With threads, checks the sums of every schedule and wire format; the times are not
@@ -231,7 +249,8 @@ has_torch() { "$python" -c 'import torch'; }
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
   step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
-  needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
+  # The test device is its smoke run.
+  [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
@@ -259,7 +278,8 @@ part_training() {
 # failed.
 few='*HasTheReferencesBits*:*Large*'
 sanitizer_step() { # TOOL NAME FILTER
-  needs "sanitizer-$1-$2" "compute-sanitizer is not on PATH" command -v compute-sanitizer &&
+  { [ -n "$smoke" ] ||
+    needs "sanitizer-$1-$2" "compute-sanitizer is not on PATH" command -v compute-sanitizer; } &&
     step "sanitizer-$1-$2" 230 bash -c "sanitize $1 '$3'"
 }
 part_memcheck() {
@@ -282,7 +302,7 @@ if [ -n "$list" ]; then
 fi
 check_machine
 commit=$(git rev-parse --short=12 HEAD 2> /dev/null || head -c 12 "$root/commit" 2> /dev/null || echo unknown)
-gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr ' /' '--')
+gpu=$([ -n "$smoke" ] || nvidia-smi --query-gpu=name --format=csv,noheader -i 0 | tr ' /' '--')
 out=${folder:-docs/results/$(date +%F)-$gpu}
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)

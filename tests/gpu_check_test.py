@@ -25,7 +25,8 @@ class GpuCheck(unittest.TestCase):
         self.out = self.folder / "results of today"
         for place in ("scripts", "build/bin", "tools", "build/lib", "site/nvidia/nccl/lib", "site/torch"):
             (self.folder / place).mkdir(parents=True)
-        shutil.copy(SCRIPT, self.folder / "scripts")
+        for script in (SCRIPT, SCRIPT.with_name("smoke.sh")):
+            shutil.copy(script, self.folder / "scripts")
         for program in PROGRAMS:
             self.program(f"build/bin/{program}", f'echo "{program} $*"; echo "[  PASSED  ] 3 tests."')
         (self.folder / "tests/integrations").mkdir(parents=True)

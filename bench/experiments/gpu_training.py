@@ -22,7 +22,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
-from harness import report  # noqa: E402
+from harness import report, smoke  # noqa: E402
 
 try:
     import torch
@@ -239,6 +239,7 @@ def main():
                         help="without torch.compile, which takes a minute per precision")
     parser.add_argument("--no-graph", action="store_true", help="without --graph")
     parser.add_argument("--json", type=pathlib.Path)
+    smoke.add(parser, device="cpu", model="tiny", precision=["fp32"], steps=1, warmup=1, batch_size=1, no_compile=True)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_training: PyTorch sees no GPU")

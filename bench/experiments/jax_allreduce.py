@@ -17,6 +17,9 @@ import subprocess
 import sys
 import time
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
+from harness import smoke  # noqa: E402
+
 SPECS = ("fp32", "bf16", "int8", "int4", "int4:rotate=hadamard")
 
 
@@ -52,7 +55,9 @@ def main():
     parser.add_argument("--mib", type=float, default=16, help="of FP32 per rank")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", type=pathlib.Path)
+    smoke.add(parser, ranks=2, mib=0.01, repetitions=1)
     arguments = parser.parse_args()
+    smoke.need(arguments, "jax", specs=SPECS)
     if "RANK" not in os.environ:
         return start(arguments)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 
-from jax_allreduce import connect, start
+from jax_allreduce import connect, smoke, start
 
 WIDTH, DEPTH, WORDS, LENGTH, BATCH = 64, 2, 509, 32, 8
 GLOO = "jax.lax.pmean, Gloo"
+SMOKE_MODES = (GLOO, "int8")  # to compile one takes ten seconds
 MODES = (GLOO, "fp32", "bf16", "int8", "int4", "int4:rotate=hadamard", "powersgd:rank=4,start=20")
 
 
@@ -29,6 +30,8 @@ def parse():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.set_defaults(modes=MODES)
+    smoke.add(parser, ranks=2, seeds=1, steps=1, modes=SMOKE_MODES)
     return parser.parse_args()
 
 
@@ -125,6 +128,7 @@ def trainer(mode, optimizer, world):
 
 def main():
     arguments = parse()
+    smoke.need(arguments, "jax", "optax", specs=[mode for mode in MODES if mode != GLOO])
     if "RANK" not in os.environ:
         os.environ.update(OMP_NUM_THREADS="1", GRADWIRE_THREADS="1")
         return start(arguments, deadline_s=3600)
@@ -138,7 +142,7 @@ def main():
     held_out_loss = jax.jit(loss_of)
     items = []
     for optimizer in ("sgd", "adamw"):
-        for mode in MODES:
+        for mode in arguments.modes:
             first_state, step = trainer(mode, optimizer, world)
             for seed in range(arguments.seeds):
                 weights = fresh_weights(seed)
@@ -161,7 +165,7 @@ def report(items, arguments, world):
     import jax
     losses = {(i["mode"], i["optimizer"], i["seed"]): i["final_loss"] for i in items}
     print("\n| | loss, SGD | loss, AdamW |\n|---|---:|---:|")
-    for mode in MODES:
+    for mode in arguments.modes:
         cells = []
         for optimizer in ("sgd", "adamw"):
             seeds = range(arguments.seeds)

@@ -19,9 +19,8 @@ import sys
 import time
 
 import jax_loss
-from jax_allreduce import connect, start
+from jax_allreduce import connect, smoke, start
 
-jax_loss.WIDTH, jax_loss.DEPTH, jax_loss.BATCH = 512, 4, 2
 MODES = (jax_loss.GLOO, "fp32", "bf16", "int8", "int4", "powersgd:rank=4,start=2")
 WARM_UP_STEPS = 4  # the first compiles; PowerSGD starts at the third
 
@@ -32,18 +31,22 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="measured, of each mode and repetition")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.set_defaults(modes=MODES, width=512, depth=4)
+    smoke.add(parser, ranks=2, steps=1, repetitions=1, modes=jax_loss.SMOKE_MODES, width=64, depth=1)
     arguments = parser.parse_args()
+    smoke.need(arguments, "jax", "optax", specs=[mode for mode in MODES if mode != jax_loss.GLOO])
     if "RANK" not in os.environ:
         return start(arguments)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    jax_loss.WIDTH, jax_loss.DEPTH, jax_loss.BATCH = arguments.width, arguments.depth, 2
 
     import jax
 
     import gradwire.jax
     connect(rank, world)
     gradwire.jax.init(timeout_s=120)
-    ms = {mode: [] for mode in MODES}
-    trainers = {mode: jax_loss.trainer(mode, "adamw", world) for mode in MODES}
+    ms = {mode: [] for mode in arguments.modes}
+    trainers = {mode: jax_loss.trainer(mode, "adamw", world) for mode in arguments.modes}
     elements = 0
     for repetition in range(arguments.repetitions):
         for mode, (first_state, step) in trainers.items():
@@ -62,10 +65,10 @@ def main():
                 print(f"{repetition + 1} {mode:28} {statistics.median(ms[mode][-1]):.0f} ms", flush=True)
     gradwire.jax.shutdown()
     if rank == 0:
-        medians = {mode: statistics.median(statistics.median(times) for times in ms[mode]) for mode in MODES}
+        medians = {mode: statistics.median(statistics.median(times) for times in ms[mode]) for mode in arguments.modes}
         print(f"\n{elements:,} parameters, {world} ranks, load {os.getloadavg()[0]:.1f}\n")
         print("| | ms/step | x Gloo |\n|---|---:|---:|")
-        for mode in MODES:
+        for mode in arguments.modes:
             print(f"| {mode} | {medians[mode]:.0f} | {medians[jax_loss.GLOO] / medians[mode]:.2f} |")
         if arguments.json:
             commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True,

@@ -13,6 +13,8 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from harness import smoke  # noqa: E402
 
 
 def main():
@@ -21,7 +23,9 @@ def main():
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--json", type=pathlib.Path)
     parser.add_argument("--ports", help=argparse.SUPPRESS)
+    smoke.add(parser, ranks=2, repetitions=1)
     arguments = parser.parse_args()
+    smoke.need(arguments, "numpy")
     sys.path.insert(0, str(ROOT / "tests/integrations"))
     from launch import free_port, run_ranks
     if "RANK" not in os.environ:

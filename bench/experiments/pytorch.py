@@ -7,6 +7,7 @@
     pytorch.py ddp-speed [--json FILE]      as fsdp-speed, with the same transformer in DDP with a hook
     pytorch.py ddp-loss [--json FILE]       as fsdp-loss, with SGD and AdamW
     pytorch.py show FILE...                 the tables of results, in Markdown
+    pytorch.py --smoke                      all of them on 2 ranks of this machine, one step of a tiny model
 
 --python: an interpreter with PyTorch 2.15 (build/frameworks/python, from make test-frameworks).
 """
@@ -24,6 +25,9 @@ import tempfile
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "bench"))
+from harness import smoke  # noqa: E402
+
 SHAPED_LINK, HOST = HERE.parent / "harness" / "shaped_link.sh", HERE / "pytorch_host.py"
 BF16_SUMS = {"reduce_dtype": "bfloat16"}
 BF16_BOTH = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}
@@ -61,6 +65,7 @@ OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adamw": {"lr": 0.002}}
 # GPT-2's blocks, few tokens: communication takes most of a step, as with fast GPUs on such links.
 SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
 LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
+SMOKE_MODEL = {"width": 32, "depth": 1, "words": 17, "length": 4}
 
 
 def settings(arguments, plan):
@@ -78,6 +83,10 @@ def settings(arguments, plan):
 
 def measure(arguments, plan, shaped):
     """Runs the plan on arguments.hosts ranks. Writes the measurements even if a later item failed."""
+    if arguments.smoke:
+        small = {"elements": 6400, "warmup": 1}
+        items = [{key: small.get(key, value) for key, value in item.items()} for item in plan["items"]]
+        plan, shaped = {**plan, "model": SMOKE_MODEL, "items": items}, False
     about = settings(arguments, plan)
     with tempfile.TemporaryDirectory() as folder:
         results, path = pathlib.Path(folder, "results.jsonl"), pathlib.Path(folder, "plan.json")
@@ -214,6 +223,27 @@ def tables(paths):
     return "\n".join(lines)
 
 
+def specs():
+    """All specs of the modes."""
+    for _, mode in (*STEP_MODES, *REDUCE_SCATTER_MODES, *LOSS_MODES, *DDP_SPEED_MODES, *DDP_LOSS_MODES):
+        named = [*(mode["ours"].get(key) for key in ("gradients", "weights", "spec"))] if "ours" in mode else [mode.get("spec")]
+        yield from (spec for spec in named if spec)
+
+
+def run_smoke(parser, names):
+    smoke.check_specs(specs())
+    for name in names:
+        arguments = parser.parse_args([name, "--hosts", "2", "--steps", "1", "--json", str(ROOT / f"build/smoke/{name}.json"),
+                                       "--repetitions" if name.endswith("speed") else "--seeds", "1"])
+        arguments.smoke = True
+        if not os.access(arguments.python, os.X_OK):
+            print(f"NOT CHECKED: no {arguments.python}")
+            return smoke.SKIPPED
+        if code := names[name](arguments):
+            return code
+    return 0
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -232,7 +262,10 @@ def main():
             command.add_argument("--seeds", type=int, default=3)
     shown = commands.add_parser("show")
     shown.add_argument("files", type=pathlib.Path, nargs="+")
+    if sys.argv[1:] == ["--smoke"]:
+        return run_smoke(parser, experiments)
     arguments = parser.parse_args()
+    arguments.smoke = False
     if arguments.command == "show":
         print(tables(arguments.files))
         return 0

@@ -8,6 +8,7 @@
                                                 --python build/frameworks/python
     slow_links.py accuracy run FOLDER           trains on Fashion-MNIST: 3 compressions, 3 seeds, a log each
     slow_links.py accuracy render FOLDER        writes their table and picture into docs/results/slow-links.md
+    slow_links.py --smoke                       run, show and accuracy on 2 hosts with a tiny model
 """
 import argparse
 import json
@@ -23,7 +24,7 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 BENCH, ROOT = HERE.parent, HERE.parents[1]
 sys.path.insert(0, str(BENCH))
-from harness import report  # noqa: E402
+from harness import report, smoke  # noqa: E402
 
 SHAPED_LINK = str(BENCH / "harness" / "shaped_link.sh")
 PAGE = ROOT / "docs" / "results" / "slow-links.md"
@@ -36,6 +37,7 @@ UNTRIED_MB = {"fp32": 16, "16bit": 16, "4bit": 16}  # without a sweep
 # an FP32 step on communication, as the article's 8 GPUs did over PCIe.
 MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536,
          "classes": 1000}
+SMOKE_MODEL = {**MODEL, "image_size": 16, "width": 32, "depth": 1, "heads": 1, "mlp": 32, "classes": 10}
 
 
 def fail(message, code=2):
@@ -64,6 +66,8 @@ def item(arguments, who, method, bucket_mb=None, phase="main", network="shaped",
         steps, warmup = 9, 4
     if phase == "sweep" or arguments.quick:
         steps = max(3, steps // 2)
+    if arguments.smoke:
+        steps, warmup = (4, 4) if phase == "trace" else (1, min(warmup, 2))
     out = {"who": who, "method": method, "phase": phase, "network": network, "ranks_are": ranks_are,
            "repetition": repetition, "bucket_mb": bucket_mb, "warmup": warmup, "steps": steps,
            "deadline_s": arguments.deadline_s}
@@ -142,10 +146,10 @@ class Session:
         folder = self.folder / str(self.plans)
         folder.mkdir()
         arguments = self.arguments
-        flags = [*model_flags(MODEL), "--data", "synthetic:512", "--device", "host", "--batch-size",
+        flags = [*model_flags(arguments.model), "--data", "synthetic:512", "--device", "host", "--batch-size",
                  str(arguments.batch_size), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0",
                  "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
-        baseline = {"threads": arguments.threads, "model": MODEL, "batch_size": arguments.batch_size,
+        baseline = {"threads": arguments.threads, "model": arguments.model, "batch_size": arguments.batch_size,
                     "lr": 0.01, "momentum": 0.0, "timeout_s": 60}
         if arguments.no_baseline:
             items = [i for i in items if i["who"] == "gradwire"]
@@ -235,7 +239,7 @@ def settings(arguments, items):
         commit += ", with changes"
     return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
             "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts,
-            "rate": arguments.rate, "model": MODEL, "parameters": first["gradwire"].get("parameters"),
+            "rate": arguments.rate, "model": arguments.model, "parameters": first["gradwire"].get("parameters"),
             "peer_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
             "threads": arguments.threads, "repetitions": arguments.repetitions,
             "cpu": cpu[0] if cpu else "unknown", "cores": os.cpu_count(), "system": output_of("uname", "-sr"),
@@ -276,11 +280,13 @@ def measure(arguments):
     if not os.access(arguments.gradwire, os.X_OK):
         fail(f"{arguments.gradwire} is missing; run make build")
     probe = subprocess.run([SHAPED_LINK, "--hosts", "2", "--", "true"], capture_output=True, text=True)
-    if probe.returncode != 0:
+    if probe.returncode != 0 and not arguments.smoke:
         fail("no slow links here: " + (probe.stderr.strip().splitlines() or ["shaped_link.sh failed"])[-1])
     arguments.load = os.getloadavg()[0]
     arguments.hook_16bit = hook_16bit(arguments.python)
     session = Session(arguments)
+    if probe.returncode != 0:
+        session.shaped = session.loopback
     try:
         if not arguments.quick and not arguments.no_sweep:
             print("== Size of buckets", flush=True)
@@ -300,6 +306,8 @@ def measure(arguments):
             document = {"schema": 1, "settings": settings(arguments, session.items), "items": session.items}
             write(arguments.json, document)
     show(report.Result(document))
+    if arguments.smoke:
+        return
     print(f"\nResult: {arguments.json}; to put it into docs/results/slow-links.md: "
           f"bench/experiments/slow_links.py render {arguments.json}")
 
@@ -383,18 +391,19 @@ ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "
                   "--epochs", "12", "--lr", "2e-3", "--timeout-s", "600"]
 
 
-def accuracy_run(folder, gradwire):
-    """Takes half an hour or more. Reuses complete logs, so an interrupted run can be continued."""
+def accuracy_run(folder, gradwire, seeds=ACCURACY_SEEDS, shrink=list):
+    """Takes half an hour or more. Reuses complete logs, so an interrupted run can be continued. `shrink` changes
+    the words of a command."""
     folder.mkdir(parents=True, exist_ok=True)
-    for seed in ACCURACY_SEEDS:
+    for seed in seeds:
         for spec in ACCURACY_SPECS:
             log = folder / f"{spec}-{seed}.jsonl"
             if log.exists() and report.read_accuracy_log(log):
                 continue
             print(f"== {spec}, seed {seed}", flush=True)
             unfinished = folder / f"unfinished-{spec}-{seed}.jsonl"
-            subprocess.run([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed),
-                            "--log-every", "500", "--log", str(unfinished)], check=True)
+            subprocess.run(shrink([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed),
+                                   "--log-every", "500", "--log", str(unfinished)]), check=True)
             unfinished.rename(log)
 
 
@@ -419,6 +428,23 @@ def accuracy_render(folder):
         from plots.runs import Run
         plot.draw_accuracy(logs, [Run(path) for path in found], PAGE.parent / "accuracy.png")
         print("Written: docs/results/accuracy.png")
+
+
+def run_smoke(parser):
+    """Everything but what writes into docs/."""
+    with tempfile.TemporaryDirectory(prefix="gradwire-experiments-") as folder:
+        arguments = parser.parse_args(["run", "--quick", "--no-sweep", "--no-fast", "--hosts", "2", "--json", f"{folder}/result.json"])
+        smoke.check_specs([method.spec for method in report.METHODS])
+        vars(arguments).update(smoke=True, model=SMOKE_MODEL, traced=True, repetitions=1,
+                               modes=["alone", "fp32", "16bit", "powersgd4", "fp32-products"])
+        measure(arguments)
+        result = read_result(arguments.json)[1]
+        page_text(result, [m for m in report.NAMES if trace_path(arguments.json, m).exists()])
+        logs = pathlib.Path(folder, "accuracy")
+        accuracy_run(logs, arguments.gradwire, ACCURACY_SEEDS[:1], lambda words: smoke.tiny(words, {"--epochs": "1", "--data": "synthetic:64"}))
+        rows = report.accuracy_rows([report.read_accuracy_log(path)[0] for path in sorted(logs.glob("*.jsonl"))])
+        print(report.plain(report.accuracy_table(rows)))
+    return 1 if report.errors(result) else 0
 
 
 def main():
@@ -453,8 +479,11 @@ def main():
     accuracy.add_argument("what", choices=["run", "render"])
     accuracy.add_argument("folder", type=pathlib.Path)
     accuracy.add_argument("--gradwire", default=str(ROOT / "build" / "bin" / "gradwire"))
+    if sys.argv[1:] == ["--smoke"]:
+        return run_smoke(parser)
     arguments = parser.parse_args()
     if arguments.command == "run":
+        vars(arguments).update(smoke=False, model=MODEL)
         arguments.repetitions = arguments.repetitions or (1 if arguments.quick else 3)
         modes = ["alone", *report.NAMES]
         for mode in arguments.modes or ():
@@ -477,6 +506,6 @@ def main():
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        main()
+        sys.exit(main())
     except KeyboardInterrupt:
         sys.exit(130)

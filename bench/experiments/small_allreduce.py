@@ -15,6 +15,9 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+from harness import smoke  # noqa: E402
+
 PAUSE_S = 3
 
 
@@ -42,7 +45,9 @@ def main():
     parser.add_argument("--kib", type=int, default=64, help="of FP32 per rank")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--json", type=pathlib.Path)
+    smoke.add(parser, ranks=2, repetitions=1)
     arguments = parser.parse_args()
+    smoke.need(arguments, "torch")
     if "RANK" not in os.environ:
         sys.path.insert(0, str(ROOT / "tests/integrations"))
         from launch import run_ranks

@@ -8,8 +8,8 @@
 
 Compares only ratios between measurements of one run, never times; higher is always better. A case fails when
 it is below its goal, or below the published value on the same device, by more than its noise, or when its
-row is missing from what the bench wrote. A faster result never fails. Exit status: 0 when no case fails, 1 when one does, 2 for
-bad input.
+row is missing from what the bench wrote. A faster result never fails. Exit status: 0 when no case
+fails, 1 when one does, 2 for bad input.
 
 baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
 "where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
@@ -93,7 +93,7 @@ def field(row, metric):
 
 
 def matching(rows, where):
-    """The rows with these fields. Without one, the error names the rows that exist, the most similar first."""
+    """Returns the rows with these fields. If there are none, the error names the most similar rows."""
     def text(row):
         return ", ".join(f"{key}={row.get(key)}" for key in where)
 

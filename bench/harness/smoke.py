@@ -3,8 +3,8 @@
 
     smoke.py COMMAND [ARGUMENT...]   runs COMMAND with tiny sizes, on the host
 
-A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or field that the
-script names does not exist. Its numbers mean nothing.
+A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or field
+that the script names does not exist. Its numbers mean nothing.
 """
 import argparse
 import importlib.util
@@ -19,9 +19,9 @@ SKIPPED = 77  # ctest's SKIP_RETURN_CODE
 TINY = {"--min-size": "64K", "--max-size": "64K", "--budget-ms": "0.1", "--steps": "1", "--batch-size": "1",
         "--seconds": "0.01", "--device": "host", "-b": "64K", "-e": "64K", "-n": "1", "-w": "0"}
 SIZE_BYTES = 64 << 10  # of a row that was measured with TINY
-SMALL_MODEL = "vit_tiny"
-# Cold timings write twice as many bytes before each sample.
-ENVIRONMENT = {"GRADWIRE_BENCH_FLUSH_BYTES": str(1 << 20)}
+SMALL_MODEL, SMALL_MODEL_OF_RANK_32 = "vit_tiny", "vit_s_16"
+# Cold timings write twice as many bytes before each sample. Threads that wait for each other spin.
+ENVIRONMENT = {"GRADWIRE_BENCH_FLUSH_BYTES": str(1 << 20), "GRADWIRE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 def links_are_possible():
@@ -39,19 +39,27 @@ def check_model(program, model):
         sys.exit(f"smoke: {known.stderr.strip()}")
 
 
-def tiny(command):
-    """The command with TINY's values for the flags that it has. Checks the name of a model, and takes a small one."""
+def tiny(command, more=()):
+    """Returns the command with the values of TINY and `more` for its flags, and with a small model. Exits if the
+    command's model does not exist."""
+    values = {**TINY, **dict(more)}
     words = [str(word) for word in command]
     if pathlib.Path(words[0]).name == "shaped_link.sh" and not links_are_possible():
         print("smoke: no slow links here, so the ranks run without them", flush=True)
         words = words[words.index("--") + 1:]
+    if "--min-size" in words and "--max-size" not in words:
+        words += ["--max-size", ""]
     for i, word in enumerate(words[:-1]):
         if word == "--model" and words[i + 1] != SMALL_MODEL:
             program = next(w for w in words if pathlib.Path(w).name in ("gradwire", "gradwire-bench"))
             check_model(program, words[i + 1])
-            words[i + 1] = SMALL_MODEL
-        words[i + 1] = TINY.get(word, words[i + 1])
-    return words
+            words[i + 1] = SMALL_MODEL if "orthonormalize" not in words else SMALL_MODEL_OF_RANK_32
+        words[i + 1] = values.get(word, words[i + 1])
+    # Programs in Python, which have no flag for the device, or more to make small.
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+    if words[script:] and pathlib.Path(words[script]).parent.name == "experiments":
+        words.insert(script + 1, "--smoke")
+    return words[:script] + ["cpu" if word == "cuda" else word for word in words[script:]]
 
 
 class _Smoke(argparse.Action):
@@ -67,10 +75,23 @@ def add(parser, **small):
                         ", ".join(f"{name}={value}" for name, value in small.items()))
 
 
-def need(arguments, *modules):
-    """Ends a smoke run as skipped where Python lacks one of the modules."""
+def check_specs(specs):
+    """Exits unless the release build knows all specs."""
+    words = [word for spec in dict.fromkeys(specs) for word in ("--compression", spec)]
+    known = subprocess.run(tiny([ROOT / "build/bin/gradwire-bench", "collectives", "--transport", "local", "--ranks", "2", "--schedule",
+                                 "ring", "-c", "0", "-b", "", "-e", "", "-n", "", "-w", "", *words]), capture_output=True, text=True)
+    if known.returncode != 0:
+        sys.exit(f"smoke: {known.stderr.strip() or known.stdout}")
+
+
+def need(arguments, *modules, specs=()):
+    """Checks the specs of a smoke run, then ends it as skipped where Python lacks one of the modules."""
+    if not arguments.smoke or "RANK" in os.environ:
+        return
+    if specs:
+        check_specs(specs)
     missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if arguments.smoke and missing:
+    if missing:
         print(f"NOT CHECKED: {sys.executable} has no {' and no '.join(missing)}")
         sys.exit(SKIPPED)
 
