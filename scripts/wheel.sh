@@ -22,7 +22,8 @@ else
   PATH=$folder/tools/bin:$PATH
 fi
 # Optimized, and without symbols that only a debugger needs.
-cmake -S . -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF -DGRADWIRE_LIBRARY_ONLY=ON \
+cmake -S . -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
+  -DGRADWIRE_LIBRARY_ONLY=ON -DGRADWIRE_ALL_GPUS=ON \
   "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -static-libgcc -s" ${CMAKE_ARGS:-} > "$folder/configure.log"
 grep Gradwire: "$folder/configure.log"
 if [ -n "$smoke" ]; then
