@@ -37,7 +37,8 @@ def what_cannot_be_compressed_is_refused() -> None:
     sharded.step(0)  # untouched by the refusals
     state = run.handle.state_dict()
     run.step(0)
-    for change, text in (({"version": 9}, "reads version 1"), ({"shard": ((RANK + 1) % WORLD, WORLD)}, "give each rank its own"),
+    for change, text in (({"version": 9}, "reads version 1"),
+                         ({"shard": ((RANK + 1) % WORLD, WORLD)}, "load each rank's own state"),
                          ({"tensors": {"other.weight": {"steps": 1, "residual": torch.zeros(3)}}}, "other.weight"),
                          ({"tensors": {"norm.weight": {"steps": 1, "residual": torch.zeros(3)}}}, "another model")):
         refused(lambda: run.handle.load_state_dict({**state, **change}), gradwire.BadArgument, text, str(change))

@@ -1,13 +1,13 @@
-"""What FSDP2 calls instead of its own collectives: one ParamGroup for each of FSDP's parameter groups.
+"""Replaces FSDP2's collectives: one ParamGroup per FSDP parameter group.
 
-    backward    FSDP copies the group's gradients into one buffer of world x shard elements, ours from allocate();
-                reduce_scatter() encodes it once, and the owner of a shard adds what the ranks sent, in FP32
+    backward    FSDP copies the group's gradients into one buffer of world x shard elements, from allocate().
+                reduce_scatter() encodes it once; the owner of a shard adds the ranks' values in FP32
     HSDP        all_reduce() then averages the shard over the replicas, as the group's all-reduce hook
-    forward     FSDP copies this rank's shards into its part of the output; all_gather() encodes that once, and
-                every rank, the owner too, decodes the same bytes, so all hold the same bits
+    forward     FSDP copies this rank's shards into its part of the output. all_gather() encodes them once.
+                All ranks, including the owner, decode the same bytes and hold the same bits
 
-Tensors marked dense take a second call, in FP32, or in BF16 where FSDP's buffer is; in the first they are zeros, so that the others need not be
-copied and a block's scale is not a dense neighbor's.
+Dense tensors take a separate call in FP32, or in BF16 if FSDP's buffer is BF16. In the call for the others
+they are zeros: the others need no copy, and dense values do not affect a block's scale.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradwire._profile import during
 
 
 class Options(NamedTuple):
-    """What compress() was asked for, checked."""
+    """The validated arguments of compress()."""
 
     gradients: str
     weights: str
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Communicators:
-    """Gradwire's communicators, one per purpose and process group. FSDP uses a stream for each purpose."""
+    """Gradwire's communicators, one per purpose and process group. FSDP uses one stream per purpose."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -44,19 +44,19 @@ class Communicators:
         self._scratch: Dict[torch.device, torch.Tensor] = {}
 
     def scratch(self, count: int, device: torch.device) -> torch.Tensor:
-        """(count,) float32 at an address that stays, for which the library keeps an allreduce's program."""
+        """Returns (count,) float32 at a fixed address, so that the library reuses an allreduce's program."""
         if device not in self._scratch or self._scratch[device].numel() < count:
             self._scratch[device] = torch.empty(count, device=device)
         return self._scratch[device][:count]
 
     def of(self, purpose: str, group: Any, device: torch.device) -> Communicator:
-        """Collective over the group when it is first asked for."""
+        """Returns the communicator for a purpose and group. The first call is collective over the group."""
         found = self._made.get((purpose, group))
         if found is None:
             found = communicator(group, "host" if device.type == "cpu" else device.index, self._timeout_s)
             self._made[purpose, group] = found
         elif device.type == "cuda":
-            found.check()  # an earlier call may have failed on its stream, which carries no errors
+            found.check()  # an earlier call may have failed on its stream, which reports no errors
         return found
 
     def close(self) -> None:
@@ -65,9 +65,9 @@ class Communicators:
 
 
 class Allocates:
-    """FSDP's `Comm` interface, first half: plain memory, which is read and written where it lies.
+    """The first half of FSDP's `Comm` interface: allocates plain memory, which collectives use in place.
 
-    Not a pool: gradients are views of the reduced buffer, and live as long as the user keeps them.
+    Not a pool: gradients are views of the reduced buffer, and live as long as the user holds them.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -82,7 +82,7 @@ class ReduceScatter(Allocates):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any,
                  async_op: bool = False) -> None:
-        """On the current stream; on the host the result is ready on return, async_op or not."""
+        """Enqueues on the current stream; on the host blocks until the result is ready, for any async_op."""
         with during(*self._ours.of_gradients, input_tensor):
             self._ours.reduce_scatter(output_tensor, input_tensor, group, op)
 
@@ -95,13 +95,21 @@ class AllGather(Allocates):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any,
                  async_op: bool = False) -> Any:
-        """On the current stream; on the host the result is ready on return, async_op or not."""
+        """Enqueues on the current stream; on the host blocks until the result is ready, for any async_op."""
         with during(*self._ours.of_weights, output_tensor):
             return self._ours.all_gather(output_tensor, input_tensor, group, async_op)
 
 
 class ParamGroup:
-    """The collectives of one of FSDP's parameter groups, `theirs`, and what they have lost. names: by FSDPParam."""
+    """The collectives and residuals of one FSDP parameter group.
+
+    Args:
+        theirs: FSDP's parameter group.
+        names: parameter names by id() of FSDPParam.
+        options: the arguments of compress().
+        communicators: shared by all groups.
+        number: of the group; part of the seed.
+    """
 
     def __init__(self, theirs: Any, names: Dict[int, str], options: Options, communicators: Communicators,
                  number: int) -> None:
@@ -113,27 +121,27 @@ class ParamGroup:
         self.of_gradients = options.gradients, f"gradients of {self.first_name}"
         self.of_weights = options.weights, f"weights of {self.first_name}"
         self._communicators = communicators
-        self._pending: Optional[List[Any]] = None  # the FSDPParams in the buffer that comes next
+        self._pending: Optional[List[Any]] = None  # the FSDPParams in the next buffer
         self._layouts: Dict[Tuple[Any, ...], Layout] = {}
         self.replicas: Any = None  # process group of HSDP's replicas
-        self.handle: Any = None  # what compress() has returned
+        self.handle: Any = None  # the result of compress()
         self.residual: Optional[Residual] = None
         self.replica_residual: Optional[Residual] = None
         if options.residual != "off" and is_lossy(options.gradients):
-            # Another for each rank, so that what their residuals' rounding loses is independent.
+            # A different seed for each rank, so that rounding errors of residuals are independent.
             seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
             self.residual = Residual(options.residual, theirs.device, seed)
             self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
 
     def keeps(self, name: str, param: Any) -> bool:
-        """Whether a parameter has a residual as soon as it has had a gradient."""
+        """Whether a parameter has a residual after its first gradient."""
         return (self.residual is not None and bool(param.sharded_param.requires_grad)
                 and not self._options.dense_gradients(name, param._orig_size))
 
-    # ---- Where the parameters are in FSDP's buffers ---------------------------------------------------------
+    # ---- The parameters' places in FSDP's buffers ----------------------------------------------------------
 
     def expect(self, params: Sequence[Any]) -> None:
-        """Tells which parameters, in which order, are in the next buffer of gradients."""
+        """Sets the parameters in the next gradient buffer, in order."""
         self._pending = list(params)
 
     def _layout(self, params: Sequence[Any], rows: int, dense: Callable[[str, torch.Size], bool]) -> Layout:
@@ -150,21 +158,22 @@ class ParamGroup:
 
     def _gradient_layout(self, rows: int, count: int) -> Layout:
         params = self._pending
-        if params is None:  # before PyTorch 2.15 nothing tells: all that are trained
+        if params is None:  # before PyTorch 2.15 the list is unknown: assume all trained parameters
             params = [p for p in self.theirs.fsdp_params if p.sharded_param.requires_grad]
         layout = self._layout(params, rows, self._options.dense_gradients)
         if layout.rows * layout.shard != count:
             raise _native.Unsupported(
-                f"the gradients of {self.first_name!r} and its group are {count} elements, their parameters "
-                f"{layout.rows * layout.shard}: some have no gradient in this backward, and PyTorch "
-                f"{torch.__version__} does not tell which. Use PyTorch 2.15, or freeze them (requires_grad_(False))")
+                f"the gradients of the group of {self.first_name!r} have {count} elements, its parameters "
+                f"{layout.rows * layout.shard}: some parameters have no gradient in this backward, and "
+                f"PyTorch {torch.__version__} does not report which. Use PyTorch 2.15, or freeze them "
+                "(requires_grad_(False))")
         return layout
 
     # ---- The collectives -----------------------------------------------------------------------------------
 
     def reduce_scatter(self, output: torch.Tensor, buffer: torch.Tensor, group: Any, op: Any) -> None:
-        """output: (shard,); buffer: (world * shard,), which may be overwritten."""
-        if not buffer.dtype.is_floating_point:  # complex, of which there is no wire format
+        """Reduces `buffer`, (world * shard,), into `output`, (shard,). May overwrite `buffer`."""
+        if not buffer.dtype.is_floating_point:  # no wire format supports complex types
             _native_reduce_scatter(output, buffer, group, op)
             return
         comm = self._communicators.of("gradients", group, buffer.device)
@@ -177,12 +186,14 @@ class ParamGroup:
             dense = _DensePart(layout, source) if layout.dense else None
             if dense is not None:
                 reduced = torch.empty(dense.shard, dtype=source.dtype, device=buffer.device)
-                comm.reduce_scatter(reduced, dense.values, encoded_once(plain(source.dtype)), ours, stream=stream, tag=f"dense {tag}")
+                comm.reduce_scatter(reduced, dense.values, encoded_once(plain(source.dtype)), ours,
+                                    stream=stream, tag=f"dense {tag}")
                 if not dense.is_all:
                     dense.clear(source)
             if dense is None or not dense.is_all:
                 residual = None if self.residual is None else self.residual.open(layout)
-                comm.reduce_scatter(result, source, self._options.gradients, ours, residual=residual, stream=stream, tag=tag)
+                comm.reduce_scatter(result, source, self._options.gradients, ours, residual=residual,
+                                    stream=stream, tag=tag)
                 if self.residual is not None:
                     self.residual.close()
             if dense is not None:
@@ -191,7 +202,7 @@ class ParamGroup:
                 result.div_(factor)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
-        """HSDP's second half, in place: (shard,) averaged over the replicas."""
+        """Averages (shard,) over HSDP's replicas, in place."""
         with during(self._options.gradients, f"replicas' gradients of {self.first_name}", shard):
             self._all_reduce(shard)
 
@@ -204,10 +215,11 @@ class ParamGroup:
         comm = self._communicators.of("replicas", self.replicas, shard.device)
         layout = self._gradient_layout(1, shard.numel())
         stream, tag = stream_of(shard), f"replicas' gradients of {self.first_name}"
-        # With a factor of the user's, FSDP has divided by all of it in the reduce-scatter.
+        # FSDP applies a user's divide factor as a whole in the reduce-scatter.
         op = "avg" if self.theirs.gradient_divide_factor is None else "sum"
         small = sum(part.count for part in layout.dense)
-        values, reduced = self._communicators.scratch(layout.shard + small, shard.device).split([layout.shard, small])
+        values, reduced = self._communicators.scratch(layout.shard + small,
+                                                      shard.device).split([layout.shard, small])
         values.copy_(shard)
         dense = _DensePart(layout, values) if layout.dense else None
         if dense is not None:
@@ -225,11 +237,12 @@ class ParamGroup:
         shard.copy_(values)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
-        """output: (world * shard,); shard: this rank's part of it, in place."""
+        """Gathers `shard`, this rank's part of `output`, into `output`, (world * shard,)."""
         own = self.theirs.mesh_info.shard_process_group
         if group is not own or shard.dtype not in (torch.float32, torch.bfloat16):
-            # Weights that were gathered and encoded before (reshard_after_forward=N), within a node; or bytes, of
-            # parameters of several types or with extensions of their own (float8): these travel as they are.
+            # Sent uncompressed: weights within a node that were already gathered and encoded
+            # (reshard_after_forward=N), and bytes of parameters of several types or with all-gather
+            # extensions (float8).
             return _native_all_gather(output, shard, group, async_op)
         comm = self._communicators.of("weights", group, shard.device)
         layout = self._layout(self.theirs.fsdp_params, comm.world, self._options.dense_weights)
@@ -237,7 +250,7 @@ class ParamGroup:
         dense = None
         if layout.dense and layout.shard == shard.numel():
             dense = _DensePart(layout._replace(rows=1), shard)
-            # In the parameters' own type, which for these few is what "as they are" means.
+            # In the parameters' type.
             gathered = torch.empty(comm.world * dense.shard, dtype=shard.dtype, device=shard.device)
             comm.all_gather(gathered, dense.values, plain(shard.dtype), stream=stream, tag=f"dense {tag}")
             if not dense.is_all:
@@ -251,7 +264,7 @@ class ParamGroup:
 
 
 class _Supported:
-    """A float32 or bfloat16 tensor as it is, or a float32 copy of another, which write=True copies back."""
+    """A float32 or bfloat16 tensor, or a float32 copy of another type's, which write=True copies back."""
 
     def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
         self._tensor, self._write = tensor, write
@@ -281,7 +294,7 @@ class _DensePart:
             rows[:, part.begin:part.end].zero_()
 
     def put(self, values: torch.Tensor, buffer: torch.Tensor, rows: int) -> None:
-        """values: (rows * self.shard,) into their columns of (rows, shard)."""
+        """Copies `values`, (rows * self.shard,), into their columns of `buffer`, (rows, shard)."""
         target, source = buffer.view(rows, self._layout.shard), values.view(rows, self.shard)
         begin = 0
         for part in self._layout.dense:
@@ -290,7 +303,7 @@ class _DensePart:
 
 
 def stream_of(tensor: torch.Tensor) -> int:
-    """PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
+    """Returns PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
 
 
@@ -300,7 +313,7 @@ def method_of(spec: str) -> str:
 
 
 def encoded_once(spec: str) -> str:
-    """`spec` with the schedule in which the owner adds what each rank has encoded once, unless it names another."""
+    """Returns `spec`, by default with schedule=two_shot: each rank encodes once, and the owner adds."""
     options = spec.replace(":", ",", 1).split(",")[1:]
     if any(option.startswith("schedule=") for option in options):
         return spec
@@ -316,7 +329,7 @@ def is_lossy(spec: str) -> bool:
 
 
 def plain(dtype: torch.dtype) -> str:
-    """The spec that sends elements of this type as they are."""
+    """Returns the spec that sends elements of this type exactly."""
     return "bf16" if dtype == torch.bfloat16 else "fp32"
 
 

@@ -1,8 +1,8 @@
-"""What encoding a parameter group's gradients has lost so far: FSDP's error feedback, by parameter.
+"""Error feedback for FSDP: the residual of a parameter group's gradients, by parameter.
 
-FSDP2 reduces the gradients of a group in one buffer of rows x shard elements: row r is what rank r will own, and
-every parameter has the same columns of each row. The residual has that layout too, so that it is read and
-written where it lies. Which parameters have a gradient may change from step to step; then it is arranged anew.
+FSDP2 reduces a group's gradients in one buffer of rows x shard elements. Row r is rank r's shard, and a
+parameter has the same columns in every row. The residual has the same layout, so it is used in place. It is
+rearranged when the set of parameters with a gradient changes between steps.
 """
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-# Of residual="int8": one float32 scale for so many elements, 1.03 bytes per element in all.
+# Elements per float32 scale of residual="int8": 1.03 bytes per element in total.
 BLOCK = 128
-# Elements that are packed at a time, which bounds the temporary memory.
+# Elements packed at a time; bounds the temporary memory.
 _PIECE = 1 << 22
 MODES = ("fp32", "bf16", "int8", "off")
 
 
 class Part(NamedTuple):
-    """A parameter's columns in each row: `count` elements from `begin` on. dense: it travels in FP32."""
+    """A parameter's columns in each row: `count` elements from `begin`. dense: sent uncompressed."""
 
     name: str
     begin: int
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The parameters of one buffer of rows x shard elements, in its order."""
+    """The parameters of one buffer of rows x shard elements, in order."""
 
     parts: Tuple[Part, ...]
     rows: int
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class _Packed:
-    """Float32 values in 4, 2 or 1.03 bytes per element, rounded at random, so that nothing is lost in the mean.
+    """Float32 values in 4, 2 or 1.03 bytes per element, rounded stochastically: unbiased.
 
     Rounding to nearest would lose the same small values in every step (docs/numerics.md).
     """
@@ -64,19 +64,21 @@ class _Packed:
         for begin in range(0, self.count, _PIECE):
             piece = values[begin:begin + _PIECE]
             if self.scales is None:
-                noise = torch.randint(0, 1 << 16, piece.shape, dtype=torch.int32, device=piece.device, generator=generator)
+                noise = torch.randint(0, 1 << 16, piece.shape, dtype=torch.int32, device=piece.device,
+                                      generator=generator)
                 bits = (piece.view(torch.int32) + noise) & -(1 << 16)
                 self.data[begin:begin + piece.numel()].copy_(bits.view(torch.float32))
                 continue
             padded = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
             scale = padded.abs().amax(dim=1) / 127
             noise = torch.rand(padded.shape, device=piece.device, generator=generator)
-            codes = (padded / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None] + noise).floor_().clamp_(-127, 127)
+            codes = (padded / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+                     + noise).floor_().clamp_(-127, 127)
             self.data[begin:begin + padded.numel()].copy_(codes.view(-1))
             self.scales[begin // BLOCK:begin // BLOCK + scale.numel()].copy_(scale)
 
     def values(self) -> torch.Tensor:
-        """(count,) float32; for "fp32" the memory itself."""
+        """Returns (count,) float32; for "fp32" without a copy."""
         if self.data.dtype == torch.float32:
             return self.data
         if self.scales is None:
@@ -85,7 +87,7 @@ class _Packed:
         return values.view(-1)[:self.count]
 
     def scaled(self, factor: float) -> "_Packed":
-        """The values times `factor`. Powers of two round nothing."""
+        """Returns the values times `factor`. Powers of two are exact."""
         other = copy.copy(self)
         if self.scales is None:
             other.data = self.data * factor
@@ -100,7 +102,7 @@ class _Packed:
 
 
 class _Kept(NamedTuple):
-    """What a Residual had before a step."""
+    """A snapshot of a Residual before a step."""
 
     layout: Optional[Layout]
     packed: Optional[_Packed]
@@ -109,7 +111,7 @@ class _Kept(NamedTuple):
 
 
 class Residual:
-    """The residual of one parameter group's buffer. mode: one of MODES but "off"."""
+    """The residual of one parameter group's buffer. mode: one of MODES except "off"."""
 
     def __init__(self, mode: str, device: torch.device, seed: int) -> None:
         self._mode = mode
@@ -117,17 +119,18 @@ class Residual:
         self._seed = seed
         self._layout: Optional[Layout] = None
         self._packed: Optional[_Packed] = None
-        self._parked: Dict[str, _Packed] = {}  # of parameters that are not in _layout
+        self._parked: Dict[str, _Packed] = {}  # residuals of parameters that are not in _layout
         self._open: Optional[torch.Tensor] = None
         self.steps = 0
-        self.can_undo = False  # keeps what it had before a step, until settle()
+        self.can_undo = False  # keep a snapshot from before a step until settle()
         self._before: Optional[_Kept] = None
 
     def open(self, layout: Layout) -> torch.Tensor:
-        """(rows * shard,) float32, to be read and changed, then close()."""
+        """Returns (rows * shard,) float32 for reading and writing until close()."""
         if self.can_undo and self._before is None:
-            # In "fp32" the step changes the memory itself; otherwise it makes a new _Packed.
-            packed = self._packed.scaled(1.0) if self._packed is not None and self._mode == "fp32" else self._packed
+            # A step changes "fp32" memory in place; in other modes it creates a new _Packed.
+            packed = (self._packed.scaled(1.0) if self._packed is not None and self._mode == "fp32"
+                      else self._packed)
             self._before = _Kept(self._layout, packed, dict(self._parked), self.steps)
         if self._layout != layout:
             self._arrange(layout)
@@ -136,7 +139,7 @@ class Residual:
         return self._open
 
     def close(self) -> None:
-        """Keeps what open() gave, as changed. Not after a failed step, whose residual means nothing."""
+        """Stores the changed values of open(). Not for failed steps: their residuals are undefined."""
         assert self._open is not None
         self.steps += 1
         if self._mode != "fp32":
@@ -144,7 +147,7 @@ class Residual:
         self._open = None
 
     def settle(self, factor: float, undo: bool) -> None:
-        """After a step, or several: what was kept before it comes back if `undo`. Then everything is multiplied by `factor`."""
+        """Ends one or several steps. Restores the snapshot if `undo`, then scales residuals by `factor`."""
         if undo and self._before is not None:
             self._layout, self._packed, self._parked, self.steps = self._before
         self._before = None
@@ -154,7 +157,7 @@ class Residual:
 
     def _pack(self, values: torch.Tensor) -> _Packed:
         generator = torch.Generator(device=self._device)
-        # A function of seed and step alone, so that a resumed run draws the same.
+        # Depends on seed and step only, so that a resumed run draws the same numbers.
         generator.manual_seed(self._seed * 1_000_003 + self.steps)
         return _Packed(self._mode, values, generator)
 
@@ -176,13 +179,14 @@ class Residual:
         return {part.name: values[:, part.begin:part.end] for part in self._layout.parts if not part.dense}
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """For each parameter that had a gradient, (rows * its shard,) float32 on the CPU; a copy."""
+        """Returns a copy, (rows * its shard,) float32 on the CPU, for each parameter that had a gradient."""
         everything = {name: parked.values() for name, parked in self._parked.items()}
         everything.update(self._current())
-        return {name: values.detach().to("cpu", copy=True).contiguous().view(-1) for name, values in everything.items()}
+        return {name: values.detach().to("cpu", copy=True).contiguous().view(-1)
+                for name, values in everything.items()}
 
     def load(self, state: Dict[str, torch.Tensor], steps: int) -> None:
-        """Replaces everything by a state()."""
+        """Replaces all residuals by a state()."""
         self._layout = self._packed = self._before = None
         self.steps = steps
         self._parked = {name: self._pack(values.to(self._device, torch.float32, copy=True).view(-1))
@@ -190,6 +194,6 @@ class Residual:
 
     @property
     def bytes(self) -> int:
-        """Held between steps on this rank's device."""
+        """Bytes in use between steps on this rank's device."""
         packed = 0 if self._packed is None else self._packed.bytes
         return packed + sum(parked.bytes for parked in self._parked.values())

@@ -3,7 +3,7 @@
     from gradwire.fsdp import compress
     handle = compress(model, gradients="int8", weights="bf16")     # after fully_shard(model)
 
-Nothing else changes. docs/for-fsdp.md says what it saves, what it costs, and when not to use it.
+Nothing else changes. docs/for-fsdp.md has savings, costs and limits.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gradwire._process_group import TIMEOUT_S
 
 __all__ = ["Compression", "compress"]
 
-# Formats of 16 bits and more, which are exact enough for vectors, too.
+# Formats of 16 bits and more, which are accurate enough for vectors.
 _WIDE = ("fp32", "bf16")
 _WHOLE_MATRICES = ("powersgd", "randk")
 
@@ -34,46 +34,57 @@ _log = logging.getLogger("gradwire")
 
 
 def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf16", residual: str = "fp32",
-             dense: "bool | Sequence[str]" = True, *, timeout_s: float = TIMEOUT_S, seed: int = 0) -> "Compression":
-    """Compresses what a fully_shard()ed model sends. Collective: all ranks call it with the same arguments.
+             dense: "bool | Sequence[str]" = True, *, timeout_s: float = TIMEOUT_S,
+             seed: int = 0) -> "Compression":
+    """Compresses the collectives of a fully_shard()ed model. Collective: all ranks pass the same arguments.
 
-    Call it after fully_shard() of the blocks and of the model, before the first forward or between steps; before
-    or after to_empty() of a model on the meta device, and before or after torch.compile() of blocks.
+    Call it after fully_shard() of the blocks and of the model, before the first forward or between steps;
+    before or after to_empty() of a model on the meta device, and before or after torch.compile() of blocks.
 
-    gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: one of docs/formats.md
-        with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each rank encodes its
-        gradients once; the owner of a shard adds all ranks' in FP32, in rank order. (schedule=two_shot, unless the
-        spec names another: schedule=ring sends less between nodes of several ranks, and encodes in every hop.)
-    weights: wire format of the all-gather. The owner decodes what it sent, so that all ranks compute with the
-        same bits. The sharded parameters, which the optimizer updates, are not rounded.
-    residual: what error feedback keeps of what encoding gradients loses, on every rank for the whole model:
-        "fp32", 4 bytes per parameter that is trained; "bf16", 2; "int8", 1.03, both rounded at random; or
-        "off", 0, and the loss is lost.
-    dense: parameters that travel in FP32, or in BF16 where gradients or weights are, beside the others. True: where a format has fewer than 16 bits,
-        vectors of at most 65,536 elements and other parameters of fewer than 1,024. False: none. Otherwise
-        names with shell wildcards, for any format but fp32, among which "auto" stands for those of True.
-    timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
-        CommFailed on every rank that waits.
-    seed: of the random rounding of residuals in bf16 and int8.
+    Args:
+        model: the model. It must contain all modules of fully_shard([...]).
+        gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: a format of
+            docs/formats.md with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
+            rank encodes its gradients once; the owner of a shard adds all ranks' values in FP32, in rank
+            order. (schedule=two_shot, unless the spec names another. schedule=ring sends less between nodes
+            of several ranks, and encodes in every hop.)
+        weights: wire format of the all-gather. All ranks, including the owner, compute with the transmitted
+            values. The sharded parameters, which the optimizer updates, are not rounded.
+        residual: the type of error feedback's residuals, which every rank has for the whole model. Bytes per
+            trained parameter: "fp32" 4; "bf16" 2; "int8" 1.03; "off" 0. "bf16" and "int8" round
+            stochastically. "off" disables error feedback.
+        dense: parameters that are sent in FP32, or in BF16 if gradients or weights are BF16. True: for
+            formats of fewer than 16 bits, vectors of at most 65,536 elements and other parameters of fewer
+            than 1,024. False: none. Otherwise names with shell wildcards, for any format except fp32; the
+            name "auto" means the parameters of True.
+        timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
+            CommFailed on every rank that waits.
+        seed: for the stochastic rounding of residuals in bf16 and int8.
 
-    Raises BadArgument where the model is not fully_shard()ed, is compressed already, or a format is unknown;
-    Unsupported where PyTorch is too old, or a format needs whole matrices (powersgd).
+    Returns:
+        A handle with the residuals' state. The model keeps it alive.
+
+    Raises:
+        BadArgument: the model is not fully_shard()ed, is compressed already, or a format is unknown.
+        Unsupported: PyTorch is too old, or a format needs whole matrices (powersgd).
     """
     module_class = _fsdp_module_class()
     if residual not in MODES:
-        raise _native.BadArgument(f"residual={residual!r} is none of {', '.join(map(repr, MODES))}")
+        raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
     for argument, spec in (("gradients", gradients), ("weights", weights)):
         _check_spec(argument, spec)
     modules = [m for m in model.modules() if isinstance(m, module_class)]
     if not modules:
-        raise _native.BadArgument("no module of the model is sharded: call torch.distributed.fsdp.fully_shard() on its "
-                                  "blocks and on the model first; for DistributedDataParallel use gradwire.torch.compress()")
-    options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients), _dense_rule(dense, weights), timeout_s, seed)
+        raise _native.BadArgument("no module of the model is sharded: call "
+                                  "torch.distributed.fsdp.fully_shard() on its blocks and on the model "
+                                  "first. For DistributedDataParallel use gradwire.torch.compress()")
+    options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients),
+                      _dense_rule(dense, weights), timeout_s, seed)
     return Compression(model, modules, options)
 
 
 class Compression:
-    """What compress() returns: the state of error feedback, and the way back."""
+    """The result of compress(): saves and loads residuals, and ends compression."""
 
     def __init__(self, model: torch.nn.Module, modules: List[Any], options: Options) -> None:
         self._options = options
@@ -83,7 +94,7 @@ class Compression:
         self._params: Dict[str, Tuple[Any, ParamGroup]] = {}
         self._closed = False
         self._end_of_scaler: Optional[Callable[[], None]] = None
-        self._alone: Any = None  # process group of this rank alone, for HSDP
+        self._alone: Any = None  # for HSDP: a process group of this rank only
         prefixes = {id(module): _plain_name(name) for name, module in model.named_modules()}
         for theirs in _param_groups(modules):
             names = {id(p): _name_of(p, prefixes) for p in theirs.fsdp_params}
@@ -92,7 +103,7 @@ class Compression:
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
         try:
-            for ours in self._groups:  # after all checks, so that a rejected model is unchanged
+            for ours in self._groups:  # after all checks: a rejected model is unchanged
                 self._install(ours)
         except BaseException:
             self.close()
@@ -104,17 +115,17 @@ class Compression:
     def _check(theirs: Any, name: str) -> None:
         mesh = theirs.mesh_info
         if isinstance(theirs._reduce_scatter_comm, ReduceScatter):
-            raise _native.BadArgument(f"the group of {name!r} is compressed already: close() what the earlier compress() "
-                                      "returned first")
+            raise _native.BadArgument(f"the group of {name!r} is compressed already: close() the result of "
+                                      "the earlier compress() first")
         if not hasattr(mesh, "shard_process_group"):
-            raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel with "
-                                      "gradwire.torch.Hook")
+            raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel "
+                                      "with gradwire.torch.compress()")
         if hasattr(mesh, "replicate_process_group") and theirs._all_reduce_hook is not None:
-            raise _native.BadArgument(f"the group of {name!r} has an all-reduce hook already, which HSDP's compressed "
-                                      "allreduce needs: remove it, or shard over a 1-D mesh")
+            raise _native.BadArgument(f"the group of {name!r} has an all-reduce hook, but HSDP's compressed "
+                                      "allreduce needs one itself: remove it, or shard over a 1-D mesh")
 
     def _install(self, ours: ParamGroup) -> None:
-        ours.handle = self  # which then lives as long as the model, even if nobody keeps it
+        ours.handle = self  # keeps it alive as long as the model
         theirs, mesh = ours.theirs, ours.theirs.mesh_info
         replicas = getattr(mesh, "replicate_process_group", None)
         device = theirs.device
@@ -123,8 +134,8 @@ class Compression:
                 theirs, "_reduce_scatter_process_group") else mesh.shard_process_group, device)
             self._communicators.of("weights", mesh.shard_process_group, device)
         if replicas is not None and replicas.size() > 1:
-            # FSDP's own allreduce over the replicas does not go through a Comm. It stays, over this rank alone,
-            # where it does nothing; the hook behind it averages. So set_requires_all_reduce() still decides.
+            # FSDP's allreduce over the replicas does not use a Comm. It still runs, over a group of this rank
+            # only, where it does nothing. Then the hook averages, so set_requires_all_reduce() still works.
             self._communicators.of("replicas", replicas, device)
             if self._alone is None:
                 self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -143,7 +154,7 @@ class Compression:
             self._change(theirs, "_prepare_reduce_scatter_inputs", prepare_and_tell)
 
     def _change(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute. close() restores the old value, unless someone else has changed it since."""
+        """Sets an attribute. close() restores the old value if the attribute still has this value."""
         old = getattr(owner, name)
 
         def restore() -> None:
@@ -154,13 +165,15 @@ class Compression:
         self._restore.append(restore)
 
     def _replace_replicas(self, theirs: Any, group: Any) -> None:
-        """Gives one parameter group another process group for its replicas. A copy of the mesh's description
-        holds the process group, because several parameter groups may share the description."""
+        """Replaces the process group of one parameter group's replicas.
+
+        Uses a copy of the mesh's description, because several parameter groups may share the description.
+        """
         mesh, ours = theirs.mesh_info, copy.copy(theirs.mesh_info)
 
         def restore() -> None:
             if theirs.mesh_info is ours:
-                # set_separate_reduce_scatter_group(), for one, may have changed the copy.
+                # set_separate_reduce_scatter_group(), for example, may have changed the copy.
                 vars(mesh).update({**vars(ours), "replicate_process_group": mesh.replicate_process_group})
                 theirs.mesh_info = mesh
 
@@ -169,7 +182,7 @@ class Compression:
         self._restore.append(restore)
 
     def close(self) -> None:
-        """Restores PyTorch's own collectives and drops the residuals. May be called twice.
+        """Restores PyTorch's collectives and drops the residuals. May be called twice.
 
         Call it between steps. The model can then be trained with PyTorch's collectives, or compressed again.
         """
@@ -184,25 +197,28 @@ class Compression:
             group.residual = group.replica_residual = None
         alone, self._alone = self._alone, None
         if alone is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError, AssertionError):  # destroyed with the default group
+            with contextlib.suppress(ValueError, AssertionError):  # already destroyed with the default group
                 dist.destroy_process_group(alone)
 
     # ---- State ---------------------------------------------------------------------------------------------
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of error feedback on this rank between steps. 0 before the first backward and after close()."""
+        """Bytes of residuals on this rank between steps. 0 before the first backward and after close()."""
         return sum(r.bytes for r in self._residuals())
 
     def _residuals(self) -> List[Residual]:
         return [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
 
     def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
-        """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
+        """Rescales residuals when a GradScaler changes the gradients' scale. Call it before the first step.
 
-        As gradwire.torch.Hook.use_scaler(). With it a rank keeps the residuals of before the step, too: twice the memory.
+        See gradwire.torch.Hook.use_scaler(). A rank then also holds the residuals from before the step: twice
+        the memory.
 
-        Raises BadArgument where `scaler` has no get_scale() and update(); BadHandle after close().
+        Raises:
+            BadArgument: `scaler` has no get_scale() and update().
+            BadHandle: close() was called.
         """
         self._check_open()
         end = follow(scaler, optimizer, self._scale_changed)
@@ -224,14 +240,18 @@ class Compression:
         return {"shard": (mesh.shard_mesh_rank, mesh.shard_mesh_size), "replica": replica}
 
     def state_dict(self) -> Dict[str, Any]:
-        """This rank's residuals by parameter, for torch.save(). Call between steps; every rank saves its own.
+        """Returns this rank's residuals by parameter, for torch.save(). Every rank saves its own.
 
-        {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "parameters": names of those
-        with error feedback, "tensors": {name: {"steps", "residual": float32 of the parameter's whole shape, and with
-        HSDP "replica_residual": float32 of this rank's shard, padded, 1-D}}}, on the CPU. Parameters that had no
-        gradient yet are missing in "tensors".
+        Call it between steps.
 
-        Raises BadHandle after close().
+        Returns:
+            {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "parameters":
+            names of parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the
+            parameter's whole shape, and with HSDP "replica_residual": float32 of this rank's shard, padded,
+            1-D}}}, on the CPU. "tensors" lacks parameters that had no gradient yet.
+
+        Raises:
+            BadHandle: close() was called.
         """
         self._check_open()
         tensors: Dict[str, Dict[str, Any]] = {}
@@ -245,30 +265,37 @@ class Compression:
                 for name, flat in group.replica_residual.state().items():
                     entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
                     entry["replica_residual"] = flat
-        return {"version": 1, "gradients": self._options.gradients, **self._place(), "parameters": self._kept(), "tensors": tensors}
+        return {"version": 1, "gradients": self._options.gradients, **self._place(),
+                "parameters": self._kept(), "tensors": tensors}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Restores residuals; all others become zero, and a warning says so of parameters that the state lacks. Call
-        between steps.
+        """Restores residuals. Call it between steps.
 
-        state: what this rank saved; or, in any order, what the ranks of a run with another number of ranks
-        saved. Rank r of n takes the sum of those of the ranks r, r + n, r + 2n, ..., and needs only them; so the
-        sum over all ranks is kept. Replicas' residuals (HSDP) become part of the others.
+        Residuals that the state lacks become zero; for parameters that it does not list, a warning is logged.
 
-        Raises BadArgument for a state of another version, rank or model, or if one that is needed is missing;
-        BadHandle after close().
+        Args:
+            state: this rank's state_dict(); or a list of states, in any order, from a run with another world
+                size. Rank r of n then loads the sum of the residuals of ranks r, r + n, r + 2n, ..., and
+                needs only these states. The sum over all ranks is preserved. Residuals of HSDP's replicas are
+                added to the others.
+
+        Raises:
+            BadArgument: a state is of another version, rank or model, or a state that is needed is missing.
+            BadHandle: close() was called.
         """
         self._check_open()
         states = [state] if isinstance(state, dict) else list(state)
         if not states or any(s.get("version") != 1 for s in states):
-            raise _native.BadArgument(f"got versions {[s.get('version') for s in states]}; this package reads version 1")
+            raise _native.BadArgument(f"the states have versions {[s.get('version') for s in states]}; this "
+                                      "package reads version 1")
         for s in states:
             self._check_names(s)
         saved, mine = states[0], self._place()
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
         unknown = [name for name in self._kept() if name not in known]
         if unknown and known:
-            _log.warning("the loaded state lacks %d parameters, such as %r: their residuals begin at zero", len(unknown), unknown[0])
+            _log.warning("the loaded state lacks %d parameters, such as %r: their residuals begin at zero",
+                         len(unknown), unknown[0])
         ranks = {s["replica"][0] * s["shard"][1] + s["shard"][0]: s for s in states}
         saved_world, world = saved["shard"][1] * saved["replica"][1], mine["shard"][1] * mine["replica"][1]
         rank = mine["replica"][0] * mine["shard"][1] + mine["shard"][0]
@@ -277,8 +304,9 @@ class Compression:
         missing = [r for r in wanted if r not in ranks]
         if missing:
             raise _native.BadArgument(
-                f"rank {rank} of {world} needs the state that rank {missing[0]} of {saved_world} saved, but got those of "
-                f"{sorted(ranks)}: " + ("give each rank its own" if same else f"pass a list of all {saved_world}"))
+                f"rank {rank} of {world} needs the state of rank {missing[0]} of {saved_world}, but got the "
+                f"states of ranks {sorted(ranks)}: "
+                + ("load each rank's own state" if same else f"pass a list of all {saved_world} states"))
         if same:
             self._load({name: entry for name, entry in ranks[rank]["tensors"].items()})
             return
@@ -286,35 +314,40 @@ class Compression:
         for r in wanted:
             for name, entry in ranks[r]["tensors"].items():
                 whole = self._folded(name, entry, ranks[r]["shard"])
-                merged = tensors.setdefault(name, {"steps": entry["steps"], "residual": torch.zeros_like(whole)})
+                merged = tensors.setdefault(name, {"steps": entry["steps"],
+                                                   "residual": torch.zeros_like(whole)})
                 merged["residual"] += whole
         self._load(tensors)
 
     def _kept(self) -> List[str]:
-        """The parameters that have a residual as soon as they have had a gradient."""
+        """Returns the parameters that have a residual after their first gradient."""
         return [name for name, (param, group) in self._params.items() if group.keeps(name, param)]
 
     def _check_open(self) -> None:
         if self._closed:
-            raise _native.BadHandle("close() has dropped the residuals: call compress() again")
+            raise _native.BadHandle("close() dropped the residuals: call compress() again")
 
     def _check_names(self, state: Dict[str, Any]) -> None:
         if state["tensors"] and not self._residuals():
-            why = "residual='off'" if self._options.residual == "off" else f"gradients={self._options.gradients!r}"
-            raise _native.BadArgument(f"the state has residuals, which {why} would drop: use another, or do not load it")
+            why = ("residual='off'" if self._options.residual == "off"
+                   else f"gradients={self._options.gradients!r}")
+            raise _native.BadArgument(f"the state has residuals, which {why} would drop: do not load the "
+                                      "state, or pass compress() a lossy format and a residual type")
         for name, entry in state["tensors"].items():
             if name not in self._params:
-                raise _native.BadArgument(f"the state has a residual of {name!r}, which is no parameter of this model")
+                raise _native.BadArgument(f"the state has a residual of {name!r}, but this model has no such "
+                                          "parameter: the state is of another model")
             shape = tuple(self._params[name][0]._orig_size)
             if "residual" in entry and tuple(entry["residual"].shape) != shape:
-                raise _native.BadArgument(f"the state's residual of {name!r} is {tuple(entry['residual'].shape)}, the parameter "
-                                          f"{shape}: it is from another model")
+                raise _native.BadArgument(f"the state's residual of {name!r} is "
+                                          f"{tuple(entry['residual'].shape)}, but the parameter is {shape}: "
+                                          "the state is of another model")
 
     def _folded(self, name: str, entry: Dict[str, Any], shard: Tuple[int, int]) -> torch.Tensor:
-        """An entry's residuals as one, in the whole parameter's shape.
+        """Returns the sum of an entry's residuals, in the whole parameter's shape.
 
-        What the replicas' allreduce lost is in units of the mean over the shards' ranks, of which there are n:
-        n times as much of one rank's gradient.
+        The replicas' residual is in units of the mean over the n ranks of the shards: it counts n times in
+        units of one rank's gradient.
         """
         rank, rows = shard
         shape = self._params[name][0]._orig_size
@@ -332,29 +365,30 @@ class Compression:
             own = {n: e for n, e in tensors.items() if self._params[n][1] is group}
             steps = max([e["steps"] for e in own.values()], default=0)
             if group.residual is not None:
-                group.residual.load({n: _sharded(e["residual"], self._params[n][0], rows) for n, e in own.items()
-                                     if "residual" in e}, steps)
+                group.residual.load({n: _sharded(e["residual"], self._params[n][0], rows)
+                                     for n, e in own.items() if "residual" in e}, steps)
             if group.replica_residual is not None:
-                group.replica_residual.load({n: e["replica_residual"] for n, e in own.items() if "replica_residual" in e},
-                                            steps)
+                group.replica_residual.load({n: e["replica_residual"] for n, e in own.items()
+                                             if "replica_residual" in e}, steps)
 
 
-# ---- FSDP's side ---------------------------------------------------------------------------------------------
+# ---- FSDP's side -------------------------------------------------------------------------------------------
 
 
 def _fsdp_module_class() -> Any:
     try:
         from torch.distributed.fsdp import FSDPModule
-    except Exception:  # 1.13's raises ValueError on Python 3.11
+    except Exception:  # PyTorch 1.13 raises ValueError on Python 3.11
         FSDPModule = None
     if not all(hasattr(FSDPModule, f"set_custom_{name}") for name in ("reduce_scatter", "all_gather")):
-        raise _native.Unsupported(f"gradwire.fsdp needs PyTorch 2.9 or later, whose fully_shard() has "
-                                  f"set_custom_reduce_scatter() and set_custom_all_gather(); this is {torch.__version__}")
+        raise _native.Unsupported("gradwire.fsdp needs PyTorch 2.9 or later, with "
+                                  "set_custom_reduce_scatter() and set_custom_all_gather(); this is "
+                                  f"{torch.__version__}")
     return FSDPModule
 
 
 def _param_groups(modules: Sequence[Any]) -> List[Any]:
-    """FSDP's parameter groups of these modules, each once: fully_shard([a, b]) makes one for both modules."""
+    """Returns the modules' parameter groups, without duplicates: fully_shard([a, b]) makes one for both."""
     found: Dict[int, Any] = {}
     for module in modules:
         state = module._get_fsdp_state()
@@ -362,16 +396,16 @@ def _param_groups(modules: Sequence[Any]) -> List[Any]:
         if groups is None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
         if len(groups) > 1:
-            raise _native.Unsupported("a module has several parameter groups, on meshes of their own "
-                                      "(shard_placement_fn), for which PyTorch takes no collectives of others: call "
-                                      "fully_shard() on its parts separately")
-        # A group is empty where all parameters belong to blocks that are sharded by themselves.
+            raise _native.Unsupported(f"a {type(module).__name__} has {len(groups)} parameter groups on "
+                                      "different meshes (shard_placement_fn), for which PyTorch accepts no "
+                                      "custom collectives: call fully_shard() on its parts separately")
+        # A group is empty if all parameters belong to blocks that are sharded separately.
         found.update({id(group): group for group in groups if group.fsdp_params})
     return list(found.values())
 
 
 def _plain_name(name: str) -> str:
-    """Without what wrappers of torch.compile and of activation checkpoints insert."""
+    """Returns a name without the parts that torch.compile() and activation checkpointing insert."""
     for inserted in ("_orig_mod", "_checkpoint_wrapped_module"):
         name = ".".join(part for part in name.split(".") if part != inserted)
     return name
@@ -380,9 +414,9 @@ def _plain_name(name: str) -> str:
 def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
     info = param._module_info
     if id(info.module) not in prefixes:
-        raise _native.BadArgument(f"a parameter group has {info.param_name!r} of a {type(info.module).__name__} "
-                                  "outside the model: give compress() the model that contains all modules of "
-                                  "fully_shard([...])")
+        raise _native.BadArgument(f"a parameter group has {info.param_name!r} of a "
+                                  f"{type(info.module).__name__} outside the model: pass compress() the "
+                                  "model that contains all modules of fully_shard([...])")
     prefix = prefixes[id(info.module)]
     return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
 
@@ -390,12 +424,13 @@ def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
 def _check_spec(argument: str, spec: str) -> None:
     if method_of(spec) in _WHOLE_MATRICES:
         raise _native.Unsupported(
-            f"{argument}={spec!r} works on whole tensors, of which FSDP2 gives each rank a slice: use a wire format, such as "
-            "'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with gradwire.torch.Hook")
+            f"{argument}={spec!r} needs whole tensors, but FSDP2 gives each rank a slice: use a wire format, "
+            "such as 'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with "
+            "gradwire.torch.compress()")
     for option in spec.replace(":", ",", 1).split(",")[1:]:
         if option.partition("=")[0] in ("ef", "residual", "dense"):
-            raise _native.BadArgument(f"{argument}={spec!r}: {option.partition('=')[0]} is an argument of compress(), here "
-                                      "(residual='off' for ef=off)")
+            raise _native.BadArgument(f"{argument}={spec!r} has the option {option}: pass compress() the "
+                                      "argument residual or dense in its place (residual='off' for ef=off)")
     values = torch.zeros(1)
     with Communicator() as alone:
         if argument == "weights":
@@ -408,7 +443,8 @@ def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torc
     patterns: Optional[List[str]] = None
     if not isinstance(dense, bool):
         if isinstance(dense, str):
-            raise _native.BadArgument(f"dense={dense!r} is neither True, False nor a sequence of names: write [{dense!r}]")
+            raise _native.BadArgument(f"dense must be True, False or a sequence of names, not {dense!r}: "
+                                      f"write [{dense!r}]")
         patterns = list(dense)
 
     def small(shape: torch.Size) -> bool:
@@ -424,18 +460,18 @@ def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torc
     return rule
 
 
-# ---- A parameter whole, and as FSDP's buffers have it: rows of padded shards -----------------------------------
+# ---- A whole parameter, and its layout in FSDP's buffers: rows of padded shards ----------------------------
 
 
 def _unpadded(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """(rows, padded shard) as a tensor of the parameter's shape."""
+    """Returns (rows, padded shard) as a tensor of the parameter's shape."""
     rows = flat.shape[0]
     padded = list(shape)
     padded[dim] = -(-shape[dim] // rows)
     chunks = flat.view(rows, *padded)
     if dim == 0:
         return chunks.reshape(rows * padded[0], *shape[1:])[:shape[0]].clone()
-    return torch.cat(list(chunks), dim=dim)  # FSDP2 divides other dimensions evenly only
+    return torch.cat(list(chunks), dim=dim)  # FSDP2 requires an even division of other dimensions
 
 
 def _whole(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
@@ -443,7 +479,7 @@ def _whole(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
 
 
 def _sharded(whole: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
-    """The inverse of _whole(): (rows * padded shard,)."""
+    """Inverts _whole(): returns (rows * padded shard,)."""
     if param.fsdp_placement.dim == 0:
         flat = torch.zeros(rows * param.padded_sharded_param_size.numel())
         flat[:whole.numel()].copy_(whole.reshape(-1))
