@@ -116,7 +116,7 @@ def no_trace_leaves_its_tracers_behind() -> None:
 @scenario
 def states_that_do_not_fit_are_refused() -> None:
     matrix, other = {"a": jnp.ones((40, 60))}, {"a": jnp.ones((60, 80))}
-    for spec, words in (("int8", "residual of ['a'] is [40, 60], its update [60, 80]"), ("randk", "residual of ['a']"),
+    for spec, words in (("int8", "residual of ['a'] is [40, 60], but its update is [60, 80]"), ("randk", "residual of ['a']"),
                         ("powersgd:rank=2", "residual of ['a']")):
         transformation = gradwire.jax.compress(spec)
         refused(ValueError, words, lambda: transformation.update(other, transformation.init(matrix)))

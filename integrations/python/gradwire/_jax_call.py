@@ -1,6 +1,7 @@
-"""The custom call of gradwire.jax while it is traced: where it may stand, and its order within a program.
+"""The custom call of gradwire.jax during tracing: where it is allowed, and its order within a program.
 
-What depends on the ranks is read when a program runs (_jax_run.py), not while it is traced: a program may outlive init().
+Properties of the ranks are read when a program runs (_jax_run.py), not while it is traced: a program may
+outlive init().
 """
 from __future__ import annotations
 
@@ -19,45 +20,46 @@ from jax.interpreters import mlir
 
 from gradwire._jax_run import TARGET, check_mapped, ranks
 
-_NOT_MAPPED = ("jax.jit shards the program over {} devices by itself, and a rank is a device: call gradwire.jax "
-               "inside jax.shard_map over the whole mesh (docs/for-jax.md, 'A global mesh')")
+_NOT_MAPPED = ("jax.jit shards the program automatically over {} devices, but each device is a rank: call "
+               "gradwire.jax inside jax.shard_map over the whole mesh (docs/for-jax.md, 'A global mesh')")
 
-# ---- Where a call may stand ----------------------------------------------------------------------
+# ---- Where a call is allowed -------------------------------------------------------------------------------
 
 
 def manual_axes() -> Tuple[str, ...]:
-    """The mesh axes over which the current trace is mapped, by jax.shard_map or jax.pmap."""
+    """Returns the mesh axes over which jax.shard_map or jax.pmap maps the current trace."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _mapped_devices() -> int:
-    """Over how many devices jax.shard_map or jax.pmap maps the current trace; 0 where nothing does."""
+    """Returns the number of devices over which jax.shard_map or jax.pmap maps the trace; 0: not mapped."""
     axes = manual_axes()
     return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in axes) if axes else 0
 
 
 def _varying_axes(x: Any) -> FrozenSet[str]:
     aval = jax.typeof(x)
-    mat = getattr(aval, "mat", None)  # JAX 0.10; `vma` before
+    mat = getattr(aval, "mat", None)  # JAX 0.10; `vma` in older versions
     return frozenset(mat.varying if mat is not None else getattr(aval, "vma", ()))
 
 
 def varying(x: Any) -> Any:
-    """Tells jax.shard_map that x differs from device to device."""
+    """Marks x as different on each device, for jax.shard_map."""
     missing = tuple(axis for axis in manual_axes() if axis not in _varying_axes(x))
     if not missing:
         return x
-    return jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast") else jax.lax.pvary(x, missing)
+    return (jax.lax.pcast(x, missing, to="varying") if hasattr(jax.lax, "pcast")
+            else jax.lax.pvary(x, missing))
 
 
 def same_on_every_device(x: Any) -> bool:
-    """Whether jax.shard_map has proved that x is the same on every device. False where it does not check."""
+    """Whether jax.shard_map has proved that x is the same on every device. False if it does not check."""
     axes = manual_axes()
     return bool(axes) and not _varying_axes(x) and bool(_varying_axes(jax.lax.axis_index(axes[0])))
 
 
 def check_leaf(what: str, leaf: Any) -> None:
-    """Raises where XLA would shard the arrays of the call, as far as it is known while tracing."""
+    """Raises RuntimeError if XLA would shard the call's arrays, as far as tracing can tell."""
     mesh = getattr(getattr(jax.typeof(leaf), "sharding", None), "mesh", None)
     devices = 1
     if mesh is not None and not mesh.empty:
@@ -70,7 +72,7 @@ def check_leaf(what: str, leaf: Any) -> None:
 
 
 def _check_program(context: Any, *_: Any) -> List[Any]:
-    """The lowering rule of _checked_p: raises where XLA would shard the program."""
+    """The lowering rule of _checked_p. Raises RuntimeError if XLA would shard the program."""
     axis_context = context.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     devices = getattr(axis_context, "num_devices", 1)
@@ -89,20 +91,20 @@ class _Effect(effects.Effect):
     """Keeps an equation without results in its program."""
 
 
-for _allowed in (effects.lowerable_effects, effects.control_flow_allowed_effects, effects.remat_allowed_effects,
-                 effects.custom_derivatives_allowed_effects):
+for _allowed in (effects.lowerable_effects, effects.control_flow_allowed_effects,
+                 effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
     _allowed.add_type(_Effect)
-# Takes a call's token and returns nothing. Checks the program when it is lowered; keeps the token while it is traced.
+# Takes a call's token, returns nothing. Checks the program in lowering. Keeps the token alive while tracing.
 _checked_p = Primitive("gradwire_checked")
 _checked_p.multiple_results = True
 _checked_p.def_effectful_abstract_eval(lambda *_: ([], {_Effect()}))
 mlir.register_lowering(_checked_p, _check_program)
 
-# ---- Order: each call takes the token of the one before it ---------------------------------------
+# ---- Order: each call takes the previous call's token ------------------------------------------------------
 
 
 class _Last(threading.local):
-    """The token of this thread's last call. Refers weakly to a tracer, whose trace ends before this thread."""
+    """The token of this thread's last call. The reference to a tracer is weak: traces end before threads."""
 
     token: Any = None
     generation = 0
@@ -118,32 +120,34 @@ def _remember(token: Any) -> None:
 
 
 def _token() -> Any:
-    """The last call's token, if it belongs to the function that is being traced."""
+    """Returns the last call's token if it belongs to the current trace, otherwise a new token."""
     last = _last.token() if isinstance(_last.token, weakref.ref) else _last.token
     current = core.trace_ctx.trace
     if isinstance(last, jax.core.Tracer):
         if last._trace is current:
             return last
-    # An array of before init() or shutdown() may hold the error that its computation ended with.
+    # An array from before init() or shutdown() may hold its computation's error.
     elif last is not None and isinstance(current, core.EvalTrace) and _last.generation == ranks.generation:
         return last
     return jnp.zeros((), jnp.uint32)
 
 
 def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[Any]) -> List[Any]:
-    """One custom call, in place. Its first operand and result is a token: XLA is free to run custom calls in any
-    order that their operands allow, so each call of a traced function takes the token of the one before it.
+    """Makes one custom call, in place.
+
+    The first operand and result is a token. XLA may run custom calls in any order that their operands allow,
+    so each call of a traced function takes the previous call's token.
 
     Args:
-        parts: for each array "spec", "keeps" (whether it has a residual), "tag", "op" and "dtype"; or one part
-            with "alone": no arrays, and the call fails in a world of more than 1.
-        arrays: what is averaged.
-        residuals: of the parts that keep one.
+        parts: for each array "spec", "keeps" (whether it has a residual), "tag", "op" and "dtype"; or one
+            part with "alone": no arrays, and the call fails in a world larger than 1.
+        arrays: the arrays to average.
+        residuals: the residuals of the parts that have one.
 
     Returns:
-        The means, then what is left of the residuals.
+        The means, then the new residuals.
     """
-    # The first part of the call says over how many devices it is mapped: the program may outlive this world.
+    # The first part has the number of mapped devices: the program may outlive this world.
     plan = json.dumps([{**parts[0], "devices": _mapped_devices()}, *parts[1:]])
 
     def custom_call(*operands: Any) -> Any:
@@ -153,18 +157,18 @@ def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[
             return jax.ffi.ffi_call(TARGET, shapes, has_side_effect=True,
                                     input_output_aliases=in_place)(*operands, plan=plan)
 
-    # jax.custom_jvp and custom_vmap only to say what is wrong in the user's terms.
+    # jax.custom_jvp and custom_vmap only improve the error messages.
     call = jax.custom_jvp(custom_call)
 
     @call.defjvp
     def _jvp(primals: Any, tangents: Any) -> Any:
-        raise TypeError("gradwire.jax cannot be differentiated: average the gradients, after jax.grad")
+        raise TypeError("gradwire.jax cannot be differentiated: average the gradients after jax.grad")
 
     batched = custom_vmap(call)
 
     @batched.def_vmap
     def _vmap(axis_size: int, in_batched: Any, *operands: Any) -> Any:
-        raise TypeError("gradwire.jax cannot be vmapped: average outside of jax.vmap")
+        raise TypeError("gradwire.jax cannot be vmapped: call it outside of jax.vmap")
 
     token, *results = batched(*map(varying, (_token(), *arrays, *residuals)))
     if isinstance(token, jax.core.Tracer):
@@ -175,7 +179,7 @@ def average(parts: Sequence[Dict[str, Any]], arrays: List[Any], residuals: List[
 
 
 def branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *operands: Any) -> Any:
-    """lax.cond with calls in its branches, which keep their place among those before and after it."""
+    """Runs lax.cond with calls in its branches, in order with the calls before and after it."""
     def chained(body: Callable[..., Any]) -> Callable[..., Any]:
         def run(token: Any, *operands: Any) -> Any:
             _remember(token)
@@ -191,8 +195,10 @@ def branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *ope
 
 
 def alone(what: str) -> bool:
-    """Whether a codec that is being traced is alone, in a world of 1, where it leaves everything as it is. Such a program
-    fails in another world; init() has it traced again."""
+    """Whether a codec is traced in a world of 1, in which it changes nothing.
+
+    Such a program fails in a larger world. init() makes JAX trace it again.
+    """
     ranks.traced_alone = ranks.world == 1
     if ranks.traced_alone:
         average([{"alone": what}], [], [])

@@ -1,14 +1,16 @@
 """PowerSGD, ACP-SGD and random-k for gradwire.jax.compress(): JAX computes, Gradwire averages.
 
-As the library's own codecs (docs/numerics.md), in XLA's arithmetic; the state is arrays, for a pytree. Each step sends
-one message for what is known before it, and PowerSGD a second one:
+The algorithms are the library's (docs/numerics.md), in XLA's arithmetic. The state is a pytree of arrays.
+Each step sends one message, PowerSGD a second one:
 
-    powersgd               S = gradient + residual; P = mean of S Q, beside what is not compressed; P orthonormal;
-                           Q = S^T P, residual = S - P Q^T; Q = mean; result P Q^T; Q orthonormal for the next step
-    powersgd:alternate=on  a step sends P = S Q, the next one Q = S^T P, and the other factor stays as it was
-    randk                  S at coordinates that (seed, step, array) draw, alike on every rank
+    powersgd               S = gradient + residual; P = mean of S Q, in one message with dense arrays;
+                           orthonormalize P; Q = S^T P, residual = S - P Q^T; Q = mean; result P Q^T;
+                           orthonormalize Q for the next step
+    powersgd:alternate=on  steps alternately send P = S Q and Q = S^T P; the other factor is unchanged
+    randk                  S at coordinates drawn from (seed, step, array), the same on every rank
 
-What a lossy wire loses of Q or of values goes back to the residual; of P it only tilts the subspace, alike on all ranks.
+Rounding errors of Q or of values return to the residual. Rounding errors of P only tilt the subspace, by the
+same amount on all ranks.
 """
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ import jax.numpy as jnp
 _OWN = {"powersgd": ("rank", "start", "warm", "alternate", "min_ratio", "seed", "wire"),
         "randk": ("ratio", "seed", "wire")}
 
-# (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, what is left of the residuals), in one message.
+# (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, new residuals), in one message.
 Send = Callable[[Sequence[Any], Sequence[Any], str, str], Tuple[List[Any], List[Any]]]
-# lax.cond whose branches may send.
+# lax.cond with branches that may send.
 Branch = Callable[..., Any]
 
 
 class Codec(NamedTuple):
-    """A spec of one of these, read."""
+    """A parsed spec."""
 
     method: str
-    wire: str  # the messages' own spec, with schedule= and the like
+    wire: str  # the messages' spec, with options such as schedule=
     rank: int
     start: int
     warm: bool
@@ -46,13 +48,13 @@ class Codec(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of the tree, and what is kept for it."""
+    """An array of the tree, and its state."""
 
     value: Any
-    residual: Any  # its shape, or (0,)
-    factor: Any  # (cols + rows with alternate, rank), or (0,)
+    residual: Any  # of the shape of value, or (0,)
+    factor: Any  # (cols, rank), with alternate (cols + rows, rank), or (0,)
     compressed: bool
-    place: int  # in the tree: makes random numbers its own
+    place: int  # index in the tree, for different random numbers
 
 
 def is_codec(method: str) -> bool:
@@ -60,14 +62,16 @@ def is_codec(method: str) -> bool:
 
 
 def read(spec: str, leaves: Sequence[Any] = ()) -> Codec:
-    """The codec for these arrays, which travel as BF16 if all are and the spec has no wire=. The library has checked it."""
+    """Parses a spec that the library has checked. Without wire=, leaves are sent as BF16 if all are BF16."""
     method, *options = spec.replace(":", ",", 1).split(",")
     given: Dict[str, str] = dict(option.split("=", 1) for option in options if option)
     others = [f"{key}={value}" for key, value in given.items() if key not in _OWN[method]]
-    wire = given.get("wire", "bf16" if leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves) else "fp32")
+    wire = given.get("wire", "bf16" if leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves)
+                     else "fp32")
     return Codec(method, wire + (":" + ",".join(others) if others else ""), int(given.get("rank", 1)),
-                 int(given.get("start", 0)), given.get("warm", "on") == "on", given.get("alternate", "off") == "on",
-                 float(given.get("min_ratio", 2)), float(given.get("ratio", 0.01)), int(given.get("seed", 0)))
+                 int(given.get("start", 0)), given.get("warm", "on") == "on",
+                 given.get("alternate", "off") == "on", float(given.get("min_ratio", 2)),
+                 float(given.get("ratio", 0.01)), int(given.get("seed", 0)))
 
 
 def _matrix(leaf: Any) -> Tuple[int, int]:
@@ -84,21 +88,22 @@ def is_compressed(codec: Codec, leaf: Any, dense: bool) -> bool:
 
 
 def first_factor(codec: Codec, leaf: Any, index: int) -> Any:
-    """Q, and below it P where they take turns: orthonormal columns, the same on every rank."""
+    """Returns the initial Q, with alternate=on followed by P: orthonormal columns, the same on every rank."""
     rows, cols = _matrix(leaf)
     rank = min(rows, cols, codec.rank)
     sizes = (cols, rows) if codec.alternate else (cols,)
-    return jnp.concatenate([_orthonormal(_random(codec, index, i, (size, rank))) for i, size in enumerate(sizes)])
+    return jnp.concatenate([_orthonormal(_random(codec, index, i, (size, rank)))
+                            for i, size in enumerate(sizes)])
 
 
 def _random(codec: Codec, index: int, step: Any, shape: Tuple[int, ...]) -> Any:
-    """Uniform in [-1, 1)."""
+    """Draws from [-1, 1), uniformly."""
     bits = _random_bits(codec, index, step, math.prod(shape)).reshape(shape)
     return bits.astype(jnp.int32).astype(jnp.float32) * 2.0**-31
 
 
 def _random_bits(codec: Codec, index: int, step: Any, count: int) -> Any:
-    """32 bits each, the same on every rank. jax.random's would take XLA a third of a second to compile, each."""
+    """Draws 32-bit numbers, the same on every rank. XLA takes 0.3 s to compile each call of jax.random."""
     x = jnp.arange(count, dtype=jnp.uint32)
     for key in (codec.seed & 0xffffffff, codec.seed >> 32 & 0xffffffff, index, step):
         x = x + jnp.asarray(key, jnp.uint32) * jnp.uint32(0x9e3779b1) + jnp.uint32(0x85ebca6b)
@@ -109,8 +114,10 @@ def _random_bits(codec: Codec, index: int, step: Any, count: int) -> Any:
 
 
 def _orthonormal(x: Any, spare: Optional[Any] = None) -> Any:
-    """Orthonormal columns; those of x that depend on others, or are 0, come from `spare`, so that nothing that was 0
-    once stays so."""
+    """Orthonormalizes the columns of x.
+
+    Linearly dependent columns and zero columns are replaced from `spare`, so that zero columns can recover.
+    """
     q, r = jnp.linalg.qr(x)
     if spare is None:
         return q
@@ -125,7 +132,15 @@ def _dot(a: Any, b: Any) -> Any:
 
 def step(codec: Codec, leaves: List[Leaf], number: Any, keeps: bool, send: Send,
          branch: Branch) -> Tuple[List[Any], List[Any], List[Any]]:
-    """(means, residuals, factors) of the leaves. number: of the step, from 0, as an array. keeps: error feedback."""
+    """Averages the leaves.
+
+    Args:
+        number: the step's number, from 0, as an array.
+        keeps: error feedback is on.
+
+    Returns:
+        (means, residuals, factors) of the leaves.
+    """
     run = _randk if codec.method == "randk" else _alternate if codec.alternate else _powersgd
 
     def now(number: Any, *flat: Any) -> Any:
@@ -141,7 +156,8 @@ def step(codec: Codec, leaves: List[Leaf], number: Any, keeps: bool, send: Send,
         means, lost = send(values, residuals, codec.wire, "before start")
         return [m.astype(v.dtype) for m, v in zip(means, values)], lost, factors
 
-    flat = ([leaf.value for leaf in leaves] + [leaf.residual for leaf in leaves] + [leaf.factor for leaf in leaves])
+    flat = ([leaf.value for leaf in leaves] + [leaf.residual for leaf in leaves]
+            + [leaf.factor for leaf in leaves])
     if codec.start > 0:
         means, residuals, factors = branch(number < codec.start, plain, now, number, *flat)
     else:
@@ -155,7 +171,7 @@ def _thirds(flat: Sequence[Any]) -> Tuple[List[Any], List[Any], List[Any]]:
 
 
 def _merged(leaves: List[Leaf], parts: Tuple[List[Any], List[Any]]) -> List[Any]:
-    """Compressed ones and the others, in the order of the tree."""
+    """Merges the parts of compressed and of other leaves into the order of the tree."""
     compressed, dense = iter(parts[0]), iter(parts[1])
     return [next(compressed if leaf.compressed else dense) for leaf in leaves]
 
@@ -164,15 +180,18 @@ _Result = Tuple[Tuple[List[Any], List[Any]], Tuple[List[Any], List[Any]], Tuple[
 
 
 def _sum(leaf: Leaf) -> Any:
-    """S, as a matrix."""
+    """Returns S = gradient + residual as a matrix."""
     s = leaf.value.astype(jnp.float32)
     return (s + leaf.residual if leaf.residual.size else s).reshape(_matrix(leaf.value))
 
 
 def _send_beside(arrays: List[Any], dense: List[Leaf], codec: Codec, send: Send,
                  what: str) -> Tuple[List[Any], List[Any], List[Any], List[Any]]:
-    """Means of arrays without a residual, and the dense leaves, in one message. (means, what the wire lost, dense means,
-    dense residuals)."""
+    """Averages arrays without a residual, and the dense leaves, in one message.
+
+    Returns:
+        (means, rounding errors, dense means, dense residuals).
+    """
     means, lost = send(arrays + [leaf.value for leaf in dense],
                        [jnp.zeros_like(a) if codec.lossy else jnp.zeros(0) for a in arrays] +
                        [leaf.residual for leaf in dense], codec.wire, what)
@@ -182,7 +201,7 @@ def _send_beside(arrays: List[Any], dense: List[Leaf], codec: Codec, send: Send,
 
 
 def _finish(leaf: Leaf, p: Any, q: Any, rest: Any, finite: Any, keeps: bool) -> Tuple[Any, Any]:
-    """(mean, residual). Where a rank's gradient is not finite, the mean is NaN, and the residual stays as it was."""
+    """Returns (mean, residual). If a gradient is not finite, the mean is NaN and the residual unchanged."""
     mean = jnp.where(finite, _dot(p, q.T), jnp.nan).reshape(leaf.value.shape).astype(leaf.value.dtype)
     if not keeps:
         return mean, leaf.residual
@@ -192,9 +211,10 @@ def _finish(leaf: Leaf, p: Any, q: Any, rest: Any, finite: Any, keeps: bool) -> 
 def _powersgd(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any, keeps: bool, send: Send,
               branch: Branch) -> _Result:
     sums = [_sum(leaf) for leaf in compressed]
-    before = [leaf.factor if codec.warm else _orthonormal(_random(codec, leaf.place, number, leaf.factor.shape))
-              for leaf in compressed]
-    means, _, dense_means, dense_residuals = _send_beside([_dot(s, q) for s, q in zip(sums, before)], dense, codec, send, "P")
+    before = [leaf.factor if codec.warm
+              else _orthonormal(_random(codec, leaf.place, number, leaf.factor.shape)) for leaf in compressed]
+    means, _, dense_means, dense_residuals = _send_beside([_dot(s, q) for s, q in zip(sums, before)], dense,
+                                                          codec, send, "P")
     finite = [jnp.isfinite(p).all() for p in means]
     sums = [jnp.where(ok, s, 0) for ok, s in zip(finite, sums)]
     ps = [_orthonormal(jnp.where(ok, p, 0)) for ok, p in zip(finite, means)]
@@ -223,7 +243,7 @@ def _alternate(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: 
                     zip(compressed + dense, values, residuals, factors)]
             chosen, others = mine[:len(compressed)], mine[len(compressed):]
             sums = [_sum(leaf) if sends_p else _sum(leaf).T for leaf in chosen]
-            # The factor that stays, and the one that this step makes.
+            # The factor that is unchanged, and the factor that this step updates.
             bases, made = [], []
             for leaf in chosen:
                 cols = _matrix(leaf.value)[1]
@@ -241,7 +261,8 @@ def _alternate(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: 
                 clean = jnp.where(ok, mean, 0)
                 left, right = (clean, basis) if sends_p else (basis, clean)
                 result, residual = _finish(leaf, left, right, rest, ok, keeps)
-                factor = jnp.where(ok, _orthonormal(clean, _random(codec, leaf.place, number + 2, clean.shape)), old)
+                factor = jnp.where(
+                    ok, _orthonormal(clean, _random(codec, leaf.place, number + 2, clean.shape)), old)
                 out.append(result)
                 kept.append(residual)
                 new.append(jnp.concatenate([basis, factor] if sends_p else [factor, basis]))
@@ -249,10 +270,12 @@ def _alternate(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: 
         return run
 
     everyone = compressed + dense
-    flat = [leaf.value for leaf in everyone] + [leaf.residual for leaf in everyone] + [leaf.factor for leaf in everyone]
+    flat = ([leaf.value for leaf in everyone] + [leaf.residual for leaf in everyone]
+            + [leaf.factor for leaf in everyone])
     means, kept, factors = branch(number % 2 == 0, turn(True), turn(False), number, *flat)
     n = len(compressed)
-    return ((list(means[:n]), list(means[n:])), (list(kept[:n]), list(kept[n:])), (list(factors[:n]), list(factors[n:])))
+    return ((list(means[:n]), list(means[n:])), (list(kept[:n]), list(kept[n:])),
+            (list(factors[:n]), list(factors[n:])))
 
 
 def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any, keeps: bool, send: Send,
@@ -260,14 +283,14 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
     sums = [_sum(leaf).ravel() for leaf in compressed]
     places = []
     for leaf, s in zip(compressed, sums):
-        # One of each of k runs of neighbours: no place twice, and no sorting.
+        # One coordinate from each of k contiguous runs: no duplicates, and no sorting.
         count = min(max(1, math.floor(s.size * codec.ratio + 0.5)), s.size)
         shorter, longer = divmod(s.size, count)
         run = jnp.arange(count)
         first = run * shorter + jnp.minimum(run, longer)
         bits = _random_bits(codec, leaf.place, number, count)
         places.append(first + (bits % (shorter + (run < longer)).astype(jnp.uint32)).astype(first.dtype))
-    # What is not finite must be seen by all ranks, at coordinates that are not drawn too.
+    # All ranks must see non-finite values, even at coordinates that are not drawn.
     drawn = [jnp.where(jnp.isfinite(s).all(), s[at], jnp.nan) for s, at in zip(sums, places)]
     means, lost, dense_means, dense_residuals = _send_beside(drawn, dense, codec, send, "values")
     out, kept = [], []
@@ -277,4 +300,5 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
         out.append(result.reshape(leaf.value.shape).astype(leaf.value.dtype))
         rest = s.at[at].set(gone).reshape(leaf.residual.shape) if keeps else leaf.residual
         kept.append(jnp.where(jnp.isfinite(mean).all(), rest, leaf.residual) if keeps else rest)
-    return (out, dense_means), (kept, dense_residuals), ([leaf.factor for leaf in compressed], [leaf.factor for leaf in dense])
+    return ((out, dense_means), (kept, dense_residuals),
+            ([leaf.factor for leaf in compressed], [leaf.factor for leaf in dense]))

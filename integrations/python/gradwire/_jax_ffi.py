@@ -1,8 +1,8 @@
-"""XLA's foreign function interface through ctypes: a Python function as the target of a custom call.
+"""XLA's foreign function interface through ctypes: makes a Python function the target of a custom call.
 
-The structures are those of xla/ffi/api/c_api.h (jax.ffi.include_dir()), version 0.3, up to the last field that is
-used here. Nothing is compiled. XLA calls the function on a thread of its own; it takes the GIL to read the call,
-and whatever it calls through ctypes runs without it.
+The structures copy xla/ffi/api/c_api.h (jax.ffi.include_dir()), version 0.3, up to the last field used here.
+Nothing is compiled. XLA calls the function on one of its threads. The function holds the GIL while it reads
+the call, and releases it in calls through ctypes.
 """
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _CallFrame(ctypes.Structure):
 
 
 class Call(NamedTuple):
-    """What XLA hands over. The memory is on the device, for the time of the call."""
+    """The arguments of a custom call. The memory is on the device, and valid during the call."""
 
     operands: List[int]  # addresses
     results: List[int]
@@ -147,7 +147,7 @@ _kept: List[object] = []  # callbacks, which XLA calls for as long as the proces
 
 
 def handler_of(function: Callable[[Call], None], platform: str) -> Callable[..., "int | None"]:
-    """What XLA calls on its platform, "cpu" or "CUDA". What `function` raises becomes the error of the computation."""
+    """Returns the handler for a platform, "cpu" or "CUDA". Exceptions of `function` fail the computation."""
 
     def handler(pointer: "ctypes._Pointer[_CallFrame]") -> "int | None":
         frame = pointer.contents
@@ -175,8 +175,10 @@ def handler_of(function: Callable[[Call], None], platform: str) -> Callable[...,
 
 
 def register(name: str, function: Callable[[Call], None]) -> None:
-    """Makes `function` the target of jax.ffi.ffi_call(name, ...), on the host and on CUDA, where it enqueues on the
-    call's stream."""
+    """Makes `function` the target of jax.ffi.ffi_call(name, ...), on the host and on CUDA.
+
+    On CUDA the function enqueues on the call's stream.
+    """
     make = ctypes.pythonapi.PyCapsule_New
     make.restype, make.argtypes = ctypes.py_object, [c_void_p, c_char_p, c_void_p]
     for platform in ("cpu", "CUDA"):

@@ -1,4 +1,4 @@
-"""The state of gradwire.jax.compress(), and what a training loop does with it beyond carrying it along."""
+"""The state of gradwire.jax.compress(): its mapping over devices, rescaling, and checks."""
 from __future__ import annotations
 
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple, Union
@@ -12,11 +12,12 @@ class CompressState(NamedTuple):
     """The state of compress().
 
     Attributes:
-        residual: of each array that `spec` rounds, what this rank has not sent yet: FP32, of its shape, (1,) for a
-            scalar. Of others an empty array. Differs from rank to rank: checkpoint each rank's.
-        factor: PowerSGD's factor of each matrix, with orthonormal columns, the same on every rank: (cols, rank),
-            and with alternate=on (cols + rows, rank). () for wire formats.
-        step: the number of steps so far. () for wire formats.
+        residual: for each array that `spec` rounds, the part that this rank has not sent yet: FP32, of the
+            array's shape, (1,) for a scalar. For other arrays an empty array. Differs between ranks: save
+            every rank's.
+        factor: PowerSGD's factor of each matrix, with orthonormal columns, the same on every rank: (cols,
+            rank), with alternate=on (cols + rows, rank). () for wire formats.
+        step: the number of steps done. () for wire formats.
     """
 
     residual: Any
@@ -33,15 +34,15 @@ def _in_states(change: Callable[[CompressState], Any], other: Callable[[Any], An
 
 
 def partition_specs(state: Any, axes: Union[str, Sequence[str]]) -> Any:
-    """The in_specs and out_specs of an optimizer's state for jax.shard_map.
+    """Returns the in_specs and out_specs of an optimizer's state for jax.shard_map.
 
     Args:
-        state: the state, or its shapes (from jax.eval_shape), of an optimizer with compress() anywhere in it.
-        axes: the mesh axes over which the ranks are spread: all of them.
+        state: the state, or its shapes (from jax.eval_shape), of an optimizer that contains compress().
+        axes: all mesh axes.
 
     Returns:
-        The same tree with a PartitionSpec for each array: residuals are split along their first dimension,
-        because they differ from rank to rank; everything else is the same on every rank.
+        The same tree with a PartitionSpec for each array. Residuals differ between ranks and are split along
+        their first dimension. Other arrays are replicated.
     """
     split = PartitionSpec(axes if isinstance(axes, str) else tuple(axes))
 
@@ -54,29 +55,39 @@ def partition_specs(state: Any, axes: Union[str, Sequence[str]]) -> Any:
 
 
 def rescale(state: Any, factor: Any) -> Any:
-    """Brings residuals to a new loss scale. Call it whenever the scale of the gradients changes.
+    """Multiplies residuals by `factor`. Call it whenever the scale of the gradients changes.
 
     Args:
-        state: the state of an optimizer with compress() anywhere in it.
-        factor: the new scale divided by the old one; a number or a scalar array.
+        state: the state of an optimizer that contains compress().
+        factor: the new scale divided by the old scale; a number or a scalar array.
 
     Returns:
-        The same tree, in which every residual is multiplied by `factor`.
+        The state with new residuals.
     """
     return _in_states(lambda own: own._replace(residual=jax.tree.map(lambda r: (r * factor).astype(r.dtype),
                                                                      own.residual)), lambda leaf: leaf, state)
 
 
-OTHER_STRUCTURE = ("gradwire.jax.compress: the updates have another structure than the parameters that "
-                   "init() saw")
+OTHER_STRUCTURE = ("gradwire.jax.compress: the updates have another structure than the parameters of init(): "
+                   "call init() with parameters of the updates' structure")
 
 
 def check_state(state: CompressState, structure: Any, paths: Sequence[str], leaves: Sequence[Any],
                 factor_shapes: Sequence[Tuple[int, ...]] = ()) -> List[Any]:
-    """The residuals of a tree, which must fit its arrays: the library reads and writes as many elements.
+    """Validates a state against the arrays of a tree.
+
+    The library reads and writes as many residuals as an array has elements.
+
+    Args:
+        state: the state.
+        structure, paths, leaves: of the tree.
+        factor_shapes: the expected shapes of factors.
+
+    Returns:
+        The residuals.
 
     Raises:
-        ValueError: they are of other parameters, or of another part of a mesh.
+        ValueError: the state is of other parameters, or of another part of a mesh.
     """
     if structure != tree_structure(state.residual):
         raise ValueError(OTHER_STRUCTURE)
@@ -84,12 +95,12 @@ def check_state(state: CompressState, structure: Any, paths: Sequence[str], leav
     for path, leaf, residual in zip(paths, leaves, residuals):
         if residual.size not in (0, leaf.size):
             raise ValueError(f"gradwire.jax.compress: the residual of {path or 'the array'} is "
-                             f"{list(residual.shape)}, its update {list(leaf.shape)}: the state is of other "
-                             "parameters. Under jax.shard_map, call init() inside of it too, with "
+                             f"{list(residual.shape)}, but its update is {list(leaf.shape)}: the state is of "
+                             "other parameters. Under jax.shard_map, also call init() inside of it, with "
                              "partition_specs() as its out_specs")
     for path, factor, shape in zip(paths, jax.tree.leaves(state.factor), factor_shapes):
         if tuple(factor.shape) != shape:
             raise ValueError(f"gradwire.jax.compress: the factor of {path or 'the array'} is "
-                             f"{list(factor.shape)}, and its update takes {list(shape)}: the state is of other "
-                             "parameters, or of another spec")
+                             f"{list(factor.shape)}, but its update needs {list(shape)}: the state is of "
+                             "other parameters, or of another spec")
     return residuals

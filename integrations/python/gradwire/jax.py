@@ -4,7 +4,7 @@
     gradwire.jax.init()                                       # after jax.distributed.initialize()
     optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
 
-A rank is a device: of each process its local devices, in order. docs/for-jax.md is the guide.
+Each device is a rank, in the order of processes and of their local devices. docs/for-jax.md is the guide.
 """
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from gradwire._jax_state import rescale as rescale
 from gradwire._port import reserve_port
 
 TIMEOUT_S = 1800.0
-# Leaves of fewer elements travel together, joined by a copy: one message costs as much as this many bytes or more.
+# Leaves of fewer elements are copied into one message: a message costs as much as this many bytes or more.
 _SMALL = 1 << 16
-# A matrix of fewer elements, and a vector of up to _SMALL, stays in FP32 beside a format of fewer than 16 bits.
+# With formats of fewer than 16 bits, a matrix of fewer elements and a vector of up to _SMALL stay in FP32.
 _SMALL_MATRIX = 1024
 _WIDE = ("fp32", "bf16")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -43,24 +43,29 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, secret: str = "",
          timeout_s: float = TIMEOUT_S) -> None:
-    """Connects the ranks. Collective over the processes; once, after jax.distributed.initialize() if there is more
-    than one process.
+    """Connects the ranks. Collective over the processes; blocks until all have joined.
 
-    rendezvous, rank, world, secret: where the processes meet, as in gradwire.Communicator, for processes that
-        do without jax.distributed; `rank` and `world` count processes, all with as many local devices as this one.
-        None: the processes of jax.distributed, which exchange an address and a secret through its store; a
-        single process's devices otherwise.
-    timeout_s: the longest wait for a peer, here and in every later call.
+    Call it once. With several processes, call it after jax.distributed.initialize().
 
-    Raises CommFailed when a process does not join in time, RuntimeError when called twice.
+    Args:
+        rendezvous, secret: see gradwire.Communicator; for processes without jax.distributed. None: the
+            processes of jax.distributed, which exchange an address and a secret through its store; without
+            jax.distributed, this process's devices.
+        rank, world: this process, and the number of processes. All have the same number of local devices.
+        timeout_s: the longest wait for a peer, in init() and in every later call.
+
+    Raises:
+        CommFailed: a process did not join within timeout_s.
+        RuntimeError: init() was called before.
     """
     ranks.forget_parents()
     if ranks.communicators:
-        raise RuntimeError("gradwire.jax.init() was called before; gradwire.jax.shutdown() ends what it began")
+        raise RuntimeError("gradwire.jax.init() was called before: call gradwire.jax.shutdown() first")
     devices = jax.local_devices()
     on_gpus = devices[0].platform in ("gpu", "cuda")
     if not on_gpus and devices[0].platform != "cpu":
-        raise _native.Unsupported(f"gradwire.jax runs on JAX's CPU and CUDA devices, not on {devices[0].platform}")
+        raise _native.Unsupported("gradwire.jax supports JAX's CPU and CUDA devices, not "
+                                  f"{devices[0].platform}")
     with contextlib.ExitStack() as stack:
         if rendezvous is None and jax.process_count() > 1:
             rank, world = jax.process_index(), jax.process_count()
@@ -68,11 +73,11 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
         elif rendezvous is None and world == 1:
             rendezvous = f"local://gradwire.jax {secrets.token_hex(8)}"
         elif rendezvous is None:
-            raise _native.BadArgument(f"world={world} without a rendezvous; give one, or call "
-                                      "jax.distributed.initialize() before")
+            raise _native.BadArgument(f"world={world} without a rendezvous: pass one, or call "
+                                      "jax.distributed.initialize() first")
         count = world * len(devices)
         first = rank * len(devices)
-        with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for the others
+        with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each blocks for the others
             made = list(threads.map(lambda i: Communicator(
                 rendezvous if count > 1 else None, first + i, count, timeout_s=timeout_s, secret=secret,
                 device=devices[i].local_hardware_id if on_gpus else "host"), range(len(devices))))
@@ -82,56 +87,68 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
 
 
 def shutdown() -> None:
-    """Leaves the group, after the computations in flight. init() may be called again."""
+    """Leaves the group after computations in flight. init() may be called again."""
     for communicator, _ in ranks.communicators.values():
         communicator.close()
     ranks.set({}, 0)
 
 
 def world_size() -> int:
-    """The number of ranks: devices of all processes. 0 before init()."""
+    """Returns the number of ranks: the devices of all processes. 0 before init()."""
     return ranks.world
 
 
 def pmean(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
-    """The mean of each array of `tree` over all ranks, the same bits on every rank. Under jit, or without.
+    """Averages each array of `tree` over all ranks, inside or outside of jax.jit. Collective.
 
-    tree: float32, bfloat16 and float16 arrays, of the same structure, shapes and types on every rank.
-    spec: a wire format of docs/formats.md with its options, such as "int8" or "bf16:schedule=ring". What it
-        rounds off is lost; compress() keeps it.
-    name: of this call, in errors. The place in your program by default.
+    Makes one call into the library per tree. Calls of one traced function are chained, so that XLA runs them
+    in program order on every rank. Calls of different functions that ranks run in different orders fail with
+    an error that names them. Cannot be differentiated or vmapped: average gradients after jax.grad, outside
+    of jax.vmap.
 
-    One call into the library per tree. Calls of one traced function are chained, so that XLA runs them in the order
-    of the program on every rank; calls of others that meet in a different order are refused by name. Raises
-    BadArgument or TypeError for what cannot be averaged; a peer that is gone or silent, or ranks whose trees differ,
-    end the computation with jax.errors.JaxRuntimeError. Cannot be differentiated or vmapped: average gradients after
-    jax.grad, and outside of jax.vmap.
+    Args:
+        tree: float32, bfloat16 and float16 arrays, of the same structure, shapes and types on every rank.
+        spec: a wire format of docs/formats.md with its options, such as "int8" or "bf16:schedule=ring". There
+            is no error feedback; compress() has it.
+        name: names the call in errors. By default the call's file and line.
+
+    Returns:
+        The tree of means, the same bits on every rank.
+
+    Raises:
+        BadArgument: the spec is invalid.
+        TypeError: an array's type is not supported.
+        JaxRuntimeError: from the computation: a peer died or timed out, or the ranks' trees differ.
     """
     return _reduce("pmean", tree, spec, name)
 
 
 def psum(tree: Any, spec: str = "fp32", *, name: str = "") -> Any:
-    """The sum over all ranks; otherwise like pmean()."""
+    """Sums each array of `tree` over all ranks; otherwise like pmean()."""
     return _reduce("psum", tree, spec, name)
 
 
 class GradientTransformation(NamedTuple):
-    """As optax.GradientTransformation, which this may be used as."""
+    """Has the interface of optax.GradientTransformation."""
 
     init: Callable[[Any], CompressState]
     update: Callable[..., Tuple[Any, CompressState]]
 
 
-def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name: str = "") -> GradientTransformation:
-    """An optax transformation that averages updates over all ranks in the format `spec`, with error feedback: what
-    rounding loses stays on its rank and is part of the next step's update. First in optax.chain().
+def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
+             name: str = "") -> GradientTransformation:
+    """Returns an optax transformation that averages updates over all ranks, with error feedback.
 
-    spec: a wire format of docs/formats.md with its options; or "powersgd:rank=4", "randk:ratio=0.01" with theirs.
-    error_feedback: False: what is rounded off is lost, and there are no residuals.
-    dense: True: in a format of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of fewer than
-        1,024 travel as they are beside the others: in FP32, and bfloat16 ones in BF16. PowerSGD sends what is no matrix,
-        or too small for its rank, as its wire= says; random-k the same of these. Without wire= that is FP32, or BF16 where
-        all arrays are bfloat16.
+    A rank adds its rounding errors to the next step's update. Place it first in optax.chain().
+
+    Args:
+        spec: a wire format of docs/formats.md, or "powersgd:rank=4" or "randk:ratio=0.01", with options.
+        error_feedback: False: rounding errors are lost, and there are no residuals.
+        dense: True: in formats of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of
+            fewer than 1,024 are not compressed: they are sent in FP32, bfloat16 arrays in BF16. random-k
+            sends these arrays in its wire= format. PowerSGD sends non-matrices and matrices too small for the
+            rank in its wire= format. Without wire= that is FP32, or BF16 if all arrays are bfloat16.
+        name: names the calls in errors. By default the call's file and line.
     """
     if _jax_codecs.is_codec(_format(spec)):
         return _compress_by_codec(spec, error_feedback, dense, name)
@@ -157,7 +174,7 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True, name
 
 def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) -> GradientTransformation:
     _check_options(spec)
-    with Communicator() as alone:  # for what else may be wrong with it
+    with Communicator() as alone:  # the library checks the rest of the spec
         Reducer(alone, spec, []).close()
     codec = _jax_codecs.read(spec)  # for shapes, which do not depend on wire=
 
@@ -189,10 +206,13 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
         def send(arrays: Sequence[Any], residuals: Sequence[Any], wire: str, part: str) -> Any:
             return _send(arrays, residuals, wire, f"{what}, {part}")
 
-        kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i) for i, (leaf, residual, factor) in enumerate(
-            zip(leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
-        out, residuals, factors = list(leaves), jax.tree.leaves(state.residual), jax.tree.leaves(state.factor)
-        results = _jax_codecs.step(_jax_codecs.read(spec, leaves), kept, state.step, error_feedback, send, _jax_call.branch)
+        kept = [_jax_codecs.Leaf(leaf, residual, factor, chosen(leaf), i)
+                for i, (leaf, residual, factor) in enumerate(zip(
+                    leaves, jax.tree.leaves(state.residual), jax.tree.leaves(state.factor))) if leaf.size > 0]
+        out, residuals, factors = (list(leaves), jax.tree.leaves(state.residual),
+                                   jax.tree.leaves(state.factor))
+        results = _jax_codecs.step(_jax_codecs.read(spec, leaves), kept, state.step, error_feedback, send,
+                                   _jax_call.branch)
         for leaf, mean, residual, factor in zip(kept, *results):
             out[leaf.place], residuals[leaf.place], factors[leaf.place] = mean, residual, factor
         return tree_unflatten(structure, out), CompressState(
@@ -201,11 +221,11 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
     return GradientTransformation(init_state, update)
 
 
-# ---- Before the call: which array travels how, under which name ---------------------------------------------------
+# ---- Before the call: the messages, their formats and names ------------------------------------------------
 
 
 class _Part(NamedTuple):
-    """Arrays that travel as one message."""
+    """Arrays that are sent in one message."""
 
     leaves: List[int]
     spec: str
@@ -221,7 +241,7 @@ def _format(spec: str) -> str:
 def _check_spec(spec: str) -> None:
     _native.text(spec, "the spec")
     if _jax_codecs.is_codec(_format(spec)):
-        raise _native.BadArgument(f"'{spec}' keeps state between steps, and an average cannot: use "
+        raise _native.BadArgument(f"'{spec}' keeps state between steps, but an average has none: use "
                                   "gradwire.jax.compress(), or a wire format such as int8")
     _check_options(spec)
 
@@ -229,7 +249,8 @@ def _check_spec(spec: str) -> None:
 def _check_options(spec: str) -> None:
     for option in spec.replace(":", ",").split(",")[1:]:
         if option.partition("=")[0] in ("ef", "residual", "dense"):
-            raise _native.BadArgument(f"'{spec}': {option} is a reducer's; use compress()'s own arguments")
+            raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
+                                      "compress()'s own arguments error_feedback and dense")
 
 
 def _stays_dense(leaf: Any, spec: str) -> bool:
@@ -239,31 +260,32 @@ def _stays_dense(leaf: Any, spec: str) -> bool:
 
 
 def _call_site() -> str:
-    """Where the user's program called: "train.py:12"."""
+    """Returns the file and line of the user's call: "train.py:12"."""
     frame = sys._getframe(1)
     while frame.f_back is not None and os.path.abspath(frame.f_code.co_filename).startswith(_HERE):
         frame = frame.f_back
-    # A file's name need not be Unicode.
+    # A file name is not always Unicode.
     file = os.path.basename(frame.f_code.co_filename).encode(errors="replace").decode()
     return f"{file}:{frame.f_lineno}"
 
 
 def _described(what: str, paths: Sequence[str], leaves: Sequence[Any]) -> str:
-    """With a digest of the tree, so that ranks whose trees differ are told."""
+    """Returns `what` with a digest of the tree, so that ranks with different trees get an error."""
     shapes = "; ".join(f"{path} {leaf.dtype}{list(leaf.shape)}" for path, leaf in zip(paths, leaves))
     return f"{what}, tree {zlib.crc32(shapes.encode()):08x}"
 
 
 def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, keeps: Sequence[bool],
            dense: bool) -> List[_Part]:
-    """Large arrays alone, the others together by how they travel."""
+    """Divides arrays into messages: one per large array, one for each kind of small arrays."""
     what = _described(what, paths, leaves)
     parts: List[_Part] = []
     together: Dict[Any, _Part] = {}
     for i, leaf in enumerate(leaves):
         if leaf.size == 0:
             continue
-        how = ("bf16" if str(leaf.dtype) == "bfloat16" else "fp32") if dense and _stays_dense(leaf, spec) else spec
+        how = (("bf16" if str(leaf.dtype) == "bfloat16" else "fp32")
+               if dense and _stays_dense(leaf, spec) else spec)
         if leaf.size >= _SMALL:
             parts.append(_Part([i], how, leaf.dtype, keeps[i], f"{what}, {paths[i]}"))
             continue
@@ -285,7 +307,7 @@ def _reduce(what: str, tree: Any, spec: str, name: str) -> Any:
 
 def _averaged(what: str, paths: Sequence[str], leaves: List[Any], spec: str, residuals: Optional[List[Any]],
               dense: bool, op: str = "avg") -> Tuple[List[Any], List[Any]]:
-    """(means, residuals); without residuals, what is rounded off is lost."""
+    """Returns (means, residuals). residuals: None: no error feedback."""
     kept = [jnp.zeros(0)] * len(leaves) if residuals is None else residuals
     parts = _parts(what, paths, leaves, spec, [residual.size > 0 for residual in kept], dense)
     out, kept_out = list(leaves), list(kept)
@@ -303,54 +325,59 @@ def _averaged(what: str, paths: Sequence[str], leaves: List[Any], spec: str, res
 
 
 def _arrays(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
-    """Paths, leaves and structure of a tree whose arrays can be averaged."""
+    """Returns paths, leaves and structure of a tree. Raises TypeError if an array's type is not supported."""
     found, structure = tree_flatten_with_path(tree)
     paths, leaves = [keystr(path) for path, _ in found], []
     for path, (_, leaf) in zip(paths, found):
         own = getattr(leaf, "dtype", None)
         leaf = leaf if own is not None and str(own) not in _CAST else jnp.asarray(leaf)
         if str(leaf.dtype) not in DTYPES:
-            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; {', '.join(DTYPES)} "
-                            "can be averaged: cast it, or leave it out")
+            raise TypeError(f"gradwire.jax.{what}: {path or 'the array'} is {leaf.dtype}; expected one of "
+                            f"{', '.join(DTYPES)}: cast it, or leave it out")
         leaves.append(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf))
     return paths, leaves, structure
 
 
-_CAST = ("float64",)  # which JAX makes float32 of, unless jax_enable_x64 is on
+_CAST = ("float64",)  # JAX converts to float32 unless jax_enable_x64 is on
 
 
 def _no_residual(leaf: Any, keeps: bool) -> Any:
-    """Zeros. Of a scalar an array of one element, which jax.shard_map can split along its first dimension."""
+    """Returns zeros. A scalar's residual has shape (1,), so that jax.shard_map can split it."""
     return jnp.zeros((leaf.shape or (1,)) if keeps else (0,), jnp.float32)
 
 
 def _checked(what: str, tree: Any) -> Tuple[List[str], List[Any], Any]:
-    """Paths, leaves and structure of a tree that can be averaged now and here."""
+    """Returns paths, leaves and structure of a tree. Raises if the current trace cannot average it."""
     if not ranks.communicators:
-        raise RuntimeError(f"gradwire.jax.{what} before gradwire.jax.init(), which connects the ranks")
+        raise RuntimeError(f"gradwire.jax.{what} was called without ranks: call gradwire.jax.init() first")
     if len(ranks.communicators) > 1 and not core.get_axis_env().axis_sizes:
-        raise RuntimeError(f"gradwire.jax.{what} runs on every device, of which this process has "
-                           f"{len(ranks.communicators)}: call it inside jax.shard_map or jax.pmap over all of them")
+        raise RuntimeError(f"gradwire.jax.{what} must run on all {len(ranks.communicators)} devices of this "
+                           "process: call it inside jax.shard_map or jax.pmap over all of them")
     paths, leaves, structure = _arrays(what, tree)
     for path, leaf in zip(paths, leaves):
         _jax_call.check_leaf(what, leaf)
         if what == "compress" and leaf.size > 0 and _jax_call.same_on_every_device(leaf):
-            raise ValueError(f"gradwire.jax.compress: {path or 'the array'} is the same on every device: "
-                             "jax.grad has summed it over them, uncompressed. Differentiate with respect to "
-                             "parameters that vary, jax.lax.pcast(parameters, axes, to='varying') "
-                             "(docs/for-jax.md, 'A global mesh')")
+            raise ValueError(f"gradwire.jax.compress: {path or 'the array'} is the same on every device, "
+                             "because jax.grad has summed it over the devices, uncompressed. Differentiate "
+                             "with respect to varying parameters: jax.lax.pcast(parameters, axes, "
+                             "to='varying') (docs/for-jax.md, 'A global mesh')")
     return paths, leaves, structure
 
 
-def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str, tag: str) -> Tuple[List[Any], List[Any]]:
-    """The FP32 means of `arrays` as one message, and what is left of the residuals, each of which is empty or has its
-    array's shape."""
+def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str,
+          tag: str) -> Tuple[List[Any], List[Any]]:
+    """Averages `arrays` in one message. A residual is empty or has its array's shape.
+
+    Returns:
+        (FP32 means, new residuals).
+    """
     if not arrays:
         return [], []
     keeps = any(r.size for r in residuals)
     part = {"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}
     flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
-    kept = [jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size) for r, a in zip(residuals, arrays)])] if keeps else []
+    kept = ([jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size) for r, a in zip(residuals, arrays)])]
+            if keeps else [])
     results = _jax_call.average([part], [flat], kept)
     means, lost = [], []
     begin = 0
@@ -376,15 +403,17 @@ def _split(part: _Part, result: Any, leaves: List[Any], into: List[Any]) -> None
         begin += leaves[i].size
 
 
-# ---- Joining -----------------------------------------------------------------------------------------------------
+# ---- Joining -----------------------------------------------------------------------------------------------
 
 
 def _meeting(rank: int, timeout_s: float, stack: contextlib.ExitStack) -> Tuple[str, str]:
-    """(rendezvous, secret), chosen by process 0 and handed out through jax.distributed's store. The port is reserved
-    until the stack closes."""
+    """Returns (rendezvous, secret). Process 0 chooses them and publishes them in jax.distributed's store.
+
+    The port is reserved until the stack closes.
+    """
     state = distributed.global_state
-    # Counted in the store, which is new with each jax.distributed.initialize(), and for each process: one whose init() has
-    # failed by itself still meets the others at their next.
+    # Each process counts its init() calls in the store: after an init() that failed on one process only, the
+    # next init() of all processes still matches. Each jax.distributed.initialize() creates a new store.
     key = f"gradwire.jax/{state.client.key_value_increment(f'gradwire.jax/of {rank}', 1)}"
     if rank == 0:
         host = (state.coordinator_address or "").rpartition(":")[0] or socket.gethostname()
