@@ -91,7 +91,7 @@ def rank_0_saves_the_states_of_all() -> None:
     check(loaded.state_dict()["steps"] == 4, "steps")
     if RANK != 0:
         refused(lambda: loaded.load_state_dict({k: v for k, v in saved.items() if k != "others"}), gradwire.BadArgument,
-                "call hook.state_dict() on every rank and save what rank 0 gets")
+                "call hook.state_dict() on every rank and save rank 0's result")
     dist.barrier()
     if RANK == 0:
         path.unlink()
@@ -170,7 +170,7 @@ def a_state_of_another_model_is_refused() -> None:
     other = compress(DistributedDataParallel(nn.ModuleDict({"x": nn.Linear(3, 3)})), SPEC)
     refused(lambda: other.load_state_dict(state), gradwire.BadArgument, "another model", "bias", "x.weight")
     refused(lambda: other.load_state_dict({**state, "tensors": {"parameter 0": {}}}), gradwire.BadArgument,
-            "without the model's names", "parameter 0", "Hook()")
+            "in place of parameter names", "parameter 0", "Hook()")
     other.close()
     wider = DistributedDataParallel(nn.Sequential(nn.Linear(16, 65), nn.Tanh(), nn.Linear(65, 4)))
     hook = compress(wider, SPEC)

@@ -14,8 +14,8 @@ With JAX, after gradwire.jax.init():
 
     optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
 
-Without them: allreduce_() for one tensor, Communicator and Reducer for everything else. register_format() adds
-a compression of your own.
+Without a framework: allreduce_() averages one tensor; Communicator and Reducer do the rest. register_format()
+adds a custom wire format.
 """
 from __future__ import annotations
 
@@ -32,21 +32,31 @@ __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFail
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,
                tag: str = "") -> Any:
-    """Averages (or sums, op="sum") a tensor over all ranks, in place, and returns it. Collective.
+    """Averages or sums a tensor over all ranks, in place. Collective.
 
-    tensor: a contiguous torch tensor (float32, bfloat16 or float16) or numpy array (float32 or float16).
-    spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". There is no error
-        feedback, because nothing is kept between calls.
-    tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
-        order, tags turn that into CommFailed, which names both; without tags, different tensors are added up.
-    comm: the ranks. None, for torch tensors only: those of torch.distributed's default process group.
+    Blocks until the result is ready. For CUDA tensors the work is enqueued on PyTorch's current stream.
 
-    For CUDA tensors the work is enqueued on PyTorch's current stream; otherwise it is done on return.
+    Args:
+        tensor: a contiguous torch tensor (float32, bfloat16 or float16) or numpy array (float32 or float16).
+        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic". No error feedback:
+            no state is kept between calls.
+        op: "avg" or "sum".
+        comm: the ranks. None: the ranks of torch.distributed's default process group; torch tensors only.
+        tag: a name for the tensor, the same on every rank. With tags, calls of equal size that ranks make in
+            different orders raise CommFailed, which names both tags. Without tags, such calls add up
+            different tensors.
+
+    Returns:
+        `tensor`.
+
+    Raises:
+        CommFailed: a peer died, timed out or made a different call.
+        TypeError, ValueError: the tensor's type or layout is not supported.
     """
     if not hasattr(tensor, "data_ptr"):
         if comm is None:
-            raise ValueError("numpy arrays need a communicator: "
-                             "allreduce_(array, comm=gradwire.Communicator(...))")
+            raise ValueError("comm is None, but numpy arrays need a communicator: pass "
+                             "comm=gradwire.Communicator(...)")
         return comm.allreduce_(tensor, spec, op, tag=tag)
     from gradwire import torch as gradwire_torch
 

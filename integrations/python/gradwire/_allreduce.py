@@ -1,4 +1,4 @@
-"""allreduce_() on torch tensors, and the communicators of the default process group that it creates."""
+"""allreduce_() on torch tensors, and its communicators for the default process group."""
 from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
@@ -31,16 +31,18 @@ class _Default:
         return self._comm
 
     def _agree(self) -> None:
-        """Raises CommFailed on every rank where one rank has completed a call that failed on another: then the next
-        calls do not belong together."""
+        """Raises CommFailed on every rank if the ranks have completed different numbers of calls.
+
+        The ranks' next calls would then be different calls.
+        """
         if self._comm is not None:
             self._comm.close()
         completed: List[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(completed, self._completed)
         if len(set(completed)) > 1:
             raise _native.CommFailed(
-                f"allreduce_() failed on some of the ranks only, which have completed {completed} calls: call "
-                "torch.distributed.destroy_process_group() and init_process_group(), or pass comm=")
+                f"allreduce_() failed on only some of the ranks, which have completed {completed} calls: "
+                "call torch.distributed.destroy_process_group() and init_process_group(), or pass comm=")
 
     def allreduce_(self, tensor: torch.Tensor, spec: str, op: str, stream: int, tag: str) -> None:
         comm = self.communicator()
@@ -55,13 +57,14 @@ class _Default:
         self._completed += 1
 
 
-_defaults: Dict[int, _Default] = {}  # by device; each is valid in one process and for one default process group
+_defaults: Dict[int, _Default] = {}  # by device; each valid in one process, for one default process group
 
 
 def _default(device: int) -> _Default:
     if not dist.is_initialized():
-        raise ValueError("no communicator: pass comm=gradwire.Communicator(...), or call "
-                         "torch.distributed.init_process_group() first")
+        raise ValueError("comm is None and there is no default process group: call "
+                         "torch.distributed.init_process_group() first, or pass "
+                         "comm=gradwire.Communicator(...)")
     default = _defaults.get(device)
     if default is None or default.origin.ended():
         default = _defaults[device] = _Default(device)
@@ -70,12 +73,18 @@ def _default(device: int) -> _Default:
 
 def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
                comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
-    """Averages (or sums) a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
+    """Averages or sums a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
 
-    The same as gradwire.allreduce_(). comm=None: the ranks of the default process group, with a communicator
-    that is created at the first call, and again after destroy_process_group(), in a forked process, and after
-    CommFailed. On CUDA a call raises the failure of an earlier call; comm.check(), after synchronizing with the
-    stream, raises it at once.
+    The same as gradwire.allreduce_(). On CUDA a call raises the failure of an earlier call. To get that
+    failure at once, synchronize with the stream and call comm.check().
+
+    Args:
+        tensor, spec, op, tag: see gradwire.allreduce_().
+        comm: the ranks. None: the ranks of the default process group. Their communicator is created at the
+            first call, and again after destroy_process_group(), in a forked process, and after CommFailed.
+
+    Returns:
+        `tensor`.
     """
     memory = memory_of(tensor)
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0

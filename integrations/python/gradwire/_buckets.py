@@ -1,4 +1,4 @@
-"""The layout of DistributedDataParallel's buckets: which parameters a bucket has, where, and in what type."""
+"""The layout of DistributedDataParallel's buckets: parameters, addresses and types."""
 from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -9,12 +9,12 @@ from gradwire import _native
 from gradwire._core import Reducer
 from gradwire._elastic import Copies
 
-# The types that the library reduces itself. The hook converts other types to float32 and back.
+# Types that the library reduces without conversion. The hook converts other types to float32 and back.
 NATIVE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Layout(NamedTuple):
-    """The tensors of a DDP bucket, in its order: names and (rows, cols)."""
+    """The names and (rows, cols) of a DDP bucket's tensors, in the bucket's order."""
 
     names: Tuple[str, ...]
     shapes: Tuple[Tuple[int, int], ...]
@@ -28,18 +28,18 @@ class Bucket:
         self.parameters = parameters
         self.layout = layout
         self.reducer: Optional[Reducer] = None
-        self.address = -1  # address of the buffer that `addresses` is for
+        self.address = -1  # address of the buffer to which `addresses` belongs
         self.addresses: Any = None
-        self.element_size = element_size  # size of a gradient's element, in bytes
-        self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of another type
-        self.copies = Copies()  # filled where the hook can lose ranks
+        self.element_size = element_size  # bytes per gradient element
+        self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of types not in NATIVE
+        self.copies = Copies()  # used with min_ranks only
 
     def addresses_in(self, buffer: torch.Tensor) -> Any:
         """Returns the address of each gradient in `buffer`, or in its float32 copy."""
         if buffer.dtype not in NATIVE and self.staging is None:
             if not buffer.is_floating_point():
-                raise _native.Unsupported(f"gradients of {buffer.dtype} are not supported, such as that of "
-                                          f"{self.layout.names[0]!r}: they must be floating-point or complex")
+                raise _native.Unsupported(f"the gradient of {self.layout.names[0]!r} is {buffer.dtype}: "
+                                          "expected a floating-point or complex type")
             self.staging = torch.empty_like(buffer, dtype=torch.float32)
         if self.addresses is None or self.address != buffer.data_ptr():
             where = buffer if self.staging is None else self.staging
@@ -49,27 +49,31 @@ class Bucket:
 
 
 def _addresses(layout: Layout, buffer: torch.Tensor, where: torch.Tensor) -> Sequence[int]:
-    """DDP places gradients one after another. bucket.gradients() has wrong offsets for complex and for empty ones."""
+    """Returns the addresses of gradients stored one after another.
+
+    bucket.gradients() has wrong offsets for complex and for empty gradients.
+    """
     addresses, at = [], 0
     for rows, cols in layout.shapes:
         addresses.append(where.data_ptr() + at * where.element_size())
         at += rows * cols
     if at != buffer.numel():  # part of the gradients would not be averaged
-        raise _native.Unsupported(f"a DDP bucket of {buffer.numel()} {buffer.dtype} elements does not match its "
-                                  f"parameters, which have {at}: {', '.join(layout.names)}")
+        raise _native.Unsupported(f"a DDP bucket has {buffer.numel()} elements of {buffer.dtype}, but its "
+                                  f"parameters {', '.join(layout.names)} have {at}: this PyTorch's bucket "
+                                  "layout is not supported")
     return addresses
 
 
 def real_view(buffer: torch.Tensor) -> torch.Tensor:
-    """Returns a bucket's buffer, as real numbers where it has complex ones."""
+    """Returns a bucket's buffer, with each complex number as two real numbers."""
     return torch.view_as_real(buffer).flatten() if buffer.dtype.is_complex else buffer
 
 
 def matrix(parameter: torch.Tensor) -> Tuple[int, int]:
-    """(rows, cols) of a parameter's gradient as stored in DDP's bucket: outermost dimension, and the rest.
+    """Returns the (rows, cols) of a parameter's gradient in DDP's bucket; rows: the outermost dimension.
 
     DDP stores a gradient with its parameter's strides (bucket.gradients() does not show them), so the
-    outermost dimension of a transposed parameter is not the first. A complex number is two real ones.
+    outermost dimension of a transposed parameter is not the first. A complex number counts as two.
     """
     parts = 2 if parameter.dtype.is_complex else 1
     if parameter.dim() < 2 or parameter.numel() == 0:
@@ -82,13 +86,13 @@ def matrix(parameter: torch.Tensor) -> Tuple[int, int]:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the prefixes that DDP and torch.compile() add to modules' names."""
+    """Returns a parameter's name without the prefixes that DDP and torch.compile() add to module names."""
     name = name.replace("_orig_mod.", "")
     return name[len("module."):] if name.startswith("module.") else name
 
 
 def spec_for(spec: str, dtype: torch.dtype) -> str:
-    """`spec` for buckets of `dtype`. What travels uncompressed of BF16 gradients travels as BF16, as without a hook."""
+    """Returns `spec` for buckets of `dtype`: uncompressed BF16 gradients are sent as BF16, not FP32."""
     method, _, text = spec.replace(":", ",", 1).partition(",")
     options = [option for option in text.split(",") if option]
     if dtype != torch.bfloat16 or "schedule=nccl" in options:  # NCCL sums FP32 only
@@ -101,19 +105,20 @@ def spec_for(spec: str, dtype: torch.dtype) -> str:
 
 
 _ONE_MODEL = "use a hook for each model"
-_NUMBER = "parameter "  # and the number of a parameter without a name
+_NUMBER = "parameter "  # followed by the number of an unnamed parameter
 
 
 def is_number(name: str) -> bool:
-    """Whether Names has made this name."""
+    """Whether the name is a number that Names assigned."""
     return name.startswith(_NUMBER) and name[len(_NUMBER):].isdigit()
 
 
 class Names:
-    """The names of a hook's parameters: a model's, or numbers in the order of DDP's first buckets.
+    """The names of a hook's parameters: the model's names, or numbers in the order of DDP's first buckets.
 
-    are_a_models: name_parameters() has given them.
-    complete: every parameter of the model has come in a bucket.
+    Attributes:
+        are_a_models: the names come from name_parameters().
+        complete: every parameter of the model has appeared in a bucket.
     """
 
     def __init__(self) -> None:
@@ -128,7 +133,8 @@ class Names:
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         for name, parameter in named:
             if taken.get(name, id(parameter)) != id(parameter):
-                raise _native.BadArgument(f"the hook has a parameter {name!r} of another model already: {_ONE_MODEL}")
+                raise _native.BadArgument(f"the hook already has a parameter {name!r} of another model: "
+                                          f"{_ONE_MODEL}")
         for name, parameter in named:
             self._add(parameter, name)
         self.are_a_models = True
@@ -138,12 +144,14 @@ class Names:
         return self._of.setdefault(id(parameter), name)
 
     def of(self, parameters: List[torch.Tensor]) -> Tuple[str, ...]:
-        """The names of a bucket's parameters. Raises BadArgument where one is not the model's."""
+        """Returns the names of a bucket's parameters. Raises BadArgument for a parameter of another model."""
         for p in parameters:
             if id(p) not in self._of and (self.are_a_models or self.complete):
-                raise _native.BadArgument(f"a gradient of shape {tuple(p.shape)} is of a parameter of another model, or one that "
-                                          f"was added since: {_ONE_MODEL}, or call hook.name_parameters(model) for what was added")
-        return tuple(self._of.get(id(p)) or self._add(p, f"{_NUMBER}{len(self._parameters)}") for p in parameters)
+                raise _native.BadArgument(f"the gradient of shape {tuple(p.shape)} belongs to another model, "
+                                          f"or to a parameter that was added to the model: {_ONE_MODEL}, and "
+                                          "call hook.name_parameters(model) after adding parameters")
+        return tuple(self._of.get(id(p)) or self._add(p, f"{_NUMBER}{len(self._parameters)}")
+                     for p in parameters)
 
     def all(self) -> List[str]:
         return list(self._of.values())

@@ -16,13 +16,13 @@ from gradwire._memory import memory_of as memory_of
 
 def _op(op: str) -> int:
     if op not in ("sum", "avg"):
-        raise ValueError(f"op={op!r} is neither 'sum' nor 'avg'")
+        raise ValueError(f"op must be 'sum' or 'avg', not {op!r}")
     return _native.SUM if op == "sum" else _native.AVG
 
 
 class _Next(threading.local):
-    begin: Optional[Call] = None  # makes a request of this thread's next collective call
-    owner: Any = None  # makes this thread's calls, see calls_of()
+    begin: Optional[Call] = None  # turns this thread's next collective call into a request
+    owner: Any = None  # see calls_of()
 
 
 _next = _Next()
@@ -30,7 +30,7 @@ _next = _Next()
 
 @contextlib.contextmanager
 def calls_of(owner: Any) -> Iterator[None]:
-    """Marks calls as those of the owner of a communicator: see Communicator._claim()."""
+    """Marks this thread's calls as made by `owner`: see Communicator._claim()."""
     before, _next.owner = _next.owner, owner
     try:
         yield
@@ -39,24 +39,28 @@ def calls_of(owner: Any) -> Iterator[None]:
 
 
 class Communicator(Handle):
-    """A group of ranks. Creating one is collective: it blocks until all `world` ranks have joined.
+    """A group of ranks. The constructor is collective: it blocks until all `world` ranks have joined.
 
-    rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a
-        shared folder, for which a pathlib.Path will do, or "local://NAME" for ranks that are threads of one
-        process. None in a world of 1.
-    device: "host", or the number of a CUDA device.
-    timeout_s: the longest wait for a peer, in joining and in any later operation: half an hour, as in PyTorch, because
-        a rank may pause for minutes (to write a checkpoint, say); one that dies is noticed at once.
-    ranks_per_node: for schedule=hierarchical, where rank = node * ranks_per_node + local rank; 0: unknown.
-    secret: whoever knows it may join; the same on every rank. "": the environment's GRADWIRE_SECRET. A tcp://
-        address that other machines can reach needs one (docs/running.md).
-    shrinkable: whether the others can go on when ranks die: see shrink(). For processes, those with GPUs from NCCL 2.28.7
-        on; the same on every rank.
-    interface, ports: where this process on the host listens for the other ranks' data: the name of a network
-        interface ("": GRADWIRE_INTERFACE, else with tcp:// the interface that reaches rank 0, otherwise all),
-        and the first and last of the allowed ports ((0, 0): GRADWIRE_PORTS, else any).
+    Args:
+        rendezvous: the same text on every rank: "tcp://HOST:PORT" (rank 0 listens there), "file:///PATH" on a
+            shared folder (or a pathlib.Path), or "local://NAME" for ranks that are threads of one process.
+            None: a world of 1.
+        rank, world: this rank, and the number of ranks.
+        device: "host", or the number of a CUDA device.
+        timeout_s: the longest wait for a peer, while joining and in every later operation. Half an hour, as
+            in PyTorch: a rank may pause for minutes, for example to write a checkpoint. A dead rank is
+            detected at once, whatever the timeout.
+        ranks_per_node: for schedule=hierarchical, with rank = node * ranks_per_node + local rank; 0: unknown.
+        secret: authenticates the ranks; the same on every rank. "": the environment's GRADWIRE_SECRET.
+            Required for a tcp:// address that other machines can reach (docs/running.md).
+        shrinkable: allows shrink(), so that ranks can continue when others die. For ranks that are processes;
+            with GPUs it needs NCCL 2.28.7 or later. The same on every rank.
+        interface: the network interface on which this process listens for the other ranks' data, on the host.
+            "": GRADWIRE_INTERFACE; otherwise with tcp:// the interface that reaches rank 0, else all.
+        ports: the first and last port to listen on. (0, 0): GRADWIRE_PORTS; otherwise any port.
 
-    Raises CommFailed when a rank does not join in time.
+    Raises:
+        CommFailed: a rank did not join within timeout_s.
     """
 
     def __init__(self, rendezvous: "Union[str, os.PathLike[str], None]" = None, rank: int = 0,
@@ -66,7 +70,7 @@ class Communicator(Handle):
                  ports: Tuple[int, int] = (0, 0)) -> None:
         number = _native.HOST if device == "host" else device
         if not isinstance(number, int):
-            raise ValueError(f"device={device!r} is neither 'host' nor the number of a CUDA device")
+            raise ValueError(f"device must be 'host' or the number of a CUDA device, not {device!r}")
         if number != _native.HOST:
             _native.load_nccl()
         where = _native.rendezvous(rendezvous) if rendezvous is not None else None
@@ -95,15 +99,21 @@ class Communicator(Handle):
 
     @property
     def bytes_sent(self) -> int:
-        """Payload that this rank has sent so far."""
+        """The payload bytes that this rank has sent."""
         return int(self._query().bytes_sent)
 
     def split(self, color: int, key: int = 0) -> "Optional[Communicator]":
-        """A communicator of the ranks that pass the same color, ordered by key, then by rank. Collective.
+        """Creates a communicator of the ranks that pass the same color. Collective.
 
-        color: 0 or more; negative: this rank joins none, and the result is None.
+        The new communicator is independent of this one: each is closed separately, and a failure of one does
+        not affect the other.
 
-        The two are independent: each is closed by itself, and neither hears of the other's failures.
+        Args:
+            color: 0 or more; negative: this rank joins no new communicator.
+            key: orders the ranks; equal keys are ordered by rank.
+
+        Returns:
+            The communicator, or None for a negative color.
         """
         handle = ctypes.c_void_p()
         self._wait_for(("gw_comm_split", self._handle, color, key, ctypes.byref(handle)))
@@ -114,44 +124,53 @@ class Communicator(Handle):
         return part
 
     def shrink(self, timeout_s: float = 20.0) -> "Tuple[Communicator, List[int]]":
-        """The communicator of the ranks that are left of one that has failed, and their ranks in this one.
+        """Creates a communicator of the surviving ranks after a failure. Collective over the survivors.
 
             try:
                 comm.allreduce_(gradient)
             except gradwire.CommFailed:
-                rest, ranks = comm.shrink()   # on every rank that is left; any may be gone, also rank 0
+                rest, ranks = comm.shrink()   # on every surviving rank; any rank may have died, even rank 0
                 comm.close()
 
-        Needs shrinkable=True. Fails a communicator that has not failed. Afterwards this one and its reducers can only be
-        closed; the new one can shrink in turn.
+        Needs shrinkable=True. If this communicator has not failed, it fails now. Afterwards it and its
+        reducers can only be closed. The new communicator can shrink again.
 
-        timeout_s: how long to wait for ranks that are alive but do not call this.
+        Args:
+            timeout_s: how long to wait for ranks that are alive but do not call shrink().
 
-        Raises CommFailed when this rank was left out or too few answer; at most one group goes on (docs/faults.md).
+        Returns:
+            The new communicator, and the ranks of its members in this communicator.
+
+        Raises:
+            CommFailed: this rank was left out, or too few answered. Only one group survives (docs/faults.md).
         """
         if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s} is not a time to wait")
+            raise ValueError(f"timeout_s must be greater than 0, not {timeout_s}")
         handle = ctypes.c_void_p()
         ranks = (ctypes.c_int32 * self.world)()
-        interruptible([("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle), ranks, self.world)],
+        interruptible([("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle),
+                        ranks, self.world)],
                       undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
 
     def admit(self, most: int) -> None:
-        """From here on processes may ask to join, up to `most` ranks; 0: nobody any more. Needs shrinkable=True.
+        """Accepts requests to join, up to a world of `most` ranks. Needs shrinkable=True.
 
-            comm.admit(4)                        # on every rank, new ones too
+            comm.admit(4)                        # on every rank, including admitted ranks
             doors = comm.doors()                 # for the new process: Communicator.join(doors)
             ...
-            if waiting:                          # comm.waiting on rank 0, which all must know
-                grown = comm.grow()              # on every rank; then send the new ones the state
+            if waiting:                          # comm.waiting on rank 0, broadcast to all ranks
+                grown = comm.grow()              # on every rank; then send the state to the new ranks
+
+        Args:
+            most: the largest world size. 0 closes admission and notifies waiting processes.
         """
         _native.call("gw_comm_admit", self._handle, most)
 
     def doors(self) -> str:
-        """Where processes that want to join find the ranks. For those only who may: it can contain a secret."""
+        """Returns the addresses for join(). Give them to trusted processes only: they can have a secret."""
         size = ctypes.c_size_t()
         _native.call("gw_comm_doors", self._handle, None, 0, ctypes.byref(size))
         text = ctypes.create_string_buffer(size.value)
@@ -160,16 +179,19 @@ class Communicator(Handle):
 
     @property
     def waiting(self) -> int:
-        """How many processes wait to join; always 0 but on rank 0."""
+        """The number of processes that wait to join; always 0 except on rank 0."""
         number = ctypes.c_int32()
         _native.call("gw_comm_waiting", self._handle, ctypes.byref(number))
         return number.value
 
     def grow(self) -> "Optional[Communicator]":
-        """The communicator of these ranks and, after them, of those that wait to join. Collective.
+        """Creates a communicator of these ranks, followed by the processes that wait to join. Collective.
 
-        None if nobody has joined in the end. Else this one and its reducers can only be closed. A new rank's residuals
-        begin with 0; the rest of the state is the caller's to send.
+        Afterwards this communicator and its reducers can only be closed. Residuals of new ranks start at 0.
+        The caller sends the rest of the state to the new ranks.
+
+        Returns:
+            The new communicator. None if no process joined; this communicator then remains usable.
         """
         handle = ctypes.c_void_p()
         self._wait_for(("gw_comm_grow", self._handle, ctypes.byref(handle)))
@@ -181,11 +203,15 @@ class Communicator(Handle):
 
     @classmethod
     def join(cls, doors: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
-        """Joins ranks that are running, when they call grow(). timeout_s and secret are those of the constructor.
+        """Joins running ranks. Blocks until they call grow().
 
-        doors: what doors() has said on any of the ranks.
+        Args:
+            doors: the result of doors() on any of the ranks.
+            timeout_s, secret: see the constructor.
 
-        Raises BadArgument with the reason when they refuse, CommFailed when none answers, or none lets this process in.
+        Raises:
+            BadArgument: the ranks rejected this process; the message has the reason.
+            CommFailed: no rank answered, or no rank admitted this process.
         """
         where, handle = _native.path(doors, "the doors"), ctypes.c_void_p()
         interruptible([("gw_secret", _native.text(secret, "the secret") or None),
@@ -196,22 +222,31 @@ class Communicator(Handle):
         return joined
 
     def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
-        """Makes a collective call of this communicator, or of one of its reducers, that returns at once; on the host.
+        """Starts a collective call of this communicator or of its reducers without blocking. Host only.
 
             request = comm.start(comm.allreduce_, gradient, "int8")
             ...
             request.wait()
 
-        Calls run one after another in the order in which they were made, with or without start(). Until a call is done
-        its arrays must not be touched. Raises what the call itself raises when it is refused, and Unsupported on CUDA,
-        where streams do this.
+        Calls run one after another in the order in which they were made, with or without start(). Do not read
+        or write a call's arrays until it is done.
+
+        Args:
+            call, arguments, options: the method to call, and its arguments.
+
+        Returns:
+            The request, on which to wait.
+
+        Raises:
+            Unsupported: the communicator is on CUDA, where streams do this.
+            Error: the errors that `call` raises for wrong arguments.
         """
         handle = ctypes.c_void_p()
         begin = ("gw_request_begin", self._handle, ctypes.byref(handle))
         _next.begin = begin
         try:
             call(*arguments, **options)
-            if _next.begin is begin:  # no call was made, which wait() says
+            if _next.begin is begin:  # `call` made no collective call: wait() reports this
                 _native.call(*begin)
         except BaseException:
             destroy("gw_request_destroy", handle)
@@ -222,14 +257,22 @@ class Communicator(Handle):
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
                    tag: str = "", residual: Any = None) -> Any:
-        """Averages (or sums, op="sum") a tensor or array over all ranks in place, and returns it. Collective.
+        """Averages or sums a tensor or array over all ranks, in place. Collective.
 
-        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic".
-        stream: for CUDA tensors, the cudaStream_t as a number.
-        tag: a name for the tensor, the same on every rank. If ranks make calls of equal size in a different
-            order, tags turn that into CommFailed, which names both; without tags, the result mixes tensors.
-        residual: float32, as many elements, zeros at first: error feedback. Holds what this rank's rounding
-            has lost, from call to call. None: that is lost, because nothing else is kept between calls.
+        Blocks on the host; enqueues the work on CUDA.
+
+        Args:
+            array: see gradwire.allreduce_().
+            spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic".
+            op: "avg" or "sum".
+            stream: for CUDA tensors, the cudaStream_t as a number.
+            tag: a name for the tensor, the same on every rank. With tags, calls of equal size that ranks make
+                in different orders raise CommFailed, which names both tags. Otherwise the calls mix tensors.
+            residual: float32, as many elements as `array`, initially zeros: error feedback, which carries
+                this rank's rounding errors from call to call. None: rounding errors are lost.
+
+        Returns:
+            `array`.
         """
         memory = self._memory(array, "the tensor")
         kept = self._residual(residual, memory.count)
@@ -244,14 +287,19 @@ class Communicator(Handle):
     def reduce_scatter(self, output: Any, input: Any, spec: str = "fp32", op: str = "avg",
                        counts: Optional[Sequence[int]] = None, residual: Any = None, stream: int = 0,
                        tag: str = "") -> Any:
-        """Averages (or sums) `input` over all ranks; `output`, which is returned, is this rank's shard of that.
+        """Averages or sums `input` over all ranks, and stores this rank's shard of the result. Collective.
 
-        input: float32, bfloat16 or float16, sum(counts) elements; unchanged, unless output is this rank's place in it.
-        output: the same type, counts[rank] elements.
-        counts: elements of each rank's shard, in rank order, any size; the same on every rank. None: equal
-            shards, of len(input) / world elements.
-        residual: float32, sum(counts) elements, zeros at first: see allreduce_.
-        spec, stream, tag: as in allreduce_. Collective.
+        Args:
+            output: this rank's shard: the type of `input`, counts[rank] elements. May be this rank's part of
+                `input`.
+            input: float32, bfloat16 or float16, sum(counts) elements. Otherwise unchanged.
+            counts: elements of each rank's shard, in rank order, any size; the same on every rank. None:
+                equal shards of len(input) / world elements.
+            residual: float32, sum(counts) elements, initially zeros: see allreduce_().
+            spec, op, stream, tag: see allreduce_().
+
+        Returns:
+            `output`.
         """
         whole, part = self._memory(input, "the input"), self._memory(output, "the output")
         sizes = self._shards(counts, whole.count, part.count, "input", "output")
@@ -264,13 +312,18 @@ class Communicator(Handle):
 
     def all_gather(self, output: Any, input: Any, spec: str = "fp32", counts: Optional[Sequence[int]] = None,
                    residual: Any = None, stream: int = 0, tag: str = "") -> Any:
-        """Joins the ranks' shards in `output`, which is returned: the same bits everywhere, as the wire had them.
+        """Gathers the ranks' shards into `output`: decoded, the same bits on every rank. Collective.
 
-        input: float32, bfloat16 or float16, counts[rank] elements; may be this rank's place in output.
-        output: the same type, sum(counts) elements.
-        counts: elements of each rank's shard; None: equal shards, of len(input) elements.
-        residual: float32, counts[rank] elements, zeros at first: see allreduce_.
-        spec, stream, tag: as in allreduce_. Collective.
+        Args:
+            output: the type of `input`, sum(counts) elements.
+            input: this rank's shard: float32, bfloat16 or float16, counts[rank] elements. May be this rank's
+                part of `output`.
+            counts: elements of each rank's shard. None: equal shards of len(input) elements.
+            residual: float32, counts[rank] elements, initially zeros: see allreduce_().
+            spec, stream, tag: see allreduce_().
+
+        Returns:
+            `output`.
         """
         whole, part = self._memory(output, "the output"), self._memory(input, "the input")
         sizes = self._shards(counts, whole.count, part.count, "output", "input")
@@ -283,15 +336,22 @@ class Communicator(Handle):
 
     def all_gather_update(self, replica: Any, master: Any, spec: str = "fp32",
                           counts: Optional[Sequence[int]] = None, stream: int = 0, tag: str = "") -> Any:
-        """Brings `replica`, which is returned, nearer to all ranks' masters by sending encoded differences.
+        """Moves `replica` towards all ranks' masters by sending encoded differences. Collective.
 
-        Replicas that begin with the same bits on every rank keep the same bits, and follow the masters without
-        drift: what one call rounds off is part of the next one's difference.
+        Replicas with the same initial bits on every rank keep the same bits. They do not drift from the
+        masters: the next call's difference contains this call's rounding error.
 
-        replica: float32, sum(counts) elements, the same on every rank.
-        master: float32, counts[rank] elements, this rank's shard; not in replica's memory.
-        counts: elements of each rank's shard; None: equal shards, of len(master) elements.
-        spec, stream, tag: as in allreduce_. Collective. Raises Unsupported for 16-bit types.
+        Args:
+            replica: float32, sum(counts) elements, the same on every rank.
+            master: this rank's shard: float32, counts[rank] elements, outside replica's memory.
+            counts: elements of each rank's shard. None: equal shards of len(master) elements.
+            spec, stream, tag: see allreduce_().
+
+        Returns:
+            `replica`.
+
+        Raises:
+            Unsupported: 16-bit types.
         """
         whole, part = self._memory(replica, "the replica"), self._memory(master, "the master")
         sizes = self._shards(counts, whole.count, part.count, "replica", "master")
@@ -301,9 +361,17 @@ class Communicator(Handle):
                      _native.text(spec, "the spec"), stream or None)
         return replica
 
-    def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0, tag: str = "") -> Any:
-        """Gives every rank what rank `root` has in `array`, and returns it: the same bits everywhere, as the wire
-        had them. spec, stream, tag: as in allreduce_. Collective."""
+    def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0,
+                   tag: str = "") -> Any:
+        """Broadcasts rank `root`'s `array`: the decoded values, the same bits on every rank. Collective.
+
+        Args:
+            array, spec, stream, tag: see allreduce_().
+            root: the sending rank.
+
+        Returns:
+            `array`.
+        """
         memory = self._memory(array, "the tensor")
         self._collective(tag, "gw_broadcast", memory.address, memory.count, memory.dtype, root,
                      _native.text(spec, "the spec"), stream or None)
@@ -312,8 +380,8 @@ class Communicator(Handle):
     def _memory(self, array: Any, what: str) -> Memory:
         memory = memory_of(array)
         if memory.device != self.device:
-            raise ValueError(f"{what} is on device {memory.device}, the communicator on {self.device} "
-                             "(-1: host)")
+            raise ValueError(f"{what} is on device {memory.device}, but the communicator is on {self.device} "
+                             "(-1: host): copy it there")
         return memory
 
     def _residual(self, residual: Any, count: int) -> Optional[int]:
@@ -321,19 +389,19 @@ class Communicator(Handle):
             return None
         memory = self._memory(residual, "the residual")
         if memory.dtype != _native.FLOAT32 or memory.count != count:
-            raise ValueError(f"the residual is not {count} float32 elements")
+            raise ValueError(f"the residual has {memory.count} elements; expected {count} of type float32")
         return memory.address
 
     def _shards(self, counts: Optional[Sequence[int]], whole: int, part: int, whole_name: str,
                 part_name: str) -> "ctypes.Array[ctypes.c_int64]":
         if counts is None:
             if part * self.world != whole:
-                raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}, which is not "
-                                 f"one of {self.world} equal shards; give counts")
+                raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}: "
+                                 f"expected {self.world} equal shards. For other shards pass counts")
             counts = [part] * self.world
         elif len(counts) != self.world or sum(counts) != whole or counts[self.rank] != part:
-            raise ValueError(f"counts={list(counts)} on rank {self.rank} of {self.world}: the {whole_name} has "
-                             f"{whole} elements and the {part_name} {part}")
+            raise ValueError(f"counts={list(counts)} on rank {self.rank} of {self.world} does not match: the "
+                             f"{whole_name} has {whole} elements and the {part_name} {part}")
         return (ctypes.c_int64 * self.world)(*counts)
 
     def _collective(self, tag: str, function: str, *arguments: object) -> None:
@@ -344,11 +412,13 @@ class Communicator(Handle):
         self._wait_for(*calls)
 
     def _wait_for(self, *calls: Call) -> None:
-        """Makes calls that wait for other ranks; on CUDA they return at once. A signal whose handler raises,
-        as for Ctrl-C, aborts the communicator."""
+        """Makes calls that block until other ranks make them; on CUDA calls do not block.
+
+        A signal whose handler raises, such as Ctrl-C, aborts the communicator.
+        """
         self._refuse_others(_next.owner)
         begin, _next.begin = _next.begin, None
-        if begin is not None:  # its first call may wait for the other ranks as well
+        if begin is not None:  # the first of `calls` may also block
             calls = (begin, *calls)
         if self.device == _native.HOST:
             interruptible(list(calls), cancel=self._interrupt)
@@ -356,13 +426,19 @@ class Communicator(Handle):
             for name, *arguments in calls:
                 _native.call(name, *arguments)
 
-    _key = ""  # the same on its ranks, and different for any other communicator; "" if it is not of a process group
+    # Identifies a communicator of a process group: the same on its ranks, and unique. "" for others.
+    _key = ""
     _owner: "Optional[Callable[[], Any]]" = None
     _owner_kind = ""
 
     def _claim(self, owner: Any, kind: str) -> None:
-        """Reserves the communicator for `owner`, which makes calls from a thread of its own: calls from elsewhere would
-        come before them on one rank and after them on another. Raises BadArgument where it has an owner."""
+        """Reserves the communicator for `owner`, which makes calls from a separate thread.
+
+        Calls from other threads could precede the owner's calls on one rank and follow them on another.
+
+        Raises:
+            BadArgument: the communicator has another owner.
+        """
         self._refuse_others(owner)
         self._owner, self._owner_kind = weakref.ref(owner), kind
 
@@ -373,22 +449,23 @@ class Communicator(Handle):
     def _refuse_others(self, caller: Any) -> None:
         owner = self._owner() if self._owner is not None else None
         if owner is not None and owner is not caller:
-            raise _native.BadArgument(f"{self._owner_kind} uses this communicator, from a thread of its own: give it another, "
-                                      "from Communicator.split(0) before it is created")
+            raise _native.BadArgument(f"{self._owner_kind} uses this communicator from a separate thread: "
+                                      "create another communicator with Communicator.split(0) first, and "
+                                      "pass that one")
 
     def _interrupt(self) -> None:
         self.abort("a signal interrupted rank %d" % self.rank)
 
     def check(self) -> None:
-        """Raises CommFailed, with the reason, once the communicator has failed.
+        """Raises CommFailed, with the reason, if the communicator has failed.
 
-        On CUDA call it after synchronizing with the stream and before using results: a stream carries no
-        errors, so an abandoned operation leaves garbage in the buffers. On the host failing calls raise.
+        On CUDA, call it after synchronizing with the stream and before using results: streams do not report
+        errors, and an abandoned operation leaves garbage in the buffers. On the host the failing call raises.
         """
         _native.call("gw_comm_check", self._handle)
 
     def abort(self, reason: str = "") -> None:
-        """Fails all pending operations of the communicator, on all reachable ranks. Returns at once."""
+        """Fails all pending operations of the communicator on all reachable ranks. Does not block."""
         _native.call("gw_comm_abort", self._handle, _native.text(reason, "the reason"))
 
     def __enter__(self) -> "Communicator":
@@ -399,11 +476,11 @@ class Communicator(Handle):
 
 
 class Request(Handle):
-    """A call that Communicator.start() has begun. Closing it waits for the call."""
+    """A call started by Communicator.start(). close() blocks until the call is done."""
 
     def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
         super().__init__("gw_request_destroy", handle)
-        self._arrays = arrays  # their memory is in use
+        self._arrays = arrays  # keeps their memory alive
         self._comm = comm
 
     def done(self) -> bool:
@@ -413,24 +490,39 @@ class Request(Handle):
         return done.value != 0
 
     def wait(self, timeout_s: Optional[float] = None) -> None:
-        """Returns when the result is ready. Raises CommFailed if the call has failed, and NotDone, a TimeoutError,
-        after timeout_s; the call then goes on. None: the communicator's own deadline ends it."""
+        """Blocks until the result is ready.
+
+        Args:
+            timeout_s: the longest wait. None: until the communicator's timeout.
+
+        Raises:
+            CommFailed: the call failed.
+            NotDone: timed out; the call is still running. A TimeoutError.
+        """
         longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
         self._comm._wait_for(("gw_request_wait", self._handle, longest))
 
 
 class Reducer(Handle):
-    """A model's gradients, or a part of them, reduced together with compression and error feedback.
+    """Reduces a model's gradients, or part of them, with compression and error feedback.
 
-    spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
-    tensors: a (name, rows, cols) for each, in the order in which backward completes them; vectors: cols == 1.
-    bucket_bytes: tensors are reduced together in buckets of about this size; 0: the default, 25 MiB.
-    tag: a name for the reducer in error messages, to tell it from others of the communicator.
-    shard: each rank gets the mean of its own shard only: see shards(). A wire format then sends half as much.
-    dtype: "float32", or "bfloat16" or "float16" for gradients that the library widens bucket by bucket, and rounds at
-        the end.
+    The constructor is collective.
 
-    Collective. Raises CommFailed on every rank when ranks differ in any of these, tensor names and order too.
+    Args:
+        comm: the ranks.
+        spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
+        tensors: (name, rows, cols) of each gradient, in the order in which backward completes them. Vectors
+            have cols == 1.
+        bucket_bytes: the approximate size of a bucket of tensors that are reduced together; 0: 25 MiB.
+        op: "avg" or "sum".
+        seed: for stochastic rounding; the same on all ranks, which draw different numbers.
+        tag: names the reducer in error messages.
+        shard: each rank gets the mean of its shard only: see shards(). Wire formats then send half the bytes.
+        dtype: "float32", "bfloat16" or "float16". The library widens 16-bit gradients bucket by bucket, and
+            rounds the results.
+
+    Raises:
+        CommFailed: ranks differ in an argument, including tensor names and order. Raised on every rank.
     """
 
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
@@ -438,7 +530,7 @@ class Reducer(Handle):
                  shard: bool = False, dtype: str = "float32") -> None:
         self._dtype = TORCH_DTYPES.get(f"torch.{dtype}", -1)
         if self._dtype < 0:
-            raise ValueError(f"dtype {dtype!r} is none of 'float32', 'bfloat16', 'float16'")
+            raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'float16', not {dtype!r}")
         self._dtype_name = dtype
         array = (_native.Tensor * max(1, len(tensors)))()
         for item, (name, rows, cols) in zip(array, tensors):
@@ -457,33 +549,41 @@ class Reducer(Handle):
         self._device = comm.device
 
     def allreduce(self, gradients: Sequence[Any], stream: int = 0) -> None:
-        """Reduces tensors or arrays of the reducer's dtype in place, one per registered tensor, in order. Collective.
+        """Reduces tensors or arrays in place. Collective.
 
-        float32 tensors that are adjacent in memory are reduced in place; others are copied to a buffer and back. On
-        the host the result is ready on return. On CUDA the work is enqueued on `stream`, a cudaStream_t as a
-        number, and the tensors must live until the stream has finished it.
+        float32 tensors that are adjacent in memory are reduced in place; others are copied to a buffer and
+        back. Blocks on the host. On CUDA the work is enqueued, and the tensors must live until the stream has
+        completed it.
+
+        Args:
+            gradients: one per registered tensor, in order, of the reducer's dtype.
+            stream: for CUDA, the cudaStream_t as a number.
         """
         memories = [memory_of(g) for g in gradients]
         for i, (memory, count) in enumerate(zip(memories, self._counts)):
             if memory != (memory.address, count, self._dtype, self._device):
-                raise ValueError(f"gradient {i} is not {count} {self._dtype_name} elements on device {self._device} "
-                                 "(-1: host)")
+                raise ValueError(f"gradient {i} has {memory.count} elements on device {memory.device} (-1: "
+                                 f"host); expected {count} of type {self._dtype_name} on device "
+                                 f"{self._device}")
         self.allreduce_at(self.addresses_of([m.address for m in memories]), stream)
 
     def allreduce_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", stream: int = 0) -> None:
-        """allreduce() for gradients at `addresses`, from addresses_of(). The memory is not checked."""
+        """Reduces gradients at `addresses`, from addresses_of(). See allreduce(). Memory is not checked."""
         if len(addresses) != len(self._counts):
-            raise ValueError(f"got {len(addresses)} gradients, the reducer has {len(self._counts)} tensors")
+            raise ValueError(f"got {len(addresses)} gradients; the reducer has {len(self._counts)} tensors, "
+                             "and takes one gradient for each")
         self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None))
 
     @staticmethod
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
-        """A C array of addresses, which can be reused as long as the gradients do not move."""
+        """Returns a C array of addresses. It can be reused as long as the gradients do not move."""
         return (ctypes.c_void_p * len(addresses))(*addresses)
 
     def shards(self) -> List[Tuple[int, int, int]]:
-        """(tensor, begin, end): the elements whose mean this rank finds in its gradients after allreduce(). All of
-        them or, with shard=True, its part of each bucket; the other elements are then unspecified."""
+        """Returns the (tensor, begin, end) of the elements whose mean this rank has after allreduce().
+
+        All elements or, with shard=True, this rank's part of each bucket. Other elements are unspecified.
+        """
         count = ctypes.c_int32()
         _native.call("gw_reducer_shards", self._handle, None, 0, ctypes.byref(count))
         ranges = (_native.Range * max(1, count.value))()
@@ -491,7 +591,7 @@ class Reducer(Handle):
         return [(r.tensor, r.begin, r.end) for r in ranges[:count.value]]
 
     def stats(self) -> Dict[str, Any]:
-        """The fields of gw_stats: bytes and times of the last step, and the memory held."""
+        """Returns the fields of gw_stats: bytes and times of the last step, and memory in use."""
         stats = _native.Stats(size=ctypes.sizeof(_native.Stats))
         _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
         fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
@@ -500,9 +600,11 @@ class Reducer(Handle):
         return values
 
     def save_state(self, memory: Optional[bytearray] = None) -> bytearray:
-        """Residuals, factors and step count of this rank. docs/checkpoints.md has the layout.
+        """Returns this rank's residuals, factors and step count, in the layout of docs/checkpoints.md.
 
-        memory: an earlier result that is no longer needed; used again if it has the right size."""
+        Args:
+            memory: an earlier result to overwrite, if it has the right size.
+        """
         size = ctypes.c_size_t()
         _native.call("gw_reducer_state_size", self._handle, ctypes.byref(size))
         state = memory if memory is not None and len(memory) == size.value else bytearray(size.value)
@@ -511,17 +613,25 @@ class Reducer(Handle):
         return state
 
     def load_state(self, state: bytes) -> None:
-        """Restores a save_state() of this rank. After Communicator.shrink() or .grow(), the state may be from
-        the previous group. This rank's whole residual is loaded; the residual of a lost rank is lost. Raises
-        BadArgument for a state of another spec or model, and for a state of another rank in a group of the
-        same size. The next step compares the loaded states. It raises CommFailed on every rank if two ranks
-        have loaded the same state."""
+        """Restores this rank's save_state().
+
+        After Communicator.shrink() or .grow(), the state may be from the previous group. The whole residual
+        of this rank is loaded; the residuals of dead ranks are lost. The next step compares the ranks'
+        states, and raises CommFailed on every rank if two ranks have loaded the same state.
+
+        Raises:
+            BadArgument: the state is of another spec or model, or of another rank of an equal group.
+        """
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
 
     def load_states(self, states: Sequence[bytes]) -> None:
-        """Restores the save_state()s of all ranks of a run, which may have had another number of ranks: rank r of n takes
-        the sum of the residuals of the ranks r, r + n, r + 2n, ... Raises BadArgument, as load_state(), and where a
-        state that this rank needs is missing."""
+        """Restores the save_state()s of all ranks of a run with any number of ranks.
+
+        Rank r of n loads the sum of the residuals of ranks r, r + n, r + 2n, ...
+
+        Raises:
+            BadArgument: see load_state(); or a state that this rank needs is missing.
+        """
         blobs = [bytes(state) for state in states]
         _native.call("gw_reducer_state_load_ranks", self._handle, (ctypes.c_char_p * len(blobs))(*blobs),
                      (ctypes.c_size_t * len(blobs))(*map(len, blobs)), len(blobs))

@@ -1,10 +1,10 @@
-"""What lets the DDP hook go on when ranks die: docs/for-pytorch.md, "Continuing after a rank fails".
+"""Lets the DDP hook continue when ranks die: docs/for-pytorch.md, "Continuing after a rank fails".
 
-A step ends with an exchange in which each rank tells the others that it has all buckets' means. Only then are DDP's Futures
-done, so no rank has used a mean before. Where a call fails, the ranks that are left form a new group and compare how far
-they are. One that has heard from all others in that exchange may be a step ahead of one that has not: then every rank has the
-step's means, and the latter goes on, too. Otherwise all do the step's exchanges again, from the copies of gradients and states
-that they have made before them.
+A step ends with an exchange that confirms that every rank has the means of all buckets. DDP's Futures
+complete after it, so no rank uses a mean before. When a call fails, the survivors form a new group and
+compare their progress. A rank that completed the final exchange may be one step ahead of a rank that did not.
+In that case every rank has the step's means, and all continue with the next step. Otherwise all ranks repeat
+the step's exchanges from copies of gradients and states.
 """
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _STEPS = 1 << 20  # step numbers are compared modulo this, because they are sent
 
 
 class Copies:
-    """What a bucket's step is repeated from, in memory that is used again."""
+    """Copies from which a bucket's step can be repeated. Their memory is reused in each step."""
 
     def __init__(self) -> None:
         self.gradients: Optional[torch.Tensor] = None
-        # The reducer's state before the step, which between steps is the state that it has. The reducer of a group that has
-        # failed can't say any more.
+        # The reducer's state before the step; between steps, its current state. A reducer whose group has
+        # failed cannot save its state.
         self.before: Optional[bytearray] = None
-        self.after: Optional[bytearray] = None  # and after it, for the next step
+        self.after: Optional[bytearray] = None  # the reducer's state after the step
 
 
 class _Part(NamedTuple):
-    """A bucket in this step."""
+    """A bucket in the current step."""
 
     entry: Any  # torch._Bucket
     buffer: torch.Tensor
@@ -41,31 +41,34 @@ class _Part(NamedTuple):
 
 
 class Elastic:
-    """A hook's group of ranks, and its step, which runs on the hook's worker.
+    """A hook's group of ranks, and its current step. Runs on the hook's worker thread.
 
-    ranks: those that are left, as they are numbered in the process group.
+    Attributes:
+        ranks: the surviving ranks, numbered as in the process group.
     """
 
     def __init__(self, min_ranks: int) -> None:
         self.min_ranks = min_ranks
         self.ranks: List[int] = []
-        self._done: "torch.futures.Future[Any]" = torch.futures.Future()  # of the step, in DDP's thread
+        self._done: "torch.futures.Future[Any]" = torch.futures.Future()  # the step's; DDP's thread only
         self._step = 0
         self._parts: List[_Part] = []
-        self._exchanged = 0  # of the parts
-        self._has_all = False  # means of the step
+        self._exchanged = 0  # number of parts exchanged
+        self._has_all = False  # this rank has all means of the step
         self._finished = False
-        self._fresh = True  # no state from before this step
-        self._regroups = 0  # in this step, without losing anybody
-        self._norms: List[float] = []  # of the ranks' residuals after the last step
+        self._fresh = True  # no state from an earlier step
+        self._regroups = 0  # regroups in this step that lost no rank
+        self._norms: List[float] = []  # norm of each rank's residuals after the last step
 
-    def submit(self, hook: Any, entry: Any, bucket: Any, buffer: torch.Tensor, addresses: Any) -> "torch.futures.Future[Any]":
-        """Queues a bucket; a Future of None or the step's failure, which is done after the step's last bucket."""
+    def submit(self, hook: Any, entry: Any, bucket: Any, buffer: torch.Tensor,
+               addresses: Any) -> "torch.futures.Future[Any]":
+        """Queues a bucket. Returns the step's Future of None or an exception, done after the last bucket."""
         first, last = bucket.index() == 0, bucket.is_last()
         if first:
             self._done = torch.futures.Future()
         part = _Part(entry, buffer, addresses)
-        hook._worker.submit(lambda: self._run(hook, part, first, last), self._done if last else torch.futures.Future())
+        hook._worker.submit(lambda: self._run(hook, part, first, last),
+                            self._done if last else torch.futures.Future())
         return self._done
 
     # ---- On the worker -------------------------------------------------------------------------------------
@@ -75,7 +78,8 @@ class Elastic:
             return hook._failure
         try:
             if first:
-                self._parts, self._exchanged, self._has_all, self._finished, self._regroups = [], 0, False, False, 0
+                (self._parts, self._exchanged, self._has_all, self._finished,
+                 self._regroups) = [], 0, False, False, 0
                 self._fresh = self._step == 0 and hook._carried is None
             self._keep_gradients(part)
             while True:
@@ -84,7 +88,7 @@ class Elastic:
                     return None
                 except _native.CommFailed as error:
                     self._regroup(hook, error)
-        except BaseException as error:  # DDP gets it from the Future
+        except BaseException as error:  # the Future reports it to DDP
             hook._failure = error
             return error
 
@@ -114,7 +118,7 @@ class Elastic:
         copies.after = entry.reducer.save_state(copies.after)
 
     def _exchange_norms(self, comm: Communicator) -> List[float]:
-        """Every rank has all means when this returns; [r]: the norm of rank r's residuals."""
+        """Returns the norm of each rank's residuals. On return every rank has all means."""
         squares = 0.0
         for part in self._parts:
             for _, kind, dtype, data in entries_of(part.entry.copies.after):
@@ -135,7 +139,7 @@ class Elastic:
     # ---- After a failure -----------------------------------------------------------------------------------
 
     def _regroup(self, hook: Any, cause: _native.CommFailed) -> None:
-        """Forms the group of the ranks that are left, in which the step goes on. Raises where that can't be."""
+        """Forms a group of the survivors, which completes the step. Raises CommFailed if it cannot."""
         before, after = self._states(hook)
         for entry in list(hook._buckets.values()):
             if entry.reducer is not None:
@@ -148,20 +152,21 @@ class Elastic:
             try:
                 rest, survivors = hook._comm.shrink(hook._timeout_s)
             except _native.CommFailed as error:
-                raise _native.CommFailed(f"{error} (which was tried because of this: {cause})") from cause
+                raise _native.CommFailed(f"{error} (after the failure: {cause})") from cause
             hook._take_communicator(rest)
             self._regroups = 0 if rest.world < world else self._regroups + 1
             if rest.world < self.min_ranks or self._regroups > 1:
-                why = f"; {rest.world} ranks are left, min_ranks is {self.min_ranks}" if rest.world < self.min_ranks else ""
+                why = (f"; {rest.world} ranks are left, but min_ranks is {self.min_ranks}"
+                       if rest.world < self.min_ranks else "")
                 rest.abort(f"{cause}{why}")
                 raise _native.CommFailed(f"{cause}{why}") from cause
             self._go_on_with(survivors, world, rest, cause)
             try:
                 done = self._others_have_all(rest)
                 break
-            except _native.CommFailed as error:  # another one is gone
+            except _native.CommFailed as error:  # another rank died
                 cause = error
-        # The reducers of the new group load it: a survivor's state of another world.
+        # The new group's reducers load this state of the old group.
         hook._carried = after if done else None if self._fresh else before
         if done:
             self._finish()
@@ -171,14 +176,15 @@ class Elastic:
             part.buffer.copy_(part.entry.copies.gradients)
 
     def _states(self, hook: Any) -> Tuple[Optional[State], Optional[State]]:
-        """Of all parameters, before this step, and after it where this rank has all means."""
+        """Returns all parameters' state before this step, and after it if this rank has all means."""
         before = [hook._carried] if hook._carried is not None else []
-        before += [unpack(entry.copies.before) for entry in list(hook._buckets.values()) if entry.copies.before is not None]
+        before += [unpack(entry.copies.before) for entry in list(hook._buckets.values())
+                   if entry.copies.before is not None]
         after = [unpack(part.entry.copies.after) for part in self._parts] if self._has_all else []
         return _joined(before), _joined(after)
 
     def _others_have_all(self, comm: Communicator) -> bool:
-        """Whether every rank has the means of this rank's step: then nobody repeats it."""
+        """Whether every rank has the means of this rank's step, so that no rank repeats it."""
         mine = torch.tensor([float(self._step % _STEPS), float(self._has_all)])
         everybody = torch.empty(2 * comm.world)
         comm.all_gather(everybody, mine, "fp32", tag="how far the ranks are")
@@ -186,14 +192,16 @@ class Elastic:
         here = [int(step) == self._step % _STEPS for step in everybody[::2]]
         return self._has_all and (any(ahead) or all(h and bool(has) for h, has in zip(here, everybody[1::2])))
 
-    def _go_on_with(self, survivors: List[int], world: int, rest: Communicator, cause: _native.CommFailed) -> None:
+    def _go_on_with(self, survivors: List[int], world: int, rest: Communicator,
+                    cause: _native.CommFailed) -> None:
         gone = [rank for rank in range(world) if rank not in survivors]
         if rest.rank == 0:
             names = ", ".join(str(self.ranks[rank]) for rank in gone)
             norm = sum(self._norms[rank] ** 2 for rank in gone) ** 0.5 if self._norms else 0.0
             lost = f"; their residuals, of norm {norm:.4g}, are lost" if norm > 0 else ""
-            _log.warning("%s in step %d; %d of %d ranks go on%s. The cause: %s",
-                         f"lost rank{'s' if len(gone) > 1 else ''} {names}" if gone else "a call failed", self._step, rest.world, world, lost, cause)
+            _log.warning("%s in step %d; %d of %d ranks continue%s. Cause: %s",
+                         f"lost rank{'s' if len(gone) > 1 else ''} {names}" if gone else "a call failed",
+                         self._step, rest.world, world, lost, cause)
         self.ranks = [self.ranks[rank] for rank in survivors]
         self._norms = [self._norms[rank] for rank in survivors] if self._norms else []
 
@@ -206,11 +214,12 @@ def _joined(states: List[State]) -> Optional[State]:
 
 
 def refuse_what_needs_all_ranks(ddp: Any) -> None:
-    """Raises BadArgument where DDP itself communicates in every step, over its process group, which cannot lose ranks."""
+    """Raises BadArgument if DDP uses its process group in every step: a process group cannot lose ranks."""
     modules: List[Any] = list(ddp.modules())
     remedies = []
     if ddp.broadcast_buffers and any(True for _ in ddp.buffers()):
-        remedies.append("forward_sync_buffers=False" if hasattr(ddp, "forward_sync_buffers") else "broadcast_buffers=False")
+        remedies.append("forward_sync_buffers=False" if hasattr(ddp, "forward_sync_buffers")
+                        else "broadcast_buffers=False")
     if ddp.find_unused_parameters:
         remedies.append("find_unused_parameters=False")
     sparse = [name for name, module in ddp.named_modules()
@@ -220,5 +229,5 @@ def refuse_what_needs_all_ranks(ddp: Any) -> None:
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
         remedies.append("BatchNorm in place of SyncBatchNorm")
     if remedies:
-        raise _native.BadArgument("with min_ranks, nothing in a step may use the process group, which cannot lose ranks: use "
+        raise _native.BadArgument("min_ranks: a step uses the process group, which cannot lose ranks: use "
                                   + " and ".join(remedies))

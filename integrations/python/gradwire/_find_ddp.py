@@ -1,4 +1,4 @@
-"""Finds the DistributedDataParallel in what compress() is given."""
+"""Finds the DistributedDataParallel in the argument of compress()."""
 from __future__ import annotations
 
 import gc
@@ -15,15 +15,18 @@ _DEPTH = 2  # trainer.model_wrapped, and trainer.strategy.model
 def the_ddp(given: Any) -> Any:
     """Returns the one DistributedDataParallel that `given` is, contains, or is wrapped in.
 
-    given: a model, such as torch.compile(ddp), a module with a DDP inside or ddp.module; or a trainer that has it.
+    Args:
+        given: a model, such as torch.compile(ddp), a module that contains a DDP, or ddp.module; or a trainer
+            with a DDP in its attributes.
 
-    Raises BadArgument if there is none, or more than one.
+    Raises:
+        BadArgument: there is none, or more than one.
     """
     found: Dict[int, Any] = {}
     _search(given, _DEPTH, found, set())
     if not found and isinstance(given, torch.nn.Module):
         found = _around(given)
-        if len(found) > 1:  # perhaps one that was dropped, and is in a cycle
+        if len(found) > 1:  # one of them may be garbage in a reference cycle
             found.clear()
             gc.collect()
             found = _around(given)
@@ -31,20 +34,20 @@ def the_ddp(given: Any) -> Any:
         return next(iter(found.values()))
     if not found:
         raise _native.BadArgument(_not_ddp(given))
-    raise _native.BadArgument(f"{_named(given)} has {len(found)} DistributedDataParallel models: call compress() for each, "
-                              "which makes a hook for each")
+    raise _native.BadArgument(f"{_named(given)} has {len(found)} DistributedDataParallel models, but a hook "
+                              "is for one: call compress() for each")
 
 
 def _around(given: torch.nn.Module) -> Dict[int, Any]:
     return {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP)
-            and getattr(ddp, "module", None) is given}  # one whose constructor failed has no module
+            and getattr(ddp, "module", None) is given}  # a DDP whose constructor failed has no module
 
 
 def _search(given: Any, depth: int, found: Dict[int, Any], seen: "set[int]") -> None:
     if id(given) in seen:
         return
     seen.add(id(given))
-    if issubclass(type(given), torch.nn.Module):  # isinstance() would ask what a weak proxy refers to
+    if issubclass(type(given), torch.nn.Module):  # isinstance() would follow weak proxies
         found.update((id(module), module) for module in given.modules() if isinstance(module, _DDP))
     elif depth > 0 and not issubclass(type(given), (list, tuple, dict, type)):
         for value in _attributes(given):
@@ -65,18 +68,18 @@ def _named(given: Any) -> str:
 
 
 def _not_ddp(model: Any) -> str:
-    """What to use instead of compress(). By the names of classes, which not every PyTorch has."""
+    """Returns the error for a model without DDP. Compares class names: some PyTorch versions lack classes."""
     classes = [c.__name__ for c in type(model).__mro__]
     if "FSDPModule" in classes and "ReplicateModule" not in classes:
         return "the model is sharded by fully_shard(): use gradwire.fsdp.compress(model, gradients=spec)"
     if "FullyShardedDataParallel" in classes:
-        return ("the model is a FullyShardedDataParallel, of FSDP1: shard it with torch.distributed.fsdp.fully_shard() "
-                "instead, and use gradwire.fsdp.compress(model, gradients=spec)")
+        return ("the model is a FullyShardedDataParallel (FSDP1): shard it with "
+                "torch.distributed.fsdp.fully_shard() and use gradwire.fsdp.compress(model, gradients=spec)")
     if "ReplicateModule" not in classes and hasattr(model, "register_comm_hook"):
-        return (f"{_named(model)} is not a DistributedDataParallel, but takes its hooks: "
+        return (f"{_named(model)} is not a DistributedDataParallel, but accepts its hooks: call "
                 "model.register_comm_hook(Hook(spec, model=model), allreduce_hook)")
     if "Module" not in classes:
-        return (f"{_named(model)} is not a model and has no DistributedDataParallel: give compress() the "
+        return (f"{_named(model)} is not a model and has no DistributedDataParallel: pass compress() the "
                 "DistributedDataParallel")
-    return (f"{_named(model)} is not a DistributedDataParallel, and none is in it: wrap the model first, "
-            "ddp_model = torch.nn.parallel.DistributedDataParallel(model)")
+    return (f"{_named(model)} is not a DistributedDataParallel and does not contain one: wrap the model "
+            "first, ddp_model = torch.nn.parallel.DistributedDataParallel(model)")

@@ -6,35 +6,38 @@ from typing import Any, Callable, List, Optional, Tuple
 
 from gradwire import _native
 
-# The library may call what was registered until the process ends.
+# Registered formats: the library may call them until the process ends.
 _kept: List[Any] = []
 
 
 def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any], Any],
                     decode: Callable[[Any], Any]) -> None:
-    """Makes a wire format of your own known to this process: `name` can then stand in every spec.
+    """Registers a custom wire format in this process. Every spec can then contain `name`. Host only.
 
-    name: letters, digits and '_'. allreduce_(t, "mine"), Reducer(comm, "mine:schedule=ring", ...),
-        Hook("mine"), Hook("powersgd:rank=4,wire=mine").
-    block: values of a block, 1 to 65536. bytes: of an encoded block, 1 to 1048576.
-    encode: float32 array (n, block) -> uint8 array (n, bytes).
-    decode: uint8 array (n, bytes) -> float32 array (n, block).
-
-    What encode loses is kept for the next step (error feedback), as for any format. A call covers many
-    blocks, up to 2**20 values, so that Python is entered a few times per bucket. The arrays are copies,
-    which the functions may change or keep; the last block of a chunk is padded with zeros. The functions run
-    on other threads, several at once where ranks are threads, so they should not change shared state. Where
-    a value is NaN or infinite, decode should give NaN, so that the error shows. decode must depend on the
-    bytes alone, so that all ranks end with the same bits.
-
-    Call it on every rank, with the same functions. Ranks whose block or bytes differ get CommFailed in the
+    Call it on every rank with the same functions. Ranks whose block or bytes differ get CommFailed in the
     first call that uses the format. Registering a name again with the same block and bytes, as a notebook or
-    a reload does, replaces the functions. Both are tried on random blocks here. Host only.
+    a reload does, replaces the functions. register_format() tries both functions on random blocks.
 
-    Raises BadArgument, naming the format: a bad name or size; one of Gradwire's own; other sizes than
-    before; a function that raises, or returns an array of the wrong shape or type. If that happens later,
-    the call that needed the format raises CommFailed, on every rank; on this one with the function's own
-    error as its cause.
+    Error feedback works as for other formats. A call covers many blocks, up to 2**20 values, so a bucket
+    takes few calls into Python. The arrays are copies, which the functions may change or keep. The last block
+    of a chunk is padded with zeros. The functions run on other threads, and concurrently where ranks are
+    threads: they should not change shared state.
+
+    Args:
+        name: letters, digits and '_'. allreduce_(t, "mine"), Reducer(comm, "mine:schedule=ring", ...),
+            Hook("mine"), Hook("powersgd:rank=4,wire=mine").
+        block: values per block, 1 to 65536.
+        bytes: bytes per encoded block, 1 to 1048576.
+        encode: float32 array (n, block) -> uint8 array (n, bytes).
+        decode: uint8 array (n, bytes) -> float32 array (n, block). Must depend on the bytes alone, so that
+            all ranks get the same bits. Should return NaN where a value was NaN or infinite, so that the
+            error shows.
+
+    Raises:
+        BadArgument: the name or a size is invalid; the name is a built-in format, or registered with other
+            sizes; a function raised, or returned an array of the wrong shape or type. When a function fails
+            later, the call that uses the format raises CommFailed on every rank. On this rank the function's
+            error is its cause.
     """
     import numpy as np
 
@@ -52,7 +55,7 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
                 result = np.ascontiguousarray(result)
                 ctypes.memmove(destination, result.ctypes.data, result.nbytes)
                 return None
-            except BaseException as error:  # ctypes would print it and go on
+            except BaseException as error:  # ctypes would print it and continue
                 return _failed(f"raised {type(error).__name__}: {error}", error)
             finally:
                 _native.callbacks.running -= 1
@@ -75,7 +78,7 @@ def _described(result: Any) -> str:
 
 
 def _failed(text: str, error: Optional[BaseException] = None) -> int:
-    """The address of `text`, which the library copies at once."""
+    """Returns the address of `text`. The library copies the text at once."""
     buffer = ctypes.create_string_buffer(text.encode(errors="replace"))
     _native.failures.append((text, error, buffer))
     return ctypes.addressof(buffer)

@@ -1,4 +1,4 @@
-"""The hook's state as dictionaries for torch.save(), for another number of ranks, and for torch.distributed.checkpoint."""
+"""The hook's state for torch.save() and torch.distributed.checkpoint, and for another world size."""
 from __future__ import annotations
 
 import ctypes
@@ -19,14 +19,15 @@ StateDict = Dict[str, Any]
 
 _log = logging.getLogger("gradwire")
 
-# By name in safetensors files.
+# Keys: the types' names in safetensors files.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-_RANK = re.compile(r"(?:(?<=; )|(?<=\.)|^)rank (\d+) of (\d+)(?=;|$)")  # in a state's identity, and at the end of a key
+# In a state's identity, or at the end of a key.
+_RANK = re.compile(r"(?:(?<=; )|(?<=\.)|^)rank (\d+) of (\d+)(?=;|$)")
 
 
 class Place(NamedTuple):
-    """A rank of a number of ranks."""
+    """A rank and its world size."""
 
     rank: int
     world: int
@@ -41,14 +42,17 @@ def _place_in(text: str) -> Optional[Place]:
 
 
 def saved_as(spec: str) -> List[str]:
-    """`spec` without residual=: states hold residuals in float32, whatever they are kept in."""
+    """Returns `spec` without residual=: states hold residuals in float32 for every residual type."""
     method, _, options = spec.replace(":", ",", 1).partition(",")
     return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
 
 
 def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
-    """See Hook.state_dict(). place: place of the saving rank, which may hold a state of another world that
-    has not been loaded yet."""
+    """Converts a state for Hook.state_dict().
+
+    Args:
+        place: the saving rank. `state` may be from another world size, loaded but not yet in a reducer.
+    """
     identity = _RANK.sub(str(place), state.identity) if place is not None else state.identity
 
     def tensor(entry: Entry) -> torch.Tensor:
@@ -64,7 +68,7 @@ def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
 
 
 def from_dict(state: StateDict) -> Optional[State]:
-    """None where no parameter has a state yet."""
+    """Reverses to_dict(). Returns None if no parameter has a state yet."""
     tensors = {}
     for name, t in state["tensors"].items():
         entries = {kind: _entry_of(tensor) for kind, tensor in _kept(state, t).items() if tensor.numel() > 0}
@@ -85,55 +89,77 @@ def _entry_of(tensor: torch.Tensor) -> Entry:
 
 
 def check_names(state: StateDict, names: List[str]) -> None:
-    """Raises BadArgument if a state has parameters, and none of a model with these names."""
+    """Raises BadArgument if a state has parameters, but none of these names."""
     saved = list(state["tensors"])
     if not saved or set(saved) & set(names):
         return
     if is_number(saved[0]):
-        raise _native.BadArgument(f"the state was saved by a hook without the model's names, as {saved[0]!r}: load it into such a "
-                                  "hook, Hook() without model=, not of compress()")
-    raise _native.BadArgument(f"the state is of another model: it has {saved[0]!r}, the hook's model {names[0]!r}")
+        raise _native.BadArgument(f"the state has numbers in place of parameter names, such as {saved[0]!r}: "
+                                  "load it into a Hook() without model=, not into the hook of compress()")
+    raise _native.BadArgument(f"the state is of another model: it has {saved[0]!r}, but the hook's model has "
+                              f"{names[0]!r}")
 
 
 def begin_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:
-    """Gives the parameters of a bucket that `carried` lacks the state of a new reducer, and returns their names.
+    """Gives a bucket's parameters that `carried` lacks the state of a new reducer.
 
-    Raises BadArgument if a parameter has another shape there, or parameters without names are missing."""
+    Args:
+        carried: the loaded state; changed.
+        layout: the bucket.
+        fresh: the state of a new reducer for the bucket.
+        has_names: the parameters have the model's names.
+
+    Returns:
+        The names of the parameters that were missing.
+
+    Raises:
+        BadArgument: a parameter has another shape in `carried`, or unnamed parameters are missing.
+    """
     missing = [name for name in layout.names if name not in carried.tensors]
     for name, (rows, cols) in zip(layout.names, layout.shapes):
         found = carried.tensors.get(name)
         if found is not None and (found.rows, found.cols) != (rows, cols):
-            raise _native.BadArgument(f"the loaded state is of another model: {name!r} is {found.rows} x {found.cols} there "
-                                      f"and {rows} x {cols} here")
+            raise _native.BadArgument(f"the loaded state is of another model: {name!r} is {found.rows} x "
+                                      f"{found.cols} in the state and {rows} x {cols} in the model")
     if missing and not has_names:
         raise _native.BadArgument(
-            f"the loaded state lacks {len(missing)} parameters, such as {missing[0]!r}: it is of another model, or of other "
-            "parameters of it, which are told apart by names only: use compress(), or Hook(model=...), to save and to load")
+            f"the loaded state lacks {len(missing)} parameters, such as {missing[0]!r}: it is of another "
+            "model, or of other parameters of this model. Only names can tell: save and load with compress() "
+            "or Hook(model=...)")
     carried.tensors.update((name, fresh.tensors[name]) for name in missing)
     return missing
 
 
-# ---- All ranks' states -----------------------------------------------------------------------------------------
+# ---- All ranks' states -------------------------------------------------------------------------------------
 
-_PATIENCE_S = 10.0  # before a rank logs for whom it waits
+_PATIENCE_S = 10.0  # wait before a warning names the missing ranks
 
 
 def gathered(state: StateDict, process_group: Any, key: str, timeout_s: float) -> StateDict:
-    """Returns `state`, on rank 0 of the group with those of the other ranks as "others". Collective.
+    """Gathers the ranks' states on rank 0 of the group. Collective.
 
-    key: a text that the ranks share and no other group has.
+    Args:
+        state: this rank's state.
+        process_group: the group.
+        key: a text that identifies the group: the same on its ranks, and unique.
+        timeout_s: the longest wait for a rank.
 
-    Raises CommFailed if a rank does not call it within timeout_s.
+    Returns:
+        `state`; on rank 0 with the other ranks' states as "others".
+
+    Raises:
+        CommFailed: a rank did not call it within timeout_s.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     _wait_for_all(f"gradwire/state/{key}", rank, world, timeout_s)
     states: List[Any] = [None] * world
-    dist.gather_object(state, states if rank == 0 else None, dst=global_rank(process_group, 0), group=process_group)
+    dist.gather_object(state, states if rank == 0 else None, dst=global_rank(process_group, 0),
+                       group=process_group)
     return {**state, "others": states[1:]} if rank == 0 else state
 
 
 def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
-    """Through the store, so that a rank that is missing can be named, and the process group remains usable."""
+    """Blocks until all ranks call it. With the store errors name ranks, and the group stays usable."""
     store = dist.distributed_c10d._get_default_store()
     mine = store.add(f"{key}/{rank}", 1)
     waited, told, pause = 0.0, False, 0.001
@@ -142,8 +168,9 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
         missing = [r for r in missing if store.add(f"{key}/{r}", 0) < mine]
         if not missing:
             return
-        text = (f"hook.state_dict() has waited {waited:.0f} s for rank {', '.join(map(str, missing))}: call it on every rank and "
-                "save what rank 0 gets; or save hook.state_dict(gather=False) of every rank")
+        text = (f"hook.state_dict() has waited {waited:.0f} s for rank {', '.join(map(str, missing))}: call "
+                "it on every rank and save rank 0's result, or save hook.state_dict(gather=False) on every "
+                "rank")
         if waited > timeout_s:
             store.add(f"{key}/{rank}", -1)
             raise _native.CommFailed(text)
@@ -152,50 +179,68 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
             told = True
         begin = time.monotonic()
         time.sleep(pause)
-        # A longer pause is time in which this process was stopped, and could not have seen the others.
+        # During a much longer pause this process was stopped: do not count that time.
         waited += min(time.monotonic() - begin, pause + 0.4)
         pause = min(2 * pause, 0.1)
 
 
-# ---- Another number of ranks -----------------------------------------------------------------------------------
+# ---- Another number of ranks -------------------------------------------------------------------------------
 
 
 def ranks_for(place: Place, saved_world: int) -> List[int]:
-    """The ranks of the saved run whose states `place` needs: its own; or those whose residuals it takes over; or, where
-    there were fewer than its number, one that has what is the same on all ranks."""
+    """Returns the ranks of the saved run whose states `place` needs.
+
+    For an equal world size, the same rank. Otherwise the ranks whose residuals `place` takes over; if there
+    is none, one rank, for the state that is the same on all ranks.
+    """
     if saved_world == place.world:
         return [place.rank]
     return list(range(place.rank, saved_world, place.world)) or [place.rank % saved_world]
 
 
 def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> StateDict:
-    """The state that `place` begins with: its own among `states`, or its share of a run with another number of ranks.
-    place: None where there is no process group yet. Then `states` must be this rank's own alone."""
+    """Returns the state for `place`: its own among `states`, or its share of another world size's states.
+
+    Args:
+        states: states that ranks saved.
+        spec: the hook's spec.
+        place: None if there is no process group yet. `states` must then be this rank's state alone.
+
+    Raises:
+        BadArgument: a state is of another version or spec, or a state that is needed is missing.
+    """
     for state in states:
         if state.get("version") not in (1, 2):
-            raise _native.BadArgument(f"the state has version {state.get('version')}; this package reads 1 and 2")
+            raise _native.BadArgument(f"the state has version {state.get('version')}; this package reads 1 "
+                                      "and 2")
         if saved_as(state["spec"]) != saved_as(spec):
-            raise _native.BadArgument(f"the state is for spec {state['spec']!r}, the hook has {spec!r}")
+            raise _native.BadArgument(f"the state is for spec {state['spec']!r}, but the hook has {spec!r}")
         if state["steps"] > 0 and not state["tensors"]:
-            raise _native.BadArgument("the state has no tensors: torch.distributed.checkpoint keeps them only of "
-                                      "hook.checkpoint(), for it takes hook.state_dict() to be the same on every rank")
+            raise _native.BadArgument("the state has no tensors. torch.distributed.checkpoint drops them "
+                                      "from hook.state_dict(), which differs between ranks: save "
+                                      "hook.checkpoint()")
     by_rank = {p.rank: (p, s) for p, s in ((_place_in(s["identity"]), s) for s in states) if p is not None}
-    if len(states) == 1 and (place is None or not by_rank):  # from before the first step, or compared in backward()
+    # Before the first step, or backward() compares the states later.
+    if len(states) == 1 and (place is None or not by_rank):
         return states[0]
     if place is None:
-        raise _native.BadArgument("states of several ranks need torch.distributed.init_process_group() first")
+        raise _native.BadArgument(f"cannot load states of {len(states)} ranks without a process group: call "
+                                  "torch.distributed.init_process_group() first")
     if not by_rank:
         return states[0]
     worlds = sorted({p.world for p, _ in by_rank.values()})
     if len(worlds) > 1:
-        raise _native.BadArgument(f"the states are of runs with {' and '.join(map(str, worlds))} ranks")
+        raise _native.BadArgument(f"the states are of runs with {' and '.join(map(str, worlds))} ranks: load "
+                                  "the states of one run")
     wanted = ranks_for(place, worlds[0])
     missing = [Place(r, worlds[0]) for r in wanted if r not in by_rank]
     if missing:
         raise _native.BadArgument(
-            f"{place} needs the state that {missing[0]} saved, but got those of {', '.join(map(str, sorted(by_rank)))}: "
-            + "call hook.state_dict() on every rank and save what rank 0 gets, "
-            + ("give each rank its own" if place.world == worlds[0] else f"pass a list of all {worlds[0]}")
+            f"{place} needs the state of {missing[0]}, but got the states of ranks "
+            f"{', '.join(map(str, sorted(by_rank)))}: "
+            + "call hook.state_dict() on every rank and save rank 0's result, "
+            + ("load each rank's own state" if place.world == worlds[0]
+               else f"pass a list of all {worlds[0]} states")
             + ", or use hook.checkpoint() with torch.distributed.checkpoint")
     if place.world == worlds[0]:
         return by_rank[place.rank][1]
@@ -212,15 +257,19 @@ def _merged(states: List[StateDict], with_residuals: bool) -> StateDict:
         if with_residuals and residuals:
             kept["residual"] = torch.stack([r.float() for r in residuals]).sum(0)
         tensors[name] = {"rows": first["rows"], "cols": first["cols"], "state": kept}
-    return {"version": 2, "identity": states[0]["identity"], "steps": states[0]["steps"], "spec": states[0]["spec"], "tensors": tensors}
+    return {"version": 2, "identity": states[0]["identity"], "steps": states[0]["steps"],
+            "spec": states[0]["spec"], "tensors": tensors}
 
 
-# ---- torch.distributed.checkpoint ------------------------------------------------------------------------------
+# ---- torch.distributed.checkpoint --------------------------------------------------------------------------
 
 
 class RankState:
-    """What one rank saved. Not a dictionary: torch.distributed.checkpoint would take that apart, and could put it together
-    again only where a hook has the same tensors already."""
+    """The state that one rank saved.
+
+    Not a dictionary: torch.distributed.checkpoint flattens dictionaries, and could restore one only into a
+    hook that already has the same tensors.
+    """
 
     def __init__(self, state: Optional[StateDict] = None) -> None:
         self.state = state
@@ -233,7 +282,7 @@ class Checkpoint:
         self._hook, self._load_from = hook, load_from
 
     def state_dict(self) -> Dict[str, RankState]:
-        """{"rank R of N": what that rank has}. Before loading, the keys are those to be read."""
+        """Returns {"rank R of N": that rank's state}. For loading, the keys select the states to read."""
         place = self._hook._place()
         if place is None:
             raise _native.BadArgument("hook.checkpoint() needs torch.distributed.init_process_group() first")
@@ -252,25 +301,27 @@ class Checkpoint:
         if place.world in worlds:
             return place.world
         if len(worlds) != 1:
-            raise _native.BadArgument(f"{self._load_from!r} has hooks of {worlds or 'no'} ranks, and this one is {place}: "
-                                      "it must have been saved with hook.checkpoint(), by one number of ranks")
+            raise _native.BadArgument(f"cannot load the hook of {place} from {self._load_from!r}, which has "
+                                      f"hooks of {worlds or 'no'} ranks: expected a checkpoint of "
+                                      "hook.checkpoint() from one world size")
         return worlds[0]
 
     def load_state_dict(self, loaded: Dict[str, RankState]) -> None:
-        """Gives the hook what was read."""
+        """Loads the states that were read into the hook."""
         states: List[StateDict] = [r.state for r in loaded.values() if r.state is not None]
         if not states:
-            raise _native.BadArgument(f"nothing was read of {sorted(loaded)}")
+            raise _native.BadArgument(f"the checkpoint has none of the states {sorted(loaded)}: pass "
+                                      "hook.checkpoint(load_from=...) the same checkpoint")
         self._hook.load_state_dict(states)
 
 
 def as_list(state: Union[StateDict, Sequence[StateDict]]) -> List[StateDict]:
-    """One state, or several, each with those that were gathered in it."""
+    """Returns a list of one or several states, and the states gathered in each as "others"."""
     given = [state] if isinstance(state, dict) else list(state)
     states: List[StateDict] = []
     for one in given:
         states.append({key: value for key, value in one.items() if key != "others"})
         states += one.get("others", [])
     if not states:
-        raise _native.BadArgument("no state was given")
+        raise _native.BadArgument("the list of states is empty: pass the states that ranks saved")
     return states

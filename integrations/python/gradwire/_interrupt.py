@@ -1,9 +1,9 @@
 """Makes blocking calls in the main thread interruptible by signals.
 
 Python runs signal handlers only in the main thread, and not during a call of the library. So a helper thread
-makes such a call, and the main thread waits where Python checks for signals. If a handler raises, as for
-Ctrl-C, the call is cancelled, or its communicator is aborted, and the exception propagates. Other threads do
-not receive signals and call directly. Costs the main thread about 25 us per call.
+makes the call, while the main thread waits where Python checks for signals. If a handler raises, as for
+Ctrl-C, the call is cancelled or its communicator aborted, and the exception propagates. Other threads do not
+receive signals and make calls directly. Costs the main thread about 25 us per call.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Job:
         try:
             _native.call("gw_cancellable", ctypes.byref(self.cancelled))
             _make(self.calls)
-        except BaseException as error:  # for the main thread
+        except BaseException as error:  # raised in the main thread
             self.outcome.put(error)
         else:
             self.outcome.put(None)
@@ -58,10 +58,15 @@ def _make(calls: List[Call]) -> None:
 
 def interruptible(calls: List[Call], cancel: Optional[Callable[[], None]] = None,
                   undo: Optional[Callable[[], None]] = None) -> None:
-    """Makes calls of the library one after another, in one thread. When a signal's handler raises, calls
-    `cancel`, and `undo` if the calls have succeeded nevertheless. Then the handler's exception propagates."""
+    """Makes calls of the library one after another, in one thread. Blocks until they are done.
+
+    Args:
+        calls: function names with arguments.
+        cancel: called when a signal's handler raises. The handler's exception then propagates.
+        undo: called after `cancel` if the calls succeeded nevertheless.
+    """
     global _helper
-    _native.library()  # raises ImportError here if there is none
+    _native.library()  # raises ImportError in this thread if there is no library
     if threading.get_ident() != threading.main_thread().ident:
         return _make(calls)
     if _helper is None or _helper.process != os.getpid():
@@ -76,7 +81,7 @@ def interruptible(calls: List[Call], cancel: Optional[Callable[[], None]] = None
             cancel()
         try:
             error = job.outcome.get(timeout=_LONGEST_CANCEL_S)
-        except BaseException:  # another signal, or it does not end: the helper is left to itself
+        except BaseException:  # another signal, or a timeout: abandon the helper
             _helper = None
         else:
             if error is None and undo is not None:

@@ -1,8 +1,8 @@
-"""What a GradScaler does to residuals, which have the scale of the gradients that they come from.
+"""Keeps residuals in the gradients' loss scale when a GradScaler changes it.
 
-The scaler multiplies the loss, and so the gradients, by a scale. update() changes it, and halves it after a step with
-gradients that were not finite, which the optimizer has skipped. What that step has sent of the residuals is in no
-weight, so it must be in the residuals of the next step.
+The scaler multiplies the loss, and so the gradients, by a scale. update() changes the scale. After a step
+with non-finite gradients, which the optimizer skips, update() halves it. The skipped step sent part of the
+residuals, but no weight received it: it must return to the residuals.
 """
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from gradwire import _native
 from gradwire._state import State, TensorState, pack, unpack
 
-# Called with (new scale / old scale, whether the step was skipped).
+# Arguments: new scale / old scale, and whether the step was skipped.
 Follower = Callable[[float, bool], None]
 
 
 class _Update:
-    """A scaler's update(), in its place, which tells the followers. Copies of the scaler have none."""
+    """Replaces a scaler's update() and notifies followers. Copies of the scaler have no followers."""
 
     def __init__(self, scaler: Any) -> None:
         self.scaler = scaler
-        self.own = vars(scaler).get("update")  # where it is not its class's
-        self.followers: List[Tuple[Any, Any]] = []  # of (weak reference to a Follower, weak reference to an optimizer)
+        self.own = vars(scaler).get("update")  # the instance's update(), if it differs from the class's
+        self.followers: List[Tuple[Any, Any]] = []  # weak references to (Follower, optimizer)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         before = float(self.scaler.get_scale())
@@ -35,37 +35,44 @@ class _Update:
         is_set = any(value is not None for value in (*arguments, *named.values()))
         for follower, skipped in live:
             if follower is not None:
-                # update() lowers the scale only where a step was skipped; PyTorch's examples tell it by this, too.
-                follower(after / before if before > 0 else 1.0, skipped if skipped is not None else after < before and not is_set)
+                # update() lowers the scale only after a skipped step; PyTorch's examples also rely on this.
+                follower(after / before if before > 0 else 1.0,
+                         skipped if skipped is not None else after < before and not is_set)
         return result
 
     def _skipped(self, optimizer: Any) -> Optional[bool]:
-        """Whether the scaler has skipped the step of this optimizer; None: not known."""
+        """Whether the scaler skipped this optimizer's step; None: unknown."""
         found = getattr(self.scaler, "_found_inf_per_device", None)
-        enabled = getattr(self.scaler, "is_enabled", None)  # a disabled GradScaler keeps nothing, and skips nothing
-        if optimizer is None or optimizer() is None or found is None or (enabled is not None and not enabled()):
+        enabled = getattr(self.scaler, "is_enabled", None)  # a disabled GradScaler skips no step
+        if (optimizer is None or optimizer() is None or found is None
+                or (enabled is not None and not enabled())):
             return None
-        # A wrapper, such as accelerate's, gives the scaler the optimizer that it wraps.
+        # A wrapper, such as accelerate's, passes the wrapped optimizer to the scaler.
         stepped = [optimizer(), getattr(optimizer(), "optimizer", None)]
-        return any(float(infinite) != 0 for each in stepped if each is not None for infinite in found(each).values())
+        return any(float(infinite) != 0 for each in stepped if each is not None
+                   for infinite in found(each).values())
 
     def __reduce__(self) -> Any:
         return _Update, (self.scaler,)
 
 
 def follow(scaler: Any, optimizer: Any, follower: Follower) -> Callable[[], None]:
-    """Calls `follower`, a bound method, after each update() of the scaler. Keeps only a weak reference.
+    """Calls `follower` after each update() of the scaler.
 
     Args:
         scaler: a torch.amp.GradScaler, or another object with get_scale() and update().
-        optimizer: whose skipped steps count. None: a lower scale says that a step was skipped.
+        optimizer: the optimizer whose skipped steps count. None: a lower scale means that a step was skipped.
+        follower: a bound method; only a weak reference is held.
 
     Returns:
-        Ends that.
+        A function that stops the calls.
+
+    Raises:
+        BadArgument: `scaler` has no get_scale() and update().
     """
     if not callable(getattr(scaler, "get_scale", None)) or not callable(getattr(scaler, "update", None)):
-        raise _native.BadArgument(f"scaler is a {type(scaler).__name__}, which has no get_scale() and update(): pass the "
-                                  "torch.amp.GradScaler that scales the loss")
+        raise _native.BadArgument(f"scaler is a {type(scaler).__name__} without get_scale() and update(): "
+                                  "pass the torch.amp.GradScaler that scales the loss")
     if not isinstance(vars(scaler).get("update"), _Update):
         scaler.update = _Update(scaler)
     update = scaler.update
@@ -83,25 +90,28 @@ def follow(scaler: Any, optimizer: Any, follower: Follower) -> Callable[[], None
 
 
 class LossScale:
-    """The scaler of a DDP hook, and the state from before the step, which comes back where the step is skipped."""
+    """The scaler of a DDP hook, and snapshots of the state before a step, restored if the step is skipped."""
 
     def __init__(self, hook: Any, scaler: Any, optimizer: Any) -> None:
         self._hook = weakref.ref(hook)
-        # By the names in a bucket. DDP may regroup its buckets within a step of several backwards.
+        # Keys: the names in a bucket. DDP may rebuild its buckets within a step of several backwards.
         self._before: Dict[Tuple[str, ...], bytearray] = {}
-        self._memory: Dict[Tuple[str, ...], bytearray] = {}  # of the step before, to be used again
+        self._memory: Dict[Tuple[str, ...], bytearray] = {}  # the previous step's snapshots, reused as memory
         self.end = follow(scaler, optimizer, self._changed)
 
     def keep(self, buckets: List[Any]) -> None:
-        """Before a bucket is reduced; `buckets` are all. The first call of a step keeps all, since nothing is enqueued then:
-        saving waits for the communicator's stream."""
+        """Saves the state of all `buckets` before one is reduced.
+
+        The first call of a step saves all of them, because nothing is enqueued then: saving waits for the
+        communicator's stream.
+        """
         for entry in buckets:
             names = entry.layout.names
             if entry.reducer is not None and names not in self._before:
                 self._before[names] = entry.reducer.save_state(self._memory.pop(names, None))
 
     def forget(self) -> None:
-        """The hook has another state than that of the step."""
+        """Drops the snapshots, because the hook's state was replaced or updated."""
         self._before, self._memory = {}, self._before
 
     def _changed(self, factor: float, skipped: bool) -> None:
@@ -119,7 +129,7 @@ class LossScale:
 
 
 def undone(state: State, before: List[State]) -> State:
-    """`state` with its tensors as they were in the first of `before` that has them."""
+    """Returns `state` with its tensors restored from the first of `before` that has them."""
     tensors: Dict[str, TensorState] = {}
     for earlier in before:
         for name, tensor in earlier.tensors.items():
@@ -130,7 +140,7 @@ def undone(state: State, before: List[State]) -> State:
 
 
 def scaled(state: State, factor: float) -> State:
-    """`state` with every residual multiplied by `factor`."""
+    """Returns `state` with every residual multiplied by `factor`."""
     def entry_scaled(kind: str, entry: Any) -> Any:
         if kind != "residual" or not entry.data or factor == 1:
             return entry
@@ -138,5 +148,6 @@ def scaled(state: State, factor: float) -> State:
         return entry._replace(data=values.numpy().tobytes())
 
     return state._replace(tensors={
-        name: tensor._replace(entries={kind: entry_scaled(kind, entry) for kind, entry in tensor.entries.items()})
+        name: tensor._replace(entries={kind: entry_scaled(kind, entry)
+                                       for kind, entry in tensor.entries.items()})
         for name, tensor in state.tensors.items()})

@@ -22,7 +22,7 @@ SUM, AVG = 0, 1
 
 
 def _own_version() -> str:
-    """The version that setup.py wrote; in the source tree, the header's; "" in an archive of the sources."""
+    """Returns the version that setup.py wrote; in the source tree, the header's; "" in a source archive."""
     with contextlib.suppress(OSError):  # the package may be in a zip archive
         made = pkgutil.get_data("gradwire", "_version.py") or b""
         return re.findall(r'__version__ = "(.+)"', made.decode())[0]
@@ -42,7 +42,7 @@ class Error(RuntimeError):
 
 
 class BadArgument(Error, ValueError):
-    """An argument is null, out of range, or does not parse."""
+    """An argument is null, out of range, or cannot be parsed."""
 
 
 class BadHandle(Error):
@@ -58,11 +58,11 @@ class DeviceFailed(Error):
 
 
 class Unsupported(Error, NotImplementedError):
-    """Valid, but not supported by this version or build."""
+    """The arguments are valid, but this version or build does not support them."""
 
 
 class NotDone(Error, TimeoutError):
-    """The time of Request.wait() is over; the call goes on."""
+    """Request.wait() timed out; the call is still running."""
 
 
 class NoMemory(Error, MemoryError):
@@ -196,7 +196,7 @@ def _open(path: str) -> ctypes.CDLL:
         os.close(descriptor)
 
 
-# What _load() has found, for people.
+# Set by _load(), for messages.
 library_path = library_version = ""
 
 
@@ -234,14 +234,14 @@ class _Callbacks(threading.local):
 
 
 callbacks = _Callbacks()
-# What callbacks raised, as the library has it in its error texts. The buffers are what it copied that from.
+# Errors of callbacks: the text that the library shows, the exception, and the buffer of the text.
 failures: Deque[Tuple[str, Optional[BaseException], object]] = collections.deque(maxlen=16)
 
 _library: Optional[ctypes.CDLL] = None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises ImportError, with the paths that were tried, if there is none."""
+    """Returns the loaded library. Raises ImportError, with the paths that were tried, if there is none."""
     global _library
     if _library is None:
         _library = _load()
@@ -258,11 +258,11 @@ def text(value: str, what: str) -> bytes:
 
     Args:
         value: the text.
-        what: what the text is, for errors: "the spec".
+        what: names the text in errors: "the spec".
 
     Raises:
         BadArgument: the text contains a NUL byte, or surrogates, which are not Unicode.
-        TypeError: it is not a str.
+        TypeError: `value` is not a str.
     """
     if not isinstance(value, str):
         raise TypeError(f"{what} is {type(value).__name__}, not str")
@@ -273,14 +273,16 @@ def text(value: str, what: str) -> bytes:
 
 
 def path(value: str, what: str) -> bytes:
-    """Encodes a string with a path in it, such as a rendezvous. A path need not be Unicode."""
+    """Encodes a string that contains a path, such as a rendezvous. A path is not always Unicode."""
     return _whole(os.fsencode(value), what)
 
 
 def rendezvous(value: "Union[str, os.PathLike[str]]") -> bytes:
     """Encodes a rendezvous. A path-like object is the file of a file:// rendezvous.
 
-    Raises TypeError for another type: bytes may be meant as a path or as a URL."""
+    Raises:
+        TypeError: another type. Bytes could mean a path or a URL.
+    """
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"the rendezvous is {type(value).__name__}, not str or a path")
     if not isinstance(value, str):
@@ -296,10 +298,13 @@ def _whole(encoded: bytes, what: str) -> bytes:
 
 
 def load_nccl() -> str:
-    """Loads the NCCL that pip has installed, so that the library, which asks the dynamic linker for libnccl.so.2, gets that.
+    """Loads NCCL, so that the library finds it when it asks the dynamic linker for libnccl.so.2.
 
-    One that this process has loaded already, as PyTorch does, comes first, and GRADWIRE_NCCL_LIBRARY before all. Returns
-    the version, such as "2.28.9"; "" where none is found.
+    In order of precedence: GRADWIRE_NCCL_LIBRARY; an NCCL that this process has loaded, as PyTorch does; the
+    NCCL installed by pip; the dynamic linker's.
+
+    Returns:
+        The version, such as "2.28.9"; "" if there is none.
     """
     chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
     places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]
@@ -318,7 +323,7 @@ def load_nccl() -> str:
 
 
 def call(name: str, *arguments: object) -> None:
-    """Calls a function that returns gw_status, without the GIL; raises its error as an exception."""
+    """Calls a function that returns gw_status, without the GIL. Raises its error as an exception."""
     loaded = library()
     status = getattr(loaded, name)(*arguments)
     if status != 0:

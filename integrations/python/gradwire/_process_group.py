@@ -1,4 +1,4 @@
-"""A communicator of the ranks of a torch.distributed process group."""
+"""Creates communicators of the ranks of a torch.distributed process group."""
 from __future__ import annotations
 
 import contextlib
@@ -17,8 +17,8 @@ from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._port import reserve_port
 
-# PyTorch's own limit, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint,
-# and a rank that dies is noticed at once, whatever the limit: its connections break.
+# PyTorch's default, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint. A
+# dead rank is detected at once, whatever the timeout: its connections break.
 TIMEOUT_S = default_pg_timeout.total_seconds()
 
 
@@ -27,8 +27,10 @@ def _default_group() -> Any:
 
 
 class Origin:
-    """The process and the process groups in which a communicator was made: the default one, and that of its ranks where it
-    is another. It is of no use elsewhere."""
+    """The process and the process groups for which a communicator is valid.
+
+    The groups are the default group and, if it is another, the group of the communicator's ranks.
+    """
 
     def __init__(self, process_group: Any = None) -> None:
         group = _default_group()
@@ -37,7 +39,7 @@ class Origin:
         self._own = process_group
 
     def forked(self) -> bool:
-        """Returns whether this process is a fork of that of the communicator."""
+        """Whether this process is a fork of the communicator's process."""
         return self._process != os.getpid()
 
     def ended(self) -> str:
@@ -61,7 +63,7 @@ def _registered(group: Any) -> bool:
 
 
 class _Inherited:
-    """The default process group that a forked process has from its parent. Its threads and connections are the parent's."""
+    """A default process group that a forked process inherits. The parent has its threads and connections."""
 
     group: Any = None
 
@@ -76,8 +78,9 @@ os.register_at_fork(after_in_child=_Inherited.remember)
 
 def _refuse_inherited() -> None:
     if _Inherited.group is not None and _Inherited.group() is _default_group():
-        raise _native.BadHandle("the default process group belongs to the process that forked this one: call "
-                                "init_process_group() in this process, or start it with the spawn method")
+        raise _native.BadHandle("the default process group belongs to the parent of this forked process: "
+                                "call init_process_group() in this process, or start it with the spawn "
+                                "method")
 
 
 def global_rank(group: Any, rank: int) -> int:
@@ -88,9 +91,9 @@ def global_rank(group: Any, rank: int) -> int:
 
 
 def _network() -> str:
-    """Where this process's 127.0.0.1 is: the same text in two processes only if both reach the same one.
+    """Identifies the network of this process's 127.0.0.1: equal in two processes only if they share it.
 
-    The host's name alone does not tell: containers of one image, and network namespaces of one machine, share it.
+    The host name is not sufficient: containers of one image, and network namespaces of one machine, share it.
     """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -101,9 +104,9 @@ def _network() -> str:
 
 
 def _own_address() -> str:
-    """The address of this machine on the network that leads to MASTER_ADDR; "" where nothing tells it.
+    """Returns this machine's address on the network that leads to MASTER_ADDR; "" if unknown.
 
-    gethostbyname(gethostname()) would be 127.0.1.1 on Debian.
+    gethostbyname(gethostname()) returns 127.0.1.1 on Debian.
     """
     master = os.environ.get("MASTER_ADDR", "")
     if not master:
@@ -119,16 +122,20 @@ def _own_address() -> str:
 
 
 def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
-    """The address where this process, rank 0 of ranks on these networks, meets the others; and a secret.
+    """Returns the rendezvous address of this process, which is rank 0, and a secret.
 
-    Not left to gw_comm_from_store(), which finds an address by itself. It cannot know who is where, so rank 0 listens
-    at all of its addresses: here ranks of one machine meet at 127.0.0.1, where no other machine reaches them. It tells
-    the others the addresses of its interfaces only: MASTER_ADDR may be another that leads here. And a process group is
-    not a store: with the callbacks that would make one of it, this file would be longer.
+    gw_comm_from_store() would not do. It does not know the ranks' networks, so rank 0 would listen on all
+    addresses; here ranks of one machine use 127.0.0.1, which other machines cannot reach. It also publishes
+    only the addresses of rank 0's interfaces, while MASTER_ADDR may be another address of this machine. And a
+    process group is not a store: callbacks that wrap it as one would make this file longer.
+
+    Args:
+        stack: reserves the port until it closes.
+        networks: _network() of every rank.
     """
     host = "127.0.0.1"
     if len(set(networks)) > 1:
-        # The address at which the others reach this process: MASTER_ADDR if torch's store runs here too.
+        # An address that the other ranks can reach: MASTER_ADDR if torch's store also runs in this process.
         host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
         host = host or socket.gethostname()
     return [f"tcp://{host}:{reserve_port(stack)}", secrets.token_hex(16)]
@@ -136,10 +143,13 @@ def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: float = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
-    """A communicator of the ranks of a torch.distributed process group (None: the default one). Collective.
+    """Creates a communicator of the ranks of a torch.distributed process group. Collective.
 
-    Rank 0 picks a free port and a secret, and broadcasts both through the process group, so nothing needs to be
-    configured. Others: as of Communicator.
+    Rank 0 chooses a free port and a secret, and broadcasts both through the process group.
+
+    Args:
+        process_group: None: the default group.
+        device, timeout_s, shrinkable: see Communicator.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
@@ -159,8 +169,8 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
 
 
 def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> Communicator:
-    """The same for tensors on the host, of `world` ranks that share a torch.distributed store of their own."""
-    # A store can outlive its group. Every rank counts the groups, so that none reads the address of an earlier one.
+    """Creates a communicator on the host of ranks that share a torch.distributed store. Collective."""
+    # A store can outlive its group. Every rank counts the groups, so that no rank reads an old address.
     group = f"gradwire/{store.add(f'gradwire/groups/{rank}', 1)}"
     store.set(f"{group}/network/{rank}", _network())
     with contextlib.ExitStack() as stack:

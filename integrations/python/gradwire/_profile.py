@@ -1,4 +1,4 @@
-"""Gradwire's calls in torch.profiler: each is a range with its format and its bytes."""
+"""Shows Gradwire's calls in torch.profiler: a range for each call, with format and bytes."""
 from __future__ import annotations
 
 import contextlib
@@ -9,7 +9,12 @@ from torch.autograd.profiler import record_function
 
 
 def during(spec: str, call: str, *tensors: torch.Tensor) -> "contextlib.AbstractContextManager[Any]":
-    """A range for a call that returns when it is done. tensors: what is averaged or gathered, uncompressed."""
+    """Returns a context manager that records a blocking call as a range.
+
+    Args:
+        spec, call: the call's format and name.
+        tensors: the tensors that are averaged or gathered, whose uncompressed bytes the range shows.
+    """
     if not torch.autograd._profiler_enabled():
         return contextlib.nullcontext()
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -17,7 +22,7 @@ def during(spec: str, call: str, *tensors: torch.Tensor) -> "contextlib.Abstract
 
 
 def until(future: Any, spec: str, call: str, *tensors: torch.Tensor) -> Any:
-    """A range from now until `future` is done. Returns `future`, or one that is done when the range has ended."""
+    """Records a range until `future` is done. Returns `future`, or one that is done when the range ends."""
     with during(spec, call, *tensors) as until_done:
-        # The range is one of this thread, which the profiler records. It does not record the thread that makes the call.
+        # The range belongs to this thread: the profiler does not record the thread that makes the call.
         return future if until_done is None else until_done._call_end_callbacks_on_future(future)

@@ -1,6 +1,6 @@
 """Splits a reducer's state (docs/checkpoints.md) by tensor, and joins it again.
 
-PyTorch regroups its buckets after the first step, and each tensor's state must move to the new bucket.
+PyTorch rebuilds its buckets after the first step, and each tensor's state must move to its new bucket.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
 
 
 class Entry(NamedTuple):
-    """Part of a tensor's state: little-endian elements; `dtype` is a safetensors name such as "F32"."""
+    """Part of a tensor's state: little-endian elements. `dtype` is a safetensors name such as "F32"."""
 
     dtype: str
     data: bytes

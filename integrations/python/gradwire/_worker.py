@@ -1,4 +1,4 @@
-"""The thread on which the DDP hook and the backend communicate, so that the caller's goes on."""
+"""Runs the communication of the DDP hook and the backend on a separate thread."""
 from __future__ import annotations
 
 import contextlib
@@ -16,15 +16,15 @@ from gradwire._core import Communicator
 
 
 class Worker:
-    """A thread that runs jobs in order, so that host-side communication does not block backward."""
+    """A thread that runs jobs in order, so that communication on the host does not block backward."""
 
     def __init__(self, communicators: List[Communicator]) -> None:
-        self.communicators = communicators  # that the jobs use
-        self.done = 0  # jobs
-        self._jobs: "queue.Queue[Any]" = queue.Queue()  # of (job, future); None: stop
-        self.inline = 0  # calls that callbacks of futures make on the thread, between jobs
-        self.stopping = False  # a job that has failed must not try again
-        self._process = 0  # the process in which the thread runs, from the first job on: a fork does not copy threads
+        self.communicators = communicators  # used by the jobs
+        self.done = 0  # number of jobs completed
+        self._jobs: "queue.Queue[Any]" = queue.Queue()  # (job, future); None: stop
+        self.inline = 0  # number of running calls that futures' callbacks make on the thread, between jobs
+        self.stopping = False  # a failed job must not retry
+        self._process = 0  # process of the thread, 0 before the first job: a fork does not copy threads
         self._starting = threading.Lock()
         self._thread: Optional[threading.Thread] = None
 
@@ -33,8 +33,8 @@ class Worker:
             if self._process == os.getpid():
                 return
             if self.forked:
-                raise _native.BadHandle("this process is a fork of the process that uses the hook or process group: "
-                                        "create them in this process")
+                raise _native.BadHandle("the hook or process group belongs to the parent of this forked "
+                                        "process: create another in this process")
             self._process = os.getpid()
             _interrupts.watch(self)
             self._thread = threading.Thread(target=self._run, name="gradwire", daemon=True)
@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """Whether another process has the thread, and with it the jobs and communicators."""
+        """Whether the thread, its jobs and communicators belong to another process."""
         return self._process not in (0, os.getpid())
 
     def _run(self) -> None:
@@ -53,8 +53,8 @@ class Worker:
             job, done = item
             outcome = job()
             self.done += 1
-            del item, job  # they hold the bucket's buffer
-            # Before set_result(): a caller that has waited for the last future may close the hook.
+            del item, job  # references to the bucket's buffer
+            # Before set_result(): a caller that waits for the last future may close the hook.
             self._jobs.task_done()
             done.set_result(outcome)
             del outcome, done
@@ -65,7 +65,7 @@ class Worker:
         self._jobs.put((job, done))
 
     def drain(self) -> None:
-        """Waits for the jobs that were submitted."""
+        """Blocks until all submitted jobs are done."""
         if not self.forked:
             self._jobs.join()
 
@@ -78,26 +78,27 @@ class Worker:
         if self._thread is None or self.forked:
             return
         self._jobs.put(None)
-        self._thread.join(timeout=10)  # a daemon, so the process can exit even if it still waits for a peer
+        self._thread.join(timeout=10)  # a daemon: the process can exit even while the thread waits for a peer
 
 
 class _Interrupts:
-    """Handles Ctrl-C while the main thread waits for a job in C++, as DDP's backward does. Python cannot
-    raise KeyboardInterrupt there. So this class aborts the job's communicators, the job fails, and Python
-    raises KeyboardInterrupt when C++ returns.
+    """Handles Ctrl-C while the main thread waits for a job in C++, as in DDP's backward.
 
-    Python writes the numbers of signals to a file descriptor, unless another library (asyncio, Jupyter) uses
-    it."""
+    Python cannot raise KeyboardInterrupt there. So this class aborts the job's communicators. The job fails,
+    and Python raises KeyboardInterrupt when C++ returns.
 
-    _GRACE_S = 1.0  # for the main thread to raise KeyboardInterrupt by itself
+    Python writes signal numbers to the wakeup descriptor, unless another library (asyncio, Jupyter) uses it.
+    """
+
+    _GRACE_S = 1.0  # time for the main thread to raise KeyboardInterrupt without help
 
     def __init__(self) -> None:
         self._workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
-        self._process = 0  # the one in which the thread runs
-        self._writing = -1  # file descriptor that Python writes the numbers of signals to
+        self._process = 0  # process of the thread
+        self._writing = -1  # file descriptor to which Python writes signal numbers
 
     def forget_parent(self) -> None:
-        """In a forked process, whose signals must not interrupt the parent's jobs: both have the same pipe."""
+        """Detaches a forked process from the parent's pipe, whose jobs its signals must not interrupt."""
         if self._writing != -1:
             with contextlib.suppress(ValueError):  # not the main thread
                 before = signal.set_wakeup_fd(-1)
@@ -125,7 +126,8 @@ class _Interrupts:
     def _run(self, reading: int) -> None:
         while True:
             numbers = os.read(reading, 64)
-            if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            if (signal.SIGINT not in numbers
+                    or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
                 continue
             busy: List[Tuple[Worker, int]] = [(w, w.done) for w in list(self._workers) if w.busy]
             if busy:
@@ -148,7 +150,7 @@ def shut_down(worker: Worker, communicators: List[Communicator]) -> None:
     worker.stopping = True
     for comm in communicators:
         if worker.busy and not comm.closed:
-            comm.abort("the hook or process group was closed in the middle of a step")
+            comm.abort("the hook or process group was closed during a step")
     worker.stop()
     for comm in communicators:
         comm.close()

@@ -1,16 +1,16 @@
-"""Gradwire as a backend of torch.distributed: whatever calls torch.distributed gets compressed collectives.
+"""Gradwire as a backend of torch.distributed: compresses the collectives of any caller.
 
     from gradwire.torch import register_backend
     register_backend("int8")                          # before init_process_group
     torch.distributed.init_process_group("gradwire")  # in place of "gloo"
 
-A group is a Gloo process group that sends large floating-point tensors in a wire format of Gradwire's. Which ones
-depends on what is the same on every rank: the operation, the type and the size. Everything else, such as broadcasts,
-barriers, objects, integers and small tensors, is Gloo's, which numbers its calls for itself: both need only that all
-ranks make the same calls in the same order, as torch.distributed asks anyway.
+A group is a Gloo process group that sends large floating-point tensors in a wire format. The choice depends
+on the operation, the type and the size only, which are the same on every rank. Gloo does everything else:
+broadcasts, barriers, objects, integers and small tensors. Gloo and Gradwire number their calls separately.
+Both require that all ranks make the same calls in the same order, as torch.distributed does.
 
-No error feedback: the backend can't tell which call continues which. For DistributedDataParallel and FSDP2, whose
-gradients it would improve, use gradwire.torch.compress() and gradwire.fsdp.compress().
+No error feedback: the backend cannot tell which calls carry the same tensor. For the gradients of
+DistributedDataParallel and FSDP2, use gradwire.torch.compress() and gradwire.fsdp.compress(), which have it.
 """
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from gradwire._worker import Worker, shut_down
 __all__ = ["Backend", "register_backend"]
 
 _NO_TIMEOUT = timedelta(0)
-# torch.compile() must not trace what a compiled model calls in here, such as DDP's broadcast of buffers.
+# torch.compile() must not trace this module's code when a compiled model calls it, as DDP's broadcast does.
 _untraced: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", lambda function: function)
 
 
 def _untraced_methods(cls: Any) -> Any:
-    """Excludes the methods of a class that PyTorch calls from torch.compile()."""
+    """Excludes a class's methods, which PyTorch calls, from torch.compile()."""
     for name, value in list(vars(cls).items()):
         if callable(value) and not name.startswith("__"):
             setattr(cls, name, _untraced(value))
@@ -46,7 +46,7 @@ def _untraced_methods(cls: Any) -> Any:
 
 
 class Rule(NamedTuple):
-    """Wire formats by operation, None for as it is; and the bytes of a tensor from which on they are used."""
+    """The wire format of each operation (None: uncompressed), and the smallest compressed tensor in bytes."""
 
     allreduce: Optional[str]
     reduce_scatter: Optional[str]
@@ -55,24 +55,33 @@ class Rule(NamedTuple):
 
 
 def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optional[str] = None,
-                     all_gather: Optional[str] = None, min_bytes: int = 1 << 20, name: str = "gradwire") -> None:
-    """Makes `name` known to init_process_group() and new_group(), on every rank with the same arguments.
+                     all_gather: Optional[str] = None, min_bytes: int = 1 << 20,
+                     name: str = "gradwire") -> None:
+    """Registers a backend for init_process_group() and new_group().
 
-    allreduce, reduce_scatter, all_gather: the wire format (docs/formats.md) of each, such as "int8",
-        "bf16:round=stochastic" or "int4:rotate=hadamard"; None: the operation stays Gloo's. all_gather sends what
-        the caller gives, often parameters, so that its format rounds these.
-    min_bytes: of the whole tensor (for reduce_scatter the input, for all_gather the output); smaller ones stay Gloo's.
-        Only float32, bfloat16 and float16 are compressed, in sums and averages. A tensor of one element per
-        rank always stays Gloo's: it may be a count or a flag, as DDP's join() sends them.
-    name: give several rules a name each, and groups the rule they need: new_group(ranks, backend=name).
+    Call it on every rank with the same arguments. The backend compresses sums, averages and gathers of
+    float32, bfloat16 and float16 tensors.
 
-    Raises BadArgument for a format that is unknown or works on matrices; Unsupported on a PyTorch before 2.9.
+    Args:
+        allreduce, reduce_scatter, all_gather: the wire format (docs/formats.md) of each operation, such as
+            "int8", "bf16:round=stochastic" or "int4:rotate=hadamard". None: Gloo does the operation. The
+            format of all_gather rounds the caller's tensors, often parameters.
+        min_bytes: Gloo does operations on smaller tensors. The size is that of the whole tensor: the input of
+            reduce_scatter, the output of all_gather. Gloo also does tensors of one element per rank: they may
+            be counts or flags, as in DDP's join().
+        name: the backend's name. Register several names to give groups different formats:
+            new_group(ranks, backend=name).
+
+    Raises:
+        BadArgument: a format is unknown, or works on matrices.
+        Unsupported: PyTorch is older than 2.9.
     """
-    # PyTorch 2.1 to 2.8 know process groups in Python, but 2.6 leaves a destroyed group usable, and its functional
-    # collectives time out.
+    # PyTorch 2.1 to 2.8 support process groups in Python, but 2.6 leaves a destroyed group usable, and its
+    # functional collectives time out.
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 9):
-        raise _native.Unsupported(f"a backend in Python needs PyTorch 2.9 or later; this is {torch.__version__}: use "
-                                  "gradwire.torch.compress() for DistributedDataParallel")
+        raise _native.Unsupported("register_backend() needs PyTorch 2.9 or later; this is "
+                                  f"{torch.__version__}. For DistributedDataParallel use "
+                                  "gradwire.torch.compress()")
     rule = Rule(allreduce, reduce_scatter, all_gather, min_bytes)
     with Communicator() as alone:  # a wrong format must fail here, not in a step
         for spec in (allreduce, reduce_scatter, all_gather):
@@ -87,7 +96,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
 
 @_untraced_methods
 class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[misc]
-    """A collective under way on the backend's thread. The tensors may be used after wait(), or when the future is done."""
+    """A collective on the backend's thread. Its tensors are ready after wait() or when its future is done."""
 
     def __init__(self, tensors: List[torch.Tensor]) -> None:
         super().__init__()
@@ -99,11 +108,11 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
 
     def _outcome(self, _: Any) -> List[torch.Tensor]:
         if self._failure is not None:
-            raise self._failure  # set_exception() would not reach futures' users in C++
+            raise self._failure  # set_exception() would not reach users of the future in C++
         return self._tensors
 
     def run(self, job: Callable[[], None]) -> None:
-        """On the backend's thread, which then completes the future."""
+        """Runs on the backend's thread, which then completes the future. Does not raise."""
         try:
             job()
         except BaseException as error:  # wait() raises it
@@ -111,9 +120,15 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         self._finished.set()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Raises what went wrong, such as CommFailed with the rank that is gone. timeout: zero for the group's."""
+        """Blocks until the collective is done. Raises its failure, such as CommFailed with the dead rank.
+
+        Args:
+            timeout: zero: the group's timeout.
+        """
         if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
-            raise _native.CommFailed(f"a compressed collective took longer than {timeout.total_seconds()} s")
+            raise _native.CommFailed("a compressed collective did not complete within "
+                                     f"{timeout.total_seconds()} s: pass wait() a longer timeout, or find "
+                                     "the rank that did not call it")
         if self._failure is not None:
             raise self._failure
         self._future.wait()  # completed by the same thread, next
@@ -132,7 +147,7 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         return self._failure
 
     def result(self) -> List[torch.Tensor]:
-        """The tensors. Raises RuntimeError before the call is complete, as Gloo's does."""
+        """Returns the tensors. Raises RuntimeError before the call is complete, like Gloo."""
         if not self._finished.is_set():
             raise RuntimeError("the collective is not complete: call wait() before result()")
         return self._tensors
@@ -142,11 +157,14 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
 
 
 def _gloos(*names: str) -> Any:
-    """A method that is Gloo's. names: what versions of PyTorch call it, the latest first.
+    """Returns a method that calls Gloo's.
 
-    Not inherited: PyTorch holds Python's lock (GIL) while it runs a C++ method that a class in Python does not
-    override. Gloo's threads need that lock to drop a finished call, with Gloo's own lock held, for which the next
-    call waits: a deadlock, now and then.
+    Not inherited, because PyTorch holds the GIL while it runs a C++ method that a Python class does not
+    override. Gloo's threads need the GIL to drop a finished call while they hold Gloo's lock. The next call
+    waits for that lock with the GIL held: an occasional deadlock.
+
+    Args:
+        names: the method's names in different versions of PyTorch, latest first.
     """
 
     def method(self: "Backend", *arguments: Any, **options: Any) -> Any:
@@ -158,7 +176,7 @@ def _gloos(*names: str) -> Any:
 
 @_untraced_methods
 class Backend(dist.ProcessGroup):
-    """A process group with compressed collectives: see register_backend(), which is how to make one."""
+    """A process group with compressed collectives. Created through register_backend()."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, rule: Rule, name: str) -> None:
         super().__init__(store, rank, size)
@@ -170,26 +188,28 @@ class Backend(dist.ProcessGroup):
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
         self._communicators: List[Communicator] = []
-        self._running = 0  # the thread that runs jobs
+        self._running = 0  # identifier of the thread that runs jobs
         self._finalizer: Any = None  # a weakref.finalize, which is generic in some versions of mypy
-        self.compressed = 0  # calls, for whoever wants to know whether the rule fits
+        self.compressed = 0  # number of compressed calls
 
     def getBackendName(self) -> str:
         return self._name
 
     def shutdown(self) -> None:
-        """Ends what is under way; destroy_process_group() calls it."""
+        """Ends running calls. Called by destroy_process_group()."""
         if self._finalizer is not None:
             self._finalizer()
         self._gloo.shutdown()
 
-    # ---- Which calls -------------------------------------------------------------------------------------------
+    # ---- Which calls ---------------------------------------------------------------------------------------
 
     def _format(self, spec: Optional[str], tensors: Sequence[torch.Tensor], parts: int = 1) -> str:
-        """The wire format of a call; "": it is Gloo's. By what is the same on every rank only.
+        """Returns the wire format of a call; "": Gloo does it. Depends on properties equal on all ranks only.
 
-        tensors: the whole of what is reduced or gathered. With one element for each of `parts`, they may be
-            counts.
+        Args:
+            spec: the rule's format for the operation.
+            tensors: the whole input of a reduction, or output of a gather.
+            parts: tensors of one element per part may be counts, and are not compressed.
         """
         dtype, count = tensors[0].dtype, sum(t.numel() for t in tensors)
         fits = (all(t.layout == torch.strided and t.dtype == dtype for t in tensors)
@@ -244,7 +264,8 @@ class Backend(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
         spec = self._format(self._rule.all_gather, [output], self.size())
         if not spec or not _alike(output, input):
-            return self._gloo_call("all_gather_single", "_allgather_base")(output, input, opts or c10d.AllgatherOptions())
+            return self._gloo_call("all_gather_single", "_allgather_base")(output, input,
+                                                                           opts or c10d.AllgatherOptions())
 
         def job(comm: Communicator) -> None:
             with _Contiguous(output, write=True) as result, _Contiguous(input) as values:
@@ -272,28 +293,31 @@ class Backend(dist.ProcessGroup):
 
         return self._submit(job, list(parts), spec, "all_gather")
 
-    # Functional collectives, and DTensor's, come as lists of one; longer ones are Gloo's.
+    # Functional collectives and DTensor pass lists of one tensor. Gloo does longer lists.
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
         if len(inputs) == 1:
             return self.reduce_scatter_single(outputs[0], inputs[0], opts)
-        return self._gloo_call("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(outputs, inputs, opts)
+        return self._gloo_call("reduce_scatter_single_coalesced",
+                               "reduce_scatter_tensor_coalesced")(outputs, inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.AllgatherOptions()
         if len(inputs) == 1:
             return self.all_gather_single(outputs[0], inputs[0], opts)
-        return self._gloo_call("all_gather_single_coalesced", "allgather_into_tensor_coalesced")(outputs, inputs, opts)
+        return self._gloo_call("all_gather_single_coalesced",
+                               "allgather_into_tensor_coalesced")(outputs, inputs, opts)
 
-    # What earlier versions of PyTorch call the same.
+    # Names in earlier versions of PyTorch.
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
 
-    # ---- Gloo's ------------------------------------------------------------------------------------------------
+    # ---- Gloo's --------------------------------------------------------------------------------------------
 
-    broadcast, reduce, scatter, gather = _gloos("broadcast"), _gloos("reduce"), _gloos("scatter"), _gloos("gather")
+    broadcast, reduce, scatter, gather = (_gloos("broadcast"), _gloos("reduce"), _gloos("scatter"),
+                                          _gloos("gather"))
     alltoall, barrier = _gloos("alltoall"), _gloos("barrier")
     send, recv, recv_anysource = _gloos("send"), _gloos("recv"), _gloos("recv_anysource")
     allreduce_coalesced, allgather_coalesced = _gloos("allreduce_coalesced"), _gloos("allgather_coalesced")
@@ -301,28 +325,36 @@ class Backend(dist.ProcessGroup):
     gather_single = _gloos("gather_single", "gather_into_tensor")
     alltoall_base, gather_into_tensor = all_to_all_single, gather_single
 
-    # ---- Making them -------------------------------------------------------------------------------------------
+    # ---- Making calls --------------------------------------------------------------------------------------
 
     def _gloo_call(self, *names: str) -> Any:
         return next(getattr(self._gloo, name) for name in names if hasattr(self._gloo, name))
 
     def _submit(self, job: Callable[[Communicator], None], tensors: List[torch.Tensor], spec: str, call: str,
                 *inputs: torch.Tensor) -> Work:
-        """tensors: the results. inputs: what the format is applied to, where that isn't the results."""
-        if self._process != os.getpid():  # its store has the parent's connection, and would get the parent's answers
-            raise _native.BadHandle("this process is a fork of the one that made the process group: call init_process_group() "
-                                    "in this process, or start it with the spawn method")
+        """Queues a job on the worker's thread.
+
+        Args:
+            job: the collective.
+            tensors: the results.
+            spec, call: the format and the name, for the profiler.
+            inputs: the tensors that are encoded, if not `tensors`.
+        """
+        if self._process != os.getpid():  # the store shares the parent's connection
+            raise _native.BadHandle("the process group belongs to the parent of this forked process: call "
+                                    "init_process_group() in this process, or start it with the spawn method")
         if self._worker is None or self._finalizer is None:
-            # By the store, which needs no call of this group's while it is in one.
+            # Through the store: a call of this group inside another of its calls would deadlock.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
-            comm._finalizer.atexit = False  # the worker comes first
+            comm._finalizer.atexit = False  # shut_down() closes it, after the worker
             self._communicators[:] = [comm]
             self._worker = Worker(self._communicators)
-            # At exit, too, for whoever never calls destroy_process_group(): a thread that still completes a future while
-            # Python goes down would end the process by abort().
+            # Also runs at exit without destroy_process_group(): a thread that completes a future while Python
+            # exits would end the process with abort().
             self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
         elif not self._finalizer.alive:
-            raise _native.BadHandle("the process group was shut down; create another with init_process_group() or new_group()")
+            raise _native.BadHandle("the process group was shut down: create another with "
+                                    "init_process_group() or new_group()")
         comm, work = self._communicators[0], Work(tensors)
         work._future = until(work._future, spec, call, *(inputs or tensors))
         self.compressed += 1
@@ -332,8 +364,8 @@ class Backend(dist.ProcessGroup):
             work.run(lambda: job(comm))
 
         if threading.get_ident() == self._running:
-            # A future's callback makes this call on the worker's thread, and may wait for it, as powerSGD_hook
-            # does.
+            # A future's callback makes this call on the worker's thread, and may wait for it, as
+            # powerSGD_hook does.
             self._worker.inline += 1
             try:
                 run()
@@ -346,7 +378,7 @@ class Backend(dist.ProcessGroup):
 
 
 def _options(given: Any, others: Sequence[Any], kind: Any) -> Any:
-    """The options of a call that gave them as such, or by themselves: (operation, timeout)."""
+    """Returns the options of a call that passed an options object, or an operation and a timeout."""
     if isinstance(given, kind):
         return given
     options = kind()
@@ -363,16 +395,16 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _op(op: Any) -> str:
-    """"sum" or "avg", or "" for what Gloo does."""
+    """Returns "sum" or "avg"; "": Gloo does the operation."""
     return "sum" if op == dist.ReduceOp.SUM else "avg" if op == dist.ReduceOp.AVG else ""
 
 
 class _Contiguous:
-    """A tensor as it is, or a contiguous copy, which write=True copies back."""
+    """A tensor, or a contiguous copy of it, which write=True copies back."""
 
     def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
         self._tensor, self._write = tensor.detach(), write
-        # The memory of a negated view, such as z.conj().imag, has the other sign.
+        # The memory of a negated view, such as z.conj().imag, has the opposite sign.
         self._copy = self._tensor.resolve_neg().contiguous()
 
     def __enter__(self) -> torch.Tensor:

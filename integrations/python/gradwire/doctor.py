@@ -1,7 +1,7 @@
-"""python -m gradwire.doctor: what is installed, and whether it works here.
+"""python -m gradwire.doctor: shows what is installed, and tests it.
 
-Ends with 1 and a remedy if the library cannot be loaded or two ranks cannot average. Frameworks that are not installed
-are no error, nor is a missing GPU.
+Exits with 1 and a remedy if the library cannot be loaded or two ranks cannot average. A framework that is not
+installed, or a missing GPU, is not an error.
 """
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ import gradwire
 from gradwire import _native
 from gradwire._port import reserve_port
 
-# Of each framework: the oldest version that the tests run with, and what it is for.
+# For each framework: the oldest tested version, and its use.
 FRAMEWORKS: List[Tuple[str, Tuple[int, ...], str]] = [
-    ("numpy", (1, 20), "arrays, and formats of your own"),
-    ("torch", (1, 13), "gradwire.torch: DistributedDataParallel; gradwire.fsdp and register_backend() from 2.9 on"),
+    ("numpy", (1, 20), "arrays, and custom formats"),
+    ("torch", (1, 13),
+     "gradwire.torch: DistributedDataParallel; gradwire.fsdp and register_backend() need 2.9"),
     ("jax", (0, 8), "gradwire.jax: pmean() and compress()"),
 ]
 
 
 def version_of(name: str) -> Optional[str]:
-    """None where it is not installed."""
+    """Returns a framework's version; None if it is not installed."""
     try:
         version = getattr(importlib.import_module(name), "__version__", None)
     except ImportError:
         return None
-    return None if version is None else str(version)  # a folder of that name is no framework
+    return None if version is None else str(version)  # a folder of that name has no version
 
 
 def numbers(version: str) -> Tuple[int, ...]:
@@ -43,18 +44,20 @@ def numbers(version: str) -> Tuple[int, ...]:
 
 
 def average() -> str:
-    """What is wrong when two ranks of this process average; "" for nothing."""
+    """Averages over two ranks of this process. Returns the problems; "" if there are none."""
     problems: List[str] = []
 
     def rank(number: int, port: int) -> None:
         try:
-            values = array("f", [float(number + 1)] * 1000)  # numpy need not be there
+            values = array("f", [float(number + 1)] * 1000)  # numpy may be missing
             address, count = values.buffer_info()
             with gradwire.Communicator(f"tcp://127.0.0.1:{port}", number, 2, timeout_s=20) as comm:
-                _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG, b"int8", None)
+                _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG,
+                             b"int8", None)
             if max(abs(value - 1.5) for value in values) > 0.01:
-                problems.append(f"rank {number} got {values[0]} as the mean of 1 and 2")
-        except Exception as error:  # said by main()
+                problems.append(f"rank {number}: the mean of 1 and 2 is {values[0]}, expected 1.5 within "
+                                "0.01")
+        except Exception as error:  # printed by main()
             problems.append(f"rank {number}: {error}")
 
     with contextlib.ExitStack() as stack:
@@ -68,16 +71,17 @@ def average() -> str:
 
 
 def cuda() -> str:
-    """What of CUDA is here."""
+    """Returns a line about CUDA and NCCL."""
     try:
         gradwire.Communicator(device=0).close()
         missing = ""
     except gradwire.Error as error:
         missing = str(error).partition("device 0: ")[2] or str(error)
     if "no CUDA side" in missing:
-        return "CUDA: the library has no CUDA side; for CUDA tensors build it, or its wheel, with nvcc"
+        return "CUDA: the library has no CUDA side. For CUDA tensors build it, or its wheel, with nvcc"
     nccl = _native.load_nccl()
-    found = f"NCCL {nccl}" if nccl else "no NCCL, which ranks with a GPU each need: pip install 'gradwire[cuda]'"
+    found = (f"NCCL {nccl}" if nccl
+             else "no NCCL (needed for ranks with a GPU each: pip install 'gradwire[cuda]')")
     return f"CUDA: the library has a CUDA side; {missing or 'device 0 works'}; {found}"
 
 
@@ -94,14 +98,15 @@ def main() -> int:
         if version is None:
             print(f"{name}: not installed ({use})")
         elif numbers(version) < oldest:
-            print(f"{name} {version}: older than {'.'.join(map(str, oldest))}, the oldest that is tested ({use})")
+            print(f"{name} {version}: older than {'.'.join(map(str, oldest))}, the oldest tested version "
+                  f"({use})")
         else:
             print(f"{name} {version}: {use}")
     print(cuda())
     problem = average()
     if problem:
-        print(f"Two ranks over TCP on this machine: FAILED: {problem}. A firewall on the loopback interface, or an "
-              "interposed library, can cause this")
+        print(f"Two ranks over TCP on this machine: FAILED: {problem}. Possible causes: a firewall on the "
+              "loopback interface, or an interposed library")
         return 1
     print("Two ranks over TCP on this machine: the mean is right")
     return 0

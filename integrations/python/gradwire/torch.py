@@ -8,7 +8,7 @@ which is short for
     ddp_model.register_comm_hook(hook, allreduce_hook)
 
 Nothing else changes: after backward() the gradients are averaged, with the same bits on every rank.
-docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook, option by option.
+docs/for-pytorch.md shows how to migrate from PyTorch's powerSGD_hook.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, 
 from gradwire._core import Communicator, Reducer, calls_of
 from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
 from gradwire._find_ddp import the_ddp
-from gradwire._hook_state import Checkpoint, Place, as_list, begin_missing, check_names, for_rank, from_dict, gathered, to_dict
+from gradwire._hook_state import (Checkpoint, Place, as_list, begin_missing, check_names, for_rank, from_dict,
+                                  gathered, to_dict)
 from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
@@ -35,40 +36,46 @@ from gradwire.backend import Backend, register_backend
 
 __all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "compress", "register_backend"]
 
-DEFAULT_SPEC = "int8"  # loses nothing in docs/for-pytorch.md's table, with SGD and with AdamW
+DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
 
 _log = logging.getLogger("gradwire")
 
 PYTHON_REDUCER = (
-    'torch._dynamo.config.optimize_ddp = "python_reducer" hands a hook one gradient at a time, without buckets and as part '
-    "of a compiled graph: set it to True (its default) before wrapping the model in DistributedDataParallel")
+    'torch._dynamo.config.optimize_ddp = "python_reducer" calls a hook for one gradient at a time, inside a '
+    "compiled graph and without buckets: set it to True (its default) before wrapping the model in "
+    "DistributedDataParallel")
 
 
 class Hook:
     """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
 
-    spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
-        "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
-        "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
-        By default int8, as in compress().
-    process_group: DDP's; None for that of `model`, or the default one.
-    model: gives the names of parameters in error messages and state_dict(). None: parameters are numbered in
-        the order of DDP's first buckets, which is the same in every run of the same model.
-    timeout_s: the longest wait for a peer that is connected but silent, by default PyTorch's half hour; after
-        that backward() raises with the text of gradwire.CommFailed.
-    comm: a communicator to use instead of one for the process group, which has no other user until close().
-    seed: for stochastic rounding.
-    min_ranks: when ranks die, the others go on without them as long as so many are left, and backward() returns the mean
-        over these. 0: backward() raises. On the host only; docs/for-pytorch.md has what it asks of DDP.
+    The constructor is not collective: the first gradient creates the communicator. Use one hook per model.
 
-    Creating a hook is cheap; the communicator is created at the first gradient. Use one hook per model.
     Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
-    Of bfloat16 buckets, what would travel in FP32 travels as bfloat16: all with "fp32", dense tensors, and factors with
-    "powersgd" and "randk" without wire=. float16 ones travel as what the spec says, "fp32" included: that is exact, in
-    twice their bytes; "bf16" sends as many as they have.
+    bfloat16 buckets are sent as bfloat16 wherever the spec means FP32: all tensors with "fp32", dense
+    tensors, and factors of "powersgd" and values of "randk" without wire=. float16 buckets are sent as the
+    spec says: "fp32" is exact and doubles their bytes; "bf16" has as many bytes as float16.
 
-    A hook can be pickled between steps, with its state_dict() in the pickle. The copy uses the default process
-    group, and where names came from a model, it needs name_parameters(model) before DDP's first step.
+    A hook can be pickled between steps. The pickle contains its state_dict(). The copy uses the default
+    process group. If the names came from a model, call name_parameters(model) before DDP's first step.
+
+    Args:
+        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
+            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
+            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and
+            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
+        process_group: DDP's process group. None: the group of `model`, or the default group.
+        model: provides the parameters' names for error messages and state_dict(). None: parameters are
+            numbered in the order of DDP's first buckets, which is the same in every run of the same model.
+        timeout_s: the longest wait for a peer that is connected but silent; by default half an hour, as in
+            PyTorch. Then backward() raises with the text of gradwire.CommFailed.
+        comm: a communicator to use in place of the process group's. Nothing else may use it until close().
+        seed: for stochastic rounding.
+        min_ranks: when ranks die, the others continue as long as this many are left, and backward() returns
+            the mean over them. 0: backward() raises. Host only; see docs/for-pytorch.md for requirements.
+
+    Raises:
+        BadArgument: an argument is invalid. The constructor checks the spec.
     """
 
     def __init__(self, spec: str = DEFAULT_SPEC, *, process_group: Any = None,
@@ -77,16 +84,17 @@ class Hook:
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
             Reducer(alone, spec, []).close()
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
-            raise _native.BadArgument(f"min_ranks={min_ranks}: " + ("the hook then makes its own communicators, so pass no comm"
-                                                                    if comm is not None else "at least 1, or 0 for none"))
+            raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
+                "the hook creates the communicators itself; pass no comm"
+                if comm is not None else "must be at least 1, or 0 to disable"))
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if min_ranks > 0:
                 refuse_what_needs_all_ranks(model)
             if process_group is None:
                 process_group = model.process_group
             elif process_group != model.process_group:
-                raise _native.BadArgument("process_group is another than the DistributedDataParallel's, over whose ranks a hook "
-                                          "must average: leave it out")
+                raise _native.BadArgument("process_group differs from the DistributedDataParallel's, over "
+                                          "which the hook must average: leave process_group out")
         self.spec = spec
         self._process_group = process_group
         self._timeout_s = timeout_s
@@ -96,14 +104,14 @@ class Hook:
         if model is not None:
             self.name_parameters(model)
         self._buckets: Dict[int, Bucket] = {}
-        self._from_load = False  # what the state in _carried lacks has not been said yet
+        self._from_load = False  # the state in _carried was loaded; no warning about missing parameters yet
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
         self._communicators: List[Communicator] = []
-        self._origin: Optional[Origin] = None  # where the communicator was made
+        self._origin: Optional[Origin] = None  # of the communicator
         self._worker = Worker(self._communicators)
         if comm is not None:
             comm._claim(self, "a Hook")
@@ -113,13 +121,14 @@ class Hook:
     # ---- The hook ------------------------------------------------------------------------------------------
 
     def __call__(self, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
-        """The same as allreduce_hook(): DDP calls it for every bucket, in the same order on every rank."""
+        """Reduces a bucket. DDP calls it for every bucket, in the same order on every rank."""
         if not self._finalizer.alive:
-            raise _native.BadHandle("the hook was closed; create another Hook for DDP")
+            raise _native.BadHandle("the hook was closed: create another Hook for DDP")
         if self._failure is not None:
             raise _native.CommFailed(f"an earlier step failed: {self._failure}") from self._failure
         if self._origin is not None and self._origin.ended():
-            raise _native.BadHandle(f"the hook cannot be used any more: {self._origin.ended()}; create another Hook for DDP")
+            raise _native.BadHandle(f"the hook can no longer be used: {self._origin.ended()}; create another "
+                                    "Hook for DDP")
         if isinstance(bucket, tuple):
             raise _native.Unsupported(PYTHON_REDUCER)
         gradients = bucket.buffer()
@@ -155,17 +164,18 @@ class Hook:
     def _pass_through(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
         """Averages a sparse gradient over the process group, as DDP does without a hook."""
         if self._elastic is not None:
-            raise _native.Unsupported("sparse gradients are averaged by the process group, which min_ranks cannot use: "
-                                      "use sparse=False")
+            raise _native.Unsupported("a gradient is sparse. Sparse gradients are averaged by the process "
+                                      "group, which cannot lose ranks: use sparse=False, or a hook without "
+                                      "min_ranks")
         gradient.div_(dist.get_world_size(self._process_group))
         work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
     def _enqueue_cuda(self, entry: Bucket, gradients: torch.Tensor,
                       buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        # On a side stream, so that backward continues. DDP waits for the event of that stream in the future.
+        # A side stream, so that backward continues. DDP waits for an event of that stream in the future.
         if self._comm is not None:
-            self._comm.check()  # an earlier step may have failed on its stream, which carries no errors
+            self._comm.check()  # an earlier step may have failed on its stream, which reports no errors
         if self._side_stream is None:
             self._side_stream = torch.cuda.Stream(buffer.device)
         future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
@@ -198,11 +208,12 @@ class Hook:
             device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
             elastic = self._elastic is not None
             self._origin = Origin(self._process_group)
-            self._take_communicator(communicator(self._process_group, device, self._timeout_s, shrinkable=elastic))
+            self._take_communicator(communicator(self._process_group, device, self._timeout_s,
+                                                 shrinkable=elastic))
         return self._comm  # type: ignore[return-value]
 
     def _take_communicator(self, comm: Communicator) -> None:
-        """In place of the one before, whose reducers are closed."""
+        """Replaces the communicator. The reducers of the old one are closed already."""
         comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
         before, self._comm = self._comm, comm
         self._communicators[:] = [comm]
@@ -213,7 +224,7 @@ class Hook:
 
     @property
     def ranks(self) -> List[int]:
-        """The ranks of the process group over which backward() averages: all, or with min_ranks those that are left."""
+        """The process group's ranks over which backward() averages: all, or with min_ranks the survivors."""
         if self._elastic is not None and self._elastic.ranks:
             return list(self._elastic.ranks)
         place = self._place()
@@ -222,9 +233,10 @@ class Hook:
     # ---- Buckets -------------------------------------------------------------------------------------------
 
     def name_parameters(self, model: torch.nn.Module) -> None:
-        """Uses the model's names for its parameters, as Hook(model=model) does. Call before the first step.
+        """Uses the model's parameter names, as Hook(model=model) does. Call it before the first step.
 
-        Raises BadArgument where another model's parameters have these names: a hook is for one model.
+        Raises:
+            BadArgument: another model's parameters have these names. A hook is for one model.
         """
         self._names.add_model(model)
 
@@ -235,7 +247,7 @@ class Hook:
         if entry is not None and len(entry.parameters) == len(parameters) and all(
                 a is b for a, b in zip(entry.parameters, parameters)):
             return entry
-        if entry is not None:  # DDP regroups its buckets once, after the first step
+        if entry is not None:  # DDP rebuilds its buckets once, after the first step
             self._dissolve(lambda i: i >= index)
         self._communicator(buffer)  # in DDP's thread, because it uses the process group
         names = self._names.of(parameters)
@@ -247,7 +259,7 @@ class Hook:
     def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
-        # One reducer bucket for each of DDP's.
+        # One reducer bucket per DDP bucket.
         reducer = Reducer(self._communicator(buffer), spec_for(self.spec, buffer.dtype), tensors,
                           bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
                           dtype=NATIVE.get(buffer.dtype, "float32"))
@@ -257,13 +269,13 @@ class Hook:
         fresh = unpack(reducer.save_state())
         missing = begin_missing(carried, layout, fresh, self._names.are_a_models)
         if missing and self._from_load:
-            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals begin at zero",
-                         len(missing), missing[0])
+            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals "
+                         "begin at zero", len(missing), missing[0])
             self._from_load = False
-        # "spec ...; rank ..." The hook has compared its spec; reducers have theirs by the gradients' type.
+        # "spec ...; rank ..." The hook has compared its spec; a reducer's depends on the gradients' type.
         own_spec, separator, others = fresh.identity.partition("; ")
         identity = own_spec + separator + (carried.identity.partition("; ")[2] or others)
-        # A state of a single rank has no entries: nothing is kept there. Others have a factor where one is needed.
+        # A state of a world of 1 has no entries: that world has no residuals or factors.
         tensors_of = {name: carried.tensors[name]._replace(
             entries=carried.tensors[name].entries or fresh.tensors[name].entries) for name in layout.names}
         reducer.load_state(pack(State(identity, carried.steps, tensors_of)))
@@ -299,23 +311,26 @@ class Hook:
     # ---- Checkpoints, statistics, closing ------------------------------------------------------------------
 
     def state_dict(self, gather: bool = True) -> Dict[str, Any]:
-        """The state of each parameter, and the step count, for torch.save(). Call between steps only.
+        """Returns each parameter's state, and the step count, for torch.save(). Call it between steps only.
 
         Args:
-            gather: on rank 0 the states of all ranks, whose residuals differ; the others get their own. Collective then:
-                call it on every rank, and save what rank 0 gets. False: this rank's own, which every rank must save.
-                With min_ranks or comm, and before the first step, it is always this rank's own.
+            gather: True: rank 0 gets the states of all ranks, whose residuals differ; other ranks get their
+                own state. Collective: call it on every rank, and save rank 0's result. False: this rank's
+                state, which every rank must save. With min_ranks or comm, and before the first step, always
+                this rank's state.
 
         Returns:
-            {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind: tensor}}}},
-            with 1-D CPU tensors of kind "residual" or PowerSGD's "factor"; and "others": [the other ranks' states].
+            {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind:
+            tensor}}}}, with 1-D CPU tensors of kind "residual" or PowerSGD's "factor"; and "others": [the
+            other ranks' states].
 
         Raises:
-            CommFailed: a rank does not call it within timeout_s. After 10 s a warning names that rank.
-            BadHandle: after close().
+            CommFailed: a rank did not call it within timeout_s. After 10 s a warning names that rank.
+            BadHandle: the hook was closed.
         """
         if not self._finalizer.alive:
-            raise _native.BadHandle("the hook was closed, and its state with it: call state_dict() before close()")
+            raise _native.BadHandle("the hook was closed and its state dropped: call state_dict() before "
+                                    "close()")
         self._worker.drain()
         state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
         if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
@@ -323,19 +338,20 @@ class Hook:
         return gathered(state, self._process_group, self._comm._key, self._timeout_s)
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
-        """Restores a state_dict(). If model and optimizer are restored too, training continues bit for bit.
+        """Restores a state_dict(). With model and optimizer also restored, training continues bit for bit.
 
-        Call between steps only. Parameters are found by name. One that the state lacks, such as one that was frozen when
-        it was saved, begins without a residual; a warning says so (logging, "gradwire").
+        Call it between steps only. Parameters are found by name. A parameter that the state lacks, for
+        example because it was frozen when saved, begins without a residual, and a warning is logged (logging,
+        "gradwire").
 
         Args:
-            state: what rank 0 got from state_dict(); or what this rank got from state_dict(gather=False); or a list, in
-                any order, of what the ranks of a run with another number of ranks got. Of these, rank r of n takes the sum
-                of the residuals of the ranks r, r + n, r + 2n, ..., and needs only them (r % m of m, where n is more); so
-                the sum over all ranks is kept.
+            state: rank 0's state_dict(); or this rank's state_dict(gather=False); or a list of states, in any
+                order, from a run with another world size m. Rank r of n then loads the sum of the residuals
+                of ranks r, r + n, r + 2n, ..., and needs only these states (if n > m, rank r % m). The sum
+                over all ranks is preserved.
 
         Raises:
-            BadArgument: a state is of another version, spec or model, or one that is needed is missing.
+            BadArgument: a state is of another version, spec or model, or a state that is needed is missing.
         """
         chosen = for_rank(as_list(state), self.spec, self._place())
         if self._names.are_a_models:
@@ -351,35 +367,38 @@ class Hook:
             self._scale.forget()
 
     def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
-        """Keeps residuals in the scale of the gradients while a GradScaler changes it. Call it before the first step.
+        """Rescales residuals when a GradScaler changes the gradients' scale. Call it before the first step.
 
-        When scaler.update() has changed the scale, residuals are multiplied by new / old. Where the optimizer has skipped
-        the step, because a gradient was infinite or NaN, they are first set back to what they were before it: what that
-        step has sent is in no weight. For this every step copies the state to host memory. Not under ddp.join().
+        When scaler.update() changes the scale, residuals are multiplied by new / old. When the optimizer
+        skips a step, because a gradient is infinite or NaN, residuals are first restored to their values
+        before the step, because no weight received the values sent. Every step therefore copies the state to
+        host memory. Does not support ddp.join().
 
         Args:
-            scaler: the torch.amp.GradScaler of the training loop, or an object with its get_scale() and update().
-            optimizer: the model's, if the scaler has several, which skip steps by themselves.
+            scaler: the training loop's torch.amp.GradScaler, or an object with its get_scale() and update().
+            optimizer: the model's optimizer, if the scaler has several: they skip steps independently.
 
         Raises:
-            BadArgument: `scaler` is none, or the hook has min_ranks.
+            BadArgument: `scaler` is not a scaler, or the hook has min_ranks.
         """
         if self._elastic is not None:
-            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps itself: use bfloat16, "
-                                      "which needs no loss scale, or a hook without min_ranks")
+            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps "
+                                      "itself: use bfloat16, which needs no loss scale, or a hook without "
+                                      "min_ranks")
         scale = LossScale(self, scaler, optimizer)
         if self._scale is not None:
             self._scale.end()
         self._scale = scale
 
     def checkpoint(self, load_from: Any = None) -> Checkpoint:
-        """The hook for torch.distributed.checkpoint, where every rank keeps its own state:
+        """Returns a Stateful for torch.distributed.checkpoint, with which every rank saves its own state.
 
             dcp.save({"model": ..., "hook": hook.checkpoint()}, checkpoint_id=folder)
             dcp.load({"model": ..., "hook": hook.checkpoint(load_from=folder)}, checkpoint_id=folder)
 
-        load_from: where to look how many ranks have saved: the folder, or a StorageReader. Another number than now is
-        as in load_state_dict(). None: as many as now.
+        Args:
+            load_from: the folder, or a StorageReader, from which to read the saved world size. For another
+                world size see load_state_dict(). None: the current world size.
         """
         return Checkpoint(self, load_from)
 
@@ -391,31 +410,36 @@ class Hook:
         return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
 
     def __getstate__(self) -> Dict[str, Any]:
-        # A closed hook has no state. That of a forked process belongs to its parent.
+        # A closed hook has no state. The state of a forked process belongs to its parent.
         ended = not self._finalizer.alive or (self._origin is not None and self._origin.forked())
         return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed,
-                "state": to_dict(State("", 0, {}), self.spec, None) if ended else self.state_dict(gather=False),
+                "state": (to_dict(State("", 0, {}), self.spec, None) if ended
+                          else self.state_dict(gather=False)),
                 "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
 
     def __setstate__(self, pickled: Dict[str, Any]) -> None:
-        self.__init__(pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"],  # type: ignore[misc]
-                      min_ranks=pickled.get("min_ranks", 0))
+        self.__init__(  # type: ignore[misc]
+            pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"],
+            min_ranks=pickled.get("min_ranks", 0))
         self._carried = from_dict(pickled["state"])
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "Hook":
-        """A hook with a copy of the state. A deep copy of a DDP has it in a list for logging only: its reducer has none."""
-        _log.warning("a Hook was copied: if a compressed DistributedDataParallel was, its copy averages without compression "
-                     "until compress(copy, %r)", self.spec)
+        """Returns a hook with a copy of the state.
+
+        A deep copy of a DDP has the copied hook in its list for logging only: its reducer has no hook.
+        """
+        _log.warning("a Hook was copied: the copy of a compressed DistributedDataParallel averages without "
+                     "compression until compress(copy, %r)", self.spec)
         copied = Hook.__new__(Hook)
         copied.__setstate__(self.__getstate__())
         return copied
 
     def check(self) -> None:
-        """Waits for the last backward's communication, and raises CommFailed if it has failed.
+        """Blocks until the last backward's communication is done. Raises CommFailed if it failed.
 
-        On the host backward() itself has raised by then. On CUDA it can't: a stream carries no errors, and when a peer
-        dies the gradients are garbage. Without check() only the next backward() raises, one optimizer.step() too
-        late: call it before optimizer.step(), or at least before a checkpoint is written.
+        On the host backward() raises. On CUDA it cannot: streams do not report errors, and when a peer dies
+        the gradients are garbage. Without check() only the next backward() raises, after an optimizer.step()
+        with these gradients. Call it before optimizer.step(), or at least before writing a checkpoint.
         """
         self._worker.drain()
         if self._side_stream is not None:
@@ -426,9 +450,11 @@ class Hook:
             self._comm.check()
 
     def stats(self) -> Dict[str, Any]:
-        """The last step, summed over buckets: "wire_bytes" sent by this rank, "dense_bytes" that it would have
-        sent uncompressed, in the gradients' own type, "comm_ms", "extra_bytes" of memory, "buckets",
-        "buckets_in_place", and "description" (text)."""
+        """Returns statistics of the last step, summed over buckets.
+
+        "wire_bytes": bytes that this rank sent; "dense_bytes": bytes that it would have sent uncompressed, in
+        the gradients' type; "comm_ms"; "extra_bytes" of memory; "buckets"; "buckets_in_place"; "description".
+        """
         self._worker.drain()
         if self._side_stream is not None:
             self._side_stream.synchronize()
@@ -448,7 +474,7 @@ class Hook:
         return total
 
     def close(self) -> None:
-        """Stops the thread and closes the communicator; also done at exit. Do not use the hook after this."""
+        """Stops the thread and closes the communicator; also done at exit. Do not use the hook afterwards."""
         if self._finalizer.alive:
             if self._scale is not None:
                 self._scale.end()
@@ -473,28 +499,29 @@ allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
 
 def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: float = TIMEOUT_S,
              comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> Hook:
-    """Compresses what a DistributedDataParallel model sends: registers a Hook with it, and returns the hook.
+    """Compresses the gradients of a DistributedDataParallel model: creates a Hook and registers it.
 
     Call it once per model, on every rank with the same arguments, before the first backward; before or after
-    torch.compile(model). The hook averages over the model's own process group, and has its parameters' names.
+    torch.compile(model). The hook averages over the model's process group, and has its parameters' names.
 
     Args:
         model: the DistributedDataParallel; or a model that contains or is wrapped in exactly one, such as
-            torch.compile(ddp_model) and ddp_model.module; or a trainer that has one in its attributes.
-        spec: as in Hook, and the others also.
+            torch.compile(ddp_model) and ddp_model.module; or a trainer with one in its attributes.
+        spec, timeout_s, comm, seed, min_ranks: see Hook.
 
     Returns:
         The hook.
 
     Raises:
-        BadArgument: there is no DistributedDataParallel, more than one, or it has a hook. The message says what to do.
+        BadArgument: there is no DistributedDataParallel, more than one, or it has a hook.
+        Unsupported: torch._dynamo.config.optimize_ddp is "python_reducer".
     """
     ddp = the_ddp(model)
     if getattr(ddp, "_use_python_reducer", False):
         raise _native.Unsupported(PYTHON_REDUCER)
     hook = Hook(spec, process_group=ddp.process_group, model=ddp, timeout_s=timeout_s, comm=comm, seed=seed,
                 min_ranks=min_ranks)
-    # PyTorch's list for logging. A deep copy of a DDP has the hooks of the original there, and none in its reducer.
+    # PyTorch's list for logging. A deep copy of a DDP lists the original's hooks, but its reducer has none.
     listed = getattr(ddp, "_comm_hooks", None)
     before = list(listed) if listed is not None else []
     try:
@@ -503,5 +530,6 @@ def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: float = TIMEOUT
         if listed is not None:
             listed[:] = before
         hook.close()
-        raise _native.BadArgument(f"cannot register a communication hook with the model, which may have one: {error}") from error
+        raise _native.BadArgument("cannot register a communication hook: use a DistributedDataParallel "
+                                  f"without one. PyTorch says: {error}") from error
     return hook
