@@ -1,4 +1,4 @@
-"""setuptools, and CMake and Ninja from pip where the machine has none and setup.py needs them."""
+"""Adds CMake and Ninja from pip to setuptools' backend, if setup.py needs them and the machine lacks them."""
 import os
 import pathlib
 import shutil

@@ -1,6 +1,8 @@
-"""Builds the package, with libgradwire.so in it: the one that GRADWIRE_LIBRARY names, or that the source tree's build
-folder has; else it is compiled, which takes a compiler, CMake, Ninja and fmt, and nvcc for its CUDA side. CMAKE_ARGS has
-more arguments for CMake.
+"""Builds the package, including libgradwire.so.
+
+The library is the file in GRADWIRE_LIBRARY, or the source tree's build/lib/libgradwire.so. If there is none,
+it is compiled, which takes a compiler, CMake, Ninja and fmt, and nvcc for its CUDA side. CMAKE_ARGS adds
+CMake arguments.
 """
 import ctypes
 import os
@@ -25,7 +27,7 @@ HEADER = SOURCE / "collectives" / "gradwire.h"
 
 
 def library() -> "pathlib.Path | None":
-    """What is built already."""
+    """Returns a library that is already built, or None."""
     chosen = os.environ.get("GRADWIRE_LIBRARY")
     if chosen:
         return pathlib.Path(chosen).resolve(strict=True)
@@ -42,17 +44,18 @@ def version() -> str:
 
 def compiled(folder: pathlib.Path) -> pathlib.Path:
     if not HEADER.exists():
-        sys.exit("gradwire: no libgradwire.so, and no sources beside the package: install from a checkout of Gradwire, or "
-                 "set GRADWIRE_LIBRARY to a library")
+        sys.exit("gradwire: there is no libgradwire.so, and no source tree to compile it from: install from "
+                 "a checkout of Gradwire, or set GRADWIRE_LIBRARY to a library")
     configure = ["cmake", "-S", SOURCE, "-B", folder, "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
-                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON", *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
+                 "-DGRADWIRE_TESTS=OFF", "-DGRADWIRE_LIBRARY_ONLY=ON",
+                 *shlex.split(os.environ.get("CMAKE_ARGS", ""))]
     try:
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", folder, "--target", "gradwire_shared"], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"gradwire: libgradwire.so could not be built ({error}); it takes a C++20 compiler and fmt: "
-                 "apt install g++ libfmt-dev. An nvcc that is older than CUDA 13 may be the reason: "
-                 "CMAKE_ARGS=-DGRADWIRE_CUDA=OFF builds without the CUDA side")
+        sys.exit(f"gradwire: libgradwire.so could not be built ({error}). It needs a C++20 compiler and fmt: "
+                 "apt install g++ libfmt-dev. If nvcc is older than CUDA 13, build without the CUDA side: "
+                 "CMAKE_ARGS=-DGRADWIRE_CUDA=OFF")
     return (folder / "lib" / "libgradwire.so").resolve()
 
 
@@ -62,11 +65,12 @@ class BuildWithLibrary(build_py):
         target = pathlib.Path(self.build_lib, "gradwire")
         found = library() or compiled(pathlib.Path(self.build_lib).resolve().parent / "library")
         shutil.copy2(found, target / "libgradwire.so.0")
-        (target / "_version.py").write_text(f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
+        (target / "_version.py").write_text(
+            f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
 
 
 class AnyPython(bdist_wheel):
-    """One wheel for every Python: nothing in it is compiled against one."""
+    """Builds one wheel for every Python version: nothing in it is compiled against Python."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
@@ -77,4 +81,5 @@ class PlatformDistribution(Distribution):
         return True
 
 
-setup(version=version(), cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython}, distclass=PlatformDistribution)
+setup(version=version(), cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython},
+      distclass=PlatformDistribution)
