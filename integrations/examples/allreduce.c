@@ -36,7 +36,7 @@ static void* run(void* argument) {
   CHECK(gw_allreduce(comm, buffer, COUNT, GW_FLOAT32, GW_AVG, "bf16", NULL));
   CHECK(gw_comm_destroy(comm));
 
-  /* The mean of rank + i over the ranks. A bfloat16 is accurate to 1/256, and each value is rounded twice. */
+  /* The mean of rank + i over the ranks. bfloat16 is accurate to 1/256, and each value is rounded twice. */
   for (i = 0; i < COUNT; ++i) {
     const float want = (float)(me->world - 1) / 2 + (float)i, error = buffer[i] - want;
     if (error > want / 128 + 1e-6f || -error > want / 128 + 1e-6f) {

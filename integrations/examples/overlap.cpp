@@ -1,5 +1,5 @@
-// A training step as a framework author would write it: gradients compressed with PowerSGD and error
-// feedback, buckets reduced while backward computes the next ones, and a checkpoint of the reducer's state.
+// A training step as in a framework: compresses gradients with PowerSGD and error feedback, reduces buckets
+// while backward computes the next gradients, and saves the reducer's state.
 //
 // Runs two ranks as threads; `overlap RENDEZVOUS RANK WORLD` runs one rank of several processes.
 #include <gradwire.h>
@@ -24,7 +24,7 @@ struct Layer {
   int64_t rows, cols;
 };
 
-// In the order in which backward completes their gradients: last layer first.
+// In the order in which backward completes the gradients: last layer first.
 const Layer kLayers[] = {{"head.weight", 10, 256},
                          {"head.bias", 10, 1},
                          {"body.weight", 256, 512},
@@ -69,10 +69,10 @@ void run(const char* rendezvous, int rank, int world) {
               std::sin(static_cast<float>(r + rank)) * std::cos(static_cast<float>(c + step));
         }
       }
-      check(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));  // never waits for the network
+      check(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));  // does not block
     }
     check(gw_reducer_wait(reducer, nullptr));
-    // Now the gradients are averaged, with the same bits on every rank.
+    // The gradients are now averaged, with the same bits on every rank.
   }
   // The gradients have rank 2, so PowerSGD of rank 4 loses nothing.
   for (int64_t r = 0; r < 256; ++r) {

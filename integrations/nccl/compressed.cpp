@@ -9,7 +9,7 @@
 namespace gradwire::interposer {
 
 CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings)
-    // No timeout: only the communicator's owner may abort it, and has its own watchdog.
+    // No timeout: only the communicator's owner, which has a watchdog, may abort it.
     : settings_(settings),
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
@@ -63,7 +63,7 @@ CompressedAllReduce::~CompressedAllReduce() {
   }
 }
 
-// Does not wait for the device: memory comes and goes in the order of setup_, which waits for the calls that use it.
+// Does not block: memory is allocated and freed in the order of setup_, which waits for the calls that use it.
 Program& CompressedAllReduce::program_for(const Key& key, const Stream& stream) {
   if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [send, receive, count, op] = key;

@@ -15,21 +15,21 @@
 
 namespace gradwire::interposer {
 
-// For one communicator. Calls must come one at a time, as NCCL requires.
+// For one communicator. Calls must not be concurrent, as NCCL requires.
 //
 // Error feedback is tied to memory addresses: there is a residual for each (send buffer, receive buffer,
-// count, operation), which for training frameworks is a gradient bucket. The kPlaces most recently used are
-// kept; an evicted one starts again without a residual. Residuals never decide whether a call is compressed,
-// so they may differ between ranks.
+// count, operation), which in training frameworks is a gradient bucket. The cache has the kPlaces most recently
+// used; an evicted entry loses its residual. Residuals do not affect whether a call is compressed, so they may
+// differ between ranks.
 class CompressedAllReduce {
  public:
   // Adopts `comm` and compares settings with the other ranks. Collective, blocks.
   CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings);
   ~CompressedAllReduce();
 
-  // All ranks have the same settings, and those allow compression.
+  // Whether all ranks have the same settings, and the settings allow compression.
   bool usable() const { return usable_; }
-  // For the log: what is done on this communicator.
+  // For the log: describes the compression of this communicator's calls.
   const std::string& description() const { return description_; }
   int rank() const { return comm_->rank(); }
 
@@ -49,8 +49,8 @@ class CompressedAllReduce {
   Stream setup_;
   std::optional<SchedulePlanner> planner_;
   Buffer step_;
-  Event last_;   // end of the previous call: calls share the workspace
-  Event ready_;  // memory of a new program
+  Event last_;   // end of the previous call; calls share the workspace
+  Event ready_;  // a new program's memory is allocated
   ProgramCache<Key> programs_;
 };
 

@@ -1,5 +1,5 @@
 // The interposer's settings, and its decision about a call of ncclAllReduce. Makes no CUDA or NCCL calls, so
-// it can be tested anywhere.
+// tests need no GPU.
 #pragma once
 
 #include <nccl.h>
@@ -24,7 +24,7 @@ struct Settings {
 
   // Never throws: invalid settings turn the interposer off, with a reason in why_off.
   static Settings read(const std::function<const char*(const char*)>& lookup);
-  // Equal on ranks whose settings compress the same way; exact as a double. 0 when off.
+  // Returns a number that is equal on ranks with equivalent settings, and exact as a double. 0 when off.
   uint64_t fingerprint() const;
 };
 
@@ -43,11 +43,11 @@ enum class Path {
   untouched_group,  // between ncclGroupStart and ncclGroupEnd
   untouched_capture
 };
-// The same on all ranks with the same settings: depends on nothing that may differ between ranks.
+// Returns the same path on all ranks with the same settings: does not depend on anything else that may differ.
 Path decide(const Settings& settings, const Request& request);
 
-// Whether ranks may use this call to compare their settings, once per communicator. Does not depend on
-// settings, so all ranks decide alike.
+// Whether ranks may use this call to compare their settings, once per communicator. Does not depend on the
+// settings, so all ranks get the same answer.
 bool may_compare(const Request& request);
 
 // "4M" -> 4194304; negative if it is not a size.

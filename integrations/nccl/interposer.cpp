@@ -1,8 +1,8 @@
-// libgradwire_nccl.so: preloaded into a program that uses NCCL, it compresses large float32 calls of
-// ncclAllReduce. docs/extending.md.
+// libgradwire_nccl.so: when preloaded into a program that uses NCCL, compresses large float32 calls of
+// ncclAllReduce. See docs/extending.md.
 //
-// It defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a
-// communicator (to drop its state). Each forwards to NCCL's definition.
+// Defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a communicator (to
+// drop its state). Each forwards to NCCL's definition.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -21,8 +21,8 @@
 namespace gradwire::interposer {
 namespace {
 
-// NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global scope; the
-// library's name does.
+// Returns NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global scope;
+// a lookup by the library's name does.
 template <typename Function>
 Function next(const char* symbol) {
   void* found = dlsym(RTLD_NEXT, symbol);
@@ -82,7 +82,7 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// True if the call was handled here; `result` is then its result.
+// Returns whether the call was handled here; `result` is then its result.
 bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
               ncclResult_t& result) {
   Interposer& all = interposer();
