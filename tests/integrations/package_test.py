@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import math
 import os
 import pathlib
 import pickle
@@ -23,7 +24,7 @@ import torch
 
 import gradwire
 import gradwire.torch
-from gradwire import _buckets, _native, _process_group, _state
+from gradwire import _buckets, _native, _process_group, _spec, _state
 from gradwire._port import reserve_port
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"
@@ -354,6 +355,22 @@ class Reducers(unittest.TestCase):
                 with self.assertRaisesRegex(gradwire.BadArgument, "damaged"):
                     reducer.load_state(self.VERSION_1[:-1] + b"?")
             reducer.close()
+
+        run_ranks(2, body)
+
+    def test_small_tensors_are_those_that_the_library_keeps_dense(self) -> None:
+        shapes = [(1,), (1_024,), (65_536,), (65_537,), (2, 2), (31, 33), (32, 32), (33, 32), (256, 256)]
+
+        def body(comm: gradwire.Communicator) -> Any:
+            for shape in shapes:
+                values = np.ones((shape[0], math.prod(shape[1:])), np.float32)
+                sent = []
+                for dense in ("auto", "off"):
+                    reducer = gradwire.Reducer(comm, f"int8:dense={dense}", [("t", *values.shape)])
+                    reducer.allreduce([values])
+                    sent.append(reducer.stats()["wire_bytes"])
+                    reducer.close()
+                self.assertEqual(_spec.is_small(shape), sent[0] != sent[1], (shape, sent))
 
         run_ranks(2, body)
 

@@ -8,6 +8,7 @@ import torch
 from gradwire import _native
 from gradwire._core import Reducer
 from gradwire._elastic import Copies
+from gradwire._spec import split
 
 # Types that the library reduces without conversion. The hook converts other types to float32 and back.
 NATIVE = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -93,8 +94,7 @@ def plain_name(name: str) -> str:
 
 def spec_for(spec: str, dtype: torch.dtype) -> str:
     """Returns `spec` for buckets of `dtype`: uncompressed BF16 gradients are sent as BF16, not FP32."""
-    method, _, text = spec.replace(":", ",", 1).partition(",")
-    options = [option for option in text.split(",") if option]
+    method, options = split(spec)
     if dtype != torch.bfloat16 or "schedule=nccl" in options:  # NCCL sums FP32 only
         return spec
     if method == "fp32":

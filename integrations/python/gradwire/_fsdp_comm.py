@@ -21,6 +21,7 @@ from gradwire._core import Communicator
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
 from gradwire._profile import during
+from gradwire._spec import method_of, split
 
 
 class Options(NamedTuple):
@@ -307,14 +308,9 @@ def stream_of(tensor: torch.Tensor) -> int:
     return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
 
 
-def method_of(spec: str) -> str:
-    """The name that a spec begins with."""
-    return spec.replace(":", ",", 1).partition(",")[0]
-
-
 def encoded_once(spec: str) -> str:
     """Returns `spec`, by default with schedule=two_shot: each rank encodes once, and the owner adds."""
-    options = spec.replace(":", ",", 1).split(",")[1:]
+    options = split(spec)[1]
     if any(option.startswith("schedule=") for option in options):
         return spec
     return f"{spec}{',' if options else ':'}schedule=two_shot"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._buckets import Layout, is_number
 from gradwire._process_group import global_rank
+from gradwire._spec import split
 from gradwire._state import Entry, State, TensorState
 
 StateDict = Dict[str, Any]
@@ -43,8 +44,8 @@ def _place_in(text: str) -> Optional[Place]:
 
 def saved_as(spec: str) -> List[str]:
     """Returns `spec` without residual=: states hold residuals in float32 for every residual type."""
-    method, _, options = spec.replace(":", ",", 1).partition(",")
-    return [method, *(option for option in options.split(",") if not option.startswith("residual="))]
+    method, options = split(spec)
+    return [method, *(option for option in options if not option.startswith("residual="))]
 
 
 def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:

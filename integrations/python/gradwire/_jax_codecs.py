@@ -20,6 +20,8 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import jax
 import jax.numpy as jnp
 
+from gradwire._spec import split
+
 _OWN = {"powersgd": ("rank", "start", "warm", "alternate", "min_ratio", "seed", "wire"),
         "randk": ("ratio", "seed", "wire")}
 
@@ -63,8 +65,8 @@ def is_codec(method: str) -> bool:
 
 def read(spec: str, leaves: Sequence[Any] = ()) -> Codec:
     """Parses a spec that the library has checked. Without wire=, leaves are sent as BF16 if all are BF16."""
-    method, *options = spec.replace(":", ",", 1).split(",")
-    given: Dict[str, str] = dict(option.split("=", 1) for option in options if option)
+    method, options = split(spec)
+    given: Dict[str, str] = dict(option.split("=", 1) for option in options)
     others = [f"{key}={value}" for key, value in given.items() if key not in _OWN[method]]
     wire = given.get("wire", "bf16" if leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves)
                      else "fp32")

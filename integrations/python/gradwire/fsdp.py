@@ -19,15 +19,14 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._core import Communicator
 from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
-                                  is_plain, method_of)
+                                 is_plain)
 from gradwire._fsdp_residual import MODES, Residual
 from gradwire._loss_scale import follow
 from gradwire._process_group import TIMEOUT_S
+from gradwire._spec import is_small, split, stays_dense
 
 __all__ = ["Compression", "compress"]
 
-# Formats of 16 bits and more, which are accurate enough for vectors.
-_WIDE = ("fp32", "bf16")
 _WHOLE_MATRICES = ("powersgd", "randk")
 
 _log = logging.getLogger("gradwire")
@@ -422,12 +421,13 @@ def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
 
 
 def _check_spec(argument: str, spec: str) -> None:
-    if method_of(spec) in _WHOLE_MATRICES:
+    method, options = split(spec)
+    if method in _WHOLE_MATRICES:
         raise _native.Unsupported(
             f"{argument}={spec!r} needs whole tensors, but FSDP2 gives each rank a slice: use a wire format, "
             "such as 'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with "
             "gradwire.torch.compress()")
-    for option in spec.replace(":", ",", 1).split(",")[1:]:
+    for option in options:
         if option.partition("=")[0] in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"{argument}={spec!r} has the option {option}: pass compress() the "
                                       "argument residual or dense in its place (residual='off' for ef=off)")
@@ -447,15 +447,12 @@ def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torc
                                       f"write [{dense!r}]")
         patterns = list(dense)
 
-    def small(shape: torch.Size) -> bool:
-        return shape.numel() <= 65_536 if len(shape) == 1 else shape.numel() < 1_024
-
     def rule(name: str, shape: torch.Size) -> bool:
         if is_plain(spec):
             return False
         if patterns is None:
-            return bool(dense) and method_of(spec) not in _WIDE and small(shape)
-        return any(small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
+            return bool(dense) and stays_dense(shape, spec)
+        return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return rule
 

@@ -31,13 +31,11 @@ from gradwire._jax_state import check_state
 from gradwire._jax_state import partition_specs as partition_specs
 from gradwire._jax_state import rescale as rescale
 from gradwire._port import reserve_port
+from gradwire._spec import method_of, split, stays_dense
 
 TIMEOUT_S = 1800.0
 # Leaves of fewer elements are copied into one message: a message costs as much as this many bytes or more.
 _SMALL = 1 << 16
-# With formats of fewer than 16 bits, a matrix of fewer elements and a vector of up to _SMALL stay in FP32.
-_SMALL_MATRIX = 1024
-_WIDE = ("fp32", "bf16")
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -150,15 +148,15 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
             rank in its wire= format. Without wire= that is FP32, or BF16 if all arrays are bfloat16.
         name: names the calls in errors. By default the call's file and line.
     """
-    if _jax_codecs.is_codec(_format(spec)):
+    if _jax_codecs.is_codec(method_of(spec)):
         return _compress_by_codec(spec, error_feedback, dense, name)
     _check_spec(spec)
-    keeps = error_feedback and _format(spec) != "fp32"
+    keeps = error_feedback and method_of(spec) != "fp32"
 
     def init_state(params: Any) -> CompressState:
         _, leaves, structure = _arrays("compress", params)
         return CompressState(tree_unflatten(structure, [
-            _no_residual(leaf, keeps and not (dense and _stays_dense(leaf, spec))) for leaf in leaves]))
+            _no_residual(leaf, keeps and not (dense and stays_dense(leaf.shape, spec))) for leaf in leaves]))
 
     def update(updates: Any, state: CompressState, params: Any = None) -> Tuple[Any, CompressState]:
         del params
@@ -179,7 +177,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
     codec = _jax_codecs.read(spec)  # for shapes, which do not depend on wire=
 
     def chosen(leaf: Any) -> bool:
-        return _jax_codecs.is_compressed(codec, leaf, dense and _stays_dense(leaf, spec))
+        return _jax_codecs.is_compressed(codec, leaf, dense and stays_dense(leaf.shape, spec))
 
     def first_factor(leaf: Any, index: int) -> Any:
         has_one = chosen(leaf) and codec.method == "powersgd"
@@ -234,29 +232,19 @@ class _Part(NamedTuple):
     tag: str
 
 
-def _format(spec: str) -> str:
-    return spec.replace(",", ":", 1).partition(":")[0]
-
-
 def _check_spec(spec: str) -> None:
     _native.text(spec, "the spec")
-    if _jax_codecs.is_codec(_format(spec)):
+    if _jax_codecs.is_codec(method_of(spec)):
         raise _native.BadArgument(f"'{spec}' keeps state between steps, but an average has none: use "
                                   "gradwire.jax.compress(), or a wire format such as int8")
     _check_options(spec)
 
 
 def _check_options(spec: str) -> None:
-    for option in spec.replace(":", ",").split(",")[1:]:
+    for option in split(spec)[1]:
         if option.partition("=")[0] in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
                                       "compress()'s own arguments error_feedback and dense")
-
-
-def _stays_dense(leaf: Any, spec: str) -> bool:
-    if _format(spec) in _WIDE:
-        return False
-    return leaf.size <= _SMALL if leaf.ndim <= 1 else leaf.size < _SMALL_MATRIX
 
 
 def _call_site() -> str:
@@ -285,7 +273,7 @@ def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, ke
         if leaf.size == 0:
             continue
         how = (("bf16" if str(leaf.dtype) == "bfloat16" else "fp32")
-               if dense and _stays_dense(leaf, spec) else spec)
+               if dense and stays_dense(leaf.shape, spec) else spec)
         if leaf.size >= _SMALL:
             parts.append(_Part([i], how, leaf.dtype, keeps[i], f"{what}, {paths[i]}"))
             continue

@@ -1,0 +1,32 @@
+"""Parses a compression spec's text, and decides which tensors stay dense."""
+from __future__ import annotations
+
+import math
+from typing import List, Sequence, Tuple
+
+# As in collectives/codec/dense.h: the longest dense vector, and the smallest matrix that is not dense.
+LONGEST_VECTOR, _SMALL_MATRIX = 65_536, 1_024
+# Formats of 16 bits and more, which are accurate enough for vectors.
+_WIDE = ("fp32", "bf16")
+
+
+def split(spec: str) -> Tuple[str, List[str]]:
+    """Returns the method's name and the options, as "key=value"."""
+    method, *options = spec.replace(":", ",", 1).split(",")
+    return method, [option for option in options if option]
+
+
+def method_of(spec: str) -> str:
+    """Returns the method's name."""
+    return split(spec)[0]
+
+
+def is_small(shape: Sequence[int]) -> bool:
+    """Whether dense=auto means a tensor of this shape."""
+    elements = math.prod(shape)
+    return elements <= LONGEST_VECTOR if len(shape) <= 1 else elements < _SMALL_MATRIX
+
+
+def stays_dense(shape: Sequence[int], spec: str) -> bool:
+    """Whether a tensor of this shape is sent uncompressed."""
+    return method_of(spec) not in _WIDE and is_small(shape)
