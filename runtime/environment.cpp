@@ -37,13 +37,8 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_VERIFY_PAYLOAD", "0",
      "1: a checksum after each message that this rank sends over TCP (docs/faults.md)"},
     {"GRADWIRE_TUNING", "cuBLASLt's own choices",
-     "A file for the algorithms of products on CUDA, and for what multiplies in `powersgd`: those not in it "
-     "are timed at "
-     "first use, and added (docs/gpu.md). Runs with different files differ in their last bits"},
-    {"GRADWIRE_POWERSGD_PRODUCTS", "auto",
-     "What multiplies in `powersgd` on CUDA: its own kernels (fused), cuBLAS (library), or for each bucket "
-     "what is faster "
-     "(docs/gpu.md). Rank 0's value counts, on all ranks"},
+     "A file for the algorithms of products on CUDA: those not in it are timed at first use, and added "
+     "(docs/gpu.md). Runs with different files differ in their last bits"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2", "The NCCL to load, where it is not found by that name"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: what it writes before timing with cold caches, and the size of its large copies. Less "

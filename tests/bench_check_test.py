@@ -62,11 +62,11 @@ class Check(unittest.TestCase):
             self.assertIn(why, judged["why"])
 
     def test_ratios(self):
-        times = [{"spec": "fp32", "time_us": 300.0, "peer_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
+        times = [{"spec": "fp32", "time_us": 300.0, "baseline_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
                  {"spec": "bf16", "schedule": "tree", "time_us": 100.0}]
         best = check.measured(case(metric="time_us", over={"spec": "fp32"}), times)  # of several
         self.assertEqual(best, 3)
-        self.assertEqual(check.measured(case(metric="peer_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
+        self.assertEqual(check.measured(case(metric="baseline_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
         self.assertEqual(check.measured(case(of=4), [row(2), row(3)]), 0.75)
         with self.assertRaises(check.NotMeasured):
             check.measured(case(metric="time_us", over={"spec": "fp8"}), times)

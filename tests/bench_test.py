@@ -223,7 +223,7 @@ class Formats(BenchTest):
         refuse(["--gradients", "grads"], "grads/a.safetensors", "'x'", "F64")
 
 
-HOOK_FIELDS = ["spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "peer", "peer_ms", "speedup"]
+HOOK_FIELDS = ["spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "baseline", "baseline_ms", "speedup"]
 
 
 class Hook(BenchTest):
@@ -246,7 +246,7 @@ class Hook(BenchTest):
                             ("powersgd:rank=2,alternate=on", 16), ("randk:ratio=0.01", 16), ("randk:ratio=0.01,ef=off", 8)):
             row = rows[spec]
             self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
-            self.assertEqual((row["peer"], row["peer_ms"], row["speedup"]), (None, None, None))
+            self.assertEqual((row["baseline"], row["baseline_ms"], row["speedup"]), (None, None, None))
         self.assertEqual(rows["fp32"]["extra_bytes"], 0)
         # The residual: a float per element, and gaps that align tensors. Then the wire's staging.
         self.assertGreaterEqual(rows["bf16"]["extra_bytes"], 6 * elements)
@@ -258,9 +258,9 @@ class Hook(BenchTest):
     def test_pytorch_in_the_same_run(self):
         rows, out = self.hook("--baseline", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")
         for spec, hook in (("powersgd:rank=2", "powerSGD_hook rank 2"), ("bf16", "bf16_compress_hook")):
-            self.assertRegex(rows[spec]["peer"], "^torch .* " + hook)
-            self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["peer_ms"] / rows[spec]["ms"])
-        self.assertIsNone(rows["fp8"]["peer"])  # PyTorch has none
+            self.assertRegex(rows[spec]["baseline"], "^torch .* " + hook)
+            self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["baseline_ms"] / rows[spec]["ms"])
+        self.assertIsNone(rows["fp8"]["baseline"])  # PyTorch has none
         self.assertIn("powerSGD_hook", out)
 
     def test_model_sizes(self):
@@ -289,7 +289,7 @@ class Hook(BenchTest):
 
 
 COLLECTIVES_FIELDS = ["schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
-                      "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "peer_time_us"]
+                      "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us"]
 QUICK = ["-n", 2, "-w", 1]
 
 
@@ -311,7 +311,7 @@ class Collectives(BenchTest):
                           for schedule in ("ring", "tree", "two_shot", "hierarchical")])
         errors = {"fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)}
         for row in rows:
-            self.assertIsNone(row["peer_time_us"])
+            self.assertIsNone(row["baseline_time_us"])
             least, most = errors[row["spec"].removesuffix(",wire=bf16")]
             self.assertTrue(least < row["rel_error"] < most, row)
             if row["spec"] == "fp32":
@@ -338,7 +338,7 @@ class Collectives(BenchTest):
         self.check(rows, "tcp", 2)
         self.assertEqual([r["spec"] for r in rows], ["fp32", "powersgd:rank=2"])
         for row in rows:
-            self.assertGreater(row["peer_time_us"], 0)
+            self.assertGreater(row["baseline_time_us"], 0)
 
     def test_started_by_a_launcher(self):
         common = [BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot", "--no-baseline",
@@ -351,7 +351,7 @@ class Collectives(BenchTest):
         self.assertEqual(outputs[1], "")
         rows = json.loads((self.folder / "out.json").read_text())
         self.check(rows, "tcp", 2)
-        self.assertIsNone(rows[0]["peer_time_us"])
+        self.assertIsNone(rows[0]["baseline_time_us"])
 
     def test_a_rank_that_never_comes(self):
         result = self.run_bench("collectives", "--timeout-s", "1", "--rendezvous", f"file://{self.folder}/meet",
@@ -469,9 +469,9 @@ class Orthonormalize(BenchTest):
                               2, "--baseline")
         self.assertEqual([row["rank"] for row in rows], [2, 4])
         for row in rows:
-            self.assertEqual(list(row), ["model", "device", "rank", "matrices", "ms", "peer", "peer_ms", "speedup"])
+            self.assertEqual(list(row), ["model", "device", "rank", "matrices", "ms", "baseline", "baseline_ms", "speedup"])
             self.assertGreater(row["matrices"], 0)
-            self.assertAlmostEqual(row["speedup"], row["peer_ms"] / row["ms"])
+            self.assertAlmostEqual(row["speedup"], row["baseline_ms"] / row["ms"])
         self.assertIn("linalg.qr", out)
 
     def test_bad_input(self):

@@ -32,7 +32,6 @@ class StandInProducts final : public ThinProducts {
   StandInProducts& operator=(const StandInProducts&) = delete;
 
   std::string name() const override { return "stand-in 1"; }
-  std::string device_name(const Device& device) const override { return device.name(); }
   void run(const Stream& stream, std::span<const ThinProduct> products) override {
     for (const ThinProduct& product : products) {
       ++(product.onto_p ? onto_p : onto_q);

@@ -153,12 +153,12 @@ nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase&
                                 {"wire_bytes", r.wire_bytes},
                                 {"wrong", nullptr},
                                 {"rel_error", nullptr},
-                                {"peer_time_us", nullptr}};
+                                {"baseline_time_us", nullptr}};
   if (o.check) {
     row["wrong"] = r.wrong;
     row["rel_error"] = r.rel_error;
   }
-  if (baseline_us > 0) row["peer_time_us"] = baseline_us;
+  if (baseline_us > 0) row["baseline_time_us"] = baseline_us;
   return row;
 }
 
@@ -344,7 +344,7 @@ void add_collectives(CLI::App& app, int& exit_code) {
       ->check(path_value("file://"));
   command->add_option("--timeout-s", o->timeout_s, "How long a rank waits for a peer")
       ->check(CLI::PositiveNumber);
-  command->add_flag("--no-baseline,--no-peer", o->no_baseline, "Do not run gloo's or NCCL's own allreduce");
+  command->add_flag("--no-baseline", o->no_baseline, "Do not run gloo's or NCCL's own allreduce");
   command->add_flag("--child", o->child)->group("");
   command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
   command->callback([o, &exit_code] { exit_code = run(*o); });

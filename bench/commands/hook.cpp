@@ -208,13 +208,13 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
                                 {"model", o.model},          {"elements", set.elements},
                                 {"ms", our.median_us / 1e3}, {"floor_ms", floor_ms},
                                 {"copy_gbps", copy_gbps},    {"extra_bytes", path->extra_bytes()},
-                                {"peer", nullptr},           {"peer_ms", nullptr},
+                                {"baseline", nullptr},       {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
   std::string their_text = "-", their_least = "-", ratio = "-";
   if (!baseline_name.empty()) {
     double speedup = their.median_us / our.median_us;
-    row["peer"] = baseline_name;
-    row["peer_ms"] = their.median_us / 1e3;
+    row["baseline"] = baseline_name;
+    row["baseline_ms"] = their.median_us / 1e3;
     row["speedup"] = speedup;
     their_text = fmt::format("{:.2f}", their.median_us / 1e3);
     their_least = fmt::format("{:.2f}", their.min_us / 1e3);
@@ -263,7 +263,7 @@ void add_hook(CLI::App& app, int& exit_code) {
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
   command->add_option("--device", o->device, "auto (all devices), host or cuda");
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_flag("--baseline,--peer", o->baseline, "Also run PyTorch's own hook, in turns with ours");
+  command->add_flag("--baseline", o->baseline, "Also run PyTorch's own hook, in turns with ours");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured steps")->check(CLI::Range(1, 100000));
   command

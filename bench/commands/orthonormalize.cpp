@@ -96,14 +96,14 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
                                 {"rank", rank},
                                 {"matrices", table.count()},
                                 {"ms", our.median_us / 1e3},
-                                {"peer", nullptr},
-                                {"peer_ms", nullptr},
+                                {"baseline", nullptr},
+                                {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
   std::string their_text = "-", ratio = "-";
   if (baseline) {
     const Timing their = summarize(theirs);
-    row["peer"] = baseline_name;
-    row["peer_ms"] = their.median_us / 1e3;
+    row["baseline"] = baseline_name;
+    row["baseline_ms"] = their.median_us / 1e3;
     row["speedup"] = their.median_us / our.median_us;
     their_text = fmt::format("{:.3f}", their.median_us / 1e3);
     ratio = fmt::format("{:.1f}x", their.median_us / our.median_us);
@@ -142,7 +142,7 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
   command->add_option("--device", o->device, "auto (all devices), host or cuda");
   command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
       ->check(CLI::Range(1, kMaxPowerSgdRank));
-  command->add_flag("--baseline,--peer", o->baseline, "Also run torch.linalg.qr, in turns with ours");
+  command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, in turns with ours");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
   command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());

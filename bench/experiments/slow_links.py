@@ -148,7 +148,7 @@ class Session:
         arguments = self.arguments
         flags = [*model_flags(arguments.model), "--data", "synthetic:512", "--device", "host", "--batch-size",
                  str(arguments.batch_size), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0",
-                 "--eval-every", "0", "--timeout-s", "60", "--measure-peak", "off"]
+                 "--eval-every", "0", "--timeout-s", "60"]
         baseline = {"threads": arguments.threads, "model": arguments.model, "batch_size": arguments.batch_size,
                     "lr": 0.01, "momentum": 0.0, "timeout_s": 60}
         if arguments.no_baseline:
@@ -240,7 +240,7 @@ def settings(arguments, items):
     return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
             "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts,
             "rate": arguments.rate, "model": arguments.model, "parameters": first["gradwire"].get("parameters"),
-            "peer_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
+            "baseline_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
             "threads": arguments.threads, "repetitions": arguments.repetitions,
             "cpu": cpu[0] if cpu else "unknown", "cores": os.cpu_count(), "system": output_of("uname", "-sr"),
             "gradwire": output_of(arguments.gradwire, "--version"), "torch": first["pytorch"].get("torch"),
@@ -460,7 +460,7 @@ def main():
     run.add_argument("--batch-size", type=int, default=1,
                      help="per host; determines communication's share of the step")
     run.add_argument("--threads", type=int, default=1, help="threads of each host, for both sides")
-    run.add_argument("--no-baseline", "--no-peer", action="store_true", help="without PyTorch")
+    run.add_argument("--no-baseline", action="store_true", help="without PyTorch")
     run.add_argument("--no-sweep", action="store_true",
                      help="no sweep: buckets of 16 MB, one bucket for PowerSGD")
     run.add_argument("--modes", type=lambda text: text.split(","), metavar="MODE,MODE...",

@@ -40,7 +40,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little, "the state is written in memory order");
 
 constexpr char kMagic[8] = {'G', 'R', 'A', 'D', 'W', 'I', 'R', 'E'};
-constexpr uint32_t kVersion = 2;  // version 1 can still be read
+constexpr uint32_t kVersion = 2;
 
 struct Header {
   char magic[8];
@@ -64,14 +64,6 @@ struct EntryHeader {
   uint64_t count, kind_bytes;
 };
 static_assert(sizeof(EntryHeader) == 24);
-
-// Version 1 had two kinds, both float, without an EntryHeader.
-struct TensorHeader1 {
-  int64_t rows, cols;
-  uint64_t residual_count, factor_count;
-  uint64_t name_bytes;
-};
-static_assert(sizeof(TensorHeader1) == 40);
 
 int64_t rows_of(const GradientTensor& t) {
   return t.shape[0];
@@ -109,26 +101,6 @@ struct SavedTensor {
   std::vector<SavedEntry> entries = {};
 };
 
-SavedEntry take_entry(Cursor& cursor, const std::string& tensor, std::string kind, DType dtype,
-                      uint64_t count) {
-  require(count <= cursor.left() / static_cast<size_t>(bytes_of(dtype)),
-          "the state is truncated: '{}' of '{}' has {} elements", kind, tensor, count);
-  SavedEntry entry{std::move(kind), dtype, count};
-  entry.data = cursor.take(entry.bytes());
-  return entry;
-}
-
-SavedTensor take_tensor_1(Cursor& cursor) {
-  const auto header = cursor.take<TensorHeader1>();
-  SavedTensor tensor{.rows = header.rows, .cols = header.cols};
-  tensor.name.assign(cursor.take(header.name_bytes), header.name_bytes);
-  for (auto [kind, count] :
-       {std::pair{kResidualKind, header.residual_count}, std::pair{"factor", header.factor_count}}) {
-    if (count > 0) tensor.entries.push_back(take_entry(cursor, tensor.name, kind, DType::f32, count));
-  }
-  return tensor;
-}
-
 SavedTensor take_tensor(Cursor& cursor) {
   const auto header = cursor.take<TensorHeader>();
   SavedTensor tensor{.rows = header.rows, .cols = header.cols};
@@ -139,7 +111,10 @@ SavedTensor take_tensor(Cursor& cursor) {
     const std::optional<DType> dtype = find_dtype(text);
     require(dtype.has_value(), "'{}' has elements of an unknown type, '{}'", tensor.name, text);
     std::string kind(cursor.take(entry.kind_bytes), entry.kind_bytes);
-    tensor.entries.push_back(take_entry(cursor, tensor.name, std::move(kind), *dtype, entry.count));
+    require(entry.count <= cursor.left() / static_cast<size_t>(bytes_of(*dtype)),
+            "the state is truncated: '{}' of '{}' has {} elements", kind, tensor.name, entry.count);
+    SavedEntry& kept = tensor.entries.emplace_back(SavedEntry{std::move(kind), *dtype, entry.count});
+    kept.data = cursor.take(kept.bytes());
   }
   return tensor;
 }
@@ -276,8 +251,8 @@ ApiReducer::Saved ApiReducer::parse_state(const void* state, size_t size) const 
   const auto header = cursor.take<Header>();
   require(std::memcmp(header.magic, kMagic, sizeof kMagic) == 0,
           "this is not a state of gw_reducer_state_save");
-  require(header.version >= 1 && header.version <= kVersion,
-          "the state has version {}, this library reads versions 1 to {}", header.version, kVersion);
+  require(header.version == kVersion, "the state has version {}, this library reads version {}",
+          header.version, kVersion);
   require(header.bytes == size, "the state has {} bytes, size is {}", header.bytes, size);
   require(header.crc == crc32(static_cast<const char*>(state) + sizeof header, size - sizeof header),
           "the state is damaged: its checksum does not match");
@@ -294,7 +269,7 @@ ApiReducer::Saved ApiReducer::parse_state(const void* state, size_t size) const 
   for (size_t i = 0; i < tensors.size(); ++i) index[tensors[i].name] = i;
   saved.entries.resize(tensors.size());
   for (uint32_t k = 0; k < header.tensors; ++k) {
-    SavedTensor t = header.version == 1 ? take_tensor_1(cursor) : take_tensor(cursor);
+    SavedTensor t = take_tensor(cursor);
     const auto found = index.find(t.name);
     require(found != index.end(), "tensor '{}' in the state is unknown to the reducer, or a duplicate",
             t.name);

@@ -48,8 +48,6 @@ struct ReducerOptions {
   int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() sets the gradients' addresses before the first ready().
   bool own_gradients = true;
-  // Off: adopted gradients are always copied in and out of the flat buffer, even if they have its layout.
-  bool in_place = true;
   // The reducer's stream; empty: the reducer creates one. Reducers that use one communicator concurrently
   // must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
   Stream stream = {};

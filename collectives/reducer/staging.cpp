@@ -30,7 +30,7 @@ void Reducer::adopt(std::span<void* const> gradients) {
   adopted_.assign(gradients.begin(), gradients.end());
   for (Bucket& b : buckets_) {
     float* data = common_base(b);
-    b.staged = (data == nullptr || !options_.in_place) && b.elements() > 0;
+    b.staged = data == nullptr && b.elements() > 0;
     if (b.staged) data = staging_of(b);
     if (data == b.data) continue;
     lane_of(b).stream.synchronize();

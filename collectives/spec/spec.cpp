@@ -182,11 +182,7 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
     rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
     const size_t equals = item.find('=');
     if (equals == std::string_view::npos) bad(text, fmt::format("'{}' is not key=value", item), true);
-    std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);
-    if (key == "node_wire") {  // former name
-      key = "intra_node";
-      if (value == "same") value = "wire";
-    }
+    const std::string_view key = item.substr(0, equals), value = item.substr(equals + 1);
     for (const auto& [before, other] : items) {
       if (before == key) bad(text, fmt::format("'{}' is given twice", key));
     }

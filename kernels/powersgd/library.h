@@ -48,10 +48,7 @@ ThinGemm thin_gemm(const ThinProduct& product);
 class ThinProducts {
  public:
   virtual ~ThinProducts() = default;
-  // Returns name and version: another library may be faster or slower.
-  virtual std::string name() const = 0;
-  // Returns the device's product name, "NVIDIA H100 80GB HBM3".
-  virtual std::string device_name(const Device& device) const = 0;
+  virtual std::string name() const = 0;  // with its version
   virtual void run(const Stream& stream, std::span<const ThinProduct> products) = 0;
 };
 

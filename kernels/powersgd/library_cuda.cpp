@@ -72,12 +72,6 @@ class CublasProducts final : public ThinProducts {
     return fmt::format("cuBLAS {}.{}.{}", major, minor, patch);
   }
 
-  std::string device_name(const Device& device) const override {
-    cudaDeviceProp properties = {};
-    GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
-    return properties.name;
-  }
-
   void run(const Stream& stream, std::span<const ThinProduct> products) override {
     if (products.empty()) return;
     detail::make_current(stream.device());

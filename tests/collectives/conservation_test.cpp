@@ -58,10 +58,7 @@ std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::st
 #endif
   std::vector<std::pair<int, int>> all = {{1, 12}, {2, 100}, {3, 12}, {4, 12}, {5, 4},
                                           {6, 4},  {7, 4},   {8, 4},  {16, 2}};
-  // GRADWIRE_CONSERVATION_STEPS: the number of steps in every world. 100 steps take minutes on two cores.
-  if (const char* asked = std::getenv("GRADWIRE_CONSERVATION_STEPS")) {
-    for (auto& [world, steps] : all) steps = std::atoi(asked);
-  } else if (testing::full_sweeps()) {
+  if (testing::full_sweeps()) {
     for (auto& [world, steps] : all) steps = world <= 3 ? 100 : world <= 8 ? 10 : 4;
   }
   return all;

@@ -1,26 +1,16 @@
-// PowerSGD's choice of products: measured once, stored, the same on all ranks, and used. Conservation holds
-// either way.
+// PowerSGD's choice of products: the same on all ranks, and used. Conservation holds either way.
 #include "collectives/codec/powersgd_choice.h"
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <fstream>
+#include <optional>
 
 #include "tests/collectives/conservation.h"
 #include "tests/expect.h"
-#include "tests/temporary_folder.h"
 #include "tests/thin_products.h"
 
 namespace gradwire::testing {
 namespace {
-
-// Sets an environment variable during its lifetime.
-class ProductsVariable {
- public:
-  explicit ProductsVariable(const char* value) { setenv("GRADWIRE_POWERSGD_PRODUCTS", value, 1); }
-  ~ProductsVariable() { unsetenv("GRADWIRE_POWERSGD_PRODUCTS"); }
-};
 
 MatrixTable table_of(const Stream& stream, std::vector<std::array<int32_t, 3>> shapes) {
   std::vector<MatrixDescriptor> matrices;
@@ -41,8 +31,9 @@ TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhenRequested) {
     const bool keeps = CompressionSpec::parse(spec).error_feedback;
     for (const char* products : {"library", "fused"}) {
       SCOPED_TRACE(products);
-      const ProductsVariable variable(products);
-      StandInProducts library;
+      const bool asked = std::string(products) == "library";
+      std::optional<StandInProducts> library;
+      if (asked) library.emplace();
       if (keeps) {
         expect_conservation(Device::host(), spec, 3, 3);
       } else {
@@ -52,18 +43,18 @@ TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhenRequested) {
           rank.step(gradients);
         });
       }
-      const bool asked = std::string(products) == "library";
-      EXPECT_EQ(library.onto_q > 0, asked);
-      EXPECT_EQ(library.onto_p > 0, asked);
+      if (!asked) continue;
+      EXPECT_GT(library->onto_q, 0);
+      EXPECT_GT(library->onto_p, 0);
     }
   }
 }
 
 // The last bits of the factors differ, and with them the result, but ranks agree.
 TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
-  auto result = [](const char* products) {
-    const ProductsVariable variable(products);
-    StandInProducts library;
+  auto result = [](bool asked) {
+    std::optional<StandInProducts> library;
+    if (asked) library.emplace();
     std::vector<std::vector<float>> all(3);
     run_ranks(3, Device::host(), [&](Communicator& comm) {
       Rank rank(comm, "powersgd:rank=2", model(), 16 << 10);
@@ -76,7 +67,7 @@ TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
     EXPECT_TRUE(same_bits(all[0], all[2]));
     return all[0];
   };
-  const auto fused = result("fused"), library = result("library");
+  const auto fused = result(false), library = result(true);
   ASSERT_EQ(fused.size(), library.size());
   std::vector<double> difference, size;
   for (size_t i = 0; i < fused.size(); ++i) {
@@ -97,57 +88,12 @@ std::vector<ThinProducts*> choose_for_one_matrix(Communicator& comm) {
       context, {{PowerSgdPass::project, &table, true}, {PowerSgdPass::back_project, &table, false}});
 }
 
-// Only rank 0 measures; the others receive its choice.
-TEST(PowerSgdProducts, AllRanksUseRankZerosChoice) {
-  const ProductsVariable variable("library");
+TEST(PowerSgdProducts, AllRanksTakeTheLibraryIfAllHaveIt) {
   StandInProducts library;
   run_ranks(3, Device::host(), [&](Communicator& comm) {
     EXPECT_EQ(choose_for_one_matrix(comm), (std::vector<ThinProducts*>{&library, &library}))
         << "rank " << comm.rank();
   });
-}
-
-TEST(PowerSgdProducts, MeasuresOncePerDeviceLibraryAndShape) {
-  const Stream stream = Stream::immediate_host();
-  const MatrixTable table = table_of(stream, {{30, 40, 2}, {30, 40, 2}, {8, 9, 2}}),
-                    other = table_of(stream, {{30, 40, 4}});
-  const TemporaryFolder folder;
-  const std::string path = folder.path("tuning");
-  int measured = 0;
-  auto choose = [&](const char* device, const char* library, const PowerSgdPass& pass, PassTimes times) {
-    TuningFile file(path);  // reopened as by another run
-    return find_or_measure(file, device, library, pass, [&] {
-      ++measured;
-      return times;
-    });
-  };
-  const PassTimes library_faster{20, 10}, fused_faster{10, 20};
-  const PowerSgdPass project{PowerSgdPass::project, &table, true};
-  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, library_faster));
-  EXPECT_EQ(measured, 1);
-  EXPECT_TRUE(choose("H100", "cuBLAS 13", project, fused_faster)) << "is stored in the file";
-  EXPECT_EQ(measured, 1);
-  EXPECT_FALSE(choose("H200", "cuBLAS 13", project, fused_faster));
-  EXPECT_FALSE(choose("H100", "cuBLAS 14", project, fused_faster));
-  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project, &other, true}, fused_faster));
-  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project, &table, false}, fused_faster));
-  EXPECT_FALSE(choose("H100", "cuBLAS 13", {PowerSgdPass::project_onto, &table, true}, fused_faster));
-  EXPECT_EQ(measured, 6);
-  // An unknown word causes a new measurement.
-  std::ofstream(path, std::ios::app) << "H100\tpowersgd 1, cuBLAS 13\t" << project.text() << "\tperhaps\n";
-  EXPECT_FALSE(choose("H100", "cuBLAS 13", project, fused_faster));
-  EXPECT_EQ(measured, 7);
-  EXPECT_FALSE(choose("H100", "cuBLAS 13", project, library_faster));
-  EXPECT_EQ(measured, 7);
-}
-
-TEST(PowerSgdProducts, KeyOfAPassListsItsShapes) {
-  const Stream stream = Stream::immediate_host();
-  const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}, {30, 40, 2}});
-  EXPECT_EQ((PowerSgdPass{PowerSgdPass::project, &table, true}.text()),
-            "project with residual 1*8x9r2 2*30x40r2");
-  EXPECT_EQ((PowerSgdPass{PowerSgdPass::back_project, &table, false}.text()),
-            "back_project 1*8x9r2 2*30x40r2");
 }
 
 TEST(PowerSgdProducts, ModelChoosesTheLibraryAtHighRanksOfLargeMatrices) {
@@ -192,37 +138,6 @@ TEST(PowerSgdProducts, ModelIsWithinAFifthOfMeasurementsOnAnH200) {
       EXPECT_EQ(times.library_is_faster(), m.library_us < m.fused_us) << m.rank;
     }
   }
-}
-
-TEST(PowerSgdProducts, TimesBothWays) {
-  const Stream stream = Stream::create(Device::host(), "times");
-  StandInProducts library;
-  const MatrixTable table = table_of(stream, {{30, 40, 2}, {8, 9, 2}});
-  for (auto kind : {PowerSgdPass::project, PowerSgdPass::project_onto, PowerSgdPass::back_project}) {
-    for (bool forms : {false, true}) {
-      if (forms && kind == PowerSgdPass::back_project) continue;
-      const PassTimes times = measure_times(stream, {kind, &table, forms}, library);
-      EXPECT_GT(times.fused_us, 0);
-      EXPECT_GT(times.library_us, 0);
-    }
-  }
-  EXPECT_GT(library.onto_q, 0);
-  EXPECT_GT(library.onto_p, 0);
-}
-
-TEST(PowerSgdProducts, RejectsUnknownProducts) {
-  const ProductsVariable variable("cublas");
-  run_ranks(1, Device::host(), [](Communicator& comm) {
-    expect_error<BadInput>([&] { choose_for_one_matrix(comm); },
-                           {"GRADWIRE_POWERSGD_PRODUCTS='cublas'", "auto, fused and library"});
-  });
-}
-
-// Without a stand-in, the host uses its loops whatever is requested.
-TEST(PowerSgdProducts, HostDoesNotUseALibrary) {
-  const ProductsVariable variable("library");
-  EXPECT_EQ(thin_products(Device::host()), nullptr);
-  expect_conservation(Device::host(), "powersgd:rank=2", 2, 2);
 }
 
 }  // namespace

@@ -273,18 +273,15 @@ class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
 // framework's bucket, which moves once), and adopted one by one. The bits must be equal.
 TEST_P(AdoptedGradients, MatchTheReducersBufferBitForBit) {
   constexpr int kSteps = 4;
-  enum Where { own, packed, scattered, copied };  // copied: packed, and never in place
+  enum Where { own, packed, scattered };
   std::vector<std::vector<float>> results;
-  for (Where where : {own, packed, scattered, copied}) {
+  for (Where where : {own, packed, scattered}) {
     std::vector<std::vector<float>> steps(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto tensors = model();
       Stream stream = Stream::create(comm.device(), "compute");
       Reducer reducer(comm, CompressionSpec::parse(GetParam()), tensors,
-                      {.bucket_bytes = 16 << 10,
-                       .alignment = 1,
-                       .own_gradients = where == own,
-                       .in_place = where != copied});
+                      {.bucket_bytes = 16 << 10, .alignment = 1, .own_gradients = where == own});
       std::vector<std::vector<float>> memory(2);  // two buffers; an address is reused only after a move
       for (auto& m : memory) m.resize(static_cast<size_t>(reducer.elements() + 1));
       std::vector<std::vector<float>> pieces;
@@ -294,9 +291,8 @@ TEST_P(AdoptedGradients, MatchTheReducersBufferBitForBit) {
         std::vector<void*> addresses;
         for (int i = 0; i < reducer.tensors(); ++i) {
           // Offset by one float, so that nothing is aligned to more than 4 bytes.
-          addresses.push_back(where == packed || where == copied
-                                  ? memory[s / 2].data() + 1 + reducer.offset(i)
-                                  : pieces[i].data() + 1);
+          addresses.push_back(where == packed ? memory[s / 2].data() + 1 + reducer.offset(i)
+                                              : pieces[i].data() + 1);
         }
         if (where != own) {
           reducer.adopt(addresses);

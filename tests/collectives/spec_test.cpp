@@ -45,9 +45,6 @@ TEST(Spec, TextSurvivesARoundTrip) {
   EXPECT_EQ(CompressionSpec::parse("int8:residual=fp32,dense=off,ef=off").to_string(), "int8:ef=off");
   EXPECT_EQ(CompressionSpec::parse("int8:dense=b+auto+b").to_string(), "int8:dense=auto+b");
   EXPECT_EQ(CompressionSpec::parse("randk").to_string(), "randk:ratio=0.01");
-  // The key's earlier name.
-  EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=fp32").to_string(), "bf16:intra_node=fp32");
-  EXPECT_EQ(CompressionSpec::parse("bf16:node_wire=same").to_string(), "bf16");
 }
 
 TEST(Spec, AcceptsACommaInsteadOfTheColonAfterTheName) {
@@ -141,7 +138,6 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
         Case{"powersgd:rank=4,rank=2", "given twice"}, Case{"powersgd:rank=4,", "ends in"},
         Case{"powersgd:wire=fp16", "fp32|bf16"}, Case{"fp32:schedule=star", "ring|tree"},
         Case{"powersgd:round=stochastic", "wire=bf16"}, Case{"bf16:intra_node=fp16", "wire|fp32"},
-        Case{"bf16:node_wire=fp16", "intra_node='fp16'"},
         Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
         Case{"bf16:schedule=nccl", "schedule=nccl adds FP32, not bf16"},
         Case{"powersgd:rank=2,wire=fp8,schedule=nccl", "use wire format fp32"},

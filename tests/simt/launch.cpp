@@ -306,9 +306,7 @@ thread_local Together* together = nullptr;
 }  // namespace
 
 Options& options() {
-  static Options chosen{from_environment("GRADWIRE_SIMT_SEED", 1),
-                        static_cast<int>(from_environment("GRADWIRE_SIMT_SCHEDULES", 2)),
-                        static_cast<int>(from_environment("GRADWIRE_SIMT_MULTIPROCESSORS", 1))};
+  static Options chosen{.seed = from_environment("GRADWIRE_SIMT_SEED", 1)};
   return chosen;
 }
 

@@ -36,8 +36,8 @@ class Failure : public std::runtime_error {
 
 struct Options {
   uint64_t seed = 1;        // GRADWIRE_SIMT_SEED
-  int schedules = 2;        // GRADWIRE_SIMT_SCHEDULES: runs per launch; 1 for a kernel whose result may vary
-  int multiprocessors = 1;  // GRADWIRE_SIMT_MULTIPROCESSORS: few, so that grid-stride loops do loop
+  int schedules = 2;        // runs per launch; 1 for a kernel whose result may vary
+  int multiprocessors = 1;  // few, so that grid-stride loops do loop
   // Plants a bug: no thread waits at this barrier of each kernel over several ranks.
   int unheeded_barrier = -1;
 };

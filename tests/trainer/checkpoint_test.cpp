@@ -110,7 +110,6 @@ TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
         rest.resume = checkpoint(k);
         rest.graph = k % 2 == 0 && (ranks == 1 || GetParam().is_host());
         rest.overlap_forward = k % 2 == 1;
-        rest.gradient_views = k % 3 != 0;
         const Recorder resumed = train(rest);
         EXPECT_EQ(resumed.losses, std::vector<double>(whole.losses.begin() + k, whole.losses.end()))
             << what << ", from " << k;
@@ -362,7 +361,6 @@ TEST_P(CheckpointTest, ShardedRunsResumeWithTheSameBits) {
         TrainConfig rest = c;
         rest.resume = checkpoint(k);
         rest.graph = shard == Sharding::optimizer && k % 2 == 0 && GetParam().is_host();
-        rest.gradient_views = shard != Sharding::optimizer || k % 3 != 0;
         const Recorder resumed = train(rest);
         EXPECT_EQ(resumed.hash, whole.hash) << what << ", from " << k;
       }

@@ -138,16 +138,14 @@ Options parsed(std::vector<std::string> words) {
 }
 
 TEST(Flags, ParseEveryKindOfValue) {
-  const Options o =
-      parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer", "sgd",
-              "--gradient-views", "off", "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
+  const Options o = parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer",
+                            "sgd", "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
   EXPECT_EQ(o.gelu, Gelu::tanh);
   EXPECT_EQ(parsed({}).gelu, Gelu::exact);
   EXPECT_EQ(o.ranks, 10);
   EXPECT_EQ(o.lr, 1e-2);
   EXPECT_EQ(o.seed, std::numeric_limits<uint64_t>::max());
   EXPECT_EQ(o.optimizer, OptimizerKind::sgd);
-  EXPECT_FALSE(o.gradient_views);
   EXPECT_EQ(o.device, DeviceChoice::host);
   EXPECT_EQ(o.bucket_mb, std::vector{0.5});
   EXPECT_TRUE(parsed({}).bucket_mb.empty());

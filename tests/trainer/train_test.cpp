@@ -188,7 +188,6 @@ TEST_P(TrainTest, OverlappingForwardGivesTheSameBits) {
     c.precision = precision;
     c.bucket_mb = bucket_mb;
     c.optimizer = ranks == 2 ? OptimizerKind::sgd : OptimizerKind::adamw;
-    c.gradient_views = ranks != 4;
     const Recorder plain = train(c);
     c.overlap_forward = true;
     const Recorder overlapped = train(c);
@@ -259,7 +258,6 @@ TEST_P(TrainTest, ShardedOptimizersMatchUnshardedOnesBitForBit) {
       EXPECT_EQ(losses(whole), losses(divided)) << spec << ", " << ranks;
       EXPECT_EQ(whole.hash, divided.hash) << spec << ", " << ranks;
       if (ranks == 3) {
-        c.gradient_views = false;
         c.accumulate = 1;
         c.graph = GetParam().is_host();
         EXPECT_EQ(whole.hash, train(c).hash) << spec;
@@ -348,23 +346,6 @@ TEST_P(TrainTest, RejectsGraphsOfGpuRanksInOneProcess) {
     EXPECT_NO_THROW(run_training(c, data_, recorder));
   } else {
     EXPECT_THROW(run_training(c, data_, recorder), BadInput);
-  }
-}
-
-TEST_P(TrainTest, CopyingGradientsInAndOutGivesTheSameBits) {
-  for (const char* spec : {"fp32", "powersgd:rank=2,wire=bf16"}) {
-    TrainConfig c = config(3, spec);
-    c.bucket_mb = 0.003;  // many buckets
-    const Recorder views = train(c);
-    c.gradient_views = false;
-    const Recorder copies = train(c);
-    EXPECT_EQ(views.hash, copies.hash) << spec;
-    EXPECT_EQ(losses(views), losses(copies)) << spec;
-    if (!GetParam().is_host()) continue;  // graphs of GPU ranks in one process are refused
-    c.graph = true;
-    const Recorder graph = train(c);
-    EXPECT_EQ(views.hash, graph.hash) << spec;
-    EXPECT_EQ(losses(views), losses(graph)) << spec;
   }
 }
 

@@ -135,34 +135,6 @@ void add_rank_flags(CLI::App& command, Options& o) {
            "the launcher says, or MASTER_ADDR and MASTER_PORT)")
       ->check(path_value("file://"))
       ->group(group);
-  command
-      .add_option_function<std::string>(
-          "--ports", [&o](const std::string& text) { o.ports = parse_ports("--ports", text); },
-          "Ports at which this process listens for other ranks, as a firewall needs (default: "
-          "GRADWIRE_PORTS, or any)")
-      ->type_name("FIRST-LAST")
-      ->group(group);
-  command
-      .add_option_function<std::string>(
-          "--interface",
-          [&o](const std::string& name) {
-            check_interface("--interface", name);
-            o.interface = name;
-          },
-          "Network interface at whose address it listens, such as eth1 (default: GRADWIRE_INTERFACE, or as "
-          "the ranks meet)")
-      ->type_name("NAME")
-      ->group(group);
-  command
-      .add_flag("--insecure", o.insecure,
-                "Let ranks on several machines meet at a tcp:// address without GRADWIRE_SECRET: whoever can "
-                "reach it may join")
-      ->group(group);
-  command
-      .add_flag(
-          "--verify-payload", o.verify_payload,
-          "A checksum after each message between processes, so that bytes damaged on the way are an error")
-      ->group(group);
   add_number(
       command, "--ranks-per-node", o.ranks_per_node,
       "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: what the launcher "
@@ -230,12 +202,6 @@ void add_training_flags(CLI::App& command, Options& o) {
 
 void add_output_flags(CLI::App& command, Options& o) {
   const char* group = "Output";
-  add_choice<PeakMeasurement>(
-      command, "--measure-peak", o.measure_peak,
-      {{"auto", PeakMeasurement::automatic}, {"on", PeakMeasurement::on}, {"off", PeakMeasurement::off}},
-      "Measure first what products and copies the device can do at best, which takes "
-      "0.2 s; auto: unless the run is short")
-      ->group(group);
   add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines", kSteps)
       ->group(group);
   CLI::Option* trace =
@@ -259,10 +225,6 @@ void add_output_flags(CLI::App& command, Options& o) {
 CLI::Option* add_run_flags(CLI::App& command, Options& o) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
-  add_choice<bool>(
-      command, "--gradient-views", o.gradient_views, {{"on", true}, {"off", false}},
-      "on: backward writes gradients into the buckets; off: memory of their own, copied in and out")
-      ->group("Ranks");
   command
       .add_flag("--overlap-forward", o.overlap_forward,
                 "Begin the next forward while gradients are still in transfer, and update each layer's "
@@ -424,7 +386,6 @@ void add_compare_flags(CLI::App& command, Options& o) {
 
 void add_top_flags(CLI::App& command, TopOptions& o) {
   command.add_option("RUN", o.log, "The run's log")->required()->check(path_value());
-  command.add_flag("--once", o.once, "Show it once instead of every second; so without a terminal");
   command.add_flag(
       "--prometheus", o.prometheus,
       "Print the figures once as Prometheus's text format, for node_exporter's textfile collector");

@@ -304,12 +304,8 @@ std::string meeting_place(const Launch& launch, const std::string& rendezvous) {
 
 TcpOptions tcp_options(const JoinOptions& how) {
   TcpOptions options;
-  options.verify_payload = how.verify_payload;
   options.shrinkable = how.shrinkable;
-  options.group.insecure = how.insecure;
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(how.timeout_s * 1e3));
-  options.group.interface = how.interface;
-  options.group.ports = how.ports;
   return options;
 }
 

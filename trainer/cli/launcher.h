@@ -48,14 +48,11 @@ std::string meeting_place(const Launch& launch, const std::string& rendezvous);
 struct JoinOptions {
   std::string rendezvous;  // empty: the launcher's
   double timeout_s = 60;
-  bool insecure = false, verify_payload = false, shrinkable = false;
-  std::string interface = {};
-  PortRange ports = {};
+  bool shrinkable = false;
 };
 
 // Connects to the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is
-// known, when other machines can reach it and the run has no secret (unless `insecure`), or when this build
-// lacks NCCL.
+// known, when other machines can reach it and the run has no secret, or when this build lacks NCCL.
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                                    Device device = Device::host());
 

@@ -300,12 +300,6 @@ void check_shard(const Options& o) {
   if (o.graph) {
     throw BadInput(fmt::format("--graph and {} do not go together; use --shard optimizer", flag));
   }
-  if (!o.gradient_views) {
-    throw BadInput(
-        fmt::format("--no-gradient-views gives the gradients memory of their own, all of them; {} has "
-                    "no room for it",
-                    flag));
-  }
 }
 
 // Call after the ranks and devices are known.
@@ -404,7 +398,6 @@ Resolved resolve_machine(const Options& o) {
   config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
   out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
   config.bucket_mb = out.buckets_mb[0];
-  config.gradient_views = o.gradient_views;
   config.overlap_forward = o.overlap_forward;
   check_overlap(o);
   config.shard = o.shard;
@@ -461,8 +454,7 @@ Resolved resolve(const Options& o) {
   }
   const double run_flops = training_flops_per_image(config.model) *
                            static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);
-  config.measure_peak = o.measure_peak == PeakMeasurement::on ||
-                        (o.measure_peak == PeakMeasurement::automatic && run_flops >= kPeakRunFlops);
+  config.measure_peak = run_flops >= kPeakRunFlops;
   resolve_checkpoints(o, per_epoch, out);
   resolve_trace(o, out);
   resolve_gradients(o, out);
@@ -470,12 +462,7 @@ Resolved resolve(const Options& o) {
 }
 
 JoinOptions join_options(const Options& o) {
-  return {.rendezvous = o.rendezvous,
-          .timeout_s = o.timeout_s,
-          .insecure = o.insecure,
-          .verify_payload = o.verify_payload,
-          .interface = o.interface,
-          .ports = o.ports};
+  return {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
 }
 
 std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {

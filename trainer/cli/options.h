@@ -14,7 +14,6 @@
 namespace gradwire {
 
 enum class DeviceChoice : uint8_t { automatic, host, cuda };
-enum class PeakMeasurement : uint8_t { automatic, on, off };
 
 // Flags as given, each within its range (trainer/cli/flags.cpp). Flags that were not given are empty and get
 // defaults in resolve().
@@ -24,11 +23,8 @@ struct Options {
   Gelu gelu = Gelu::exact;
   std::string data = "fashion-mnist", augment = "none";
   std::optional<int> ranks;
-  std::optional<Launch> launch;  // set if a launcher started this process
-  std::string rendezvous;        // empty: the launcher's
-  bool insecure = false, verify_payload = false;
-  std::string interface;               // to listen on; empty: GRADWIRE_INTERFACE
-  PortRange ports;                     // to listen at; {}: GRADWIRE_PORTS
+  std::optional<Launch> launch;        // set if a launcher started this process
+  std::string rendezvous;              // empty: the launcher's
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
   std::string members;                // for joiners; empty: a file in the checkpoint folder, if there is one
@@ -40,7 +36,6 @@ struct Options {
   std::string preset;                    // compare: a list of specs, before those of `compression`
   int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
   bool again = false;                    // compare: repeats finished runs
-  bool gradient_views = true;
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
   Sharding shard = Sharding::none;
@@ -64,7 +59,6 @@ struct Options {
   std::optional<std::string> dump_gradients;  // STEP:DIR
   std::optional<int64_t> checkpoint_every;    // default: an epoch
   std::optional<int> checkpoint_keep;
-  PeakMeasurement measure_peak = PeakMeasurement::automatic;
   int64_t log_every = 1;
   bool dry_run = false;
 };

@@ -63,7 +63,7 @@ class LogReader {
 
 void top(const TopOptions& options) {
   const bool terminal = isatty(STDOUT_FILENO) == 1;
-  const bool once = options.once || options.prometheus || !terminal;
+  const bool once = options.prometheus || !terminal;
   LogReader log(options.log);
   LiveRun run;
   while (true) {

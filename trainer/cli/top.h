@@ -7,11 +7,11 @@ namespace gradwire {
 
 struct TopOptions {
   std::string log;
-  bool once = false, prometheus = false;
+  bool prometheus = false;
 };
 
-// Returns when the run has ended or, with `once` or without a terminal, after one reading. Throws BadInput if
-// the file cannot be read or is not a run log.
+// Returns when the run has ended or, without a terminal, after one reading. Throws BadInput if the file
+// cannot be read or is not a run log.
 void top(const TopOptions& options);
 
 }  // namespace gradwire

@@ -109,7 +109,6 @@ struct TrainConfig {
   // Returns whether the ranks divide `what` among them. A single rank divides nothing.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
   int64_t memory_limit = 0;      // bytes per rank; a run that needs more is rejected. 0: none
-  bool gradient_views = true;    // gradients are written into the buckets; otherwise copied in and out
   bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
   int64_t gradient_group = 2;    // layers whose gradients CUDA ranks compute and send together (layout.h)
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }

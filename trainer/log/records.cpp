@@ -46,7 +46,6 @@ void add_config(Json& json, const TrainConfig& config) {
   json["shard"] = name(config.shard);
   json["gather_weights"] = config.gather_weights->name;
   json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
-  json["gradient_views"] = config.gradient_views;
   json["overlap_forward"] = config.overlap_forward;
   json["gradient_group"] = config.gradient_group;
   json["batch_size"] = config.batch_size;

@@ -29,7 +29,6 @@ inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer 
   ReducerOptions options{.bucket_bytes = config.bucket_bytes(),
                          .seed = config.seed,
                          .alignment = tensor_alignment(config.precision),
-                         .in_place = config.gradient_views,
                          .sharded = config.divides(Sharding::optimizer),
                          .single_waits = config.overlap_forward,
                          .tracer = tracer};

@@ -41,9 +41,7 @@ RunMemory plan_memory(const TrainConfig& config) {
   int64_t evaluation = 0;
   if (config.eval_every > 0) evaluation = Evaluator::bytes(config, stream, model);
   return {.model = model.bytes() + images,
-          .gradients = static_cast<int64_t>(reducer.gradients().bytes()) *
-                           (config.gradient_views || config.ranks() == 1 ? 1 : 2) +
-                       static_cast<int64_t>(reducer.shard().bytes()),
+          .gradients = static_cast<int64_t>(reducer.gradients().bytes() + reducer.shard().bytes()),
           .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory(),
           .kept = config.elastic && !config.divides(Sharding::optimizer)

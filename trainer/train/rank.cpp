@@ -126,7 +126,6 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
     load(*shared.initial.get(model_.parameters(), layout_));
   }
   stream_.synchronize();
-  if (!config_.gradient_views && comm.world() > 1) separate_gradients();
   if (leads() && !config_.gradients_directory.empty()) {
     dump_.emplace(config_, model_.parameters(), layout_, stream_.device());
   }
@@ -270,18 +269,6 @@ void RankTrainer::load(std::span<const float> weights) {
   if (!shards_) return model_.load(weights);
   shards_->take_weights(weights.data());
   stream_.synchronize();  // before the caller frees the memory
-}
-
-// Without gradient views, gradients have separate memory. The reducer copies them to its buckets and back.
-void RankTrainer::separate_gradients() {
-  own_gradients_ = make_buffer<float>(comm_.device(), reducer_.elements());
-  gradients_ = own_gradients_.as<float>();
-  // The reducer's buffer holds a checkpoint's residuals, or zeros.
-  copy(stream_, gradients_, reducer_.gradients().data(), own_gradients_.bytes());
-  stream_.synchronize();
-  std::vector<void*> addresses;
-  for (int i = 0; i < reducer_.tensors(); ++i) addresses.push_back(gradients_ + reducer_.offset(i));
-  reducer_.adopt(addresses);
 }
 
 Loader::Batch RankTrainer::next_batch(int64_t step) {

@@ -97,7 +97,6 @@ class RankTrainer {
   // --elastic: enqueues a snapshot of the state after `steps_done` steps.
   void keep(int64_t steps_done);
   void enqueue_step(int64_t step);
-  void separate_gradients();
   BlockCalls block_calls();
   void load(std::span<const float> weights);
   // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
@@ -138,7 +137,6 @@ class RankTrainer {
   const int64_t images_;                    // of this rank per micro-batch
   int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step launched as a graph
-  Buffer own_gradients_;      // empty when gradients are views of the buckets
   float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;

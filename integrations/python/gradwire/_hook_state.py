@@ -5,7 +5,7 @@ import ctypes
 import logging
 import re
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -72,15 +72,9 @@ def from_dict(state: StateDict) -> Optional[State]:
     """Reverses to_dict(). Returns None if no parameter has a state yet."""
     tensors = {}
     for name, t in state["tensors"].items():
-        entries = {kind: _entry_of(tensor) for kind, tensor in _kept(state, t).items() if tensor.numel() > 0}
+        entries = {kind: _entry_of(tensor) for kind, tensor in t["state"].items() if tensor.numel() > 0}
         tensors[name] = TensorState(t["rows"], t["cols"], entries)
     return State(state["identity"], state["steps"], tensors) if tensors else None
-
-
-def _kept(state: StateDict, tensor: Dict[str, Any]) -> Dict[str, torch.Tensor]:
-    if state["version"] == 2:
-        return dict(tensor["state"])
-    return {"residual": tensor["residual"].float(), "factor": tensor["q"].float()}
 
 
 def _entry_of(tensor: torch.Tensor) -> Entry:
@@ -211,9 +205,8 @@ def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> 
         BadArgument: a state is of another version or spec, or a state that is needed is missing.
     """
     for state in states:
-        if state.get("version") not in (1, 2):
-            raise _native.BadArgument(f"the state has version {state.get('version')}; this package reads 1 "
-                                      "and 2")
+        if state.get("version") != 2:
+            raise _native.BadArgument(f"the state has version {state.get('version')}; this package reads 2")
         if saved_as(state["spec"]) != saved_as(spec):
             raise _native.BadArgument(f"the state is for spec {state['spec']!r}, but the hook has {spec!r}")
         if state["steps"] > 0 and not state["tensors"]:
@@ -251,8 +244,8 @@ def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> 
 def _merged(states: List[StateDict], with_residuals: bool) -> StateDict:
     tensors: Dict[str, Dict[str, Any]] = {}
     for name, first in states[0]["tensors"].items():
-        kept = _kept(states[0], first)
-        residuals = [r for s in states for r in [_kept(s, s["tensors"][name]).get("residual")]
+        kept = dict(first["state"])
+        residuals = [r for s in states for r in [s["tensors"][name]["state"].get("residual")]
                      if r is not None and r.numel() > 0]
         kept.pop("residual", None)
         if with_residuals and residuals:

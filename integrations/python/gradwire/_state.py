@@ -10,7 +10,6 @@ from typing import Dict, Iterator, NamedTuple, Tuple
 
 _HEADER = struct.Struct("<8sIIQqII")
 _TENSOR, _ENTRY = struct.Struct("<qqQQ"), struct.Struct("<8sQQ")
-_TENSOR_1 = struct.Struct("<qqQQQ")  # version 1 had two kinds, both float32
 _MAGIC, _VERSION = b"GRADWIRE", 2
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
 
@@ -38,56 +37,47 @@ class State(NamedTuple):
     tensors: Dict[str, TensorState]
 
 
+def _walk(view: memoryview) -> Iterator[Tuple[str, int, int, Iterator[Tuple[str, str, memoryview]]]]:
+    """(tensor, rows, cols, its (kind, dtype, elements)) in the memory of a state. The entries must be read first."""
+    at = _HEADER.size + _HEADER.unpack_from(view)[-1]
+
+    def text(size: int) -> str:
+        nonlocal at
+        at += size
+        return bytes(view[at - size:at]).decode()
+
+    def entries(count: int) -> Iterator[Tuple[str, str, memoryview]]:
+        nonlocal at
+        for _ in range(count):
+            dtype_bytes, elements, kind_bytes = _ENTRY.unpack_from(view, at)
+            at += _ENTRY.size
+            kind, dtype = text(kind_bytes), dtype_bytes.rstrip(b"\0").decode()
+            at += _BYTES[dtype] * elements
+            yield kind, dtype, view[at - _BYTES[dtype] * elements:at]
+
+    for _ in range(_HEADER.unpack_from(view)[-2]):
+        rows, cols, count, name_bytes = _TENSOR.unpack_from(view, at)
+        at += _TENSOR.size
+        yield text(name_bytes), rows, cols, entries(count)
+
+
 def entries_of(blob: bytearray) -> Iterator[Tuple[str, str, str, memoryview]]:
     """(tensor, kind, dtype, elements) of each entry of a gw_reducer_state_save, in its memory. Nothing is checked."""
-    view, at = memoryview(blob), _HEADER.size
-    count, identity_bytes = _HEADER.unpack_from(view)[-2:]
-    at += identity_bytes
-    for _ in range(count):
-        _, _, entry_count, name_bytes = _TENSOR.unpack_from(view, at)
-        at += _TENSOR.size + name_bytes
-        name = bytes(view[at - name_bytes:at]).decode()
-        for _ in range(entry_count):
-            dtype_bytes, elements, kind_bytes = _ENTRY.unpack_from(view, at)
-            at += _ENTRY.size + kind_bytes
-            dtype, kind = dtype_bytes.rstrip(b"\0").decode(), bytes(view[at - kind_bytes:at]).decode()
-            yield name, kind, dtype, view[at:at + _BYTES[dtype] * elements]
-            at += _BYTES[dtype] * elements
+    for name, _, _, entries in _walk(memoryview(blob)):
+        for kind, dtype, elements in entries:
+            yield name, kind, dtype, elements
 
 
 def unpack(blob: "bytes | bytearray") -> State:
-    """Parses the output of gw_reducer_state_save, of this version or version 1."""
+    """Parses the output of gw_reducer_state_save."""
     view = memoryview(blob)
-    magic, version, crc, size, steps, count, identity_bytes = _HEADER.unpack_from(view)
-    known = magic == _MAGIC and version in (1, _VERSION)
-    if not known or size != len(view) or crc != zlib.crc32(view[_HEADER.size:]):
-        raise ValueError(f"not a reducer's state of version 1 or {_VERSION}, or it is truncated or damaged")
-    at = _HEADER.size
-
-    def take(n: int) -> bytes:
-        nonlocal at
-        at += n
-        return bytes(view[at - n:at])
-
-    identity = take(identity_bytes).decode()
-    tensors = {}
-    for _ in range(count):
-        entries: Dict[str, Entry] = {}
-        if version == 1:
-            rows, cols, residual_count, factor_count, name_bytes = _TENSOR_1.unpack(take(_TENSOR_1.size))
-            name = take(name_bytes).decode()
-            for kind, elements in (("residual", residual_count), ("factor", factor_count)):
-                if elements:
-                    entries[kind] = Entry("F32", take(4 * elements))
-        else:
-            rows, cols, entry_count, name_bytes = _TENSOR.unpack(take(_TENSOR.size))
-            name = take(name_bytes).decode()
-            for _ in range(entry_count):
-                dtype_bytes, elements, kind_bytes = _ENTRY.unpack(take(_ENTRY.size))
-                dtype, kind = dtype_bytes.rstrip(b"\0").decode(), take(kind_bytes).decode()
-                entries[kind] = Entry(dtype, take(_BYTES[dtype] * elements))
-        tensors[name] = TensorState(rows, cols, entries)
-    return State(identity, steps, tensors)
+    magic, version, crc, size, steps, _, identity_bytes = _HEADER.unpack_from(view)
+    if (magic, version, size, crc) != (_MAGIC, _VERSION, len(view), zlib.crc32(view[_HEADER.size:])):
+        raise ValueError(f"not a reducer's state of version {_VERSION}, or it is truncated or damaged")
+    identity = bytes(view[_HEADER.size:_HEADER.size + identity_bytes]).decode()
+    return State(identity, steps, {
+        name: TensorState(rows, cols, {kind: Entry(dtype, bytes(data)) for kind, dtype, data in entries})
+        for name, rows, cols, entries in _walk(view)})
 
 
 def pack(state: State) -> bytes:
