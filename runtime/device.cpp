@@ -52,7 +52,7 @@ int cuda_device_count() {
 bool can_access(Device from, Device to) {
   if (from == to) return true;
 #ifdef GRADWIRE_HAS_CUDA
-  if (from.is_cuda() && to.is_cuda()) return cuda::can_access_peer(from.index, to.index);
+  if (from.is_cuda() && to.is_cuda()) return cuda::enable_peer_access(from.index, to.index);
 #endif
   return false;
 }

@@ -235,20 +235,6 @@ std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFree(p)); });
 }
 
-bool can_access_peer(int from, int to) {
-  int can = 0;
-  GW_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, from, to));
-  if (can == 0) return false;
-  set_device(from);
-  const cudaError_t result = cudaDeviceEnablePeerAccess(to, 0);
-  if (result == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // clear the sticky error
-    return true;
-  }
-  check(result, "cudaDeviceEnablePeerAccess");
-  return true;
-}
-
 bool is_device_memory(const void* address) {
   cudaPointerAttributes attributes{};
   GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
@@ -322,17 +308,18 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
   return std::shared_ptr<void>(data, [stream](void* p) { ignore(cudaFreeAsync(p, stream->native())); });
 }
 
-void enable_peer_access(int device_index, int peer_index) {
+bool enable_peer_access(int device_index, int peer_index) {
   int can = 0;
   GW_CUDA_CHECK(cudaDeviceCanAccessPeer(&can, device_index, peer_index));
-  if (can == 0) return;
+  if (can == 0) return false;
   set_device(device_index);
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer_index, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();
+    cudaGetLastError();  // clears it
   } else {
     check(status, "cudaDeviceEnablePeerAccess");
   }
+  return true;
 }
 
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes) {

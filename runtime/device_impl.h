@@ -52,7 +52,8 @@ void launch_graph(int device_index, void* executable, CudaStream origin);
 std::shared_ptr<void> allocate(int device_index, size_t bytes);
 std::shared_ptr<void> allocate_pinned(size_t bytes);
 std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes);
-void enable_peer_access(int device_index, int peer_index);
+// Whether the device can access the peer's memory.
+bool enable_peer_access(int device_index, int peer_index);
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
 void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
@@ -65,7 +66,6 @@ int current_device();
 int multiprocessors();  // of the current device
 bool loads_kernels_lazily();
 int device_count();
-bool can_access_peer(int from, int to);
 bool reaches_peers_over_nvlink(int device_index);
 bool is_device_memory(const void* address);
 std::string unavailable_reason();
