@@ -111,13 +111,6 @@ constexpr EnvironmentVariable kLaunchers[] = {
 
 constexpr EnvironmentVariable kNccl[] = {
     {"NCCL_COMM_ID", "none", "host:port where the ranks of rendezvous nccl:// meet"},
-    {"NCCL_P2P_DISABLE", "NCCL's own choices",
-     "Read by `gradwire doctor`, which says how NCCL would connect two GPUs"},
-    {"NCCL_P2P_LEVEL", "", ""},
-    {"NCCL_SHM_DISABLE", "", ""},
-    {"NCCL_IB_DISABLE", "", ""},
-    {"NCCL_CUMEM_ENABLE", "", ""},
-    {"NCCL_NET", "", ""},
 };
 
 constexpr EnvironmentGroup kGroups[] = {{"Libraries and commands", kOwn},

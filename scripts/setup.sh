@@ -8,7 +8,7 @@ set -uo pipefail
 required=(
   "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
-  "nlohmann-json3-dev:the gradwire command" "libhwloc-dev:gradwire doctor" "zlib1g-dev:reading data sets" "python3:the scripts"
+  "nlohmann-json3-dev:the gradwire command" "zlib1g-dev:reading data sets" "python3:the scripts"
 )
 optional=(
   "libgtest-dev:the tests" "libgmock-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"

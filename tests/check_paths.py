@@ -17,7 +17,7 @@ ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Not in the tree: other projects' headers and scripts, and users' files.
-ELSEWHERE = {"nccl.h", "nvml.h", "cuda_runtime.h", "asan_interface_internal.h", "graph/paths.cc", "train.py", "result.png",
+ELSEWHERE = {"nccl.h", "cuda_runtime.h", "asan_interface_internal.h", "train.py", "result.png",
              "build/demo/report.png", "cublasLt.h"}
 
 

@@ -35,7 +35,6 @@
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/products.h"
 #include "trainer/measure/ranks.h"
-#include "trainer/measure/topology.h"
 
 namespace gradwire {
 namespace {
@@ -154,35 +153,34 @@ std::string machine_text(const std::string& launcher) {
 }
 
 struct Machine {
-  GpuTopology gpus;
-  Network network;
-  NcclSettings nccl;
+  std::vector<std::string> gpus;           // PCI addresses
+  std::vector<std::pair<int, int>> apart;  // GPUs of which the first cannot access the second's memory
+  Network network = find_network();
 };
 
 Machine look_around() {
-  Machine machine{gpu_topology(), find_network(), nccl_settings(environment)};
-  machine.nccl.gpus = static_cast<int>(machine.gpus.addresses.size());
-  machine.nccl.infiniband = machine.network.infiniband();
-  machine.nccl.amd = cpu_name().find("AMD") != std::string::npos;
+  Machine machine;
+#ifdef GRADWIRE_HAS_CUDA
+  for (int a = 0; a < cuda_device_count(); ++a) {
+    char address[32] = "";
+    if (cudaDeviceGetPCIBusId(address, sizeof address, a) != cudaSuccess) cudaGetLastError();
+    machine.gpus.emplace_back(address);
+    for (int b = 0; b < cuda_device_count(); ++b) {
+      int reachable = 0;
+      if (a == b || (cudaDeviceCanAccessPeer(&reachable, a, b) == cudaSuccess && reachable == 1)) continue;
+      machine.apart.emplace_back(a, b);
+    }
+  }
+#endif
   return machine;
 }
 
-std::string nccl_text(const Machine& machine, const GpuPair& pair) {
-  return nccl_transport(pair.path, pair.peer_access, /*one_process=*/false, machine.nccl);
-}
-
-std::string paths_text(const Machine& machine) {
+std::string connections_text(const Machine& machine) {
   Report report;
-  if (!machine.gpus.pairs.empty()) {
-    report.title("Paths between GPUs");
-    report.text_ += table_text(topology_table(machine.gpus));
-    if (machine.gpus.nvlink_source != "NVML")
-      report.text_ += fmt::format("  {}\n", machine.gpus.nvlink_source);
-    for (const GpuPair& pair : machine.gpus.pairs) {
-      report.row(fmt::format("{} - {}", pair.a, pair.b),
-                 fmt::format("{}{}; NCCL: {}", path_words(pair.path),
-                             pair.peer_access ? "" : ", no peer access", nccl_text(machine, pair)));
-    }
+  if (machine.gpus.size() > 1) {
+    report.title("Between GPUs");
+    for (const auto& [a, b] : machine.apart) report.row(fmt::format("{} - {}", a, b), "no peer access");
+    if (machine.apart.empty()) report.row("peer access", "on");
   }
   report.title("Network");
   for (const NetInterface& i : machine.network.interfaces) {
@@ -196,7 +194,6 @@ std::string paths_text(const Machine& machine) {
   }
   if (machine.network.interfaces.empty() && machine.network.ports.empty())
     report.row("", "no interface except loopback");
-  report.row("NCCL, machines", nccl_network(machine.nccl));
   return "\n" + report.text_;
 }
 
@@ -219,15 +216,8 @@ using Json = nlohmann::ordered_json;
 Json machine_json(const Machine& machine) {
   Json json{{"version", GRADWIRE_VERSION}, {"processor", cpu_name()}, {"threads", host_threads()}};
   json["products"] = host_products_text();
-  json["gpus"] = machine.gpus.addresses;
-  json["gpu_paths"] = Json::array();
-  for (const GpuPair& pair : machine.gpus.pairs) {
-    json["gpu_paths"].push_back({{"a", pair.a},
-                                 {"b", pair.b},
-                                 {"path", path_name(pair.path, pair.nvlinks)},
-                                 {"peer_access", pair.peer_access},
-                                 {"nccl", nccl_text(machine, pair)}});
-  }
+  json["gpus"] = machine.gpus;
+  json["no_peer_access"] = machine.apart;
   json["network"] = Json::array();
   for (const NetInterface& i : machine.network.interfaces) {
     json["network"].push_back(
@@ -238,7 +228,6 @@ Json machine_json(const Machine& machine) {
     json["infiniband"].push_back(
         {{"device", p.device}, {"port", p.port}, {"link", p.link}, {"rate", p.rate}, {"active", p.active}});
   }
-  json["nccl_network"] = nccl_network(machine.nccl);
   return json;
 }
 
@@ -350,7 +339,7 @@ void doctor(Options options) {
   if (leads) {
     say(machine_text(launcher));
     const Machine machine = look_around();
-    say(paths_text(machine));
+    say(connections_text(machine));
     json = machine_json(machine);
   }
   const Device device = config.devices.front();

@@ -30,10 +30,6 @@ std::vector<fs::path> entries(const fs::path& folder) {
 
 }  // namespace
 
-bool Network::infiniband() const {
-  return std::any_of(ports.begin(), ports.end(), [](const InfinibandPort& port) { return port.active; });
-}
-
 Network find_network(const std::string& sys) {
   Network network;
   for (const fs::path& folder : entries(fs::path(sys) / "class/net")) {

@@ -22,7 +22,6 @@ struct InfinibandPort {
 struct Network {
   std::vector<NetInterface> interfaces;  // sorted by name, without loopback
   std::vector<InfinibandPort> ports;
-  bool infiniband() const;  // whether a port is active
 };
 
 // Reads sysfs at `sys`. Never throws; skips unreadable entries.
