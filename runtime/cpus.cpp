@@ -8,6 +8,8 @@
 #include <sstream>
 #include <thread>
 
+#include "runtime/parse.h"
+
 namespace gradwire {
 namespace {
 
@@ -16,7 +18,7 @@ double quota_in(const std::string& folder) {
   std::string quota;
   double period = 0;
   if (std::ifstream file(folder + "/cpu.max"); file >> quota >> period) {
-    return quota == "max" || period <= 0 ? 0 : std::atof(quota.c_str()) / period;
+    return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max": none
   }
   double microseconds = 0;
   std::ifstream quota_file(folder + "/cpu.cfs_quota_us"), period_file(folder + "/cpu.cfs_period_us");

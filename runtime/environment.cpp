@@ -48,7 +48,8 @@ constexpr EnvironmentVariable kOwn[] = {
 
 constexpr EnvironmentVariable kInterposer[] = {
     {"GRADWIRE_NCCL_SPEC", "bf16",
-     "What ncclAllReduce sends: a wire format of docs/formats.md, with its options"},
+     "What ncclAllReduce sends: a wire format of docs/formats.md, with its options; off: as if the "
+     "interposer were not there"},
     {"GRADWIRE_NCCL_MIN_BYTES", "1M", "Smaller calls are not compressed; K, M and G are powers of 1024"},
     {"GRADWIRE_NCCL_MAX_STATE_BYTES", "4G",
      "Device memory for residuals per communicator; buffers beyond it go without error feedback"},
@@ -56,7 +57,6 @@ constexpr EnvironmentVariable kInterposer[] = {
      "For schedule=hierarchical: rank = node x this + local index"},
     {"GRADWIRE_NCCL_DRY_RUN", "off", "1: change nothing, say what would be done"},
     {"GRADWIRE_NCCL_QUIET", "off", "1: no log lines but errors"},
-    {"GRADWIRE_NCCL_DISABLE", "off", "1: as if it were not there"},
 };
 
 constexpr EnvironmentVariable kLaunchers[] = {
@@ -149,6 +149,15 @@ const char* environment(const char* name) {
     }
   }
   throw Error(std::string(name) + " is read but not in the table of runtime/environment.cpp");
+}
+
+bool environment_flag(const char* name, const std::function<const char*(const char*)>& lookup) {
+  const char* text = lookup(name);
+  const std::string_view value = text == nullptr ? "" : text;
+  if (value != "" && value != "0" && value != "1") {
+    throw BadInput(std::string(name) + " must be 0 or 1, not '" + text + "'");
+  }
+  return value == "1";
 }
 
 }  // namespace gradwire

@@ -2,6 +2,7 @@
 // and meaning, and tests/check_environment.py fails if another file calls getenv().
 #pragma once
 
+#include <functional>
 #include <span>
 #include <string>
 
@@ -26,5 +27,7 @@ std::string environment_text();
 // Returns a variable's value; null when it is unset or empty. Throws Error for names that are not in the
 // table.
 const char* environment(const char* name);
+// The value of one that is 0, as when it is unset, or 1. Throws BadInput for any other value.
+bool environment_flag(const char* name, const std::function<const char*(const char*)>& lookup = environment);
 
 }  // namespace gradwire

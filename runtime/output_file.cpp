@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <charconv>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
@@ -20,6 +19,7 @@
 #include <thread>
 
 #include "runtime/error.h"
+#include "runtime/parse.h"
 
 namespace gradwire {
 namespace {
@@ -41,9 +41,7 @@ int descriptor_named(const std::string& path) {
   const std::string own = fs::canonical("/proc/self", error).string();
   if (error || !folder.starts_with(own + "/")) return -1;
   const std::string name = fs::path(path).filename().string();
-  int fd = -1;
-  const auto [end, bad] = std::from_chars(name.data(), name.data() + name.size(), fd);
-  return bad == std::errc() && end == name.data() + name.size() ? fd : -1;
+  return parse_number(name, 0).value_or(-1);
 }
 
 // Follows symbolic links. Stops at a path that names a descriptor of this process, and stores the descriptor

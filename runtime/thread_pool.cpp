@@ -20,6 +20,7 @@
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/float_mode.h"
+#include "runtime/parse.h"
 #include "runtime/resources.h"
 #include "runtime/thread.h"
 
@@ -28,12 +29,8 @@ namespace {
 
 int default_threads() {
   if (const char* text = environment("GRADWIRE_THREADS")) {
-    char* end = nullptr;
-    long value = std::strtol(text, &end, 10);
-    if (*end != '\0' || value < 1 || value > 4096) {
-      throw BadInput(fmt::format("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text));
-    }
-    return static_cast<int>(value);
+    if (const auto threads = parse_number(text, 1, 4096)) return *threads;
+    throw BadInput(fmt::format("GRADWIRE_THREADS='{}' is not a number from 1 to 4096", text));
   }
   const int cpus = cpus_by_affinity(), quota = cpus_by_quota();
   return quota > 0 ? std::min(cpus, quota) : cpus;

@@ -7,16 +7,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstring>
 #include <fstream>
 #include <numeric>
-#include <string_view>
 
 #include "bench/harness/copy_loops.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/parse.h"
 #include "runtime/thread_pool.h"
 
 namespace gradwire::bench {
@@ -51,13 +50,8 @@ int64_t available_host_bytes() {
 int64_t flush_bytes_asked_for() {
   const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES");
   if (text == nullptr) return 0;
-  const std::string_view digits = text;
-  int64_t bytes = 0;
-  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), bytes);
-  if (error != std::errc() || *end != '\0' || bytes < 4096 || bytes > int64_t{1} << 36) {
-    throw BadInput(fmt::format("GRADWIRE_BENCH_FLUSH_BYTES={}: must be a number from 4096 to 2^36", text));
-  }
-  return bytes;
+  if (const auto bytes = parse_number<int64_t>(text, 4096, int64_t{1} << 36)) return *bytes;
+  throw BadInput(fmt::format("GRADWIRE_BENCH_FLUSH_BYTES={}: must be a number from 4096 to 2^36", text));
 }
 
 #ifdef GRADWIRE_HAS_CUDA

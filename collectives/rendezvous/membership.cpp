@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <sstream>
@@ -20,6 +19,7 @@
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/output_file.h"
+#include "runtime/parse.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -47,11 +47,9 @@ Endpoint parse_tcp(const std::string& rendezvous) {
   if (endpoint.host.starts_with("[") && endpoint.host.ends_with("]")) {
     endpoint.host = endpoint.host.substr(1, endpoint.host.size() - 2);
   }
-  const char *begin = rest.data() + colon + 1, *end = rest.data() + rest.size();
-  auto [parsed, error] = std::from_chars(begin, end, endpoint.port);
-  if (error != std::errc() || parsed != end || endpoint.port < 1 || endpoint.port > 65535) {
-    throw bad(fmt::format("'{}' is not a port", std::string(begin, end)));
-  }
+  const auto port = parse_number(rest.substr(colon + 1), 1, 65535);
+  if (!port) throw bad(fmt::format("'{}' is not a port", rest.substr(colon + 1)));
+  endpoint.port = *port;
   return endpoint;
 }
 
@@ -109,7 +107,7 @@ Board file_board(const std::string& path) {
 // Rejects a rendezvous without a secret at an address that other machines can reach.
 void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
   if (!options.secret.empty() || !faces_network(endpoint.host)) return;
-  if (options.insecure || insecure_by_environment()) {
+  if (options.insecure || environment_flag("GRADWIRE_INSECURE")) {
     print_error_line(fmt::format(
         "WARNING: {} has no secret: whoever can reach it may join this run, or end it", options.rendezvous));
     return;

@@ -18,6 +18,7 @@
 #include "collectives/rendezvous/secret.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
+#include "runtime/parse.h"
 
 namespace gradwire {
 namespace {
@@ -293,7 +294,7 @@ Reunion::Survivors Reunion::understand(const std::string& text) const {
   std::istringstream numbers(ranks);
   for (int r; numbers >> r;) survivors.ranks.push_back(r);
   std::getline(lines, joined);
-  for (int left = std::atoi(joined.c_str()); left > 0 && std::getline(lines, joined); --left) {
+  for (int left = parse_number<int>(joined).value_or(0); left > 0 && std::getline(lines, joined); --left) {
     survivors.joined.push_back(joined);
   }
   survivors.meeting.assign(std::istreambuf_iterator<char>(lines), {});

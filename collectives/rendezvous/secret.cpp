@@ -66,13 +66,6 @@ std::string secret_from_environment() {
   return text;
 }
 
-bool insecure_by_environment() {
-  const char* value = environment("GRADWIRE_INSECURE");
-  if (value == nullptr || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") == 0) return true;
-  throw BadInput(fmt::format("GRADWIRE_INSECURE is '{}'; 1 or 0", value));
-}
-
 std::string random_secret() {
   std::array<uint8_t, 16> bytes;
   // Up to 256 bytes are returned whole, without EINTR.

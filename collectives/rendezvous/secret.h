@@ -9,10 +9,6 @@ namespace gradwire {
 // set. Throws BadInput for a file that is unreadable, empty, or readable by other users.
 std::string secret_from_environment();
 
-// Returns GRADWIRE_INSECURE=1: ranks on several machines may run without a secret. Throws BadInput for an
-// invalid value.
-bool insecure_by_environment();
-
 // Returns 32 unpredictable characters.
 std::string random_secret();
 

@@ -14,11 +14,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <memory>
 
 #include "runtime/error.h"
+#include "runtime/parse.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -238,16 +238,11 @@ void check_ports(const std::string& what, const PortRange& ports) {
 }
 
 PortRange parse_ports(const std::string& what, const std::string& text) {
-  PortRange ports;
-  const char *at = text.data(), *end = at + text.size();
-  auto parsed = std::from_chars(at, end, ports.first);
-  ports.last = ports.first;
-  if (parsed.ec == std::errc() && parsed.ptr != end && *parsed.ptr == '-') {
-    parsed = std::from_chars(parsed.ptr + 1, end, ports.last);
-  }
-  if (parsed.ec != std::errc() || parsed.ptr != end || ports.last == 0) {
+  const auto range = parse_pair(text.find('-') == std::string::npos ? text + "-" + text : text, '-', 0);
+  if (!range || range->second == 0) {
     throw BadInput(fmt::format("{} is '{}'; give a range of ports such as 20000-20100", what, text));
   }
+  const PortRange ports{range->first, range->second};
   check_ports(what, ports);
   return ports;
 }

@@ -7,12 +7,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <sstream>
 
 #include "collectives/rendezvous/handshake.h"
 #include "runtime/error.h"
+#include "runtime/parse.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -226,12 +226,8 @@ std::string StoreClient::look(const std::string& key) {
 
 int64_t StoreClient::add(const std::string& key) {
   const std::string text = request({Op::add, 0, key, ""}, SteadyClock::now() + kPromptly).value;
-  int64_t count = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), count);
-  if (error != std::errc() || end != text.data() + text.size()) {
-    throw CommError(fmt::format("the store's count of {} is '{}'", key, text));
-  }
-  return count;
+  if (const auto count = parse_number<int64_t>(text)) return *count;
+  throw CommError(fmt::format("the store's count of {} is '{}'", key, text));
 }
 
 void StoreClient::drop(const std::string& key) {

@@ -14,6 +14,7 @@
 
 #include "kernels/powersgd/powersgd.h"
 #include "runtime/error.h"
+#include "runtime/parse.h"
 
 namespace gradwire {
 namespace {
@@ -46,12 +47,8 @@ T choose(std::string_view text, std::string_view key, std::string_view value,
 
 template <typename T>
 T number(std::string_view text, std::string_view key, std::string_view value, T least, T most) {
-  T result{};
-  auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), result);
-  if (error != std::errc() || end != value.data() + value.size() || !(result >= least) || !(result <= most)) {
-    bad(text, fmt::format("{}='{}' is not a number from {} to {}", key, value, least, most));
-  }
-  return result;
+  if (const auto result = parse_number(value, least, most)) return *result;
+  bad(text, fmt::format("{}='{}' is not a number from {} to {}", key, value, least, most));
 }
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};

@@ -22,6 +22,7 @@
 #include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/file.h"
+#include "runtime/parse.h"
 #include "runtime/resources.h"
 
 namespace gradwire {
@@ -30,13 +31,6 @@ namespace {
 using std::chrono::milliseconds;
 
 using namespace tcp_messages;
-
-bool verified_by_environment() {
-  const char* value = environment("GRADWIRE_VERIFY_PAYLOAD");
-  if (value == nullptr || std::strcmp(value, "0") == 0) return false;
-  if (std::strcmp(value, "1") == 0) return true;
-  throw BadInput(fmt::format("GRADWIRE_VERIFY_PAYLOAD is '{}'; 1 or 0", value));
-}
 
 class TcpTransport final : public Transport {
  public:
@@ -300,8 +294,8 @@ class TcpTransport final : public Transport {
   void connect(const TcpOptions& options, SteadyClock::time_point deadline) {
     address_ = group_.listening_address(deadline);
     const PortRange ports = group_.options().ports;
-    auto links = std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(),
-                                            options.verify_payload || verified_by_environment(), ports);
+    const bool verified = options.verify_payload || environment_flag("GRADWIRE_VERIFY_PAYLOAD");
+    auto links = std::make_unique<TcpLinks>(rank(), world(), address_, group_.key(), verified, ports);
     TcpLinks* made = links.get();
     {
       std::lock_guard lock(mutex_);
@@ -390,8 +384,10 @@ class TcpTransport final : public Transport {
       return true;
     };
     for (int r = waited_for; r >= 0 && r < world && told.size() < 6 && tell(r);) {
-      size_t at = roll.ranks[r].state.rfind(kWaiting);
-      r = at == std::string::npos ? -1 : std::atoi(roll.ranks[r].state.c_str() + at + std::strlen(kWaiting));
+      const std::string& state = roll.ranks[r].state;
+      const size_t at = state.rfind(kWaiting);
+      if (at == std::string::npos) break;
+      r = parse_number<int>(state.substr(at + std::strlen(kWaiting))).value_or(-1);
     }
     for (int r = 0; r < world && told.size() < 5; ++r) tell(r);
     return text;

@@ -2,11 +2,11 @@
 
 #include <fmt/format.h>
 
-#include <cstdlib>
 #include <iterator>
 #include <sstream>
 
 #include "collectives/rendezvous/newcomer.h"
+#include "runtime/parse.h"
 
 namespace gradwire {
 
@@ -22,7 +22,7 @@ Growth Growth::decode(const std::string& text) {
   std::string line;
   std::getline(lines, growth.name);
   std::getline(lines, line);
-  for (int left = std::atoi(line.c_str()); left > 0 && std::getline(lines, line); --left) {
+  for (int left = parse_number<int>(line).value_or(0); left > 0 && std::getline(lines, line); --left) {
     growth.joined.push_back(line);
   }
   growth.meeting.assign(std::istreambuf_iterator<char>(lines), {});

@@ -2,29 +2,20 @@
 
 #include <fmt/format.h>
 
-#include <charconv>
-
+#include "runtime/environment.h"
 #include "runtime/error.h"
 #include "runtime/mix.h"
+#include "runtime/parse.h"
 
 namespace gradwire::interposer {
 
 int64_t parse_bytes(const std::string& text) {
-  int64_t value = -1;
-  const char* end = text.data() + text.size();
-  auto [at, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || value < 0) return -1;
-  const std::string unit(at, end);
-  int shift = 0;
-  if (unit == "K" || unit == "k")
-    shift = 10;
-  else if (unit == "M" || unit == "m")
-    shift = 20;
-  else if (unit == "G" || unit == "g")
-    shift = 30;
-  else if (!unit.empty())
-    return -1;
-  return value > (INT64_MAX >> shift) ? -1 : value << shift;
+  constexpr std::string_view kUnits = "kKmMgG";
+  const size_t unit = text.empty() ? std::string_view::npos : kUnits.find(text.back());
+  const int shift = unit == std::string_view::npos ? 0 : 10 * (1 + static_cast<int>(unit / 2));
+  const auto value =
+      parse_number<int64_t>(text.substr(0, text.size() - (shift > 0 ? 1 : 0)), 0, INT64_MAX >> shift);
+  return value ? *value << shift : -1;
 }
 
 Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
@@ -38,8 +29,12 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     return std::string(text != nullptr ? text : "");
   };
   auto flag = [&](const char* name) {
-    const std::string text = value(name);
-    return !text.empty() && text != "0";
+    try {
+      return environment_flag(name, lookup);
+    } catch (const BadInput& error) {
+      off(error.what());
+      return false;
+    }
   };
   auto bytes = [&](const char* name, int64_t& out) {
     const std::string text = value(name);
@@ -49,6 +44,10 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     out = parsed;
   };
   const std::string spec = value("GRADWIRE_NCCL_SPEC");
+  if (spec == "off") {
+    off("GRADWIRE_NCCL_SPEC is off");
+    return s;
+  }
   try {
     s.spec = CompressionSpec::parse(spec.empty() ? "bf16" : spec);
     if (s.spec.method != CompressionSpec::Method::wire) {
@@ -79,7 +78,6 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
   if (s.spec.schedule == ScheduleKind::nccl) {
     off("schedule=nccl is what a call of ncclAllReduce is without the interposer; name another schedule");
   }
-  if (flag("GRADWIRE_NCCL_DISABLE")) off("GRADWIRE_NCCL_DISABLE is set");
   s.dry_run = flag("GRADWIRE_NCCL_DRY_RUN");
   s.quiet = flag("GRADWIRE_NCCL_QUIET");
   return s;

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include <charconv>
+#include "runtime/parse.h"
 
 namespace gradwire {
 
@@ -14,11 +14,9 @@ bool FormatOption::set(std::string_view text) const {
       return true;
     }
   }
-  int number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (!words.empty() || error != std::errc() || end != text.data() + text.size()) return false;
-  if (number < least || number > most || (power_of_two && (number & (number - 1)) != 0)) return false;
-  *value = number;
+  const auto number = parse_number<int>(text, least, most);
+  if (!words.empty() || !number || (power_of_two && (*number & (*number - 1)) != 0)) return false;
+  *value = *number;
   return true;
 }
 

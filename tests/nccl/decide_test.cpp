@@ -52,14 +52,15 @@ TEST(Interposer, InvalidSettingsDisableItWithTheReason) {
            {"GRADWIRE_NCCL_RANKS_PER_NODE", "0", "0"},
            {"GRADWIRE_NCCL_SPEC", "bf16:schedule=hierarchical", "RANKS_PER_NODE"},
            {"GRADWIRE_NCCL_SPEC", "fp32:schedule=nccl", "without the interposer"},
-           {"GRADWIRE_NCCL_DISABLE", "1", "DISABLE"}}) {
+           {"GRADWIRE_NCCL_SPEC", "off", "is off"},
+           {"GRADWIRE_NCCL_QUIET", "yes", "GRADWIRE_NCCL_QUIET must be 0 or 1, not 'yes'"}}) {
     const Settings s = with({{name, value}});
     EXPECT_FALSE(s.on) << name << "=" << value;
     EXPECT_NE(s.why_off.find(says), std::string::npos) << s.why_off;
     EXPECT_EQ(s.fingerprint(), 0u);
     EXPECT_EQ(decide(s, {.count = 1 << 30}), Path::untouched);
   }
-  EXPECT_TRUE(with({{"GRADWIRE_NCCL_DISABLE", "0"}}).on);
+  EXPECT_TRUE(with({{"GRADWIRE_NCCL_DRY_RUN", "0"}}).on);
   EXPECT_TRUE(with({}).on);
 }
 

@@ -413,10 +413,9 @@ Drawn draw(uint32_t seed) {
 
 // GRADWIRE_SOAK_S and GRADWIRE_SOAK_SEED set the duration and the first seed; see make soak.
 TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
-  const char *given = std::getenv("GRADWIRE_SOAK_S"), *from = std::getenv("GRADWIRE_SOAK_SEED");
   const auto until =
-      std::chrono::steady_clock::now() + std::chrono::seconds(given == nullptr ? 0 : std::atoi(given));
-  const uint32_t first = from == nullptr ? 1 : static_cast<uint32_t>(std::atoi(from));
+      std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
+  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_SOAK_SEED", 1));
   size_t runs = 0, kills = 0, stops = 0, joins = 0;
   Slowest slowest;
   while (!HasFailure() && (runs < 3 || std::chrono::steady_clock::now() < until)) {

@@ -90,8 +90,7 @@ TEST(Elastic, AStoppedRankIsLeftBehindAfterTheDeadline) {
 
 // GRADWIRE_KILLS: number of runs.
 TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
-  const char* given = std::getenv("GRADWIRE_KILLS");
-  const int runs = given == nullptr ? 3 : std::atoi(given);
+  const int runs = number_from_environment("GRADWIRE_KILLS", 3);
   const char* specs[] = {"int8", "powersgd:rank=2", "fp32"};
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));

@@ -158,8 +158,7 @@ TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
 
 // Launched ranks die at any time, including while others join. GRADWIRE_KILLS: number of runs.
 TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
-  const char* given = std::getenv("GRADWIRE_KILLS");
-  const int runs = given == nullptr ? 2 : std::atoi(given);
+  const int runs = number_from_environment("GRADWIRE_KILLS", 2);
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int launched = 2 + static_cast<int>(random() % 2), joins = 1 + static_cast<int>(random() % 2);

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <vector>
@@ -20,6 +21,12 @@
 namespace gradwire::testing {
 
 using namespace std::chrono_literals;
+
+// Returns a variable's value: how often, how long, or from which seed a test runs.
+inline int number_from_environment(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::stoi(text);
+}
 
 // The arguments of a rank program.
 struct Me {

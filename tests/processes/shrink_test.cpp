@@ -44,6 +44,7 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
+using testing::number_from_environment;
 using testing::Outcome;
 using testing::run_processes;
 using namespace std::chrono_literals;
@@ -305,8 +306,7 @@ TEST(Shrink, MinorityStops) {
 
 // GRADWIRE_KILLS: number of runs.
 TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
-  const char* given = std::getenv("GRADWIRE_KILLS");
-  const int runs = given == nullptr ? 12 : std::atoi(given);
+  const int runs = number_from_environment("GRADWIRE_KILLS", 12);
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int world = 3 + static_cast<int>(random() % 3);

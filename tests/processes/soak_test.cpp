@@ -26,6 +26,7 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
+using testing::number_from_environment;
 using testing::Outcome;
 using namespace std::chrono_literals;
 using std::chrono::microseconds;
@@ -197,11 +198,9 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
 }
 
 TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
-  const char* given = std::getenv("GRADWIRE_SOAK_S");
   const auto until =
-      std::chrono::steady_clock::now() + std::chrono::seconds(given == nullptr ? 0 : std::atoi(given));
-  const char* from = std::getenv("GRADWIRE_SOAK_SEED");
-  const uint32_t first = from == nullptr ? 1 : static_cast<uint32_t>(std::atoi(from));
+      std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
+  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_SOAK_SEED", 1));
   constexpr uint32_t kAtLeast = std::size(kKinds);
   std::atomic<uint32_t> next = 0;
   std::mutex mutex;

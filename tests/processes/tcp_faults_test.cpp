@@ -27,6 +27,7 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
+using testing::number_from_environment;
 using testing::Outcome;
 using testing::run_processes;
 using namespace std::chrono_literals;
@@ -208,8 +209,7 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
 
 // Kills any rank at any time, under any schedule. GRADWIRE_KILLS: number of runs; `make faults` makes 200.
 TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
-  const char* given = std::getenv("GRADWIRE_KILLS");
-  const int runs = given == nullptr ? 10 : std::atoi(given);
+  const int runs = number_from_environment("GRADWIRE_KILLS", 10);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;
   std::mutex mutex;
   std::vector<std::thread> workers;

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <limits>
-#include <thread>
 
+#include "collectives/communicator/local_ranks.h"
 #include "runtime/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/table.h"
@@ -137,12 +137,9 @@ TEST(Recommend, EveryRankReachesTheSameResult) {
   config.devices.assign(3, Device::host());
   auto comms = Communicator::create_local(config.devices, std::chrono::seconds(60));
   std::vector<RanksReport> reports(3);
-  {
-    std::vector<std::jthread> threads;
-    for (size_t r = 0; r < 3; ++r) {
-      threads.emplace_back([&, r] { reports[r] = examine_ranks(*comms[r], config, 3, 0.02); });
-    }
-  }
+  run_local_ranks(comms, [&](Communicator& comm) {
+    reports[static_cast<size_t>(comm.rank())] = examine_ranks(comm, config, 3, 0.02);
+  });
   for (const RanksReport& report : reports) {
     EXPECT_EQ(report.links, reports[0].links);
     EXPECT_TRUE(report.links.measured);

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -15,6 +14,7 @@
 #include "runtime/error.h"
 #include "runtime/file.h"
 #include "runtime/output_file.h"
+#include "runtime/parse.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {
@@ -26,11 +26,8 @@ const std::string kPrefix = "step-", kUnfinished = ".tmp";
 
 // Returns the number of steps: "step-000000030" -> 30; -1 for any other name.
 int64_t steps_of(const std::string& name) {
-  int64_t steps = -1;
-  const char* end = name.data() + name.size();
-  if (name.compare(0, kPrefix.size(), kPrefix) != 0 || name.size() == kPrefix.size()) return -1;
-  auto [at, error] = std::from_chars(name.data() + kPrefix.size(), end, steps);
-  return error == std::errc() && at == end && steps >= 0 ? steps : -1;
+  if (!name.starts_with(kPrefix)) return -1;
+  return parse_number<int64_t>(name.substr(kPrefix.size()), 0).value_or(-1);
 }
 
 bool is_unfinished(const std::string& name) {
@@ -122,9 +119,8 @@ int checkpoint_world(const std::string& checkpoint) {
   for (fs::directory_iterator it(checkpoint, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
     if (!name.starts_with(before) || !name.ends_with(after)) continue;
-    const char* last = name.data() + name.size() - after.size();
-    auto [at, failed] = std::from_chars(name.data() + before.size(), last, world);
-    if (failed != std::errc() || at != last || world < 1) return 0;
+    world =
+        parse_number(name.substr(before.size(), name.size() - before.size() - after.size()), 1).value_or(0);
     break;
   }
   for (int rank = 0; rank < world; ++rank) {

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <set>
 
@@ -12,6 +11,7 @@
 #include "collectives/communicator/communicator.h"
 #include "runtime/error.h"
 #include "runtime/output_file.h"
+#include "runtime/parse.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"
@@ -73,10 +73,9 @@ std::vector<std::string> logs_next_to(const std::string& json) {
     if (name.size() <= before.size() + after.size() || !name.starts_with(before) || !name.ends_with(after)) {
       continue;
     }
-    size_t number = 0;
-    const char *digits = name.data() + before.size(), *last = name.data() + name.size() - after.size();
-    const auto [stopped, failed] = std::from_chars(digits, last, number);
-    if (failed == std::errc() && stopped == last) numbers.push_back(number);
+    const size_t digits = name.size() - before.size() - after.size();
+    if (const auto number = parse_number<size_t>(name.substr(before.size(), digits)))
+      numbers.push_back(*number);
   }
   std::sort(numbers.begin(), numbers.end());
   std::vector<std::string> paths;

@@ -3,9 +3,9 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
-#include <charconv>
 #include <limits>
 
+#include "runtime/parse.h"
 #include "trainer/cli/values.h"
 #include "trainer/model/vit_passes.h"
 
@@ -26,17 +26,7 @@ struct Limits {
   T least = std::numeric_limits<T>::lowest(), most = std::numeric_limits<T>::max();
 };
 
-// Parses the whole text as a number within the limits. CLI11 by itself reads "" as 0 and 010 as octal, and
-// wraps -1 into an unsigned.
-template <typename T>
-std::optional<T> read_number(const std::string& text, Limits<T> limits) {
-  T value{};
-  const char* end = text.data() + text.size();
-  const auto [stopped, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || stopped != end || !(value >= limits.least && value <= limits.most)) return {};
-  return value;
-}
-
+// CLI11 by itself reads "" as 0 and 010 as octal, and wraps -1 into an unsigned.
 template <typename T>
 CLI::Validator number_within(Limits<T> limits) {
   const std::string range =
@@ -44,7 +34,9 @@ CLI::Validator number_within(Limits<T> limits) {
   const char* kind = std::is_floating_point_v<T> ? "a number" : "a whole number";
   return CLI::Validator(
       [=](std::string& text) {
-        return read_number(text, limits) ? "" : fmt::format("'{}' is not {}{}", text, kind, range);
+        return parse_number(text, limits.least, limits.most)
+                   ? ""
+                   : fmt::format("'{}' is not {}{}", text, kind, range);
       },
       range.empty() ? "" : range.substr(1));
 }
@@ -54,7 +46,7 @@ template <typename Target>
 CLI::Option* add_number(CLI::App& command, const std::string& flag, Target& target, const std::string& about,
                         Limits<typename ValueOf<Target>::Type> limits = {}) {
   using T = typename ValueOf<Target>::Type;
-  auto set = [&target, limits](const std::string& text) { target = *read_number<T>(text, limits); };
+  auto set = [&target](const std::string& text) { target = *parse_number<T>(text); };
   CLI::Option* option = command.add_option_function<std::string>(flag, set, about)
                             ->type_name(std::is_floating_point_v<T> ? "NUMBER" : "N")
                             ->check(number_within<T>(limits));
@@ -324,9 +316,9 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
              *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
                              : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
   const Limits<double> mb{0.001, 1 << 20};
-  auto set = [&o, mb](const std::vector<std::string>& texts) {
+  auto set = [&o](const std::vector<std::string>& texts) {
     o.bucket_mb.clear();
-    for (const std::string& text : texts) o.bucket_mb.push_back(*read_number<double>(text, mb));
+    for (const std::string& text : texts) o.bucket_mb.push_back(*parse_number<double>(text));
   };
   CLI::Option* compression =
       command.add_option("--compression", o.compression, spec)->type_name("SPEC")->group("Ranks");

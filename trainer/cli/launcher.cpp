@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +16,7 @@
 #include "runtime/cpus.h"
 #include "runtime/environment.h"
 #include "runtime/error.h"
+#include "runtime/parse.h"
 #include "runtime/thread_pool.h"
 #include "trainer/config/members.h"
 
@@ -48,13 +48,9 @@ constexpr Variables kLaunchers[] = {
 constexpr int kDefaultPort = 29500;
 
 int parse(const std::string& variable, std::string_view text) {
-  int value = 0;
-  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) {
-    throw BadInput(
-        fmt::format("{}='{}' in the environment is not a non-negative integer; unset it", variable, text));
-  }
-  return value;
+  if (const auto value = parse_number(text, 0)) return *value;
+  throw BadInput(
+      fmt::format("{}='{}' in the environment is not a non-negative integer; unset it", variable, text));
 }
 
 std::string value_of(const Lookup& lookup, const char* variable) {
@@ -362,7 +358,8 @@ void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
   // Under Slurm: the job's cores on this machine, which may have more.
   const char* of_job = launch.launcher == "Slurm" ? environment("SLURM_CPUS_ON_NODE") : nullptr;
-  const int of = of_job != nullptr ? std::atoi(of_job) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  const int of = of_job != nullptr ? parse("SLURM_CPUS_ON_NODE", of_job)
+                                   : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   set_host_threads(threads_of_share(launch, cpus_by_affinity(), of, cpus_by_quota()));
 }
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <filesystem>
 
@@ -11,6 +10,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "runtime/error.h"
+#include "runtime/parse.h"
 #include "runtime/thread_pool.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
@@ -253,11 +253,11 @@ void resolve_gradients(const Options& o, Resolved& out) {
   const std::string& text = *o.dump_gradients;
   const std::string flag = "--dump-gradients " + text;
   const size_t colon = std::min(text.find(':'), text.size());
-  const auto [stopped, error] = std::from_chars(text.data(), text.data() + colon, config.gradients_step);
-  if (error != std::errc() || stopped != text.data() + colon || config.gradients_step < 0 ||
-      colon + 1 >= text.size()) {
+  const auto step = parse_number<int64_t>(text.substr(0, colon), 0);
+  if (!step || colon + 1 >= text.size()) {
     throw BadInput(flag + ": write STEP:DIR, a step counted from 0 and a folder, such as 100:gradients");
   }
+  config.gradients_step = *step;
   if (const int64_t first = first_step(config);
       config.gradients_step < first || config.gradients_step >= config.steps) {
     throw BadInput(fmt::format("{}: this run does steps {} to {}", flag, first, config.steps - 1));

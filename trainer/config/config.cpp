@@ -4,10 +4,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <charconv>
 #include <string_view>
 
 #include "runtime/error.h"
+#include "runtime/parse.h"
 
 namespace gradwire {
 namespace {
@@ -101,11 +101,9 @@ DataSpec DataSpec::parse(const std::string& text) {
   if (colon != std::string::npos && rest.empty()) bad("nothing after ':'");
   if (spec.kind == Kind::synthetic) {
     if (colon == std::string::npos) return spec;
-    auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), spec.count);
-    if (error != std::errc() || end != rest.data() + rest.size() || spec.count < 1 ||
-        spec.count > 100'000'000) {
-      bad(fmt::format("'{}' is not a number of images from 1 to 100000000", rest));
-    }
+    const auto count = parse_number<int64_t>(rest, 1, 100'000'000);
+    if (!count) bad(fmt::format("'{}' is not a number of images from 1 to 100000000", rest));
+    spec.count = *count;
     return spec;
   }
   if (spec.kind == Kind::cifar10 && rest.empty()) bad("cifar10 needs the folder of its binary files");
@@ -143,16 +141,9 @@ std::string Augmentation::to_string() const {
 }
 
 StepRange StepRange::parse(const std::string& flag, const std::string& text) {
-  StepRange range;
-  const char *at = text.data(), *end = text.data() + text.size();
-  auto number = [&](int64_t& value) {
-    auto [next, error] = std::from_chars(at, end, value);
-    if (error != std::errc() || value < 0) return false;
-    at = next;
-    return true;
-  };
-  const bool read = number(range.begin) && at < end && *at++ == ':' && number(range.end) && at == end;
-  if (!read || range.empty()) {
+  const auto steps = parse_pair<int64_t>(text, ':', 0);
+  const StepRange range = steps ? StepRange{steps->first, steps->second} : StepRange{};
+  if (range.empty()) {
     throw BadInput(fmt::format(
         "{} '{}' is not a range of steps a:b; 10:20 means the ten steps from 10 to 19, counted from 0", flag,
         text));
@@ -161,22 +152,14 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
 }
 
 ElasticRange ElasticRange::parse(const std::string& text) {
-  ElasticRange range;
-  const char *at = text.data(), *const end = text.data() + text.size();
-  auto number = [&](int& value) {
-    auto [next, error] = std::from_chars(at, end, value);
-    if (error != std::errc() || value < 1) return false;
-    at = next;
-    return true;
-  };
-  const bool read = number(range.least) && at < end && *at++ == ':' && number(range.most) && at == end;
-  if (!read || range.least > range.most) {
+  const auto ranks = parse_pair(text, ':', 1);
+  if (!ranks || ranks->first > ranks->second) {
     throw BadInput(fmt::format(
         "--elastic '{}' is not a range of ranks MIN:MAX; 2:4 means that a run of at most 4 ranks goes on as "
         "long as 2 are left",
         text));
   }
-  return range;
+  return {ranks->first, ranks->second};
 }
 
 std::string ElasticRange::to_string() const {

@@ -1,9 +1,10 @@
 #include "trainer/measure/network.h"
 
 #include <algorithm>
-#include <charconv>
 #include <filesystem>
 #include <fstream>
+
+#include "runtime/parse.h"
 
 namespace gradwire {
 namespace {
@@ -36,20 +37,16 @@ Network find_network(const std::string& sys) {
     NetInterface interface { .name = folder.filename().string() };
     if (interface.name == "lo" || !fs::is_directory(folder)) continue;
     interface.up = first_line(folder / "operstate") == "up";
-    const std::string speed = first_line(folder / "speed");
-    int64_t megabits = -1;
-    std::from_chars(speed.data(), speed.data() + speed.size(), megabits);
-    interface.megabits = megabits > 0 ? megabits : -1;
+    interface.megabits = parse_number<int64_t>(first_line(folder / "speed"), 1).value_or(-1);
     network.interfaces.push_back(interface);
   }
   for (const fs::path& device : entries(fs::path(sys) / "class/infiniband")) {
     for (const fs::path& folder : entries(device / "ports")) {
-      const std::string number = folder.filename().string();
       InfinibandPort port{.device = device.filename().string(),
                           .link = first_line(folder / "link_layer"),
                           .rate = first_line(folder / "rate"),
                           .active = first_line(folder / "state").find("ACTIVE") != std::string::npos};
-      std::from_chars(number.data(), number.data() + number.size(), port.port);
+      port.port = parse_number<int>(folder.filename().string()).value_or(port.port);
       network.ports.push_back(port);
     }
   }

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "runtime/nvtx.h"
+#include "runtime/parse.h"
 #include "runtime/profiler.h"
 
 namespace gradwire {
@@ -85,7 +86,7 @@ void RankTrace::hand_over() {
   file_->add(comm_.rank(), std::move(mine));
   for (int rank = 1; config_.processes && rank < comm_.world(); ++rank) {
     std::string theirs;
-    for (int left = std::stoi(comm_.take_message(rank)); left > 0; --left) {
+    for (int left = parse_number<int>(comm_.take_message(rank)).value_or(0); left > 0; --left) {
       theirs += comm_.take_message(rank);
     }
     file_->add(rank, std::move(theirs));
