@@ -73,7 +73,6 @@ class CallerStore {
 }  // namespace
 
 gw_store checked_store(const gw_store* store) {
-  require(store != nullptr, "store is null");
   const auto read = read_struct<gw_store>(store, "gw_store");
   require(read.set != nullptr, "gw_store.set is null");
   require(read.get != nullptr, "gw_store.get is null");

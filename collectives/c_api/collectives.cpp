@@ -223,28 +223,6 @@ void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
   });
 }
 
-namespace {
-
-void allreduce(const char* function, gw_comm handle, void* buf, int64_t count, gw_dtype dtype, gw_op op,
-               const char* spec, float* residual, void* stream) {
-  LockedCall locked(handle);
-  require(count >= 0, "count is {}, must not be negative", count);
-  CollectiveCall call{.function = function,
-                      .in = buf,
-                      .out = buf,
-                      .residual = residual,
-                      .count = count,
-                      .dtype = dtype,
-                      .op = op,
-                      .spec = checked_spec(spec),
-                      .tag = locked.tag};
-  check_call(call);
-  check_memory("buf", buf, count, bytes_of(dtype));
-  locked->run(call, stream);
-  locked.request.start();
-}
-
-}  // namespace
 }  // namespace gradwire::c_api
 
 using namespace gradwire;
@@ -253,27 +231,36 @@ using namespace gradwire::c_api;
 extern "C" {
 
 gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op, const char* spec,
-                       void* stream) {
-  return guarded(__func__,
-                 [&, f = __func__] { allreduce(f, comm, buf, count, dtype, op, spec, nullptr, stream); });
-}
-
-gw_status gw_allreduce_residual(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
-                                const char* spec, float* residual, void* stream) {
-  return guarded(__func__,
-                 [&, f = __func__] { allreduce(f, comm, buf, count, dtype, op, spec, residual, stream); });
+                       void* stream, const gw_call_options* options) {
+  return guarded(__func__, [&, f = __func__] {
+    LockedCall locked(comm, options);
+    require(count >= 0, "count is {}, must not be negative", count);
+    CollectiveCall call{.function = f,
+                        .in = buf,
+                        .out = buf,
+                        .residual = locked.options.residual,
+                        .count = count,
+                        .dtype = dtype,
+                        .op = op,
+                        .spec = checked_spec(spec),
+                        .tag = locked.tag};
+    check_call(call);
+    check_memory("buf", buf, count, bytes_of(dtype));
+    locked->run(call, stream);
+    locked.request.start();
+  });
 }
 
 gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
-                            gw_op op, const char* spec, float* residual, void* stream) {
+                            gw_op op, const char* spec, void* stream, const gw_call_options* options) {
   return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm);
+    LockedCall locked(comm, options);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::reduce_scatter,
                         .in = in,
                         .out = out,
-                        .residual = residual,
+                        .residual = locked.options.residual,
                         .shards = read_counts(*locked, counts),
                         .dtype = dtype,
                         .op = op,
@@ -290,15 +277,15 @@ gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64
 }
 
 gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* counts, gw_dtype dtype,
-                        const char* spec, float* residual, void* stream) {
+                        const char* spec, void* stream, const gw_call_options* options) {
   return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm);
+    LockedCall locked(comm, options);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::all_gather,
                         .in = in,
                         .out = out,
-                        .residual = residual,
+                        .residual = locked.options.residual,
                         .shards = read_counts(*locked, counts),
                         .dtype = dtype,
                         .spec = checked_spec(spec),
@@ -314,9 +301,11 @@ gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* 
 }
 
 gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica, const int64_t* counts,
-                               gw_dtype dtype, const char* spec, void* stream) {
+                               gw_dtype dtype, const char* spec, void* stream,
+                               const gw_call_options* options) {
   return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm);
+    LockedCall locked(comm, options);
+    locked.refuse_residual(f);
     const int rank = locked->communicator->rank();
     CollectiveCall call{.function = f,
                         .collective = Collective::all_gather,
@@ -347,9 +336,10 @@ gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica,
 }
 
 gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, int root, const char* spec,
-                       void* stream) {
+                       void* stream, const gw_call_options* options) {
   return guarded(__func__, [&, f = __func__] {
-    LockedCall locked(comm);
+    LockedCall locked(comm, options);
+    locked.refuse_residual(f);
     const int world = locked->communicator->world();
     require(count >= 0, "count is {}, must not be negative", count);
     require(root >= 0 && root < world, "root is {} in a world of {}", root, world);

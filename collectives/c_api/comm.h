@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,8 @@ namespace gradwire::c_api {
 
 // A collective on the caller's memory, as one of the functions of gradwire.h takes it.
 struct CollectiveCall {
-  const char* function = "";  // "gw_reduce_scatter"
+  // "gw_reduce_scatter"
+  const char* function = "";
   Collective collective = Collective::allreduce;
   const void* in = nullptr;
   void* out = nullptr;
@@ -46,22 +48,30 @@ struct ApiComm {
   void check_process() const;
   // The same, and throws BadInput in a wire format's callback, which the caller would wait for.
   void check_caller() const;
-  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host, where the caller waits in it, or
-  // goes on if the call has a request.
+  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host, where the caller waits in
+  // it, or continues if the call has a request.
   Stream caller_stream(void* native);
   // These, in collectives.cpp, run after earlier work on the caller's stream and before later work.
   void run(const CollectiveCall& call, void* native_stream);
   // gw_all_gather_update(): `call` gathers masters, in, into replicas, out.
   void run_update(const CollectiveCall& call, void* native_stream);
-  // Runs `wait`, which blocks until work on the host is done. If that failed here alone, as a registered wire
-  // format may, the other ranks are told, who would otherwise wait until their deadline.
+  // Runs `wait`, which blocks until work on the host is done. If the work failed on this rank alone, as a
+  // registered format may, notifies the other ranks so that they fail now rather than time out.
   void wait_and_tell(const std::function<void()>& wait);
+  // For a `const char*` of gw_comm_info: returns `text`, which lives as long as this object.
+  const char* kept(const std::string& text) { return kept_.insert(text).first->c_str(); }
+  // Cancels calls that make communicators of this one, whose waits the communicator's own abort does not end.
+  void abort(const std::string& reason) {
+    __atomic_store_n(&aborted, 1, __ATOMIC_RELAXED);
+    communicator->abort(reason);
+  }
   // Numbers the reducers, identically on every rank because creating one is collective.
   int next_reducer() { return ++reducers_; }
 
   const std::unique_ptr<Communicator> communicator;
   std::mutex mutex;               // held during every call except abort
   ApiRequest* request = nullptr;  // of the call that holds it; null: the call returns when it is done
+  volatile int32_t aborted = 0;
 
  private:
   // Function, address (null: any; see program_for()), count, shards, dtype, op, root, spec, tag.
@@ -77,6 +87,7 @@ struct ApiComm {
   Buffer step_;        // the counter of stochastic rounding
   Event start_, done_;
   int reducers_ = 0;
+  std::set<std::string> kept_;
 
  public:
   Stream stream;  // last: destroyed first, before anything its tasks use
@@ -90,9 +101,8 @@ struct LockedComm {
   std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
-// The tag that gw_call_tag() set on this thread for `comm`, and clears it: the next call returns "".
-std::string take_tag(gw_comm comm);
-void set_tag(gw_comm comm, const char* tag);
+// Returns a caller's tag, "" for null. Throws BadInput.
+std::string checked_tag(const char* tag);
 // " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a digest, so
 // that different tags stay different.
 std::string quoted(const std::string& tag);

@@ -63,7 +63,7 @@ std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, st
   return result;
 }
 
-ReducerOptions read_options(const gw_reducer_options* given) {
+ReducerOptions read_options(const gw_reducer_options* given, std::string* tag) {
   ReducerOptions options;
   options.alignment = 1;  // frameworks pack their buckets without gaps
   options.own_gradients = false;
@@ -76,6 +76,7 @@ ReducerOptions read_options(const gw_reducer_options* given) {
   options.timing = o.no_timing == 0;
   options.seed = o.seed;
   options.sharded = o.shard != 0;
+  *tag = checked_tag(o.tag);
   return options;
 }
 

@@ -75,7 +75,7 @@ struct ApiReducer {
 
 // Read the caller's array and struct, whose sizes may come from another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads);
-ReducerOptions read_options(const gw_reducer_options* options);
+ReducerOptions read_options(const gw_reducer_options* options, std::string* tag);
 // Collective: throws CommError on every rank unless all create the same reducer.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag);

@@ -194,7 +194,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   require(state != nullptr, "state is null");
   require(ready_ == 0, "in the middle of a step; finish it with gw_reducer_wait");
   const size_t bytes = state_size();
-  require(size >= bytes, "size is {}, the state needs {}", size, bytes);
+  require(size >= bytes, "capacity is {}, the state needs {}", size, bytes);
   const FinishOnError finish(comm->stream);  // the caller may free `state`
   auto* at = static_cast<char*>(state) + sizeof(Header);
   auto put = [&](const void* from, size_t n) {

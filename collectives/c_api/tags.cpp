@@ -1,4 +1,4 @@
-// gw_call_tag(): a label for a thread's next call.
+// Tags: names of calls and reducers.
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -13,29 +13,13 @@ namespace {
 
 constexpr size_t kMostBytes = 1000, kShown = 72;
 
-struct Pending {
-  gw_comm comm = nullptr;
-  std::string tag;
-};
-Pending& pending() {
-  thread_local Pending of_this_thread;
-  return of_this_thread;
-}
-
 }  // namespace
 
-void set_tag(gw_comm comm, const char* tag) {
-  const std::string text = tag != nullptr ? tag : "";
+std::string checked_tag(const char* tag) {
+  std::string text = tag != nullptr ? tag : "";
   require(text.size() <= kMostBytes, "tag has {} bytes, at most {} are allowed", text.size(), kMostBytes);
   check_text(text, "tag");
-  pending() = {comm, text};
-}
-
-std::string take_tag(gw_comm comm) {
-  Pending& p = pending();
-  if (p.comm != comm) return "";
-  p.comm = nullptr;
-  return std::move(p.tag);
+  return text;
 }
 
 std::string quoted(const std::string& tag) {

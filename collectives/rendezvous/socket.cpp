@@ -259,8 +259,7 @@ Socket listen_within(const PortRange& ports, const std::string& address) {
   }
   throw CommError(
       fmt::format("none of the ports {} to {} is free (the last: {}); allow more of them, as GRADWIRE_PORTS "
-                  "or gw_listen() "
-                  "does",
+                  "or gw_comm_options.ports does",
                   ports.first, ports.last, why));
 }
 

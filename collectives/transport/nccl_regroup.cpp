@@ -23,8 +23,8 @@ std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reu
                                          fmt::format("waiting for rank {} to join", r)));
     if (contacts.back().empty()) {
       throw CommError(fmt::format(
-          "rank {} is to go on without ranks that fail, rank {} is not: gw_shrinkable() must be the "
-          "same on every rank",
+          "rank {} is to go on without ranks that fail, rank {} is not: gw_comm_options.shrinkable must be "
+          "the same on every rank",
           group.rank(), r));
     }
   }
@@ -34,7 +34,8 @@ std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reu
 std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds timeout,
                                                   std::vector<int>& survivors) {
   if (!setup_.shrinkable || !setup_.group) {
-    throw BadInput("the group was not made to go on without some of its ranks: see gw_shrinkable()");
+    throw BadInput(
+        "the group was not made to go on without some of its ranks: see gw_comm_options.shrinkable");
   }
   if (!setup_.regrouping)
     throw BadInput("the ranks that are left of this group have formed a new one already");

@@ -128,7 +128,8 @@ class TcpTransport final : public Transport {
 
   std::unique_ptr<Transport> regroup(milliseconds timeout, std::vector<int>& survivors) override {
     if (!options_.shrinkable) {
-      throw BadInput("the group was not made to go on without some of its ranks: see gw_shrinkable()");
+      throw BadInput(
+          "the group was not made to go on without some of its ranks: see gw_comm_options.shrinkable");
     }
     if (!reunion_) throw BadInput("the ranks that are left of this group have formed a new one already");
     if (failure().empty()) abort("it is to go on with the ranks that are left");
@@ -314,8 +315,8 @@ class TcpTransport final : public Transport {
       std::getline(theirs, reunions_.emplace_back());
       if (reunion_ && reunions_.back().empty()) {
         throw CommError(
-            fmt::format("rank {} is to go on without ranks that fail, rank {} is not: gw_shrinkable() must "
-                        "be the same on every rank",
+            fmt::format("rank {} is to go on without ranks that fail, rank {} is not: "
+                        "gw_comm_options.shrinkable must be the same on every rank",
                         rank(), r));
       }
     }

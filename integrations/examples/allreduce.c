@@ -29,11 +29,17 @@ static void* run(void* argument) {
   const struct rank* me = argument;
   float buffer[COUNT];
   gw_comm comm = NULL;
+  gw_comm_options options = {.size = sizeof options};
   int i;
+  options.rendezvous = me->rendezvous;
+  options.rank = me->rank;
+  options.world = me->world;
+  options.device = GW_HOST;
+  options.timeout_ms = 60000;
   for (i = 0; i < COUNT; ++i) buffer[i] = (float)(me->rank + i);
 
-  CHECK(gw_comm_create(me->rendezvous, me->rank, me->world, GW_HOST, 60000, &comm));
-  CHECK(gw_allreduce(comm, buffer, COUNT, GW_FLOAT32, GW_AVG, "bf16", NULL));
+  CHECK(gw_comm_create(&options, &comm));
+  CHECK(gw_allreduce(comm, buffer, COUNT, GW_FLOAT32, GW_AVG, "bf16", NULL, NULL));
   CHECK(gw_comm_destroy(comm));
 
   /* The mean of rank + i over the ranks. bfloat16 is accurate to 1/256, and each value is rounded twice. */

@@ -33,7 +33,14 @@ const Layer kLayers[] = {{"head.weight", 10, 256},
 
 void run(const char* rendezvous, int rank, int world) {
   gw_comm comm = nullptr;
-  check(gw_comm_create(rendezvous, rank, world, GW_HOST, 60'000, &comm));
+  gw_comm_options group{};
+  group.size = sizeof group;
+  group.rendezvous = rendezvous;
+  group.rank = rank;
+  group.world = world;
+  group.device = GW_HOST;
+  group.timeout_ms = 60'000;
+  check(gw_comm_create(&group, &comm));
 
   // One flat buffer with contiguous tensors is reduced in place, without copies.
   int64_t elements = 0;
@@ -71,7 +78,7 @@ void run(const char* rendezvous, int rank, int world) {
       }
       check(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));  // does not block
     }
-    check(gw_reducer_wait(reducer, nullptr));
+    check(gw_reducer_wait(reducer, nullptr, nullptr));
     // The gradients are now averaged, with the same bits on every rank.
   }
   // The gradients have rank 2, so PowerSGD of rank 4 loses nothing.
@@ -91,9 +98,9 @@ void run(const char* rendezvous, int rank, int world) {
               static_cast<unsigned long long>(stats.dense_bytes));
 
   size_t size = 0;
-  check(gw_reducer_state_size(reducer, &size));
+  check(gw_reducer_state_save(reducer, nullptr, 0, &size));
   std::vector<char> checkpoint(size);
-  check(gw_reducer_state_save(reducer, checkpoint.data(), checkpoint.size()));
+  check(gw_reducer_state_save(reducer, checkpoint.data(), checkpoint.size(), &size));
   check(gw_reducer_state_load(reducer, checkpoint.data(), checkpoint.size()));
 
   check(gw_reducer_destroy(reducer));

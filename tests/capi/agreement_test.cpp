@@ -30,14 +30,17 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
     return "file://" + folder.path("meet" + std::to_string(next++));
   }
 
-  std::vector<Outcome> outcomes(int world, const Act& act) {
+  std::vector<Outcome> outcomes(int world, const Act& act,
+                                const std::function<int(int rank)>& ranks_per_node = {}) {
     std::vector<Outcome> all(static_cast<size_t>(world));
     const std::string where = rendezvous();
     std::vector<std::thread> threads;
     for (int r = 0; r < world; ++r) {
       threads.emplace_back([&, r] {
         gw_comm comm = nullptr;
-        GW_ASSERT_OK(gw_comm_create(where.c_str(), r, world, GW_HOST, 60'000, &comm));
+        auto options = capi::comm_options(where.c_str(), r, world);
+        if (ranks_per_node) options.ranks_per_node = ranks_per_node(r);
+        GW_ASSERT_OK(gw_comm_create(&options, &comm));
         Outcome& mine = all[static_cast<size_t>(r)];
         const auto start = std::chrono::steady_clock::now();
         mine.status = act(comm, r);
@@ -51,8 +54,9 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
   }
 
   // Every rank's call is refused with a text that contains all of `parts`.
-  void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2) {
-    for (const Outcome& o : outcomes(world, act)) {
+  void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2,
+                      const std::function<int(int rank)>& ranks_per_node = {}) {
+    for (const Outcome& o : outcomes(world, act, ranks_per_node)) {
       EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
       EXPECT_LT(o.took, std::chrono::seconds(30)) << "not noticed, only timed out";
       expect_has(o.text, parts);
@@ -67,18 +71,12 @@ struct AllreduceCall {
   gw_op op = GW_AVG;
   std::string spec = "fp32:schedule=ring";
   const char* tag = nullptr;
-  int ranks_per_node = 0;
 };
 
 gw_status make(gw_comm comm, const AllreduceCall& c) {
   std::vector<float> buf(4096, 1.0f);
-  if (c.ranks_per_node > 0) {
-    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, c.ranks_per_node));
-  }
-  if (c.tag != nullptr) {
-    GW_EXPECT_OK(gw_call_tag(comm, c.tag));
-  }
-  return gw_allreduce(comm, buf.data(), c.count, c.dtype, c.op, c.spec.c_str(), nullptr);
+  return gw_allreduce(comm, buf.data(), c.count, c.dtype, c.op, c.spec.c_str(), nullptr,
+                      capi::call({.tag = c.tag}));
 }
 
 TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
@@ -101,10 +99,9 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
   expect_refused(
       [&](gw_comm comm, int rank) {
         return make(comm, {.spec = rank == 2 ? "bf16:schedule=hierarchical,intra_node=fp32"
-                                             : "bf16:schedule=hierarchical",
-                           .ranks_per_node = 2});
+                                             : "bf16:schedule=hierarchical"});
       },
-      {"intra_node=fp32"}, 4);
+      {"intra_node=fp32"}, 4, [](int) { return 2; });
   // Long names that differ in the middle, which error texts abbreviate.
   const std::string begin(200, 'a'), end(200, 'z');
   const std::string left = begin + "left" + end, right = begin + "right" + end;
@@ -128,39 +125,6 @@ TEST_P(CApiAgreement, EqualSizedCallsInAnotherOrderAreRefusedByName) {
   }
 }
 
-TEST_P(CApiAgreement, ATagIsUsedOnceAndBelongsToItsThreadAndCommunicator) {
-  for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
-         GW_EXPECT_OK(gw_call_tag(comm, "both"));
-         if (rank == 0) {
-           GW_EXPECT_OK(gw_call_tag(comm, "both"));
-         }  // again: the same one call
-         if (rank == 1) std::thread([&] { GW_EXPECT_OK(gw_call_tag(comm, "another thread's")); }).join();
-         gw_comm alone = nullptr;
-         GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &alone));
-         float one = 1;
-         GW_EXPECT_OK(
-             gw_allreduce(alone, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // leaves comm's tag alone
-         GW_EXPECT_OK(gw_comm_destroy(alone));
-         GW_EXPECT_OK(make(comm, {}));
-         // A refused call uses the tag up, too.
-         if (rank == 0) {
-           GW_EXPECT_OK(gw_call_tag(comm, "lost"));
-         }
-         if (rank == 0) {
-           EXPECT_EQ(make(comm, {.count = -1}), GW_BAD_ARGUMENT);
-         }
-         if (rank == 0) {
-           GW_EXPECT_OK(gw_call_tag(comm, "taken back"));
-         }
-         if (rank == 0) {
-           GW_EXPECT_OK(gw_call_tag(comm, nullptr));
-         }
-         return make(comm, {});
-       })) {
-    EXPECT_EQ(o.status, GW_OK) << o.text;
-  }
-}
-
 TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
   for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
          std::vector<float> flat(Model().elements() + 8, 1.0f);
@@ -174,11 +138,12 @@ TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
          const auto n = static_cast<int32_t>(tensors.size());
          for (int32_t i = 0; i < n; ++i)
            GW_EXPECT_OK(gw_reducer_ready(reducer, rank == 0 ? i : n - 1 - i, nullptr));
-         GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr));
+         GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
          EXPECT_EQ(flat[static_cast<size_t>(rank)], 1.0f);
          GW_EXPECT_OK(gw_reducer_destroy(reducer));
          float nothing = 0;
-         return gw_allreduce(comm, rank == 0 ? nullptr : &nothing, 0, GW_FLOAT32, GW_SUM, "fp32", nullptr);
+         return gw_allreduce(comm, rank == 0 ? nullptr : &nothing, 0, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                             nullptr);
        })) {
     EXPECT_EQ(o.status, GW_OK) << o.text;
   }
@@ -189,17 +154,9 @@ struct ReducerCall {
   Model model = {};
   std::string spec = "powersgd:rank=2,schedule=ring";
   gw_reducer_options how = options(8 << 10);
-  const char* tag = nullptr;
-  int ranks_per_node = 0;
 };
 
 gw_status create(gw_comm comm, const ReducerCall& c, gw_reducer* reducer) {
-  if (c.ranks_per_node > 0) {
-    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, c.ranks_per_node));
-  }
-  if (c.tag != nullptr) {
-    GW_EXPECT_OK(gw_call_tag(comm, c.tag));
-  }
   auto tensors = c.model.tensors();
   return gw_reducer_create(comm, c.spec.c_str(), tensors.data(), static_cast<int32_t>(tensors.size()), &c.how,
                            reducer);
@@ -262,8 +219,15 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
   differ([](auto& c) { c.how.sum = 1; }, {"the mean", "the sum"});
   differ([](auto& c) { c.how.seed = 3; }, {"seed 0", "seed 3"});
   differ([](auto& c) { c.how.shard = 1; }, {"not sharded", "sharded"});
-  differ([](auto& c) { c.tag = "head"; }, {"no tag", "'head'"});
-  differ([](auto& c) { c.ranks_per_node = 1; }, {"ranks_per_node 0", "ranks_per_node 1"});
+  differ([](auto& c) { c.how.tag = "head"; }, {"no tag", "'head'"});
+  expect_refused(
+      [&](gw_comm comm, int) {
+        gw_reducer reducer = nullptr;
+        const gw_status status = create(comm, {}, &reducer);
+        gw_reducer_destroy(reducer);
+        return status;
+      },
+      {"ranks_per_node 0", "ranks_per_node 1"}, 3, [](int rank) { return rank == 1 ? 1 : 0; });
 }
 
 TEST_P(CApiAgreement, AnotherKindOfCallIsRefusedByName) {
@@ -287,7 +251,7 @@ TEST_P(CApiAgreement, ReducersSteppedInAnotherOrderAreRefusedByName) {
           gw_reducer reducers[2] = {};
           for (int i : {0, 1}) {
             ReducerCall call;
-            if (tagged) call.tag = i == 0 ? "encoder" : "decoder";
+            if (tagged) call.how.tag = i == 0 ? "encoder" : "decoder";
             GW_EXPECT_OK(create(comm, call, &reducers[i]));
           }
           std::vector<float> flat(Model().elements(), 1.0f);
@@ -295,7 +259,7 @@ TEST_P(CApiAgreement, ReducersSteppedInAnotherOrderAreRefusedByName) {
           gw_status status = GW_OK;
           for (int i : {0, 1}) {
             if (status == GW_OK)
-              status = gw_reducer_allreduce(reducers[(i + rank) % 2], grads.data(), nullptr);
+              status = gw_reducer_allreduce(reducers[(i + rank) % 2], grads.data(), nullptr, nullptr);
           }
           const std::string text = gw_last_error();
           for (gw_reducer r : reducers) gw_reducer_destroy(r);
@@ -316,12 +280,12 @@ TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
       auto step = [&](unsigned seed) {
         auto flat = capi::normal(Model().elements(), seed + static_cast<unsigned>(rank));
         auto grads = Model().addresses(flat.data());
-        return gw_reducer_allreduce(reducer, grads.data(), nullptr);
+        return gw_reducer_allreduce(reducer, grads.data(), nullptr, nullptr);
       };
       auto save = [&] {
         size_t size = 0;
-        GW_EXPECT_OK(gw_reducer_state_size(reducer, &size));
-        GW_EXPECT_OK(gw_reducer_state_save(reducer, saved.emplace_back(size).data(), size));
+        GW_EXPECT_OK(capi::state_size(reducer, &size));
+        GW_EXPECT_OK(capi::save_state(reducer, saved.emplace_back(size).data(), size));
       };
       auto load = [&](const std::vector<char>& s) {
         GW_EXPECT_OK(gw_reducer_state_load(reducer, s.data(), s.size()));
@@ -370,40 +334,47 @@ TEST(CApiTag, AnAbortsReasonIsPrintable) {
     }
     float value = 1;
     GW_EXPECT_FAILS(GW_COMM_FAILED, "broken: ??",
-                    gw_allreduce(aborted, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+                    gw_allreduce(aborted, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
   });
 }
 
-TEST(CApiTag, ChecksItsArguments) {
+TEST(CApiTag, RejectsTagsThatAreLongOrNotText) {
   gw_comm comm = nullptr;
-  GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "control character", gw_call_tag(comm, "two\nlines"));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "1001 bytes", gw_call_tag(comm, std::string(1001, 'x').c_str()));
-  GW_EXPECT_OK(gw_call_tag(comm, std::string(1000, 'x').c_str()));
-  GW_EXPECT_OK(gw_call_tag(comm,
-                           "G\xc3\xbc"
-                           "te"));
+  GW_EXPECT_OK(capi::create(nullptr, 0, 1, GW_HOST, 1000, &comm));
+  float value = 1;
+  const auto tagged = [&](const std::string& tag) {
+    return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                        capi::call({.tag = tag.c_str()}));
+  };
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "control character", tagged("two\nlines"));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "1001 bytes", tagged(std::string(1001, 'x')));
+  GW_EXPECT_OK(tagged(std::string(1000, 'x')));
+  GW_EXPECT_OK(
+      tagged("G\xc3\xbc"
+             "te"));
   // Not UTF-8: cut, a lone continuation, overlong, a surrogate, beyond U+10FFFF, Latin-1.
   for (const std::string bad : {"\xc3", "\xe2\x82", "\xf0\x9f\x98", "\x80", "\xc0\x80", "\xe0\x80\x80",
                                 "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "G\xfcte"}) {
     for (const std::string& text : {bad, "a" + bad, bad + "a", "\xc3\xbc" + bad + "\xc3\xbc"}) {
-      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tag is not UTF-8", gw_call_tag(comm, text.c_str()));
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tag is not UTF-8", tagged(text));
       capi::Model model;
-      model.names[1] = text;
       gw_reducer reducer = nullptr;
       auto tensors = model.tensors();
+      const auto n = static_cast<int32_t>(tensors.size());
+      auto how = options();
+      how.tag = text.c_str();
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tag is not UTF-8",
+                      gw_reducer_create(comm, "fp32", tensors.data(), n, &how, &reducer));
+      tensors[1].name = text.c_str();
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "the name of tensor 1 is not UTF-8",
-                      gw_reducer_create(comm, "fp32", tensors.data(), static_cast<int32_t>(tensors.size()),
-                                        nullptr, &reducer));
+                      gw_reducer_create(comm, "fp32", tensors.data(), n, nullptr, &reducer));
     }
   }
   for (const char* good :
        {"\xe2\x82\xac", "\xf0\x9f\x98\x80", "\xed\x9f\xbf", "\xee\x80\x80", "\xf4\x8f\xbf\xbf", "\xc2\x80"}) {
-    GW_EXPECT_OK(gw_call_tag(comm, good));
+    GW_EXPECT_OK(tagged(good));
   }
   GW_EXPECT_OK(gw_comm_destroy(comm));
-  GW_EXPECT_FAILS(GW_BAD_HANDLE, "was destroyed", gw_call_tag(comm, "x"));
-  GW_EXPECT_FAILS(GW_BAD_HANDLE, "is null", gw_call_tag(nullptr, "x"));
 }
 
 }  // namespace

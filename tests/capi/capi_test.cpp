@@ -44,9 +44,9 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
               b[i] = to_bf16(a[i]);
               h[i] = gradwire::float_to_fp16(a[i]);
             }
-            GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, op, spec, nullptr));
-            GW_ASSERT_OK(gw_allreduce(comm, b.data(), count, GW_BFLOAT16, op, spec, nullptr));
-            GW_ASSERT_OK(gw_allreduce(comm, h.data(), count, GW_FLOAT16, op, spec, nullptr));
+            GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, op, spec, nullptr, nullptr));
+            GW_ASSERT_OK(gw_allreduce(comm, b.data(), count, GW_BFLOAT16, op, spec, nullptr, nullptr));
+            GW_ASSERT_OK(gw_allreduce(comm, h.data(), count, GW_FLOAT16, op, spec, nullptr, nullptr));
             for (int64_t i = 0; i < count; ++i) {
               double sum = static_cast<double>(world * (i % 5)) + world * (world - 1) / 2.0;
               double want = op == GW_AVG ? sum / world : sum;
@@ -73,14 +73,38 @@ TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
     std::vector<float> buffer(100, static_cast<float>(rank));
     auto allreduce = [&] {
       return gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
-                          "bf16:schedule=hierarchical,intra_node=fp32", nullptr);
+                          "bf16:schedule=hierarchical,intra_node=fp32", nullptr, nullptr);
     };
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs the number of ranks per node", allreduce());
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "3 ranks per node do not divide", gw_comm_set_ranks_per_node(comm, 3));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "-2", gw_comm_set_ranks_per_node(comm, -2));
-    GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, 2));
-    GW_EXPECT_OK(allreduce());
+  });
+  const auto on_nodes_of = [](int ranks_per_node, const std::function<void(gw_comm_options&, int)>& body) {
+    const std::string name = capi::fresh_name();
+    std::vector<std::thread> ranks;
+    for (int r = 0; r < 4; ++r) {
+      ranks.emplace_back([&, r] {
+        auto options = capi::comm_options(name.c_str(), r, 4);
+        options.ranks_per_node = ranks_per_node;
+        body(options, r);
+      });
+    }
+    for (auto& t : ranks) t.join();
+  };
+  for (int wrong : {3, -2}) {
+    on_nodes_of(wrong, [&](gw_comm_options& options, int) {
+      gw_comm comm = nullptr;
+      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, std::to_string(wrong) + " ranks per node do not divide",
+                      gw_comm_create(&options, &comm));
+    });
+  }
+  on_nodes_of(2, [&](gw_comm_options& options, int rank) {
+    gw_comm comm = nullptr;
+    GW_ASSERT_OK(gw_comm_create(&options, &comm));
+    EXPECT_EQ(capi::query(comm).ranks_per_node, 2);
+    std::vector<float> buffer(100, static_cast<float>(rank));
+    GW_EXPECT_OK(gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
+                              "bf16:schedule=hierarchical,intra_node=fp32", nullptr, nullptr));
     EXPECT_EQ(buffer, std::vector<float>(100, 6.0f));
+    GW_EXPECT_OK(gw_comm_destroy(comm));
   });
 }
 
@@ -92,7 +116,7 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
       for (auto& b : buffers) {
         std::fill(b.begin(), b.end(), static_cast<float>(rank + pass));
         GW_ASSERT_OK(gw_allreduce(comm, b.data(), static_cast<int64_t>(b.size()), GW_FLOAT32, GW_SUM, "fp32",
-                                  nullptr));
+                                  nullptr, nullptr));
         for (float v : b) ASSERT_EQ(v, 1.0f + 2 * pass);
       }
     }
@@ -110,17 +134,17 @@ TEST(CApi, AnAverageIsFiniteWhereItsSumIsNotAndASumThatIsNotLeavesNothing) {
         for (float x : values) ASSERT_NEAR(x / want, 1.0f, 0.04f) << spec << " on rank " << rank;
       };
       std::vector<float> residual(count), a(count, 1.5e38f);
-      GW_ASSERT_OK(
-          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_AVG, spec, residual.data(), nullptr));
+      GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, GW_AVG, spec, nullptr,
+                                capi::call({.residual = residual.data()})));
       close_to(a, 1.5e38f);
       std::fill(residual.begin(), residual.end(), 0.0f);
       a.assign(count, 1.5e38f + static_cast<float>(rank) * 1e35f);
-      GW_ASSERT_OK(
-          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, residual.data(), nullptr));
+      GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, nullptr,
+                                capi::call({.residual = residual.data()})));
       for (float x : a) ASSERT_FALSE(std::isfinite(x)) << spec;
       a.assign(count, 1.0f);
-      GW_ASSERT_OK(
-          gw_allreduce_residual(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, residual.data(), nullptr));
+      GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, nullptr,
+                                capi::call({.residual = residual.data()})));
       close_to(a, 4.0f);
       if (std::string(spec).find("tree") != std::string::npos) return;  // it has no halves
       const std::vector<int64_t> counts(4, count / 4);
@@ -137,8 +161,8 @@ TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
     std::vector<float> buffer(1000), first;
     for (int call = 0; call < 2; ++call) {
       std::fill(buffer.begin(), buffer.end(), 1.001f);
-      GW_ASSERT_OK(
-          gw_allreduce(comm, buffer.data(), 1000, GW_FLOAT32, GW_AVG, "bf16:round=stochastic", nullptr));
+      GW_ASSERT_OK(gw_allreduce(comm, buffer.data(), 1000, GW_FLOAT32, GW_AVG, "bf16:round=stochastic",
+                                nullptr, nullptr));
       if (call == 0) first = buffer;
     }
     EXPECT_NE(first, buffer);
@@ -178,9 +202,9 @@ TEST_P(EverySpec, AllWaysOfHandingGradientsOverGiveTheSameBits) {
             auto tensor = static_cast<int32_t>((i + static_cast<size_t>(rank)) % pieces.size());
             GW_ASSERT_OK(gw_reducer_ready(reducer, tensor, nullptr));
           }
-          GW_ASSERT_OK(gw_reducer_wait(reducer, nullptr));
+          GW_ASSERT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
         } else {
-          GW_ASSERT_OK(gw_reducer_allreduce(reducer, addresses.data(), nullptr));
+          GW_ASSERT_OK(gw_reducer_allreduce(reducer, addresses.data(), nullptr, nullptr));
         }
       }
       for (size_t i = 0; i < pieces.size(); ++i) {
@@ -220,7 +244,7 @@ TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
       auto step = [&](gw_reducer reducer, int s) {
         auto gradient = normal(model.elements(), static_cast<unsigned>(s * world + rank));
         auto at = model.addresses(gradient.data());
-        GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr));
+        GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr, nullptr));
         return gradient;
       };
       capi::Reducer straight(comm, GetParam(), model);
@@ -267,7 +291,7 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
         second(comm, "powersgd:rank=2", reversed, 1 << 20);
     auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
     auto at = model.addresses(gradient.data());
-    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, at.data(), nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, at.data(), nullptr, nullptr));
     auto state = first.save();
     GW_ASSERT_OK(gw_reducer_state_load(second.handle, state.data(), state.size()));
 
@@ -278,8 +302,8 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
     auto b_at = reversed.addresses(b.data());
     const size_t n = model.names.size();
     for (size_t i = 0; i < n; ++i) std::memcpy(b_at[n - 1 - i], a_at[i], model.count(i) * sizeof(float));
-    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, a_at.data(), nullptr));
-    GW_ASSERT_OK(gw_reducer_allreduce(second.handle, b_at.data(), nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, a_at.data(), nullptr, nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(second.handle, b_at.data(), nullptr, nullptr));
     for (size_t i = 0; i < n; ++i) {
       for (size_t k = 0; k < model.count(i); ++k) {
         ASSERT_NEAR(static_cast<float*>(a_at[i])[k], static_cast<float*>(b_at[n - 1 - i])[k], 1e-4)
@@ -296,7 +320,7 @@ TEST(CApi, AStateFitsAReducerWithAnotherResidualFormat) {
     capi::Reducer fp32(comm, "fp8", model), int8(comm, "fp8:residual=int8", model), again(comm, "fp8", model);
     auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
     auto at = model.addresses(gradient.data());
-    GW_ASSERT_OK(gw_reducer_allreduce(fp32.handle, at.data(), nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(fp32.handle, at.data(), nullptr, nullptr));
     const auto exact = fp32.save();
     GW_ASSERT_OK(gw_reducer_state_load(int8.handle, exact.data(), exact.size()));
     const auto rounded = int8.save();
@@ -315,13 +339,13 @@ TEST(CApi, AReducerOutlivesTheHandleOfItsCommunicator) {
   for (int r = 0; r < 2; ++r) {
     ranks.emplace_back([&, r] {
       gw_comm comm = nullptr;
-      GW_ASSERT_OK(gw_comm_create(name.c_str(), r, 2, GW_HOST, 60'000, &comm));
+      GW_ASSERT_OK(capi::create(name.c_str(), r, 2, GW_HOST, 60'000, &comm));
       const Model model;
       capi::Reducer reducer(comm, "bf16", model);
       GW_ASSERT_OK(gw_comm_destroy(comm));
       auto gradient = normal(model.elements(), static_cast<unsigned>(r));
       auto at = model.addresses(gradient.data());
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr));
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr, nullptr));
       GW_EXPECT_FAILS(GW_BAD_HANDLE, "destroyed", gw_comm_abort(comm, "too late"));
     });
   }
@@ -346,9 +370,9 @@ TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
         for (int32_t i = 0; i < n; ++i) GW_ASSERT_OK(gw_reducer_ready(reducers[k], i, nullptr));
       }
       float one = 1;
-      GW_ASSERT_OK(gw_allreduce(comm, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      GW_ASSERT_OK(gw_allreduce(comm, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
       EXPECT_EQ(one, 3.0f);
-      for (int k = 1; k >= 0; --k) GW_ASSERT_OK(gw_reducer_wait(reducers[k], nullptr));
+      for (int k = 1; k >= 0; --k) GW_ASSERT_OK(gw_reducer_wait(reducers[k], nullptr, nullptr));
       for (int k = 0; k < 2; ++k) {
         for (float v : flat[k]) ASSERT_NEAR(v, 1.0f + k + s, 1e-5);
       }

@@ -21,50 +21,63 @@ double seconds_since(steady_clock::time_point start) {
 
 gw_comm single() {
   gw_comm comm = nullptr;
-  GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &comm));
+  GW_EXPECT_OK(capi::create(nullptr, 0, 1, GW_HOST, 1000, &comm));
   return comm;
 }
 
 TEST(CApiErrors, CommCreateChecksEveryArgument) {
   gw_comm untouched = reinterpret_cast<gw_comm>(1234);
   gw_comm comm = untouched;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create("local://x", 0, 2, GW_HOST, 1000, nullptr));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rendezvous is null", gw_comm_create(nullptr, 0, 2, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2", gw_comm_create("local://x", 2, 2, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is -1", gw_comm_create("local://x", -1, 2, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", gw_comm_create("local://x", 0, 0, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", capi::create("local://x", 0, 2, GW_HOST, 1000, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "options is null", gw_comm_create(nullptr, &comm));
+  auto options = capi::comm_options("local://x", 0, 2);
+  options.size = 8;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_comm_options.size is 8", gw_comm_create(&options, &comm));
+  options = capi::comm_options("local://x", 0, 2);
+  options.secret = "";
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "the secret is empty", gw_comm_create(&options, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rendezvous is null", capi::create(nullptr, 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2", capi::create("local://x", 2, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is -1", capi::create("local://x", -1, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", capi::create("local://x", 0, 0, GW_HOST, 1000, &comm));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 2147483647; it must be from 1 to 65536",
-                  gw_comm_create("tcp://127.0.0.1:29500", 0, INT32_MAX, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_create("local://x", 0, 2, GW_HOST, 0, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -2", gw_comm_create("local://x", 0, 2, -2, 1000, &comm));
-  GW_EXPECT_FAILS(GW_DEVICE_FAILED, "device 1000", gw_comm_create("local://x", 0, 2, 1000, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lacks a name", gw_comm_create("local://", 0, 2, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", gw_comm_create("http://x", 0, 2, GW_HOST, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", gw_comm_create("", 0, 2, GW_HOST, 1000, &comm));
+                  capi::create("tcp://127.0.0.1:29500", 0, INT32_MAX, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", capi::create("local://x", 0, 2, GW_HOST, 0, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -2", capi::create("local://x", 0, 2, -2, 1000, &comm));
+  GW_EXPECT_FAILS(GW_DEVICE_FAILED, "device 1000", capi::create("local://x", 0, 2, 1000, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lacks a name", capi::create("local://", 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", capi::create("http://x", 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "none of", capi::create("", 0, 2, GW_HOST, 1000, &comm));
   EXPECT_EQ(comm, untouched) << "outputs are written on success only";
 }
 
 TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
   gw_comm comm = nullptr;
   int not_nccl = 0;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nccl_comm is null", gw_comm_from_nccl(nullptr, 0, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_nccl(&not_nccl, 0, 1000, nullptr));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device", gw_comm_from_nccl(&not_nccl, GW_HOST, 1000, &comm));
+  auto options = capi::comm_options(nullptr, 0, 0, GW_HOST, 1000);
+  options.nccl_comm = &not_nccl;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(&options, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device", gw_comm_create(&options, &comm));
+  options.device = 4711;
+  options.world = 2;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 2; with gw_comm_options.nccl_comm both must be 0",
+                  gw_comm_create(&options, &comm));
+  options.world = 0;
   // Either NCCL or the GPU may be missing here.
-  const gw_status status = gw_comm_from_nccl(&not_nccl, 4711, 1000, &comm);
+  const gw_status status = gw_comm_create(&options, &comm);
   EXPECT_TRUE(status == GW_UNSUPPORTED || status == GW_DEVICE_FAILED) << gw_status_string(status);
   EXPECT_TRUE(std::string(gw_last_error()).find(status == GW_UNSUPPORTED ? "NCCL" : "device 4711") !=
                   std::string::npos ||
               std::string(gw_last_error()).find("no CUDA side") != std::string::npos)
       << gw_last_error();
   EXPECT_EQ(comm, nullptr);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "GW_HOST", gw_comm_create("nccl://", 0, 2, GW_HOST, 1000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "GW_HOST", capi::create("nccl://", 0, 2, GW_HOST, 1000, &comm));
 }
 
 TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   gw_comm comm = nullptr;
   const std::string name = capi::fresh_name();
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", gw_comm_create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", capi::create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
 
   // The name is free again. Of two that claim to be rank 0, the second is refused and then joins as rank 1.
   std::atomic<int> refused{0};
@@ -72,13 +85,13 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   for (int k = 0; k < 2; ++k) {
     ranks.emplace_back([&] {
       gw_comm mine = nullptr;
-      if (gw_comm_create(name.c_str(), 0, 2, GW_HOST, 60'000, &mine) != GW_OK) {
+      if (capi::create(name.c_str(), 0, 2, GW_HOST, 60'000, &mine) != GW_OK) {
         EXPECT_NE(std::string(gw_last_error()).find("has joined already"), std::string::npos)
             << gw_last_error();
         ++refused;
         GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "says world 3",
-                        gw_comm_create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
-        GW_EXPECT_OK(gw_comm_create(name.c_str(), 1, 2, GW_HOST, 60'000, &mine));
+                        capi::create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
+        GW_EXPECT_OK(capi::create(name.c_str(), 1, 2, GW_HOST, 60'000, &mine));
       }
       GW_EXPECT_OK(gw_comm_destroy(mine));
     });
@@ -109,9 +122,9 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
     auto c = static_cast<gw_comm>(handle);
     gw_reducer out = nullptr;
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_abort(c, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_set_ranks_per_node(c, 1));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_check(c));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_allreduce(c, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text,
+                    gw_allreduce(c, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));
   }
@@ -124,12 +137,12 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
                               {comm, "is not a handle"},
                               {&on_the_stack, "is not a handle"}}) {
     auto r = static_cast<gw_reducer>(handle);
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_allreduce(r, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_allreduce(r, nullptr, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_ready(r, 0, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_wait(r, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_wait(r, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_stats(r, &stats));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_size(r, &size));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_save(r, state, sizeof state));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, capi::state_size(r, &size));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, capi::save_state(r, state, sizeof state));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_state_load(r, state, sizeof state));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_destroy(r));
   }
@@ -143,7 +156,7 @@ TEST(CApiErrors, AllreduceChecksEveryArgument) {
   run_ranks(2, [](gw_comm comm, int) {
     float value[2] = {1, 2};
     auto call = [&](void* buf, int64_t count, int dtype, int op, const char* spec, void* stream) {
-      return gw_allreduce(comm, buf, count, dtype, op, spec, stream);
+      return gw_allreduce(comm, buf, count, dtype, op, spec, stream, nullptr);
     };
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "buf is null", call(nullptr, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "count is -1", call(value, -1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
@@ -205,7 +218,7 @@ TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
   EXPECT_EQ(reducer, nullptr);
   // No tensors at all, and one without a name, are legal.
   GW_EXPECT_OK(gw_reducer_create(comm, "fp32", nullptr, 0, nullptr, &reducer));
-  GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr));
+  GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr, nullptr));
   GW_EXPECT_OK(gw_reducer_destroy(reducer));
   GW_EXPECT_OK(create([](auto& t) { t[1].name = nullptr; }));
   GW_EXPECT_OK(gw_reducer_destroy(reducer));
@@ -252,36 +265,38 @@ TEST(CApiErrors, StepsOutOfOrderAreNamedAndCanBeCorrected) {
     auto at = model.addresses(flat.data());
     const auto n = static_cast<int32_t>(at.size());
     capi::Reducer r(comm, "bf16", model);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "set gw_tensor.grad", gw_reducer_allreduce(r.handle, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "set gw_tensor.grad",
+                    gw_reducer_allreduce(r.handle, nullptr, nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "set gw_tensor.grad", gw_reducer_ready(r.handle, 0, nullptr));
     auto with_null = at;
     with_null[1] = nullptr;
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'tall' is null",
-                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
+                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr, nullptr));
     with_null[1] = static_cast<char*>(at[1]) + 2;
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned to its elements of 4 bytes",
-                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", gw_reducer_allreduce(r.handle, at.data(), at.data()));
-    GW_ASSERT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr));
+                    gw_reducer_allreduce(r.handle, with_null.data(), nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stream", gw_reducer_allreduce(r.handle, at.data(), at.data(), nullptr));
+    GW_ASSERT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr, nullptr));
 
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tensor 99", gw_reducer_ready(r.handle, 99, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "tensor -1", gw_reducer_ready(r.handle, -1, nullptr));
     for (int32_t i = 0; i + 1 < n; ++i) GW_ASSERT_OK(gw_reducer_ready(r.handle, i, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "twice", gw_reducer_ready(r.handle, 0, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'square'", gw_reducer_wait(r.handle, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step", gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "'square'", gw_reducer_wait(r.handle, nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step",
+                    gw_reducer_allreduce(r.handle, at.data(), nullptr, nullptr));
     size_t size = 0;
-    GW_EXPECT_OK(gw_reducer_state_size(r.handle, &size));
+    GW_EXPECT_OK(capi::state_size(r.handle, &size));
     std::vector<char> state(size);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step", gw_reducer_state_save(r.handle, state.data(), size));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "middle of a step", capi::save_state(r.handle, state.data(), size));
     GW_EXPECT_OK(gw_reducer_ready(r.handle, n - 1, nullptr));
-    GW_EXPECT_OK(gw_reducer_wait(r.handle, nullptr));
-    GW_EXPECT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    GW_EXPECT_OK(gw_reducer_wait(r.handle, nullptr, nullptr));
+    GW_EXPECT_OK(gw_reducer_allreduce(r.handle, at.data(), nullptr, nullptr));
 
     gw_stats stats{};
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_stats.size is 0", gw_reducer_stats(r.handle, &stats));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "stats is null", gw_reducer_stats(r.handle, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "size is null", gw_reducer_state_size(r.handle, nullptr));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "bytes is null", gw_reducer_state_save(r.handle, nullptr, 0, nullptr));
   });
 }
 
@@ -291,7 +306,7 @@ TEST(CApiErrors, AWrongStateIsRefusedAndChangesNothing) {
     auto step = [&](gw_reducer reducer) {
       auto flat = normal(model.elements(), static_cast<unsigned>(rank));
       auto at = model.addresses(flat.data());
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr));
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer, at.data(), nullptr, nullptr));
     };
     capi::Reducer r(comm, "powersgd:rank=2", model);
     step(r.handle);
@@ -300,9 +315,9 @@ TEST(CApiErrors, AWrongStateIsRefusedAndChangesNothing) {
       return gw_reducer_state_load(r.handle, state.data(), state.size());
     };
     std::vector<char> room(good.size() + 100);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "state is null", gw_reducer_state_save(r.handle, nullptr, room.size()));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs", gw_reducer_state_save(r.handle, room.data(), good.size() - 1));
-    GW_EXPECT_OK(gw_reducer_state_save(r.handle, room.data(), room.size()));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "state is null", capi::save_state(r.handle, nullptr, room.size()));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs", capi::save_state(r.handle, room.data(), good.size() - 1));
+    GW_EXPECT_OK(capi::save_state(r.handle, room.data(), room.size()));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "state is null", gw_reducer_state_load(r.handle, nullptr, 100));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "truncated", gw_reducer_state_load(r.handle, good.data(), 0));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not a state", load(std::vector<char>(1000, 'x')));
@@ -398,13 +413,14 @@ TEST(CApiErrors, AnAbsentPeerFailsTheCallWithinTheDeadline) {
     auto flat = normal(model.elements(), static_cast<unsigned>(rank));
     auto at = model.addresses(flat.data());
     auto start = steady_clock::now();
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2", gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2", gw_reducer_allreduce(r.handle, at.data(), nullptr, nullptr));
     EXPECT_LT(seconds_since(start), 30.0);
     // The failure is final: later calls fail at once.
     start = steady_clock::now();
     float value = 0;
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
-    EXPECT_NE(GW_OK, gw_reducer_allreduce(r.handle, at.data(), nullptr));
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "",
+                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    EXPECT_NE(GW_OK, gw_reducer_allreduce(r.handle, at.data(), nullptr, nullptr));
   });
 }
 
@@ -418,7 +434,7 @@ TEST(CApiErrors, AbortEndsAWaitingCall) {
     float value = 0;
     auto start = steady_clock::now();
     GW_EXPECT_FAILS(GW_COMM_FAILED, "the watchdog barked",
-                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_LT(seconds_since(start), 60.0);
   });
 }
@@ -432,10 +448,9 @@ TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
       const auto start = steady_clock::now();
       std::thread waiting([&] {
         gw_comm comm = nullptr;
-        GW_EXPECT_OK(gw_cancellable(&flag));
-        GW_EXPECT_FAILS(GW_COMM_FAILED, "",
-                        gw_comm_create(rendezvous.c_str(), rank, 2, GW_HOST, 3'600'000, &comm));
-        GW_EXPECT_OK(gw_cancellable(nullptr));
+        auto options = capi::comm_options(rendezvous.c_str(), rank, 2, GW_HOST, 3'600'000);
+        options.cancel = &flag;
+        GW_EXPECT_FAILS(GW_COMM_FAILED, "", gw_comm_create(&options, &comm));
       });
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       __atomic_store_n(&flag, 1, __ATOMIC_RELAXED);
@@ -447,28 +462,33 @@ TEST(CApiErrors, AnotherThreadCancelsACallThatWaitsForRanks) {
 
 TEST(CApiErrors, ACancelledCallFailsBeforeItBegins) {
   const volatile int32_t flag = 1;
-  const std::string file = "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
+  const std::string file =
+      "file://" + ::testing::TempDir() + "gradwire-cancelled-" + std::to_string(getpid());
   gw_comm comm = nullptr, alone = nullptr;
-  GW_EXPECT_OK(gw_comm_create("local://alone", 0, 1, GW_HOST, 1000, &alone));
-  GW_EXPECT_OK(gw_cancellable(&flag));
+  GW_EXPECT_OK(capi::create("local://alone", 0, 1, GW_HOST, 1000, &alone));
   const char* const kCancelled = "cancelled before it began";
-  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_create(file.c_str(), 0, 2, GW_HOST, 3'600'000, &comm));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_join("127.0.0.1:1", 3'600'000, &comm));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_shrink(alone, 3'600'000, &comm, nullptr, 0));
-  GW_EXPECT_OK(gw_cancellable(nullptr));
+  auto create = capi::comm_options(file.c_str(), 0, 2, GW_HOST, 3'600'000);
+  auto join = capi::comm_options(nullptr, 0, 0, GW_HOST, 3'600'000);
+  join.invitation = "127.0.0.1:1";
+  for (gw_comm_options* options : {&create, &join}) {
+    options->cancel = &flag;
+    GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_create(options, &comm));
+  }
+  GW_EXPECT_FAILS(GW_COMM_FAILED, kCancelled, gw_comm_shrink(alone, 3'600'000, &flag, &comm, nullptr, 0));
   GW_EXPECT_OK(gw_comm_destroy(alone));
 }
 
 TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<float> buffer(100);
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "gw_allreduce",
-                    gw_allreduce(comm, buffer.data(), 100 - rank * 40, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(
+        GW_COMM_FAILED, "gw_allreduce",
+        gw_allreduce(comm, buffer.data(), 100 - rank * 40, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
   });
 }
 
 TEST(CApiErrors, TheErrorTextIsPerThread) {
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, nullptr));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", capi::create(nullptr, 0, 1, GW_HOST, 1000, nullptr));
   std::thread([] {
     EXPECT_STREQ(gw_last_error(), "");
     GW_EXPECT_FAILS(GW_BAD_HANDLE, "is null", gw_comm_abort(nullptr, nullptr));
@@ -490,7 +510,7 @@ TEST(CApiErrors, HandlesMayBeDestroyedWhileOtherThreadsUseThem) {
           gw_status status = gw_reducer_create(comm, "bf16", tensors.data(),
                                                static_cast<int32_t>(tensors.size()), nullptr, &reducer);
           if (status == GW_OK) {
-            GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr));
+            GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr, nullptr));
             GW_EXPECT_OK(gw_reducer_destroy(reducer));
           } else {
             EXPECT_EQ(status, GW_BAD_HANDLE);
@@ -508,8 +528,9 @@ TEST(CApiErrors, AForkedChildIsToldThatTheHandleIsNotItsOwn) {
   pid_t child = fork();
   if (child == 0) {
     float value = 0;
-    bool refused = gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr) == GW_BAD_HANDLE &&
-                   std::strstr(gw_last_error(), "fork") != nullptr && gw_comm_destroy(comm) == GW_BAD_HANDLE;
+    bool refused =
+        gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr) == GW_BAD_HANDLE &&
+        std::strstr(gw_last_error(), "fork") != nullptr && gw_comm_destroy(comm) == GW_BAD_HANDLE;
     _exit(refused ? 0 : 1);
   }
   int status = -1;

@@ -113,7 +113,7 @@ TEST(CApiFormat, RegistrationChecksEveryArgumentAndNamesTheFormat) {
   run_ranks(2, [](gw_comm comm, int) {
     float value = 1;
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "unknown method 'refused'",
-                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "refused", nullptr));
+                    gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "refused", nullptr, nullptr));
   });
 }
 
@@ -153,13 +153,14 @@ TEST(CApiFormat, SumsOverItAreCloseAndTheSameOnAllRanksInEverySchedule) {
       std::vector<std::vector<float>> results(static_cast<size_t>(world)), inputs;
       for (int r = 0; r < world; ++r) inputs.push_back(normal(kCount, static_cast<unsigned>(r)));
       own.blocks = 0;
-      run_ranks(world, [&](gw_comm comm, int rank) {
-        GW_ASSERT_OK(gw_comm_set_ranks_per_node(comm, 1));
+      const auto sum = [&](gw_comm comm, int rank) {
         auto values = inputs[static_cast<size_t>(rank)];
         const std::string spec = std::string("codes_of_40:schedule=") + schedule;
-        GW_ASSERT_OK(gw_allreduce(comm, values.data(), kCount, GW_FLOAT32, GW_SUM, spec.c_str(), nullptr));
+        GW_ASSERT_OK(
+            gw_allreduce(comm, values.data(), kCount, GW_FLOAT32, GW_SUM, spec.c_str(), nullptr, nullptr));
         results[static_cast<size_t>(rank)] = values;
-      });
+      };
+      capi::run_ranks_at(capi::fresh_name(), world, 60'000, sum, 1);
       EXPECT_EQ(own.blocks > 0, world > 1);
       for (const auto& result : results) EXPECT_EQ(result, results[0]) << schedule << " of " << world;
       double error = 0, size = 0;
@@ -201,10 +202,11 @@ TEST(CApiFormat, AFailureInACallbackReachesEveryRankAtOnceAndIsFinal) {
             auto values = normal(model.elements(), static_cast<unsigned>(rank));
             for (float& v : values) v = scale + std::fabs(v) * (rank == 1 ? scale : 1);
             if (!stateless) {
-              return gw_reducer_allreduce(reducer.handle, model.addresses(values.data()).data(), nullptr);
+              return gw_reducer_allreduce(reducer.handle, model.addresses(values.data()).data(), nullptr,
+                                          nullptr);
             }
             return gw_allreduce(comm, values.data(), static_cast<int64_t>(values.size()), GW_FLOAT32, GW_SUM,
-                                spec, nullptr);
+                                spec, nullptr, nullptr);
           };
           GW_EXPECT_OK(step(1));
           all_are_well.arrive_and_wait();
@@ -224,16 +226,17 @@ TEST(CApiFormat, RegisteringAgainReplacesTheCallbacksAndKeepsTheSizes) {
   GW_ASSERT_OK(gw_format_register(&f));
   run_ranks(2, [&](gw_comm comm, int rank) {
     float value = 1;
-    auto sum = [&] { return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "twice", nullptr); };
+    auto sum = [&] { return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "twice", nullptr, nullptr); };
     GW_ASSERT_OK(sum());
     gw_format again = format("twice", &second);
     if (rank == 0) {
       GW_ASSERT_OK(gw_format_register(&again));
     }
-    GW_ASSERT_OK(gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // both are past it
+    GW_ASSERT_OK(
+        gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));  // both are past it
     const int before = first.blocks;
     GW_ASSERT_OK(sum());
-    GW_ASSERT_OK(gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_ASSERT_OK(gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(first.blocks, before);
     EXPECT_GT(second.blocks, 0);
     EXPECT_EQ(value, 16.0f);  // after four sums of two equal values
@@ -254,7 +257,7 @@ TEST(CApiFormat, AMisspelledNameIsSuggested) {
   run_ranks(1, [](gw_comm comm, int) {
     float value = 1;
     auto call = [&](const char* spec) {
-      return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, spec, nullptr);
+      return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, spec, nullptr, nullptr);
     };
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "did you mean 'sparkling'?", call("sparklign"));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "sparkling has no option 'block'", call("sparkling:block=7"));
@@ -277,7 +280,7 @@ TEST(CApiFormat, CallsFromACallbackAreRefusedInsteadOfWaiting) {
       float value = 0;
       gw_reducer reducer = nullptr;
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "encode or decode",
-                      gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+                      gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "encode or decode",
                       gw_reducer_create(comm, "fp32", nullptr, 0, nullptr, &reducer));
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "encode or decode", gw_comm_destroy(comm));
@@ -292,7 +295,7 @@ TEST(CApiFormat, CallsFromACallbackAreRefusedInsteadOfWaiting) {
   run_ranks(2, [&](gw_comm comm, int rank) {
     if (rank == 0) caller.comm = comm;
     std::vector<float> values(1000, 1.0f);
-    GW_EXPECT_OK(gw_allreduce(comm, values.data(), 1000, GW_FLOAT32, GW_SUM, "reentrant", nullptr));
+    GW_EXPECT_OK(gw_allreduce(comm, values.data(), 1000, GW_FLOAT32, GW_SUM, "reentrant", nullptr, nullptr));
     EXPECT_EQ(values[999], 2.0f);
   });
   EXPECT_GT(caller.refused, 0);

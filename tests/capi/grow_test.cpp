@@ -13,33 +13,36 @@ namespace {
 
 using gradwire::testing::TemporaryFolder;
 
-gw_comm created(const std::string& name, int rank, int world, bool shrinkable = true) {
+gw_comm created(const std::string& name, int rank, int world) {
   gw_comm comm = nullptr;
-  GW_EXPECT_OK(gw_shrinkable(shrinkable ? 1 : 0));
-  GW_EXPECT_OK(gw_comm_create(name.c_str(), rank, world, GW_HOST, 60'000, &comm));
+  auto options = capi::comm_options(name.c_str(), rank, world);
+  options.shrinkable = 1;
+  GW_EXPECT_OK(gw_comm_create(&options, &comm));
   return comm;
 }
 
-std::string doors_of(gw_comm comm) {
-  size_t bytes = 0;
-  GW_EXPECT_OK(gw_comm_doors(comm, nullptr, 0, &bytes));
-  std::string text(bytes, 'x');
-  GW_EXPECT_OK(gw_comm_doors(comm, text.data(), bytes - 1, &bytes));
-  EXPECT_EQ(text, std::string(bytes, 'x')) << "no room for all of it";
-  GW_EXPECT_OK(gw_comm_doors(comm, text.data(), bytes, &bytes));
-  text.pop_back();
+std::string invitation_of(gw_comm comm) {
+  const char* const text = capi::query(comm).invitation;
+  EXPECT_EQ(text, capi::query(comm).invitation) << "valid until the communicator is destroyed";
   return text;
+}
+
+gw_status join(const std::string& invitation, int64_t timeout_ms, gw_comm* comm,
+               const char* secret = nullptr) {
+  auto options = capi::comm_options(nullptr, 0, 0, GW_HOST, timeout_ms);
+  options.invitation = invitation.c_str();
+  options.secret = secret;
+  return gw_comm_create(&options, comm);
 }
 
 // Calls, until somebody has joined.
 gw_comm grown(gw_comm comm, int rank) {
   gw_comm next = nullptr;
   for (int call = 0; next == nullptr && call < 4000; ++call) {
-    int32_t waiting = 0;
-    GW_EXPECT_OK(gw_comm_waiting(comm, &waiting));
-    EXPECT_TRUE(waiting == 0 || rank == 0);
-    float told = static_cast<float>(waiting);
-    GW_EXPECT_OK(gw_broadcast(comm, &told, 1, GW_FLOAT32, 0, "fp32", nullptr));
+    const int32_t joiners = capi::query(comm).joiners;
+    EXPECT_TRUE(joiners == 0 || rank == 0);
+    float told = static_cast<float>(joiners);
+    GW_EXPECT_OK(gw_broadcast(comm, &told, 1, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
     if (told > 0) {
       GW_EXPECT_OK(gw_comm_grow(comm, &next));
     } else {
@@ -52,13 +55,14 @@ gw_comm grown(gw_comm comm, int rank) {
 
 void expect_sum(gw_comm comm, int rank, float sum) {
   std::vector<float> data(1000, static_cast<float>(rank));
-  GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
   EXPECT_EQ(data[0], sum);
   EXPECT_EQ(data[999], sum);
   const capi::Model model;
   const capi::Reducer reducer(comm, "powersgd,rank=2", model);
   std::vector<float> gradients(model.elements(), static_cast<float>(rank));
-  GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr));
+  GW_EXPECT_OK(
+      gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr, nullptr));
 }
 
 // Two ranks become three, then four; the last to come is let in by a group of which one has joined itself.
@@ -75,21 +79,18 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
         comm = created(name, rank, 2);
         GW_EXPECT_OK(gw_comm_admit(comm, 4));
         float all_have = 0;  // rank 0, too, which would refuse who asks before
-        GW_EXPECT_OK(gw_allreduce(comm, &all_have, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
-        if (rank == 1) first.set_value(doors_of(comm));
+        GW_EXPECT_OK(gw_allreduce(comm, &all_have, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+        if (rank == 1) first.set_value(invitation_of(comm));
       } else {
-        const std::string doors = (rank == 2 ? to_first : to_second).get();
-        GW_ASSERT_OK(gw_comm_join(doors.c_str(), 60'000, &comm));
+        GW_ASSERT_OK(join((rank == 2 ? to_first : to_second).get(), 60'000, &comm));
       }
       for (int world = rank < 2 ? 2 : rank + 1; world <= 4; ++world) {
-        gw_comm_info info = {};
-        info.size = sizeof info;
-        GW_EXPECT_OK(gw_comm_query(comm, &info));
+        const gw_comm_info info = capi::query(comm);
         EXPECT_EQ(info.rank, rank);
         EXPECT_EQ(info.world, world);
         expect_sum(comm, rank, static_cast<float>(world * (world - 1) / 2));
         if (world == 4) break;
-        if (world == 3 && rank == 2) second.set_value(doors_of(comm));
+        if (world == 3 && rank == 2) second.set_value(invitation_of(comm));
         gw_comm next = grown(comm, rank);
         GW_EXPECT_OK(gw_comm_destroy(comm));
         comm = next;
@@ -97,10 +98,11 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
       // And smaller again: the last that came goes on with the others, without rank 0.
       if (rank > 0) {
         std::vector<float> data(10);
-        EXPECT_EQ(gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr), GW_COMM_FAILED);
+        EXPECT_EQ(gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr),
+                  GW_COMM_FAILED);
         gw_comm rest = nullptr;
         int32_t ranks[4] = {};
-        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, &rest, ranks, 4));
+        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 4));
         EXPECT_EQ(ranks[2], 3);
         expect_sum(rest, rank, 6);
         GW_EXPECT_OK(gw_comm_destroy(rest));
@@ -116,7 +118,7 @@ TEST(CApiGrow, RanksLoadTheirStatesAndTheNewOneBeginsWithoutResidual) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     const TemporaryFolder folder;
     const std::string name = "file://" + folder.path("meet");
-    std::promise<std::string> doors;
+    std::promise<std::string> invitation;
     std::promise<std::vector<char>> of_rank0;
     std::vector<capi::StepRecord> records(3);
     std::vector<std::thread> threads;
@@ -132,20 +134,20 @@ TEST(CApiGrow, RanksLoadTheirStatesAndTheNewOneBeginsWithoutResidual) {
             const capi::Reducer reducer(comm, spec, model);
             for (int step = 0; step < 3; ++step) {
               auto gradient = capi::gradients_of(model, rank, step);
-              GW_EXPECT_OK(
-                  gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+              GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(),
+                                                nullptr, nullptr));
             }
             state = reducer.save();
           }
           if (rank == 0) {
             of_rank0.set_value(state);
-            doors.set_value(doors_of(comm));
+            invitation.set_value(invitation_of(comm));
           }
           gw_comm next = grown(comm, rank);
           GW_EXPECT_OK(gw_comm_destroy(comm));
           comm = next;
         } else {
-          GW_ASSERT_OK(gw_comm_join(doors.get_future().get().c_str(), 60'000, &comm));
+          GW_ASSERT_OK(join(invitation.get_future().get(), 60'000, &comm));
           state = of_rank0.get_future().get();
         }
         {
@@ -173,39 +175,44 @@ TEST(CApiGrow, WhoIsNotLetInIsToldWhy) {
   std::thread other([&] { alone = created("file://" + folder.path("meet"), 1, 2); });
   gw_comm rank0 = created("file://" + folder.path("meet"), 0, 2);
   other.join();
-  const std::string doors = doors_of(rank0);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "takes no new ranks", gw_comm_join(doors.c_str(), 5000, &comm));
+  const std::string invitation = invitation_of(rank0);
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "takes no new ranks", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_admit(rank0, 2));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "there are 2 ranks, and at most 2 are allowed",
-                  gw_comm_join(doors.c_str(), 5000, &comm));
+                  join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_admit(rank0, 3));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "has this process wait, and has not let it in",
-                  gw_comm_join(doors.c_str(), 1000, &comm));
-  GW_EXPECT_OK(gw_secret("a guess"));
+                  join(invitation, 1000, &comm));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "give it the run's GRADWIRE_SECRET",
-                  gw_comm_join(doors.c_str(), 5000, &comm));
+                  join(invitation, 5000, &comm, "a guess"));
   GW_EXPECT_OK(gw_comm_admit(rank0, 0));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lets nobody in any more", gw_comm_join(doors.c_str(), 5000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lets nobody in any more", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_destroy(alone));
   GW_EXPECT_OK(gw_comm_destroy(rank0));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank lets this process in", gw_comm_join(doors.c_str(), 5000, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank lets this process in", join(invitation, 5000, &comm));
 }
 
 TEST(CApiGrow, SaysWhatIsWrong) {
   gw_comm comm = nullptr, single = nullptr;
-  int32_t number = 0;
-  size_t bytes = 0;
-  GW_EXPECT_OK(gw_comm_create(nullptr, 0, 1, GW_HOST, 1000, &single));
+  GW_EXPECT_OK(capi::create(nullptr, 0, 1, GW_HOST, 1000, &single));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no new ranks can join", gw_comm_admit(single, 2));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "most is -1", gw_comm_admit(single, -1));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no new ranks can join", gw_comm_grow(single, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_shrinkable", gw_comm_doors(single, nullptr, 0, &bytes));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "text is null", gw_comm_doors(single, nullptr, 5, &bytes));
-  GW_EXPECT_OK(gw_comm_waiting(single, &number));
-  EXPECT_EQ(number, 0);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "doors is null", gw_comm_join(nullptr, 1000, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_join("x", 0, &comm));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "nobody has said yet", gw_comm_join("", 300, &comm));
+  EXPECT_EQ(capi::query(single).invitation, nullptr);
+  EXPECT_EQ(capi::query(single).joiners, 0);
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", join("x", 0, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "nobody has said yet", join("", 300, &comm));
+  auto options = capi::comm_options(nullptr, 0, 0);
+  options.invitation = "x";
+  options.world = 2;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 2; with gw_comm_options.invitation both must be 0",
+                  gw_comm_create(&options, &comm));
+  options.world = 0;
+  options.ranks_per_node = 1;
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ranks_per_node is 1", gw_comm_create(&options, &comm));
+  options.ranks_per_node = 0;
+  options.device = 0;
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "device is 0", gw_comm_create(&options, &comm));
   GW_EXPECT_FAILS(GW_BAD_HANDLE, "null", gw_comm_grow(nullptr, &comm));
   GW_EXPECT_OK(gw_comm_destroy(single));
 }

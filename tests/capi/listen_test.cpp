@@ -1,4 +1,4 @@
-// gw_listen(): the interface and the ports at which a rank listens.
+// gw_comm_options.interface and .ports: where a rank listens.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -38,6 +38,13 @@ void on_two_ranks(const Body& body) {
   other.join();
 }
 
+gw_status create(gw_comm_options options, const char* interface, int first, int last, gw_comm* comm) {
+  options.interface = interface;
+  options.ports[0] = first;
+  options.ports[1] = last;
+  return gw_comm_create(&options, comm);
+}
+
 constexpr int kPorts = 8;
 // The first of kPorts at which nobody listens.
 int free_ports() {
@@ -49,51 +56,47 @@ int free_ports() {
 TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
   const int first = free_ports(), last = first + kPorts - 1;
   on_two_ranks([&](const std::string& name, int rank) {
-    GW_EXPECT_OK(gw_shrinkable(1));  // so that one is kept after joining
-    GW_EXPECT_OK(gw_listen("lo", first, last));
     gw_comm comm = nullptr;
-    GW_EXPECT_OK(gw_comm_create(name.c_str(), rank, 2, GW_HOST, 30'000, &comm));
+    auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 30'000);
+    options.shrinkable = 1;  // so that a port is kept after joining
+    GW_EXPECT_OK(create(options, "lo", first, last, &comm));
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(x, 2.0f);
     if (rank == 0) {
       EXPECT_EQ(listeners(first, last), 3);  // one of each rank, and rank 0's store
     }
-    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));  // rank 0 has looked
+    GW_EXPECT_OK(
+        gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));  // rank 0 has looked
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
 }
 
 TEST(CApiListen, ANewcomerListensWhereItChoseTo) {
   const int first = free_ports(), last = first + kPorts - 1;
-  std::promise<std::string> told;
+  std::promise<std::string> invited;
   std::thread newcomer([&] {
-    const std::string doors = told.get_future().get();
-    GW_EXPECT_OK(gw_listen("lo", first, last));
+    const std::string invitation = invited.get_future().get();
     gw_comm comm = nullptr;
-    GW_EXPECT_OK(gw_comm_join(doors.c_str(), 30'000, &comm));
+    auto options = capi::comm_options(nullptr, 0, 0, GW_HOST, 30'000);
+    options.invitation = invitation.c_str();
+    GW_EXPECT_OK(create(options, "lo", first, last, &comm));
     EXPECT_EQ(listeners(first, last), 1);
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(x, 3.0f);
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
   on_two_ranks([&](const std::string& name, int rank) {
-    GW_EXPECT_OK(gw_shrinkable(1));
     gw_comm comm = nullptr, grown = nullptr;
-    GW_EXPECT_OK(gw_comm_create(name.c_str(), rank, 2, GW_HOST, 30'000, &comm));
+    auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 30'000);
+    options.shrinkable = 1;
+    GW_EXPECT_OK(gw_comm_create(&options, &comm));
     GW_EXPECT_OK(gw_comm_admit(comm, 3));
-    if (rank == 0) {
-      char doors[4096];
-      size_t bytes = 0;
-      GW_EXPECT_OK(gw_comm_doors(comm, doors, sizeof doors, &bytes));
-      told.set_value(doors);
-    }
+    if (rank == 0) invited.set_value(capi::query(comm).invitation);
     for (int call = 0; grown == nullptr && call < 4000; ++call) {
-      int32_t waiting = 0;
-      GW_EXPECT_OK(gw_comm_waiting(comm, &waiting));
-      auto somebody = static_cast<float>(waiting);
-      GW_EXPECT_OK(gw_broadcast(comm, &somebody, 1, GW_FLOAT32, 0, "fp32", nullptr));
+      auto somebody = static_cast<float>(capi::query(comm).joiners);
+      GW_EXPECT_OK(gw_broadcast(comm, &somebody, 1, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
       if (somebody > 0) {
         GW_EXPECT_OK(gw_comm_grow(comm, &grown));
       } else {
@@ -101,7 +104,7 @@ TEST(CApiListen, ANewcomerListensWhereItChoseTo) {
       }
     }
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(grown, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(grown, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     GW_EXPECT_OK(gw_comm_destroy(grown));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
@@ -118,21 +121,25 @@ TEST(CApiListen, PortsThatAreTakenAreNamed) {
   ASSERT_EQ(getsockname(taken, reinterpret_cast<sockaddr*>(&any), &size), 0);
   const int port = ntohs(any.sin_port);
   on_two_ranks([&](const std::string& name, int rank) {
-    if (rank == 1) {
-      GW_EXPECT_OK(gw_listen(nullptr, port, port));
-    }
     gw_comm comm = nullptr;
-    EXPECT_EQ(gw_comm_create(name.c_str(), rank, 2, GW_HOST, 5'000, &comm), GW_COMM_FAILED);
-    EXPECT_NE(std::string(gw_last_error()).find(std::to_string(port)), std::string::npos) << gw_last_error();
+    const int own = rank == 1 ? port : 0;
+    GW_EXPECT_FAILS(
+        GW_COMM_FAILED, std::to_string(port),
+        create(capi::comm_options(name.c_str(), rank, 2, GW_HOST, 5'000), nullptr, own, own, &comm));
   });
   close(taken);
 }
 
-TEST(CApiListen, WhatIsNoRangeOrNoInterfaceIsRefused) {
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 9 to 8", gw_listen(nullptr, 9, 8));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 0 to 8", gw_listen(nullptr, 0, 8));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 1 to 65536", gw_listen(nullptr, 1, 65536));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nosuch", gw_listen("nosuch", 0, 0));
+TEST(CApiListen, RejectsInvalidPortRangesAndInterfaces) {
+  gw_comm comm = nullptr;
+  for (int world : {1, 2}) {
+    const auto options = capi::comm_options("tcp://127.0.0.1:9", 0, world);
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 9 to 8", create(options, nullptr, 9, 8, &comm));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 0 to 8", create(options, nullptr, 0, 8, &comm));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 1 to 65536", create(options, nullptr, 1, 65536, &comm));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nosuch", create(options, "nosuch", 0, 0, &comm));
+  }
+  EXPECT_EQ(comm, nullptr);
 }
 
 }  // namespace

@@ -29,7 +29,8 @@ std::vector<State> trained(const std::string& spec, int world) {
     const capi::Reducer reducer(comm, spec, model);
     for (int step = 0; step < 3; ++step) {
       auto gradient = capi::gradients_of(model, rank, step);
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+      GW_EXPECT_OK(
+          gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
     }
     states[static_cast<size_t>(rank)] = reducer.save();
   });
@@ -104,12 +105,12 @@ TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
     const capi::Reducer overlapped(made);
     load(overlapped, alone);
     for (int i = 0; i < static_cast<int>(all.size()); ++i) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
-    GW_EXPECT_OK(gw_reducer_wait(made, nullptr));
+    GW_EXPECT_OK(gw_reducer_wait(made, nullptr, nullptr));
     for (size_t e = 0; e < gradient.size(); ++e) {
       EXPECT_EQ(gradient[e], given[e] + static_cast<float>(residual[e]));
     }
     gradient = given;
-    GW_EXPECT_OK(gw_reducer_allreduce(made, nullptr, nullptr));
+    GW_EXPECT_OK(gw_reducer_allreduce(made, nullptr, nullptr, nullptr));
     EXPECT_EQ(gradient, given) << "only once";
   });
   std::vector<StepRecord> records(2);
@@ -134,7 +135,7 @@ TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
     ones[5] = 0x4049;  // 3.14: the others are not multiples of its block's step
     std::vector<void*> addresses;
     for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++)) addresses.push_back(&ones[at]);
-    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr));
+    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr, nullptr));
     states[static_cast<size_t>(rank)] = reducer.save();
   });
   const std::vector<double> residual = capi::residuals_of(states[1], model);
@@ -146,7 +147,7 @@ TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
     std::vector<void*> addresses;
     for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++))
       addresses.push_back(&values[at]);
-    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr));
+    GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr, nullptr));
     for (size_t e = 0; e < values.size(); ++e) {
       const uint32_t bits = static_cast<uint32_t>(values[e]) << 16;
       float value = 0;
@@ -163,8 +164,9 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
     const capi::Reducer reducer(comm, "int8:dense=off", model);
     load(reducer, states[2]);
     std::vector<float> gradient(model.elements(), 1.0f);
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
-                    gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+    GW_EXPECT_FAILS(
+        GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
+        gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
   });
   // This also holds if one of them has it in a sum.
   run_ranks(2, [&](gw_comm comm, int rank) {
@@ -177,8 +179,9 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
       load(reducer, states[2]);
     }
     std::vector<float> gradient(model.elements(), 1.0f);
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2 of 3",
-                    gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr));
+    GW_EXPECT_FAILS(
+        GW_COMM_FAILED, "rank 2 of 3",
+        gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
   });
 }
 

@@ -31,13 +31,73 @@ inline std::string fresh_name() {
   return "local://group" + std::to_string(next++);
 }
 
+inline gw_comm_options comm_options(const char* rendezvous, int rank, int world, int device = GW_HOST,
+                                    int64_t timeout_ms = 60'000) {
+  gw_comm_options o;
+  std::memset(&o, 0, sizeof o);
+  o.size = sizeof o;
+  o.rendezvous = rendezvous;
+  o.rank = rank;
+  o.world = world;
+  o.device = device;
+  o.timeout_ms = timeout_ms;
+  return o;
+}
+inline gw_status create(const char* rendezvous, int rank, int world, int device, int64_t timeout_ms,
+                        gw_comm* comm) {
+  const gw_comm_options options = comm_options(rendezvous, rank, world, device, timeout_ms);
+  return gw_comm_create(&options, comm);
+}
+
+inline gw_comm_info query(gw_comm comm) {
+  gw_comm_info info;
+  std::memset(&info, 0, sizeof info);
+  info.size = sizeof info;
+  GW_EXPECT_OK(gw_comm_query(comm, &info));
+  return info;
+}
+
+// Options of a call, as an argument: gw_allreduce(..., call({.tag = "weight"})).
+struct Call {
+  const char* tag = nullptr;
+  float* residual = nullptr;
+  gw_request* request = nullptr;
+};
+class CallOptions {
+ public:
+  explicit CallOptions(const Call& c) {
+    std::memset(&options_, 0, sizeof options_);
+    options_.size = sizeof options_;
+    options_.tag = c.tag;
+    options_.residual = c.residual;
+    options_.request = c.request;
+  }
+  operator const gw_call_options*() const { return &options_; }  // NOLINT: as an argument
+
+ private:
+  gw_call_options options_;
+};
+inline CallOptions call(const Call& c) {
+  return CallOptions(c);
+}
+
+inline gw_status state_size(gw_reducer reducer, size_t* size) {
+  return gw_reducer_state_save(reducer, nullptr, 0, size);
+}
+inline gw_status save_state(gw_reducer reducer, void* state, size_t capacity) {
+  size_t bytes = 0;
+  return gw_reducer_state_save(reducer, state, capacity, &bytes);
+}
+
 inline void run_ranks_at(const std::string& name, int world, int64_t timeout_ms,
-                         const std::function<void(gw_comm, int)>& body) {
+                         const std::function<void(gw_comm, int)>& body, int ranks_per_node = 0) {
   std::vector<std::thread> threads;
   for (int r = 0; r < world; ++r) {
     threads.emplace_back([&, r] {
       gw_comm comm = nullptr;
-      GW_ASSERT_OK(gw_comm_create(name.c_str(), r, world, GW_HOST, timeout_ms, &comm));
+      auto how = comm_options(name.c_str(), r, world, GW_HOST, timeout_ms);
+      how.ranks_per_node = ranks_per_node;
+      GW_ASSERT_OK(gw_comm_create(&how, &comm));
       body(comm, r);
       GW_EXPECT_OK(gw_comm_destroy(comm));
     });
@@ -120,9 +180,9 @@ struct Reducer {
 
   std::vector<char> save() const {
     size_t size = 0;
-    GW_EXPECT_OK(gw_reducer_state_size(handle, &size));
+    GW_EXPECT_OK(state_size(handle, &size));
     std::vector<char> state(size);
-    GW_EXPECT_OK(gw_reducer_state_save(handle, state.data(), state.size()));
+    GW_EXPECT_OK(save_state(handle, state.data(), state.size()));
     return state;
   }
 

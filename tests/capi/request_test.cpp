@@ -1,4 +1,4 @@
-// gw_request_*: collective calls on the host that return before they are done.
+// Requests: collective calls on the host that return before they are done.
 #include <barrier>
 
 #include "tests/capi/ranks.h"
@@ -7,15 +7,16 @@ namespace {
 
 constexpr int64_t kLong = 60'000;
 
-// A request for the call that follows.
+// The request of one call, which gets it as an argument.
 struct Request {
-  explicit Request(gw_comm comm) { GW_EXPECT_OK(gw_request_begin(comm, &handle)); }
+  Request() = default;
   ~Request() { GW_EXPECT_OK(gw_request_destroy(handle)); }
   Request(const Request&) = delete;
+  capi::CallOptions option() { return capi::call({.request = &handle}); }
   bool done() const {
-    int32_t done = -1;
-    GW_EXPECT_OK(gw_request_test(handle, &done));
-    return done == 1;
+    const gw_status status = gw_request_wait(handle, 0);
+    EXPECT_TRUE(status == GW_OK || status == GW_NOT_DONE) << gw_last_error();
+    return status == GW_OK;
   }
   gw_request handle = nullptr;
 };
@@ -25,11 +26,13 @@ TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
   capi::run_ranks(3, [&](gw_comm comm, int rank) {
     std::vector<float> values(1000, static_cast<float>(rank)), other(10, 1.0f);
     if (rank == 2) started.arrive_and_wait();
-    Request request(comm);
-    GW_ASSERT_OK(gw_allreduce(comm, values.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    Request request;
+    GW_ASSERT_OK(
+        gw_allreduce(comm, values.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, request.option()));
     if (rank != 2) {
       EXPECT_FALSE(request.done());
-      GW_EXPECT_FAILS(GW_NOT_DONE, "not done after 1 ms, and goes on", gw_request_wait(request.handle, 1));
+      GW_EXPECT_FAILS(GW_NOT_DONE, "not done after 1 ms; it is still running",
+                      gw_request_wait(request.handle, 1));
       started.arrive_and_wait();
     }
     GW_EXPECT_OK(gw_request_wait(request.handle, kLong));
@@ -37,7 +40,7 @@ TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
     GW_EXPECT_OK(gw_request_wait(request.handle, 0));
     EXPECT_EQ(values, std::vector<float>(1000, 3.0f));
     // The next call has none, and returns when it is done.
-    GW_EXPECT_OK(gw_allreduce(comm, other.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(comm, other.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(other[9], 3.0f);
   });
 }
@@ -58,34 +61,30 @@ TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
       std::vector<float> shard(257), whole(kCount), replica(kCount, 0.5f);
       for (int step = 0; step < kSteps; ++step) {
         std::vector<gw_request> requests;
-        auto begin = [&](bool with_request = true) {
-          if (!asynchronous || !with_request) return;
-          GW_EXPECT_OK(gw_request_begin(comm, &requests.emplace_back()));
+        requests.reserve(7);  // so that their addresses stay
+        // Null: a blocking call.
+        auto request = [&] { return asynchronous ? &requests.emplace_back() : nullptr; };
+        auto option = [&](float* kept = nullptr) {
+          return capi::call({.residual = kept, .request = request()});
         };
         const auto seed = static_cast<uint32_t>(100 * step + 10 * rank);
         for (size_t i = 0; i < own.size(); ++i)
           own[i] = capi::normal(kCount, seed + static_cast<uint32_t>(i));
         flat = capi::normal(static_cast<int64_t>(flat.size()), seed + 9);
         for (int i : {0, 1}) {
-          begin();
-          GW_EXPECT_OK(gw_allreduce_residual(comm, own[i].data(), kCount, GW_FLOAT32, GW_AVG, "int4",
-                                             residual[i].data(), nullptr));
+          GW_EXPECT_OK(gw_allreduce(comm, own[i].data(), kCount, GW_FLOAT32, GW_AVG, "int4", nullptr,
+                                    option(residual[i].data())));
         }
-        begin();
-        GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(flat.data()).data(), nullptr));
-        begin(false);
-        GW_EXPECT_OK(gw_allreduce(comm, own[2].data(), kCount, GW_FLOAT32, GW_SUM, "bf16", nullptr));
-        begin();
+        GW_EXPECT_OK(
+            gw_reducer_allreduce(reducer.handle, model.addresses(flat.data()).data(), nullptr, request()));
+        GW_EXPECT_OK(gw_allreduce(comm, own[2].data(), kCount, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
         GW_EXPECT_OK(gw_reduce_scatter(comm, own[3].data(), shard.data(), counts.data(), GW_FLOAT32, GW_SUM,
-                                       "int8", nullptr, nullptr));
-        begin();
+                                       "int8", nullptr, option()));
         GW_EXPECT_OK(gw_all_gather(comm, shard.data(), whole.data(), counts.data(), GW_FLOAT32, "bf16",
-                                   nullptr, nullptr));
-        begin();
-        GW_EXPECT_OK(gw_broadcast(comm, own[4].data(), kCount, GW_FLOAT32, 1, "fp32", nullptr));
-        begin();
+                                   nullptr, option()));
+        GW_EXPECT_OK(gw_broadcast(comm, own[4].data(), kCount, GW_FLOAT32, 1, "fp32", nullptr, option()));
         GW_EXPECT_OK(gw_all_gather_update(comm, own[5].data(), replica.data(), counts.data(), GW_FLOAT32,
-                                          "int8", nullptr));
+                                          "int8", nullptr, option()));
         // Backwards, as nobody has to.
         for (auto at = requests.rbegin(); at != requests.rend(); ++at) {
           GW_EXPECT_OK(gw_request_wait(*at, kLong));
@@ -114,8 +113,8 @@ TEST(CApiRequest, AStepOverlapsAndEndsInTheBackground) {
     capi::Reducer reducer(made);
     if (rank == 1) started.arrive_and_wait();
     for (int i = static_cast<int>(tensors.size()); i-- > 0;) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
-    Request request(comm);
-    GW_EXPECT_OK(gw_reducer_wait(made, nullptr));
+    Request request;
+    GW_EXPECT_OK(gw_reducer_wait(made, nullptr, &request.handle));
     if (rank == 0) {
       gw_stats stats;
       std::memset(&stats, 0, sizeof stats);
@@ -133,11 +132,11 @@ TEST(CApiRequest, FailuresReachWhoeverWaits) {
   capi::run_ranks(2, 200, [&](gw_comm comm, int rank) {
     std::vector<float> values(10);
     if (rank == 0) {  // its peer never comes
-      Request request(comm);
-      GW_EXPECT_OK(gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      Request request;
+      GW_EXPECT_OK(
+          gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, request.option()));
       GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 1", gw_request_wait(request.handle, kLong));
-      int32_t done = 0;
-      GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 1", gw_request_test(request.handle, &done));
+      GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 1", gw_request_wait(request.handle, 0));
     }
     failed.arrive_and_wait();
   });
@@ -145,8 +144,8 @@ TEST(CApiRequest, FailuresReachWhoeverWaits) {
     std::vector<float> values(10);
     if (rank == 0) {
       gw_request request = nullptr;
-      GW_EXPECT_OK(gw_request_begin(comm, &request));
-      GW_EXPECT_OK(gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      GW_EXPECT_OK(gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                                capi::call({.request = &request})));
       GW_EXPECT_OK(gw_comm_abort(comm, "enough"));
       GW_EXPECT_OK(gw_request_destroy(request));  // does not wait for rank 1
     }
@@ -154,38 +153,39 @@ TEST(CApiRequest, FailuresReachWhoeverWaits) {
   });
 }
 
-TEST(CApiRequest, WhatCannotWorkIsRefused) {
+TEST(CApiRequest, RefusedCallsMakeNoRequest) {
   capi::run_ranks(2, [&](gw_comm comm, int) {
     std::vector<float> value(1, 1.0f);
-    int32_t done = 7;
     gw_request request = nullptr;
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "request is null", gw_request_begin(comm, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, "communicator handle is null", gw_request_begin(nullptr, &request));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, "request handle is null", gw_request_wait(nullptr, 1));
-    GW_ASSERT_OK(gw_request_begin(comm, &request));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no call was made", gw_request_test(request, &done));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype",
-                    gw_allreduce(comm, value.data(), 1, 9, GW_SUM, "fp32", nullptr));
-    // The refused call has used it up.
-    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_FAILS(
+        GW_BAD_ARGUMENT, "dtype",
+        gw_allreduce(comm, value.data(), 1, 9, GW_SUM, "fp32", nullptr, capi::call({.request = &request})));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "communicator handle is null",
+                    gw_allreduce(nullptr, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                                 capi::call({.request = &request})));
+    EXPECT_EQ(request, nullptr) << "outputs are written on success only";
+    // A blocking call.
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(value[0], 2.0f);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "it was refused", gw_request_wait(request, 1));
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                              capi::call({.request = &request})));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is -1", gw_request_wait(request, -1));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "done is null", gw_request_test(request, nullptr));
-    EXPECT_EQ(done, 7);
+    GW_EXPECT_OK(gw_request_wait(request, kLong));
+    EXPECT_EQ(value[0], 4.0f);
     GW_EXPECT_OK(gw_request_destroy(request));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, "was destroyed", gw_request_wait(request, 1));
     GW_EXPECT_OK(gw_request_destroy(nullptr));
-    // Destroyed before its call: that one blocks.
-    GW_ASSERT_OK(gw_request_begin(comm, &request));
+    // Destroying a request waits for its call.
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr,
+                              capi::call({.request = &request})));
     GW_EXPECT_OK(gw_request_destroy(request));
-    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
-    EXPECT_EQ(value[0], 4.0f);
+    EXPECT_EQ(value[0], 8.0f);
   });
   capi::run_ranks(1, [&](gw_comm comm, int) {
     std::vector<float> value(1, 3.0f);
-    Request request(comm);
-    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_AVG, "int8", nullptr));
+    Request request;
+    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_AVG, "int8", nullptr, request.option()));
     GW_EXPECT_OK(gw_request_wait(request.handle, kLong));
     EXPECT_EQ(value[0], 3.0f);
   });

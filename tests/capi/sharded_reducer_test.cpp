@@ -48,7 +48,7 @@ void step(gw_reducer reducer, const Gradients& gradients) {
   for (size_t i = 0; i < gradients.begin.size(); ++i) {
     GW_EXPECT_OK(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));
   }
-  GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr));
+  GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
 }
 
 TEST(CApiShardedReducer, EveryElementIsOneRanksWhoGetsTheBitsOfAnAllreduce) {

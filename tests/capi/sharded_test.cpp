@@ -53,20 +53,7 @@ class CApiSharded : public testing::TestWithParam<const char*> {
   }
 
   void run(int world, const std::function<void(gw_comm, int)>& body) {
-    const std::string where = rendezvous();
-    std::vector<std::thread> threads;
-    for (int r = 0; r < world; ++r) {
-      threads.emplace_back([&, r] {
-        gw_comm comm = nullptr;
-        GW_ASSERT_OK(gw_comm_create(where.c_str(), r, world, GW_HOST, 60'000, &comm));
-        if (world % 2 == 0) {
-          GW_EXPECT_OK(gw_comm_set_ranks_per_node(comm, 2));
-        }
-        body(comm, r);
-        GW_EXPECT_OK(gw_comm_destroy(comm));
-      });
-    }
-    for (auto& t : threads) t.join();
+    capi::run_ranks_at(rendezvous(), world, 60'000, body, world % 2 == 0 ? 2 : 0);
   }
   std::vector<int> worlds() const {
     return GetParam() == std::string("threads") ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8}
@@ -83,7 +70,7 @@ TEST_P(CApiSharded, ReduceScatterHasTheBitsOfATwoShotAllreduce) {
           const size_t elements = static_cast<size_t>(sum(counts));
           Floats whole = normal(sum(counts), 10 + rank), in = whole, inside = whole;
           GW_EXPECT_OK(gw_allreduce(comm, whole.data(), sum(counts), GW_FLOAT32, op, "fp32:schedule=two_shot",
-                                    nullptr));
+                                    nullptr, nullptr));
           const Floats want = shard(whole, counts, rank), given = in;
           Floats out(want.size() + 1, -1.5e33f);
           GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, op,
@@ -146,11 +133,11 @@ TEST_P(CApiSharded, ResidualsKeepWhatRoundingLoses) {
           const Floats in = normal(sum(counts), 100 * step + rank);
           Floats out(gathered_residual.size()), all(in.size()), reduced = in;
           GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_SUM, spec,
-                                         scattered_residual.data(), nullptr));
-          GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec,
-                                     gathered_residual.data(), nullptr));
-          GW_EXPECT_OK(gw_allreduce_residual(comm, reduced.data(), sum(counts), GW_FLOAT32, GW_SUM, spec,
-                                             reduced_residual.data(), nullptr));
+                                         nullptr, capi::call({.residual = scattered_residual.data()})));
+          GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec, nullptr,
+                                     capi::call({.residual = gathered_residual.data()})));
+          GW_EXPECT_OK(gw_allreduce(comm, reduced.data(), sum(counts), GW_FLOAT32, GW_SUM, spec, nullptr,
+                                    capi::call({.residual = reduced_residual.data()})));
           for (size_t i = 0; i < in.size(); ++i) {
             mine[i] += 2.0 * in[i];
             size[i] += 2.0 * std::abs(in[i]);
@@ -205,7 +192,7 @@ TEST_P(CApiSharded, Bfloat16TravelsAsItIs) {
     GW_EXPECT_OK(
         gw_all_gather(comm, mine.data(), out.data(), counts.data(), GW_BFLOAT16, "bf16", nullptr, nullptr));
     EXPECT_EQ(out, all);
-    GW_EXPECT_OK(gw_broadcast(comm, root.data(), 135, GW_BFLOAT16, 1, "bf16", nullptr));
+    GW_EXPECT_OK(gw_broadcast(comm, root.data(), 135, GW_BFLOAT16, 1, "bf16", nullptr, nullptr));
     EXPECT_EQ(root, all);
     std::vector<uint16_t> ones(135, 0x3f80), sums(mine.size());
     GW_EXPECT_OK(gw_reduce_scatter(comm, ones.data(), sums.data(), counts.data(), GW_BFLOAT16, GW_SUM, "bf16",
@@ -231,7 +218,7 @@ TEST_P(CApiSharded, ReplicasFollowTheirMastersWithoutDrift) {
         const Floats moves = normal(sum(counts), 2 + step, 1e-2f), mine = shard(moves, counts, rank);
         for (size_t i = 0; i < master.size(); ++i) master[i] += mine[i];
         GW_ASSERT_OK(gw_all_gather_update(comm, master.data(), replica.data(), counts.data(), GW_FLOAT32,
-                                          spec, nullptr));
+                                          spec, nullptr, nullptr));
         double distance = 0, moved = 1e-30;
         for (size_t i = 0; i < master.size(); ++i) {
           const double d = double{replica[static_cast<size_t>(before(counts, rank)) + i]} - master[i];
@@ -263,7 +250,7 @@ TEST_P(CApiSharded, BroadcastGivesAllRanksTheRootsValues) {
         run(world, [&](gw_comm comm, int rank) {
           Floats& mine = ends[static_cast<size_t>(rank)];
           mine = rank == root ? values : Floats(values.size(), -1.5e33f);
-          GW_EXPECT_OK(gw_broadcast(comm, mine.data(), 1003, GW_FLOAT32, root, spec, nullptr));
+          GW_EXPECT_OK(gw_broadcast(comm, mine.data(), 1003, GW_FLOAT32, root, spec, nullptr, nullptr));
         });
         for (const Floats& end : ends) {
           EXPECT_TRUE(same(end, ends[0])) << spec;
@@ -294,20 +281,21 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
       const Call& c = rank == 0 ? one : other;
       const std::string kind = c.kind;
       Floats in(64, 1.0f), out(64), residual(64);
-      GW_EXPECT_OK(gw_call_tag(comm, c.tag));
+      const auto tagged = capi::call({.tag = c.tag});
       gw_status status = GW_INTERNAL;
       if (kind == "reduce_scatter") {
         status = gw_reduce_scatter(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.op, c.spec,
-                                   residual.data(), nullptr);
+                                   nullptr, capi::call({.tag = c.tag, .residual = residual.data()}));
       } else if (kind == "all_gather") {
         status =
-            gw_all_gather(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr, nullptr);
+            gw_all_gather(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr, tagged);
       } else if (kind == "all_gather_update") {
-        status = gw_all_gather_update(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr);
+        status = gw_all_gather_update(comm, in.data(), out.data(), c.counts.data(), c.dtype, c.spec, nullptr,
+                                      tagged);
       } else if (kind == "broadcast") {
-        status = gw_broadcast(comm, in.data(), c.count, c.dtype, c.root, c.spec, nullptr);
+        status = gw_broadcast(comm, in.data(), c.count, c.dtype, c.root, c.spec, nullptr, tagged);
       } else {
-        status = gw_allreduce(comm, in.data(), c.count, c.dtype, c.op, c.spec, nullptr);
+        status = gw_allreduce(comm, in.data(), c.count, c.dtype, c.op, c.spec, nullptr, tagged);
       }
       EXPECT_EQ(status, GW_COMM_FAILED);
       expect_has(gw_last_error(), parts);
@@ -344,10 +332,9 @@ TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
     const Counts counts{40, 60};
     for (int step = 0; step < 5; ++step) {
       Floats in(100 + static_cast<size_t>(step), 1.0f), out(60), residual(100);
-      GW_EXPECT_OK(gw_call_tag(comm, "w"));
-      GW_EXPECT_OK(gw_reduce_scatter(comm, in.data() + step % 3, out.data(), counts.data(), GW_FLOAT32,
-                                     GW_SUM, "int8", (rank + step) % 2 == 0 ? residual.data() : nullptr,
-                                     nullptr));
+      GW_EXPECT_OK(gw_reduce_scatter(
+          comm, in.data() + step % 3, out.data(), counts.data(), GW_FLOAT32, GW_SUM, "int8", nullptr,
+          capi::call({.tag = "w", .residual = (rank + step) % 2 == 0 ? residual.data() : nullptr})));
       for (int64_t i = 0; i < counts[static_cast<size_t>(rank)]; ++i) {
         ASSERT_NEAR(out[static_cast<size_t>(i)], 2, 0.05);
       }
@@ -364,7 +351,8 @@ TEST(CApiShardedErrors, EveryArgumentIsChecked) {
     const int64_t counts[2] = {4, 4}, negative[2] = {4, -4}, huge[2] = {INT64_MAX, INT64_MAX};
     auto scatter = [&](const void* from, void* to, const int64_t* sizes, gw_dtype dtype = GW_FLOAT32,
                        gw_op op = GW_SUM, const char* spec = "fp32", float* residual = nullptr) {
-      return gw_reduce_scatter(comm, from, to, sizes, dtype, op, spec, residual, nullptr);
+      return gw_reduce_scatter(comm, from, to, sizes, dtype, op, spec, nullptr,
+                               capi::call({.residual = residual}));
     };
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts is null", scatter(in, out, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts[1] is -4", scatter(in, out, negative));
@@ -385,25 +373,36 @@ TEST(CApiShardedErrors, EveryArgumentIsChecked) {
                     scatter(in, in + 1 + 4 * rank, counts));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "is not this rank's place in it",
                     gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "master overlaps replica",
-                    gw_all_gather_update(comm, in + 4 * rank, in, counts, GW_FLOAT32, "int8", nullptr));
+    GW_EXPECT_FAILS(
+        GW_BAD_ARGUMENT, "master overlaps replica",
+        gw_all_gather_update(comm, in + 4 * rank, in, counts, GW_FLOAT32, "int8", nullptr, nullptr));
     GW_EXPECT_FAILS(GW_UNSUPPORTED, "keep them in float32",
-                    gw_all_gather_update(comm, out, in, counts, GW_BFLOAT16, "int8", nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer",
-                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr));
+                    gw_all_gather_update(comm, out, in, counts, GW_BFLOAT16, "int8", nullptr, nullptr));
+    GW_EXPECT_FAILS(
+        GW_BAD_ARGUMENT, "use a reducer",
+        gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr, nullptr));
     for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "replicas would drift from their masters",
-                      gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr));
+                      gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr, nullptr));
     }
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "it needs block=128, or ef=off",
-                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr));
+                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "root is 2 in a world of 2",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr));
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "schedule=tree has no broadcast",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr));
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr, nullptr));
     GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "count is -1",
-                    gw_allreduce_residual(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, "null", gw_broadcast(nullptr, in, 8, GW_FLOAT32, 0, "fp32", nullptr));
+                    gw_allreduce(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
+    const auto kept = capi::call({.residual = out});
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_broadcast has no residual",
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, kept));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_all_gather_update has no residual",
+                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "int8", nullptr, kept));
+    const gw_call_options zeros = {};
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_call_options.size is 0",
+                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, &zeros));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "null",
+                    gw_broadcast(nullptr, in, 8, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
     // The communicator still works.
     GW_EXPECT_OK(scatter(in, out, counts));
     EXPECT_EQ(out[0], rank == 0 ? 2.0f : 10.0f);

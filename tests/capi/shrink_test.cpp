@@ -11,8 +11,9 @@ namespace {
 
 gw_comm joined(const std::string& name, int rank, int world, bool shrinkable) {
   gw_comm comm = nullptr;
-  GW_EXPECT_OK(gw_shrinkable(shrinkable ? 1 : 0));
-  GW_EXPECT_OK(gw_comm_create(name.c_str(), rank, world, GW_HOST, 60'000, &comm));
+  auto options = capi::comm_options(name.c_str(), rank, world);
+  options.shrinkable = shrinkable ? 1 : 0;
+  GW_EXPECT_OK(gw_comm_create(&options, &comm));
   return comm;
 }
 
@@ -28,7 +29,7 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
   run(4, [&](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 4, true);
     std::vector<float> data(1000, static_cast<float>(rank));
-    GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(data[999], 6.0f);
     std::vector<int> members = {0, 1, 2, 3};
     for (const int leaves : {0, 2}) {  // rank 0 first, which ran the store
@@ -39,12 +40,13 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
         GW_EXPECT_OK(gw_comm_destroy(comm));
         return;
       }
-      EXPECT_EQ(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr), GW_COMM_FAILED);
+      EXPECT_EQ(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr),
+                GW_COMM_FAILED);
       gw_comm rest = nullptr;
       int32_t ranks[4] = {-1, -1, -1, -1};
-      GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, &rest, ranks, 4));
+      GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 4));
       GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "formed a new one already",
-                      gw_comm_shrink(comm, 20'000, &rest, nullptr, 0));
+                      gw_comm_shrink(comm, 20'000, nullptr, &rest, nullptr, 0));
       GW_EXPECT_OK(gw_comm_destroy(comm));
       comm = rest;
       const size_t left = members.size() - 1;
@@ -56,12 +58,13 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
       float sum = 0;
       for (const int r : members) sum += static_cast<float>(r);
       data.assign(1000, static_cast<float>(rank));
-      GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+      GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
       EXPECT_EQ(data[0], sum);
       const capi::Model model;
       const capi::Reducer reducer(comm, "powersgd,rank=2", model);
       std::vector<float> gradients(model.elements(), static_cast<float>(rank));
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr));
+      GW_EXPECT_OK(
+          gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr, nullptr));
     }
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
@@ -82,8 +85,8 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
       for (const int leaves : {0, 1}) {
         for (int step = 0; step < 3; ++step) {
           auto gradient = capi::gradients_of(model, rank, step);
-          GW_EXPECT_OK(
-              gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr));
+          GW_EXPECT_OK(gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr,
+                                            nullptr));
         }
         finished.arrive_and_wait();
         if (rank == leaves) {
@@ -93,11 +96,12 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
         const std::vector<char> state = reducer->save();
         auto gradient = capi::gradients_of(model, rank, 9);
         const auto copy = gradient;
-        EXPECT_EQ(gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr),
-                  GW_COMM_FAILED);
+        EXPECT_EQ(
+            gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr, nullptr),
+            GW_COMM_FAILED);
         gw_comm rest = nullptr;
         int32_t ranks[3] = {-1, -1, -1};
-        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, &rest, ranks, 3));
+        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 3));
         reducer = nullptr;
         GW_EXPECT_OK(gw_comm_destroy(comm));
         comm = rest;
@@ -130,13 +134,13 @@ TEST(CApiShrink, AnAbortedCommunicatorOfLivingRanksComesBackWhole) {
     }
     // Rank 2 comes without having noticed.
     std::vector<float> data(10, 1.0f);
-    if (rank == 0) gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr);
+    if (rank == 0) gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr);
     int32_t ranks[3];
-    GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, &rest, ranks, 3));
+    GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 3));
     EXPECT_EQ(ranks[0], 0);
     EXPECT_EQ(ranks[2], 2);
     data.assign(10, 1.0f);
-    GW_EXPECT_OK(gw_allreduce(rest, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+    GW_EXPECT_OK(gw_allreduce(rest, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
     EXPECT_EQ(data[0], 3.0f);
     GW_EXPECT_OK(gw_comm_destroy(comm));
     GW_EXPECT_OK(gw_comm_destroy(rest));
@@ -147,22 +151,25 @@ TEST(CApiShrink, SaysWhereItCannot) {
   run(2, [](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 2, false), rest = nullptr;
     int32_t ranks[1];
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_shrinkable", gw_comm_shrink(comm, 1000, &rest, nullptr, 0));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rest is null", gw_comm_shrink(comm, 1000, nullptr, nullptr, 0));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "capacity is 1", gw_comm_shrink(comm, 1000, &rest, ranks, 1));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_shrink(comm, 0, &rest, nullptr, 0));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_comm_options.shrinkable",
+                    gw_comm_shrink(comm, 1000, nullptr, &rest, nullptr, 0));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rest is null",
+                    gw_comm_shrink(comm, 1000, nullptr, nullptr, nullptr, 0));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "capacity is 1", gw_comm_shrink(comm, 1000, nullptr, &rest, ranks, 1));
+    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_shrink(comm, 0, nullptr, &rest, nullptr, 0));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
   gw_comm comm = nullptr;
-  GW_EXPECT_OK(gw_shrinkable(1));
-  GW_EXPECT_FAILS(GW_UNSUPPORTED, "shrinkable",
-                  gw_comm_create(capi::fresh_name().c_str(), 0, 2, GW_HOST, 1000, &comm));
+  const std::string threads = capi::fresh_name();
+  auto local = capi::comm_options(threads.c_str(), 0, 2);
+  local.shrinkable = 1;
+  GW_EXPECT_FAILS(GW_UNSUPPORTED, "shrinkable", gw_comm_create(&local, &comm));
   // Ranks that differ are told while they join.
   run(2, [](const std::string& name, int rank) {
     gw_comm one = nullptr;
-    GW_EXPECT_OK(gw_shrinkable(rank));
-    EXPECT_EQ(gw_comm_create(name.c_str(), rank, 2, GW_HOST, 20'000, &one), GW_COMM_FAILED);
-    EXPECT_NE(std::string(gw_last_error()).find("gw_shrinkable"), std::string::npos) << gw_last_error();
+    auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 20'000);
+    options.shrinkable = rank;
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "gw_comm_options.shrinkable", gw_comm_create(&options, &one));
   });
 }
 

@@ -6,17 +6,11 @@
 
 namespace {
 
-gw_comm_info query(gw_comm comm) {
-  gw_comm_info info;
-  std::memset(&info, 0, sizeof info);
-  info.size = sizeof info;
-  GW_EXPECT_OK(gw_comm_query(comm, &info));
-  return info;
-}
+using capi::query;
 
 float sum_of_ones(gw_comm comm) {
   std::vector<float> ones(1000, 1.0f);
-  GW_EXPECT_OK(gw_allreduce(comm, ones.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  GW_EXPECT_OK(gw_allreduce(comm, ones.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
   return ones[999];
 }
 
@@ -45,7 +39,7 @@ TEST_P(CApiSplit, RanksOfAColorAreAGroupInTheOrderOfTheirKeys) {
       EXPECT_EQ(info.device, GW_HOST);
       EXPECT_EQ(sum_of_ones(part), static_cast<float>(size));
       std::vector<float> first(1, static_cast<float>(rank));
-      GW_EXPECT_OK(gw_broadcast(part, first.data(), 1, GW_FLOAT32, 0, "fp32", nullptr));
+      GW_EXPECT_OK(gw_broadcast(part, first.data(), 1, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
       EXPECT_EQ(first[0], static_cast<float>(rank % 2 + 2 * (size - 1)));
       EXPECT_EQ(sum_of_ones(comm), static_cast<float>(world)) << "the whole goes on beside its parts";
       EXPECT_EQ(query(part).bytes_sent > 0, size > 1);

@@ -1,4 +1,4 @@
-// gw_comm_from_store(): ranks that meet through a key-value store of the caller's.
+// gw_comm_options.store: ranks that meet through a key-value store of the caller's.
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -82,15 +82,23 @@ void on_ranks(int world, const std::function<void(TestStore&, int)>& body, TestS
 
 float ones_over(gw_comm comm) {
   float x = 1;
-  GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr));
+  GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
   return x;
 }
 
+gw_comm_options options_of(const gw_store& store, int rank, int world, int64_t timeout_ms = kPatience_ms) {
+  auto options = capi::comm_options(nullptr, rank, world, GW_HOST, timeout_ms);
+  options.store = &store;
+  return options;
+}
+
 // What one rank alone gets, with `timeout_ms`, in a world of 2.
-gw_status alone(TestStore& store, int rank, int64_t timeout_ms) {
+gw_status alone(TestStore& store, int rank, int64_t timeout_ms, const char* secret = nullptr) {
   const gw_store s = store.api();
+  auto options = options_of(s, rank, 2, timeout_ms);
+  options.secret = secret;
   gw_comm comm = nullptr;
-  return gw_comm_from_store(&s, rank, 2, GW_HOST, timeout_ms, &comm);
+  return gw_comm_create(&options, &comm);
 }
 
 TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
@@ -103,10 +111,10 @@ TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
           for (int i = 0; i < 2; ++i) {
             const std::string prefix = "group" + std::to_string(i) + "/";
             const gw_store s = store.api(prefix.c_str());
-            GW_ASSERT_OK(gw_comm_from_store(&s, rank, world, GW_HOST, kPatience_ms, &comms[i]));
+            const auto options = options_of(s, rank, world);
+            GW_ASSERT_OK(gw_comm_create(&options, &comms[i]));
           }
           for (gw_comm comm : comms) {
-            GW_EXPECT_OK(gw_call_tag(comm, "ones"));
             EXPECT_EQ(ones_over(comm), static_cast<float>(world));
             GW_EXPECT_OK(gw_comm_destroy(comm));
           }
@@ -126,17 +134,18 @@ TEST(CApiStore, SecretsInterfacesAndShrinkingGoWithItAsWithAFile) {
   on_ranks(
       3,
       [&](TestStore& store, int rank) {
-        GW_EXPECT_OK(gw_secret("of this run"));
-        GW_EXPECT_OK(gw_listen("lo", 0, 0));
-        GW_EXPECT_OK(gw_shrinkable(1));
         const gw_store s = store.api();
+        auto options = options_of(s, rank, 3);
+        options.secret = "of this run";
+        options.interface = "lo";
+        options.shrinkable = 1;
         gw_comm comm = nullptr, rest = nullptr;
-        GW_ASSERT_OK(gw_comm_from_store(&s, rank, 3, GW_HOST, kPatience_ms, &comm));
+        GW_ASSERT_OK(gw_comm_create(&options, &comm));
         EXPECT_EQ(ones_over(comm), 3.0f);
         ++made;
         summed.arrive_and_wait();  // nobody ends the group while another is in the call
         if (rank > 0) {            // rank 0 leaves
-          GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, &rest, nullptr, 0));
+          GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, nullptr, &rest, nullptr, 0));
           EXPECT_EQ(ones_over(rest), 2.0f);
           GW_EXPECT_OK(gw_comm_destroy(rest));
         }
@@ -154,8 +163,8 @@ TEST(CApiStore, WhoHasTheStoreButNotTheSecretIsRefused) {
   on_ranks(
       2,
       [&](TestStore& store, int rank) {
-        GW_EXPECT_OK(gw_secret(rank == 0 ? "right" : "wrong"));
-        EXPECT_EQ(alone(store, rank, rank == 0 ? 4'000 : kPatience_ms), GW_COMM_FAILED);
+        EXPECT_EQ(alone(store, rank, rank == 0 ? 4'000 : kPatience_ms, rank == 0 ? "right" : "wrong"),
+                  GW_COMM_FAILED);
         const std::string said = gw_last_error(),
                           expected = "the process there has another secret; give all ranks the same";
         EXPECT_EQ(said.find(expected) != std::string::npos, rank == 1) << said;
@@ -217,7 +226,8 @@ TEST(CApiStore, RanksWithAnotherWorldAreRefused) {
       [&](TestStore& store, int rank) {
         const gw_store s = store.api();
         gw_comm comm = nullptr;
-        EXPECT_EQ(gw_comm_from_store(&s, rank, 2 + rank, GW_HOST, 2'000, &comm), GW_COMM_FAILED);
+        const auto options = options_of(s, rank, 2 + rank, 2'000);
+        EXPECT_EQ(gw_comm_create(&options, &comm), GW_COMM_FAILED);
         EXPECT_EQ(comm, nullptr);
         if (rank == 1) {
           EXPECT_NE(std::string(gw_last_error()).find("3"), std::string::npos) << gw_last_error();
@@ -232,7 +242,11 @@ TEST(CApiStore, WhatIsNoStoreIsRefusedBeforeAnythingIsCalled) {
   const gw_store good = store.api();
   gw_comm comm = nullptr;
   const auto make = [&](const gw_store& s, int rank = 0, int world = 2, int device = GW_HOST,
-                        int64_t ms = 100) { return gw_comm_from_store(&s, rank, world, device, ms, &comm); };
+                        int64_t ms = 100) {
+    auto options = options_of(s, rank, world, ms);
+    options.device = device;
+    return gw_comm_create(&options, &comm);
+  };
   gw_store bad = good;
   bad.size = 0;
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.size is 0", make(bad));
@@ -244,8 +258,10 @@ TEST(CApiStore, WhatIsNoStoreIsRefusedBeforeAnythingIsCalled) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", make(good, 0, 0));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -7", make(good, 0, 2, -7));
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", make(good, 0, 2, GW_HOST, 0));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "store is null", gw_comm_from_store(nullptr, 0, 2, GW_HOST, 100, &comm));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_from_store(&good, 0, 2, GW_HOST, 100, nullptr));
+  auto both = options_of(good, 0, 2);
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(&both, nullptr));
+  both.rendezvous = "local://x";
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "2 of gw_comm_options.rendezvous, .store", gw_comm_create(&both, &comm));
   EXPECT_EQ(shared.calls, 0);
 }
 

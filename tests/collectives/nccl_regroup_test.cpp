@@ -150,7 +150,7 @@ TEST(NcclRegroup, RestoresTheGroupWhenEveryRankSurvives) {
 TEST(NcclRegroup, RejectsRanksThatDifferInShrinkable) {
   Meeting run(2);
   const auto errors = run.each([&](int rank) { run.join(rank, rank == 0); });
-  expect_has(errors[0], {"rank 0 is to go on", "rank 1 is not", "gw_shrinkable()"});
+  expect_has(errors[0], {"rank 0 is to go on", "rank 1 is not", "gw_comm_options.shrinkable"});
 }
 
 TEST(NcclRegroup, NamesTheRemedyForAGroupThatIsNotShrinkable) {
@@ -161,7 +161,7 @@ TEST(NcclRegroup, NamesTheRemedyForAGroupThatIsNotShrinkable) {
     std::vector<int> survivors;
     comm->regroup(1s, survivors);
   });
-  for (const std::string& error : errors) expect_has(error, {"gw_shrinkable()"});
+  for (const std::string& error : errors) expect_has(error, {"gw_comm_options.shrinkable"});
 }
 
 }  // namespace

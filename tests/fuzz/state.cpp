@@ -22,9 +22,9 @@ class Reducer {
     join(0, comm_, reducer_);
     other.join();
     size_t size = 0;
-    require_ok(gw_reducer_state_size(reducer_, &size));
+    require_ok(gw_reducer_state_save(reducer_, nullptr, 0, &size));
     fresh_.resize(size);
-    require_ok(gw_reducer_state_save(reducer_, fresh_.data(), fresh_.size()));
+    require_ok(gw_reducer_state_save(reducer_, fresh_.data(), fresh_.size(), &size));
   }
   ~Reducer() {
     for (gw_reducer reducer : {reducer_, other_}) gw_reducer_destroy(reducer);
@@ -48,12 +48,20 @@ class Reducer {
     }
     if (status != GW_BAD_ARGUMENT) throw std::logic_error(gw_last_error());
     Bytes now(fresh_.size());
-    require_ok(gw_reducer_state_save(reducer_, now.data(), now.size()));
+    size_t size = 0;
+    require_ok(gw_reducer_state_save(reducer_, now.data(), now.size(), &size));
     if (now != fresh_) throw std::logic_error("a refused state changed the reducer");
   }
 
   static void join(int rank, gw_comm& comm, gw_reducer& reducer) {
-    require_ok(gw_comm_create("local://fuzz", rank, 2, GW_HOST, 60'000, &comm));
+    gw_comm_options options = {};
+    options.size = sizeof options;
+    options.rendezvous = "local://fuzz";
+    options.rank = rank;
+    options.world = 2;
+    options.device = GW_HOST;
+    options.timeout_ms = 60'000;
+    require_ok(gw_comm_create(&options, &comm));
     gw_tensor tensors[] = {{sizeof(gw_tensor), "matrix", 12, 9, GW_FLOAT32, nullptr},
                            {sizeof(gw_tensor), "vector", 5, 1, GW_FLOAT32, nullptr}};
     require_ok(gw_reducer_create(comm, "powersgd:rank=2,min_ratio=1", tensors, 2, nullptr, &reducer));

@@ -161,7 +161,7 @@ class Threads(unittest.TestCase):
                 thread.join()
         for handle in handles:
             with self.assertRaisesRegex(gradwire.BadHandle, "was destroyed"):
-                _native.call("gw_reducer_state_size", handle, None)
+                _native.call("gw_reducer_state_save", handle, None, 0, None)
 
     def test_a_busy_interpreter_only_delays_it(self) -> None:
         register("beside")

@@ -46,21 +46,23 @@ static void* run(void* argument) {
     addresses[i] = r->gradients[i];
     for (int e = 0; e < kCount; ++e) r->gradients[i][e] = (float)((e * 7 + i * 5 + r->rank * 3) % 17) - 8;
   }
-  TRY(gw_comm_create(r->address, r->rank, 2, GW_HOST, 3000, &comm));
+  const gw_comm_options options = {.size = sizeof options, .rendezvous = r->address, .rank = r->rank, .world = 2,
+                                   .device = GW_HOST, .timeout_ms = 3000};
+  TRY(gw_comm_create(&options, &comm));
   TRY(gw_reducer_create(comm, r->spec, tensors, kTensors, NULL, &reducer));
-  TRY(gw_reducer_allreduce(reducer, addresses, NULL));
-  TRY(gw_reducer_state_size(reducer, &size));
+  TRY(gw_reducer_allreduce(reducer, addresses, NULL, NULL));
+  TRY(gw_reducer_state_save(reducer, NULL, 0, &size));
   state = malloc(size);
   if (state == NULL) {
     snprintf(r->error, sizeof r->error, "GW_NO_MEMORY: the program's own");
     goto done;
   }
-  TRY(gw_reducer_state_save(reducer, state, size));
+  TRY(gw_reducer_state_save(reducer, state, size, &size));
   TRY(gw_reducer_state_load(reducer, state, size));
-  TRY(gw_reducer_allreduce(reducer, addresses, NULL));
-  TRY(gw_allreduce(comm, r->gradients[0], kCount, GW_FLOAT32, GW_AVG, "int8", NULL));
+  TRY(gw_reducer_allreduce(reducer, addresses, NULL, NULL));
+  TRY(gw_allreduce(comm, r->gradients[0], kCount, GW_FLOAT32, GW_AVG, "int8", NULL, NULL));
   TRY(gw_comm_split(comm, 0, r->rank, &part));
-  TRY(gw_allreduce(part, r->gradients[1], kCount, GW_FLOAT32, GW_AVG, "fp8", NULL));
+  TRY(gw_allreduce(part, r->gradients[1], kCount, GW_FLOAT32, GW_AVG, "fp8", NULL, NULL));
 done:
   free(state);
   gw_reducer_destroy(reducer);

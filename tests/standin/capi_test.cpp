@@ -26,7 +26,13 @@ void on_ranks(int world, const std::function<void(gw_comm, int)>& body) {
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
       gw_comm comm = {};
-      CHECK_GW(gw_comm_create(meeting.c_str(), rank, world, rank, 20'000, &comm));
+      gw_comm_options options = {};
+      options.size = sizeof options;
+      options.rendezvous = meeting.c_str();
+      options.rank = options.device = rank;
+      options.world = world;
+      options.timeout_ms = 20'000;
+      CHECK_GW(gw_comm_create(&options, &comm));
       body(comm, rank);
       CHECK_GW(gw_comm_destroy(comm));
     });
@@ -72,9 +78,9 @@ TEST_F(StandinCApi, ACallLeavesTheCallersDeviceCurrent) {
       CHECK_CUDA(cudaGetDevice(&now));
       EXPECT_EQ(now, 1 - rank) << call;
     };
-    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "int8", stream));
+    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "int8", stream, nullptr));
     expect_unchanged("gw_allreduce");
-    EXPECT_NE(gw_allreduce(comm, data, -1, GW_FLOAT32, GW_SUM, "int8", stream), GW_OK);
+    EXPECT_NE(gw_allreduce(comm, data, -1, GW_FLOAT32, GW_SUM, "int8", stream, nullptr), GW_OK);
     expect_unchanged("a call that is refused");
     CHECK_GW(gw_comm_check(comm));
     expect_unchanged("gw_comm_check");
@@ -102,7 +108,7 @@ TEST_F(StandinCApi, ReduceScatterAndAllGatherFollowTheirAddresses) {
     for (int step = 0; step < 2; ++step) {
       for (size_t i = 0; i < ins.size(); ++i) {
         CHECK_GW(gw_reduce_scatter(comm, ins[i], outs[(i + static_cast<size_t>(step)) % 3], counts.data(),
-                                   GW_FLOAT32, GW_SUM, "fp32", nullptr, stream));
+                                   GW_FLOAT32, GW_SUM, "fp32", stream, nullptr));
       }
     }
     CHECK_CUDA(cudaStreamSynchronize(stream));
@@ -117,6 +123,22 @@ TEST_F(StandinCApi, ReduceScatterAndAllGatherFollowTheirAddresses) {
   });
 }
 
+TEST_F(StandinCApi, RequestsAreRefused) {
+  on_ranks(2, [](gw_comm comm, int rank) {
+    CHECK_CUDA(cudaSetDevice(rank));
+    float* const data = filled(1000, 1.0f);
+    gw_request request = nullptr;
+    gw_call_options options = {};
+    options.size = sizeof options;
+    options.request = &request;
+    EXPECT_EQ(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, &options), GW_UNSUPPORTED);
+    EXPECT_EQ(request, nullptr);
+    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    EXPECT_EQ(read(data, 1000), std::vector<float>(1000, 2.0f));
+    CHECK_CUDA(cudaFree(data));
+  });
+}
+
 TEST_F(StandinCApi, ACallInTheCallersCaptureIsRefusedAndTheCaptureGoesOn) {
   on_ranks(2, [](gw_comm comm, int rank) {
     CHECK_CUDA(cudaSetDevice(rank));
@@ -125,12 +147,12 @@ TEST_F(StandinCApi, ACallInTheCallersCaptureIsRefusedAndTheCaptureGoesOn) {
     cudaGraph_t graph = nullptr;
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    EXPECT_EQ(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream), GW_UNSUPPORTED);
+    EXPECT_EQ(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream, nullptr), GW_UNSUPPORTED);
     EXPECT_NE(std::string(gw_last_error()).find("captured in a CUDA graph"), std::string::npos)
         << gw_last_error();
     CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
     CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream));
+    CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream, nullptr));
     CHECK_CUDA(cudaStreamSynchronize(stream));
     EXPECT_EQ(read(data, 1000), std::vector<float>(1000, 2.0f));
     CHECK_CUDA(cudaStreamDestroy(stream));

@@ -21,7 +21,8 @@ def _op(op: str) -> int:
 
 
 class _Next(threading.local):
-    begin: Optional[Call] = None  # turns this thread's next collective call into a request
+    # Set by Communicator.start(): the communicator, and the handle for its next collective call on this thread.
+    request: "Optional[Tuple[Communicator, ctypes.c_void_p]]" = None
     owner: Any = None  # see calls_of()
 
 
@@ -36,6 +37,25 @@ def calls_of(owner: Any) -> Iterator[None]:
         yield
     finally:
         _next.owner = before
+
+
+class _Flag:
+    """Cancels a call of another thread."""
+
+    def __init__(self) -> None:
+        self.value = ctypes.c_int32(0)
+
+    def set(self) -> None:
+        self.value.value = 1
+
+
+def call_options(tag: str = "", residual: Optional[int] = None,
+                 request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
+    """The gw_call_options of a call; None where all are the defaults."""
+    if not tag and residual is None and request is None:
+        return None
+    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag") or None,
+                               residual=residual, request=request)
 
 
 class Communicator(Handle):
@@ -74,16 +94,18 @@ class Communicator(Handle):
         if number != _native.HOST:
             _native.load_nccl()
         where = _native.rendezvous(rendezvous) if rendezvous is not None else None
-        handle = ctypes.c_void_p()
-        interruptible([("gw_secret", _native.text(secret, "the secret") or None),
-                       ("gw_shrinkable", int(shrinkable)),
-                       ("gw_listen", _native.text(interface, "the interface") or None, *ports),
-                       ("gw_comm_create", where, rank, world, number, int(timeout_s * 1000),
-                        ctypes.byref(handle))],
+        self._create(rendezvous=where, rank=rank, world=world, device=number, timeout_ms=int(timeout_s * 1000),
+                     secret=_native.text(secret, "the secret") or None,
+                     interface=_native.text(interface, "the interface") or None,
+                     ports=(ctypes.c_int32 * 2)(*ports), shrinkable=int(shrinkable), ranks_per_node=ranks_per_node)
+
+    def _create(self, **fields: Any) -> None:
+        handle, cancelled = ctypes.c_void_p(), _Flag()
+        options = _native.CommOptions(size=ctypes.sizeof(_native.CommOptions), cancel=ctypes.pointer(cancelled.value),
+                                      **fields)
+        interruptible(("gw_comm_create", ctypes.byref(options), ctypes.byref(handle)), cancel=cancelled.set,
                       undo=lambda: destroy("gw_comm_destroy", handle))
         self._take(handle)
-        if ranks_per_node != 0:
-            _native.call("gw_comm_set_ranks_per_node", handle, ranks_per_node)
 
     def _take(self, handle: ctypes.c_void_p) -> None:
         super().__init__("gw_comm_destroy", handle)
@@ -147,10 +169,10 @@ class Communicator(Handle):
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be greater than 0, not {timeout_s}")
         handle = ctypes.c_void_p()
-        ranks = (ctypes.c_int32 * self.world)()
-        interruptible([("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(handle),
-                        ranks, self.world)],
-                      undo=lambda: destroy("gw_comm_destroy", handle))
+        ranks, cancelled = (ctypes.c_int32 * self.world)(), _Flag()
+        interruptible(("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(cancelled.value),
+                       ctypes.byref(handle), ranks, self.world),
+                      cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
@@ -171,18 +193,15 @@ class Communicator(Handle):
 
     def doors(self) -> str:
         """Returns the addresses for join(). Give them to trusted processes only: they can have a secret."""
-        size = ctypes.c_size_t()
-        _native.call("gw_comm_doors", self._handle, None, 0, ctypes.byref(size))
-        text = ctypes.create_string_buffer(size.value)
-        _native.call("gw_comm_doors", self._handle, text, size.value, ctypes.byref(size))
-        return os.fsdecode(text.value)
+        invitation = self._query().invitation
+        if invitation is None:
+            raise _native.BadArgument("no new ranks can join this communicator: create it with shrinkable=True")
+        return os.fsdecode(invitation)
 
     @property
     def waiting(self) -> int:
         """The number of processes that wait to join; always 0 except on rank 0."""
-        number = ctypes.c_int32()
-        _native.call("gw_comm_waiting", self._handle, ctypes.byref(number))
-        return number.value
+        return int(self._query().joiners)
 
     def grow(self) -> "Optional[Communicator]":
         """Creates a communicator of these ranks, followed by the processes that wait to join. Collective.
@@ -213,12 +232,9 @@ class Communicator(Handle):
             BadArgument: the ranks rejected this process; the message has the reason.
             CommFailed: no rank answered, or no rank admitted this process.
         """
-        where, handle = _native.path(doors, "the doors"), ctypes.c_void_p()
-        interruptible([("gw_secret", _native.text(secret, "the secret") or None),
-                       ("gw_comm_join", where, int(timeout_s * 1000), ctypes.byref(handle))],
-                      undo=lambda: destroy("gw_comm_destroy", handle))
         joined = cls.__new__(cls)
-        joined._take(handle)
+        joined._create(invitation=_native.path(doors, "the doors"), device=_native.HOST,
+                       timeout_ms=int(timeout_s * 1000), secret=_native.text(secret, "the secret") or None)
         return joined
 
     def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
@@ -242,17 +258,17 @@ class Communicator(Handle):
             Error: the errors that `call` raises for wrong arguments.
         """
         handle = ctypes.c_void_p()
-        begin = ("gw_request_begin", self._handle, ctypes.byref(handle))
-        _next.begin = begin
+        _next.request = (self, handle)
         try:
             call(*arguments, **options)
-            if _next.begin is begin:  # `call` made no collective call: wait() reports this
-                _native.call(*begin)
+            if not handle:
+                raise _native.BadArgument("start() was given a function that makes no collective call of this "
+                                          "communicator or its reducers")
         except BaseException:
             destroy("gw_request_destroy", handle)
             raise
         finally:
-            _next.begin = None
+            _next.request = None
         return Request(handle, (arguments, options), self)
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
@@ -275,13 +291,9 @@ class Communicator(Handle):
             `array`.
         """
         memory = self._memory(array, "the tensor")
-        kept = self._residual(residual, memory.count)
-        if residual is None:
-            self._collective(tag, "gw_allreduce", memory.address, memory.count, memory.dtype, _op(op),
-                         _native.text(spec, "the spec"), stream or None)
-        else:
-            self._collective(tag, "gw_allreduce_residual", memory.address, memory.count, memory.dtype,
-                         _op(op), _native.text(spec, "the spec"), kept, stream or None)
+        self._collective("gw_allreduce", memory.address, memory.count, memory.dtype, _op(op),
+                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         residual=self._residual(residual, memory.count))
         return array
 
     def reduce_scatter(self, output: Any, input: Any, spec: str = "fp32", op: str = "avg",
@@ -305,9 +317,9 @@ class Communicator(Handle):
         sizes = self._shards(counts, whole.count, part.count, "input", "output")
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
-        kept = self._residual(residual, whole.count)
-        self._collective(tag, "gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, _op(op),
-                     _native.text(spec, "the spec"), kept, stream or None)
+        self._collective("gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, _op(op),
+                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         residual=self._residual(residual, whole.count))
         return output
 
     def all_gather(self, output: Any, input: Any, spec: str = "fp32", counts: Optional[Sequence[int]] = None,
@@ -329,9 +341,9 @@ class Communicator(Handle):
         sizes = self._shards(counts, whole.count, part.count, "output", "input")
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
-        kept = self._residual(residual, part.count)
-        self._collective(tag, "gw_all_gather", part.address, whole.address, sizes, whole.dtype,
-                     _native.text(spec, "the spec"), kept, stream or None)
+        self._collective("gw_all_gather", part.address, whole.address, sizes, whole.dtype,
+                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         residual=self._residual(residual, part.count))
         return output
 
     def all_gather_update(self, replica: Any, master: Any, spec: str = "fp32",
@@ -357,8 +369,8 @@ class Communicator(Handle):
         sizes = self._shards(counts, whole.count, part.count, "replica", "master")
         if part.dtype != _native.FLOAT32:
             raise TypeError("the master is not float32")
-        self._collective(tag, "gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
-                     _native.text(spec, "the spec"), stream or None)
+        self._collective("gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
+                         _native.text(spec, "the spec"), stream or None, tag=tag)
         return replica
 
     def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0,
@@ -373,8 +385,8 @@ class Communicator(Handle):
             `array`.
         """
         memory = self._memory(array, "the tensor")
-        self._collective(tag, "gw_broadcast", memory.address, memory.count, memory.dtype, root,
-                     _native.text(spec, "the spec"), stream or None)
+        self._collective("gw_broadcast", memory.address, memory.count, memory.dtype, root,
+                         _native.text(spec, "the spec"), stream or None, tag=tag)
         return array
 
     def _memory(self, array: Any, what: str) -> Memory:
@@ -404,27 +416,26 @@ class Communicator(Handle):
                              f"{whole_name} has {whole} elements and the {part_name} {part}")
         return (ctypes.c_int64 * self.world)(*counts)
 
-    def _collective(self, tag: str, function: str, *arguments: object) -> None:
-        call = (function, self._handle, *arguments)
-        calls: List[Call] = [call]
-        if tag:
-            calls.insert(0, ("gw_call_tag", self._handle, _native.text(tag, "the tag")))
-        self._wait_for(*calls)
+    def _collective(self, function: str, *arguments: object, tag: str, residual: Optional[int] = None) -> None:
+        self._wait_for((function, self._handle, *arguments, call_options(tag, residual, self._take_request())))
 
-    def _wait_for(self, *calls: Call) -> None:
-        """Makes calls that block until other ranks make them; on CUDA calls do not block.
+    def _take_request(self) -> "Optional[ctypes._Pointer[ctypes.c_void_p]]":
+        """Returns the handle for the request of the next collective call, inside start()."""
+        if _next.request is None or _next.request[0] is not self:
+            return None
+        handle, _next.request = _next.request[1], None
+        return ctypes.pointer(handle)
+
+    def _wait_for(self, call: Call) -> None:
+        """Makes a call that blocks until other ranks make it; on CUDA calls do not block.
 
         A signal whose handler raises, such as Ctrl-C, aborts the communicator.
         """
         self._refuse_others(_next.owner)
-        begin, _next.begin = _next.begin, None
-        if begin is not None:  # the first of `calls` may also block
-            calls = (begin, *calls)
         if self.device == _native.HOST:
-            interruptible(list(calls), cancel=self._interrupt)
+            interruptible(call, cancel=self._interrupt)
         else:
-            for name, *arguments in calls:
-                _native.call(name, *arguments)
+            _native.call(*call)
 
     # Identifies a communicator of a process group: the same on its ranks, and unique. "" for others.
     _key = ""
@@ -485,9 +496,11 @@ class Request(Handle):
 
     def done(self) -> bool:
         """Whether the result is ready. Raises CommFailed if the call has failed."""
-        done = ctypes.c_int32()
-        _native.call("gw_request_test", self._handle, ctypes.byref(done))
-        return done.value != 0
+        try:
+            _native.call("gw_request_wait", self._handle, 0)
+        except _native.NotDone:
+            return False
+        return True
 
     def wait(self, timeout_s: Optional[float] = None) -> None:
         """Blocks until the result is ready.
@@ -539,10 +552,10 @@ class Reducer(Handle):
             item.rows, item.cols, item.dtype = rows, cols, self._dtype
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
                                          bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
-                                         shard=int(shard))
+                                         shard=int(shard), tag=_native.text(tag, "the tag") or None)
         handle = ctypes.c_void_p()
-        comm._collective(tag, "gw_reducer_create", _native.text(spec, "the spec"), array, len(tensors),
-                         ctypes.byref(options), ctypes.byref(handle))
+        comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec, "the spec"), array, len(tensors),
+                        ctypes.byref(options), ctypes.byref(handle)))
         self._comm = comm
         super().__init__("gw_reducer_destroy", handle)
         self._counts = [rows * cols for _, rows, cols in tensors]
@@ -572,7 +585,8 @@ class Reducer(Handle):
         if len(addresses) != len(self._counts):
             raise ValueError(f"got {len(addresses)} gradients; the reducer has {len(self._counts)} tensors, "
                              "and takes one gradient for each")
-        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None))
+        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None,
+                              self._comm._take_request()))
 
     @staticmethod
     def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
@@ -606,10 +620,10 @@ class Reducer(Handle):
             memory: an earlier result to overwrite, if it has the right size.
         """
         size = ctypes.c_size_t()
-        _native.call("gw_reducer_state_size", self._handle, ctypes.byref(size))
+        _native.call("gw_reducer_state_save", self._handle, None, 0, ctypes.byref(size))
         state = memory if memory is not None and len(memory) == size.value else bytearray(size.value)
         buffer = (ctypes.c_char * len(state)).from_buffer(state)
-        _native.call("gw_reducer_state_save", self._handle, buffer, len(state))
+        _native.call("gw_reducer_state_save", self._handle, buffer, len(state), ctypes.byref(size))
         return state
 
     def load_state(self, state: bytes) -> None:

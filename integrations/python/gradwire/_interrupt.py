@@ -7,11 +7,10 @@ receive signals and make calls directly. Costs the main thread about 25 us per c
 """
 from __future__ import annotations
 
-import ctypes
 import os
 import queue
 import threading
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 from gradwire import _native
 
@@ -20,21 +19,17 @@ _LONGEST_CANCEL_S = 10.0
 
 
 class _Job:
-    def __init__(self, calls: List[Call]) -> None:
-        self.calls = calls
-        self.cancelled = ctypes.c_int32(0)
+    def __init__(self, call: Call) -> None:
+        self.call = call
         self.outcome: "queue.SimpleQueue[Optional[BaseException]]" = queue.SimpleQueue()
 
     def run(self) -> None:
         try:
-            _native.call("gw_cancellable", ctypes.byref(self.cancelled))
-            _make(self.calls)
+            _native.call(*self.call)
         except BaseException as error:  # raised in the main thread
             self.outcome.put(error)
         else:
             self.outcome.put(None)
-        finally:
-            _native.call("gw_cancellable", None)
 
 
 class _Helper:
@@ -51,34 +46,27 @@ class _Helper:
 _helper: Optional[_Helper] = None
 
 
-def _make(calls: List[Call]) -> None:
-    for name, *arguments in calls:
-        _native.call(name, *arguments)
-
-
-def interruptible(calls: List[Call], cancel: Optional[Callable[[], None]] = None,
+def interruptible(call: Call, cancel: Callable[[], None],
                   undo: Optional[Callable[[], None]] = None) -> None:
-    """Makes calls of the library one after another, in one thread. Blocks until they are done.
+    """Makes a call of the library. Blocks until it is done.
 
     Args:
-        calls: function names with arguments.
-        cancel: called when a signal's handler raises. The handler's exception then propagates.
-        undo: called after `cancel` if the calls succeeded nevertheless.
+        call: a function name with arguments.
+        cancel: called when a signal's handler raises; must end the call. The handler's exception then propagates.
+        undo: called after `cancel` if the call succeeded nevertheless.
     """
     global _helper
     _native.library()  # raises ImportError in this thread if there is no library
     if threading.get_ident() != threading.main_thread().ident:
-        return _make(calls)
+        return _native.call(*call)
     if _helper is None or _helper.process != os.getpid():
         _helper = _Helper()
-    job = _Job(calls)
+    job = _Job(call)
     try:
         _helper.jobs.put(job)
         error = job.outcome.get()
     except BaseException:
-        job.cancelled.value = 1
-        if cancel is not None:
-            cancel()
+        cancel()
         try:
             error = job.outcome.get(timeout=_LONGEST_CANCEL_S)
         except BaseException:  # another signal, or a timeout: abandon the helper

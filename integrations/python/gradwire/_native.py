@@ -73,11 +73,28 @@ _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: 
                8: NotDone}
 
 
+class CommOptions(ctypes.Structure):
+    """gw_comm_options."""
+
+    _fields_ = [("size", c_size_t), ("rendezvous", c_char_p), ("store", c_void_p), ("nccl_comm", c_void_p),
+                ("invitation", c_char_p), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
+                ("ranks_per_node", c_int32), ("timeout_ms", c_int64), ("secret", c_char_p),
+                ("interface", c_char_p), ("ports", c_int32 * 2), ("shrinkable", c_int32),
+                ("cancel", POINTER(c_int32))]
+
+
 class CommInfo(ctypes.Structure):
     """gw_comm_info."""
 
     _fields_ = [("size", c_size_t), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
-                ("ranks_per_node", c_int32), ("bytes_sent", c_uint64), ("transport", c_char_p)]
+                ("ranks_per_node", c_int32), ("bytes_sent", c_uint64), ("transport", c_char_p),
+                ("invitation", c_char_p), ("joiners", c_int32)]
+
+
+class CallOptions(ctypes.Structure):
+    """gw_call_options."""
+
+    _fields_ = [("size", c_size_t), ("tag", c_char_p), ("residual", c_void_p), ("request", POINTER(c_void_p))]
 
 
 class Tensor(ctypes.Structure):
@@ -91,7 +108,7 @@ class ReducerOptions(ctypes.Structure):
     """gw_reducer_options."""
 
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
-                ("seed", c_uint64), ("shard", c_int32)]
+                ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p)]
 
 
 class Range(ctypes.Structure):
@@ -119,43 +136,32 @@ class Format(ctypes.Structure):
 
 
 _SIGNATURES = {
-    "gw_secret": [c_char_p],
-    "gw_comm_create": [c_char_p, c_int, c_int, c_int, c_int64, POINTER(c_void_p)],
+    "gw_comm_create": [POINTER(CommOptions), POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
-    "gw_shrinkable": [c_int],
-    "gw_listen": [c_char_p, c_int, c_int],
-    "gw_comm_shrink": [c_void_p, c_int64, POINTER(c_void_p), POINTER(c_int32), c_int32],
+    "gw_comm_shrink": [c_void_p, c_int64, POINTER(c_int32), POINTER(c_void_p), POINTER(c_int32), c_int32],
     "gw_comm_admit": [c_void_p, c_int32],
-    "gw_comm_doors": [c_void_p, c_char_p, c_size_t, POINTER(c_size_t)],
-    "gw_comm_waiting": [c_void_p, POINTER(c_int32)],
     "gw_comm_grow": [c_void_p, POINTER(c_void_p)],
-    "gw_comm_join": [c_char_p, c_int64, POINTER(c_void_p)],
     "gw_comm_query": [c_void_p, POINTER(CommInfo)],
-    "gw_comm_set_ranks_per_node": [c_void_p, c_int],
     "gw_comm_check": [c_void_p],
     "gw_comm_abort": [c_void_p, c_char_p],
-    "gw_cancellable": [POINTER(c_int32)],
     "gw_comm_destroy": [c_void_p],
     "gw_format_register": [POINTER(Format)],
-    "gw_request_begin": [c_void_p, POINTER(c_void_p)],
-    "gw_request_test": [c_void_p, POINTER(c_int32)],
     "gw_request_wait": [c_void_p, c_int64],
     "gw_request_destroy": [c_void_p],
-    "gw_call_tag": [c_void_p, c_char_p],
-    "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p],
-    "gw_allreduce_residual": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p, c_void_p],
+    "gw_allreduce": [c_void_p, c_void_p, c_int64, c_int32, c_int32, c_char_p, c_void_p, POINTER(CallOptions)],
     "gw_reduce_scatter": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_int32, c_char_p, c_void_p,
-                          c_void_p],
-    "gw_all_gather": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p, c_void_p],
-    "gw_all_gather_update": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p],
-    "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p],
+                          POINTER(CallOptions)],
+    "gw_all_gather": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p,
+                      POINTER(CallOptions)],
+    "gw_all_gather_update": [c_void_p, c_void_p, c_void_p, POINTER(c_int64), c_int32, c_char_p, c_void_p,
+                             POINTER(CallOptions)],
+    "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p, POINTER(CallOptions)],
     "gw_reducer_shards": [c_void_p, POINTER(Range), c_int32, POINTER(c_int32)],
     "gw_reducer_create": [c_void_p, c_char_p, POINTER(Tensor), c_int32, POINTER(ReducerOptions),
                           POINTER(c_void_p)],
-    "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p],
+    "gw_reducer_allreduce": [c_void_p, POINTER(c_void_p), c_void_p, POINTER(c_void_p)],
     "gw_reducer_stats": [c_void_p, POINTER(Stats)],
-    "gw_reducer_state_size": [c_void_p, POINTER(c_size_t)],
-    "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t],
+    "gw_reducer_state_save": [c_void_p, c_void_p, c_size_t, POINTER(c_size_t)],
     "gw_reducer_state_load": [c_void_p, c_char_p, c_size_t],
     "gw_reducer_state_load_ranks": [c_void_p, POINTER(c_char_p), POINTER(c_size_t), c_int32],
     "gw_reducer_destroy": [c_void_p],

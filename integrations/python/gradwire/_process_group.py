@@ -124,7 +124,7 @@ def _own_address() -> str:
 def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
     """Returns the rendezvous address of this process, which is rank 0, and a secret.
 
-    gw_comm_from_store() would not do. It does not know the ranks' networks, so rank 0 would listen on all
+    gw_comm_options.store is not used. It does not know the ranks' networks, so rank 0 would listen on all
     addresses; here ranks of one machine use 127.0.0.1, which other machines cannot reach. It also publishes
     only the addresses of rank 0's interfaces, while MASTER_ADDR may be another address of this machine. And a
     process group is not a store: callbacks that wrap it as one would make this file longer.

@@ -53,7 +53,7 @@ def average() -> str:
             address, count = values.buffer_info()
             with gradwire.Communicator(f"tcp://127.0.0.1:{port}", number, 2, timeout_s=20) as comm:
                 _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG,
-                             b"int8", None)
+                             b"int8", None, None)
             if max(abs(value - 1.5) for value in values) > 0.01:
                 problems.append(f"rank {number}: the mean of 1 and 2 is {values[0]}, expected 1.5 within "
                                 "0.01")

@@ -12,7 +12,8 @@ using gradwire::c_api::ApiReducer;
 // A handle like gw_reducer_create()'s, but with a codec that no spec names.
 gw_reducer make_reducer(gw_comm comm, const Model& model, int64_t bucket_bytes, bool own_codec = true) {
   auto locked = gradwire::c_api::comms().get(comm);
-  auto options = gradwire::c_api::read_options(nullptr);
+  std::string tag;
+  auto options = gradwire::c_api::read_options(nullptr, &tag);
   options.bucket_bytes = bucket_bytes;
   options.stream = locked->stream;
   if (own_codec) options.make_codec = gradwire::testing::make_own_codec;
@@ -29,7 +30,7 @@ TEST(CApiInside, StateOfACustomCodecIsKept) {
     auto step = [&](const Reducer& reducer, int s) {
       auto gradient = normal(model.elements(), static_cast<unsigned>(s * 2 + rank));
       auto at = model.addresses(gradient.data());
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr));
+      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr, nullptr));
       return gradient;
     };
     constexpr int64_t kSmall = 8 << 10;

@@ -26,7 +26,14 @@ void require(gw_status status) {
 int main(int, char** argv) {
   const int rank = std::atoi(argv[2]), world = std::atoi(argv[3]);
   gw_comm comm{};
-  require(gw_comm_create(argv[1], rank, world, /*device=*/-1, /*timeout_ms=*/60000, &comm));
+  gw_comm_options options{};
+  options.size = sizeof options;
+  options.rendezvous = argv[1];
+  options.rank = rank;
+  options.world = world;
+  options.device = GW_HOST;
+  options.timeout_ms = 60000;
+  require(gw_comm_create(&options, &comm));
 
   torch::manual_seed(7);  // the same weights on every rank
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
@@ -41,11 +48,11 @@ int main(int, char** argv) {
     for (const torch::Tensor& p : model->parameters()) {
       torch::Tensor gradient = p.grad();
       require(gw_allreduce(comm, gradient.data_ptr<float>(), gradient.numel(), GW_FLOAT32, GW_AVG,
-                           "int8:schedule=ring", nullptr));
+                           "int8:schedule=ring", nullptr, nullptr));
     }
     optimizer.step();
     torch::Tensor mean = mse.detach().clone();
-    require(gw_allreduce(comm, mean.data_ptr<float>(), 1, GW_FLOAT32, GW_AVG, "fp32", nullptr));
+    require(gw_allreduce(comm, mean.data_ptr<float>(), 1, GW_FLOAT32, GW_AVG, "fp32", nullptr, nullptr));
     loss = mean.item<double>();
     if (step == 0) first = loss;
   }

@@ -1,0 +1,32 @@
+// Communicators of processes, for gw_comm_create() and for calls that make one communicator of another.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+
+#include "collectives/c_api/comm.h"
+#include "collectives/gradwire.h"
+#include "runtime/running_clock.h"
+
+namespace gradwire::c_api {
+
+// Describes this library to the group that it joins: another version may sum to other bits.
+constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
+
+// Creates or joins a group. Throws on invalid options.
+std::unique_ptr<Communicator> create(const gw_comm_options& options);
+
+std::chrono::milliseconds checked_timeout(int64_t timeout_ms);
+
+// Lets another thread cancel this thread's waits; see RunningClock::cancel_by().
+class CancelledBy {
+ public:
+  explicit CancelledBy(const volatile int32_t* flag) { RunningClock::cancel_by(flag); }
+  ~CancelledBy() { RunningClock::cancel_by(nullptr); }
+  CancelledBy(const CancelledBy&) = delete;
+  // Throws CommError if this thread's flag is set: deadlines that are set from then on work as usual.
+  static void refuse();
+};
+
+}  // namespace gradwire::c_api
