@@ -19,7 +19,7 @@ optional=(
   "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
   "python3-venv:make wheel, make test-frameworks, make build CUDA=pip and the machine-code check"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
-  "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
+  "doxygen:the API page of the C header" "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
 )
 
 if ! command -v dpkg-query > /dev/null; then
