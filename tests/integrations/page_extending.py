@@ -103,7 +103,6 @@ int main(int argc, char** argv) {
 %s
   expect(comm, gradients, 256 * 512, mean, "gw_reducer_wait");
   fill(gradients, 256 * 512, (float)rank + 1);
-  int32_t done;
 %s
   expect(comm, gradients, 256 * 512, mean, "gw_request_wait");
   if (loaded != 1) return 3;
@@ -121,11 +120,13 @@ int main(int argc, char** argv) {
   /* Rank 0 dies between two steps; the others repeat the second. */
   char meeting[4200];
   snprintf(meeting, sizeof meeting, "file://%%s/meeting", argv[2]);
-  if (gw_shrinkable(1) != GW_OK || gw_comm_create(meeting, rank, world, GW_HOST, 60000, &comm) != GW_OK ||
-      gw_reducer_create(comm, "int8", tensors, n, NULL, &reducer) != GW_OK)
+  options.store = NULL;
+  options.rendezvous = meeting;
+  options.shrinkable = 1;
+  if (gw_comm_create(&options, &comm) != GW_OK || gw_reducer_create(comm, "int8", tensors, n, NULL, &reducer) != GW_OK)
     fail("shrinkable", gw_last_error());
   fill(gradients, 256 * 512, (float)rank + 1);
-  if (gw_reducer_allreduce(reducer, grads, NULL) != GW_OK) fail("the first step", gw_last_error());
+  if (gw_reducer_allreduce(reducer, grads, NULL, NULL) != GW_OK) fail("the first step", gw_last_error());
   /* A rank that has ended its step may have what another still waits for. */
   char key[16], byte = 0;
   snprintf(key, sizeof key, "stepped%%d", rank);
@@ -167,7 +168,7 @@ def c_program(examples: List[str], build: str) -> None:
 
 
 SESSIONS = {"a C program of 4 ranks": Session(0, c_program, [
-    "gw_comm comm;", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_tag", "int64_t counts",
+    "gw_comm_options options", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_options call", "int64_t counts",
     "size_t size"])}
 NOT_RUN = [
     ("cmake --preset", "tests/capi/installed_test.py installs the library elsewhere, and builds and runs the example programs with it"),
