@@ -54,7 +54,8 @@ class CallerStore {
   void check(const char* function, const char* error) const {
     if (error != nullptr)
       throw CommError(fmt::format("the store's {}('{}') failed: {}", function, key_, error));
-    // A get() that waits until its deadline and then says that there is nothing, as it should, is a bit late, too.
+    // A get() that waits until its deadline and then says that there is nothing, as it should, is a bit late,
+    // too.
     constexpr milliseconds kLate{500};
     if (SteadyClock::now() > deadline_ + kLate) {
       throw CommError(

@@ -12,8 +12,8 @@ namespace gradwire::c_api {
 // Reads and checks the struct. Throws BadInput.
 gw_store checked_store(const gw_store* store);
 
-// Rank 0 publishes under one key of the store, where the others read. Both throw CommError, naming the store, if a
-// callback fails, gives what no rank 0 has written, or is not back by now + `timeout`.
+// Rank 0 publishes under one key of the store, where the others read. Both throw CommError, naming the store,
+// if a callback fails, gives what no rank 0 has written, or is not back by now + `timeout`.
 Board board_of_store(const gw_store& store, std::chrono::milliseconds timeout);
 
 }  // namespace gradwire::c_api

@@ -1,5 +1,5 @@
-// The collectives of gradwire.h on the caller's own memory: programs that are built at first use and kept, and
-// the functions that check the arguments and run them.
+// The collectives of gradwire.h on the caller's own memory: programs that are built at first use and kept,
+// and the functions that check the arguments and run them.
 #include <fmt/format.h>
 
 #include <limits>
@@ -98,8 +98,8 @@ const char* checked_spec(const char* spec) {
 }  // namespace
 
 Program& ApiComm::program_for(const CollectiveCall& call) {
-  // With a request, a change of address must not wait for calls in flight. Nor should the host on a GPU, where a caller's
-  // allocator gives it the same few addresses again and again.
+  // With a request, a change of address must not wait for calls in flight. Nor should the host on a GPU,
+  // where a caller's allocator gives it the same few addresses again and again.
   const bool by_address =
       call.collective == Collective::allreduce || request != nullptr || communicator->device().is_cuda();
   const Key key{call.function, by_address ? call.out : nullptr,
@@ -181,8 +181,8 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
   });
 }
 
-// The owner's difference is that to its own replica, which has the same bits as all others. So what one encode
-// loses is part of the next difference, and replicas neither drift from the masters nor apart.
+// The owner's difference is that to its own replica, which has the same bits as all others. So what one
+// encode loses is part of the next difference, and replicas neither drift from the masters nor apart.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
   check_call(call);
   const CompressionSpec spec = CompressionSpec::parse(call.spec);

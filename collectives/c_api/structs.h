@@ -8,8 +8,8 @@
 
 namespace gradwire::c_api {
 
-// A struct from a caller, perhaps compiled against another header: fields unknown here must be zero, and those that
-// the caller does not know yet, after its first `least` bytes, are.
+// A struct from a caller, perhaps compiled against another header: fields unknown here must be zero, and
+// those that the caller does not know yet, after its first `least` bytes, are.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what, size_t least = sizeof(Struct)) {
   constexpr size_t kMostBytes = 4096;  // more is garbage

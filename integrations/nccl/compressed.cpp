@@ -63,7 +63,8 @@ CompressedAllReduce::~CompressedAllReduce() {
   }
 }
 
-// Does not block: memory is allocated and freed in the order of setup_, which waits for the calls that use it.
+// Does not block: memory is allocated and freed in the order of setup_, which waits for the calls that use
+// it.
 Program& CompressedAllReduce::program_for(const Key& key, const Stream& stream) {
   if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [send, receive, count, op] = key;

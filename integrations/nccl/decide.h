@@ -43,7 +43,8 @@ enum class Path {
   untouched_group,  // between ncclGroupStart and ncclGroupEnd
   untouched_capture
 };
-// Returns the same path on all ranks with the same settings: does not depend on anything else that may differ.
+// Returns the same path on all ranks with the same settings: does not depend on anything else that may
+// differ.
 Path decide(const Settings& settings, const Request& request);
 
 // Whether ranks may use this call to compare their settings, once per communicator. Does not depend on the

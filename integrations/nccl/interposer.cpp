@@ -1,8 +1,8 @@
 // libgradwire_nccl.so: when preloaded into a program that uses NCCL, compresses large float32 calls of
 // ncclAllReduce. See docs/extending.md.
 //
-// Defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a communicator (to
-// drop its state). Each forwards to NCCL's definition.
+// Defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a communicator
+// (to drop its state). Each forwards to NCCL's definition.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -21,8 +21,8 @@
 namespace gradwire::interposer {
 namespace {
 
-// Returns NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global scope;
-// a lookup by the library's name does.
+// Returns NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global
+// scope; a lookup by the library's name does.
 template <typename Function>
 Function next(const char* symbol) {
   void* found = dlsym(RTLD_NEXT, symbol);

@@ -1,5 +1,5 @@
-// gw_comm_grow(): new ranks join a communicator between two of its calls. tests/processes/grow_test.cpp has them die on
-// the way; here ranks are threads.
+// gw_comm_grow(): new ranks join a communicator between two of its calls. tests/processes/grow_test.cpp has
+// them die on the way; here ranks are threads.
 #include <chrono>
 #include <future>
 #include <string>

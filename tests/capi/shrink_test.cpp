@@ -1,5 +1,5 @@
-// gw_comm_shrink(): the ranks that are left of a failed communicator go on. tests/processes/shrink_test.cpp kills and
-// stops them; here ranks are threads that leave.
+// gw_comm_shrink(): the ranks that are left of a failed communicator go on. tests/processes/shrink_test.cpp
+// kills and stops them; here ranks are threads that leave.
 #include <algorithm>
 #include <barrier>
 #include <memory>

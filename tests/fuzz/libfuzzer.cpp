@@ -1,4 +1,5 @@
-// All targets as one libFuzzer program. It runs the target that ends its file's name: fuzz-NAME (scripts/fuzz.sh).
+// All targets as one libFuzzer program. It runs the target that ends its file's name: fuzz-NAME
+// (scripts/fuzz.sh).
 #include <cstdio>
 #include <cstdlib>
 

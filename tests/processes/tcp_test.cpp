@@ -129,8 +129,9 @@ TEST(Tcp, GroupsCanReuseAPort) {
 
 // --- the same bits as with threads, for everything ---
 //
-// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the same
-// bits. Here each rank has the same bits in results and residuals as there, so both also hold for processes.
+// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the
+// same bits. Here each rank has the same bits in results and residuals as there, so both also hold for
+// processes.
 
 // Returns a line with a hash of this rank's averaged gradients, residuals and factors after two steps. With
 // slices, so that exchanges overlap with kernels.

@@ -1,4 +1,5 @@
-// Error names, each thread's last error, and the call that is made to fail: GRADWIRE_STANDIN_FAIL=N:error[:sticky].
+// Error names, each thread's last error, and the call that is made to fail:
+// GRADWIRE_STANDIN_FAIL=N:error[:sticky].
 #include <execinfo.h>
 #include <fmt/format.h>
 
@@ -61,8 +62,8 @@ const Name* find_name(cudaError_t error) {
 
 extern "C" const char executable_begin[] __asm__("__ehdr_start");
 
-// The planted failure, and how many calls there were. At exit GRADWIRE_STANDIN_LOG=FILE gets both, and the stack of the
-// call that failed, as offsets in the executable for addr2line.
+// The planted failure, and how many calls there were. At exit GRADWIRE_STANDIN_LOG=FILE gets both, and the
+// stack of the call that failed, as offsets in the executable for addr2line.
 struct Plan {
   int64_t number = 0;  // 0: none
   cudaError_t error = cudaErrorUnknown;

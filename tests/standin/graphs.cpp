@@ -1,4 +1,5 @@
-// Stream capture and graphs, with the rules of the CUDA programming guide (section on CUDA graphs, stream capture).
+// Stream capture and graphs, with the rules of the CUDA programming guide (section on CUDA graphs, stream
+// capture).
 #include <algorithm>
 #include <random>
 #include <set>

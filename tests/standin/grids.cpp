@@ -1,7 +1,9 @@
-// Runs the grids of kernels on tests/simt's fibers: one order of threads per launch, since tests/simt tries several.
+// Runs the grids of kernels on tests/simt's fibers: one order of threads per launch, since tests/simt tries
+// several.
 //
-// Compiled as one file with tests/simt/scheduler.cpp and collectives.cpp. The engine's state is global and belongs to
-// the operation that is running. A kernel that waits for a kernel of another rank puts its state away while others run.
+// Compiled as one file with tests/simt/scheduler.cpp and collectives.cpp. The engine's state is global and
+// belongs to the operation that is running. A kernel that waits for a kernel of another rank puts its state
+// away while others run.
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -43,8 +45,8 @@ void* dynamic_shared() {
   return block.dynamic_memory;
 }
 
-// Blocks run one after the other, upwards or downwards: in the same order for all ranks, whose blocks of one number
-// wait for each other.
+// Blocks run one after the other, upwards or downwards: in the same order for all ranks, whose blocks of one
+// number wait for each other.
 void run_grid(const Grid& grid, void (*thread)(const void*), const void* arguments) {
   const SharedMemory shared(grid.shared_bytes);
   Random random{standin::draw()};

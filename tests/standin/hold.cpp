@@ -1,12 +1,13 @@
-// Streams that a test stops: what a call enqueues on such a stream cannot run until the test releases it. A call that
-// waits for the stream blocks.
+// Streams that a test stops: what a call enqueues on such a stream cannot run until the test releases it. A
+// call that waits for the stream blocks.
 #include "tests/standin/machine.h"
 
 using namespace gradwire::standin;
 
 extern "C" {
 
-// Stops a stream after its work so far. Returns a handle for standin_release(); null if the stream does not exist.
+// Stops a stream after its work so far. Returns a handle for standin_release(); null if the stream does not
+// exist.
 void* standin_hold(cudaStream_t handle) {
   const Lock lock(machine().mutex);
   CUstream_st* const stream = find_stream(handle);

@@ -1,5 +1,5 @@
-// How a kernel that tests/simt compiles as C++ gets onto a stream of the stand-in. Includes no CUDA header, because
-// kernels see tests/simt's vector types instead of CUDA's.
+// How a kernel that tests/simt compiles as C++ gets onto a stream of the stand-in. Includes no CUDA header,
+// because kernels see tests/simt's vector types instead of CUDA's.
 #pragma once
 
 #include <array>
@@ -21,8 +21,8 @@ struct KernelCall {
   std::function<void()> run;  // runs the whole grid
 };
 
-// Checks the limits of a launch and enqueues it, or records it if the stream is capturing. Throws DeviceError, as
-// cuda::launch() does.
+// Checks the limits of a launch and enqueues it, or records it if the stream is capturing. Throws
+// DeviceError, as cuda::launch() does.
 void launch(KernelCall call);
 
 // Enqueues `run` like a kernel: for libraries whose calls take a stream (cuBLAS). `pointers`: to the device

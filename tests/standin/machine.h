@@ -9,8 +9,8 @@
 //   launches.cpp  limits of launches, attributes of functions
 //   grids.cpp     runs a grid on tests/simt's fibers
 //
-// Calls enqueue work; threads of the stand-in run it later, one operation at a time. One mutex guards everything but
-// the running operation.
+// Calls enqueue work; threads of the stand-in run it later, one operation at a time. One mutex guards
+// everything but the running operation.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -139,8 +139,8 @@ using Lock = std::unique_lock<std::mutex>;
 
 // --- errors.cpp ---
 
-// Counts a call of the API. Returns the error that it must fail with: a planted one, or the current device's sticky
-// error.
+// Counts a call of the API. Returns the error that it must fail with: a planted one, or the current device's
+// sticky error.
 cudaError_t begin_call(const char* name);
 // Makes `status` the thread's last error, and returns it.
 cudaError_t failed(cudaError_t status);
@@ -151,9 +151,11 @@ cudaError_t failed(cudaError_t status);
 // --- machine.cpp ---
 
 int current_device();
-// The devices whose memory kernels of `device` can touch: its own, and that of its enabled peers. Bit d: device d.
+// The devices whose memory kernels of `device` can touch: its own, and that of its enabled peers. Bit d:
+// device d.
 uint32_t reachable_from(int device);
-// The stream object of a handle; null if there is none. The null handle is the current device's default stream.
+// The stream object of a handle; null if there is none. The null handle is the current device's default
+// stream.
 CUstream_st* find_stream(cudaStream_t handle);
 uint64_t number_from_environment(const char* name, uint64_t otherwise);
 
@@ -185,7 +187,8 @@ void refuse_host_memory(const char* name, std::span<const void* const> pointers)
 
 // --- graphs.cpp. The caller holds the mutex. ---
 
-// The error of a call that must not be made while the thread captures, such as cudaMalloc; it breaks the capture.
+// The error of a call that must not be made while the thread captures, such as cudaMalloc; it breaks the
+// capture.
 cudaError_t forbid_while_capturing();
 cudaError_t record_in_capture(CUstream_st& stream, Op op);
 cudaError_t record_event_in_capture(CUstream_st& stream, const std::shared_ptr<EventState>& event,

@@ -1,8 +1,9 @@
 // Which operation runs next, and when.
 //
-// Operations run one at a time, on threads of the stand-in. They begin late: when the host waits for something, or some
-// milliseconds after they were enqueued. Streams whose next operation waits for nothing are candidates. Which of them
-// runs is drawn in one of three ways, which change every few operations, because each finds other missing waits:
+// Operations run one at a time, on threads of the stand-in. They begin late: when the host waits for
+// something, or some milliseconds after they were enqueued. Streams whose next operation waits for nothing
+// are candidates. Which of them runs is drawn in one of three ways, which change every few operations,
+// because each finds other missing waits:
 //   demanded  only what the waiting host needs, so that everything it forgot to wait for has not happened yet
 //   any       any candidate
 //   others    what the host does not wait for, so that work runs ahead of what should have preceded it
