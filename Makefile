@@ -4,10 +4,10 @@
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/
-#   make build CUDA=pip   the same with nvcc from PyPI, which it installs in build/cuda-pip (1.1 GB); for machines
-#                 without a CUDA toolkit. All later builds use it
+#   make build CUDA=pip   the same with nvcc from PyPI, for machines without a CUDA toolkit: installs it in
+#                 build/cuda-pip (1.1 GB); all later builds use it
 #   make test-cuda-host   the CUDA side's host code on pretended GPUs: all tests of tests/standin
-#   make test-frameworks   the Python tests on today's PyTorch, beside Debian's; installs it in build/
+#   make test-frameworks   the Python tests on today's PyTorch as well as on Debian's; installs it in build/
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make soak     random faults of every kind for 10 minutes; SOAK="faults SECONDS SEED"; SOAK=elastic: runs
 #                 whose ranks are killed, stopped and joined; SOAK=fuzz: libFuzzer on the parsers of files and
@@ -19,7 +19,7 @@
 #   make experiments  training steps over slow links with each compression and with PyTorch's
 #                 (docs/results/slow-links.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
-#   make machine-code   read the kernels' machine code, hold it to tests/kernel_budgets.tsv, write docs/gpu.md's table
+#   make machine-code   hold the kernels' machine code to tests/kernel_budgets.tsv, write docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
 #   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/
@@ -108,7 +108,7 @@ $(error CUDA must be pip, not '$(CUDA)')
 endif
 
 format:
-	@git ls-files '*.h' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i
+	@git ls-files '*.h' '*.c' '*.cpp' '*.cu' '*.cuh' | xargs clang-format -i
 
 clean:
 	@rm -rf build build-debug build-asan build-tsan build-fuzz

@@ -16,7 +16,8 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
     if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES OR CMAKE_CUDA_ARCHITECTURES STREQUAL some_gpus OR
        CMAKE_CUDA_ARCHITECTURES STREQUAL all_gpus)
       if(GRADWIRE_ALL_GPUS)
-        set(CMAKE_CUDA_ARCHITECTURES "${all_gpus}" CACHE STRING "sm_80, sm_90, sm_100 and sm_120 code, and PTX" FORCE)
+        set(CMAKE_CUDA_ARCHITECTURES "${all_gpus}" CACHE STRING
+          "sm_80, sm_90, sm_100 and sm_120 code, and PTX" FORCE)
       else()
         set(CMAKE_CUDA_ARCHITECTURES "${some_gpus}" CACHE STRING "sm_80 and sm_90 code, and PTX" FORCE)
       endif()

@@ -2,7 +2,7 @@
 # Runs README's two commands on a bare Debian, like a new user's machine, without anything from this machine.
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
-#   scripts/fresh_debian.sh --smoke     with this machine's programs instead of debootstrap's, and make --dry-run
+#   scripts/fresh_debian.sh --smoke     in this machine's system, with make --dry-run
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
 # default). COMMAND: make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of

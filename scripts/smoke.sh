@@ -1,6 +1,6 @@
 # Sourced by scripts that take minutes, root, a network or a GPU. With --smoke as its first argument such a
-# script goes through its code in seconds, with the programs in build/, and fails when a target, flag, op or test
-# that it names does not exist. `make test` runs each script this way. Sets $smoke, and $place, the folder for
+# script runs its code in seconds, with the programs in build/, and fails when a target, flag, op or test that
+# it names does not exist. `make test` runs each script this way. Sets $smoke, and $place, the folder for
 # results: build or build/smoke.
 # shellcheck shell=bash
 smoke='' place=build

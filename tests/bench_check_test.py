@@ -20,8 +20,11 @@ HERE = "this machine"
 
 
 def case(**changed):
-    return {"case": "hook", "step": "hook", "command": ["gradwire-bench", "hook"], "where": {"spec": "bf16"}, "metric": "speedup",
-            "value": 6.0, "goal": 5, "noise": 0.1, "commit": "abc", "device": "another machine", **changed}
+    return {
+        "case": "hook", "step": "hook", "command": ["gradwire-bench",
+                                                    "hook"], "where": {"spec": "bf16"}, "metric": "speedup",
+        "value": 6.0, "goal": 5, "noise": 0.1, "commit": "abc", "device": "another machine", **changed
+    }
 
 
 def row(speedup, **more):
@@ -54,19 +57,22 @@ class Check(unittest.TestCase):
             self.assertEqual(self.verdict(the_case, [row(1e6)]), "ok")
 
     def test_what_was_not_measured_fails(self):
-        for rows, why in ((None, "command failed"), ([], "no row with spec=bf16"), ([row(9, spec="fp8")], "no row"),
-                          ([row(None)], "speedup is null"), ([{"spec": "bf16"}], "speedup is null"),
-                          ([row(float("nan"))], "NaN"), ([row(0)], "speedup is 0"), ([row("fast")], '"fast"')):
+        for rows, why in ((None, "command failed"), ([], "no row with spec=bf16"),
+                          ([row(9, spec="fp8")], "no row"), ([row(None)], "speedup is null"),
+                          ([{"spec": "bf16"}], "speedup is null"), ([row(float("nan"))], "NaN"),
+                          ([row(0)], "speedup is 0"), ([row("fast")], '"fast"')):
             judged = check.judge(case(), rows, HERE)
             self.assertEqual((judged["verdict"], judged["measured"]), ("NOT MEASURED", None))
             self.assertIn(why, judged["why"])
 
     def test_ratios(self):
-        times = [{"spec": "fp32", "time_us": 300.0, "baseline_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
+        times = [{"spec": "fp32", "time_us": 300.0,
+                  "baseline_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
                  {"spec": "bf16", "schedule": "tree", "time_us": 100.0}]
         best = check.measured(case(metric="time_us", over={"spec": "fp32"}), times)  # of several
         self.assertEqual(best, 3)
-        self.assertEqual(check.measured(case(metric="baseline_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
+        self.assertEqual(
+            check.measured(case(metric="baseline_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
         self.assertEqual(check.measured(case(of=4), [row(2), row(3)]), 0.75)
         with self.assertRaises(check.NotMeasured):
             check.measured(case(metric="time_us", over={"spec": "fp8"}), times)
@@ -81,7 +87,8 @@ class Check(unittest.TestCase):
         return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
     def test_judging_a_folder(self):
-        path = self.write(case(), case(case="other", where={"spec": "fp8"}), case(case="absent", step="nothing"))
+        path = self.write(case(), case(case="other", where={"spec": "fp8"}),
+                          case(case="absent", step="nothing"))
         results = self.folder / "hook.json"
         results.write_text(json.dumps([row(7), row(1, spec="fp8")]))
         done = self.command("judge", self.folder, "--baselines", path)
@@ -105,7 +112,10 @@ class Check(unittest.TestCase):
             judged = check.run(list(cases), self.bench(script), self.folder, retries, HERE)
         return [j["verdict"] for j in judged], told.getvalue()
 
-    WRITE = 'while [ "$1" != --json ]; do shift; done; echo "[{{\\"spec\\": \\"bf16\\", \\"speedup\\": {}}}]" > "$2"\n'
+    WRITE = (
+        'while [ "$1" != --json ]; do shift; done; echo "[{{\\"spec\\": \\"bf16\\", \\"speedup\\": {}}}]" >'
+        ' "$2"\n'
+    )
 
     def test_a_failing_case_is_measured_once_more_and_the_better_counts(self):
         count = f'echo x >> {self.folder}/count; n=$(wc -l < {self.folder}/count)\n'
@@ -114,10 +124,12 @@ class Check(unittest.TestCase):
         self.assertEqual((verdicts, runs()), (["ok"], 2))
         self.assertIn("once more", told)
         (self.folder / "count").unlink()
-        self.assertEqual(self.run_cases(count + self.WRITE.format("$((n * 3))"), case(), retries=0)[0], ["NOT MET"])
+        self.assertEqual(
+            self.run_cases(count + self.WRITE.format("$((n * 3))"), case(), retries=0)[0], ["NOT MET"])
         (self.folder / "count").unlink()
         # The first measurement was better, but too slow. A case that passes is not measured again.
-        verdicts, _ = self.run_cases(count + self.WRITE.format("$((5 - n))"), case(), case(case="easy", goal=1))
+        verdicts, _ = self.run_cases(count + self.WRITE.format("$((5 - n))"), case(),
+                                     case(case="easy", goal=1))
         self.assertEqual((verdicts, runs()), (["NOT MET", "ok"], 2))
 
     def test_a_command_that_fails_is_a_failure(self):
@@ -133,8 +145,10 @@ class Check(unittest.TestCase):
         rows.append({"op": "bf16_reduce_encode", "cache": "cold", "speedup": 9})
         judged = check.judge(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
         self.assertEqual(judged["verdict"], "NOT MEASURED")
-        self.assertTrue(judged["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
-                                                 "op=bf16_reduce_encode, cache=cold; op=int0_decode, cache=warm; "), judged["why"])
+        self.assertTrue(
+            judged["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
+                                     "op=bf16_reduce_encode, cache=cold; op=int0_decode, cache=warm; "),
+            judged["why"])
         self.assertTrue(judged["why"].endswith("; 13 more"), judged["why"])
 
     def test_a_smoke_run_fails_for_missing_rows_and_not_for_speed(self):
@@ -147,7 +161,8 @@ class Check(unittest.TestCase):
         self.assertEqual(self.command("publish", self.folder, "--smoke").returncode, 2)
 
     def test_a_smoke_run_has_small_sizes_and_every_other_flag(self):
-        build = self.bench(f'echo "$@" >> {self.folder}/calls; [ "$1" = hook ] || exit 0\n' + self.WRITE.format(9))
+        build = self.bench(f'echo "$@" >> {self.folder}/calls; [ "$1" = hook ] || exit 0\n' +
+                           self.WRITE.format(9))
         command = ["gradwire-bench", "hook", "--model", "vit_b_32", "--steps", "10", "--compression", "bf16"]
         path = self.write(case(command=command, where={"spec": "bf16"}))
         self.assertEqual(self.command("run", "--smoke", "--build", build, "--baselines", path).returncode, 0)
@@ -158,10 +173,13 @@ class Check(unittest.TestCase):
     def test_bad_input(self):
         path = self.write(case())
         unknown, two = dict(case(), gaol=3), case(case="b", command=["other"])
-        for arguments, *parts in ((["judge", self.folder, "--baselines", "/nowhere"], "/nowhere", "No such file"),
-                                  (["judge", self.folder, "--baselines", path, "--only", "zip"], "--only zip"),
-                                  (["judge", self.folder, "--baselines", path, "--only", "("], "--only ("),
-                                  (["run", "--baselines", path, "--build", self.folder / "none"], "make build")):
+        for arguments, *parts in ((["judge", self.folder, "--baselines",
+                                    "/nowhere"], "/nowhere", "No such file"),
+                                  (["judge", self.folder, "--baselines", path, "--only", "zip"],
+                                   "--only zip"), (["judge", self.folder, "--baselines", path, "--only",
+                                                    "("], "--only ("),
+                                  (["run", "--baselines", path, "--build",
+                                    self.folder / "none"], "make build")):
             done = self.command(*arguments)
             self.assertEqual((done.returncode, done.stderr.count("\n"), done.stdout), (2, 1, ""), done.stderr)
             for part in parts:
@@ -170,7 +188,8 @@ class Check(unittest.TestCase):
             done = self.command("judge", self.folder, "--baselines", self.write(bad))
             self.assertEqual(done.returncode, 2)
             self.assertIn(part, done.stderr)
-        self.assertIn("two commands", self.command("judge", self.folder, "--baselines", self.write(case(), two)).stderr)
+        self.assertIn("two commands",
+                      self.command("judge", self.folder, "--baselines", self.write(case(), two)).stderr)
 
     def test_publishing_changes_what_was_measured_and_nothing_else(self):
         path = self.write(case(), case(case="other", where={"spec": "fp8"}))

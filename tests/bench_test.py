@@ -25,9 +25,14 @@ class BenchTest(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.folder)
 
     def environment(self, extra):
-        clean = {k: v for k, v in os.environ.items()
-                 if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK") and not k.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_"))}
-        # Cold timings write twice the last-level cache before each sample, which takes seconds where that is large.
+        clean = {
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("RANK", "WORLD_SIZE",
+                         "LOCAL_RANK") and not k.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_"))
+        }
+        # Cold timings write twice the last-level cache before each sample, which takes seconds where that is
+        # large.
         return {**clean, "GRADWIRE_BENCH_FLUSH_BYTES": str(4 << 20), **(extra or {})}
 
     def run_bench(self, *arguments, env=None, timeout=240):
@@ -61,10 +66,13 @@ class BenchTest(unittest.TestCase):
 
 class Step(BenchTest):
     def test_a_world_of_one_in_three_ways(self):
-        rows, out = self.rows("step", "--device", "host", "--batch-size", 1, "--compression", "powersgd:rank=2", "--seconds",
-                              0.01)
-        self.assertEqual(set(rows[0]), {"model", "device", "batch_size", "compression", "rounds", "reducer_ms", "bypassed_ms",
-                                        "graph_ms", "reducer_ratio", "graph_ratio"})
+        rows, out = self.rows("step", "--device", "host", "--batch-size", 1, "--compression",
+                              "powersgd:rank=2", "--seconds", 0.01)
+        self.assertEqual(
+            set(rows[0]), {
+                "model", "device", "batch_size", "compression", "rounds", "reducer_ms", "bypassed_ms",
+                "graph_ms", "reducer_ratio", "graph_ratio"
+            })
         self.assertGreaterEqual(rows[0]["rounds"], 3)
         self.assertIn("vit_tiny", out)
 
@@ -78,7 +86,8 @@ class Kernels(BenchTest):
     def test_every_op_has_a_case(self):
         declared = set()
         for header in (ROOT / "kernels").rglob("*.h"):
-            declared |= set(re.findall(r"^GW_(?:SIDES|TYPED_SIDES|DECLARE_OP)\((\w+),", header.read_text(), re.M))
+            declared |= set(
+                re.findall(r"^GW_(?:SIDES|TYPED_SIDES|DECLARE_OP)\((\w+),", header.read_text(), re.M))
         blocks = (ROOT / "kernels/wire/block_formats.h").read_text()
         declared |= {name + op for name in re.findall(r"\bFORMAT\(\w+, (\w+)\)", blocks)
                      for op in ("_reduce_encode", "_decode")}
@@ -94,39 +103,47 @@ class Kernels(BenchTest):
         name = lambda r: r["op"] + (f" ({r['variant']})" if r["variant"] else "")
         self.assertEqual([name(r) for r in rows[::2]], listed)
         for row in rows:
-            self.assertEqual(set(row), {"op", "variant", "family", "device", "size_bytes", "shape", "cache", "median_us",
-                                        "min_us", "repeats", "bytes", "gbps", "copy_gbps", "copy_fraction", "gflops"})
+            self.assertEqual(
+                set(row), {
+                    "op", "variant", "family", "device", "size_bytes", "shape", "cache", "median_us",
+                    "min_us", "repeats", "bytes", "gbps", "copy_gbps", "copy_fraction", "gflops"
+                })
             self.assertGreater(row["min_us"], 0)
             self.assertLessEqual(row["min_us"], row["median_us"])
             self.assertGreaterEqual(row["repeats"], 3)
             self.assertAlmostEqual(row["gbps"], row["bytes"] / row["median_us"] / 1e3)
             self.assertAlmostEqual(row["copy_fraction"], row["gbps"] / row["copy_gbps"])
-            multiplies = row["op"].startswith(("attention", "gemm", "powersgd")) and row["op"] != "powersgd_overwrite"
+            multiplies = row["op"].startswith(
+                ("attention", "gemm", "powersgd")) and row["op"] != "powersgd_overwrite"
             self.assertEqual(row["gflops"] is not None, multiplies, row)
         self.assertEqual({r["size_bytes"] for r in rows}, {4096, 65536})
         self.assertIn("Copies of a large buffer", out)
 
     def test_filter_and_sizes(self):
-        rows, _ = self.rows("kernels", "--device", "host", "--filter", "fp8_dec", "--filter", "pack", "--min-size", "1K",
-                            "--max-size", "2000", "--factor", "2", "--threads", "1", "--budget-ms", "0.1")
+        rows, _ = self.rows("kernels", "--device", "host", "--filter", "fp8_dec", "--filter", "pack",
+                            "--min-size", "1K", "--max-size", "2000", "--factor", "2", "--threads", "1",
+                            "--budget-ms", "0.1")
         self.assertEqual({r["op"] for r in rows}, {"fp8_decode", "mxfp8_decode", "pack"})
         self.assertEqual({r["size_bytes"] for r in rows}, {1024, 2000})
         self.assertEqual({r["device"] for r in rows}, {"host, 1 thread"})
         self.assertEqual({r["cache"] for r in rows}, {"cold", "warm"})
-        self.assertEqual({r["bytes"] for r in rows if r["op"] == "fp8_decode"}, {5.0078125 * 256, 5.0078125 * 500})
+        self.assertEqual({r["bytes"]
+                          for r in rows if r["op"] == "fp8_decode"}, {5.0078125 * 256, 5.0078125 * 500})
 
     def test_bad_input(self):
         self.refuse(["kernels", "--filter", "zip"], "zip", "--list")
         self.refuse(["kernels", "--filter", "pack", "--filter", "bf16_encode"], "bf16_encode", "--list")
         self.refuse(["kernels", "--device", "tpu"], "tpu", "auto, host or cuda")
-        self.refuse(["kernels", "--device", "cuda"], "--device cuda", "--device host", env={"CUDA_VISIBLE_DEVICES": ""})
+        self.refuse(["kernels", "--device", "cuda"], "--device cuda", "--device host",
+                    env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse(["kernels", "--min-size", "1M", "--max-size", "4K"], "--max-size 4K", "--min-size 1M")
         self.refuse(["kernels", "--max-size", "64G"], "--max-size 64G", "too large")
         self.refuse(["kernels", "--max-size", "huge"], "--max-size")
         self.refuse(["kernels", "--threads", "0"], "--threads")
         self.refuse(["kernels", "--cache", "hot"], "--cache", "hot")
         for wrong in ("lots", "12M", "4095"):
-            self.refuse(["kernels"], f"GRADWIRE_BENCH_FLUSH_BYTES={wrong}", "4096", env={"GRADWIRE_BENCH_FLUSH_BYTES": wrong})
+            self.refuse(["kernels"], f"GRADWIRE_BENCH_FLUSH_BYTES={wrong}", "4096",
+                        env={"GRADWIRE_BENCH_FLUSH_BYTES": wrong})
 
 
 QUICK_FORMATS = ["--size", "64K", "--budget-ms", "0.1"]
@@ -136,8 +153,10 @@ class Formats(BenchTest):
     def measured(self, *arguments):
         rows, out = self.rows("formats", *QUICK_FORMATS, *arguments)
         for row in rows:
-            self.assertEqual(list(row), ["spec", "bytes_per_element", "stated_error", "on", "device", "speed_bytes",
-                                         "encode_copy_fraction", "decode_copy_fraction", "copy_gbps"])
+            self.assertEqual(list(row), [
+                "spec", "bytes_per_element", "stated_error", "on", "device", "speed_bytes",
+                "encode_copy_fraction", "decode_copy_fraction", "copy_gbps"
+            ])
             self.assertEqual(row["encode_copy_fraction"] is None, row["spec"] == "fp32")
         return {row["spec"]: row for row in rows}, out
 
@@ -158,7 +177,8 @@ class Formats(BenchTest):
             self.assertIn(f"\n{spec} ", out)
             self.assertEqual([on["data"] for on in row["on"]], ["gaussian", "student-t3", "log-normal"])
             if "round=stochastic" not in spec:
-                self.assertLess(abs(row["on"][0]["error"] - row["stated_error"]), 0.15 * row["stated_error"] + 1e-12, spec)
+                self.assertLess(abs(row["on"][0]["error"] - row["stated_error"]),
+                                0.15 * row["stated_error"] + 1e-12, spec)
 
     def test_stochastic_rounding_is_unbiased_and_nearest_is_its_own_bias(self):
         names = ["bf16", "fp8", "int8"]
@@ -181,7 +201,10 @@ class Formats(BenchTest):
         header, data = {}, b""
         for tensor, values in tensors.items():
             raw = struct.pack(f"<{len(values)}{'f' if dtype == 'F32' else 'd'}", *values)
-            header[tensor] = {"dtype": dtype, "shape": [len(values)], "data_offsets": [len(data), len(data) + len(raw)]}
+            header[tensor] = {
+                "dtype": dtype, "shape": [len(values)], "data_offsets": [len(data),
+                                                                         len(data) + len(raw)]
+            }
             data += raw
         text = json.dumps(header).encode()
         (self.folder / "grads").mkdir(exist_ok=True)
@@ -223,12 +246,16 @@ class Formats(BenchTest):
         refuse(["--gradients", "grads"], "grads/a.safetensors", "'x'", "F64")
 
 
-HOOK_FIELDS = ["spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "baseline", "baseline_ms", "speedup"]
+HOOK_FIELDS = [
+    "spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "baseline",
+    "baseline_ms", "speedup"
+]
 
 
 class Hook(BenchTest):
     def hook(self, *arguments, **kwargs):
-        rows, out = self.rows("hook", "--model", "vit_tiny", "--device", "host", "--steps", 2, *arguments, **kwargs)
+        rows, out = self.rows("hook", "--model", "vit_tiny", "--device", "host", "--steps", 2, *arguments,
+                              **kwargs)
         for row in rows:
             self.assertEqual(list(row), HOOK_FIELDS)
             self.assertEqual((row["device"], row["model"]), ("host", "vit_tiny"))
@@ -236,16 +263,21 @@ class Hook(BenchTest):
         return {row["spec"]: row for row in rows}, out
 
     def test_every_kind_of_spec(self):
-        specs = ["fp32", "bf16", "bf16:ef=off", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16", "powersgd:rank=2,ef=off",
-                 "powersgd:rank=2,alternate=on", "randk:ratio=0.01", "randk:ratio=0.01,ef=off"]
+        specs = [
+            "fp32", "bf16", "bf16:ef=off", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16",
+            "powersgd:rank=2,ef=off", "powersgd:rank=2,alternate=on", "randk:ratio=0.01",
+            "randk:ratio=0.01,ef=off"
+        ]
         rows, _ = self.hook(*[word for spec in specs for word in ("--compression", spec)])
         self.assertEqual(list(rows), specs)
         elements = rows["fp32"]["elements"]
-        for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18 + 2 / 128), ("powersgd:rank=2", 20),
-                            ("powersgd:rank=2,wire=bf16", 20), ("powersgd:rank=2,ef=off", 12),
-                            ("powersgd:rank=2,alternate=on", 16), ("randk:ratio=0.01", 16), ("randk:ratio=0.01,ef=off", 8)):
+        for spec, floor in (("fp32", 0), ("bf16", 20), ("bf16:ef=off", 12), ("fp8", 18 + 2 / 128),
+                            ("powersgd:rank=2", 20), ("powersgd:rank=2,wire=bf16", 20),
+                            ("powersgd:rank=2,ef=off", 12), ("powersgd:rank=2,alternate=on", 16),
+                            ("randk:ratio=0.01", 16), ("randk:ratio=0.01,ef=off", 8)):
             row = rows[spec]
-            self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements, delta=1 + elements / 100)
+            self.assertAlmostEqual(row["floor_ms"] * row["copy_gbps"] * 1e6, floor * elements,
+                                   delta=1 + elements / 100)
             self.assertEqual((row["baseline"], row["baseline_ms"], row["speedup"]), (None, None, None))
         self.assertEqual(rows["fp32"]["extra_bytes"], 0)
         # The residual: a float per element, and gaps that align tensors. Then the wire's staging.
@@ -256,7 +288,8 @@ class Hook(BenchTest):
         self.assertLess(rows["randk:ratio=0.01"]["extra_bytes"], 4.5 * elements)
 
     def test_pytorch_in_the_same_run(self):
-        rows, out = self.hook("--baseline", "--compression", "powersgd:rank=2", "--compression", "bf16", "--compression", "fp8")
+        rows, out = self.hook("--baseline", "--compression", "powersgd:rank=2", "--compression", "bf16",
+                              "--compression", "fp8")
         for spec, hook in (("powersgd:rank=2", "powerSGD_hook rank 2"), ("bf16", "bf16_compress_hook")):
             self.assertRegex(rows[spec]["baseline"], "^torch .* " + hook)
             self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["baseline_ms"] / rows[spec]["ms"])
@@ -265,7 +298,8 @@ class Hook(BenchTest):
 
     def test_model_sizes(self):
         for model, elements in (("resnet18", 11_689_512), ("resnet50", 25_557_032)):
-            rows, _ = self.rows("hook", "--model", model, "--device", "host", "--steps", 1, "--compression", "fp32")
+            rows, _ = self.rows("hook", "--model", model, "--device", "host", "--steps", 1, "--compression",
+                                "fp32")
             self.assertEqual(rows[0]["elements"], elements)
 
     def test_bad_input(self):
@@ -283,13 +317,16 @@ class Hook(BenchTest):
         python = self.folder / "python"
         python.write_text("#!/bin/sh\necho 'that hurt' >&2\nexit 3\n")
         python.chmod(0o755)
-        result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--baseline", "--python", python)
+        result = self.run_bench("hook", "--model", "vit_tiny", "--device", "host", "--baseline", "--python",
+                                python)
         self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
         self.assertIn("that hurt", result.stderr)
 
 
-COLLECTIVES_FIELDS = ["schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
-                      "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us"]
+COLLECTIVES_FIELDS = [
+    "schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
+    "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us"
+]
 QUICK = ["-n", 2, "-w", 1]
 
 
@@ -303,13 +340,15 @@ class Collectives(BenchTest):
 
     def test_every_schedule_and_spec_between_threads(self):
         specs = ["fp32", "bf16", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"]
-        rows, out = self.rows("collectives", "--transport", "local", "-b", "1000", "-e", "64K", "-f", "64", *QUICK,
-                              *[word for spec in specs for word in ("--compression", spec)])
+        rows, out = self.rows("collectives", "--transport", "local", "-b", "1000", "-e", "64K", "-f", "64",
+                              *QUICK, *[word for spec in specs for word in ("--compression", spec)])
         self.check(rows, "local", 4)
         self.assertEqual([(r["size_bytes"], r["spec"], r["schedule"]) for r in rows],
                          [(size, spec, schedule) for size in (1000, 64000) for spec in specs
                           for schedule in ("ring", "tree", "two_shot", "hierarchical")])
-        errors = {"fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)}
+        errors = {
+            "fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)
+        }
         for row in rows:
             self.assertIsNone(row["baseline_time_us"])
             least, most = errors[row["spec"].removesuffix(",wire=bf16")]
@@ -324,27 +363,33 @@ class Collectives(BenchTest):
 
     def test_odd_worlds(self):
         for ranks in (1, 3):
-            rows, _ = self.rows("collectives", "--transport", "local", "--ranks", ranks, "-b", "4K", "-e", "4K", *QUICK,
-                                "--compression", "bf16")
+            rows, _ = self.rows("collectives", "--transport", "local", "--ranks", ranks, "-b", "4K", "-e",
+                                "4K", *QUICK, "--compression", "bf16")
             self.check(rows, "local", ranks)
             self.assertEqual([r["schedule"] for r in rows], ["ring", "tree", "two_shot"])
-        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", 20, "-b", "8K", "-e", "8K", *QUICK, "-c", 0,
-                            "--compression", "fp32:schedule=tree")
+        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", 20, "-b", "8K", "-e", "8K",
+                            *QUICK, "-c", 0, "--compression", "fp32:schedule=tree")
         self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
 
     def test_processes_next_to_gloo(self):
-        rows, _ = self.rows("collectives", "--transport", "tcp", "--ranks", 2, "-b", "64K", "-e", "64K", *QUICK,
-                            "--schedule", "ring", "--compression", "fp32", "--compression", "powersgd:rank=2")
+        rows, _ = self.rows("collectives", "--transport", "tcp", "--ranks", 2, "-b", "64K", "-e", "64K",
+                            *QUICK, "--schedule", "ring", "--compression", "fp32", "--compression",
+                            "powersgd:rank=2")
         self.check(rows, "tcp", 2)
         self.assertEqual([r["spec"] for r in rows], ["fp32", "powersgd:rank=2"])
         for row in rows:
             self.assertGreater(row["baseline_time_us"], 0)
 
     def test_started_by_a_launcher(self):
-        common = [BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot", "--no-baseline",
-                  "--compression", "bf16", "--rendezvous", f"file://{self.folder}/meet", "--json", "out.json"]
-        ranks = [subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}), cwd=self.folder,
-                                  stdout=subprocess.PIPE, text=True) for r in range(2)]
+        common = [
+            BENCH, "collectives", "-b", "4K", "-e", "4K", "-n", "2", "-w", "1", "--schedule", "two_shot",
+            "--no-baseline", "--compression", "bf16", "--rendezvous", f"file://{self.folder}/meet", "--json",
+            "out.json"
+        ]
+        ranks = [
+            subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}),
+                             cwd=self.folder, stdout=subprocess.PIPE, text=True) for r in range(2)
+        ]
         outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
         self.assertEqual([rank.returncode for rank in ranks], [0, 0])
         self.assertIn("two_shot", outputs[0])
@@ -354,8 +399,8 @@ class Collectives(BenchTest):
         self.assertIsNone(rows[0]["baseline_time_us"])
 
     def test_a_rank_that_never_comes(self):
-        result = self.run_bench("collectives", "--timeout-s", "1", "--rendezvous", f"file://{self.folder}/meet",
-                                env={"RANK": "0", "WORLD_SIZE": "2"})
+        result = self.run_bench("collectives", "--timeout-s", "1", "--rendezvous",
+                                f"file://{self.folder}/meet", env={"RANK": "0", "WORLD_SIZE": "2"})
         self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
         self.assertIn("rank 1", result.stderr)
 
@@ -382,8 +427,9 @@ class ShapedLink(BenchTest):
 
     def link(self, *arguments, as_other=()):
         script = "bench/harness/shaped_link.sh"
-        process = subprocess.Popen([*(as_other + [script] if as_other else [ROOT / script]), *map(str, arguments)], text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
+        process = subprocess.Popen(
+            [*(as_other + [script] if as_other else [ROOT / script]), *map(str, arguments)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
         stdout, stderr = process.communicate(timeout=120)
         result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
         self.assertEqual(self.namespaces(process), [])
@@ -413,9 +459,11 @@ class ShapedLink(BenchTest):
         self.refused(self.link("--", "true", as_other=as_user(65534, self.folder, ROOT)), "root")
 
     def test_hosts_see_each_other_at_the_rate_and_leave_nothing(self):
-        result = self.link("--hosts", "2", "--rate", "200mbit", "--", BENCH, "collectives", "-b", "1M", "-e", "1M", *QUICK,
-                           "--schedule", "ring", "--compression", "fp32", "--json", self.folder / "out.json")
-        if result.returncode == 2 and ("root" in result.stderr or "permit" in result.stderr or "iproute2" in result.stderr):
+        result = self.link("--hosts", "2", "--rate", "200mbit", "--", BENCH, "collectives", "-b", "1M", "-e",
+                           "1M", *QUICK, "--schedule", "ring", "--compression", "fp32", "--json",
+                           self.folder / "out.json")
+        if result.returncode == 2 and ("root" in result.stderr or "permit" in result.stderr
+                                       or "iproute2" in result.stderr):
             print("shaped_link cannot run here:", result.stderr.strip())
             return
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
@@ -423,12 +471,15 @@ class ShapedLink(BenchTest):
         self.assertEqual((row["ranks"], row["wrong"]), (2, 0))
         # 200 Mb/s are 25 MB/s; an unshaped burst cannot speed up a megabyte by more than a third.
         self.assertLess(row["busbw_gbps"], 0.034)
-        failed = self.link("--hosts", "2", "--", "sh", "-c", 'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
+        failed = self.link("--hosts", "2", "--", "sh", "-c",
+                           'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
         self.assertEqual(failed.returncode, 7)
         self.assertEqual(failed.stdout, "I am 0 of 2\n")
         self.assertIn("[host 1] I am 1 of 2", failed.stderr)
-        script = subprocess.Popen([ROOT / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "sh", "-c", "echo up; exec sleep 98765"],
-                                  stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        script = subprocess.Popen([
+            ROOT / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "sh", "-c",
+            "echo up; exec sleep 98765"
+        ], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         self.assertEqual(script.stdout.readline(), "up\n")
         self.assertEqual(len(self.namespaces(script)), 3)
         script.terminate()
@@ -448,10 +499,12 @@ class Numerics(BenchTest):
         self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
         self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
         for (_, _, wire), row in cases.items():
-            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8": 1e-1, "int8": 3e-2}[wire.partition(":")[0]], row)
+            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8": 1e-1,
+                                               "int8": 3e-2}[wire.partition(":")[0]], row)
 
     def test_formats_of_ones_choice(self):
-        rows, _ = self.rows("numerics", "--ranks", "2", "--elements", 500, "--spec", "int4:block=32", "--spec", "eden:bits=1")
+        rows, _ = self.rows("numerics", "--ranks", "2", "--elements", 500, "--spec", "int4:block=32",
+                            "--spec", "eden:bits=1")
         self.assertEqual({r["compression"] for r in rows}, {"int4:block=32", "eden:bits=1"})
         self.assertEqual(len(rows), 3 * 2)
 
@@ -465,18 +518,21 @@ class Numerics(BenchTest):
 
 class Orthonormalize(BenchTest):
     def test_all_factors_of_a_model_next_to_qr(self):
-        rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2, "--rank", 4, "--steps",
-                              2, "--baseline")
+        rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2,
+                              "--rank", 4, "--steps", 2, "--baseline")
         self.assertEqual([row["rank"] for row in rows], [2, 4])
         for row in rows:
-            self.assertEqual(list(row), ["model", "device", "rank", "matrices", "ms", "baseline", "baseline_ms", "speedup"])
+            self.assertEqual(
+                list(row),
+                ["model", "device", "rank", "matrices", "ms", "baseline", "baseline_ms", "speedup"])
             self.assertGreater(row["matrices"], 0)
             self.assertAlmostEqual(row["speedup"], row["baseline_ms"] / row["ms"])
         self.assertIn("linalg.qr", out)
 
     def test_bad_input(self):
         self.refuse(["orthonormalize", "--model", "vgg"], "'vgg'", "resnet50")
-        self.refuse(["orthonormalize", "--model", "vit_tiny", "--rank", 64], "--rank 64", "vit_tiny", "smaller")
+        self.refuse(["orthonormalize", "--model", "vit_tiny", "--rank", 64], "--rank 64", "vit_tiny",
+                    "smaller")
         self.refuse(["orthonormalize", "--rank", 65], "--rank")
 
 

@@ -3,9 +3,9 @@
 
     check_environment.py GRADWIRE ROOT
 
-GRADWIRE is the command, whose `doctor --environment` prints the table in the code. Only runtime/environment.cpp
-calls getenv(), and its table has every variable that C++ asks it for. What Python, shell and the tests read
-is in sections of its own on the page, which list nothing else.
+GRADWIRE is the command, whose `doctor --environment` prints the table in the code. Only
+runtime/environment.cpp calls getenv(), and its table has every variable that C++ asks it for. What Python,
+shell and the tests read is in sections of its own on the page, which list nothing else.
 """
 import pathlib
 import re
@@ -16,10 +16,13 @@ PRODUCT = ("runtime", "kernels", "collectives", "trainer", "bench", "integration
 READER = "runtime/environment.cpp"
 NAME = r"[A-Z][A-Z0-9_]+"
 # Section of the page, folders and files whose Python, shell, make and (for tests) C++ counts.
-SECTIONS = {"The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
-            "Tests": ["tests"]}
+SECTIONS = {
+    "The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
+    "Tests": ["tests"]
+}
 READS = {
-    ".py": re.compile(rf"""os\.environ(?:\.get\(|\[)\s*["']({NAME})["']|\benv\[["']({NAME})["']\](?!\s*=[^=])"""),
+    ".py": re.compile(
+        rf"""os\.environ(?:\.get\(|\[)\s*["']({NAME})["']|\benv\[["']({NAME})["']\](?!\s*=[^=])"""),
     ".sh": re.compile(rf"\$\{{({NAME}):-"),
     "Makefile": re.compile(rf"^({NAME}) \?=", re.M),
     ".cpp": re.compile(rf"""(?:getenv|from_environment)\(\s*"({NAME})\""""),
@@ -29,7 +32,8 @@ READS[".h"] = READS[".cpp"]
 
 def files(root, where):
     path = root / where
-    return [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file() and "__pycache__" not in p.parts)
+    return [path] if path.is_file() else sorted(p for p in path.rglob("*")
+                                                if p.is_file() and "__pycache__" not in p.parts)
 
 
 def getenv_elsewhere(root):
@@ -48,7 +52,8 @@ def asked_for(root):
     for top in PRODUCT:
         for path in files(root, top):
             if path.suffix in (".h", ".cpp"):
-                for match in re.finditer(rf'\b(?:environment|environment_flag|flag)\("({NAME})"\)', path.read_text()):
+                for match in re.finditer(rf'\b(?:environment|environment_flag|flag)\("({NAME})"\)',
+                                         path.read_text()):
                     yield match[1], path.relative_to(root).as_posix()
 
 
@@ -72,7 +77,11 @@ def sections(page):
 
 
 def listed(text):
-    return {name for row in re.findall(r"^\| (`.*?) \|", text, re.M) for name in re.findall(rf"`({NAME})`", row)}
+    return {
+        name
+        for row in re.findall(r"^\| (`.*?) \|", text, re.M)
+        for name in re.findall(rf"`({NAME})`", row)
+    }
 
 
 def problems(root, printed):
@@ -82,8 +91,9 @@ def problems(root, printed):
     for title, text in printed.items():
         table |= listed(text)
         if page.get(title, "").strip() != text.strip() and title:
-            yield (f"docs/environment.md: section '{title}' is not what `gradwire doctor --environment` prints; "
-                   "paste that")
+            yield (
+                f"docs/environment.md: section '{title}' is not what `gradwire doctor --environment` prints; "
+                "paste that")
     for name, place in asked_for(root):
         if name not in table:
             yield f"{place}: {name} is not in the table of {READER}"
@@ -100,11 +110,13 @@ def problems(root, printed):
 def main():
     if len(sys.argv) != 3:
         sys.exit("usage: check_environment.py PATH_OF_GRADWIRE ROOT_OF_THE_SOURCES")
-    printed = subprocess.run([sys.argv[1], "doctor", "--environment"], capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run([sys.argv[1], "doctor", "--environment"], capture_output=True, text=True,
+                             check=True).stdout
     if printed.count("\n| `") < 20:
         sys.exit(f"check_environment: the command printed no table:\n{printed}")
     found = list(problems(pathlib.Path(sys.argv[2]), printed))
-    print("\n".join(found) or f"{len(listed(printed))} variables in the code's table, all on the page; no getenv() elsewhere")
+    print("\n".join(found)
+          or f"{len(listed(printed))} variables in the code's table, all on the page; no getenv() elsewhere")
     return 1 if found else 0
 
 

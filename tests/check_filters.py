@@ -5,8 +5,8 @@
     check_filters.py BUILD [ROOT]        the filters of ctest's tests in BUILD, and those in ROOT's scripts,
                                          Makefile, CMake files, tests and pages
 
-A filter is several patterns, such as *Gemm*:Blas.*-*Large*. Each must match a test, also those after the minus. A
-filter in a text is for the program that the same command names before it, or for all programs.
+A filter is several patterns, such as *Gemm*:Blas.*-*Large*. Each must match a test, also those after the
+minus. A filter in a text is for the program that the same command names before it, or for all programs.
 """
 import fnmatch
 import functools
@@ -28,7 +28,8 @@ BY_SMOKE = {"scripts/gpu_check.sh", "scripts/soak.sh"}
 def tests_of(program):
     """The full names of a program's tests."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GTEST_")}
-    listed = subprocess.run([program, "--gtest_list_tests"], capture_output=True, text=True, check=True, env=environment).stdout
+    listed = subprocess.run([program, "--gtest_list_tests"], capture_output=True, text=True, check=True,
+                            env=environment).stdout
     names, suite = [], ""
     for line in listed.splitlines():
         name = line.split("  #")[0].rstrip()
@@ -49,7 +50,8 @@ def unmatched(text, programs):
 
 def filters_of_ctest(build):
     """filter -> programs, of the tests that ctest would run in this build."""
-    shown = subprocess.run(["ctest", "--show-only=json-v1"], cwd=build, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(["ctest", "--show-only=json-v1"], cwd=build, capture_output=True, text=True,
+                           check=True).stdout
     found = {}
     for test in json.loads(shown)["tests"]:
         command = test.get("command", [])
@@ -70,10 +72,13 @@ def filters_of_ctest(build):
 
 def filters_of_texts(root, build):
     """(place, filter, programs) of each filter in the tree's texts."""
-    programs = sorted(p for p in (build / "bin").iterdir() if p.name.endswith("_tests") and p.name != "fuzz_tests")
-    for path in sorted(p for place in PLACES for p in ([root / place] if (root / place).is_file() else (root / place).rglob("*"))):
+    programs = sorted(p for p in (build / "bin").iterdir()
+                      if p.name.endswith("_tests") and p.name != "fuzz_tests")
+    for path in sorted(p for place in PLACES
+                       for p in ([root / place] if (root / place).is_file() else (root / place).rglob("*"))):
         name = path.relative_to(root).as_posix()
-        if path.suffix not in SUFFIXES or not path.is_file() or path == pathlib.Path(__file__).resolve() or name.startswith("docs/results"):
+        if path.suffix not in SUFFIXES or not path.is_file() or path == pathlib.Path(
+                __file__).resolve() or name.startswith("docs/results"):
             continue
         text = path.read_text().replace("\\\n", " ")
         variables = dict(re.findall(r"^\s*(\w+)=['\"]?([^'\"\s$]*)['\"]?$", text, re.M))
@@ -95,7 +100,8 @@ def main():
     if first.is_file():
         all_filters = [("the filter", sys.argv[2], [first])]
     else:
-        all_filters = [("ctest", text, sorted(programs)) for text, programs in sorted(filters_of_ctest(first).items())]
+        all_filters = [("ctest", text, sorted(programs))
+                       for text, programs in sorted(filters_of_ctest(first).items())]
         if len(sys.argv) == 3:
             in_texts = list(filters_of_texts(pathlib.Path(sys.argv[2]).resolve(), first))
             if not in_texts:
@@ -104,7 +110,10 @@ def main():
     wrong = []
     for place, text, programs in all_filters:
         names = ", ".join(pathlib.Path(p).name for p in programs) if len(programs) < 4 else "any program"
-        wrong += [f"{place}: {text}: '{p}' matches no test of {names or 'a program that was not built'}" for p in unmatched(text, programs)]
+        wrong += [
+            f"{place}: {text}: '{p}' matches no test of {names or 'a program that was not built'}"
+            for p in unmatched(text, programs)
+        ]
     print("\n".join(wrong) or f"{len(all_filters)} filters: every pattern matches a test")
     return 1 if wrong else 0
 

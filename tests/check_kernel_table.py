@@ -37,11 +37,15 @@ def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
     """Name of each __global__ function -> its file's name."""
     found: dict[str, str] = {}
     for path in [*cuda_sources(root), *sorted((root / "kernels").rglob("*.cuh"))]:
-        text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ", without_comments(path.read_text()))
+        text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ",
+                      without_comments(path.read_text()))
         for match in re.finditer(r"\b__global__\b([^(;{]*)\(", text):
             name = match.group(1).split()[-1]
             if name in found:
-                raise SystemExit(f"two kernels are called {name}: in {found[name]} and {path.relative_to(root)}; names must be unique")
+                raise SystemExit(
+                    f"two kernels are called {name}: in {found[name]} and {path.relative_to(root)}; names"
+                    " must be unique"
+                )
             found[name] = str(path.relative_to(root))
     return found
 
@@ -54,7 +58,8 @@ def kernels_in_table(root: pathlib.Path) -> dict[str, Row]:
             continue
         cells = [cell.strip() for cell in match.group(2).split("|")]
         if len(cells) != len(COLUMNS):
-            raise SystemExit(f"docs/gpu.md:{number}: {len(cells) + 1} cells, expected kernel, {', '.join(COLUMNS)}")
+            raise SystemExit(
+                f"docs/gpu.md:{number}: {len(cells) + 1} cells, expected kernel, {', '.join(COLUMNS)}")
         if match.group(1) in rows:
             raise SystemExit(f"docs/gpu.md:{number}: {match.group(1)} is listed twice")
         rows[match.group(1)] = Row(source=cells[0].strip("`"), wide=cells[1], shim=cells[2])
@@ -62,14 +67,18 @@ def kernels_in_table(root: pathlib.Path) -> dict[str, Row]:
 
 
 def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
-    wrong = [f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items() if name not in table]
+    wrong = [
+        f"{name} ({file}) is missing in the table of docs/gpu.md" for name, file in sources.items()
+        if name not in table
+    ]
     for name, row in table.items():
         if name not in sources:
             wrong.append(f"docs/gpu.md lists {name}, but the sources have no such __global__ function")
         elif sources[name] != row.source:
             wrong.append(f"docs/gpu.md: {name} is in {sources[name]}, not in {row.source}")
         if row.shim != "yes" and not row.shim.startswith("no: "):
-            wrong.append(f"docs/gpu.md: {name}: the shim column says {row.shim!r}; it must be 'yes' or 'no: reason'")
+            wrong.append(
+                f"docs/gpu.md: {name}: the shim column says {row.shim!r}; it must be 'yes' or 'no: reason'")
     return wrong
 
 
@@ -81,11 +90,13 @@ def base_name(symbol: str) -> str:
 
 def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, str]:
     """Address -> demangled name of each compiled instantiation of the kernels `names`."""
-    listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True,
+                             check=True).stdout
     found = {}
     for line in listing.splitlines():
         address, kind, symbol = line.split(maxsplit=2)
-        if kind in "tTwW" and base_name(symbol) in names and "[clone" not in symbol and "::{lambda" not in symbol:
+        if kind in "tTwW" and base_name(
+                symbol) in names and "[clone" not in symbol and "::{lambda" not in symbol:
             found[int(address, 16)] = symbol
     return found
 

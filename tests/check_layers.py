@@ -64,7 +64,8 @@ def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict
         name = path.relative_to(root).as_posix()
         modules[name]
         for node in ast.walk(ast.parse(path.read_text(), name)):
-            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            names = [alias.name for alias in node.names] if isinstance(node,
+                                                                       (ast.Import, ast.ImportFrom)) else []
             if isinstance(node, ast.ImportFrom):  # from plots import style; from plots.style import plt
                 names = [node.module, *(f"{node.module}.{name}" for name in names)]
             for imported in names:
@@ -119,7 +120,10 @@ def main() -> int:
     if "--print" in sys.argv:
         for folder in folders:
             print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
-    fine = f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down, no cycles"
+    fine = (
+        f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down,"
+        " no cycles"
+    )
     print("\n".join(found + cycles) or fine)
     return 1 if found or cycles else 0
 

@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""Holds the machine code of every CUDA kernel, as the build has compiled it, to the budgets of kernel_budgets.tsv.
+"""Holds the machine code of every CUDA kernel, as the build has compiled it, to the budgets of
+kernel_budgets.tsv.
 
     check_machine_code.py ROOT BUILD [--write] [--all]
 
-Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local memory
-on any of them, when a wire format's kernels may contract products and additions, when a kernel loads without coherence what other GPUs write while it runs, and when, on sm_90, a kernel
-has more registers, fewer bytes in flight or more instructions per byte than its row of tests/kernel_budgets.tsv
-allows, or a called subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
-outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean and holds
-them as a table; --write writes it, and the check fails when it is out of date. --all prints every instantiation.
+Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local
+memory on any of them, when a wire format's kernels may contract products and additions, when a kernel loads
+without coherence what other GPUs write while it runs, and when, on sm_90, a kernel has more registers, fewer
+bytes in flight or more instructions per byte than its row of tests/kernel_budgets.tsv allows, or a called
+subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
+outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean
+and holds them as a table; --write writes it, and the check fails when it is out of date. --all prints every
+instantiation.
 
-Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, it ends with 77: skipped. What it reads is cached
-in BUILD.
+Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, it ends with 77: skipped. What it reads is
+cached in BUILD.
 """
 import argparse
 import dataclasses
@@ -57,15 +60,18 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
             continue
         cells = line.split("\t")
         if len(cells) not in (7, 8):
-            raise SystemExit(f"{path}:{number}: {len(cells)} columns, expected kernel, threads, dynamic shared KB, registers, "
-                             "KB in flight, instructions per byte, allowed, reason, separated by tabs")
+            raise SystemExit(
+                f"{path}:{number}: {len(cells)} columns, expected kernel, threads, dynamic shared KB,"
+                " registers, KB in flight, instructions per byte, allowed, reason, separated by tabs"
+            )
         allowed = {word for word in cells[6].split(",") if word != "-"}
         if unknown := allowed - {"call", "half-sector", "narrow"}:
-            raise SystemExit(f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector and narrow can")
+            raise SystemExit(
+                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector and narrow can")
         if cells[0] in budgets:
             raise SystemExit(f"{path}:{number}: {cells[0]} is listed twice")
-        budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]), float(cells[5]), allowed,
-                                   cells[7].strip() if len(cells) == 8 else "")
+        budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]),
+                                   float(cells[5]), allowed, cells[7].strip() if len(cells) == 8 else "")
     return budgets
 
 
@@ -86,7 +92,9 @@ def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
         elif match := re.match(r"\s*Function (\S+):", line):
             name = match.group(1)
         elif name and "REG:" in line:
-            found.setdefault(architecture, {})[name] = {k: int(v) for k, v in re.findall(r"(\w+):(\d+)", line)}
+            found.setdefault(architecture,
+                             {})[name] = {k: int(v)
+                                          for k, v in re.findall(r"(\w+):(\d+)", line)}
             name = ""
     return found
 
@@ -104,10 +112,12 @@ def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
     functions = machine_code.functions(run(["cuobjdump", "-sass", str(path)]))
     if not functions:
         raise SystemExit(f"cuobjdump finds no machine code in {path}")
-    demangled = subprocess.run(["c++filt"], input="\n".join(f.name for f in functions), capture_output=True, text=True,
-                               check=True).stdout.splitlines()
-    result = [{"full": full, "architecture": function.architecture, **used[function.architecture][function.name],
-               **dataclasses.asdict(machine_code.measure(function))} for function, full in zip(functions, demangled)]
+    demangled = subprocess.run(["c++filt"], input="\n".join(f.name for f in functions), capture_output=True,
+                               text=True, check=True).stdout.splitlines()
+    result = [{
+        "full": full, "architecture": function.architecture, **used[function.architecture][function.name],
+        **dataclasses.asdict(machine_code.measure(function))
+    } for function, full in zip(functions, demangled)]
     kept.write_text(json.dumps({"stamp": stamp, "functions": result}))
     return result
 
@@ -116,7 +126,8 @@ def label(full: str) -> str:
     """The kernel's name; with the op, where a kernel of kernels/cuda/columns.cuh runs different ones."""
     name = base_name(full)
     op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
-    return f"{name}({op.group(1)})" if name in ("for_columns_kernel", "column_partials_kernel") and op else name
+    return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
+                                                "column_partials_kernel") and op else name
 
 
 def warps(function: dict, threads: int, dynamic_shared: float) -> int:
@@ -176,11 +187,13 @@ def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     if is_.registers > budget.registers:
         wrong.append(f"{name}: {is_.registers} registers; its budget is {budget.registers}")
     if is_.kb_in_flight < budget.kb_in_flight:
-        wrong.append(f"{name}: {is_.kb_in_flight:.1f} KB of loads in flight on a multiprocessor; its budget is "
-                     f"{budget.kb_in_flight:g}")
+        wrong.append(
+            f"{name}: {is_.kb_in_flight:.1f} KB of loads in flight on a multiprocessor; its budget is "
+            f"{budget.kb_in_flight:g}")
     if is_.instructions_per_byte > budget.instructions_per_byte:
-        wrong.append(f"{name}: {is_.instructions_per_byte:.2f} instructions per byte in its hot loop; its budget is "
-                     f"{budget.instructions_per_byte:g}")
+        wrong.append(
+            f"{name}: {is_.instructions_per_byte:.2f} instructions per byte in its hot loop; its budget is "
+            f"{budget.instructions_per_byte:g}")
     what = {"call": "calls a subroutine in its hot loop (a division or a root?)",
             "half-sector": "stores half sectors: two 16-byte stores of one thread are adjacent",
             "narrow": "has no 16-byte access in its hot loop"}
@@ -199,21 +212,26 @@ def judge_any(function: dict) -> list[str]:
     where = f"{function['full']} on {function['architecture']}"
     wrong = []
     if function["local"] or function["STACK"] or function["LOCAL"]:
-        wrong.append(f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
+        wrong.append(
+            f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
     if function["non_coherent"] and READS_PEERS in base_name(function["full"]):
-        wrong.append(f"{where} has {function['non_coherent']} non-coherent loads (LDG...CONSTANT), and peers write memory "
-                     "that it reads while it runs: no __ldg, and no `const ... __restrict__` that lets nvcc choose it")
+        wrong.append(
+            f"{where} has {function['non_coherent']} non-coherent loads (LDG...CONSTANT), and peers write"
+            " memory that it reads while it runs: no __ldg, and no `const ... __restrict__` that lets nvcc"
+            " choose it"
+        )
     return wrong
 
 
 def proposed(name: str, is_: Figures) -> str:
-    return "\t".join((name, "256", "0", str((is_.registers + 7) // 8 * 8), str(int(min(is_.kb_in_flight, KB_NEEDED))),
-                      f"{int(is_.instructions_per_byte * 10 + 1) / 10:g}", ",".join(sorted(is_.found)) or "-"))
+    return "\t".join(
+        (name, "256", "0", str((is_.registers + 7) // 8 * 8), str(int(min(is_.kb_in_flight, KB_NEEDED))),
+         f"{int(is_.instructions_per_byte * 10 + 1) / 10:g}", ",".join(sorted(is_.found)) or "-"))
 
 
 def measurements(page: str) -> dict[str, str]:
-    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels, and by kernel and
-    op, which only the table of machine code tells apart: there, such cells are written by hand."""
+    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels, and by
+    kernel and op, which only the table of machine code tells apart: there, such cells are written by hand."""
     found = {}
     for line in page.splitlines():
         if match := ROW.match(line):
@@ -224,23 +242,35 @@ def measurements(page: str) -> dict[str, str]:
     return found
 
 
-def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[str, str], toolkit: str) -> str:
-    lines = [GENERATED[0], f"From nvcc {toolkit}, for {PINNED}; where a kernel has several instantiations, the worst of "
-             "those with 16-byte accesses.", "",
-             "| kernel | forms | registers | warps/SM | KB in flight (enough) | instructions/B | predicted % of copy | measured | outside the limits because |",
-             "|---|---|---|---|---|---|---|---|---|"]
+def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[str, str],
+          toolkit: str) -> str:
+    lines = [
+        GENERATED[0],
+        (
+            f"From nvcc {toolkit}, for {PINNED}; where a kernel has several instantiations, the worst of "
+            "those with 16-byte accesses."
+        ),
+        "",
+        (
+            "| kernel | forms | registers | warps/SM | KB in flight (enough) | instructions/B | predicted %"
+            " of copy | measured | outside the limits because |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for name, one in sorted(all_.items()):
         reason = budgets[name].reason if name in budgets else ""
         seen = measured.get(name, measured.get(name.split("(")[0], ""))
         timed = seen != "-"
-        lines.append(f"| {name} | {one.instantiations} | {one.registers} | {one.warps} | {one.kb_in_flight:.0f} "
-                     f"({one.kb_needed:.0f}) | {one.instructions_per_byte:.1f} | {one.predicted if timed else '-'} | "
-                     f"{seen} | {reason} |")
+        lines.append(
+            f"| {name} | {one.instantiations} | {one.registers} | {one.warps} | {one.kb_in_flight:.0f} "
+            f"({one.kb_needed:.0f}) | {one.instructions_per_byte:.1f} | {one.predicted if timed else '-'} | "
+            f"{seen} | {reason} |")
     return "\n".join([*lines, GENERATED[1]])
 
 
 def objects(build: pathlib.Path) -> list[pathlib.Path]:
-    return sorted(p for folder in ("kernels", "runtime", "collectives") for p in (build / folder).rglob("*.cu.o"))
+    return sorted(p for folder in ("kernels", "runtime", "collectives")
+                  for p in (build / folder).rglob("*.cu.o"))
 
 
 def toolkit_of(build: pathlib.Path) -> str:
@@ -251,11 +281,17 @@ def toolkit_of(build: pathlib.Path) -> str:
 
 
 def contracted(build: pathlib.Path) -> list[str]:
-    """The sources of wire formats and random-k that nvcc may round otherwise than the host: a product and an addition at
-    once."""
+    """The sources of wire formats and random-k that nvcc may round otherwise than the host: a product and an
+    addition at once."""
     commands = json.loads((build / "compile_commands.json").read_text())
-    exact = [entry for entry in commands if re.search(r"/kernels/(wire|randk)/[^/]*\.cu$", entry["file"]) and "nvcc" in entry["command"]]
-    return [f"{entry['file']} is compiled without --fmad=false" for entry in exact if "--fmad=false" not in entry["command"]]
+    exact = [
+        entry for entry in commands
+        if re.search(r"/kernels/(wire|randk)/[^/]*\.cu$", entry["file"]) and "nvcc" in entry["command"]
+    ]
+    return [
+        f"{entry['file']} is compiled without --fmad=false" for entry in exact
+        if "--fmad=false" not in entry["command"]
+    ]
 
 
 def main() -> int:
@@ -285,7 +321,8 @@ def main() -> int:
             continue
         name = label(full)
         budget = budgets.get(name)
-        one = figures(function, budget.threads if budget else 256, 1024 * budget.dynamic_shared_kb if budget else 0)
+        one = figures(function, budget.threads if budget else 256,
+                      1024 * budget.dynamic_shared_kb if budget else 0)
         if options.all:
             print(f"{proposed(name, one)}\t{one.warps} warps\t{one.predicted} %\t{full}")
         best = worst.setdefault(name, Figures())
@@ -308,7 +345,8 @@ def main() -> int:
     elif f"From nvcc {toolkit}," in there and GENERATED[0] + there + GENERATED[1] != now:
         wrong.append("the table of machine code in docs/gpu.md is out of date: run make machine-code")
     architectures = sorted({function["architecture"] for function in read})
-    print("\n".join(wrong) or f"{len(worst)} kernels within their budgets, {len(read)} functions without local memory "
+    print("\n".join(wrong)
+          or f"{len(worst)} kernels within their budgets, {len(read)} functions without local memory "
           f"({', '.join(architectures)})")
     return 1 if wrong else 0
 

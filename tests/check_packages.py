@@ -3,11 +3,11 @@
 
     check_packages.py ROOT BUILD [--without PACKAGE]
 
-A machine that tests Gradwire has packages that a user's machine lacks, so a missing entry in setup.sh's list shows
-only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on what else is installed: each system
-header and library of the build in BUILD, each command of the scripts, and each Python module must belong to a package
-in the closure of setup.sh's list, or to the base system (debootstrap's minbase, make and git). The closure follows
-Depends and Pre-Depends, not Recommends, as setup.sh does.
+A machine that tests Gradwire has packages that a user's machine lacks, so a missing entry in setup.sh's list
+shows only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on what else is installed:
+each system header and library of the build in BUILD, each command of the scripts, and each Python module must
+belong to a package in the closure of setup.sh's list, or to the base system (debootstrap's minbase, make and
+git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does.
 
 --without PACKAGE checks as if setup.sh did not list PACKAGE. Exits with 77 on systems without dpkg.
 """
@@ -43,16 +43,19 @@ OPTIONAL_COMMANDS = {
 OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "auditwheel", "tensorboard"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
 TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
-SHELL_WORDS = set("if then else elif fi for while until do done case esac in function return exit local export set unset shift "
-                  "cd echo printf read test true false trap exec eval source wait kill type command mapfile declare break "
-                  "continue time let umask ulimit builtin select readonly pushd popd hash".split())
+SHELL_WORDS = set(
+    "if then else elif fi for while until do done case esac in function return exit local export set unset"
+    " shift cd echo printf read test true false trap exec eval source wait kill type command mapfile declare"
+    " break continue time let umask ulimit builtin select readonly pushd popd hash".split()
+)
 
 
 class Packages:
     """The installed packages, read from dpkg's database."""
 
     def __init__(self):
-        fields = ("binary:Package", "Essential", "Priority", "Provides", "Pre-Depends", "Depends", "db:Status-Status")
+        fields = ("binary:Package", "Essential", "Priority", "Provides", "Pre-Depends", "Depends",
+                  "db:Status-Status")
         lines = subprocess.run(["dpkg-query", "-W", "-f", "\t".join(f"${{{f}}}" for f in fields) + "\n"],
                                check=True, capture_output=True, text=True).stdout.splitlines()
         self.needs, self.base, self.providers = {}, set(BASE), collections.defaultdict(set)
@@ -112,14 +115,16 @@ def setup_list(root):
 
 def build_files(build):
     """Returns (file, its user) of each header read outside the tree, and of each linked library."""
-    deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True, check=True).stdout
+    deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True,
+                          check=True).stdout
     target = None
     for line in deps.splitlines():
         if line.startswith("    "):
             yield line.strip(), target
         elif line:
             target = line.split(":")[0]
-    commands = subprocess.run(["ninja", "-C", build, "-t", "commands"], capture_output=True, text=True, check=True).stdout
+    commands = subprocess.run(["ninja", "-C", build, "-t", "commands"], capture_output=True, text=True,
+                              check=True).stdout
     names = {}
     for line in commands.splitlines():
         if " -c " in line:
@@ -132,7 +137,8 @@ def build_files(build):
                 names.setdefault(word, target[1] if target else "a link")
     for name, target in names.items():
         if name.startswith("-l"):
-            name = subprocess.run(["c++", f"-print-file-name=lib{name[2:]}.so"], capture_output=True, text=True).stdout.strip()
+            name = subprocess.run(["c++", f"-print-file-name=lib{name[2:]}.so"], capture_output=True,
+                                  text=True).stdout.strip()
         if name.startswith("/"):
             yield name, target
 
@@ -162,8 +168,11 @@ def python_commands_and_modules(path):
         elif isinstance(node, ast.Call) and node.args:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             first = node.args[0]
-            if name in ("run", "Popen", "check_output", "check_call", "call") and isinstance(first, (ast.List, ast.Tuple)):
-                words = [e.value for e in first.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)]
+            if name in ("run", "Popen", "check_output", "check_call", "call") and isinstance(
+                    first, (ast.List, ast.Tuple)):
+                words = [
+                    e.value for e in first.elts if isinstance(e, ast.Constant) and isinstance(e.value, str)
+                ]
                 if first.elts and isinstance(first.elts[0], ast.Constant):
                     yield "command", words[0]
                 interpreter = ast.unparse(first.elts[0]) if first.elts else ""
@@ -178,9 +187,19 @@ def uses(root):
     """Returns (kind, name, its user) of the commands and Python modules that scripts, tests and benches
     name."""
     tracked = subprocess.run(["git", "-C", root, "ls-files"], capture_output=True, text=True)
-    names = tracked.stdout.splitlines() if tracked.returncode == 0 else \
-        [str(p.relative_to(root)) for p in root.rglob("*") if not str(p.relative_to(root)).startswith("build")]
-    local = {part for name in names if name.endswith(".py") for part in pathlib.Path(name).with_suffix("").parts}
+    names = (
+        tracked.stdout.splitlines()
+        if tracked.returncode == 0
+        else [
+            str(p.relative_to(root))
+            for p in root.rglob("*")
+            if not str(p.relative_to(root)).startswith("build")
+        ]
+    )
+    local = {
+        part
+        for name in names if name.endswith(".py") for part in pathlib.Path(name).with_suffix("").parts
+    }
     for name in names:
         path = root / name
         if not path.is_file():
@@ -192,7 +211,8 @@ def uses(root):
                 text = "\n".join(line.lstrip("\t@") for line in text.splitlines() if line.startswith("\t"))
             for word in set(shell_commands(text)) - SHELL_WORDS - functions:
                 yield "command", word, name
-            for module in {*re.findall(r"python\S*\"?\)? -m (\w+)", text), *re.findall(r"-m (venv)\b", text)} - local:
+            for module in {*re.findall(r"python\S*\"?\)? -m (\w+)", text), *re.findall(r"-m (venv)\b", text)
+                           } - local:
                 yield "module", module, name
         elif name.endswith(".py"):
             for kind, word in set(python_commands_and_modules(path)):
@@ -218,7 +238,8 @@ for name in sys.argv[1:]:
         origin = (spec.submodule_search_locations or ["built-in"])[0]
     print(name, origin, sep="\\t")
 """
-    lines = subprocess.run(["/usr/bin/python3", "-I", "-c", program, *modules], check=True, capture_output=True, text=True).stdout
+    lines = subprocess.run(["/usr/bin/python3", "-I", "-c", program, *modules], check=True,
+                           capture_output=True, text=True).stdout
     return dict(line.split("\t") for line in lines.splitlines())
 
 
@@ -239,24 +260,36 @@ def main():
     checked = collections.Counter()
 
     def check(kind, path, what, user):
-        owners = packages.owner.get(merged(path), set()) | packages.owner.get(merged(pathlib.Path(path).resolve()), set())
+        owners = packages.owner.get(merged(path), set()) | packages.owner.get(
+            merged(pathlib.Path(path).resolve()), set())
         checked[kind] += 1
         if not owners & allowed:
             missing[", ".join(sorted(owners)) or "no Debian package"].add(f"{kind} {what}, used by {user}")
 
     cache = (build / "CMakeCache.txt").read_text()
-    toolkits = [pathlib.Path(found).resolve().parent for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)]
-    toolkits += [pathlib.Path(found).resolve().parent.parent for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)]
+    toolkits = [
+        pathlib.Path(found).resolve().parent
+        for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)
+    ]
+    toolkits += [
+        pathlib.Path(found).resolve().parent.parent
+        for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)
+    ]
     # The CUDA toolkit and NCCL are not Debian's; without them their side is left out.
-    outside = [root, build, *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))]
+    outside = [
+        root, build,
+        *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
+    ]
     seen = set()
     for path, user in build_files(build):
         path = pathlib.Path(path)
         real = path.resolve()
-        if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents) for folder in outside):
+        if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents)
+                                                         for folder in outside):
             continue
         seen.add(path)
-        if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$", str(path)):
+        if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$",
+                                           str(path)):
             check("library" if ".so" in path.name or path.suffix == ".a" else "header", path, path, user)
     modules = {}
     for kind, name, user in uses(root):

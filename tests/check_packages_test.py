@@ -25,7 +25,10 @@ def main():
     for package, named in PLANTED.items():
         result = run("--without", package)
         if result.returncode != 1 or named not in result.stdout:
-            sys.exit(f"without {package} in the list, the check should fail and name '{named}':\n{result.stdout}{result.stderr}")
+            sys.exit(
+                f"without {package} in the list, the check should fail and name"
+                f" '{named}':\n{result.stdout}{result.stderr}"
+            )
     print(f"each of {len(PLANTED)} packages taken from the list is noticed")
 
 

@@ -12,7 +12,10 @@ import pathlib
 import re
 import sys
 
-SUFFIXES = {".h", ".cpp", ".c", ".cu", ".cuh", ".py", ".sh", ".md", ".cmake", ".txt", ".toml", ".in", ".json", ".jsonl", ".map", ""}
+SUFFIXES = {
+    ".h", ".cpp", ".c", ".cu", ".cuh", ".py", ".sh", ".md", ".cmake", ".txt", ".toml", ".in", ".json",
+    ".jsonl", ".map", ""
+}
 ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -26,7 +29,8 @@ def tracked(root):
     out = set()
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
-        built = parts[0].startswith(("build", "dist")) or any(p in (".git", "__pycache__") or p.endswith(".egg-info") for p in parts)
+        built = parts[0].startswith(
+            ("build", "dist")) or any(p in (".git", "__pycache__") or p.endswith(".egg-info") for p in parts)
         if path.is_file() and not built:
             out.add("/".join(parts))
     return out
@@ -52,7 +56,8 @@ class Tree:
     def there(self, path):
         """Whether there is such a file or folder, or one that begins so."""
         if match := re.search(r"{([^{}]*)}", path):
-            return all(self.there(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
+            return all(
+                self.there(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
         path = path.rstrip("/")
         if "*" in path:
             return any(fnmatch.fnmatch(f, path) for f in self.files)

@@ -7,8 +7,8 @@ For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas fo
 a kernel spills registers or uses a stack, when its PTX lacks the 16-byte accesses to global memory that the
 table promises, or has them unannounced. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG), also fails
 when a test launched a kernel with more threads or shared memory than its compiled form can have on a GPU.
-Results are kept by the contents of each source and its headers, in the user's cache folder: for all clones, as
-ccache's are, and like those not with CCACHE_DISABLE set.
+Results are kept by the contents of each source and its headers, in the user's cache folder: for all clones,
+as ccache's are, and like those not with CCACHE_DISABLE set.
 """
 import argparse
 import concurrent.futures
@@ -23,11 +23,20 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from check_kernel_table import base_name, cuda_sources, instantiations, kernels_in_table, read_logs  # noqa: E402
+from check_kernel_table import (
+    base_name,
+    cuda_sources,
+    instantiations,
+    kernels_in_table,
+    read_logs,
+)  # noqa: E402
 
 ARCHITECTURES = ("sm_80", "sm_90")
-WIDE = {kind: re.compile(rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
-        for kind in ("ld", "st")}
+WIDE = {
+    kind: re.compile(
+        rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
+    for kind in ("ld", "st")
+}
 REGISTERS = 65536  # of a multiprocessor, and the most a block can have
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 # Launched only where the device says that it has the shared memory (fuses_attention()).
@@ -44,13 +53,17 @@ def wide_accesses(ptx: str) -> dict[str, list[str]]:
     starts = [(m.group(1), m.end()) for m in ENTRY.finditer(ptx)]
     bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
               for i, (name, begin) in enumerate(starts)}
-    return {name: [kind for kind, pattern in WIDE.items() if pattern.search(body)] for name, body in bodies.items()}
+    return {
+        name: [kind for kind, pattern in WIDE.items() if pattern.search(body)]
+        for name, body in bodies.items()
+    }
 
 
 def thread_limits(ptx: str) -> dict[str, int]:
     """Mangled entry -> threads that its __launch_bounds__ allow."""
     found = {}
-    for match in re.finditer(r"\.entry\s+(\w+)\s*\([^{]*?\)\s*(?:\.minnctapersm\s+\d+\s*)?\.maxntid\s+([\d, ]+)", ptx):
+    for match in re.finditer(
+            r"\.entry\s+(\w+)\s*\([^{]*?\)\s*(?:\.minnctapersm\s+\d+\s*)?\.maxntid\s+([\d, ]+)", ptx):
         sizes = [int(size) for size in match.group(2).split(",")]
         found[match.group(1)] = sizes[0] * sizes[1] * sizes[2] if len(sizes) == 3 else sizes[0]
     return found
@@ -66,9 +79,11 @@ def resources(text: str) -> dict[str, dict[str, int]]:
             found[name] = {}
         elif match := re.search(r"Function properties for (\w+)", line):
             name = match.group(1)
-        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        elif match := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+                                line):
             if name in found:
-                found[name].update(stack=int(match.group(1)), spills=int(match.group(2)) + int(match.group(3)))
+                found[name].update(stack=int(match.group(1)),
+                                   spills=int(match.group(2)) + int(match.group(3)))
         elif match := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
             found[name].update(registers=int(match.group(1)), shared=int(shared.group(1)) if shared else 0)
@@ -131,11 +146,17 @@ def compile_kernels(source: pathlib.Path, root: pathlib.Path, nvcc: str) -> tupl
     """What the PTX and ptxas say, and the files of the repository that the source includes."""
     with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as folder:
         ptx, includes = pathlib.Path(folder, "kernels.ptx"), pathlib.Path(folder, "includes")
-        made = run([nvcc, "-ptx", "-arch=compute_80", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{root}", str(source),
-                    "-MD", "-MF", str(includes), "-o", str(ptx)])
+        made = run([
+            nvcc, "-ptx", "-arch=compute_80", "-std=c++20", "-O3", "--expt-relaxed-constexpr", f"-I{root}",
+            str(source), "-MD", "-MF",
+            str(includes), "-o",
+            str(ptx)
+        ])
         if made.returncode != 0:
             raise SystemExit(f"{source}: nvcc failed\n{made.stderr}")
-        result = {"wide": wide_accesses(ptx.read_text()), "limits": thread_limits(ptx.read_text()), "resources": {}}
+        result = {
+            "wide": wide_accesses(ptx.read_text()), "limits": thread_limits(ptx.read_text()), "resources": {}
+        }
         ptxas = str(pathlib.Path(nvcc).with_name("ptxas")) if "/" in nvcc else "ptxas"
         for architecture in ARCHITECTURES:
             done = run([ptxas, "-v", f"-arch={architecture}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))])
@@ -144,7 +165,8 @@ def compile_kernels(source: pathlib.Path, root: pathlib.Path, nvcc: str) -> tupl
             result["resources"][architecture] = resources(done.stdout + done.stderr)
         names = includes.read_text().partition(":")[2].replace("\\\n", " ").split()
     ours = {pathlib.Path(os.path.abspath(name)) for name in names}
-    return result, sorted(str(path.relative_to(root)) for path in ours if path.is_relative_to(root) and path != source)
+    return result, sorted(
+        str(path.relative_to(root)) for path in ours if path.is_relative_to(root) and path != source)
 
 
 def examine(source: pathlib.Path, root: pathlib.Path, nvcc: str, cache: Cache) -> dict:
@@ -158,7 +180,8 @@ def examine(source: pathlib.Path, root: pathlib.Path, nvcc: str, cache: Cache) -
 def demangle(names: list[str]) -> dict[str, str]:
     if not names:
         return {}
-    lines = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    lines = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True,
+                           check=True).stdout
     return dict(zip(names, lines.splitlines()))
 
 
@@ -167,8 +190,9 @@ def main() -> int:
     parser.add_argument("root", type=pathlib.Path)
     parser.add_argument("--nvcc", default="nvcc")
     parser.add_argument("--nm", default="nm")
-    parser.add_argument("--cache", type=pathlib.Path,
-                        default=pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gradwire", "ptx").expanduser())
+    parser.add_argument(
+        "--cache", type=pathlib.Path,
+        default=pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gradwire", "ptx").expanduser())
     parser.add_argument("--launched", type=pathlib.Path)
     parser.add_argument("--executable")
     options = parser.parse_args()
@@ -180,15 +204,18 @@ def main() -> int:
         launched = {name: logs[address] for address, name in
                     instantiations(options.executable, options.nm, set(table)).items() if address in logs}
 
-    with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as empty:  # whoever measures a cold build wants none
+    # whoever measures a cold build wants none
+    with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as empty:
         folder = pathlib.Path(empty) if os.environ.get("CCACHE_DISABLE") else options.cache
         cache = Cache(folder, root, run([options.nvcc, "--version"]).stdout)
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-            results = list(pool.map(lambda source: examine(source, root, options.nvcc, cache), cuda_sources(root)))
+            results = list(
+                pool.map(lambda source: examine(source, root, options.nvcc, cache), cuda_sources(root)))
         cache.expire()
 
     wrong, wide_of = [], {}
-    print(f"{'kernel':40} {'16-byte':7} " + " ".join(f"{a + ' registers/stack/shared':>29}" for a in ARCHITECTURES))
+    print(f"{'kernel':40} {'16-byte':7} " + " ".join(f"{a + ' registers/stack/shared':>29}"
+                                                     for a in ARCHITECTURES))
     for result in results:
         for mangled, full in sorted(demangle(list(result["wide"])).items()):
             name, wide = base_name(full), result["wide"][mangled]
@@ -196,20 +223,26 @@ def main() -> int:
             used = launched.get(full)
             limit = result["limits"].get(mangled, 1024)
             if used and used.threads > limit:
-                wrong.append(f"{full} was launched with {used.threads} threads; its __launch_bounds__ allow {limit}")
+                wrong.append(
+                    f"{full} was launched with {used.threads} threads; its __launch_bounds__ allow {limit}")
             cells = []
             for architecture in ARCHITECTURES:
                 use = result["resources"][architecture][mangled]
                 cells.append(f"{use['registers']}/{use['stack']}/{use['shared']}")
                 if use["spills"] or use["stack"]:
-                    wrong.append(f"{full} on {architecture}: {use['stack']} bytes of stack, {use['spills']} of spills")
+                    wrong.append(
+                        f"{full} on {architecture}: {use['stack']} bytes of stack, {use['spills']} of spills")
                 if used and used.threads * use["registers"] > REGISTERS:
-                    wrong.append(f"{full} on {architecture}: {used.threads} threads of {use['registers']} registers do "
-                                 f"not fit; give it __launch_bounds__({used.threads})")
+                    wrong.append(
+                        f"{full} on {architecture}: {used.threads} threads of {use['registers']} registers do"
+                        f" not fit; give it __launch_bounds__({used.threads})"
+                    )
                 there = max(SHARED.values()) if name in ASK_FIRST else SHARED[architecture]
                 if used and used.shared + use["shared"] > there:
-                    wrong.append(f"{full} on {architecture}: {used.shared + use['shared']} bytes of shared memory; there "
-                                 f"are {there}")
+                    wrong.append(
+                        f"{full} on {architecture}: {used.shared + use['shared']} bytes of shared memory;"
+                        f" there are {there}"
+                    )
             print(f"{name:40} {'+'.join(wide) or '-':7} " + " ".join(f"{c:>29}" for c in cells))
     for name, row in table.items():
         says = row.wide.split()[0]
@@ -217,7 +250,8 @@ def main() -> int:
         if name in wide_of and wide_of[name] != expected:
             wrong.append(f"docs/gpu.md says {name} makes 16-byte accesses: {says}; its PTX: "
                          f"{'+'.join(sorted(wide_of[name])) or '-'}")
-    print("\n".join(wrong) or f"{len(wide_of)} kernels: no spills, no stack, 16-byte accesses as the table says")
+    print("\n".join(wrong)
+          or f"{len(wide_of)} kernels: no spills, no stack, 16-byte accesses as the table says")
     return 1 if wrong else 0
 
 

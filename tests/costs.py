@@ -18,11 +18,15 @@ import sys
 def cost(test: dict, build: pathlib.Path) -> tuple[float, str]:
     properties = {p["name"]: p["value"] for p in test.get("properties", [])}
     environment = dict(os.environ) | dict(entry.split("=", 1) for entry in properties.get("ENVIRONMENT", []))
-    process = subprocess.Popen(test["command"], env=environment, cwd=properties.get("WORKING_DIRECTORY", build),
-                               stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(test["command"], env=environment,
+                               cwd=properties.get("WORKING_DIRECTORY", build), stdin=subprocess.DEVNULL,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
-    return used.ru_utime + used.ru_stime, f"{test['name'].split('  #')[0]}{f'  (exit status {process.returncode})' if status else ''}"
+    return (
+        used.ru_utime + used.ru_stime,
+        f"{test['name'].split('  #')[0]}{f'  (exit status {process.returncode})' if status else ''}",
+    )
 
 
 def main() -> int:

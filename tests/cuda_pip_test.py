@@ -1,4 +1,5 @@
-"""Tests of scripts/cuda_pip.sh with a stand-in for pip: what it installs, when it does nothing, and how it fails.
+"""Tests of scripts/cuda_pip.sh with a stand-in for pip: what it installs, when it does nothing, and how it
+fails.
 
     cuda_pip_test.py ROOT
 """
@@ -11,7 +12,8 @@ import tempfile
 import unittest
 
 SCRIPT = pathlib.Path(sys.argv.pop()) / "scripts" / "cuda_pip.sh"
-# `python -m venv FOLDER`, whose pip installs files like those of NVIDIA's packages, or fails like pip without a network.
+# `python -m venv FOLDER`, whose pip installs files like those of NVIDIA's packages, or fails like pip without
+# a network.
 PYTHON = r"""#!/bin/bash
 mkdir -p "$3/bin"
 cat > "$3/bin/pip" << 'END'
@@ -49,12 +51,16 @@ class CudaPip(unittest.TestCase):
         (self.build / "CMakeCache.txt").write_text(f"CMAKE_CUDA_COMPILER:FILEPATH={nvcc}\n")
 
     def nvcc(self, version):
-        return self.program("nvcc", f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.88'\n")
+        return self.program("nvcc",
+                            f"#!/bin/sh\necho 'Cuda compilation tools, release {version}, V{version}.88'\n")
 
     def run_script(self, *arguments, fails=""):
-        return subprocess.run(["bash", self.folder / "scripts" / "cuda_pip.sh", *arguments], capture_output=True, text=True,
-                              env={"PATH": "/usr/bin:/bin", "PYTHON": str(self.folder / "python"), "PIP_CALLS": str(self.calls),
-                                   "PIP_FAILS": fails})
+        return subprocess.run(
+            ["bash", self.folder / "scripts" / "cuda_pip.sh", *arguments], capture_output=True, text=True,
+            env={
+                "PATH": "/usr/bin:/bin", "PYTHON": str(self.folder / "python"), "PIP_CALLS": str(self.calls),
+                "PIP_FAILS": fails
+            })
 
     def number_of_calls(self):
         return len(self.calls.read_text().splitlines())
@@ -108,8 +114,9 @@ class CudaPip(unittest.TestCase):
         self.configure(self.nvcc("13.0"))
         done = self.run_script("disassembler", fails="yes")
         self.assertEqual(done.returncode, 1)
-        self.assertEqual(done.stdout + done.stderr, "cuda_pip: cannot install nvidia-cuda-cuobjdump==13.5.37 from PyPI: "
-                         "ERROR: No matching distribution found\n")
+        self.assertEqual(
+            done.stdout + done.stderr, "cuda_pip: cannot install nvidia-cuda-cuobjdump==13.5.37 from PyPI: "
+            "ERROR: No matching distribution found\n")
         self.assertEqual(sorted(os.listdir(self.build)), ["CMakeCache.txt"])
 
 

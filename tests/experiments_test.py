@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""bench/experiments/slow_links.py: its arithmetic, and what it refuses; and the arithmetic of elastic_accuracy.py."""
+"""bench/experiments/slow_links.py: its arithmetic, and what it refuses; and the arithmetic of
+elastic_accuracy.py."""
 import json
 import pathlib
 import shutil
@@ -28,14 +29,22 @@ class Experiments(unittest.TestCase):
                 **({"step_ms": step_ms} if step_ms else {}), **more}
 
     def result(self):
-        items = [self.item("gradwire", "alone", [100]), self.item("pytorch", "alone", [120, 130, 110]),
-                 # The median of the repetitions' medians: 700.
-                 self.item("gradwire", "fp32", [690, 9000, 700]), self.item("gradwire", "fp32", [500, 600]),
-                 self.item("gradwire", "fp32", [900]), self.item("pytorch", "fp32", [710]),
-                 self.item("gradwire", "fp32", [650], 8), self.item("pytorch", "fp32", [640], 4),
-                 self.item("gradwire", "16bit", [350], 4), self.item("pytorch", "16bit", None, 4, error="it | aborted"),
-                 self.item("gradwire", "powersgd4", [160], wire_bytes=2e6), self.item("gradwire", "powersgd4", [140], 16, wire_bytes=1e6),
-                 self.item("pytorch", "powersgd4", [280])]
+        items = [
+            self.item("gradwire", "alone", [100]),
+            self.item("pytorch", "alone", [120, 130, 110]),
+            # The median of the repetitions' medians: 700.
+            self.item("gradwire", "fp32", [690, 9000, 700]),
+            self.item("gradwire", "fp32", [500, 600]),
+            self.item("gradwire", "fp32", [900]),
+            self.item("pytorch", "fp32", [710]),
+            self.item("gradwire", "fp32", [650], 8),
+            self.item("pytorch", "fp32", [640], 4),
+            self.item("gradwire", "16bit", [350], 4),
+            self.item("pytorch", "16bit", None, 4, error="it | aborted"),
+            self.item("gradwire", "powersgd4", [160], wire_bytes=2e6),
+            self.item("gradwire", "powersgd4", [140], 16, wire_bytes=1e6),
+            self.item("pytorch", "powersgd4", [280])
+        ]
         return self.report.Result({"settings": {}, "items": items})
 
     def test_medians_ratios_and_the_better_kind_of_buckets(self):
@@ -46,7 +55,8 @@ class Experiments(unittest.TestCase):
         table = {row[0] + " " + row[1]: row for row in self.report.main_table(result)}
         self.assertEqual(table["PowerSGD rank 4 buckets of 16 MB"][2:],
                          ["140", "5.00x", "1.00", "one bucket", "280", "2.54x", "2.00x"])
-        self.assertEqual(table["BF16 buckets of 4 MB"][2:], ["350", "2.00x", "-", "buckets (FP16)", "fails", "-", "-"])
+        self.assertEqual(table["BF16 buckets of 4 MB"][2:],
+                         ["350", "2.00x", "-", "buckets (FP16)", "fails", "-", "-"])
         self.assertEqual(table["FP32 buckets of 8 MB"][-1], "0.98x")
         self.assertNotIn("PowerSGD rank 1", " ".join(table))
         for row in self.report.main_table(result):
@@ -54,7 +64,8 @@ class Experiments(unittest.TestCase):
         self.assertEqual(self.report.errors(result), ["PyTorch BF16, buckets: it | aborted"])
 
     def test_the_peers_16_bits_are_named_where_they_are_not_ours(self):
-        for hook, buckets, compared in (("fp16", "one bucket (FP16)", "(FP16)"), ("bf16", "one bucket", "(the same)")):
+        for hook, buckets, compared in (("fp16", "one bucket (FP16)", "(FP16)"), ("bf16", "one bucket",
+                                                                                  "(the same)")):
             result = self.report.Result({"settings": {}, "items": [
                 self.item("gradwire", "16bit", [100]), self.item("pytorch", "16bit", [150], hook=hook)]})
             self.assertEqual(self.report.main_table(result)[1][5:7], [buckets, "150"])
@@ -62,7 +73,8 @@ class Experiments(unittest.TestCase):
 
     def test_goals_say_met_not_met_and_not_measured(self):
         lines = self.report.goal_lines(self.result())
-        self.assertEqual([line.split("  ")[0].strip() for line in lines], ["met", "not measured", "met", "met", "NOT MET", "met"], lines)
+        self.assertEqual([line.split("  ")[0].strip() for line in lines],
+                         ["met", "not measured", "met", "met", "NOT MET", "met"], lines)
         self.assertIn("PowerSGD (rank 4), relative to own FP32 with one bucket", lines[2])
         self.assertIn("5.00x  (goal 5x)", lines[2])
         self.assertIn("0.98x  (goal 1x)", lines[4])
@@ -70,26 +82,34 @@ class Experiments(unittest.TestCase):
         self.assertEqual([line.split("  ")[0].strip() for line in nothing], ["not measured"] * 3)
 
     def test_the_sweep_chooses_by_medians_and_ignores_what_failed(self):
-        items = [self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"), self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
-                 self.item("gradwire", "fp32", None, 2, "sweep", error="no")]
+        items = [
+            self.item("gradwire", "fp32", [30, 31, 90], 4, "sweep"),
+            self.item("gradwire", "fp32", [29, 40, 50], 8, "sweep"),
+            self.item("gradwire", "fp32", None, 2, "sweep", error="no")
+        ]
         self.assertEqual(self.report.best_bucket_mb(items, "gradwire", "fp32", 16), 4)
         self.assertEqual(self.report.best_bucket_mb(items, "pytorch", "fp32", 16), 16)
         one = [*items, self.item("gradwire", "fp32", [20], None, "sweep")]
         self.assertIsNone(self.report.best_bucket_mb(one, "gradwire", "fp32", 16))
-        self.assertEqual(self.report.sweep_table(one), [["", "one bucket", "8 MB", "4 MB", "2 MB"], ["Gradwire FP32", "20", "40", "31", "-"]])
+        self.assertEqual(
+            self.report.sweep_table(one),
+            [["", "one bucket", "8 MB", "4 MB", "2 MB"], ["Gradwire FP32", "20", "40", "31", "-"]])
         self.assertEqual(self.report.sweep_table(items)[1], ["Gradwire FP32", "40", "31", "-"])
 
     def test_a_log_without_its_warm_up(self):
         log = self.folder / "run.jsonl"
         records = [{"type": "run", "buckets": 2, "schedule": "ring", "parameters": 10, "tensors": 3}]
-        records += [{"type": "step", "step_ms": ms, "loss": ms / 10, "comm_ms": ms / 2} for ms in (900, 10, 30, 20)]
+        records += [{"type": "step", "step_ms": ms, "loss": ms / 10, "comm_ms": ms / 2}
+                    for ms in (900, 10, 30, 20)]
         log.write_text("".join(json.dumps(r) + "\n" for r in records))
         read = self.report.read_log(log, 1)
-        self.assertEqual((read["step_ms"], read["loss"], read["comm_ms"], read["wire_bytes"]), ([10, 30, 20], 2.0, 10.0, None))
+        self.assertEqual((read["step_ms"], read["loss"], read["comm_ms"], read["wire_bytes"]),
+                         ([10, 30, 20], 2.0, 10.0, None))
 
     def test_accuracy_against_the_same_seed(self):
-        logs = [("fp32", 0, 0.88, 4e9, 1.0), ("fp32", 1, 0.90, 4e9, 1.0), ("bf16", 0, 0.881, 2e9, 2.0), ("bf16", 1, 0.894, 2e9, 2.0),
-                ("powersgd:rank=4", 1, 0.89, 1e9, 4.0), ("powersgd:rank=4", 0, None, 0, None)]
+        logs = [("fp32", 0, 0.88, 4e9, 1.0), ("fp32", 1, 0.90, 4e9, 1.0), ("bf16", 0, 0.881, 2e9, 2.0),
+                ("bf16", 1, 0.894, 2e9, 2.0), ("powersgd:rank=4", 1, 0.89, 1e9, 4.0),
+                ("powersgd:rank=4", 0, None, 0, None)]
         rows = {row["spec"]: row for row in self.report.accuracy_rows(logs)}
         self.assertEqual(list(rows), ["fp32", "bf16", "powersgd:rank=4"])
         self.assertAlmostEqual(sum(rows["bf16"]["differences"]), 0.001 - 0.006)
@@ -106,7 +126,8 @@ class Experiments(unittest.TestCase):
 
     def test_what_the_command_refuses(self):
         script = str(ROOT / "bench/experiments/slow_links.py")
-        run = lambda *a: subprocess.run([sys.executable, script, *map(str, a)], capture_output=True, text=True, timeout=60)
+        run = lambda *a: subprocess.run([sys.executable, script, *map(str, a)], capture_output=True, text=
+                                        True, timeout=60)
         result = run("run", "--gradwire", "/nowhere/gradwire")
         self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1), result.stderr)
         self.assertIn("/nowhere/gradwire", result.stderr)
@@ -124,9 +145,13 @@ class ElasticAccuracy(unittest.TestCase):
 
     def test_means_and_spreads_beside_the_runs_that_lost_nobody(self):
         runs = [{"compression": "int8", "fate": fate, "seed": seed, "test_accuracy": accuracy}
-                for fate, all_seeds in (("4 -> 3", (0.81, 0.82)), ("undisturbed", (0.80, 0.84))) for seed, accuracy in enumerate(all_seeds)]
-        self.assertEqual(self.elastic.table(runs)[2:], [
-            "| `int8` | undisturbed | 80.00, 84.00 | 82.00 | 2.83 | - |", "| `int8` | 4 -> 3 | 81.00, 82.00 | 81.50 | 0.71 | -0.50 |"])
+                for fate, all_seeds in (("4 -> 3", (0.81, 0.82)), ("undisturbed", (0.80, 0.84)))
+                for seed, accuracy in enumerate(all_seeds)]
+        self.assertEqual(
+            self.elastic.table(runs)[2:], [
+                "| `int8` | undisturbed | 80.00, 84.00 | 82.00 | 2.83 | - |",
+                "| `int8` | 4 -> 3 | 81.00, 82.00 | 81.50 | 0.71 | -0.50 |"
+            ])
 
     def test_a_rank_is_lost_in_the_first_half_and_another_joins_later(self):
         ranks = set()
@@ -134,7 +159,8 @@ class ElasticAccuracy(unittest.TestCase):
             run = self.elastic.Run("gradwire", pathlib.Path("nowhere"), "int8", "4 -> 3 -> 4", seed, 200)
             again = self.elastic.Run("gradwire", pathlib.Path("nowhere"), "int8", "4 -> 3 -> 4", seed, 200)
             self.assertEqual((run.rank, run.loss_at, run.join_at), (again.rank, again.loss_at, again.join_at))
-            self.assertTrue(20 <= run.loss_at < 100 and run.loss_at < run.join_at < 150, (run.loss_at, run.join_at))
+            self.assertTrue(20 <= run.loss_at < 100 and run.loss_at < run.join_at < 150,
+                            (run.loss_at, run.join_at))
             ranks.add(run.rank)
         self.assertEqual(ranks, {0, 1, 2, 3}, "rank 0, too")
 

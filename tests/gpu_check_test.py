@@ -1,5 +1,5 @@
-"""scripts/gpu_check.sh, beside stand-ins for the programs and for nvidia-smi: what it runs, and what is left of its
-results when a step fails, hangs, or the whole is cut off."""
+"""scripts/gpu_check.sh with stand-ins for the programs and for nvidia-smi: what it runs, and what is left
+of its results when a step fails, hangs, or the whole is cut off."""
 import os
 import pathlib
 import shutil
@@ -12,8 +12,8 @@ import time
 import unittest
 
 SCRIPT = pathlib.Path(sys.argv.pop()) / "scripts" / "gpu_check.sh"
-PROGRAMS = ["gradwire", "gradwire-bench"] + [s + "_tests"
-                                            for s in ("runtime", "kernels", "collectives", "trainer", "processes")]
+PROGRAMS = ["gradwire", "gradwire-bench"
+            ] + [s + "_tests" for s in ("runtime", "kernels", "collectives", "trainer", "processes")]
 MOST_SECONDS = 480
 
 
@@ -48,14 +48,17 @@ class GpuCheck(unittest.TestCase):
                      '*query-gpu=name\\ *) echo "NVIDIA Test 1" ;; *) echo GPU ;; esac')
 
     def environment(self, **more):
-        return {**os.environ, "PATH": f"{self.tools}:{os.environ['PATH']}", "GPU_CHECK_PYTHON": str(self.python), **more}
+        return {
+            **os.environ, "PATH": f"{self.tools}:{os.environ['PATH']}", "GPU_CHECK_PYTHON": str(self.python),
+            **more
+        }
 
     def command(self, *args):
         return ["bash", str(self.folder / "scripts" / "gpu_check.sh"), *args]
 
     def check(self, *args, **more):
-        return subprocess.run(self.command(*args), env=self.environment(**more), capture_output=True, text=True,
-                              timeout=60)
+        return subprocess.run(self.command(*args), env=self.environment(**more), capture_output=True,
+                              text=True, timeout=60)
 
     def steps(self):
         rows = [line.split("\t") for line in (self.out / "steps.tsv").read_text().splitlines()[1:]]
@@ -70,7 +73,8 @@ class GpuCheck(unittest.TestCase):
         for line in self.check("--list").stdout.splitlines():
             part, _, deadline = line.split("\t")
             seconds[part] = seconds.get(part, 0) + int(deadline)
-        self.assertEqual(list(seconds), ["first", "kernels", "peers", "training", "memcheck", "racecheck", "initcheck"])
+        self.assertEqual(list(seconds),
+                         ["first", "kernels", "peers", "training", "memcheck", "racecheck", "initcheck"])
         self.assertLessEqual(max(seconds.values()), MOST_SECONDS)
         self.assertLessEqual(seconds["first"], 360, "deadlines; where nothing hangs it ends within 4 minutes")
 
@@ -81,7 +85,8 @@ class GpuCheck(unittest.TestCase):
         for bench in ("hook", "orthonormalize"):
             line = next(line for line in log.splitlines() if line.startswith(f"gradwire-bench {bench} "))
             self.assertIn(f"--baseline --python {self.python} ", line)
-        self.assertEqual(sorted(p.name for p in self.out.iterdir()), ["README.md", "gpu-check.tar.gz", "steps.tsv"])
+        self.assertEqual(sorted(p.name for p in self.out.iterdir()),
+                         ["README.md", "gpu-check.tar.gz", "steps.tsv"])
         self.assertIn("torch stand-in", (self.out / "README.md").read_text())
 
     def test_nccl_is_found_in_pythons_packages_although_cublas_is_not(self):
@@ -95,12 +100,14 @@ class GpuCheck(unittest.TestCase):
         self.program("build/bin/kernels_tests", 'echo "[  PASSED  ] 0 tests."')
         done = self.check(str(self.out), "first", GPU_CHECK_ONLY="tests-[krc]")
         self.assertEqual(done.returncode, 1)
-        self.assertEqual(self.steps(), {"tests-runtime": "ok", "tests-kernels": "FAILED (1)", "tests-collectives": "ok"})
+        self.assertEqual(self.steps(),
+                         {"tests-runtime": "ok", "tests-kernels": "FAILED (1)", "tests-collectives": "ok"})
         self.assertIn("| first | tests-kernels | FAILED (1) |", self.packed("README.md"))
 
     def test_results_are_packed_when_the_run_is_cut_off(self):
         self.program("build/bin/kernels_tests", f"echo it hangs; touch '{self.folder}/hangs'; exec sleep 600")
-        running = subprocess.Popen(self.command(str(self.out), "first"), env=self.environment(GPU_CHECK_ONLY="doctor|kernels"),
+        running = subprocess.Popen(self.command(str(self.out), "first"),
+                                   env=self.environment(GPU_CHECK_ONLY="doctor|kernels"),
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not (self.folder / "hangs").exists():
             self.assertIsNone(running.poll())

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Kills training runs with SIGKILL at random moments, again and again, and resumes them with the same command.
-Their losses must agree to the last digit with those of an uninterrupted run.
+"""Kills training runs with SIGKILL at random moments, again and again, and resumes them with the same
+command. Their losses must agree to the last digit with those of an uninterrupted run.
 
 usage: kill_test.py PATH_TO_gradwire [--kills N] [--seed S]
 """
@@ -18,26 +18,38 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "integrations"))
 from launch import free_port  # noqa: E402
 
-MODEL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data", "synthetic:512",
-         "--batch-size", "8", "--seed", "4", "--log-every", "1000"]
+MODEL = [
+    "--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data",
+    "synthetic:512", "--batch-size", "8", "--seed", "4", "--log-every", "1000"
+]
 # Ranks that are threads, and ranks that are processes.
 KINDS = [
     ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
     # A named schedule: auto measures links, and may choose differently.
     ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),
 ]
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
+             "PMI_SIZE")
 
 
-def start(gradwire: str, kind: str, ranks: int, flags: list[str], folder: pathlib.Path) -> list[subprocess.Popen]:
-    clean = {k: v for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "OMPI_"))}
+def start(gradwire: str, kind: str, ranks: int, flags: list[str],
+          folder: pathlib.Path) -> list[subprocess.Popen]:
+    clean = {
+        k: v
+        for k, v in os.environ.items() if k not in LAUNCHERS and not k.startswith(("SLURM_", "OMPI_"))
+    }
     command = [gradwire, "train", *MODEL, *flags]
     quiet = dict(cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if kind == "threads":
         return [subprocess.Popen([*command, "--ranks", str(ranks)], env=clean, **quiet)]
     port = str(free_port())
-    return [subprocess.Popen(command, env={**clean, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port,
-                                           "MASTER_ADDR": "127.0.0.1"}, **quiet) for rank in range(ranks)]
+    return [
+        subprocess.Popen(
+            command, env={
+                **clean, "RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port,
+                "MASTER_ADDR": "127.0.0.1"
+            }, **quiet) for rank in range(ranks)
+    ]
 
 
 def finish(processes: list[subprocess.Popen]) -> list[int]:
@@ -58,7 +70,8 @@ def evaluations(log: pathlib.Path) -> list[tuple[int, float, float]]:
     return [(r["step"], r["test_loss"], r["test_accuracy"]) for r in records if r["type"] == "eval"]
 
 
-def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, steps: int, chance: random.Random) -> None:
+def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, steps: int,
+            chance: random.Random) -> None:
     with tempfile.TemporaryDirectory(prefix="gradwire-kill-") as name:
         folder = pathlib.Path(name)
         flags = [*flags, "--steps", str(steps)]
@@ -66,8 +79,10 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         codes = finish(start(gradwire, kind, ranks, [*flags, "--log", "whole.jsonl"], folder))
         assert codes == [0] * ranks if kind == "processes" else codes == [0], codes
         whole_s = time.monotonic() - begin
-        again = [*flags, "--log", "killed.jsonl", "--checkpoint", "saved", "--checkpoint-every", "7", "--resume", "saved",
-                 "--timeout-s", "20"]
+        again = [
+            *flags, "--log", "killed.jsonl", "--checkpoint", "saved", "--checkpoint-every", "7", "--resume",
+            "saved", "--timeout-s", "20"
+        ]
         killed = ended = 0
         while killed < kills:
             processes = start(gradwire, kind, ranks, again, folder)
@@ -96,7 +111,8 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         check(folder, steps)
         left = sorted(path.name for path in (folder / "saved").glob("step-*"))
         assert len(left) <= 3 and left[-1] == f"step-{steps:09d}", left
-        print(f"ranks are {kind}: killed {killed} times, {steps} losses each time as if uninterrupted", flush=True)
+        print(f"ranks are {kind}: killed {killed} times, {steps} losses each time as if uninterrupted",
+              flush=True)
 
 
 def check(folder: pathlib.Path, steps: int) -> None:
@@ -117,7 +133,8 @@ def main() -> None:
     print(f"seed {arguments.seed}", flush=True)
     chance = random.Random(arguments.seed)
     for kind, ranks, flags in KINDS:
-        torture(os.path.abspath(arguments.gradwire), kind, ranks, flags, arguments.kills, arguments.steps, chance)
+        torture(os.path.abspath(arguments.gradwire), kind, ranks, flags, arguments.kills, arguments.steps,
+                chance)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ class Instruction:
         return self.bytes == 16
 
     def registers(self, operands: str) -> list[int]:
-        return [int(m.group(1)) + i for m in REGISTER.finditer(operands) for i in range(2 if m.group(2) else 1)]
+        return [
+            int(m.group(1)) + i for m in REGISTER.finditer(operands) for i in range(2 if m.group(2) else 1)
+        ]
 
     def written(self) -> list[int]:
         """Registers that a load fills."""
@@ -72,7 +74,8 @@ def functions(text: str) -> list[Function]:
         elif match := FUNCTION.match(line):
             found.append(Function(match.group(1), architecture))
         elif found and (match := INSTRUCTION.match(line)):
-            found[-1].code.append(Instruction(int(match.group(1), 16), match.group(2), match.group(3), match.group(4)))
+            found[-1].code.append(
+                Instruction(int(match.group(1), 16), match.group(2), match.group(3), match.group(4)))
     return found
 
 
@@ -98,7 +101,8 @@ def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
         if moved(body) and (not best or rank > (moved(best, only_wide=True), moved(best), -len(best))):
             best = body
     if best:
-        # A loop that only fills shared memory or adds up a few sums is not where a straight kernel spends its time.
+        # A loop that only fills shared memory or adds up a few sums is not where a straight kernel spends its
+        # time.
         if 2 * moved(best, only_wide=True) >= moved(code, only_wide=True):
             return best, True
     exits = [i for i, instruction in enumerate(code) if instruction.name == "EXIT"]
@@ -106,10 +110,11 @@ def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
 
 
 def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
-    """Most bytes of global loads that a thread has on their way at once: a load ends, and with it those before
-    it, at the first instruction that reads what it loaded, since a thread issues in order. A loop is gone
-    through twice, so that what it fetches for its next turn counts. Copies to shared memory go in groups, each of at least
-    the shortest copy, and the loop waits until some number of groups are left (DEPBAR)."""
+    """Most bytes of global loads that a thread has on their way at once: a load ends, and with it those
+    before it, at the first instruction that reads what it loaded, since a thread issues in order. A loop is
+    gone through twice, so that what it fetches for its next turn counts. Copies to shared memory go in
+    groups, each of at least the shortest copy, and the loop waits until some number of groups are left
+    (DEPBAR)."""
     waiting: list[tuple[set[int], int]] = []
     copies = [i.bytes for i in body if i.name == "LDGSTS"]
     left = [int(match.group(1), 16) for i in body if i.name == "DEPBAR"
@@ -128,8 +133,8 @@ def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
 
 
 def half_sector_stores(body: list[Instruction]) -> int:
-    """Pairs of 16-byte stores of one thread to adjacent places: a warp's store then leaves every other 16 bytes
-    out, half of each 32-byte sector."""
+    """Pairs of 16-byte stores of one thread to adjacent places: a warp's store then leaves every other 16
+    bytes out, half of each 32-byte sector."""
     places = set()
     pairs = 0
     for instruction in body:
@@ -167,9 +172,13 @@ class Measured:
 def measure(function: Function) -> Measured:
     body, is_loop = hot_loop(function)
     real = [i for i in body if i.name != "NOP"]
-    hot = HotLoop(loads=moved(body, LOADS), stores=moved(body, ("STG",)), instructions=len(real),
-                  in_flight=bytes_in_flight(body, is_loop), wide_loads=sum(i.wide for i in body if i.name in LOADS),
-                  wide_stores=sum(i.wide for i in body if i.name == "STG"), half_sector=half_sector_stores(body),
-                  calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
-    return Measured(hot, local=sum(i.name in ("LDL", "STL") for i in function.code),
-                    non_coherent=sum(i.name in ("LD", "LDG") and "CONSTANT" in i.operation.split(".") for i in function.code))
+    hot = HotLoop(loads=moved(body, LOADS), stores=moved(body, ("STG", )), instructions=len(real),
+                  in_flight=bytes_in_flight(body,
+                                            is_loop), wide_loads=sum(i.wide for i in body if i.name in LOADS),
+                  wide_stores=sum(i.wide for i in body if i.name == "STG"),
+                  half_sector=half_sector_stores(body), calls=sum(i.name == "CALL"
+                                                                  for i in body), is_loop=is_loop)
+    return Measured(
+        hot, local=sum(i.name in ("LDL", "STL") for i in function.code),
+        non_coherent=sum(i.name in ("LD", "LDG") and "CONSTANT" in i.operation.split(".")
+                         for i in function.code))

@@ -41,9 +41,13 @@ class Run:
         self.rank = draw.randrange(WORLD)
         self.loss_at = draw.randrange(steps // 10, steps // 2)
         self.join_at = draw.randrange(self.loss_at + steps // 20, steps * 3 // 4)
-        self.words = [gradwire, "train", "--model", "vit_tiny", "--data", data, "--batch-size", "64", "--optimizer", "adamw",
-                      "--lr", "2e-3", "--steps", str(steps), "--log-every", "10", "--log", "run.jsonl", "--seed", str(seed),
-                      "--compression", spec, "--elastic", f"{WORLD - 1}:{WORLD}", "--device", "host", "--timeout-s", "120"]
+        self.words = [
+            gradwire, "train", "--model", "vit_tiny", "--data", data, "--batch-size", "64", "--optimizer",
+            "adamw", "--lr", "2e-3", "--steps",
+            str(steps), "--log-every", "10", "--log", "run.jsonl", "--seed",
+            str(seed), "--compression", spec, "--elastic", f"{WORLD - 1}:{WORLD}", "--device", "host",
+            "--timeout-s", "120"
+        ]
 
     def records(self):
         path = self.folder / "run.jsonl"
@@ -53,7 +57,8 @@ class Run:
     def start(self, *more, **environment):
         """Starts a process. `more`: its flags for finding the other ranks."""
         output = open(self.folder / f"rank-{len(list(self.folder.glob('rank-*')))}", "w", encoding="utf-8")
-        return subprocess.Popen([*self.words, *more], cwd=self.folder, stdout=output, stderr=subprocess.STDOUT,
+        return subprocess.Popen([*self.words, *more], cwd=self.folder, stdout=output,
+                                stderr=subprocess.STDOUT,
                                 env={**os.environ, "GRADWIRE_THREADS": "1", **environment})
 
     def wait_for(self, step, ranks):
@@ -72,8 +77,10 @@ class Run:
             raise RuntimeError(f"--join nobody: code {code}: {self.said()}")
 
     def run(self):
-        ranks = [self.start("--rendezvous", f"file://{self.folder}/meeting", "--members", "members", RANK=str(r), WORLD_SIZE=str(WORLD))
-                 for r in range(WORLD)]
+        ranks = [
+            self.start("--rendezvous", f"file://{self.folder}/meeting", "--members", "members", RANK=str(r),
+                       WORLD_SIZE=str(WORLD)) for r in range(WORLD)
+        ]
         try:
             if self.fate != "undisturbed":
                 self.wait_for(self.loss_at, ranks)
@@ -91,9 +98,14 @@ class Run:
         if any(codes):
             raise RuntimeError(f"codes {codes}: {self.said()}")
         records = self.records()
-        found = {"test_accuracy": records[-1]["test_accuracy"], "steps": self.steps,
-                 "shrink": [{k: r[k] for k in ("step", "lost", "ranks")} for r in records if r["type"] == "shrink"],
-                 "grow": [{k: r[k] for k in ("step", "joined", "ranks")} for r in records if r["type"] == "grow"]}
+        found = {
+            "test_accuracy": records[-1]["test_accuracy"], "steps": self.steps,
+            "shrink": [{k: r[k]
+                        for k in ("step", "lost", "ranks")} for r in records
+                       if r["type"] == "shrink"], "grow": [{k: r[k]
+                                                            for k in ("step", "joined", "ranks")}
+                                                           for r in records if r["type"] == "grow"]
+        }
         expected = {"undisturbed": (0, 0), "4 -> 3": (1, 0), "4 -> 3 -> 4": (1, 1)}[self.fate]
         if (len(found["shrink"]), len(found["grow"])) != expected:
             raise RuntimeError(f"{found}: {self.said()}")
@@ -102,11 +114,15 @@ class Run:
 
 def table(runs):
     """Returns lines of Markdown: accuracies in percent, their mean and standard deviation."""
-    lines = ["| compression | ranks | accuracy by seed (%) | mean | spread | minus undisturbed |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| compression | ranks | accuracy by seed (%) | mean | spread | minus undisturbed |",
+        "|---|---|---|---|---|---|"
+    ]
     for spec in dict.fromkeys(r["compression"] for r in runs):
         base = None
         for fate in FATES:
-            all_seeds = sorted((r for r in runs if (r["compression"], r["fate"]) == (spec, fate)), key=lambda r: r["seed"])
+            all_seeds = sorted((r for r in runs if (r["compression"], r["fate"]) == (spec, fate)),
+                               key=lambda r: r["seed"])
             if not all_seeds:
                 continue
             percent = [100 * r["test_accuracy"] for r in all_seeds]
@@ -114,12 +130,16 @@ def table(runs):
             base = mean if fate == "undisturbed" else base
             spread = f"{statistics.stdev(percent):.2f}" if len(percent) > 1 else "-"
             difference = "-" if base is None or fate == "undisturbed" else f"{mean - base:+.2f}"
-            lines.append(f"| `{spec}` | {fate} | {', '.join(f'{p:.2f}' for p in percent)} | {mean:.2f} | {spread} | {difference} |")
+            lines.append(
+                f"| `{spec}` | {fate} | {', '.join(f'{p:.2f}' for p in percent)} | {mean:.2f} | {spread} |"
+                f" {difference} |"
+            )
     return lines
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "build/elastic-accuracy.json")
     parser.add_argument("--gradwire", default=str(ROOT / "build/bin/gradwire"))
     parser.add_argument("--steps", type=int, default=200)
@@ -139,15 +159,20 @@ def main():
                 if (spec, fate, seed, arguments.steps) in done:
                     continue
                 with tempfile.TemporaryDirectory() as folder:
-                    run = Run(arguments.gradwire, pathlib.Path(folder), spec, fate, seed, arguments.steps, data)
+                    run = Run(arguments.gradwire, pathlib.Path(folder), spec, fate, seed, arguments.steps,
+                              data)
                     found = run.run()
                     if arguments.smoke:
                         run.check_join()
                 runs.append({"compression": spec, "fate": fate, "seed": seed, **found})
                 print(f"{spec}, {fate}, seed {seed}: {100 * found['test_accuracy']:.2f} %", flush=True)
-                commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-                result.update({"commit": commit.stdout.strip(), "cores": len(os.sched_getaffinity(0)), "machine": platform.machine(),
-                               "command": "bench/experiments/elastic_accuracy.py", "model": "vit_tiny", "data": "fashion-mnist"})
+                commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True,
+                                        text=True, check=False)
+                result.update({
+                    "commit": commit.stdout.strip(), "cores": len(os.sched_getaffinity(0)),
+                    "machine": platform.machine(), "command": "bench/experiments/elastic_accuracy.py",
+                    "model": "vit_tiny", "data": "fashion-mnist"
+                })
                 arguments.results.write_text(json.dumps(result, indent=1) + "\n")
     print("\n".join(table(runs)))
     return 0

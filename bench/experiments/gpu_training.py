@@ -158,13 +158,14 @@ def gradwire_row(arguments, precision, graph, group=None):
     row = {"who": " ".join(["Gradwire", *(["--ranks 2"] if group else []), *flags]), "precision": precision}
     with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
         log = pathlib.Path(folder) / "run.jsonl"
-        command = [arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic",
-                   "--device", "host" if arguments.device == "cpu" else "cuda", "--ranks", "2" if group else "1",
-                   "--batch-size", str(arguments.batch_size), "--steps",
-                   str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01",
-                   "--momentum", "0", "--eval-every", "0", "--precision", precision, "--gelu", arguments.gelu,
-                   "--log", str(log),
-                   *flags]
+        command = [
+            arguments.gradwire, "train", *GRADWIRE_SIZES[arguments.model], "--data", "synthetic", "--device",
+            "host" if arguments.device == "cpu" else "cuda", "--ranks", "2" if group else "1", "--batch-size",
+            str(arguments.batch_size), "--steps",
+            str(arguments.warmup + arguments.steps), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0",
+            "--eval-every", "0", "--precision", precision, "--gelu", arguments.gelu, "--log",
+            str(log), *flags
+        ]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=arguments.deadline_s)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -239,7 +240,8 @@ def main():
                         help="without torch.compile, which takes a minute per precision")
     parser.add_argument("--no-graph", action="store_true", help="without --graph")
     parser.add_argument("--json", type=pathlib.Path)
-    smoke.add(parser, device="cpu", model="tiny", precision=["fp32"], steps=1, warmup=1, batch_size=1, no_compile=True)
+    smoke.add(parser, device="cpu", model="tiny", precision=["fp32"], steps=1, warmup=1, batch_size=1,
+              no_compile=True)
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         sys.exit("gpu_training: PyTorch sees no GPU")
@@ -252,9 +254,11 @@ def main():
         if arguments.json:  # after each row, so that a later failure loses nothing
             arguments.json.write_text(json.dumps({"settings": settings, "rows": rows}, indent=1) + "\n")
 
-    settings = {"model": arguments.model, "gelu": arguments.gelu, "batch_size": arguments.batch_size, "torch": torch.__version__,
-                "device": arguments.device,
-                "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else "host"}
+    settings = {
+        "model": arguments.model, "gelu": arguments.gelu, "batch_size": arguments.batch_size,
+        "torch": torch.__version__, "device": arguments.device,
+        "device_name": torch.cuda.get_device_name() if arguments.device == "cuda" else "host"
+    }
     for precision in arguments.precision or ["bf16", "tf32", "fp32"]:
         for repetition in range(arguments.repetitions):
             add(gradwire_row(arguments, precision, graph=False))

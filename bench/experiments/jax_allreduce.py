@@ -27,8 +27,13 @@ def start(arguments, deadline_s=500):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    shared = {**os.environ, "WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [subprocess.Popen([sys.executable, *sys.argv], env={**shared, "RANK": str(r)}) for r in range(arguments.ranks)]
+    shared = {
+        **os.environ, "WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port
+    }
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**shared, "RANK": str(r)})
+        for r in range(arguments.ranks)
+    ]
     try:
         return max(abs(r.wait(timeout=deadline_s)) for r in ranks)
     finally:
@@ -39,7 +44,8 @@ def start(arguments, deadline_s=500):
 def connect(rank, world):
     """Initializes jax.distributed with Gloo, on this machine or over a network."""
     import jax
-    if os.environ["MASTER_ADDR"] != "127.0.0.1":  # Gloo would listen where the host's name leads, which is 127.0.0.1
+    # Gloo would listen where the host's name leads, which is 127.0.0.1
+    if os.environ["MASTER_ADDR"] != "127.0.0.1":
         from jax._src.lib import _jax
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((os.environ["MASTER_ADDR"], 1))
@@ -50,7 +56,8 @@ def connect(rank, world):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mib", type=float, default=16, help="of FP32 per rank")
     parser.add_argument("--repetitions", type=int, default=7)
@@ -74,11 +81,12 @@ def main():
     mine = jax.random.normal(jax.random.key(rank), (elements,))
     mesh = jax.make_mesh((world,), ("ranks",))
     spec = PartitionSpec("ranks")
-    everyones = jax.make_array_from_single_device_arrays((world, elements), NamedSharding(mesh, spec), [mine[None]])
+    everyones = jax.make_array_from_single_device_arrays((world, elements), NamedSharding(mesh, spec),
+                                                         [mine[None]])
     # In place, as in training, with donated operands.
-    theirs = jax.jit(jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec,
-                                   check_vma=False),
-                     donate_argnums=0)
+    theirs = jax.jit(
+        jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec,
+                      check_vma=False), donate_argnums=0)
     modes = {"jax.lax.pmean, Gloo": (theirs, everyones)}
     for name in SPECS:
         modes[name] = (jax.jit(lambda x, name=name: gradwire.jax.pmean(x, name), donate_argnums=0), mine + 0)
@@ -97,10 +105,14 @@ def main():
         for name, ms in times.items():
             print(f"| {name} | {statistics.median(ms):.1f} | {base / statistics.median(ms):.2f} |")
         if arguments.json:
-            commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True,
-                                    cwd=pathlib.Path(__file__).parent).stdout.strip()
-            about = {"commit": commit, "system": platform.platform(), "cores": os.cpu_count(), "jax": jax.__version__, "ranks": world, "mib": arguments.mib, "load": os.getloadavg()[0]}
-            arguments.json.write_text(json.dumps({"schema": 1, "settings": about, "ms": times}, indent=1) + "\n")
+            commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True,
+                                    text=True, cwd=pathlib.Path(__file__).parent).stdout.strip()
+            about = {
+                "commit": commit, "system": platform.platform(), "cores": os.cpu_count(),
+                "jax": jax.__version__, "ranks": world, "mib": arguments.mib, "load": os.getloadavg()[0]
+            }
+            arguments.json.write_text(
+                json.dumps({"schema": 1, "settings": about, "ms": times}, indent=1) + "\n")
     return 0
 
 

@@ -25,7 +25,8 @@ MODES = (GLOO, "fp32", "bf16", "int8", "int4", "int4:rotate=hadamard", "powersgd
 
 
 def parse():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=300)
@@ -52,15 +53,20 @@ def fresh_weights(seed):
 
     def linear(rows, cols):
         bound = rows ** -0.5
-        return {"w": jax.random.uniform(next(keys), (rows, cols), minval=-bound, maxval=bound), "b": jnp.zeros(cols)}
+        return {
+            "w": jax.random.uniform(next(keys), (rows, cols), minval=-bound, maxval=bound),
+            "b": jnp.zeros(cols)
+        }
 
     def norm():
         return {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
 
     blocks = [{"norm1": norm(), "qkv": linear(WIDTH, 3 * WIDTH), "out": linear(WIDTH, WIDTH), "norm2": norm(),
                "up": linear(WIDTH, 4 * WIDTH), "down": linear(4 * WIDTH, WIDTH)} for _ in range(DEPTH)]
-    return {"embedding": jax.random.normal(next(keys), (WORDS, WIDTH)), "position": jnp.zeros((LENGTH, WIDTH)),
-            "blocks": blocks, "norm": norm(), "head": linear(WIDTH, WORDS)}
+    return {
+        "embedding": jax.random.normal(next(keys), (WORDS, WIDTH)), "position": jnp.zeros((LENGTH, WIDTH)),
+        "blocks": blocks, "norm": norm(), "head": linear(WIDTH, WORDS)
+    }
 
 
 def loss_of(weights, tokens):
@@ -79,7 +85,8 @@ def loss_of(weights, tokens):
         qkv = apply(block["qkv"], normed(block["norm1"], x)).reshape(BATCH, LENGTH, 3, 1, WIDTH)
         attended = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
         x = x + apply(block["out"], attended.reshape(BATCH, LENGTH, WIDTH))
-        x = x + apply(block["down"], jax.nn.gelu(apply(block["up"], normed(block["norm2"], x)), approximate=False))
+        x = x + apply(block["down"],
+                      jax.nn.gelu(apply(block["up"], normed(block["norm2"], x)), approximate=False))
     logits = apply(weights["head"], normed(weights["norm"], x))
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]))
 
@@ -91,11 +98,14 @@ def gloos_mean(world):
     from jax.sharding import NamedSharding, PartitionSpec
     spec = PartitionSpec("ranks")
     mesh = jax.make_mesh((world,), ("ranks",))
-    mean = jax.jit(jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    mean = jax.jit(
+        jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=mesh, in_specs=spec, out_specs=spec,
+                      check_vma=False))
 
     def average(tree):
         mine, back = ravel_pytree(tree)
-        everyones = jax.make_array_from_single_device_arrays((world, mine.size), NamedSharding(mesh, spec), [mine[None]])
+        everyones = jax.make_array_from_single_device_arrays((world, mine.size), NamedSharding(mesh, spec),
+                                                             [mine[None]])
         return back(mean(everyones).addressable_data(0)[0])
 
     return average
@@ -150,9 +160,12 @@ def main():
                 for number in range(arguments.steps):
                     loss, weights, state = step(weights, state, batch(seed, number, rank))
                     jax.block_until_ready(weights)
-                held_out = statistics.fmean(float(held_out_loss(weights, batch(seed, 1_000_000 + k, 0))) for k in range(16))
-                items.append({"mode": mode, "optimizer": optimizer, "seed": seed, "steps": arguments.steps, "final_loss": held_out,
-                              "training_loss": float(loss)})
+                held_out = statistics.fmean(
+                    float(held_out_loss(weights, batch(seed, 1_000_000 + k, 0))) for k in range(16))
+                items.append({
+                    "mode": mode, "optimizer": optimizer, "seed": seed, "steps": arguments.steps,
+                    "final_loss": held_out, "training_loss": float(loss)
+                })
                 if rank == 0:
                     print(f"{optimizer:6} {mode:28} seed {seed}: {held_out:.4f}", flush=True)
     if rank == 0:
@@ -176,12 +189,16 @@ def report(items, arguments, world):
     if arguments.json:
         commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True,
                                 cwd=pathlib.Path(__file__).parent).stdout.strip()
-        about = {"date": datetime.date.today().isoformat(), "commit": commit, "command": "bench/experiments/jax_loss.py",
-                 "system": platform.platform(), "cores": os.cpu_count(), "jax": jax.__version__, "ranks": world,
-                 "model": {"width": WIDTH, "depth": DEPTH, "words": WORDS, "length": LENGTH}, "batch_size": BATCH,
-                 "load": os.getloadavg()[0]}
+        about = {
+            "date": datetime.date.today().isoformat(), "commit": commit,
+            "command": "bench/experiments/jax_loss.py", "system": platform.platform(),
+            "cores": os.cpu_count(), "jax": jax.__version__, "ranks": world,
+            "model": {"width": WIDTH, "depth": DEPTH, "words": WORDS,
+                      "length": LENGTH}, "batch_size": BATCH, "load": os.getloadavg()[0]
+        }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"schema": 1, "settings": about, "items": items}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"schema": 1, "settings": about, "items": items}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- PYTHON bench/experiments/jax_step.py
                                                           one per host of a slow network (root)
 
-jax_loss.py's transformer and AdamW step, 512 wide and 4 blocks deep, with a small batch: a model whose gradients take
-longer to exchange than to compute.
+jax_loss.py's transformer and AdamW step, 512 wide and 4 blocks deep, with a small batch: a model whose
+gradients take longer to exchange than to compute.
 """
 import argparse
 import json
@@ -26,7 +26,8 @@ WARM_UP_STEPS = 4  # the first compiles; PowerSGD starts at the third
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=5, help="measured, of each mode and repetition")
     parser.add_argument("--repetitions", type=int, default=3)
@@ -65,17 +66,22 @@ def main():
                 print(f"{repetition + 1} {mode:28} {statistics.median(ms[mode][-1]):.0f} ms", flush=True)
     gradwire.jax.shutdown()
     if rank == 0:
-        medians = {mode: statistics.median(statistics.median(times) for times in ms[mode]) for mode in arguments.modes}
+        medians = {
+            mode: statistics.median(statistics.median(times) for times in ms[mode])
+            for mode in arguments.modes
+        }
         print(f"\n{elements:,} parameters, {world} ranks, load {os.getloadavg()[0]:.1f}\n")
         print("| | ms/step | x Gloo |\n|---|---:|---:|")
         for mode in arguments.modes:
             print(f"| {mode} | {medians[mode]:.0f} | {medians[jax_loss.GLOO] / medians[mode]:.2f} |")
         if arguments.json:
-            commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True,
-                                    cwd=pathlib.Path(__file__).parent).stdout.strip()
-            about = {"commit": commit, "command": "bench/experiments/jax_step.py", "system": platform.platform(),
-                     "cores": os.cpu_count(), "jax": jax.__version__, "ranks": world, "parameters": elements,
-                     "load": os.getloadavg()[0]}
+            commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True,
+                                    text=True, cwd=pathlib.Path(__file__).parent).stdout.strip()
+            about = {
+                "commit": commit, "command": "bench/experiments/jax_step.py", "system": platform.platform(),
+                "cores": os.cpu_count(), "jax": jax.__version__, "ranks": world, "parameters": elements,
+                "load": os.getloadavg()[0]
+            }
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps({"schema": 1, "settings": about, "ms": ms}, indent=1) + "\n")
     return 0

@@ -18,7 +18,8 @@ from harness import smoke  # noqa: E402
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--json", type=pathlib.Path)
@@ -30,7 +31,9 @@ def main():
     from launch import free_port, run_ranks
     if "RANK" not in os.environ:
         ports = ",".join(str(free_port()) for _ in range(2 * arguments.repetitions + 1))
-        return max(map(abs, run_ranks(pathlib.Path(__file__), arguments.ranks, [*sys.argv[1:], "--ports", ports], 300)))
+        return max(
+            map(abs, run_ranks(pathlib.Path(__file__), arguments.ranks, [*sys.argv[1:], "--ports", ports],
+                               300)))
 
     import gradwire
 
@@ -51,10 +54,14 @@ def main():
             took[which].append(longest * 1e3)
     if rank == 0:
         for which, times in took.items():
-            print(f"{which:7} a secret: {statistics.median(times):6.1f} ms, from {min(times):.1f} to {max(times):.1f}")
+            print(
+                f"{which:7} a secret: {statistics.median(times):6.1f} ms, from {min(times):.1f} to"
+                f" {max(times):.1f}"
+            )
         print(f"difference: {statistics.median(took['with']) - statistics.median(took['without']):.1f} ms")
         if arguments.json:
-            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+            commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True,
+                                    check=False)
             arguments.json.write_text(json.dumps({
                 "ranks": world, "cores": len(os.sched_getaffinity(0)), "commit": commit.stdout.strip(),
                 "slowest_rank_ms": took}, indent=1) + "\n")

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """FSDP2 and DDP with and without Gradwire: speed over slow links, and loss after training.
 
-    pytorch.py fsdp-speed [--json FILE]     steps of a sharded transformer, and reduce-scatter alone, on 4 hosts that are
-                                            connected at 1 Gb/s (root, for network namespaces; 10 minutes)
-    pytorch.py fsdp-loss [--json FILE]      loss after training with each format, with error feedback and without
+    pytorch.py fsdp-speed [--json FILE]     steps of a sharded transformer, and reduce-scatter alone, on 4
+                                            hosts that are connected at 1 Gb/s (root, for network namespaces;
+                                            10 minutes)
+    pytorch.py fsdp-loss [--json FILE]      loss after training with each format, with error feedback and
+                                            without
     pytorch.py ddp-speed [--json FILE]      as fsdp-speed, with the same transformer in DDP with a hook
     pytorch.py ddp-loss [--json FILE]       as fsdp-loss, with SGD and AdamW
     pytorch.py show FILE...                 the tables of results, in Markdown
@@ -38,28 +40,34 @@ def ours(gradients, weights, **others):
 
 
 NATIVE_FP32, NATIVE_BF16 = "PyTorch, fp32", "PyTorch, reduce_dtype=bf16"
-STEP_MODES = [
-    (NATIVE_FP32, {"native": {}}), (NATIVE_BF16, {"native": BF16_SUMS}),
-    ("PyTorch, param_dtype=reduce_dtype=bf16", {"native": BF16_BOTH}),
-    ("fp32 / fp32", ours("fp32", "fp32")), ("bf16 / bf16", ours("bf16", "bf16")), ("int8 / bf16", ours("int8", "bf16")),
-    ("int8 / int8", ours("int8", "int8")), ("int4:rotate=hadamard / int8", ours("int4:rotate=hadamard", "int8"))]
+STEP_MODES = [(NATIVE_FP32, {"native": {}}), (NATIVE_BF16, {"native": BF16_SUMS}),
+              ("PyTorch, param_dtype=reduce_dtype=bf16", {"native": BF16_BOTH}),
+              ("fp32 / fp32", ours("fp32", "fp32")), ("bf16 / bf16", ours("bf16", "bf16")),
+              ("int8 / bf16", ours("int8", "bf16")), ("int8 / int8", ours("int8", "int8")),
+              ("int4:rotate=hadamard / int8", ours("int4:rotate=hadamard", "int8"))]
 REDUCE_SCATTER_MODES = [("PyTorch, fp32", {"native": True}),
                         *((spec, {"spec": f"{spec}{',' if ':' in spec else ':'}schedule=two_shot"})
                           for spec in ("fp32", "bf16", "int8", "int4", "int4:rotate=hadamard"))]
 LOSS_MODES = [("PyTorch, fp32", {"native": {}}), ("PyTorch, reduce_dtype=bf16", {"native": BF16_SUMS}),
-              *((f"{spec}{'' if residual == 'fp32' else ', residual=' + residual}", ours(spec, "fp32", residual=residual))
-                for spec in ("int8", "int4", "int4:rotate=hadamard", "int2") for residual in ("fp32", "int8", "off")
-                if spec != "int8" or residual != "int8")]
+              *((f"{spec}{'' if residual == 'fp32' else ', residual=' + residual}",
+                 ours(spec, "fp32", residual=residual))
+                for spec in ("int8", "int4", "int4:rotate=hadamard", "int2")
+                for residual in ("fp32", "int8", "off") if spec != "int8" or residual != "int8")]
 POWERSGD = {"hook": "powerSGD_hook", "rank": 4, "start": 2}
-DDP_SPEED_MODES = [(NATIVE_FP32, {"native": {}}), ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
+DDP_SPEED_MODES = [(NATIVE_FP32, {"native": {}}),
+                   ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
                    ("PyTorch, powerSGD_hook, rank 4", {"native": POWERSGD}),
                    *((spec, {"ours": {"spec": spec}})
                      for spec in ("fp32", "bf16", "int8", "int4:rotate=hadamard", "powersgd:rank=4"))]
-DDP_LOSS_MODES = [(NATIVE_FP32, {"native": {}}), ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
-                  *((f"PyTorch, powerSGD_hook, rank 4, start {start}", {"native": {**POWERSGD, "start": start}}) for start in (2, 20)),
-                  *((spec, {"ours": {"spec": spec}}) for spec in
-                    ("bf16", "int8", "int4", "int4:rotate=hadamard",
-                     *(f"powersgd:rank=4,start={start}" for start in (0, 2, 5, 20))))]
+DDP_LOSS_MODES = [
+    (NATIVE_FP32, {"native": {}}),
+    ("PyTorch, bf16_compress_hook", {"native": {"hook": "bf16_compress_hook"}}),
+    *((f"PyTorch, powerSGD_hook, rank 4, start {start}", {"native": {**POWERSGD, "start": start}})
+      for start in (2, 20)),
+    *((spec, {"ours": {"spec": spec}})
+      for spec in ("bf16", "int8", "int4", "int4:rotate=hadamard", *(f"powersgd:rank=4,start={start}"
+                                                                     for start in (0, 2, 5, 20))))
+]
 # Each with the best learning rate for FP32, out of 0.05 to 0.4 and 0.001 to 0.008.
 OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}, "adamw": {"lr": 0.002}}
 # GPT-2's blocks, few tokens: communication takes most of a step, as with fast GPUs on such links.
@@ -73,12 +81,14 @@ def settings(arguments, plan):
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
     cpu = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
-    return {"date": datetime.date.today().isoformat(), "commit": output("git", "rev-parse", "--short=12", "HEAD"),
-            "command": "bench/experiments/pytorch.py " + arguments.command,
-            "torch": output(arguments.python, "-c", "import torch; print(torch.__version__)"),
-            "python": platform.python_version(), "system": platform.platform(), "cpu": cpu[0] if cpu else "", "cores": len(cpu),
-            "load": os.getloadavg()[0], "hosts": arguments.hosts, "rate": getattr(arguments, "rate", None),
-            "model": plan["model"], "batch_size": plan["batch_size"]}
+    return {
+        "date": datetime.date.today().isoformat(), "commit": output("git", "rev-parse", "--short=12", "HEAD"),
+        "command": "bench/experiments/pytorch.py " + arguments.command,
+        "torch": output(arguments.python, "-c", "import torch; print(torch.__version__)"),
+        "python": platform.python_version(), "system": platform.platform(), "cpu": cpu[0] if cpu else "",
+        "cores": len(cpu), "load": os.getloadavg()[0], "hosts": arguments.hosts,
+        "rate": getattr(arguments, "rate", None), "model": plan["model"], "batch_size": plan["batch_size"]
+    }
 
 
 def measure(arguments, plan, shaped):
@@ -95,7 +105,8 @@ def measure(arguments, plan, shaped):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1"}
         if shaped:
             prefix = [str(SHAPED_LINK), "--hosts", str(arguments.hosts), "--rate", arguments.rate, "--"]
-            code = subprocess.run([*prefix, *command], env=environment, timeout=arguments.deadline_s).returncode
+            code = subprocess.run([*prefix, *command], env=environment,
+                                  timeout=arguments.deadline_s).returncode
         else:
             code = run_here(command, arguments.hosts, environment, arguments.deadline_s)
         items = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -119,31 +130,42 @@ def run_here(command, ranks, environment, deadline_s):
 
 
 def ddp_speed(arguments):
-    items = [{"what": "step", "wrap": "ddp", "mode": mode, "repetition": repetition, "warmup": 3, "steps": arguments.steps, **how}
-             for repetition in range(arguments.repetitions) for mode, how in DDP_SPEED_MODES]
+    items = [{
+        "what": "step", "wrap": "ddp", "mode": mode, "repetition": repetition, "warmup": 3,
+        "steps": arguments.steps, **how
+    } for repetition in range(arguments.repetitions) for mode, how in DDP_SPEED_MODES]
     return measure(arguments, {"model": SPEED_MODEL, "batch_size": 1, "items": items}, shaped=True)
 
 
 def ddp_loss(arguments):
-    items = [{"what": "loss", "wrap": "ddp", "mode": mode, "seed": seed, "steps": arguments.steps, "optimizer": name, **options,
-              **how}
-             for seed in range(arguments.seeds) for name, options in OPTIMIZERS.items() for mode, how in DDP_LOSS_MODES]
+    items = [{
+        "what": "loss", "wrap": "ddp", "mode": mode, "seed": seed, "steps": arguments.steps,
+        "optimizer": name, **options, **how
+    } for seed in range(arguments.seeds) for name, options in OPTIMIZERS.items()
+             for mode, how in DDP_LOSS_MODES]
     return measure(arguments, {"model": LOSS_MODEL, "batch_size": 8, "items": items}, shaped=False)
 
 
 def speed(arguments):
     items = []
-    for repetition in range(arguments.repetitions):  # in turns, so that changes in the machine's speed affect all
-        items += [{"what": "step", "mode": mode, "repetition": repetition, "warmup": 1, "steps": arguments.steps, **how}
-                  for mode, how in STEP_MODES]
-        items += [{"what": "reduce_scatter", "mode": mode, "repetition": repetition, "elements": 6_400_000, "warmup": 1,
-                   "steps": arguments.steps, **how} for mode, how in REDUCE_SCATTER_MODES]
+    # in turns, so that changes in the machine's speed affect all
+    for repetition in range(arguments.repetitions):
+        items += [{
+            "what": "step", "mode": mode, "repetition": repetition, "warmup": 1, "steps": arguments.steps,
+            **how
+        } for mode, how in STEP_MODES]
+        items += [{
+            "what": "reduce_scatter", "mode": mode, "repetition": repetition, "elements": 6_400_000,
+            "warmup": 1, "steps": arguments.steps, **how
+        } for mode, how in REDUCE_SCATTER_MODES]
     return measure(arguments, {"model": SPEED_MODEL, "batch_size": 1, "items": items}, shaped=True)
 
 
 def loss(arguments):
-    items = [{"what": "loss", "mode": mode, "seed": seed, "steps": arguments.steps, "lr": 0.05, "momentum": 0.9, **how}
-             for seed in range(arguments.seeds) for mode, how in LOSS_MODES]
+    items = [{
+        "what": "loss", "mode": mode, "seed": seed, "steps": arguments.steps, "lr": 0.05, "momentum": 0.9,
+        **how
+    } for seed in range(arguments.seeds) for mode, how in LOSS_MODES]
     return measure(arguments, {"model": LOSS_MODEL, "batch_size": 8, "items": items}, shaped=False)
 
 
@@ -174,12 +196,17 @@ def ddp_tables(items):
         for mode, found in steps.items():
             ms, each = milliseconds(found), [statistics.median(i["step_ms"]) for i in found]
             sent = statistics.median(i["sent_bytes"] for i in found) / 1e6
-            lines.append(row(mode, f"{sent:.1f}", f"{ms:.0f}", f"{base / ms:.2f}", f"{min(each):.0f} to {max(each):.0f}"))
+            lines.append(
+                row(mode, f"{sent:.1f}", f"{ms:.0f}", f"{base / ms:.2f}",
+                    f"{min(each):.0f} to {max(each):.0f}"))
         lines.append("")
     losses = {name: by_mode(items, "loss", "ddp", name) for name in OPTIMIZERS}
     if losses["sgd"]:
-        lines += [row("", *(f"final loss, {name}" for name in losses), *(f"above FP32 of the same seed, {name}" for name in losses)),
-                  row("---", *["---:"] * len(losses), *["---"] * len(losses))]
+        lines += [
+            row("", *(f"final loss, {name}" for name in losses),
+                *(f"above FP32 of the same seed, {name}" for name in losses)),
+            row("---", *["---:"] * len(losses), *["---"] * len(losses))
+        ]
         for mode in losses["sgd"]:
             means, above = [], []
             for found in losses.values():
@@ -198,17 +225,27 @@ def tables(paths):
         lines += ddp_tables(items)
         steps, alone, losses = (by_mode(items, what) for what in ("step", "reduce_scatter", "loss"))
         if steps:
-            base = [milliseconds(steps[m]) if m in steps else float("nan") for m in (NATIVE_FP32, NATIVE_BF16)]
-            lines += [row("gradients / weights", "ms per step", f"x {NATIVE_FP32}", f"x {NATIVE_BF16}", "range of repetitions, ms"),
-                      row("---", "---:", "---:", "---:", "---:")]
+            base = [
+                milliseconds(steps[m]) if m in steps else float("nan") for m in (NATIVE_FP32, NATIVE_BF16)
+            ]
+            lines += [
+                row("gradients / weights", "ms per step", f"x {NATIVE_FP32}", f"x {NATIVE_BF16}",
+                    "range of repetitions, ms"),
+                row("---", "---:", "---:", "---:", "---:")
+            ]
             for mode, found in steps.items():
                 ms, each = milliseconds(found), [statistics.median(i["step_ms"]) for i in found]
-                lines.append(row(mode, f"{ms:.0f}", *(f"{b / ms:.2f}" for b in base), f"{min(each):.0f} to {max(each):.0f}"))
+                lines.append(
+                    row(mode, f"{ms:.0f}", *(f"{b / ms:.2f}" for b in base),
+                        f"{min(each):.0f} to {max(each):.0f}"))
             lines.append("")
         if alone:
             base = milliseconds(alone["fp32"]) if "fp32" in alone else float("nan")
             lines += [row("reduce-scatter of 25.6 MB", "ms", "x fp32"), row("---", "---:", "---:")]
-            lines += [row(mode, f"{milliseconds(found):.1f}", f"{base / milliseconds(found):.2f}") for mode, found in alone.items()]
+            lines += [
+                row(mode, f"{milliseconds(found):.1f}", f"{base / milliseconds(found):.2f}")
+                for mode, found in alone.items()
+            ]
             lines.append("")
         if losses:
             lines += [row("gradients", "final loss, mean of seeds", "above PyTorch, fp32", "of each seed"),
@@ -226,15 +263,19 @@ def tables(paths):
 def specs():
     """All specs of the modes."""
     for _, mode in (*STEP_MODES, *REDUCE_SCATTER_MODES, *LOSS_MODES, *DDP_SPEED_MODES, *DDP_LOSS_MODES):
-        named = [*(mode["ours"].get(key) for key in ("gradients", "weights", "spec"))] if "ours" in mode else [mode.get("spec")]
+        named = [*(mode["ours"].get(key)
+                   for key in ("gradients", "weights", "spec"))] if "ours" in mode else [mode.get("spec")]
         yield from (spec for spec in named if spec)
 
 
 def run_smoke(parser, names):
     smoke.check_specs(specs())
     for name in names:
-        arguments = parser.parse_args([name, "--hosts", "2", "--steps", "1", "--json", str(ROOT / f"build/smoke/{name}.json"),
-                                       "--repetitions" if name.endswith("speed") else "--seeds", "1"])
+        arguments = parser.parse_args([
+            name, "--hosts", "2", "--steps", "1", "--json",
+            str(ROOT / f"build/smoke/{name}.json"), "--repetitions" if name.endswith("speed") else "--seeds",
+            "1"
+        ])
         arguments.smoke = True
         if not os.access(arguments.python, os.X_OK):
             print(f"NOT CHECKED: no {arguments.python}")
@@ -245,7 +286,8 @@ def run_smoke(parser, names):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     experiments = {"fsdp-speed": speed, "fsdp-loss": loss, "ddp-speed": ddp_speed, "ddp-loss": ddp_loss}
     for name in experiments:

@@ -5,8 +5,8 @@
 PLAN.json: {"results": file to which rank 0 appends a line of JSON per item, "model": {width, depth, words,
 length}, "batch_size", "items": [...]}. The items, in order, on all ranks:
 
-    {"what": "step", "mode", "native": {"param_dtype", "reduce_dtype"} | "ours": {of compress()}, "warmup", "steps"}
-    {"what": "reduce_scatter", "mode", "elements", "native": true | "spec", "warmup", "steps"}
+    {"what": "step", "mode", "native": {"param_dtype", "reduce_dtype"} | "ours": {of compress()}, "warmup",
+    "steps"} {"what": "reduce_scatter", "mode", "elements", "native": true | "spec", "warmup", "steps"}
     {"what": "loss", "mode", "seed", "steps", "lr", "optimizer", "native" | "ours" as above}
 
 With "wrap": "ddp", "native" is {} or {"hook", "rank", "start"}, and "ours" is {"spec"}.
@@ -104,7 +104,8 @@ class Run:
         if item.get("optimizer") == "adamw":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=item["lr"])
         else:
-            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01), momentum=item.get("momentum", 0))
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=item.get("lr", 0.01),
+                                             momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
         """Returns (batch, length + 1) words. Each is a function of the previous word, with some noise."""
@@ -189,9 +190,14 @@ def main():
         if RANK == 0:
             with open(plan["results"], "a") as out:
                 out.write(json.dumps(result) + "\n")
-            shown = (f"{statistics.median(result['step_ms']):9.1f} ms, cores {statistics.median(result['cpu_ms']):9.1f} ms" if "step_ms" in result
-                     else f"loss {result['final_loss']:.4f}")
-            print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:44} {shown}", flush=True)
+            shown = (
+                f"{statistics.median(result['step_ms']):9.1f} ms, cores"
+                f" {statistics.median(result['cpu_ms']):9.1f} ms"
+                if "step_ms" in result
+                else f"loss {result['final_loss']:.4f}"
+            )
+            print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:44} {shown}",
+                  flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -149,8 +149,10 @@ class Session:
         flags = [*model_flags(arguments.model), "--data", "synthetic:512", "--device", "host", "--batch-size",
                  str(arguments.batch_size), "--optimizer", "sgd", "--lr", "0.01", "--momentum", "0",
                  "--eval-every", "0", "--timeout-s", "60"]
-        baseline = {"threads": arguments.threads, "model": arguments.model, "batch_size": arguments.batch_size,
-                    "lr": 0.01, "momentum": 0.0, "timeout_s": 60}
+        baseline = {
+            "threads": arguments.threads, "model": arguments.model, "batch_size": arguments.batch_size,
+            "lr": 0.01, "momentum": 0.0, "timeout_s": 60
+        }
         if arguments.no_baseline:
             items = [i for i in items if i["who"] == "gradwire"]
         path = folder / "plan.json"
@@ -212,7 +214,8 @@ class Session:
         sizes = {}
         for who in ("gradwire", "pytorch"):
             for method in report.NAMES:
-                tried = "powersgd4" if method.startswith("powersgd") else {"4bit": "16bit"}.get(method, method)
+                tried = "powersgd4" if method.startswith("powersgd") else {"4bit": "16bit"}.get(
+                    method, method)
                 sizes[who, method] = report.best_bucket_mb(self.items, who, tried, UNTRIED_MB.get(method))
         return sizes
 
@@ -237,14 +240,16 @@ def settings(arguments, items):
     commit = output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown"
     if subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
         commit += ", with changes"
-    return {"date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
-            "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts,
-            "rate": arguments.rate, "model": arguments.model, "parameters": first["gradwire"].get("parameters"),
-            "baseline_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
-            "threads": arguments.threads, "repetitions": arguments.repetitions,
-            "cpu": cpu[0] if cpu else "unknown", "cores": os.cpu_count(), "system": output_of("uname", "-sr"),
-            "gradwire": output_of(arguments.gradwire, "--version"), "torch": first["pytorch"].get("torch"),
-            "torchvision": first["pytorch"].get("torchvision"), "load_before": arguments.load}
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime()), "commit": commit,
+        "command": "bench/experiments/slow_links.py " + " ".join(sys.argv[1:]), "hosts": arguments.hosts,
+        "rate": arguments.rate, "model": arguments.model, "parameters": first["gradwire"].get("parameters"),
+        "baseline_parameters": first["pytorch"].get("parameters"), "batch_size": arguments.batch_size,
+        "threads": arguments.threads, "repetitions": arguments.repetitions,
+        "cpu": cpu[0] if cpu else "unknown", "cores": os.cpu_count(), "system": output_of("uname", "-sr"),
+        "gradwire": output_of(arguments.gradwire, "--version"), "torch": first["pytorch"].get("torch"),
+        "torchvision": first["pytorch"].get("torchvision"), "load_before": arguments.load
+    }
 
 
 def show(result):
@@ -322,11 +327,11 @@ def page_text(result, traced=(), picture=True):
         f"{s['parameters']:,} parameters, batch {s['batch_size']} per host." +
         (f" Communication is {100 * result.share():.0f} % of Gradwire's FP32 step with one bucket "
          f"({base.ms:.0f} ms, {alone.ms:.0f} without communication); in the article it was 84 %."
-         if alone else ""),
-        *(["![Speed of every mode](experiments.png)"] if picture else []), report.markdown(report.main_table(result)),
-        "Goals:\n\n" + report.markdown(report.goal_table(result)),
-        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n"
-        + report.markdown(report.parts_table(result))]
+         if alone else ""), *(["![Speed of every mode](experiments.png)"] if picture else []),
+        report.markdown(report.main_table(result)), "Goals:\n\n" + report.markdown(report.goal_table(result)),
+        "Where Gradwire's step goes (medians, ms; host 0's marks):\n\n" +
+        report.markdown(report.parts_table(result))
+    ]
     if traced:
         parts.append("One step of each mode, all hosts on one clock (`--trace`, `bench/plots/plot.py`):")
         parts += [f"![One step: {report.NAMES[method]}](timeline-{method}.png)" for method in traced]
@@ -392,8 +397,8 @@ ACCURACY_FLAGS = ["--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "
 
 
 def accuracy_run(folder, gradwire, seeds=ACCURACY_SEEDS, shrink=list):
-    """Takes half an hour or more. Reuses complete logs, so an interrupted run can be continued. `shrink` changes
-    the words of a command."""
+    """Takes half an hour or more. Reuses complete logs, so an interrupted run can be continued. `shrink`
+    changes the words of a command."""
     folder.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for spec in ACCURACY_SPECS:
@@ -402,8 +407,12 @@ def accuracy_run(folder, gradwire, seeds=ACCURACY_SEEDS, shrink=list):
                 continue
             print(f"== {spec}, seed {seed}", flush=True)
             unfinished = folder / f"unfinished-{spec}-{seed}.jsonl"
-            subprocess.run(shrink([gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed", str(seed),
-                                   "--log-every", "500", "--log", str(unfinished)]), check=True)
+            subprocess.run(
+                shrink([
+                    gradwire, "train", *ACCURACY_FLAGS, "--compression", spec, "--seed",
+                    str(seed), "--log-every", "500", "--log",
+                    str(unfinished)
+                ]), check=True)
             unfinished.rename(log)
 
 
@@ -433,7 +442,8 @@ def accuracy_render(folder):
 def run_smoke(parser):
     """Everything but what writes into docs/."""
     with tempfile.TemporaryDirectory(prefix="gradwire-experiments-") as folder:
-        arguments = parser.parse_args(["run", "--quick", "--no-sweep", "--no-fast", "--hosts", "2", "--json", f"{folder}/result.json"])
+        arguments = parser.parse_args(
+            ["run", "--quick", "--no-sweep", "--no-fast", "--hosts", "2", "--json", f"{folder}/result.json"])
         smoke.check_specs([method.spec for method in report.METHODS])
         vars(arguments).update(smoke=True, model=SMOKE_MODEL, traced=True, repetitions=1,
                                modes=["alone", "fp32", "16bit", "powersgd4", "fp32-products"])
@@ -441,8 +451,10 @@ def run_smoke(parser):
         result = read_result(arguments.json)[1]
         page_text(result, [m for m in report.NAMES if trace_path(arguments.json, m).exists()])
         logs = pathlib.Path(folder, "accuracy")
-        accuracy_run(logs, arguments.gradwire, ACCURACY_SEEDS[:1], lambda words: smoke.tiny(words, {"--epochs": "1", "--data": "synthetic:64"}))
-        rows = report.accuracy_rows([report.read_accuracy_log(path)[0] for path in sorted(logs.glob("*.jsonl"))])
+        accuracy_run(logs, arguments.gradwire, ACCURACY_SEEDS[:1],
+                     lambda words: smoke.tiny(words, {"--epochs": "1", "--data": "synthetic:64"}))
+        rows = report.accuracy_rows(
+            [report.read_accuracy_log(path)[0] for path in sorted(logs.glob("*.jsonl"))])
         print(report.plain(report.accuracy_table(rows)))
     return 1 if report.errors(result) else 0
 

@@ -36,11 +36,15 @@ def measure(call, calls=300):
         times.append(time.perf_counter() - begin)
     cpu = (cpu_s() - before) / calls
     times.sort()
-    return {"median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * calls)] * 1e3, "cpu_ms": cpu * 1e3}
+    return {
+        "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * calls)] * 1e3,
+        "cpu_ms": cpu * 1e3
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2 * len(os.sched_getaffinity(0)))
     parser.add_argument("--kib", type=int, default=64, help="of FP32 per rank")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -64,7 +68,9 @@ def main():
     rank = dist.get_rank()
     comm = communicator()
     values = torch.ones(arguments.kib * 256)
-    calls = {"gloo": lambda: dist.all_reduce(values), "gradwire": lambda: comm.allreduce_(values, "fp32", "avg")}
+    calls = {
+        "gloo": lambda: dist.all_reduce(values), "gradwire": lambda: comm.allreduce_(values, "fp32", "avg")
+    }
     found = {name: [] for name in calls}
     for _ in range(arguments.repetitions):
         for name, call in calls.items():
@@ -81,14 +87,20 @@ def main():
     if rank == arguments.ranks - 1:
         for name, runs in found.items():
             median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            print(f"{name:9} {median['median_ms']:6.2f} ms, 95 % within {median['p95_ms']:6.2f} ms, "
-                  f"{median['cpu_ms']:5.2f} ms of CPU per call; waiting takes {100 * idle[name] / PAUSE_S:.1f} % of a core")
+            print(
+                f"{name:9} {median['median_ms']:6.2f} ms, 95 % within {median['p95_ms']:6.2f} ms,"
+                f" {median['cpu_ms']:5.2f} ms of CPU per call; waiting takes {100 * idle[name] / PAUSE_S:.1f}"
+                " % of a core"
+            )
         if arguments.json:
-            facts = {"ranks": arguments.ranks, "cores": len(os.sched_getaffinity(0)), "kib": arguments.kib,
-                     "torch": torch.__version__, "gradwire": gradwire.__version__, "python": platform.python_version(),
-                     "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True,
-                                              check=False).stdout.strip(),
-                     "repetitions": found, "waiting_cpu_s": {**idle, "of": PAUSE_S}}
+            facts = {
+                "ranks": arguments.ranks, "cores": len(os.sched_getaffinity(0)), "kib": arguments.kib,
+                "torch": torch.__version__, "gradwire": gradwire.__version__,
+                "python": platform.python_version(),
+                "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True,
+                                         text=True, check=False).stdout.strip(), "repetitions": found,
+                "waiting_cpu_s": {**idle, "of": PAUSE_S}
+            }
             arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
     dist.barrier()
     comm.close()

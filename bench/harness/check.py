@@ -79,7 +79,9 @@ def without_demands(case):
     changed = {"goal": None, "device": None}
     for key in ("where", "over"):
         if key in case:
-            changed[key] = {**case[key], **({"size_bytes": smoke.SIZE_BYTES} if "size_bytes" in case[key] else {})}
+            changed[key] = {
+                **case[key], **({"size_bytes": smoke.SIZE_BYTES} if "size_bytes" in case[key] else {})
+            }
     return {**case, **changed}
 
 
@@ -101,7 +103,8 @@ def matching(rows, where):
     if not found:
         similar = sorted(rows, key=lambda row: -sum(row.get(key) == value for key, value in where.items()))
         names = list(dict.fromkeys(map(text, similar)))
-        shown = "; ".join(names[:MOST_ROWS_SHOWN]) + (f"; {len(names) - MOST_ROWS_SHOWN} more" if len(names) > MOST_ROWS_SHOWN else "")
+        shown = "; ".join(names[:MOST_ROWS_SHOWN]) + (f"; {len(names) - MOST_ROWS_SHOWN} more"
+                                                      if len(names) > MOST_ROWS_SHOWN else "")
         raise NotMeasured(f"no row with {text(where)}; the rows are: {shown or 'none'}")
     return found
 
@@ -219,8 +222,11 @@ def run(cases, build, folder, retries, device, shrink=list):
         if attempt > 0:
             print("-- once more, where a case failed: a busy machine makes things slower, never faster",
                   flush=True)
-        rows = {step: run_step(step, shrink(bench if word == "gradwire-bench" else word for word in command), folder)
-                for step, command in steps.items()}
+        rows = {
+            step: run_step(step, shrink(bench if word == "gradwire-bench" else word
+                                        for word in command), folder)
+            for step, command in steps.items()
+        }
         now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
         judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i]
                       for i, new in enumerate(now)]
@@ -259,7 +265,8 @@ def main():
     judging = commands.add_parser("judge", parents=[common], help="judge existing results")
     judging.add_argument("--markdown", action="store_true")
     for command in (running, judging):
-        command.add_argument("--smoke", action="store_true", help="tiny sizes; a case fails only if its row is missing")
+        command.add_argument("--smoke", action="store_true",
+                             help="tiny sizes; a case fails only if its row is missing")
     publishing = commands.add_parser("publish", parents=[common], help="make results the published values")
     for command in (judging, publishing):
         command.add_argument("folder", type=pathlib.Path)

@@ -31,8 +31,8 @@ METHODS = [
     *(Method(f"powersgd{r}", f"PowerSGD rank {r}", f"powersgd:rank={r},schedule=two_shot",
              {"hook": "powersgd", "rank": r}) for r in RANKS),
     Method("fp32-products", "FP32, products in BF16", "fp32:schedule=ring", None, BF16_PRODUCTS),
-    Method("powersgd4-products", "PowerSGD rank 4, products in BF16", "powersgd:rank=4,schedule=two_shot", None,
-           BF16_PRODUCTS),
+    Method("powersgd4-products", "PowerSGD rank 4, products in BF16", "powersgd:rank=4,schedule=two_shot",
+           None, BF16_PRODUCTS),
 ]
 OURS_ALONE = {m.key for m in METHODS if m.hook is None}
 NAMES = {m.key: m.name for m in METHODS}
@@ -165,8 +165,9 @@ def goals(result):
                     ratio(base, fastest[0]), 5))
     products = result.better("gradwire", "powersgd4-products")
     if products:
-        out.append(goal("PowerSGD rank 4, products in BF16, relative to FP32 with one bucket, products in BF16",
-                        ratio(result.cell("gradwire", "fp32-products", "one"), products), 5))
+        out.append(
+            goal("PowerSGD rank 4, products in BF16, relative to FP32 with one bucket, products in BF16",
+                 ratio(result.cell("gradwire", "fp32-products", "one"), products), 5))
     for name, buckets, ours, theirs in result.rows():
         if not theirs:
             continue

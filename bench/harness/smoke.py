@@ -3,8 +3,8 @@
 
     smoke.py COMMAND [ARGUMENT...]   runs COMMAND with tiny sizes, on the host
 
-A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or field
-that the script names does not exist. Its numbers mean nothing.
+A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or
+field that the script names does not exist. Its numbers mean nothing.
 """
 import argparse
 import importlib.util
@@ -33,15 +33,16 @@ def links_are_possible():
 def check_model(program, model):
     """Exits unless gradwire-bench knows the model."""
     bench = pathlib.Path(program).with_name("gradwire-bench")
-    known = subprocess.run([bench, "orthonormalize", "--model", model, "--rank", "1", "--steps", "1", "--device", "host"],
-                           stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    known = subprocess.run(
+        [bench, "orthonormalize", "--model", model, "--rank", "1", "--steps", "1", "--device", "host"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if known.returncode != 0:
         sys.exit(f"smoke: {known.stderr.strip()}")
 
 
 def tiny(command, more=()):
-    """Returns the command with the values of TINY and `more` for its flags, and with a small model. Exits if the
-    command's model does not exist."""
+    """Returns the command with the values of TINY and `more` for its flags, and with a small model. Exits if
+    the command's model does not exist."""
     values = {**TINY, **dict(more)}
     words = [str(word) for word in command]
     if pathlib.Path(words[0]).name == "shaped_link.sh" and not links_are_possible():
@@ -78,8 +79,11 @@ def add(parser, **small):
 def check_specs(specs):
     """Exits unless the release build knows all specs."""
     words = [word for spec in dict.fromkeys(specs) for word in ("--compression", spec)]
-    known = subprocess.run(tiny([ROOT / "build/bin/gradwire-bench", "collectives", "--transport", "local", "--ranks", "2", "--schedule",
-                                 "ring", "-c", "0", "-b", "", "-e", "", "-n", "", "-w", "", *words]), capture_output=True, text=True)
+    known = subprocess.run(
+        tiny([
+            ROOT / "build/bin/gradwire-bench", "collectives", "--transport", "local", "--ranks", "2",
+            "--schedule", "ring", "-c", "0", "-b", "", "-e", "", "-n", "", "-w", "", *words
+        ]), capture_output=True, text=True)
     if known.returncode != 0:
         sys.exit(f"smoke: {known.stderr.strip() or known.stdout}")
 

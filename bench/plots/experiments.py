@@ -10,7 +10,8 @@ def label(name, buckets, ours):
     """Returns the label of a mode's bars, in two or three lines."""
     if name.startswith("PowerSGD"):
         return name.replace("PowerSGD ", "PowerSGD\n").replace(", ", "\n")
-    return name.replace(", ", "\n") + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
+    return name.replace(
+        ", ", "\n") + ("\none bucket" if buckets == "one" or ours and not ours.bucket_mb else "\nbuckets")
 
 
 def grouped_bars(axis, rows, value, text, lines=()):

@@ -1,4 +1,5 @@
-"""Draws many compressions of gradwire compare: accuracy by bytes per step and element, and their Pareto front."""
+"""Draws many compressions of gradwire compare: accuracy by bytes per step and element, and their Pareto
+front."""
 import math
 
 from plots.style import FAINT, GRID, INK, FuncFormatter, LogLocator, NullLocator, plt, style
@@ -24,7 +25,8 @@ def points_of(rows):
         if row["test_accuracy"] is not None and row["wire_bytes_per_element"]:
             points.setdefault(row["compression"], Point(row))
     if not points:
-        raise SystemExit("plot.py: nothing was evaluated, or nothing was sent: use --ranks 2 or more, and --eval-every 1")
+        raise SystemExit(
+            "plot.py: nothing was evaluated, or nothing was sent: use --ranks 2 or more, and --eval-every 1")
     return list(points.values())
 
 
@@ -58,14 +60,18 @@ def place_labels(axis, labels, points):
     for point, sides, style_of in labels:
         best = None
         for dx, dy in [(side * reach, lift) for reach in (7, 16, 30, 50) for lift in lifts for side in sides]:
-            text = axis.annotate(point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
-                                 ha="left" if dx > 0 else "right", **style_of,
-                                 arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 3}
-                                 if abs(dy) > 9 or abs(dx) > 16 else None)
+            text = axis.annotate(
+                point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy),
+                va="center", ha="left" if dx > 0 else "right", **style_of,
+                arrowprops={"arrowstyle": "-", "color": GRID, "shrinkA": 0, "shrinkB": 3}
+                if abs(dy) > 9 or abs(dx) > 16 else None)
             box = text.get_window_extent(renderer)
             outside = box.x0 < frame.x0 or box.x1 > frame.x1 or box.y0 < frame.y0 or box.y1 > frame.y1
-            overlaps = sum(max(0, min(box.x1, x1) - max(box.x0, x0)) * max(0, min(box.y1, y1) - max(box.y0, y0))
-                           for x0, y0, x1, y1 in taken) + (1e9 if outside else 0)
+            overlaps = sum(
+                max(0,
+                    min(box.x1, x1) - max(box.x0, x0)) * max(0,
+                                                             min(box.y1, y1) - max(box.y0, y0))
+                for x0, y0, x1, y1 in taken) + (1e9 if outside else 0)
             text.remove()
             if best is None or overlaps < best[0]:
                 best = (overlaps, dx, dy, box)
@@ -73,10 +79,11 @@ def place_labels(axis, labels, points):
                 break
         _, dx, dy, box = best
         taken.append((box.x0, box.y0, box.x1, box.y1))
-        axis.annotate(point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
-                      ha="left" if dx > 0 else "right", **style_of,
-                      arrowprops={"arrowstyle": "-", "color": OTHER, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
-                      if abs(dy) > 9 or abs(dx) > 16 else None)
+        axis.annotate(
+            point.name, (point.bytes, point.shown), textcoords="offset points", xytext=(dx, dy), va="center",
+            ha="left" if dx > 0 else "right", **style_of,
+            arrowprops={"arrowstyle": "-", "color": OTHER, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 3}
+            if abs(dy) > 9 or abs(dx) > 16 else None)
 
 
 def draw_points(axis, points, front, lowest):
@@ -88,7 +95,8 @@ def draw_points(axis, points, front, lowest):
             axis.plot(point.bytes, lowest, marker="v", color=color, markersize=7, clip_on=False)
             continue
         if point.spread:
-            axis.errorbar(point.bytes, point.accuracy, yerr=point.spread, color=color, linewidth=1.2, capsize=3)
+            axis.errorbar(point.bytes, point.accuracy, yerr=point.spread, color=color, linewidth=1.2,
+                          capsize=3)
         axis.plot(point.bytes, point.accuracy, marker="o", markersize=7, color=color, zorder=3,
                   markerfacecolor="white" if point.stochastic else color)
     line = [(p.bytes, p.accuracy) for p in front if p.accuracy >= lowest]
@@ -123,16 +131,21 @@ def draw(rows, title, path):
     top = max(p.accuracy + p.spread for p in points)
     room = max(0.06 * (top - lowest), 0.05)
     axis.set_ylim(lowest - room, top + 2 * room)
-    handles = [plt.Line2D([], [], color=FRONT, linewidth=1.6), plt.Line2D([], [], color=OTHER, marker="o", linestyle=""),
-               plt.Line2D([], [], color=OTHER, marker="o", linestyle="", markerfacecolor="white")]
-    figure.legend(handles, ["Pareto front: nothing is more accurate with fewer bytes", "round to nearest", "stochastic rounding"],
-                  loc="upper right", bbox_to_anchor=(0.985, 0.985), frameon=False, fontsize=9.5, labelcolor=FAINT)
+    handles = [
+        plt.Line2D([], [], color=FRONT, linewidth=1.6),
+        plt.Line2D([], [], color=OTHER, marker="o", linestyle=""),
+        plt.Line2D([], [], color=OTHER, marker="o", linestyle="", markerfacecolor="white")
+    ]
+    figure.legend(handles, [
+        "Pareto front: nothing is more accurate with fewer bytes", "round to nearest", "stochastic rounding"
+    ], loc="upper right", bbox_to_anchor=(0.985, 0.985), frameon=False, fontsize=9.5, labelcolor=FAINT)
     figure.text(0.065, 0.95, title, fontsize=16, fontweight="bold")
     figure.text(0.065, 0.912, subtitle(rows), fontsize=10.5, color=FAINT)
     figure.subplots_adjust(left=0.065, right=0.98, top=0.87, bottom=0.09)
     others = sorted((p for p in points if p not in front), key=lambda p: -p.accuracy)
     # The front extends to the right of its points.
-    place_labels(axis, [(p, (-1, 1), {"color": FRONT, "fontweight": "bold", "fontsize": 9.5}) for p in front] +
-                 [(p, (1, -1), {"color": FAINT, "fontsize": 8}) for p in others], points)
+    place_labels(axis, [(p, (-1, 1), {"color": FRONT, "fontweight": "bold", "fontsize": 9.5})
+                        for p in front] + [(p, (1, -1), {"color": FAINT, "fontsize": 8}) for p in others],
+                 points)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -11,7 +11,7 @@
 namespace gradwire::c_api {
 namespace {
 
-// On a GPU one for each address, too: FSDP2 has two or three collectives for each of its groups, and
+// On a GPU also one for each address: FSDP2 has two or three collectives for each of its groups, and
 // PyTorch's allocator some addresses for each of these.
 constexpr size_t kProgramsKept = 256, kProgramsKeptOnCuda = 4096;
 constexpr size_t kCallerStreamsKept = 64;

@@ -123,8 +123,8 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   });
 }
 
-// As the header says: 4 x 1.5e38 is no float, a quarter of it is. Where a sum is not, nothing of it is left
-// for the next call.
+// As the header says: 4 x 1.5e38 is not a float, a quarter of it is. Where a sum is not, nothing of it is
+// left for the next call.
 TEST(CApi, AnAverageIsFiniteWhereItsSumIsNotAndASumThatIsNotLeavesNothing) {
   const int64_t count = 1000;
   for (const char* spec : {"fp32", "fp32:schedule=ring", "fp32:schedule=tree", "bf16", "bf16:schedule=ring",

@@ -12,7 +12,9 @@ import sys
 import tempfile
 
 # Names of the C++ runtime and of compilers, which the whole process shares.
-SHARED_BY_ALL = re.compile(r"_ZN?K?St|_ZN?K?9__gnu_cxx|_ZT[ISV]N?K?St|_ZN10__cxxabi|_ZN?V?K?Sa|_ZN?K?S[abdios]|_ZT[CIST]+|_ZGV|_Zn|_Zd|__|_init$|_fini$|gw_")
+SHARED_BY_ALL = re.compile(
+    r"_ZN?K?St|_ZN?K?9__gnu_cxx|_ZT[ISV]N?K?St|_ZN10__cxxabi|_ZN?V?K?Sa|_ZN?K?S[abdios]|_ZT[CIST]+|_ZGV|_Zn|_Zd|__|_init$|_fini$|gw_"
+)
 COMMON = ["crc32", "adler32", "inflate", "deflate", "sgemm_", "cblas_sgemm", "mix", "name", "push", "pull"]
 
 
@@ -25,8 +27,8 @@ def names(library: pathlib.Path, *options: str) -> set:
 def main() -> int:
     library, program, compiler = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     traps = names(library, "--defined-only") | set(COMMON)
-    gloo = next((p for p in map(pathlib.Path, ("/usr/lib/libgloo.so", "/usr/lib/x86_64-linux-gnu/libgloo.so")) if p.exists()),
-                None)
+    gloo = next((p for p in map(pathlib.Path, ("/usr/lib/libgloo.so", "/usr/lib/x86_64-linux-gnu/libgloo.so"))
+                 if p.exists()), None)
     if gloo is None:
         print("NOTE: no libgloo.so here, so its names are not among the traps")
     else:
@@ -37,16 +39,26 @@ def main() -> int:
         source, trap = pathlib.Path(folder, "traps.s"), pathlib.Path(folder, "libtraps.so")
         lines = [f".globl {t}\n.type {t},@function\n{t}:" for t in sorted(traps)]
         # The illegal instructions of x86 and ARM.
-        source.write_text(".text\n" + "\n".join(lines) + "\n#if defined(__x86_64__)\nud2\n#else\nudf #0\n#endif\n"
+        source.write_text(".text\n" + "\n".join(lines) +
+                          "\n#if defined(__x86_64__)\nud2\n#else\nudf #0\n#endif\n"
                           ".section .note.GNU-stack,\"\",%progbits\n")
-        subprocess.run([compiler, "-shared", "-nostdlib", "-x", "assembler-with-cpp", source, "-o", trap], check=True)
-        run = ["env", f"LD_PRELOAD={trap}", program,
-               "--gtest_filter=CApiAgreement.ArgumentsThatMayDifferAreAccepted/*:CApiAgreement.AStateThatOnlySomeRanksLoadIsRefused/*"]
+        subprocess.run([compiler, "-shared", "-nostdlib", "-x", "assembler-with-cpp", source, "-o", trap],
+                       check=True)
+        run = [
+            "env",
+            f"LD_PRELOAD={trap}",
+            program,
+            "--gtest_filter=CApiAgreement.ArgumentsThatMayDifferAreAccepted/*:CApiAgreement.AStateThatOnlySomeRanksLoadIsRefused/*",
+        ]
         result = subprocess.run(run, capture_output=True, text=True, timeout=120)
         passed = re.search(r"\[  PASSED  \] (\d+) tests", result.stdout)
-        print(f"{len(traps)} traps; rc {result.returncode}; {passed.group(0) if passed else result.stdout[-500:]}")
+        print(
+            f"{len(traps)} traps; rc {result.returncode};"
+            f" {passed.group(0) if passed else result.stdout[-500:]}"
+        )
         print(result.stderr[-2000:])
-    return 0 if result.returncode == 0 and passed is not None and int(passed.group(1)) >= 4 and len(traps) > 100 else 1
+    return 0 if result.returncode == 0 and passed is not None and int(
+        passed.group(1)) >= 4 and len(traps) > 100 else 1
 
 
 if __name__ == "__main__":

@@ -11,12 +11,14 @@ import re
 import subprocess
 import sys
 
-RUNTIMES = re.compile(r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux[-\w]*|libcudart|libcublas|libcublasLt|"
-                      r"libasan|libubsan|libtsan)\.so\.\d+")
+RUNTIMES = re.compile(
+    r"(libc|libm|libdl|librt|libpthread|libstdc\+\+|libgcc_s|ld-linux[-\w]*|libcudart|libcublas|libcublasLt|"
+    r"libasan|libubsan|libtsan)\.so\.\d+")
 
 
 def symbols(library: pathlib.Path, *options: str) -> list:
-    listing = subprocess.run(["nm", "-D", *options, library], check=True, capture_output=True, text=True).stdout
+    listing = subprocess.run(["nm", "-D", *options, library], check=True, capture_output=True,
+                             text=True).stdout
     return [line.split()[-2:] for line in listing.splitlines()]
 
 
@@ -25,8 +27,12 @@ def main() -> int:
     failures = []
     exported = {name.split("@")[0] for _, name in symbols(library, "--defined-only")}
     declared = set(re.findall(r"GW_API [^;(]*?\b(gw_\w+)\(", header.read_text()))
-    failures += [f"exported, but not declared in {header.name}: {name}" for name in sorted(exported - declared)]
-    failures += [f"declared in {header.name}, but not exported: {name}" for name in sorted(declared - exported)]
+    failures += [
+        f"exported, but not declared in {header.name}: {name}" for name in sorted(exported - declared)
+    ]
+    failures += [
+        f"declared in {header.name}, but not exported: {name}" for name in sorted(declared - exported)
+    ]
     print(f"{len(exported)} symbols exported, {len(declared)} declared")
     if len(declared) <= 10:
         failures.append(f"only {len(declared)} functions found in {header.name}")
@@ -38,7 +44,10 @@ def main() -> int:
         failures.append("the soname has no version")
     needed = re.findall(r"NEEDED.*\[(.*)\]", dynamic)
     print(f"needs {' '.join(needed)}")
-    failures += [f"needs {name}, of which a program may hold another copy" for name in needed if not RUNTIMES.fullmatch(name)]
+    failures += [
+        f"needs {name}, of which a program may hold another copy" for name in needed
+        if not RUNTIMES.fullmatch(name)
+    ]
 
     # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version could be from
     # any library.

@@ -176,7 +176,7 @@ TEST(CApiFormat, SumsOverItAreCloseAndTheSameOnAllRanksInEverySchedule) {
   }
 }
 
-// The deadline is longer than the test may take: other ranks are told, and need not wait for it.
+// The deadline is longer than the test may take: other ranks are notified and need not wait for it.
 TEST(CApiFormat, AFailureInACallbackReachesEveryRankAtOnceAndIsFinal) {
   static Own own;
   const gw_format f = format("late", &own);

@@ -78,7 +78,7 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
       if (rank < 2) {
         comm = created(name, rank, 2);
         GW_EXPECT_OK(gw_comm_admit(comm, 4));
-        float all_have = 0;  // rank 0, too, which would refuse who asks before
+        float all_have = 0;  // also rank 0, which rejects earlier requests
         GW_EXPECT_OK(gw_allreduce(comm, &all_have, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
         if (rank == 1) first.set_value(invitation_of(comm));
       } else {
@@ -95,7 +95,7 @@ TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
         GW_EXPECT_OK(gw_comm_destroy(comm));
         comm = next;
       }
-      // And smaller again: the last that came goes on with the others, without rank 0.
+      // Smaller again: the last joiner continues with the others, without rank 0.
       if (rank > 0) {
         std::vector<float> data(10);
         EXPECT_EQ(gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr),

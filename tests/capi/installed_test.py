@@ -16,7 +16,8 @@ from launch import free_port  # noqa: E402
 
 def run(*command: object, **keywords: object) -> str:
     print("+", *command, flush=True)
-    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **keywords)
+    done = subprocess.run([str(c) for c in command], text=True, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, **keywords)
     print(done.stdout, end="", flush=True)
     if done.returncode != 0:
         sys.exit(f"FAILED: exit code {done.returncode}")
@@ -27,7 +28,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("cmake", "build", "examples", "cc"):
         arguments.add_argument(f"--{name}", required=True)
-    arguments.add_argument("--processes", choices=("yes", "no"), required=True, help="can ranks be processes?")
+    arguments.add_argument("--processes", choices=("yes", "no"), required=True,
+                           help="can ranks be processes?")
     options = arguments.parse_args()
     prefix = pathlib.Path(options.build, "installed")
     shutil.rmtree(prefix, ignore_errors=True)
@@ -38,7 +40,8 @@ def main() -> None:
         shutil.copytree(prefix, moved, symlinks=True)
         examples = shutil.copytree(options.examples, pathlib.Path(folder, "examples"))
         build = pathlib.Path(folder, "build")
-        run(options.cmake, "-S", examples, "-B", build, f"-DCMAKE_PREFIX_PATH={moved}", "-DCMAKE_BUILD_TYPE=Release")
+        run(options.cmake, "-S", examples, "-B", build, f"-DCMAKE_PREFIX_PATH={moved}",
+            "-DCMAKE_BUILD_TYPE=Release")
         run(options.cmake, "--build", build)
         for example in ("allreduce", "overlap"):
             output = run(build / example, timeout=120)
@@ -49,7 +52,10 @@ def main() -> None:
             for rendezvous in (f"tcp://127.0.0.1:{free_port()}", f"file://{folder}/meet"):
                 for example in ("allreduce", "overlap"):
                     print("+", example, rendezvous, "as two processes", flush=True)
-                    ranks = [subprocess.Popen([build / example, rendezvous, str(rank), "2"]) for rank in range(2)]
+                    ranks = [
+                        subprocess.Popen([build / example, rendezvous,
+                                          str(rank), "2"]) for rank in range(2)
+                    ]
                     try:
                         codes = [rank.wait(timeout=120) for rank in ranks]
                     finally:
@@ -60,12 +66,14 @@ def main() -> None:
 
         pc, = moved.glob("**/gradwire.pc")
         if shutil.which("pkg-config"):
-            flags = run("pkg-config", "--cflags", "--libs", "gradwire", env={**os.environ, "PKG_CONFIG_PATH": str(pc.parent)}).split()
+            flags = run("pkg-config", "--cflags", "--libs", "gradwire",
+                        env={**os.environ, "PKG_CONFIG_PATH": str(pc.parent)}).split()
         else:
             print("no pkg-config here: its file is expanded by this script")
             text = pc.read_text().replace("${pcfiledir}", str(pc.parent))
             values = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
-            flags = " ".join(line.split(":", 1)[1] for line in text.splitlines() if line.startswith(("Cflags", "Libs")))
+            flags = " ".join(
+                line.split(":", 1)[1] for line in text.splitlines() if line.startswith(("Cflags", "Libs")))
             for _ in range(3):
                 for name, value in values.items():
                     flags = flags.replace("${%s}" % name, value)

@@ -46,7 +46,7 @@ gw_status create(gw_comm_options options, const char* interface, int first, int 
 }
 
 constexpr int kPorts = 8;
-// The first of kPorts at which nobody listens.
+// Returns the first of kPorts free ports.
 int free_ports() {
   int first = 20'000 + getpid() % 10'000;
   while (listeners(first, first + kPorts - 1) > 0) first += kPorts;

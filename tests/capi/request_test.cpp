@@ -45,7 +45,8 @@ TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
   });
 }
 
-// Every kind of call, many in flight, beside calls without requests; the bits are those of blocking calls.
+// Every kind of call, many in flight, mixed with calls without requests; the bits are those of blocking
+// calls.
 TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
   constexpr int kWorld = 3, kSteps = 3, kCount = 3 * 257;
   const std::vector<int64_t> counts(kWorld, 257);
@@ -85,7 +86,7 @@ TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
         GW_EXPECT_OK(gw_broadcast(comm, own[4].data(), kCount, GW_FLOAT32, 1, "fp32", nullptr, option()));
         GW_EXPECT_OK(gw_all_gather_update(comm, own[5].data(), replica.data(), counts.data(), GW_FLOAT32,
                                           "int8", nullptr, option()));
-        // Backwards, as nobody has to.
+        // In reverse order, which is allowed.
         for (auto at = requests.rbegin(); at != requests.rend(); ++at) {
           GW_EXPECT_OK(gw_request_wait(*at, kLong));
           GW_EXPECT_OK(gw_request_destroy(*at));

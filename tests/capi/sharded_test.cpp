@@ -264,7 +264,7 @@ TEST_P(CApiSharded, BroadcastGivesAllRanksTheRootsValues) {
   }
 }
 
-// Ranks that make different calls are told, by name, what each of them called.
+// Ranks that make different calls get an error that names each rank's call.
 TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
   struct Call {
     const char* kind = "reduce_scatter";
@@ -326,7 +326,7 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
   differ({.kind = "broadcast", .tag = "a"}, {.kind = "broadcast", .tag = "b"}, {"'a'", "'b'"});
 }
 
-// A tag belongs to one call; which residual a rank passes is its own affair.
+// A tag belongs to one call; each rank chooses which residual it passes.
 TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
   run(2, [&](gw_comm comm, int rank) {
     const Counts counts{40, 60};

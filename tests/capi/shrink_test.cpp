@@ -1,4 +1,4 @@
-// gw_comm_shrink(): the ranks that are left of a failed communicator go on. tests/processes/shrink_test.cpp
+// gw_comm_shrink(): the surviving ranks of a failed communicator continue. tests/processes/shrink_test.cpp
 // kills and stops them; here ranks are threads that leave.
 #include <algorithm>
 #include <barrier>
@@ -164,7 +164,7 @@ TEST(CApiShrink, SaysWhereItCannot) {
   auto local = capi::comm_options(threads.c_str(), 0, 2);
   local.shrinkable = 1;
   GW_EXPECT_FAILS(GW_UNSUPPORTED, "shrinkable", gw_comm_create(&local, &comm));
-  // Ranks that differ are told while they join.
+  // Ranks that differ get the error while they join.
   run(2, [](const std::string& name, int rank) {
     gw_comm one = nullptr;
     auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 20'000);

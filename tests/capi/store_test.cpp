@@ -143,7 +143,7 @@ TEST(CApiStore, SecretsInterfacesAndShrinkingGoWithItAsWithAFile) {
         GW_ASSERT_OK(gw_comm_create(&options, &comm));
         EXPECT_EQ(ones_over(comm), 3.0f);
         ++made;
-        summed.arrive_and_wait();  // nobody ends the group while another is in the call
+        summed.arrive_and_wait();  // no rank ends the group while another is in the call
         if (rank > 0) {            // rank 0 leaves
           GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, nullptr, &rest, nullptr, 0));
           EXPECT_EQ(ones_over(rest), 2.0f);

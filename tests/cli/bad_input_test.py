@@ -7,7 +7,8 @@ from command import CommandTest, SYNTHETIC, main, synthetic
 
 
 def idx(shape, values):
-    return struct.pack(">I", 0x800 | len(shape)) + b"".join(struct.pack(">I", n) for n in shape) + bytes(values)
+    return struct.pack(">I", 0x800 | len(shape)) + b"".join(struct.pack(">I", n)
+                                                            for n in shape) + bytes(values)
 
 
 class BadInput(CommandTest):
@@ -38,7 +39,8 @@ class BadInput(CommandTest):
     def test_missing_dataset(self):
         self.refuse(["--data", f"fashion-mnist:{self.folder}/nowhere"], "nowhere/train-images-idx3-ubyte.gz",
                     "no such file", "dataset-fashion-mnist")
-        self.refuse(["--data", f"cifar10:{self.folder}"], "data_batch_1.bin", "no such file", "cifar-10-binary")
+        self.refuse(["--data", f"cifar10:{self.folder}"], "data_batch_1.bin", "no such file",
+                    "cifar-10-binary")
 
     def test_truncated_idx(self):
         data = self.write_fashion_mnist()
@@ -60,9 +62,10 @@ class BadInput(CommandTest):
         self.refuse(["--model", "vit_giant"], "unknown model 'vit_giant'", "vit_tiny", "vit_l_32")
 
     def test_invalid_specs(self):
-        for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"), ("bf16:", "nothing after"),
-                           ("", "unknown method ''"), ("fp32:rank=4", "no option 'rank'"),
-                           ("bf16:round=up", "nearest|stochastic"), ("powersgd:rank=4,rank=4", "given twice")):
+        for spec, part in (("powersgd:rank=0", "rank='0'"), ("zip", "unknown method 'zip'"),
+                           ("bf16:", "nothing after"), ("", "unknown method ''"),
+                           ("fp32:rank=4", "no option 'rank'"), ("bf16:round=up", "nearest|stochastic"),
+                           ("powersgd:rank=4,rank=4", "given twice")):
             self.refuse(synthetic("--compression", spec), part)
 
     def test_schedule_nccl_without_nccl(self):
@@ -70,19 +73,21 @@ class BadInput(CommandTest):
                     "schedule=nccl needs a process with a GPU for each rank", "torchrun", "schedule=auto")
 
     def test_batch_larger_than_the_shard(self):
-        self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65", "64 for each of 4 ranks",
-                    "--batch-size 64 or less")
+        self.refuse(synthetic("--ranks", "4", "--batch-size", "65"), "--batch-size 65",
+                    "64 for each of 4 ranks", "--batch-size 64 or less")
 
     def test_model_that_does_not_match_the_data(self):
         data = self.write_fashion_mnist()
-        self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28", "--image-size 28")
+        self.refuse(["--data", f"fashion-mnist:{data}", "--model", "vit_b_32"], "224x224", "28x28",
+                    "--image-size 28")
         self.refuse(synthetic("--patch", "5"), "--patch must be one of")
         self.refuse(synthetic("--heads", "3"), "--heads 3")
 
     def test_invalid_numbers(self):
-        for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"), ("--epochs", "-1"),
-                            ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"), ("--bucket-mb", "many"), ("--timeout-s", "0"),
-                            ("--warmup", "-1"), ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
+        for flag, value in (("--ranks", "0"), ("--ranks", "-1"), ("--batch-size", "0"), ("--steps", "0"),
+                            ("--epochs", "-1"), ("--epochs", "nan"), ("--lr", "nan"), ("--bucket-mb", "0"),
+                            ("--bucket-mb", "many"), ("--timeout-s", "0"), ("--warmup", "-1"),
+                            ("--accumulate", "0"), ("--log-every", "0"), ("--ranks", "two"),
                             ("--batch-size", "1e3"), ("--seed", "-1"), ("--lr", "")):
             self.refuse(synthetic(flag, value), flag)
 
@@ -92,13 +97,15 @@ class BadInput(CommandTest):
         self.refuse(synthetic("--precision", "fp8"), "--precision: fp8 not in {fp32,tf32,bf16}")
         self.refuse(synthetic("--gelu", "quick"), "--gelu: quick not in {exact,tanh}")
         self.refuse(synthetic("--augment", "rotate"), "--augment 'rotate'", "flip,crop")
-        self.assert_refused(self.run_command("train", *SYNTHETIC, "--bucket-mb", "1", "--bucket-mb", "2"), "--bucket-mb")
+        self.assert_refused(self.run_command("train", *SYNTHETIC, "--bucket-mb", "1", "--bucket-mb", "2"),
+                            "--bucket-mb")
         self.refuse([*SYNTHETIC, "--ranks", "1", "--ranks", "2"], "--ranks")
         self.assert_refused(self.run_command(), "subcommand")
         self.assert_refused(self.run_command("fly"), "fly")
         self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
         for flag in ("--checkpoint", "--resume"):  # ambiguous for the several runs of compare
-            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"), flag)
+            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"),
+                                flag)
 
     def test_no_gpu(self):
         self.refuse(synthetic("--device", "cuda"), "--device cuda", "--device host",
@@ -107,30 +114,36 @@ class BadInput(CommandTest):
     def test_trace_and_profile(self):
         self.refuse(synthetic("--trace-steps", "2:4"), "--trace-steps requires --trace")
         for steps in ("4", "4:", ":4", "a:b", "4:2", "4:4", "-1:2", "1:2:3"):
-            self.refuse(synthetic("--trace", "t.json", "--trace-steps", steps), f"--trace-steps '{steps}'", "a:b")
-        self.refuse(synthetic("--trace", "t.json", "--steps", 8, "--trace-steps", "8:9"), "8:9", "steps 0 to 7")
+            self.refuse(synthetic("--trace", "t.json", "--trace-steps", steps), f"--trace-steps '{steps}'",
+                        "a:b")
+        self.refuse(synthetic("--trace", "t.json", "--steps", 8, "--trace-steps", "8:9"), "8:9",
+                    "steps 0 to 7")
         self.refuse(synthetic("--profile-steps", "2:4"), "--profile-steps 2:4", "on the host", "--trace")
         self.refuse(synthetic("--trace", "nowhere/t.json"), "nowhere", "folder that exists")
 
     def test_unwritable_log(self):
         (self.folder / "file").write_text("kept")
         for path, part in (("none/run.jsonl", "No such file"), (".", "folder"), ("file/run.jsonl", "")):
-            self.assert_refused(self.run_command("train", *SYNTHETIC, "--log", path), path, "cannot be written", part)
-            self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", "--json", path), path,
+            self.assert_refused(self.run_command("train", *SYNTHETIC, "--log", path), path,
                                 "cannot be written", part)
+            self.assert_refused(
+                self.run_command("compare", *SYNTHETIC, "--compression", "fp32", "--json", path), path,
+                "cannot be written", part)
         self.assertEqual(self.files(), ["file"])
         self.assertEqual((self.folder / "file").read_text(), "kept")
 
     def test_bad_input_does_not_change_an_older_log(self):
         (self.folder / "run.jsonl").write_text("of yesterday\n")
-        self.assert_refused(self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
+        self.assert_refused(
+            self.run_command("train", *SYNTHETIC, "--compression", "powersgd:rank=0", "--log", "run.jsonl"))
         self.assertEqual((self.folder / "run.jsonl").read_text(), "of yesterday\n")
 
     def test_launchers_with_incomplete_variables(self):
         for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
                     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
             self.refuse(SYNTHETIC, "nothing says where they meet", "MASTER_ADDR", "--rendezvous", env=env)
-        self.refuse(synthetic("--ranks", 1), "--ranks 1", "started 4 processes", env={"RANK": "0", "WORLD_SIZE": "4"})
+        self.refuse(synthetic("--ranks", 1), "--ranks 1", "started 4 processes",
+                    env={"RANK": "0", "WORLD_SIZE": "4"})
         self.refuse(SYNTHETIC, "each process would train alone", env={
             "RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
         self.refuse(synthetic("--rendezvous", "file:///x"), "--rendezvous", "RANK and WORLD_SIZE")

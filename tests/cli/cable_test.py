@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Two hosts whose cable is cut: both sides detect it within seconds, long before the deadline of an operation.
+"""Two hosts whose cable is cut: both sides detect it within seconds, long before the deadline of an
+operation.
 
 The hosts are network namespaces; skipped if this process must not create them."""
 import contextlib
@@ -25,14 +26,17 @@ class Cable(CommandTest):
         try:
             self.prefix = hosts.enter_context(two_hosts())
         except (OSError, subprocess.CalledProcessError) as error:
-            self.skipTest(f"this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+            self.skipTest(
+                f"this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
 
     def on(self, host, rank, world, *arguments, **variables):
-        variables = {"MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret", "RANK": str(rank),
-                     "WORLD_SIZE": str(world), **variables}
+        variables = {
+            "MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret",
+            "RANK": str(rank), "WORLD_SIZE": str(world), **variables
+        }
         words = ["ip", "netns", "exec", self.prefix + host, self.gradwire, *map(str, arguments)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
-                                   env=self.environment(variables))
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                   cwd=self.folder, env=self.environment(variables))
         self.addCleanup(lambda: (process.kill(), process.communicate()))
         return process
 
@@ -54,8 +58,10 @@ class Cable(CommandTest):
         self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
 
     def test_an_elastic_run_continues_on_the_side_of_the_majority(self):
-        ranks = [self.on(host, rank, 3, "train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600, "--elastic", "2:3",
-                         "--log", f"{rank}.jsonl") for rank, host in enumerate("AAB")]
+        ranks = [
+            self.on(host, rank, 3, "train", *SYNTHETIC, "--steps", 10_000_000, "--timeout-s", 600,
+                    "--elastic", "2:3", "--log", f"{rank}.jsonl") for rank, host in enumerate("AAB")
+        ]
         while "step 1/" not in ranks[0].stdout.readline():
             self.assertIsNone(ranks[0].poll())
         begin = self.cut()
@@ -67,7 +73,10 @@ class Cable(CommandTest):
         self.assertNotEqual(ranks[2].wait(timeout=60), 0)
 
     def whole_records(self, name):
-        return [json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [
+            json.loads(line) for line in (self.folder / name).read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
 
 
 if __name__ == "__main__":

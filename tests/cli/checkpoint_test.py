@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damaged checkpoints are rejected."""
+"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damaged checkpoints are
+rejected."""
 import json
 import shutil
 import struct
@@ -95,22 +96,26 @@ class Checkpoints(CommandTest):
         # No checkpoint until the end: the folder is locked and empty on a machine of any speed.
         saving = ["--checkpoint", "saved", "--checkpoint-every", "100000", "--resume", "saved"]
         long = [word if word != "8" else "100000" for word in self.RUN]
-        first = subprocess.Popen([self.gradwire, *long, *synthetic(), *saving], stdout=subprocess.PIPE, text=True,
-                                 env=self.environment(), cwd=self.folder)
+        first = subprocess.Popen([self.gradwire, *long, *synthetic(), *saving], stdout=subprocess.PIPE,
+                                 text=True, env=self.environment(), cwd=self.folder)
         self.addCleanup(lambda: (first.kill(), first.communicate()))
         while "step 3/" not in first.stdout.readline():
             self.assertIsNone(first.poll())
         second = self.run_command("train", *synthetic(), "--steps", 8, *saving)
-        self.assert_refused(second, "saved: another run writes there", f"process {first.pid} on", "another folder")
+        self.assert_refused(second, "saved: another run writes there", f"process {first.pid} on",
+                            "another folder")
         first.kill()
         first.wait(60)
         self.assertEqual(self.run_command("train", *synthetic(), "--steps", 8, *saving).returncode, 0)
 
     def test_a_killed_run_continues_with_other_ranks_and_sharding(self):
-        divided = ["train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
-                   "--checkpoint-every", "2"]
-        first = subprocess.Popen([self.gradwire, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
-                                 stdout=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder)
+        divided = [
+            "train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
+            "--checkpoint-every", "2"
+        ]
+        first = subprocess.Popen(
+            [self.gradwire, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
+            stdout=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder)
         self.addCleanup(lambda: (first.kill(), first.communicate()))
         while "step 7/" not in first.stdout.readline():
             self.assertIsNone(first.poll())
@@ -120,7 +125,8 @@ class Checkpoints(CommandTest):
         self.assertGreaterEqual(step, 6)
         for ranks, shard in ((2, "gradients"), (4, "full"), (1, "full"), (3, "none")):
             step += 2
-            again = self.run_command(*divided, "--resume", "saved", "--shard", shard, "--ranks", ranks, "--steps", step)
+            again = self.run_command(*divided, "--resume", "saved", "--shard", shard, "--ranks", ranks,
+                                     "--steps", step)
             self.assertEqual(again.returncode, 0, again.stderr)
             self.assertIn("the sum of their residuals is kept", again.stdout)
             self.assertIn("2 steps in", again.stdout)
@@ -129,23 +135,34 @@ class Checkpoints(CommandTest):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
         (self.folder / "broken").write_text("{}")
         files = self.files()
-        for extra, parts in ((["--checkpoint", "saved"], ["saved", "already", "--resume"]),
-                             (["--checkpoint", "saved", "--resume", "nowhere"], ["saved", "already"]),
-                             (["--resume", "nowhere"], ["nowhere", "no such folder"]),
-                             (["--resume", "."], ["no complete checkpoint"]),
+        for extra, parts in ((["--checkpoint",
+                               "saved"], ["saved", "already",
+                                          "--resume"]), (["--checkpoint", "saved", "--resume",
+                                                          "nowhere"], ["saved", "already"]),
+                             (["--resume",
+                               "nowhere"], ["nowhere",
+                                            "no such folder"]), (["--resume",
+                                                                  "."], ["no complete checkpoint"]),
                              (["--checkpoint", "run.jsonl"], ["run.jsonl", "not a folder"]),
-                             (["--checkpoint-every", "3"], ["--checkpoint-every requires --checkpoint"]),
-                             (["--checkpoint", "new", "--checkpoint-every", "0"], ["--checkpoint-every: '0'"]),
-                             (["--checkpoint", "new", "--checkpoint-keep", "0"], ["--checkpoint-keep: '0'"]),
-                             (["--init", "run.jsonl"], ["--init run.jsonl", "--log run.jsonl", "the same file"]),
-                             (["--init", "broken"], ["broken", "safetensors"]),
-                             (["--init", "nowhere"], ["nowhere", "no such file"]),
-                             (["--init", "x", "--resume", "saved"], ["--init", "--resume"]),
+                             (["--checkpoint-every",
+                               "3"], ["--checkpoint-every requires --checkpoint"
+                                      ]), (["--checkpoint", "new", "--checkpoint-every",
+                                            "0"], ["--checkpoint-every: '0'"
+                                                   ]), (["--checkpoint", "new", "--checkpoint-keep",
+                                                         "0"], ["--checkpoint-keep: '0'"]),
+                             (["--init",
+                               "run.jsonl"], ["--init run.jsonl", "--log run.jsonl",
+                                              "the same file"]), (["--init",
+                                                                   "broken"], ["broken", "safetensors"]),
+                             (["--init", "nowhere"], ["nowhere",
+                                                      "no such file"]), (["--init", "x", "--resume",
+                                                                          "saved"], ["--init", "--resume"]),
                              (["--optimizer", "sgd", "--resume", "saved"], ["optimizer", "adamw", "sgd"])):
             with self.subTest(extra=extra):
                 self.assert_refused(self.train(*extra), *parts)
                 self.assertEqual(self.files(), files)
-        deeper = self.run_command("train", *synthetic("--depth", "2"), "--init", "saved/step-000000008/model.safetensors")
+        deeper = self.run_command("train", *synthetic("--depth", "2"), "--init",
+                                  "saved/step-000000008/model.safetensors")
         self.assert_refused(deeper, "missing: encoder.layers.encoder_layer_1", "more")
 
 

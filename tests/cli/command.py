@@ -1,4 +1,5 @@
-"""Shared by the tests of the real `gradwire` command: a temporary folder, a clean environment, small inputs."""
+"""Shared by the tests of the real `gradwire` command: a temporary folder, a clean environment, small
+inputs."""
 import json
 import os
 import pathlib
@@ -8,17 +9,20 @@ import sys
 import tempfile
 import unittest
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
-                      "PMI_SIZE", "GRADWIRE_DATA", "GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE", "GRADWIRE_INSECURE",
-                      "GRADWIRE_PORTS", "GRADWIRE_INTERFACE")
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+                      "PMI_RANK", "PMI_SIZE", "GRADWIRE_DATA", "GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE",
+                      "GRADWIRE_INSECURE", "GRADWIRE_PORTS", "GRADWIRE_INTERFACE")
 SMALL = ["--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32"]
 SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
 
 
 def synthetic(*extra):
-    """Returns SYNTHETIC plus flags. They replace flags of the same name, since the command rejects a repeated flag."""
+    """Returns SYNTHETIC plus flags. They replace flags of the same name, since the command rejects a repeated
+    flag."""
     extra = [str(word) for word in extra]
-    kept = [word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]]
+    kept = [
+        word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]
+    ]
     return kept + extra
 
 
@@ -68,8 +72,8 @@ class CommandTest(unittest.TestCase):
             every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
                                       **(own_env or {}).get(rank, {})})
             words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=every,
-                                       cwd=folders[rank] if folders else self.folder)
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                       env=every, cwd=folders[rank] if folders else self.folder)
             self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
             processes.append(process)
         return processes
@@ -82,7 +86,8 @@ class CommandTest(unittest.TestCase):
 
     def assert_refused(self, result, *parts):
         """Expects code 2, exactly one line on stderr that contains every part, and no sign of a crash."""
-        self.assertEqual(result.returncode, 2, f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
+        self.assertEqual(result.returncode, 2,
+                         f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
         lines = result.stderr.splitlines()
         self.assertEqual(len(lines), 1, result.stderr)
         self.assertTrue(lines[0].startswith("gradwire: "), lines[0])

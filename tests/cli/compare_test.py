@@ -9,16 +9,20 @@ from command import CommandTest, SYNTHETIC, main
 
 class Compare(CommandTest):
     def test_table_and_files(self):
-        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 3, "--compression", "fp32", "--compression",
-                                  "bf16", "--compression", "powersgd:rank=1", "--json", "out.json")
+        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 3, "--compression", "fp32",
+                                  "--compression", "bf16", "--compression", "powersgd:rank=1", "--json",
+                                  "out.json")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.2.jsonl", "out.json"])
         runs = json.loads((self.folder / "out.json").read_text())
         self.assertEqual([r["compression"] for r in runs], ["fp32", "bf16", "powersgd:rank=1"])
         for run in runs:
-            self.assertEqual(set(run), {"compression", "test_accuracy", "test_accuracy_std", "final_loss", "final_loss_std", "step_ms",
-                                        "images_per_s", "wire_bytes", "wire_bytes_per_element", "dense_bytes", "ratio",
-                                        "exposed_comm_ms", "ranks", "device", "schedule", "bucket_mb", "seeds"})
+            self.assertEqual(
+                set(run), {
+                    "compression", "test_accuracy", "test_accuracy_std", "final_loss", "final_loss_std",
+                    "step_ms", "images_per_s", "wire_bytes", "wire_bytes_per_element", "dense_bytes", "ratio",
+                    "exposed_comm_ms", "ranks", "device", "schedule", "bucket_mb", "seeds"
+                })
             self.assertEqual(run["dense_bytes"], runs[0]["wire_bytes"])
         self.assertAlmostEqual(runs[0]["ratio"], 1.0)
         self.assertGreater(runs[1]["ratio"], 1.9)
@@ -26,18 +30,21 @@ class Compare(CommandTest):
         self.assertEqual([line.split()[0] for line in table[2:5]], ["fp32", "bf16", "powersgd:rank=1"])
 
     def test_all_start_from_the_same_weights(self):
-        self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 1, "--compression", "fp32", "--compression", "bf16",
-                         "--bucket-mb", 0.002, "--bucket-mb", 25, "--json", "out.json")
+        self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 1, "--compression", "fp32",
+                         "--compression", "bf16", "--bucket-mb", 0.002, "--bucket-mb", 25, "--json",
+                         "out.json")
         logs = [self.records(f"out.{i}.jsonl") for i in range(4)]
         self.assertEqual(len({log[1]["loss"] for log in logs}), 1)
         # Every compression with every bucket size.
         self.assertEqual([(log[0]["compression"], log[0]["bucket_mb"]) for log in logs],
                          [("fp32", 0.002), ("fp32", 25), ("bf16", 0.002), ("bf16", 25)])
         self.assertGreater(logs[0][0]["buckets"], logs[1][0]["buckets"])
-        self.assertEqual([r["bucket_mb"] for r in json.loads((self.folder / "out.json").read_text())], [0.002, 25, 0.002, 25])
+        self.assertEqual([r["bucket_mb"] for r in json.loads((self.folder / "out.json").read_text())],
+                         [0.002, 25, 0.002, 25])
 
     def compare(self, *arguments):
-        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--json", "out.json", *arguments)
+        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--json", "out.json",
+                                  *arguments)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         return result.stdout, json.loads((self.folder / "out.json").read_text())
 
@@ -56,12 +63,15 @@ class Compare(CommandTest):
         (self.folder / "out.1.jsonl").write_bytes(before["out.1.jsonl"][:-200])
         out, again = self.compare(*self.specs("fp32", "bf16", "fp8"))
         after = self.contents()
-        self.assertIn("2 of 3 runs: done before with the same settings, and not run again; --again repeats them", out)
+        self.assertIn(
+            "2 of 3 runs: done before with the same settings, and not run again; --again repeats them", out)
         self.assertIn("[1/3] fp32: done before, see out.0.jsonl", out)
-        self.assertRegex(out, r"\[2/3\] bf16; an earlier run was cut short \(out.1.jsonl\), starting over; about .* left")
-        self.assertEqual([after[f"out.{i}.jsonl"] == before[f"out.{i}.jsonl"] for i in range(3)], [True, False, True])
-        figures = lambda rows: [(r["compression"], r["final_loss"], r["test_accuracy"], r["wire_bytes"], r["ratio"], r["schedule"],
-                                 r["wire_bytes_per_element"]) for r in rows]
+        self.assertRegex(
+            out, r"\[2/3\] bf16; an earlier run was cut short \(out.1.jsonl\), starting over; about .* left")
+        self.assertEqual([after[f"out.{i}.jsonl"] == before[f"out.{i}.jsonl"] for i in range(3)],
+                         [True, False, True])
+        figures = lambda rows: [(r["compression"], r["final_loss"], r["test_accuracy"], r["wire_bytes"], r[
+            "ratio"], r["schedule"], r["wire_bytes_per_element"]) for r in rows]
         self.assertEqual(figures(again), figures(whole))
         for i in (0, 2):
             self.assertEqual(again[i], whole[i])  # including times
@@ -72,16 +82,19 @@ class Compare(CommandTest):
         # With a new run in between, the existing runs keep their logs.
         out, rows = self.compare(*self.specs("fp32", "fp8", "bf16", "bf16"))
         self.assertIn("2 of 4 runs", out)
-        self.assertEqual([row["seeds"][0]["log"] for row in rows], ["out.0.jsonl", "out.2.jsonl", "out.1.jsonl", "out.3.jsonl"])
+        self.assertEqual([row["seeds"][0]["log"] for row in rows],
+                         ["out.0.jsonl", "out.2.jsonl", "out.1.jsonl", "out.3.jsonl"])
         for name in ("out.0.jsonl", "out.1.jsonl"):
             self.assertEqual(self.contents()[name], before[name])
-        self.assertEqual([self.records(row["seeds"][0]["log"])[0]["compression"] for row in rows], ["fp32", "fp8", "bf16", "bf16"])
+        self.assertEqual([self.records(row["seeds"][0]["log"])[0]["compression"] for row in rows],
+                         ["fp32", "fp8", "bf16", "bf16"])
         out, _ = self.compare(*self.specs("fp32", "bf16"), "--lr", 0.5)
         self.assertNotIn("done before", out)
         self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
         out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--again")
         self.assertNotIn("done before", out)
-        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")  # a trace requires a run
+        # a trace requires a run
+        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")
         self.assertNotIn("done before", out)
         self.assertTrue((self.folder / "trace.0.json").exists())
 
@@ -97,11 +110,13 @@ class Compare(CommandTest):
             self.assertEqual(len(set(losses)), 3)
             self.assertAlmostEqual(row["final_loss"], statistics.mean(losses))
             self.assertAlmostEqual(row["final_loss_std"], statistics.stdev(losses))
-            self.assertAlmostEqual(row["test_accuracy_std"], statistics.stdev(s["test_accuracy"] for s in row["seeds"]))
-        alone = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16", "--seed", 9, "--log",
-                                 "alone.jsonl")
+            self.assertAlmostEqual(row["test_accuracy_std"],
+                                   statistics.stdev(s["test_accuracy"] for s in row["seeds"]))
+        alone = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--compression", "bf16",
+                                 "--seed", 9, "--log", "alone.jsonl")
         self.assertEqual(alone.returncode, 0, alone.stderr)
-        numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log) if r["type"] in ("step", "eval")]
+        numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log)
+                               if r["type"] in ("step", "eval")]
         self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))
 
     def test_the_shelf_preset_contains_every_format(self):
@@ -117,12 +132,16 @@ class Compare(CommandTest):
         for name in [*formats, "powersgd", "randk"]:
             self.assertTrue(any(re.split("[:,]", spec)[0] == name for spec in names), name)
         for row in rows:
-            self.assertAlmostEqual(row["wire_bytes_per_element"] * self.records("out.0.jsonl")[0]["parameters"], row["wire_bytes"])
+            self.assertAlmostEqual(
+                row["wire_bytes_per_element"] * self.records("out.0.jsonl")[0]["parameters"],
+                row["wire_bytes"])
 
     def test_bad_input(self):
-        for arguments, parts in (([], ["--compression SPEC", "--preset shelf"]), (["--preset", "shelves"], ["--preset", "shelf"]),
-                                 (["--compression", "fp32", "--seeds", 0], ["--seeds"]),
-                                 (["--compression", "fp32", "--again"], ["--again requires --json"]),
+        for arguments, parts in (([], ["--compression SPEC",
+                                       "--preset shelf"]), (["--preset", "shelves"], ["--preset", "shelf"]),
+                                 (["--compression", "fp32", "--seeds",
+                                   0], ["--seeds"]), (["--compression", "fp32",
+                                                       "--again"], ["--again requires --json"]),
                                  (["--preset", "shelf", "--compression", "zip"], ["unknown method 'zip'"])):
             self.assert_refused(self.run_command("compare", *SYNTHETIC, *arguments), *parts)
 

@@ -23,8 +23,9 @@ class Descriptors(CommandTest):
         return process.returncode
 
     def begin(self, *arguments, closed=(), folder=None, **variables):
-        process = subprocess.Popen([self.gradwire, *map(str, arguments)], env=self.environment(variables), cwd=folder or self.folder,
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        process = subprocess.Popen([self.gradwire, *map(str, arguments)], env=self.environment(variables),
+                                   cwd=folder or self.folder, stdin=subprocess.DEVNULL,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    preexec_fn=closing(closed))
         self.addCleanup(process.kill)
         return process
@@ -50,8 +51,11 @@ class Descriptors(CommandTest):
             self.assertEqual(resumed.returncode, 0, f"{folder.name}: {resumed.stderr}")
 
     def test_processes_with_all_descriptors_closed(self):
-        ranks = [self.begin("train", *SYNTHETIC, "--steps", 20, "--log", "run.jsonl", "--rendezvous", f"file://{self.folder}/meeting",
-                            closed=(0, 1, 2), RANK=str(r), WORLD_SIZE="3") for r in range(3)]
+        ranks = [
+            self.begin("train", *SYNTHETIC, "--steps", 20, "--log", "run.jsonl", "--rendezvous",
+                       f"file://{self.folder}/meeting", closed=(0, 1, 2), RANK=str(r), WORLD_SIZE="3")
+            for r in range(3)
+        ]
         self.assertEqual([self.end_of(r) for r in ranks], [0, 0, 0])
         self.check_log(self.folder, 20)
 
@@ -59,8 +63,10 @@ class Descriptors(CommandTest):
         for gone in ("stdout", "stderr"):
             name = f"{gone}.jsonl"
             streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, gone: subprocess.PIPE}
-            run = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "40", "--log", name, "--checkpoint", f"saved-{gone}"],
-                                   env=self.environment(), cwd=self.folder, **streams)
+            run = subprocess.Popen([
+                self.gradwire, "train", *SYNTHETIC, "--steps", "40", "--log", name, "--checkpoint",
+                f"saved-{gone}"
+            ], env=self.environment(), cwd=self.folder, **streams)
             getattr(run, gone).close()
             self.assertEqual(self.end_of(run), 1 if gone == "stdout" else 0, gone)
             self.assertEqual(self.records(name)[-1]["type"], "summary")
@@ -68,10 +74,12 @@ class Descriptors(CommandTest):
 
     def test_reports_a_full_disk_or_a_closed_pipe(self):
         with open("/dev/full", "w") as full:
-            run = subprocess.run([self.gradwire, "train", *SYNTHETIC, "--steps", "2"], stdout=full, stderr=subprocess.PIPE, text=True,
-                                 env=self.environment(), cwd=self.folder, timeout=240)
+            run = subprocess.run([self.gradwire, "train", *SYNTHETIC, "--steps", "2"], stdout=full,
+                                 stderr=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder,
+                                 timeout=240)
         self.assertEqual(run.returncode, 1)
-        self.assertIn("standard output could not be written: its disk is full, or its reader is gone", run.stderr)
+        self.assertIn("standard output could not be written: its disk is full, or its reader is gone",
+                      run.stderr)
 
     def test_an_error_without_standard_error_keeps_its_code(self):
         self.assertEqual(self.end_of(self.begin("train", "--steps", "none", closed=(0, 1, 2))), 2)
@@ -81,7 +89,8 @@ class Descriptors(CommandTest):
         if not bench.exists():
             self.skipTest("gradwire-bench is not built")
         words = [bench, "schedules", "--json", "out.json"]
-        run = subprocess.run(words, env=self.environment(), cwd=self.folder, preexec_fn=closing((0, 1, 2)), timeout=240)
+        run = subprocess.run(words, env=self.environment(), cwd=self.folder, preexec_fn=closing((0, 1, 2)),
+                             timeout=240)
         self.assertEqual(run.returncode, 0)
         json.loads((self.folder / "out.json").read_text())
 

@@ -9,7 +9,8 @@ class Doctor(CommandTest):
     def test_describes_the_machine(self):
         result = self.run_command("doctor")
         self.assertEqual(result.returncode, 0)
-        for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher", "Network", "Peaks"):
+        for word in ("Host", "CUDA", "threads", "SIMD", "BLAS", "compiler", "fashion-mnist", "launcher",
+                     "Network", "Peaks"):
             self.assertIn(word, result.stdout)
         self.assertRegex(result.stdout, r"BLAS +OpenBLAS [0-9.]+, \w+ kernels")
         self.assert_refused(self.run_command("doctor", "--json", "/nowhere/x.json"), "/nowhere")

@@ -29,12 +29,13 @@ class Gradients(CommandTest):
         return result.stdout
 
     def test_a_world_of_one_dumps_the_gradients_of_its_optimizer(self):
-        out = self.train("--steps", 4, "--optimizer", "sgd", "--momentum", 0, "--lr", 0.5, "--warmup", 0, "--checkpoint", "saved",
-                         "--checkpoint-every", 1, "--checkpoint-keep", 4, "--log", "run.jsonl", "--dump-gradients", "2:deep/dumped",
-                         "--accumulate", 2)
+        out = self.train("--steps", 4, "--optimizer", "sgd", "--momentum", 0, "--lr", 0.5, "--warmup", 0,
+                         "--checkpoint", "saved", "--checkpoint-every", 1, "--checkpoint-keep", 4, "--log",
+                         "run.jsonl", "--dump-gradients", "2:deep/dumped", "--accumulate", 2)
         self.assertIn("Gradients of step 2: deep/dumped/gradients-step-2.safetensors", out)
         gradients, about = read_safetensors(self.folder / "deep/dumped/gradients-step-2.safetensors")
-        before, after = (read_safetensors(self.folder / f"saved/step-00000000{steps}/model.safetensors")[0] for steps in (2, 3))
+        before, after = (read_safetensors(self.folder / f"saved/step-00000000{steps}/model.safetensors")[0]
+                         for steps in (2, 3))
         lr = [r["lr"] for r in self.records() if r["type"] == "step"][2]
         self.assertEqual(set(gradients), set(before))
         for name, (shape, values) in gradients.items():
@@ -49,7 +50,8 @@ class Gradients(CommandTest):
         folders = {}
         for spec in ("fp32", "int8", "powersgd:rank=1"):
             folder = spec.partition(':')[0]
-            self.train("--ranks", 2, "--steps", 1, "--bucket-mb", 0.002, "--compression", spec, "--dump-gradients", f"0:{folder}")
+            self.train("--ranks", 2, "--steps", 1, "--bucket-mb", 0.002, "--compression", spec,
+                       "--dump-gradients", f"0:{folder}")
             folders[folder] = read_safetensors(self.folder / folder / "gradients-step-0.safetensors")[0]
         self.assertEqual(len(folders), 3)
         for folder, tensors in folders.items():
@@ -61,8 +63,9 @@ class Gradients(CommandTest):
 
     def refuse(self, text, *parts, more=()):
         before = self.files()
-        self.assert_refused(self.run_command("train", *synthetic("--steps", 3, "--dump-gradients", text, *more)),
-                            "--dump-gradients", *parts)
+        self.assert_refused(
+            self.run_command("train", *synthetic("--steps", 3, "--dump-gradients", text, *more)),
+            "--dump-gradients", *parts)
         self.assertEqual(self.files(), before)
 
     def test_bad_input(self):
@@ -75,8 +78,9 @@ class Gradients(CommandTest):
         (self.folder / "dir").mkdir()
         (self.folder / "dir/gradients-step-1.safetensors").write_text("kept")
         self.refuse("1:dir", "dir/gradients-step-1.safetensors exists already")
-        self.assert_refused(self.run_command("compare", *synthetic("--compression", "fp32", "--dump-gradients", "1:dir")),
-                            "--dump-gradients")
+        self.assert_refused(
+            self.run_command("compare", *synthetic("--compression", "fp32", "--dump-gradients", "1:dir")),
+            "--dump-gradients")
 
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_rejects_an_unwritable_folder(self):

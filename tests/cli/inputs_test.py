@@ -32,7 +32,8 @@ KINDS = {"a FIFO": fifo, "a device": device, "a folder": folder}
 class Inputs(CommandTest):
     def setUp(self):
         super().setUp()
-        self.run_command("train", *QUICK, "--checkpoint", "saved", "--checkpoint-every", 2, "--log", "first.jsonl")
+        self.run_command("train", *QUICK, "--checkpoint", "saved", "--checkpoint-every", 2, "--log",
+                         "first.jsonl")
 
     def kinds(self):
         for kind, make in KINDS.items():
@@ -41,8 +42,9 @@ class Inputs(CommandTest):
 
     def run_within(self, seconds, *arguments, program=None, **env):
         """Runs a command with a time limit, which a command that waits for a writer exceeds."""
-        return subprocess.run([program or self.gradwire, *map(str, arguments)], capture_output=True, text=True, check=False,
-                              env=self.environment(env), cwd=self.folder, timeout=seconds)
+        return subprocess.run([program or self.gradwire, *map(str, arguments)], capture_output=True,
+                              text=True, check=False, env=self.environment(env), cwd=self.folder,
+                              timeout=seconds)
 
     def test_named_files(self):
         """Covers the flags and the variable that name a file."""
@@ -67,31 +69,39 @@ class Inputs(CommandTest):
                 with self.subTest(kind=kind, rank=rank):
                     path = self.folder / f"{kind}-{rank}".replace(" ", "-")
                     make(path)
-                    result = self.run_within(20, "train", *QUICK, "--rendezvous", f"file://{path}", "--timeout-s", 15,
-                                             RANK=rank, WORLD_SIZE="2")
+                    result = self.run_within(20, "train", *QUICK, "--rendezvous", f"file://{path}",
+                                             "--timeout-s", 15, RANK=rank, WORLD_SIZE="2")
                     self.assert_refused(result, path, kind)
                     self.assertFalse(stat.S_ISREG(path.lstat().st_mode))
 
     def test_rendezvous_and_members_behind_links_and_mounts(self):
-        """The link and the mount are kept. At the end, the file is deleted, or empty if it cannot be deleted."""
-        flags = ["train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"]
+        """The link and the mount are kept. At the end, the file is deleted, or empty if it cannot be
+        deleted."""
+        flags = [
+            "train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"
+        ]
         flags[flags.index("file://meeting")] = f"file://{self.folder}/meeting"
         setups = {"links": "ln -s inner/m1 meeting; ln -s inner/m2 members; mkdir inner"}
         if targets.may_mount():
             setups["mounts"] = "touch m1 m2 meeting members; mount --bind m1 meeting; mount --bind m2 members"
         for name, setup in setups.items():
             with self.subTest(name):
-                script = f'{setup}; for r in 0 1; do RANK=$r WORLD_SIZE=2 "$@" & p="$p $!"; done; for p in $p; do wait $p; done'
+                script = (
+                    f'{setup}; for r in 0 1; do RANK=$r WORLD_SIZE=2 "$@" & p="$p $!"; done; for p in $p; do'
+                    " wait $p; done"
+                )
                 words = ["unshare", "-m"] if name == "mounts" else []
                 place = self.folder / name
                 place.mkdir()
                 here = [w.replace(str(self.folder), str(place)) for w in flags]
-                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.gradwire, *here], cwd=place, timeout=60,
-                                        env=self.environment(), capture_output=True, text=True, check=False)
+                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.gradwire, *here],
+                                        cwd=place, timeout=60, env=self.environment(), capture_output=True,
+                                        text=True, check=False)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertEqual(result.stderr, "")
                 left = sorted(str(p.relative_to(place)) for p in place.rglob("*"))
-                self.assertEqual(left, ["inner", "meeting", "members"] if name == "links" else ["m1", "m2", "meeting", "members"])
+                self.assertEqual(left, ["inner", "meeting", "members"]
+                                 if name == "links" else ["m1", "m2", "meeting", "members"])
                 if name == "links":
                     self.assertEqual(os.readlink(place / "members"), "inner/m2")
                 else:
@@ -102,8 +112,9 @@ class Inputs(CommandTest):
             with self.subTest(kind):
                 path = self.folder / kind.replace(" ", "-")
                 make(path)
-                result = self.run_within(20, "train", *QUICK, "--elastic", "1:2", "--members", path, "--rendezvous",
-                                         f"file://{self.folder}/meeting", RANK="0", WORLD_SIZE="2")
+                result = self.run_within(20, "train", *QUICK, "--elastic", "1:2", "--members", path,
+                                         "--rendezvous", f"file://{self.folder}/meeting", RANK="0",
+                                         WORLD_SIZE="2")
                 self.assert_refused(result, path, kind)
 
     def test_files_of_a_checkpoint(self):

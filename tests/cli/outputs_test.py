@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes every kind of target with every flag that names an output file. targets.py defines the kinds.
 
-By default every target is written by the fastest command, train and compare write the targets of SOME, and other
-commands those of FEW. With GRADWIRE_FULL_SWEEPS=1 every command writes every target."""
+By default every target is written by the fastest command, train and compare write the targets of SOME, and
+other commands those of FEW. With GRADWIRE_FULL_SWEEPS=1 every command writes every target."""
 import json
 import os
 import pathlib
@@ -14,33 +14,46 @@ import targets
 from command import CommandTest, SYNTHETIC, main
 
 FULL = os.environ.get("GRADWIRE_FULL_SWEEPS") == "1"
-SOME = (targets.LongName, targets.Link, targets.HardLinked, targets.Device, targets.Fifo, targets.BindMount, targets.FullDisk,
-        targets.FileSizeLimit)
+SOME = (targets.LongName, targets.Link, targets.HardLinked, targets.Device, targets.Fifo, targets.BindMount,
+        targets.FullDisk, targets.FileSizeLimit)
 FEW = (targets.Plain, targets.Device, targets.FileSizeLimit)
 BENCH = "gradwire-bench"
 # Name of the writer: program, flags before the file's name, a word of its output.
 WRITERS = {
     "schedules": (BENCH, ["schedules", "--ranks", "2", "--json"], "two_shot"),
     "schedules --check": (BENCH, ["schedules", "--check", "--max-ranks", "2", "--json"], "proven right"),
-    "formats": (BENCH, ["formats", "--spec", "int8", "--rows", "1", "--elements", "64", "--draws", "2", "--size", "4K",
-                        "--budget-ms", "0.1", "--json"], "int8"),
+    "formats": (BENCH, [
+        "formats", "--spec", "int8", "--rows", "1", "--elements", "64", "--draws", "2", "--size", "4K",
+        "--budget-ms", "0.1", "--json"
+    ], "int8"),
     "numerics": (BENCH, ["numerics", "--ranks", "2", "--elements", "64", "--spec", "bf16", "--json"], "ring"),
-    "kernels": (BENCH, ["kernels", "--filter", "bf16", "--device", "host", "--cache", "warm", "--min-size", "4K",
-                        "--max-size", "4K", "--budget-ms", "0.1", "--threads", "1", "--json"], "bf16"),
-    "collectives": (BENCH, ["collectives", "--transport", "local", "--ranks", "2", "--compression", "fp32", "--schedule",
-                            "ring", "-b", "1K", "-e", "1K", "-n", "1", "-w", "0", "--json"], "ring"),
-    "orthonormalize": (BENCH, ["orthonormalize", "--model", "resnet18", "--rank", "1", "--steps", "1", "--device", "host",
-                               "--json"], "rank"),
-    "hook": (BENCH, ["hook", "--model", "resnet18", "--compression", "bf16", "--steps", "1", "--device", "host", "--json"],
-             "bf16"),
-    "step": (BENCH, ["step", "--model", "vit_tiny", "--batch-size", "1", "--compression", "fp32", "--seconds", "0.01",
-                     "--device", "host", "--json"], "reducer ms"),
-    "train --trace": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0", "--trace"], "per rank at most"),
-    "train --log": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0", "--log"], "per rank at most"),
-    "resumed --log": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0", "--resume", "saved", "--log"],
-                      "per rank at most"),
-    "compare": ("gradwire", ["compare", *SYNTHETIC, "--steps", "1", "--compression", "fp32", "--json"],
-                "steps and bytes are medians"),
+    "kernels": (BENCH, [
+        "kernels", "--filter", "bf16", "--device", "host", "--cache", "warm", "--min-size", "4K",
+        "--max-size", "4K", "--budget-ms", "0.1", "--threads", "1", "--json"
+    ], "bf16"),
+    "collectives": (BENCH, [
+        "collectives", "--transport", "local", "--ranks", "2", "--compression", "fp32", "--schedule", "ring",
+        "-b", "1K", "-e", "1K", "-n", "1", "-w", "0", "--json"
+    ], "ring"),
+    "orthonormalize": (BENCH, [
+        "orthonormalize", "--model", "resnet18", "--rank", "1", "--steps", "1", "--device", "host", "--json"
+    ], "rank"),
+    "hook": (BENCH, [
+        "hook", "--model", "resnet18", "--compression", "bf16", "--steps", "1", "--device", "host", "--json"
+    ], "bf16"),
+    "step": (BENCH, [
+        "step", "--model", "vit_tiny", "--batch-size", "1", "--compression", "fp32", "--seconds", "0.01",
+        "--device", "host", "--json"
+    ], "reducer ms"),
+    "train --trace": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0",
+                                   "--trace"], "per rank at most"),
+    "train --log": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0",
+                                 "--log"], "per rank at most"),
+    "resumed --log": ("gradwire", [
+        "train", *SYNTHETIC, "--steps", "3", "--eval-every", "0", "--resume", "saved", "--log"
+    ], "per rank at most"),
+    "compare": ("gradwire", ["compare", *SYNTHETIC, "--steps", "1", "--compression", "fp32",
+                             "--json"], "steps and bytes are medians"),
     "doctor": ("gradwire", ["doctor", "--device", "host", "--json"], "Links: one rank has none"),
 }
 SLOW = ("doctor", "hook", "orthonormalize")  # a second each: all targets only in the full sweep
@@ -55,8 +68,8 @@ class Outputs(CommandTest):
         self.bin = pathlib.Path(self.gradwire).parent
         self.programs = {name: self.bin / name for name in ("gradwire", BENCH)}
         targets.Target.top = self.bin.parent
-        self.run_command("train", *SYNTHETIC, "--steps", 3, "--eval-every", 0, "--checkpoint", "saved", "--checkpoint-every", 2,
-                         "--log", "first.jsonl")
+        self.run_command("train", *SYNTHETIC, "--steps", 3, "--eval-every", 0, "--checkpoint", "saved",
+                         "--checkpoint-every", 2, "--log", "first.jsonl")
         shutil.rmtree(self.folder / "saved" / "step-000000003")
 
     def try_one(self, name, kind):
@@ -72,7 +85,8 @@ class Outputs(CommandTest):
         target = kind(folder)
         other_user = issubclass(kind, targets.InAFolderOfAnother)
         first = (self.folder / "first.jsonl").read_text()
-        if name == "resumed --log" and isinstance(target, targets.Plain) and target.path.exists() and not target.code:
+        if name == "resumed --log" and isinstance(target,
+                                                  targets.Plain) and target.path.exists() and not target.code:
             (target.source if kind is targets.BindMount else target.path).write_text(first)
         expected = target.code
         if other_user and name == "compare" and expected == 0:
@@ -80,16 +94,17 @@ class Outputs(CommandTest):
         if name == "compare" and kind is targets.FullDisk:
             target.error = None  # the log fails first
         if name in LOGS and kind is targets.FileSizeLimit:
-            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])  # truncated to no lines
+            # truncated to no lines
+            target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])
         if name == "compare" and kind is targets.FileSizeLimit:
             target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.0.jsonl"])
         if name == "compare" and kind is targets.LongName:
             expected, target.error = 2, "File name too long"  # of its runs' logs
             target.check = lambda _test: self.assertEqual(os.listdir(folder), [])
         command = [f"bin/{program}"] if other_user else [self.programs[program]]
-        result = subprocess.run([*target.wrapper, *command, *words, str(target.path)], cwd=self.folder,
-                                env=self.environment(), capture_output=True, text=True, timeout=120, check=False,
-                                pass_fds=target.pass_fds)
+        result = subprocess.run(
+            [*target.wrapper, *command, *words, str(target.path)], cwd=self.folder, env=self.environment(),
+            capture_output=True, text=True, timeout=120, check=False, pass_fds=target.pass_fds)
         written = None
         if kind is not targets.FullDisk:
             written = target.written(result.stdout) if expected == 0 else None
@@ -132,7 +147,8 @@ class Outputs(CommandTest):
         for name in WRITERS:
             for kind in targets.all_targets():
                 chosen = SOME if WRITERS[name][0] == "gradwire" else FEW
-                fastest = name == "schedules" or (name == "train --trace" and kind is targets.ProcessSubstitution)
+                fastest = name == "schedules" or (name == "train --trace"
+                                                  and kind is targets.ProcessSubstitution)
                 if not (FULL or fastest or (kind in chosen and name not in SLOW) or kind is targets.Plain):
                     continue
                 with self.subTest(writer=name, target=kind.__name__):
@@ -143,17 +159,18 @@ class Outputs(CommandTest):
         os.mkfifo(self.folder / "fifo")
         for name in ("schedules", "train --log") if FULL else ("schedules",):
             program, words, table = WRITERS[name]
-            result = subprocess.run([self.programs[program], *words, "fifo"], cwd=self.folder, env=self.environment(),
-                                    capture_output=True, text=True, timeout=60, check=False)
+            result = subprocess.run([self.programs[program], *words, "fifo"], cwd=self.folder,
+                                    env=self.environment(), capture_output=True, text=True, timeout=60,
+                                    check=False)
             self.assertEqual((result.returncode, table in result.stdout), (2, False))
             self.assertIn("no process has opened this FIFO for reading within 10 s", result.stderr)
 
     def test_training_continues_when_the_reader_of_its_log_exits(self):
         read, write = os.pipe()
         flags = [*SYNTHETIC, "--steps", "2000", "--eval-every", "0"]
-        process = subprocess.Popen([self.gradwire, "train", *flags, "--log", f"/dev/fd/{write}"], pass_fds=(write,),
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=self.folder,
-                                   env=self.environment())
+        process = subprocess.Popen([self.gradwire, "train", *flags, "--log", f"/dev/fd/{write}"],
+                                   pass_fds=(write, ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                   text=True, cwd=self.folder, env=self.environment())
         os.close(write)
         os.read(read, 1)
         os.close(read)
@@ -167,11 +184,15 @@ class Outputs(CommandTest):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")
         (self.folder / "disk").mkdir()
-        script = ('mount -t tmpfs -o size=16k none disk; "$@" || code=$?; cp disk/run.jsonl after.jsonl; exit ${code:-0}')
-        result = subprocess.run(["unshare", "-m", "sh", "-ec", script, "sh", self.gradwire, "train", *SYNTHETIC, "--steps", "100",
-                                 "--eval-every", "0", "--log", "disk/run.jsonl", "--trace", "disk/trace.json", "--dump-gradients",
-                                 "99:disk/gradients"], cwd=self.folder, env=self.environment(),
-                                capture_output=True, text=True, timeout=120, check=False)
+        script = (
+            'mount -t tmpfs -o size=16k none disk; "$@" || code=$?; cp disk/run.jsonl after.jsonl; exit'
+            " ${code:-0}"
+        )
+        result = subprocess.run([
+            "unshare", "-m", "sh", "-ec", script, "sh", self.gradwire, "train", *SYNTHETIC, "--steps", "100",
+            "--eval-every", "0", "--log", "disk/run.jsonl", "--trace", "disk/trace.json", "--dump-gradients",
+            "99:disk/gradients"
+        ], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=120, check=False)
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertIn("per rank at most", result.stdout)
         self.assertNotIn("Trace of steps", result.stdout)
@@ -184,37 +205,58 @@ class Outputs(CommandTest):
     def test_runs_continue_when_old_checkpoints_cannot_be_removed(self):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")
-        flags = [*SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2", "--checkpoint-keep", "1"]
+        flags = [
+            *SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2",
+            "--checkpoint-keep", "1"
+        ]
         run = f'"{self.gradwire}" train ' + " ".join(flags)
         cases = {  # the setup of the folder, the warning, and the files at the end
             # A folder of the lower layer can be removed but not renamed.
-            "overlayfs": ('mkdir m up work; mount -t tmpfs none m; mkdir m/up m/work; mount -t overlay -o '
-                          'lowerdir=saved,upperdir=m/up,workdir=m/work none saved', "", ["step-000000008"]),
-            "read-only": ("mount --bind saved/step-000000002 saved/step-000000002; "
-                          "mount -o remount,bind,ro saved/step-000000002", "saved/step-000000002: an old checkpoint cannot be removed",
-                          ["step-000000002", "step-000000008"]),
+            "overlayfs": (
+                (
+                    "mkdir m up work; mount -t tmpfs none m; mkdir m/up m/work; mount -t overlay -o "
+                    "lowerdir=saved,upperdir=m/up,workdir=m/work none saved"
+                ),
+                "",
+                ["step-000000008"],
+            ),
+            "read-only": (
+                (
+                    "mount --bind saved/step-000000002 saved/step-000000002; "
+                    "mount -o remount,bind,ro saved/step-000000002"
+                ),
+                "saved/step-000000002: an old checkpoint cannot be removed",
+                ["step-000000002", "step-000000008"],
+            ),
         }
         for name, (setup, warning, left) in cases.items():
             with self.subTest(name):
-                script = f"{setup}; {run} --resume saved --steps 6; {run} --resume saved --steps 8 --lr 0.001; ls saved"
+                script = (
+                    f"{setup}; {run} --resume saved --steps 6; {run} --resume saved --steps 8 --lr 0.001; ls"
+                    " saved"
+                )
                 folder = self.folder / name
                 folder.mkdir()
                 shutil.copytree(self.folder / "saved", folder / "saved")
-                result = subprocess.run(["unshare", "-m", "sh", "-ec", script], cwd=folder, env=self.environment(),
-                                        capture_output=True, text=True, timeout=120, check=False)
+                result = subprocess.run(["unshare", "-m", "sh", "-ec", script], cwd=folder,
+                                        env=self.environment(), capture_output=True, text=True, timeout=120,
+                                        check=False)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertEqual([w for w in result.stdout.splitlines() if w.startswith("step-")], left)
-                self.assertEqual(result.stderr.count(warning), 2 if warning else 1 + len(result.stderr), result.stderr)
+                self.assertEqual(result.stderr.count(warning), 2 if warning else 1 + len(result.stderr),
+                                 result.stderr)
 
     def test_two_runs_cannot_write_one_log(self):
         flags = ["train", *SYNTHETIC, "--eval-every", "0", "--log", "run.jsonl"]
-        first = subprocess.Popen([self.gradwire, *flags, "--steps", "1000000"], stdout=subprocess.PIPE, text=True,
-                                 cwd=self.folder, env=self.environment())
+        first = subprocess.Popen([self.gradwire, *flags, "--steps", "1000000"], stdout=subprocess.PIPE,
+                                 text=True, cwd=self.folder, env=self.environment())
         self.addCleanup(lambda: (first.kill(), first.wait(), first.stdout.close()))
         while "step 1/" not in first.stdout.readline():
             self.assertIsNone(first.poll())
-        self.assert_refused(self.run_command(*flags, "--steps", 3), "run.jsonl", "another run is writing to it")
-        self.assert_refused(self.run_command(*flags, "--steps", 3, "--resume", "saved"), "another run is writing to it")
+        self.assert_refused(self.run_command(*flags, "--steps", 3), "run.jsonl",
+                            "another run is writing to it")
+        self.assert_refused(self.run_command(*flags, "--steps", 3, "--resume", "saved"),
+                            "another run is writing to it")
         first.kill()
         first.wait()
         self.assertEqual(self.run_command(*flags, "--steps", 3).returncode, 0)

@@ -12,7 +12,8 @@ def bytes_in(line):
 
 class Paths(CommandTest):
     def test_every_flag_rejects_an_unexpanded_tilde(self):
-        train, compare = ["train", *synthetic("--steps", 1)], ["compare", *synthetic("--steps", 1), "--compression", "fp32"]
+        train, compare = ["train", *synthetic("--steps", 1)
+                          ], ["compare", *synthetic("--steps", 1), "--compression", "fp32"]
         flags = [(train, flag) for flag in ("--log", "--trace", "--checkpoint", "--resume", "--init")]
         flags += [([*train, "--elastic", "1:2"], flag) for flag in ("--members", "--join")]
         flags += [(compare, flag) for flag in ("--json", "--trace", "--init")]
@@ -20,15 +21,16 @@ class Paths(CommandTest):
         for command, flag in flags:
             for path in ("~/here", "~", "~nobody/here"):
                 with self.subTest(command=command[0], flag=flag, path=path):
-                    self.assert_refused(self.run_command(*command, f"{flag}={path}"), flag, f"'{path}' begins with ~",
-                                        f"'./{path}'")
-        for flag, value in (("--data", "fashion-mnist:~/data"), ("--data", "cifar10:~/data"), ("--dump-gradients", "0:~/here"),
-                            ("--rendezvous", "file://~/meet")):
+                    self.assert_refused(self.run_command(*command, f"{flag}={path}"), flag,
+                                        f"'{path}' begins with ~", f"'./{path}'")
+        for flag, value in (("--data", "fashion-mnist:~/data"), ("--data", "cifar10:~/data"),
+                            ("--dump-gradients", "0:~/here"), ("--rendezvous", "file://~/meet")):
             command = ["train", *synthetic("--steps", 1, flag, value)]
             self.assert_refused(self.run_command(*command), flag, "begins with ~", '"$HOME/')
         self.assert_refused(self.run_command("top", "~/run.jsonl"), "begins with ~")
-        self.assert_refused(self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": "~/data"}),
-                            "GRADWIRE_DATA", "begins with ~")
+        self.assert_refused(
+            self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": "~/data"}),
+            "GRADWIRE_DATA", "begins with ~")
         self.assertEqual([str(path) for path in self.folder.iterdir()], [])
         self.assertEqual(self.run_command(*train, "--log=./~").returncode, 0)
         self.assertEqual(self.files(), ["~"])
@@ -36,8 +38,9 @@ class Paths(CommandTest):
     def test_missing_named_data_is_not_replaced(self):
         empty = self.folder / "empty"
         empty.mkdir()
-        self.assert_refused(self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": str(empty)}),
-                            f"GRADWIRE_DATA is '{empty}'", "FashionMNIST/raw")
+        self.assert_refused(
+            self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": str(empty)}),
+            f"GRADWIRE_DATA is '{empty}'", "FashionMNIST/raw")
         doctor = self.run_command("doctor", env={"GRADWIRE_DATA": str(empty)})
         self.assertIn(f"GRADWIRE_DATA is '{empty}'", doctor.stdout)
 
@@ -50,25 +53,32 @@ class Paths(CommandTest):
 
     def test_sizes(self):
         for size in ("-1", "-5G", "-0.5", "+1", "", "1X", "G", "0x10", "1e9"):
-            self.assert_refused(self.run_command("train", *synthetic("--steps", 1), f"--memory-limit={size}"), "--memory-limit")
+            self.assert_refused(self.run_command("train", *synthetic("--steps", 1), f"--memory-limit={size}"),
+                                "--memory-limit")
         for size in ("1000000000", "8G", "8 GiB", "500m"):
-            result = self.run_command("train", *synthetic("--steps", 1), "--dry-run", f"--memory-limit={size}")
+            result = self.run_command("train", *synthetic("--steps", 1), "--dry-run",
+                                      f"--memory-limit={size}")
             self.assertEqual(result.returncode, 0, result.stderr)
 
     def test_the_memory_limit_counts_evaluation_by_batches_no_larger_than_the_test_set(self):
         run = ["train", *synthetic("--data", "synthetic:640", "--steps", 2)]
-        self.assert_refused(self.run_command(*run, "--memory-limit", "1M", "--eval-batch-size", 80), "evaluation",
-                            "--eval-batch-size")
+        self.assert_refused(self.run_command(*run, "--memory-limit", "1M", "--eval-batch-size", 80),
+                            "evaluation", "--eval-batch-size")
         self.assertEqual(self.run_command(*run, "--memory-limit", "1M", "--eval-every", 0).returncode, 0)
         for size in (1, 80):
-            plan, end = (self.run_command(*run, "--eval-batch-size", size, *extra).stdout for extra in (("--dry-run",), ()))
-            planned = sum(bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
+            plan, end = (self.run_command(*run, "--eval-batch-size", size, *extra).stdout
+                         for extra in (("--dry-run", ), ()))
+            planned = sum(
+                bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
             peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("Memory:")))
             self.assertLess(abs(planned - peak), 0.05 * peak, (plan, end))
-        plans = [self.run_command(*run, "--dry-run", "--eval-batch-size", size).stdout for size in (80, 1000000)]
+        plans = [
+            self.run_command(*run, "--dry-run", "--eval-batch-size", size).stdout for size in (80, 1000000)
+        ]
         plans = [[line for line in plan.splitlines() if line.startswith("Memory per rank")] for plan in plans]
         self.assertEqual(plans[0], plans[1])
-        self.assertEqual(self.run_command(*run, "--eval-batch-size", 1000000, "--memory-limit", "1G").returncode, 0)
+        self.assertEqual(
+            self.run_command(*run, "--eval-batch-size", 1000000, "--memory-limit", "1G").returncode, 0)
 
 
 if __name__ == "__main__":

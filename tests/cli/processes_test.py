@@ -34,33 +34,39 @@ class Processes(CommandTest):
         return [[r.get(key) for key in keys] for r in records]
 
     def rows(self, name):
-        """Returns the number of spans of each stream of each rank in a trace. Excludes exchanges, whose number of
-        slices depends on measured link costs."""
+        """Returns the number of spans of each stream of each rank in a trace. Excludes exchanges, whose
+        number of slices depends on measured link costs."""
         events = json.loads((self.folder / name).read_text())["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] != "exchange"]
+        spans = [(e["pid"], names[e["pid"], e["tid"]]) for e in events
+                 if e["ph"] == "X" and e["cat"] != "exchange"]
         return {row: spans.count(row) for row in spans}
 
     def test_same_bits_as_threads(self):
-        for world, spec, data in ((2, "fp32:schedule=ring", ["--data", "synthetic:128", "--batch-size", 8, "--device", "host"]),
-                                  (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
+        for world, spec, data in ((2, "fp32:schedule=ring",
+                                   ["--data", "synthetic:128", "--batch-size", 8, "--device",
+                                    "host"]), (2, "bf16:round=stochastic,schedule=two_shot", SYNTHETIC),
                                   (3, "powersgd:rank=1,schedule=tree", SYNTHETIC)):
             flags = ["train", *data, "--steps", 5, "--compression", spec, "--trace"]
             threads = self.run_command(*flags, "threads.json", "--ranks", world, "--log", "threads.jsonl")
             self.assertEqual(threads.returncode, 0, threads.stderr)
-            ends = self.run_processes(world, *flags, "processes.json", *(["--graph"] if world == 3 else []), "--log", "processes.jsonl")
+            ends = self.run_processes(world, *flags, "processes.json", *(["--graph"] if world == 3 else []),
+                                      "--log", "processes.jsonl")
             if world < 3:  # a graph has no marks for each exchange
                 self.assertEqual(self.rows("threads.json"), self.rows("processes.json"), spec)
             self.assertEqual(self.numbers("threads.jsonl"), self.numbers("processes.jsonl"), spec)
-            self.assertEqual([r[0] for r in self.numbers("processes.jsonl")], ["run"] + ["step"] * 5 + ["eval", "summary"])
-            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://", ends[0][0])
+            self.assertEqual([r[0] for r in self.numbers("processes.jsonl")],
+                             ["run"] + ["step"] * 5 + ["eval", "summary"])
+            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://",
+                          ends[0][0])
             for out, error, _ in ends[1:]:
                 self.assertEqual((out, error), ("", ""), "only rank 0 prints")
 
     def test_compare_reuses_an_earlier_run_found_by_rank_0(self):
         def compare():
-            return self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32", "--compression", "bf16",
-                                      "--json", "out.json", "--rendezvous", f"tcp://127.0.0.1:{free_port()}")
+            return self.run_processes(2, "compare", *SYNTHETIC, "--steps", 2, "--compression", "fp32",
+                                      "--compression", "bf16", "--json", "out.json", "--rendezvous",
+                                      f"tcp://127.0.0.1:{free_port()}")
 
         compare()
         self.assertEqual(self.files(), ["out.0.jsonl", "out.1.jsonl", "out.json"])
@@ -73,10 +79,11 @@ class Processes(CommandTest):
         self.assertEqual(self.numbers("out.0.jsonl"), first)
 
     def test_doctor(self):
-        ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60, "--device", "host",
-                                  "--json", "doctor.json")
+        ends = self.run_processes(3, "doctor", "--model", "vit_tiny", "--batch-size", 8, "--timeout-s", 60,
+                                  "--device", "host", "--json", "doctor.json")
         self.assertEqual(ends[1][:2], ("", ""), "only rank 0 prints")
-        for word in ("Links between 3 ranks, transport tcp", "rank 1", "Prediction: vit_tiny", "Recommendation: "):
+        for word in ("Links between 3 ranks, transport tcp", "rank 1", "Prediction: vit_tiny",
+                     "Recommendation: "):
             self.assertIn(word, ends[0][0])
         found = json.loads((self.folder / "doctor.json").read_text())
         self.assertEqual(found["ranks"]["world"], 3)
@@ -112,7 +119,8 @@ class Processes(CommandTest):
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)
-        processes = self.start(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10, GRADWIRE_SECRET_FILE=str(secret))
+        processes = self.start(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10,
+                               GRADWIRE_SECRET_FILE=str(secret))
         self.assertEqual([p.wait(timeout=240) for p in processes], [0, 0])
         secret.chmod(0o644)
         processes = self.start(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_SECRET_FILE=str(secret))
@@ -120,28 +128,33 @@ class Processes(CommandTest):
             self.assertIn("chmod 600", process.communicate(timeout=240)[1])
             self.assertEqual(process.returncode, 2)
         os.mkfifo(self.folder / "pipe")
-        for process in self.start(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_SECRET_FILE=str(self.folder / "pipe")):
+        for process in self.start(2, "train", *SYNTHETIC, "--steps", 1,
+                                  GRADWIRE_SECRET_FILE=str(self.folder / "pipe")):
             self.assertIn("not a regular file", process.communicate(timeout=240)[1])
             self.assertEqual(process.returncode, 2)
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to other users")
     def test_a_secrets_file_may_belong_to_root_and_a_group_of_the_process(self):
-        """Reads a secret mounted as by Kubernetes with fsGroup. One rank suffices: it reads the file before it waits
-        for other ranks."""
+        """Reads a secret mounted as by Kubernetes with fsGroup. One rank suffices: it reads the file before
+        it waits for other ranks."""
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)
         self.folder.chmod(0o755)
-        for owner, mode, right in ((0, 0o440, True), (0, 0o640, True), (0, 0o400, False), (0, 0o460, False), (0, 0o444, False),
-                                   (54321, 0o440, False)):
+        for owner, mode, right in ((0, 0o440, True), (0, 0o640, True), (0, 0o400, False), (0, 0o460, False),
+                                   (0, 0o444, False), (54321, 0o440, False)):
             os.chown(secret, owner, 12345)
             secret.chmod(mode)
             program = pathlib.Path(self.gradwire)
-            command = [*as_user(54320, self.folder, program.parents[1], groups=[12345]), f"bin/{program.name}",
-                       "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd="/", env=self.environment(
-                {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
-                 "GRADWIRE_SECRET_FILE": str(secret)}))
+            command = [
+                *as_user(54320, self.folder, program.parents[1], groups=[12345]), f"bin/{program.name}",
+                "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"
+            ]
+            ended = subprocess.run(
+                command, capture_output=True, text=True, timeout=240, cwd="/", env=self.environment({
+                    "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
+                    "GRADWIRE_SECRET_FILE": str(secret)
+                }))
             place = f"owner {owner}, mode {mode:o}: {ended.stderr}"
             self.assertEqual(ended.returncode, 1 if right else 2, place)
             self.assertIn("did not reach rank 0" if right else "GRADWIRE_SECRET", ended.stderr, place)
@@ -152,16 +165,17 @@ class Processes(CommandTest):
             taken.listen()
             port = taken.getsockname()[1]
             elsewhere = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10, code=1, **elsewhere,
-                                      GRADWIRE_PORTS=f"{port}-{port}")
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, "--timeout-s", 10, code=1,
+                                      **elsewhere, GRADWIRE_PORTS=f"{port}-{port}")
             self.assertIn(f"127.0.0.1:{port}", ends[0][1])
         first = free_port()
-        self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, GRADWIRE_PORTS=f"{first}-{min(65535, first + 20)}",
-                           GRADWIRE_INTERFACE="lo")
-        for name, value, expected in (("GRADWIRE_PORTS", "20100-20000", "20100"), ("GRADWIRE_PORTS", "0", "'0'"),
-                                      ("GRADWIRE_PORTS", "many", "'many'"),
+        self.run_processes(2, "train", *SYNTHETIC, "--steps", 1,
+                           GRADWIRE_PORTS=f"{first}-{min(65535, first + 20)}", GRADWIRE_INTERFACE="lo")
+        for name, value, expected in (("GRADWIRE_PORTS", "20100-20000", "20100"),
+                                      ("GRADWIRE_PORTS", "0", "'0'"), ("GRADWIRE_PORTS", "many", "'many'"),
                                       ("GRADWIRE_INTERFACE", "nosuch0", "no network interface 'nosuch0'")):
-            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, code=2, **elsewhere, **{name: value})
+            ends = self.run_processes(2, "train", *SYNTHETIC, "--steps", 1, code=2, **elsewhere,
+                                      **{name: value})
             for _, error, _ in ends:
                 self.assertIn(name, error)
                 self.assertIn(expected, error)
@@ -171,7 +185,11 @@ class Processes(CommandTest):
         ends = [p.communicate(timeout=240)[1] for p in processes]
         self.assertEqual([p.returncode for p in processes], [2, 1, 1], ends)
         for error in ends:
-            self.assertIn("rank 2 was started with other settings or data than rank 0: \"lr\": 0.5 there, \"lr\": 0.001 here", error)
+            self.assertIn(
+                'rank 2 was started with other settings or data than rank 0: "lr": 0.5 there, "lr": 0.001'
+                " here",
+                error,
+            )
 
     def test_rejects_a_rank_with_another_arithmetic(self):
         """Occurs with different processors, or with a sanitized build and another one."""
@@ -179,7 +197,8 @@ class Processes(CommandTest):
         for process in processes:
             error = process.communicate(timeout=240)[1]
             self.assertNotEqual(process.returncode, 0)
-            self.assertIn("rank 1 was started with other settings or data than rank 0: \"arithmetic\": ", error)
+            self.assertIn("rank 1 was started with other settings or data than rank 0: \"arithmetic\": ",
+                          error)
             self.assertIn("Prescott kernels", error)
 
     def test_rejects_a_rank_with_other_images_at_the_same_path(self):
@@ -189,7 +208,8 @@ class Processes(CommandTest):
             (folder / "images").mkdir(parents=True)
             for batch in batches:
                 (folder / "images" / batch).write_bytes((bytes([label]) + bytes(3072)) * 8)
-        processes = self.start(2, "train", "--data", "cifar10:images", "--batch-size", 2, "--steps", 1, "--image-size", 32, "--patch", 8, *SMALL, folders=folders)
+        processes = self.start(2, "train", "--data", "cifar10:images", "--batch-size", 2, "--steps", 1,
+                               "--image-size", 32, "--patch", 8, *SMALL, folders=folders)
         for process in processes:
             error = process.communicate(timeout=240)[1]
             self.assertNotEqual(process.returncode, 0)
@@ -208,8 +228,9 @@ class Processes(CommandTest):
 
     def test_elastic_continues_without_rank_0(self):
         """Another rank prints, logs, saves and writes the summary."""
-        processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved",
-                               "--checkpoint-every", 50, "--compression", "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
+        processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every",
+                               100, "--checkpoint", "saved", "--checkpoint-every", 50, "--compression",
+                               "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)
         self.kill(processes, 0, step=100)
         ends = [p.communicate(timeout=240) for p in processes[1:]]
         self.assertEqual([p.returncode for p in processes[1:]], [0, 0], ends)
@@ -227,24 +248,32 @@ class Processes(CommandTest):
         self.assertTrue((self.folder / "saved" / "step-000000400" / "state-1-of-2.safetensors").exists())
 
     def test_elastic_admits_a_new_rank(self):
-        flags = ["train", *SYNTHETIC, "--steps", 1500, "--log", "run.jsonl", "--log-every", 100, "--checkpoint", "saved", "--checkpoint-every", 500,
-                 "--compression", "powersgd:rank=2", "--elastic", "1:2", "--timeout-s", 30]
+        flags = [
+            "train", *SYNTHETIC, "--steps", 1500, "--log", "run.jsonl", "--log-every", 100, "--checkpoint",
+            "saved", "--checkpoint-every", 500, "--compression", "powersgd:rank=2", "--elastic", "1:2",
+            "--timeout-s", 30
+        ]
         processes = self.start(2, *flags)
         self.kill(processes, 0, step=100)
         words = [self.gradwire, *map(str, flags), "--join", "saved/members"]
-        newcomer = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder, timeout=240)
+        newcomer = subprocess.run(words, capture_output=True, text=True, env=self.environment(),
+                                  cwd=self.folder, timeout=240)
         self.assertEqual(newcomer.returncode, 0, newcomer.stderr)
-        self.assertEqual(newcomer.stdout, "Joining the run of saved/members: waiting for its ranks to finish a step\n")
+        self.assertEqual(newcomer.stdout,
+                         "Joining the run of saved/members: waiting for its ranks to finish a step\n")
         out, error = processes[1].communicate(timeout=240)
         self.assertEqual(processes[1].returncode, 0, error)
-        self.assertRegex(out, "Rank 2 joined. Going on after step [0-9]+ with 2 ranks .1, 2., 32 images per step")
+        self.assertRegex(out,
+                         "Rank 2 joined. Going on after step [0-9]+ with 2 ranks .1, 2., 32 images per step")
         records = self.records()
         self.assertEqual([(r["joined"], r["ranks"]) for r in records if r["type"] == "grow"], [([2], [1, 2])])
         self.assertTrue((self.folder / "saved" / "step-000001500" / "state-1-of-2.safetensors").exists())
         self.assertFalse((self.folder / "saved" / "members").exists(), "the run has ended")
-        late = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder, timeout=240)
+        late = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder,
+                              timeout=240)
         self.assertEqual(late.returncode, 2)
-        self.assertIn("saved/members: no such file; name the file that the run's --members names", late.stderr)
+        self.assertIn("saved/members: no such file; name the file that the run's --members names",
+                      late.stderr)
 
     def test_elastic_ends_when_too_few_are_left(self):
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 100000, "--elastic", "3:3")
@@ -253,7 +282,11 @@ class Processes(CommandTest):
             error = process.communicate(timeout=60)[1]
             self.assertEqual(process.returncode, 1)
             self.assertEqual(len(error.splitlines()), 1, error)
-            self.assertIn("2 of 3 ranks are left (lost: 2), fewer than the 3 that --elastic 3:3 asks for; start the run again", error)
+            self.assertIn(
+                "2 of 3 ranks are left (lost: 2), fewer than the 3 that --elastic 3:3 asks for; start the run"
+                " again",
+                error,
+            )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,10 @@ import time
 from command import CommandTest, SMALL, main
 
 TIMEOUT_S, SUSPENDED_S = 5, 7
-ENDLESS = ["train", "--data", "synthetic:256", "--batch-size", 16, *SMALL, "--steps", 10_000_000, "--timeout-s", TIMEOUT_S]
+ENDLESS = [
+    "train", "--data", "synthetic:256", "--batch-size", 16, *SMALL, "--steps", 10_000_000, "--timeout-s",
+    TIMEOUT_S
+]
 TIMES = 8 if os.environ.get("GRADWIRE_FULL_SWEEPS") else 2
 
 
@@ -28,7 +31,9 @@ class Suspended(CommandTest):
                     p.send_signal(number)
                 time.sleep(pause)
             for p in processes:
-                self.assertIsNone(p.poll(), "a suspended job has ended: " + (p.stderr.read() if p.poll() is not None else ""))
+                self.assertIsNone(
+                    p.poll(),
+                    "a suspended job has ended: " + (p.stderr.read() if p.poll() is not None else ""))
 
     def test_threads_continue(self):
         self.suspend(self.begin(1, "--ranks", 3, MASTER_ADDR="127.0.0.1", MASTER_PORT="0"))

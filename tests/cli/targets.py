@@ -67,7 +67,8 @@ class Plain(Target):
     def check(self, test):
         status = self.path.lstat()
         test.assertTrue(stat.S_ISREG(status.st_mode))
-        test.assertEqual((stat.S_IMODE(status.st_mode), status.st_uid, status.st_nlink), (self.mode, self.owner, self.links))
+        test.assertEqual((stat.S_IMODE(status.st_mode), status.st_uid, status.st_nlink),
+                         (self.mode, self.owner, self.links))
 
 
 class HardLinked(Plain):
@@ -219,7 +220,8 @@ class Fifo(Target):
 
     def prepare(self):
         os.mkfifo(self.path)
-        self.cat = subprocess.Popen(["sh", "-c", f"sleep 0.1; exec cat '{self.path}'"], stdout=subprocess.PIPE, text=True)
+        self.cat = subprocess.Popen(["sh", "-c", f"sleep 0.1; exec cat '{self.path}'"],
+                                    stdout=subprocess.PIPE, text=True)
 
     def written(self, _stdout):
         return self.cat.communicate(timeout=30)[0]
@@ -290,7 +292,8 @@ class BindMount(Plain):
         super().prepare()
         self.source = self.folder / "source"
         self.source.write_text(BEFORE)
-        self.wrapper = ("unshare", "-m", "sh", "-ec", f'mount --bind "{self.source}" "{self.path}"; exec "$@"', "sh")
+        self.wrapper = ("unshare", "-m", "sh", "-ec",
+                        f'mount --bind "{self.source}" "{self.path}"; exec "$@"', "sh")
 
     def written(self, _stdout):
         return self.source.read_text()
@@ -329,9 +332,10 @@ class FullDisk(Plain):
     def prepare(self):
         (self.folder / "disk").mkdir()
         self.path = self.folder / "disk" / "out.json"
-        fill = (f'mount -t tmpfs -o size=64k none "{self.folder}/disk"; printf "%s" "{BEFORE}" >"{self.path}"; '
-                f'chmod 640 "{self.path}"; cat /dev/zero >"{self.folder}/disk/zeros" 2>/dev/null || true; '
-                f'"$@" || code=$?; cp "{self.path}" "{self.folder}/after"; exit ${{code:-0}}')
+        fill = (
+            f'mount -t tmpfs -o size=64k none "{self.folder}/disk"; printf "%s" "{BEFORE}" >"{self.path}"; '
+            f'chmod 640 "{self.path}"; cat /dev/zero >"{self.folder}/disk/zeros" 2>/dev/null || true; '
+            f'"$@" || code=$?; cp "{self.path}" "{self.folder}/after"; exit ${{code:-0}}')
         self.wrapper = ("unshare", "-m", "sh", "-ec", fill, "sh")
         self.error = "No space left on device"
 

@@ -36,8 +36,9 @@ class Train(CommandTest):
     def test_products_ignore_openblas_variables(self):
         def run(**variables):
             # Wide enough for OpenBLAS, which is not used for the smallest products.
-            out = self.run_command("train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
-                                   env=variables)
+            out = self.run_command(
+                "train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
+                env=variables)
             self.assertEqual((out.returncode, out.stderr), (0, ""))
             head, *steps = (r for r in self.records() if r["type"] in ("run", "step"))
             self.assertIn("Products: " + head["products"], out.stdout)
@@ -50,13 +51,16 @@ class Train(CommandTest):
         self.assertIn("Prescott kernels (GRADWIRE_BLAS_KERNELS)", old[0])
         if "Prescott" not in plain[0]:
             self.assertNotEqual(old[1], plain[1])  # the losses compared above depend on the kernels
-        refused = self.run_command("train", *synthetic("--steps", 1), env={"GRADWIRE_BLAS_KERNELS": "Nonsense"})
+        refused = self.run_command("train", *synthetic("--steps", 1),
+                                   env={"GRADWIRE_BLAS_KERNELS": "Nonsense"})
         self.assert_refused(refused, "GRADWIRE_BLAS_KERNELS=Nonsense", "use one of")
 
     def test_same_seed_same_numbers(self):
         def losses(*arguments):
-            self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression", "bf16:round=stochastic", *arguments)
-            return [(r.get("loss"), r.get("test_loss")) for r in self.records() if r["type"] in ("step", "eval")]
+            self.train("--ranks", 2, "--steps", 5, "--log", "run.jsonl", "--compression",
+                       "bf16:round=stochastic", *arguments)
+            return [(r.get("loss"), r.get("test_loss")) for r in self.records()
+                    if r["type"] in ("step", "eval")]
 
         first = losses()
         self.assertEqual(first, losses())
@@ -89,14 +93,16 @@ class Train(CommandTest):
     def test_a_full_disk_at_standard_output_is_a_failure(self):
         for arguments in (["train", *synthetic("--steps", 3)], ["doctor"], ["--help"]):
             with open("/dev/full", "w") as full:
-                done = subprocess.run([self.gradwire, *map(str, arguments)], stdout=full, stderr=subprocess.PIPE, text=True,
-                                      env=self.environment(), cwd=self.folder, timeout=240)
+                done = subprocess.run([self.gradwire, *map(str, arguments)], stdout=full,
+                                      stderr=subprocess.PIPE, text=True, env=self.environment(),
+                                      cwd=self.folder, timeout=240)
             self.assertEqual(done.returncode, 1, arguments)
             self.assertIn("gradwire: standard output could not be written", done.stderr)
 
     def test_progress_bar_on_a_terminal_only(self):
         leader, follower = pty.openpty()
-        process = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "30"], stdout=follower, cwd=self.folder)
+        process = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "30"], stdout=follower,
+                                   cwd=self.folder)
         os.close(follower)
         shown = b""
         try:

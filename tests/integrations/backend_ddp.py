@@ -112,8 +112,11 @@ def the_profiler_shows_calls() -> None:
     values, whole = torch.ones(WORLD * 6), torch.empty(WORLD * WORLD * 6)
     calls: List[Tuple[str, int, Callable[[], Any]]] = [
         ("gradwire int8: all_reduce", WORLD * 24, lambda: dist.all_reduce(values, group=small)),
-        ("gradwire int8: reduce_scatter", WORLD * 24, lambda: dist.reduce_scatter_tensor(torch.empty(6), values, group=small)),
-        ("gradwire bf16: all_gather", WORLD * WORLD * 24, lambda: dist.all_gather_into_tensor(whole, values, group=small))]
+        ("gradwire int8: reduce_scatter", WORLD * 24,
+         lambda: dist.reduce_scatter_tensor(torch.empty(6), values, group=small)),
+        ("gradwire bf16: all_gather", WORLD * WORLD * 24,
+         lambda: dist.all_gather_into_tensor(whole, values, group=small))
+    ]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _, _, call in calls:
             call()

@@ -1,5 +1,5 @@
-"""One rank of the backend's tests; backend_test.py starts them. Every rank runs the scenarios named on the command line,
-in order; a failed check ends the rank, and with it the test."""
+"""One rank of the backend's tests; backend_test.py starts them. Every rank runs the scenarios named on the
+command line, in order; a failed check ends the rank, and with it the test."""
 from __future__ import annotations
 
 import faulthandler
@@ -96,10 +96,12 @@ def large_sums_are_compressed_and_nothing_else() -> None:
     with Compressed(0, "a small tensor, a maximum, other types, broadcasts and objects"):
         small = values(1000)
         dist.all_reduce(small)
-        near(small, torch.stack([values(1000, r) for r in range(WORLD)]).sum(0), "a small tensor", lossy=False)
+        near(small,
+             torch.stack([values(1000, r) for r in range(WORLD)]).sum(0), "a small tensor", lossy=False)
         largest = values()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        check(torch.equal(largest, torch.stack([values(rank=r) for r in range(WORLD)]).amax(0)), "the maximum")
+        check(torch.equal(largest,
+                          torch.stack([values(rank=r) for r in range(WORLD)]).amax(0)), "the maximum")
         for dtype in (torch.float64, torch.int64):
             counted = torch.full((LARGE,), RANK, dtype=dtype)
             dist.all_reduce(counted)
@@ -113,7 +115,10 @@ def large_sums_are_compressed_and_nothing_else() -> None:
             check(dist.recv(sent) == 0 and torch.equal(sent, values(rank=0)), "a message from any rank")
         dist.barrier()
         other_collectives()
-    say("sums and averages of large float32 and bfloat16 tensors are compressed, the same bits everywhere; all else is Gloo's")
+    say(
+        "sums and averages of large float32 and bfloat16 tensors are compressed, the same bits everywhere;"
+        " all else is Gloo's"
+    )
 
 
 def other_collectives() -> None:
@@ -139,14 +144,18 @@ def other_collectives() -> None:
         warnings.simplefilter("ignore")
         dist.all_reduce_coalesced(two)
     check([t[0].item() for t in two] == [n, n], f"all_reduce_coalesced: {two}")
-    called = [name for name in ("broadcast", "reduce", "gather", "scatter", "alltoall", "all_to_all_single", "barrier", "send",
-                                "recv", "recv_anysource", "allreduce", "allgather", "reduce_scatter", "allreduce_coalesced")
-              if getattr(Backend, name) is getattr(dist.ProcessGroup, name)]
+    called = [
+        name for name in ("broadcast", "reduce", "gather", "scatter", "alltoall", "all_to_all_single",
+                          "barrier", "send", "recv", "recv_anysource", "allreduce", "allgather",
+                          "reduce_scatter", "allreduce_coalesced")
+        if getattr(Backend, name) is getattr(dist.ProcessGroup, name)
+    ]
     check(not called, f"inherited, and so with Python's lock held: {called}")
 
 
 def many_calls_at_once_do_not_deadlock() -> None:
-    """With an inherited broadcast() this hung within a thousand rounds of four ranks: see _gloos() of backend.py."""
+    """With an inherited broadcast() this hung within a thousand rounds of four ranks: see _gloos() of
+    backend.py."""
     for step in range(500):
         gathered = [torch.empty(5) for _ in range(WORLD)]
         total, sent = torch.ones(10), torch.full((10,), float(RANK))
@@ -156,7 +165,8 @@ def many_calls_at_once_do_not_deadlock() -> None:
             dist.broadcast(torch.ones(10), 0)
         for work in works:
             work.wait()
-        check(total[0] == WORLD and sent[0] == 0 and gathered[-1][0] == WORLD - 1, f"{total}, {sent}, {gathered}")
+        check(total[0] == WORLD and sent[0] == 0 and gathered[-1][0] == WORLD - 1,
+              f"{total}, {sent}, {gathered}")
     say("2000 calls of Gloo's, three at once")
 
 
@@ -173,14 +183,16 @@ def work_is_done_when_it_says_so() -> None:
     seen: List[torch.Tensor] = []
     future = works[1].get_future().then(lambda f: seen.append(f.value()[0].clone()))
     for work, tensor in zip([*works, late], tensors):
-        check(work.wait() is True and work.is_completed() and work.is_success() and work.exception() is None, "done")
+        check(work.wait() is True and work.is_completed() and work.is_success() and work.exception() is None,
+              "done")
         check(work.get_future().value()[0] is tensor and work.result()[0] is tensor, "its tensor")
         near(tensor, exact, "an asynchronous sum")
     future.wait()
     check(torch.equal(seen[0], tensors[1]), "a callback of the future saw another sum")
     dist.barrier()
     if RANK == 0:
-        alone = dist.all_reduce(tensors[0], async_op=True)  # the others come only after this has failed to wait
+        # the others come only after this has failed to wait
+        alone = dist.all_reduce(tensors[0], async_op=True)
         check(not alone.is_completed(), "done before the others have come")
         try:
             alone.result()
@@ -219,7 +231,9 @@ def shards() -> None:
     own = torch.empty(sizes[RANK])
     with Compressed(1, "reduce_scatter of uneven parts"):
         dist.reduce_scatter(own, parts)
-    near(own, torch.stack([values(sum(sizes), r) for r in range(WORLD)]).sum(0).split(sizes)[RANK], "reduce_scatter")
+    near(own,
+         torch.stack([values(sum(sizes), r) for r in range(WORLD)]).sum(0).split(sizes)[RANK],
+         "reduce_scatter")
     outputs = [torch.empty(2, LARGE // 2) for _ in range(WORLD)]
     with Compressed(1, "all_gather"):
         dist.all_gather(outputs, values().view(2, -1))
@@ -238,11 +252,11 @@ def functional_collectives_and_dtensors() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for what, call, wanted in (
-                ("all_reduce", lambda: functional.all_reduce(values(), "sum", dist.group.WORLD), exact),
-                ("reduce_scatter", lambda: functional.reduce_scatter_tensor(values(), "sum", 0, dist.group.WORLD),
-                 exact.chunk(WORLD)[RANK]),
-                ("all_gather", lambda: functional.all_gather_tensor(values(), 0, dist.group.WORLD),
-                 torch.cat([values(rank=r) for r in range(WORLD)]))):
+            ("all_reduce", lambda: functional.all_reduce(values(), "sum", dist.group.WORLD), exact),
+            ("reduce_scatter", lambda: functional.reduce_scatter_tensor(values(), "sum", 0, dist.group.WORLD),
+             exact.chunk(WORLD)[RANK]), ("all_gather",
+                                         lambda: functional.all_gather_tensor(values(), 0, dist.group.WORLD),
+                                         torch.cat([values(rank=r) for r in range(WORLD)]))):
             with Compressed(1, f"functional {what}"):
                 near(functional.wait_tensor(call()), wanted, f"functional {what}")
 
@@ -264,7 +278,8 @@ def functional_collectives_and_dtensors() -> None:
 
 def model() -> nn.Module:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.Linear(512, 32), nn.ReLU(), nn.Linear(32, 512))
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.Linear(512, 32), nn.ReLU(),
+                         nn.Linear(32, 512))
 
 
 def train(net: nn.Module, optimizer: Any, steps: int = 4) -> float:
@@ -297,20 +312,24 @@ def whoever_calls_torch_distributed() -> None:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=5.0) if name == "DistributedDataParallel" else \
             ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=5.0)
         losses[name] = train(ddp, optimizer)
-        check(group().compressed - before >= 4, f"{name}: {group().compressed - before} calls were compressed in 4 steps")
+        check(group().compressed - before >= 4,
+              f"{name}: {group().compressed - before} calls were compressed in 4 steps")
         same_everywhere(flat(ddp), f"{name}: the model")
         check(1e-6 < off(flat(ddp)) < 0.1, f"{name}: weights are {off(flat(ddp)):.1e} off")
     before = group().compressed
     sharded = model()
     fully_shard(sharded)
     losses["fully_shard"] = train(sharded, torch.optim.SGD(sharded.parameters(), lr=5.0))
-    check(group().compressed - before >= 8, f"fully_shard: {group().compressed - before} calls were compressed in 4 steps")
+    check(group().compressed - before >= 8,
+          f"fully_shard: {group().compressed - before} calls were compressed in 4 steps")
     # Its weights are gathered in bfloat16, without what gradwire.fsdp does about that.
-    whole = torch.cat([p.full_tensor().detach().flatten() for p in sharded.parameters()])  # type: ignore[attr-defined]
+    whole = torch.cat([p.full_tensor().detach().flatten()
+                       for p in sharded.parameters()])  # type: ignore[attr-defined]
     check(1e-6 < off(whole) < 0.4, f"fully_shard: weights are {off(whole):.1e} off")
     for name, loss in losses.items():
         check(abs(loss - wanted) < 0.02 * wanted, f"{name}: loss {loss}, not {wanted}")
-    say(f"loss {wanted:.4f} with Gloo; " + ", ".join(f"{loss:.4f} with {name}" for name, loss in losses.items()))
+    say(f"loss {wanted:.4f} with Gloo; " + ", ".join(f"{loss:.4f} with {name}"
+                                                     for name, loss in losses.items()))
 
 
 def groups_have_rules_of_their_own() -> None:
@@ -322,7 +341,9 @@ def groups_have_rules_of_their_own() -> None:
             dist.all_reduce(own, group=part)
             near(own, torch.stack([values(rank=r) for r in ranks]).sum(0), "a group's sum", lossy)
             check(part.compressed == calls, f"{part.compressed} calls were compressed")
-        check(dist.get_backend(exact) == "exact" and dist.get_backend(default) == "gradwire", "names of backends")
+        check(
+            dist.get_backend(exact) == "exact" and dist.get_backend(default) == "gradwire",
+            "names of backends")
         dist.destroy_process_group(default)
         try:
             default.allreduce(values()).wait()
@@ -340,7 +361,8 @@ def groups_have_rules_of_their_own() -> None:
 
 
 def a_fork_is_refused_its_parents_group() -> None:
-    """Where the parent has made a communicator, and where it has not: then the store would be asked for one."""
+    """Where the parent has made a communicator, and where it has not: then the store would be asked for
+    one."""
     unused = dist.new_group(list(range(WORLD)))
     dist.all_reduce(values())
 
@@ -360,7 +382,8 @@ def a_fork_is_refused_its_parents_group() -> None:
 
 def a_process_may_end_without_leaving_the_group() -> None:
     waited = dist.all_reduce(values(), async_op=True)
-    # The backend's thread, in PyTorch's code, asks for Python's lock every millisecond while Python goes down.
+    # The backend's thread, in PyTorch's code, asks for Python's lock every millisecond while Python goes
+    # down.
     waited.get_future().then(lambda _: [time.sleep(0.001) for _ in range(1000)])
     waited._finished.wait()  # type: ignore[attr-defined]
     say("the process ends now")
@@ -384,10 +407,12 @@ def a_dead_peer_raises() -> None:
 
 
 SCENARIOS: List[Callable[[], None]] = [
-    large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock, work_is_done_when_it_says_so, shards,
-    functional_collectives_and_dtensors, whoever_calls_torch_distributed, groups_have_rules_of_their_own,
-    a_fork_is_refused_its_parents_group, a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS,
-    *backend_types.SCENARIOS]
+    large_sums_are_compressed_and_nothing_else, many_calls_at_once_do_not_deadlock,
+    work_is_done_when_it_says_so, shards, functional_collectives_and_dtensors,
+    whoever_calls_torch_distributed, groups_have_rules_of_their_own, a_fork_is_refused_its_parents_group,
+    a_process_may_end_without_leaving_the_group, a_dead_peer_raises, *backend_ddp.SCENARIOS,
+    *backend_types.SCENARIOS
+]
 
 
 def main() -> None:

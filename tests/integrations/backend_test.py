@@ -34,7 +34,8 @@ def main() -> int:
     if sys.argv[1] == "old":
         return old()
     world = int(sys.argv[1])
-    codes = launch.run_ranks(pathlib.Path(__file__).with_name("backend_ranks.py"), world, sys.argv[2:], timeout_s=400)
+    codes = launch.run_ranks(
+        pathlib.Path(__file__).with_name("backend_ranks.py"), world, sys.argv[2:], timeout_s=400)
     for rank, code in enumerate(codes):
         if code != 0:
             print(f"FAILED: rank {rank} of {world} ended with {code}")

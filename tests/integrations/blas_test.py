@@ -30,17 +30,21 @@ def ours(path: str) -> dict:
     a, b = ((ctypes.c_float * (n * n))(*(draw.uniform(-1, 1) for _ in range(n * n))) for _ in range(2))
     c = (ctypes.c_float * (n * n))()
     size = ctypes.c_int64(n)
-    library.gradwire_blas_sgemm(ctypes.c_bool(False), ctypes.c_bool(True), size, size, size, ctypes.c_float(1), a, size, b,
-                                size, ctypes.c_float(0), c, size)
+    library.gradwire_blas_sgemm(ctypes.c_bool(False), ctypes.c_bool(True), size, size, size,
+                                ctypes.c_float(1), a, size, b, size, ctypes.c_float(0), c, size)
     exact = sum(x * y for x, y in zip(a[:n], b[:n]))
-    return {"kernels": about.kernels.decode(), "error": about.error, "bits": hashlib.sha256(bytes(c)).hexdigest(),
-            "off_by": abs(c[0] - exact)}
+    return {
+        "kernels": about.kernels.decode(), "error": about.error, "bits": hashlib.sha256(bytes(c)).hexdigest(),
+        "off_by": abs(c[0] - exact)
+    }
 
 
 def theirs() -> dict:
     library = ctypes.CDLL("libopenblas.so.0")  # the one that numpy or torch loaded, if it did
     library.openblas_get_corename.restype = ctypes.c_char_p
-    return {"kernels": library.openblas_get_corename().decode(), "threads": library.openblas_get_num_threads()}
+    return {
+        "kernels": library.openblas_get_corename().decode(), "threads": library.openblas_get_num_threads()
+    }
 
 
 def mapped(name: str) -> bool:

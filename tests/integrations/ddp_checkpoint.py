@@ -1,5 +1,5 @@
-"""The hook's state through torch.distributed.checkpoint (PyTorch 2) and torch.save(): every rank gets its own back, and
-another number of ranks shares the residuals, whose sum stays."""
+"""The hook's state through torch.distributed.checkpoint (PyTorch 2) and torch.save(): every rank gets its own
+back, and another number of ranks shares the residuals, whose sum stays."""
 from __future__ import annotations
 
 import copy
@@ -52,13 +52,17 @@ def saves() -> None:
             run.step(s)
         folder(spec).mkdir(exist_ok=True)
         sums = residual_sums(hook)
-        check(all(float(total.abs().max()) > 0 for name, total in sums.items() if "mlp.0.weight" in name), "no residuals to save")
+        check(all(float(total.abs().max()) > 0 for name, total in sums.items() if "mlp.0.weight" in name),
+              "no residuals to save")
         if TODAY:
             import torch.distributed.checkpoint as dcp
-            dcp.save({"model": run.model.state_dict(), "hook": hook.checkpoint()}, checkpoint_id=folder(spec) / "dcp")
+            dcp.save({"model": run.model.state_dict(), "hook": hook.checkpoint()},
+                     checkpoint_id=folder(spec) / "dcp")
             dcp.save({"hook": hook.state_dict()}, checkpoint_id=folder(spec) / "replicated")
-        state = {"world": WORLD, "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "sums": sums,
-                 "hook": hook.state_dict(gather=False)}
+        state = {
+            "world": WORLD, "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(),
+            "sums": sums, "hook": hook.state_dict(gather=False)
+        }
         torch.save(state, folder(spec) / f"rank{RANK}")
         for s in range(4, 7):
             run.step(s)
@@ -69,7 +73,9 @@ def saves() -> None:
 
 def loads() -> None:
     for spec in SPECS:
-        saved = [torch.load(folder(spec) / f"rank{r}") for r in range(torch.load(folder(spec) / "rank0")["world"])]
+        saved = [
+            torch.load(folder(spec) / f"rank{r}") for r in range(torch.load(folder(spec) / "rank0")["world"])
+        ]
         world = saved[0]["world"]
         for through_dcp in ([False, True] if TODAY else [False]):
             hook, run = new_run(spec)
@@ -92,10 +98,12 @@ def loads() -> None:
 
 def check_loaded(spec: str, world: int, saved: List[Dict[str, Any]], hook: Hook, run: Run) -> None:
     wanted, sums = saved[0]["sums"], residual_sums(hook)
-    check(sums.keys() == wanted.keys() and len(sums) > 40, f"residuals of {sorted(sums.keys() ^ wanted.keys())}")
+    check(sums.keys() == wanted.keys() and len(sums) > 40,
+          f"residuals of {sorted(sums.keys() ^ wanted.keys())}")
     for name, total in wanted.items():
         error = float((sums[name] - total).norm()) / max(float(total.norm()), 1e-30)
-        check(error <= 1e-6, f"{spec}: {name}: the sum of residuals changed by {error:.1e} from {world} to {WORLD} ranks")
+        check(error <= 1e-6,
+              f"{spec}: {name}: the sum of residuals changed by {error:.1e} from {world} to {WORLD} ranks")
     if world == WORLD:
         own = saved[RANK]["hook"]["tensors"]
         for name, t in hook.state_dict()["tensors"].items():
@@ -114,7 +122,8 @@ def check_loaded(spec: str, world: int, saved: List[Dict[str, Any]], hook: Hook,
 
 
 def conservation(hook: Hook, run: Run, before: Dict[str, torch.Tensor]) -> float:
-    """Step 4, of which nothing may be lost: averages and residuals afterwards are gradients and residuals before."""
+    """Step 4, of which nothing may be lost: averages and residuals afterwards are gradients and residuals
+    before."""
     alone = copy.deepcopy(run.model)
     alone.zero_grad()
     images, labels = batch_of(run.task, 4)
@@ -142,7 +151,8 @@ def wrong_states_are_refused(spec: str, world: int, saved: List[Dict[str, Any]])
             check("hook.checkpoint()" in str(error) and f"of {world}" in str(error), str(error))
     if TODAY:
         import torch.distributed.checkpoint as dcp
-        # hook.state_dict() itself, which is saved once, for all ranks; loaded into a hook that has no tensors yet.
+        # hook.state_dict() itself, which is saved once, for all ranks; loaded into a hook that has no tensors
+        # yet.
         state = {"hook": hook.state_dict()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -164,7 +174,8 @@ def wrong_states_are_refused(spec: str, world: int, saved: List[Dict[str, Any]])
                 check(f"of {WORLD}" in str(error), str(error))
         else:
             try:
-                dcp.load({"hook": hook.checkpoint(load_from=folder(spec) / "replicated")}, checkpoint_id=folder(spec) / "dcp")
+                dcp.load({"hook": hook.checkpoint(load_from=folder(spec) / "replicated")},
+                         checkpoint_id=folder(spec) / "dcp")
                 check(False, "a checkpoint without hooks was accepted")
             except ValueError as error:
                 check("hook.checkpoint()" in str(error), str(error))

@@ -39,11 +39,14 @@ def one_line_is_the_hook() -> None:
     long = train(ddp)
     shorter = DistributedDataParallel(model())
     ours = compress(shorter, spec)
-    check(isinstance(ours, Hook) and torch.equal(train(shorter), long), "compress() trains other weights than its hook")
+    check(
+        isinstance(ours, Hook) and torch.equal(train(shorter), long),
+        "compress() trains other weights than its hook")
     same_on_all_ranks(long, "the model")
     names = {name for name, _ in model().named_parameters()}
     check(ours.state_dict()["tensors"].keys() == names, f"names: {sorted(ours.state_dict()['tensors'])}")
-    check(ours.stats()["wire_bytes"] < ours.stats()["dense_bytes"] / 2, f"nothing was compressed: {ours.stats()}")
+    check(ours.stats()["wire_bytes"] < ours.stats()["dense_bytes"] / 2,
+          f"nothing was compressed: {ours.stats()}")
     ours.close()
     hook.close()
     say("compress(ddp, 'int8') trains the same bits as the hook, under the model's names")
@@ -113,7 +116,8 @@ def it_finds_the_one_ddp() -> None:
     bad = gradwire.BadArgument
     two = nn.ModuleList([DistributedDataParallel(model()), DistributedDataParallel(model())])
     refused(lambda: compress(two), bad, "ModuleList has 2", "compress() for each")
-    refused(lambda: compress(nn.DataParallel(model())), bad, "DataParallel(Sequential) is not a DistributedDataParallel")
+    refused(lambda: compress(nn.DataParallel(model())), bad,
+            "DataParallel(Sequential) is not a DistributedDataParallel")
     refused(lambda: compress(torch.optim.SGD(model().parameters(), lr=1.0)), bad, "SGD is not a model")
     say("compress() finds the one DDP in what it is given, and names what it got where there is none")
 
@@ -137,7 +141,8 @@ def the_profiler_shows_each_bucket() -> None:
     ranges = [event for event in profile.events() if event.name.startswith("gradwire ")]
     size = 4 * sum(p.numel() for p in ddp.parameters())
     name = f"gradwire int8:schedule=ring: DDP bucket 0, {size} bytes"
-    check([event.name for event in ranges] == [name] * 3, f"{[event.name for event in ranges]}, not 3 of {name}")
+    check([event.name for event in ranges] == [name] * 3,
+          f"{[event.name for event in ranges]}, not 3 of {name}")
     shortest, took = min(event.time_range.elapsed_us() for event in ranges), hook.stats()["comm_ms"] * 1e3
     check(shortest > 0 and took > 0, f"a range of {shortest} us, {took} us of communication")
     hook.close()
@@ -163,8 +168,8 @@ def what_it_cannot_compress_is_refused() -> None:
         sharded = model()
         fully_shard(sharded)
         refused(lambda: compress(sharded), bad, "gradwire.fsdp.compress")
-        refused(lambda: compress(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))), bad, "FSDP1",
-                "gradwire.fsdp.compress")
+        refused(lambda: compress(FullyShardedDataParallel(model(), device_id=torch.device("cpu"))), bad,
+                "FSDP1", "gradwire.fsdp.compress")
         python_reducer_is_refused()
     say("whatever is not a DistributedDataParallel is refused, with what to use")
 

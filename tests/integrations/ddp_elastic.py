@@ -1,4 +1,4 @@
-"""Hooks with min_ranks: ranks die, stop, or fail for a moment, and the others go on in the same process."""
+"""Hooks with min_ranks: ranks die, stop, or fail for a moment, and the others continue in the same process."""
 from __future__ import annotations
 
 import copy
@@ -51,7 +51,8 @@ def new_run(spec: str, min_ranks: int, timeout_s: float = 60) -> Run:
 
 def over_survivors(hook: Hook, tensor: torch.Tensor) -> torch.Tensor:
     """The sum."""
-    return hook._comm.allreduce_(tensor.clone(), "fp32", "sum") if hook._comm.world > 1 else tensor  # type: ignore[union-attr]
+    return hook._comm.allreduce_(tensor.clone(), "fp32",
+                                 "sum") if hook._comm.world > 1 else tensor  # type: ignore[union-attr]
 
 
 def residuals(hook: Hook, like: nn.Module) -> torch.Tensor:
@@ -68,11 +69,13 @@ def same_weights(run: Any) -> None:
     mine, comm = run.parameters(), run.hook._comm
     everybody = torch.empty(comm.world * mine.numel())
     comm.all_gather(everybody, mine, "fp32")
-    check(all(torch.equal(mine, other) for other in everybody.view(comm.world, -1)), f"weights differ among ranks {run.hook.ranks}")
+    check(all(torch.equal(mine, other) for other in everybody.view(comm.world, -1)),
+          f"weights differ among ranks {run.hook.ranks}")
 
 
 def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None:
-    """A step, which may lose ranks. Of the gradients and residuals of those that are left nothing may be lost.
+    """A step, which may lose ranks. Of the gradients and residuals of those that are left nothing may be
+    lost.
 
     counts: ranks without residuals that die in it, but not before all had the means, to which they belong."""
     hook, alone = run.hook, copy.deepcopy(run.model)
@@ -89,11 +92,14 @@ def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None
     wanted = over_survivors(hook, own + before) + sum(theirs)
     found = (len(hook.ranks) + len(counts)) * run.gradients() + over_survivors(hook, residuals(hook, alone))
     off = float((found - wanted).norm() / wanted.norm())
-    check(off < 1e-5, f"{hook.spec}, step {number}: {off:.1e} of the gradients and residuals of ranks {hook.ranks} is lost")
+    check(
+        off < 1e-5,
+        f"{hook.spec}, step {number}: {off:.1e} of the gradients and residuals of ranks {hook.ranks} is lost")
 
 
 def ranks_that_die_are_gone_on_without() -> None:
-    """One after another, rank 0 too, until one is left: between steps, in a bucket, and before a step's end."""
+    """One after another, rank 0 too, until one is left: between steps, in a bucket, and before a step's
+    end."""
     check(WORLD == 5, "this scenario needs 5 ranks")
     said = Said()
     runs = [new_run(spec, min_ranks=1) for spec in SPECS]
@@ -114,22 +120,29 @@ def ranks_that_die_are_gone_on_without() -> None:
                 left.remove(who)
             step_without_loss(run, number, [who] if k == where and how == "end" else [])
             if k == where or who < 0:
-                check(run.hook.ranks == left, f"step {number}: ranks {run.hook.ranks}, not {left}")  # type: ignore[attr-defined]
+                check(run.hook.ranks == left,
+                      f"step {number}: ranks {run.hook.ranks}, not {left}")  # type: ignore[attr-defined]
             if len(left) > 1:
                 same_weights(run)
     check(left == [2], f"{left} are left")
     for run in runs:
-        check(run.hook.stats()["steps"] == 11, f"{run.hook.stats()['steps']} steps")  # type: ignore[attr-defined]
+        check(run.hook.stats()["steps"] == 11,
+              f"{run.hook.stats()['steps']} steps")  # type: ignore[attr-defined]
     lost = [line for line in said.lines if line.startswith("lost rank")]
     check(len(lost) == 3, f"rank 2 leads when it is alone: {said.lines}")
     check(all("1 of 2 ranks continue" in line for line in lost), str(lost))
-    print(f"of 5 ranks, 4 died one after another; the last one trained on with {', '.join(SPECS)}; it said: {lost[1]}", flush=True)
+    print(
+        f"of 5 ranks, 4 died one after another; the last one trained on with {', '.join(SPECS)}; it said:"
+        f" {lost[1]}",
+        flush=True,
+    )
     sys.stdout.flush()
     os._exit(0)  # torch's own group would wait for the dead ranks
 
 
 def dies_in(hook: Hook, how: str) -> None:
-    """In this rank's next step: at its third bucket, or where it would tell the others that it has all means."""
+    """In this rank's next step: at its third bucket, or where it would tell the others that it has all
+    means."""
     if how == "end":
         hook._elastic._exchange_norms = lambda comm: os._exit(0)  # type: ignore[union-attr,assignment]
         return
@@ -156,7 +169,10 @@ def what_a_dead_rank_held_is_said() -> None:
     step_without_loss(run, 3)
     same_weights(run)
     if RANK == 0:
-        check(len(said.lines) == 1 and f"lost rank {WORLD - 1} in step 3; {WORLD - 1} of {WORLD} ranks continue" in said.lines[0], str(said.lines))
+        check(
+            len(said.lines) == 1
+            and f"lost rank {WORLD - 1} in step 3; {WORLD - 1} of {WORLD} ranks continue" in said.lines[0],
+            str(said.lines))
         check(f"of norm {float(norm):.4g}, are lost" in said.lines[0], f"not {float(norm):.4g}: {said.lines}")
         print(said.lines[0], flush=True)
     # Fewer than min_ranks are left.
@@ -175,7 +191,8 @@ def what_a_dead_rank_held_is_said() -> None:
 
 
 def failures_that_pass_change_nothing() -> None:
-    """Nobody is lost: then the bits are those of a run without failures, also where ranks are a step apart."""
+    """No rank is lost: then the bits are those of a run without failures, also where ranks are a step
+    apart."""
     for spec in SPECS:
         results = []
         for disturbed in (False, True):
@@ -195,11 +212,15 @@ def failures_that_pass_change_nothing() -> None:
             run.hook.close()
         off = float((results[0] - results[1]).abs().max())
         check(off == 0, f"{spec}: failures that lost nobody changed weights or residuals by {off:.1e}")
-    say(f"five failures without a death, two of them after a step's last exchange: the same bits, {', '.join(SPECS)}")
+    say(
+        "five failures without a death, two of them after a step's last exchange: the same bits,"
+        f" {', '.join(SPECS)}"
+    )
 
 
 def fails_once(hook: Hook, where: str) -> None:
-    """In this rank's next step its communicator fails: at the second bucket, or when all others have done with the step."""
+    """In this rank's next step its communicator fails: at the second bucket, or when all others have done
+    with the step."""
     name, owner = ("_reduce", hook) if where == "bucket" else ("_exchange_norms", hook._elastic)
     call, calls = getattr(owner, name), []
 
@@ -210,7 +231,7 @@ def fails_once(hook: Hook, where: str) -> None:
         setattr(owner, name, call)
         if where == "end":
             call(*arguments)
-            time.sleep(0.3)  # the others go on to their next step
+            time.sleep(0.3)  # the others continue with their next step
         hook._comm.abort("a test")  # type: ignore[union-attr]
         raise gradwire.CommFailed("a test")
 
@@ -265,7 +286,8 @@ def ranks_that_die_at_random_moments() -> None:
     given = [int(argument[5:]) for argument in sys.argv if argument.startswith("seed=")]
     draw = random.Random(given[0] if given else 1)
     dying = draw.sample(range(WORLD), WORLD - 2)
-    moments = {rank: (draw.randrange(2, 20), draw.uniform(0, 0.02)) for rank in dying}  # a step, and s after it has begun
+    # a step, and s after it has begun
+    moments = {rank: (draw.randrange(2, 20), draw.uniform(0, 0.02)) for rank in dying}
     if draw.random() < 0.5:  # two at once
         moments[dying[0]] = moments[dying[1]]
     torch.manual_seed(1)
@@ -286,7 +308,9 @@ def ranks_that_die_at_random_moments() -> None:
         step()
         if number == 30 and RANK in moments:
             time.sleep(60)  # it dies soon
-    check(sorted(set(range(WORLD)) - moments.keys()) == hook.ranks, f"ranks {hook.ranks} are left, {moments} died")
+    check(
+        sorted(set(range(WORLD)) - moments.keys()) == hook.ranks,
+        f"ranks {hook.ranks} are left, {moments} died")
     check(hook.stats()["steps"] == 60, f"{hook.stats()['steps']} steps")
     mine = torch.cat([p.detach().flatten() for p in model.parameters()])
     everybody = torch.empty(2 * mine.numel())
@@ -312,14 +336,19 @@ def what_needs_all_ranks_is_refused() -> None:
     name = "forward_sync_buffers" if today else "broadcast_buffers"
     refused(lambda: compress(DistributedDataParallel(normalized()), "int8", min_ranks=2), f"{name}=False")
     compress(DistributedDataParallel(normalized(), **{name: False}), "int8", min_ranks=2).close()
-    refused(lambda: compress(DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True), min_ranks=2),
-            "find_unused_parameters=False")
+    refused(
+        lambda: compress(DistributedDataParallel(nn.Linear(4, 4), find_unused_parameters=True), min_ranks=2),
+        "find_unused_parameters=False")
     refused(lambda: Hook("int8", min_ranks=2, comm=gradwire.Communicator()), "pass no comm")
     refused(lambda: Hook("int8", min_ranks=-1), "at least 1")
-    check(compress(DistributedDataParallel(nn.Linear(4, 4))).ranks == list(range(WORLD)), "hook.ranks without min_ranks")
+    check(
+        compress(DistributedDataParallel(nn.Linear(4, 4))).ranks == list(range(WORLD)),
+        "hook.ranks without min_ranks")
     say("what would use the process group in every step is refused")
 
 
 SCENARIOS: List[Callable[[], None]] = [
-    what_needs_all_ranks_is_refused, failures_that_pass_change_nothing, a_failure_that_stays_is_raised, a_stopped_rank_is_gone_on_without,
-    ranks_that_die_are_gone_on_without, what_a_dead_rank_held_is_said, ranks_that_die_at_random_moments]
+    what_needs_all_ranks_is_refused, failures_that_pass_change_nothing, a_failure_that_stays_is_raised,
+    a_stopped_rank_is_gone_on_without, ranks_that_die_are_gone_on_without, what_a_dead_rank_held_is_said,
+    ranks_that_die_at_random_moments
+]

@@ -1,4 +1,5 @@
-"""Ranks that die or fall silent: backward() raises on the others, at the deadline. Ranks that pause are waited for."""
+"""Ranks that die or fall silent: backward() raises on the others, at the deadline. Ranks that pause are
+waited for."""
 from __future__ import annotations
 
 import os
@@ -31,7 +32,8 @@ def a_dead_peer_raises() -> None:
             run.step(2)
         except RuntimeError as error:
             text = str(error)
-            check(f"rank {WORLD - 1}" in text or attempt > 0, f"the error does not name rank {WORLD - 1}: {text}")
+            check(f"rank {WORLD - 1}" in text or attempt > 0,
+                  f"the error does not name rank {WORLD - 1}: {text}")
             say(f"backward() after {time.monotonic() - begin:.1f} s: {text}")
         else:
             check(False, "backward() came back without the dead rank")
@@ -100,9 +102,9 @@ def ctrl_c_ends_backward() -> None:
 
 
 def a_peer_that_pauses_is_waited_for() -> None:
-    # Rank 0 stops as a whole, with the threads of its communicator: a checkpoint at its worst. `pause=75` on the command line
-    # does it for longer, with the deadline that a Hook has by default. Otherwise all pauses together exceed the deadline,
-    # though each stays below it.
+    # Rank 0 stops as a whole, with the threads of its communicator: a checkpoint at its worst. `pause=75` on
+    # the command line does it for longer, with the deadline that a Hook has by default. Otherwise all pauses
+    # together exceed the deadline, though each stays below it.
     given = [float(argument[6:]) for argument in sys.argv if argument.startswith("pause=")]
     pause_s, deadline = (given[0], {}) if given else (4.0, {"timeout_s": 9.0})
     results = []
@@ -118,10 +120,14 @@ def a_peer_that_pauses_is_waited_for() -> None:
             if 2 <= s < 2 + pauses:
                 check(time.monotonic() - begin > 0.9 * pause_s, f"step {s} did not wait for rank 0")
                 cpu_s = time.process_time() - cpu_begin  # of all threads, the step's own work included
-                check(cpu_s < 0.25 * pause_s, f"step {s}: waiting for {pause_s} s took {cpu_s:.1f} s of the processor")
+                check(cpu_s < 0.25 * pause_s,
+                      f"step {s}: waiting for {pause_s} s took {cpu_s:.1f} s of the processor")
         hook.check()
         same_on_all_ranks(run.parameters(), "the model")
         results.append(run.parameters())
         hook.close()
     check(torch.equal(*results), "the pauses changed the weights")
-    say(f"rank 0 stopped for {pause_s} s in a step, with a deadline of {deadline or 'half an hour'}: the same weights as without")
+    say(
+        f"rank 0 stopped for {pause_s} s in a step, with a deadline of {deadline or 'half an hour'}: the same"
+        " weights as without"
+    )

@@ -77,7 +77,8 @@ if TODAY:
 if torch.__version__ >= (2, 9):
     for dtype in (torch.bfloat16, torch.complex64, torch.complex128):
         CELLS[str(dtype)] = lambda dtype=dtype: uneven(dtype)  # type: ignore[misc]
-    CELLS["float32 and complex64"] = lambda: Of(torch.ones(3), torch.ones(4, 2, dtype=torch.complex64), torch.ones(5))
+    CELLS["float32 and complex64"] = lambda: Of(torch.ones(3), torch.ones(4, 2, dtype=torch.complex64),
+                                                torch.ones(5))
 
 
 def with_integers() -> nn.Module:
@@ -88,7 +89,9 @@ def with_integers() -> nn.Module:
 
 
 def gradients(model: nn.Module) -> List[torch.Tensor]:
-    found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None]
+    found = [
+        p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters() if p.grad is not None
+    ]
     return [torch.view_as_real(g.to(torch.complex128)) if g.is_complex() else g.double() for g in found]
 
 

@@ -50,7 +50,8 @@ def start(port: int, rank: int = RANK, world: int = WORLD) -> None:
 
 
 def destroy() -> None:
-    """PyTorch 2.6 holds Python's lock while it joins Gloo's thread, which may need it to drop a tensor of the last call."""
+    """PyTorch 2.6 holds Python's lock while it joins Gloo's thread, which may need it to drop a tensor of the
+    last call."""
     time.sleep(0.05)
     dist.destroy_process_group()
 
@@ -84,7 +85,8 @@ def allreduce_follows_the_process_group() -> None:
     everybody = list(range(WORLD))
     averaged(everybody)
     destroy()
-    start(first + RANK if RANK == WORLD - 1 else second, 0 if RANK == WORLD - 1 else RANK, 1 if RANK == WORLD - 1 else WORLD - 1)
+    start(first + RANK if RANK == WORLD - 1 else second, 0 if RANK == WORLD - 1 else RANK,
+          1 if RANK == WORLD - 1 else WORLD - 1)
     averaged([RANK] if RANK == WORLD - 1 else everybody[:-1])
     destroy()
     start(third)
@@ -108,14 +110,16 @@ def a_failure_on_some_ranks_is_told_to_all() -> None:
     gradwire.allreduce_(torch.ones(4))
     dist.barrier()
     default = next(iter(_allreduce._defaults.values()))
-    if RANK == 0:  # as if the last call had failed on this rank only, when the others had their results already
+    # as if the last call had failed on this rank only, when the others had their results already
+    if RANK == 0:
         default._completed -= 1
         default._failed = True
     dist.barrier()
     default.communicator().abort("failed") if RANK != 0 else None
     if RANK != 0:
         refused(lambda: gradwire.allreduce_(torch.ones(4)), gradwire.CommFailed, "failed")
-    refused(lambda: gradwire.allreduce_(torch.ones(4)), gradwire.CommFailed, "init_process_group()", "some of the ranks")
+    refused(lambda: gradwire.allreduce_(torch.ones(4)), gradwire.CommFailed, "init_process_group()",
+            "some of the ranks")
     destroy()
     start(port)
     gradwire.allreduce_(torch.ones(4))
@@ -130,7 +134,8 @@ def a_hook_made_before_a_fork_works_in_it() -> None:
     def child() -> None:
         start(inside)
         for step in range(2):
-            got = gradient_of(ddp, float(RANK + step)) if step else gradient_of(ddp := ddp_with(unused), float(RANK))
+            got = gradient_of(ddp, float(RANK +
+                                         step)) if step else gradient_of(ddp := ddp_with(unused), float(RANK))
             check(abs(got - mean(list(range(WORLD))) - step) < 1e-6, f"step {step}: {got}")
         unused.close()
 
@@ -138,10 +143,13 @@ def a_hook_made_before_a_fork_works_in_it() -> None:
     start(after)
     ddp = ddp_with(unused)
     for _ in range(2):  # in the second step DDP itself communicates, which hangs in a fork
-        check(gradient_of(ddp, float(RANK)) == mean(list(range(WORLD))), "the hook no longer works in the parent")
+        check(
+            gradient_of(ddp, float(RANK)) == mean(list(range(WORLD))),
+            "the hook no longer works in the parent")
 
     def user() -> None:
-        refused(lambda: gradient_of(ddp, 1.0), Exception, "fork")  # by the hook, or before that by some versions' autograd
+        # by the hook, or before that by some versions' autograd
+        refused(lambda: gradient_of(ddp, 1.0), Exception, "fork")
         refused(unused.check, gradwire.BadHandle, "fork")
         refused(unused.state_dict, gradwire.BadHandle, "fork")
         unused.close()
@@ -156,7 +164,8 @@ def a_fork_has_no_part_in_its_parents_group() -> None:
     gradwire.allreduce_(torch.ones(3))
     hook = Hook("fp32")
     gradient_of(ddp_with(hook), 1.0)
-    in_a_fork(lambda: refused(lambda: gradwire.allreduce_(torch.ones(3)), gradwire.BadHandle, "init_process_group()"))
+    in_a_fork(lambda: refused(lambda: gradwire.allreduce_(torch.ones(3)), gradwire.BadHandle,
+                              "init_process_group()"))
     in_a_fork(lambda: check(signal.set_wakeup_fd(-1) == -1, "Ctrl-C in a fork interrupts the parent's step"))
     check(float(gradwire.allreduce_(torch.ones(3))[0]) == 1.0, "allreduce_ after a fork")
     hook.close()
@@ -169,20 +178,24 @@ def a_hook_ends_with_its_process_group() -> None:
     gradient_of(ddp_with(hook), 1.0)
     destroy()
     start(port)
-    refused(lambda: gradient_of(ddp_with(hook), 1.0), Exception, "destroy_process_group()", "create another Hook")
+    refused(lambda: gradient_of(ddp_with(hook), 1.0), Exception, "destroy_process_group()",
+            "create another Hook")
     hook.close()
     say("a hook whose process group has ended is refused")
 
 
 def a_hook_belongs_to_its_own_process_group() -> None:
-    """That is the DistributedDataParallel's, also where nobody says so, and a part of the ranks."""
+    """That is the DistributedDataParallel's, also without an argument, and for a part of the ranks."""
     parts = [dist.new_group([rank]) for rank in range(WORLD)]
     torch.manual_seed(3)
     alone = DistributedDataParallel(nn.Linear(8, 4), process_group=parts[RANK])
-    refused(lambda: Hook("fp32", model=alone, process_group=dist.group.WORLD), gradwire.BadArgument, "process_group")
+    refused(lambda: Hook("fp32", model=alone, process_group=dist.group.WORLD), gradwire.BadArgument,
+            "process_group")
     hook = Hook("fp32", model=alone)
     alone.register_comm_hook(hook, allreduce_hook)
-    check(gradient_of(alone, float(RANK)) == RANK, "the hook averages over the ranks of another group than its model's")
+    check(
+        gradient_of(alone, float(RANK)) == RANK,
+        "the hook averages over the ranks of another group than its model's")
     time.sleep(0.05)
     dist.destroy_process_group(parts[RANK])
     refused(lambda: gradient_of(alone, 1.0), Exception, "destroy_process_group()", "create another Hook")
@@ -196,16 +209,20 @@ def a_communicator_has_one_owner() -> None:
     first = Hook("fp32", comm=comm)
     ddp = ddp_with(first)
     gradient_of(ddp, 1.0)
-    refused(lambda: Hook("fp32", comm=comm), gradwire.BadArgument, "a Hook uses this communicator", "split(0)")
+    refused(lambda: Hook("fp32", comm=comm), gradwire.BadArgument, "a Hook uses this communicator",
+            "split(0)")
     refused(lambda: compress(ddp_with(), comm=comm), gradwire.BadArgument, "split(0)")
     refused(lambda: gradwire.allreduce_(torch.ones(3), comm=comm), gradwire.BadArgument, "split(0)")
     refused(lambda: gradwire.Reducer(comm, "fp32", [("w", 3, 1)]), gradwire.BadArgument, "split(0)")
     second = Hook("fp32", comm=spare)
     other = ddp_with(second)
     for step in range(5):
-        check(gradient_of(ddp, float(step)) == step and gradient_of(other, float(step)) == step, f"step {step}")
+        check(
+            gradient_of(ddp, float(step)) == step and gradient_of(other, float(step)) == step, f"step {step}")
     first.close()
-    check(float(gradwire.allreduce_(torch.ones(3), comm=comm)[0]) == 1.0, "after close() the communicator is free")
+    check(
+        float(gradwire.allreduce_(torch.ones(3), comm=comm)[0]) == 1.0,
+        "after close() the communicator is free")
     second.close()
     comm.close()
     spare.close()
@@ -219,7 +236,8 @@ def a_copied_model_is_compressed_by_compress() -> None:
     threads = threading.active_count()
     for times in range(3):
         copied = copy.deepcopy(ddp)
-    check(threading.active_count() == threads, f"copies have started {threading.active_count() - threads} threads")
+    check(threading.active_count() == threads,
+          f"copies have started {threading.active_count() - threads} threads")
     ours = compress(copied, "int8:schedule=ring")
     refused(lambda: compress(copied), gradwire.BadArgument, "hook")
     gradient_of(copied, float(RANK))
@@ -236,7 +254,9 @@ def a_copied_model_is_compressed_by_compress() -> None:
 
 
 SCENARIOS: List[Callable[[], None]] = [
-    allreduce_follows_the_process_group, allreduce_recovers_from_a_failure, a_failure_on_some_ranks_is_told_to_all,
-    a_hook_made_before_a_fork_works_in_it, a_fork_has_no_part_in_its_parents_group, a_hook_ends_with_its_process_group,
-    a_hook_belongs_to_its_own_process_group,
-    a_communicator_has_one_owner, a_copied_model_is_compressed_by_compress]
+    allreduce_follows_the_process_group, allreduce_recovers_from_a_failure,
+    a_failure_on_some_ranks_is_told_to_all, a_hook_made_before_a_fork_works_in_it,
+    a_fork_has_no_part_in_its_parents_group, a_hook_ends_with_its_process_group,
+    a_hook_belongs_to_its_own_process_group, a_communicator_has_one_owner,
+    a_copied_model_is_compressed_by_compress
+]

@@ -17,8 +17,11 @@ import loss_scale
 from ddp_training import RANK, check, say
 from ddp_states import equal, refused, residuals
 
-SPECS = ["int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",
-         "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "qsgd:schedule=ring", "randk:ratio=0.25,schedule=ring"]
+SPECS = [
+    "int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",
+    "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "qsgd:schedule=ring",
+    "randk:ratio=0.25,schedule=ring"
+]
 
 
 def _model() -> nn.Sequential:
@@ -31,7 +34,8 @@ def _batches(overflows: List[int], steps: int) -> List[Dict[str, Any]]:
     return [{"x": torch.randn(8, 16, generator=generator), "overflow": i in overflows} for i in range(steps)]
 
 
-def _trained(spec: str, batches: List[Dict[str, Any]], with_scaler: Any = None, follow: bool = True) -> torch.Tensor:
+def _trained(spec: str, batches: List[Dict[str, Any]], with_scaler: Any = None,
+             follow: bool = True) -> torch.Tensor:
     model = DistributedDataParallel(_model(), bucket_cap_mb=0.003)
     hook = compress(model, spec)
     if with_scaler is not None and follow:
@@ -45,8 +49,8 @@ def _trained(spec: str, batches: List[Dict[str, Any]], with_scaler: Any = None, 
 
 
 def a_scaled_run_has_the_bits_of_one_without() -> None:
-    # Scales are powers of two, which round nothing, so a run whose residuals have the right scale, and are as if skipped steps
-    # had never been, computes the same bits.
+    # Scales are powers of two, which round nothing, so a run whose residuals have the right scale, and are as
+    # if skipped steps had never been, computes the same bits.
     for spec in SPECS:
         batches = _batches([2, 3, 9, 17], 20)  # the first step has other buckets than the others
         plain = _trained(spec, batches)
@@ -87,7 +91,8 @@ def hooks_share_a_scaler() -> None:
     for other in (copied, unpickled):
         told.clear()
         other.update()
-        check(other.scale == 1 and scaler.scale == 2 and not told, f"a copy of the scaler told {told}, {other.scale}, {scaler.scale}")
+        check(other.scale == 1 and scaler.scale == 2 and not told,
+              f"a copy of the scaler told {told}, {other.scale}, {scaler.scale}")
     ends[2]()
     del listeners[0]
     scaler.update()
@@ -124,14 +129,17 @@ def another_optimizers_skip_undoes_nothing() -> None:
         for model, optimizer in zip(models, optimizers):
             optimizer.zero_grad()
             overflow = step == 2 and model is models[0]
-            scaler.scale(model(torch.ones(8, 16) * (RANK + 1)).square().mean() * (float("inf") if overflow else 1.0)).backward()
+            scaler.scale(
+                model(torch.ones(8, 16) * (RANK + 1)).square().mean() *
+                (float("inf") if overflow else 1.0)).backward()
             scaler.step(optimizer)
         before = [residuals(hook.state_dict(gather=False)) for hook in hooks]
         scaler.update()
     after = [residuals(hook.state_dict(gather=False)) for hook in hooks]
     halved = {name: r * 0.5 for name, r in before[1].items()}
     check(equal(after[1], halved), "residuals of the model that has taken its step were set back")
-    check(not equal(after[0], {name: r * 0.5 for name, r in before[0].items()}), "those of the other were not")
+    check(not equal(after[0], {name: r * 0.5
+                               for name, r in before[0].items()}), "those of the other were not")
     for hook in hooks:
         hook.close()
     say("a step that one optimizer skips sets back the residuals of its model only")
@@ -147,5 +155,7 @@ def what_does_not_scale_is_refused() -> None:
     say("what is no scaler is refused")
 
 
-SCENARIOS = [a_scaled_run_has_the_bits_of_one_without, another_optimizers_skip_undoes_nothing, hooks_share_a_scaler,
-             what_does_not_scale_is_refused]
+SCENARIOS = [
+    a_scaled_run_has_the_bits_of_one_without, another_optimizers_skip_undoes_nothing, hooks_share_a_scaler,
+    what_does_not_scale_is_refused
+]

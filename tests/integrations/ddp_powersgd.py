@@ -21,7 +21,9 @@ class FakeBucket:
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         self._bucket, self._buffer = bucket, buffer
         start = bucket.buffer().data_ptr()
-        self._gradients = [buffer[(g.data_ptr() - start) // 4:][:g.numel()].view(g.shape) for g in bucket.gradients()]
+        self._gradients = [
+            buffer[(g.data_ptr() - start) // 4:][:g.numel()].view(g.shape) for g in bucket.gradients()
+        ]
 
     def index(self) -> int:
         return self._bucket.index()
@@ -69,7 +71,8 @@ class BothHooks:
 
     def __init__(self, rank: int, start: int) -> None:
         self.ours = Hook(f"powersgd:rank={rank},start={start}")
-        self.theirs = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+        self.theirs = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=rank,
+                                                   start_powerSGD_iter=start)
         self.exact = Exact()
         self.rank, self.start = rank, start
         self.errors: List[Tuple[float, float, float]] = []  # ours - torch, ours - exact, torch - exact
@@ -130,8 +133,11 @@ def powersgd_agrees_with_torch() -> None:
         # small batch has, M Q is badly conditioned, and rounding errors grow by a factor of two and more per
         # step. So the test requires agreement to 1e-4, or to PyTorch's own accuracy where that is worse.
         for s, (difference, ours, theirs) in enumerate(both.errors):
-            check(max(difference, ours) <= max(1e-4, 3 * theirs),
-                  f"{name}, step {s}: {difference:.1e} from torch's hook, {ours:.1e} from float64; torch's is at {theirs:.1e}")
+            check(
+                max(difference, ours) <= max(1e-4, 3 * theirs),
+                f"{name}, step {s}: {difference:.1e} from torch's hook, {ours:.1e} from float64; torch's is"
+                f" at {theirs:.1e}",
+            )
         same_on_all_ranks(run.parameters(), "the model")
         stats = both.ours.stats()
         check(stats["buckets_in_place"] == stats["buckets"] == 1, f"{name}: {stats}")
@@ -139,10 +145,13 @@ def powersgd_agrees_with_torch() -> None:
         # Printed, not asserted: times depend on what else the machine runs.
         our_s, their_s = min(both.our_s), min(both.their_s)
         worst = [max(e[k] for e in both.errors) for k in range(3)]
-        say(f"powersgd:rank=4 {name}: {matrices} matrices, {steps} steps, averaged gradients within {worst[0]:.1e} of torch's "
-            f"powerSGD_hook (from float64: Gradwire {worst[1]:.1e}, torch {worst[2]:.1e}); "
-            f"{stats['dense_bytes'] / stats['wire_bytes']:.0f}x fewer bytes; hook time with communication, best of "
-            f"{len(both.our_s)}: torch {their_s * 1e3:.1f} ms, Gradwire {our_s * 1e3:.1f} ms, ratio {their_s / our_s:.1f}")
+        say(
+            f"powersgd:rank=4 {name}: {matrices} matrices, {steps} steps, averaged gradients within"
+            f" {worst[0]:.1e} of torch's powerSGD_hook (from float64: Gradwire {worst[1]:.1e}, torch"
+            f" {worst[2]:.1e}); {stats['dense_bytes'] / stats['wire_bytes']:.0f}x fewer bytes; hook time with"
+            f" communication, best of {len(both.our_s)}: torch {their_s * 1e3:.1f} ms, Gradwire"
+            f" {our_s * 1e3:.1f} ms, ratio {their_s / our_s:.1f}"
+        )
 
 
 class Gated(nn.Module):
@@ -176,7 +185,8 @@ def a_zero_gradient_is_no_nan() -> None:
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(s * 100 + RANK))
             ddp(x).square().mean().backward()
             history.append(float(model.gated.weight.grad.norm()))
-            check(name == "torch" or bool(torch.isfinite(model.always.weight.grad).all()), "the other layer is not finite")
+            check(name == "torch" or bool(torch.isfinite(model.always.weight.grad).all()),
+                  "the other layer is not finite")
         seen[name] = history
     ours = seen["gradwire"]
     check(all(g == 0.0 for g in ours[:5]), f"a zero gradient came out as {ours[:5]}")
@@ -187,5 +197,7 @@ def a_zero_gradient_is_no_nan() -> None:
     def show(history: List[float]) -> str:
         return " ".join(f"{g:.1e}" if g else "0" for g in history)
 
-    say(f"norm of a gradient that is zero until step 5, powersgd:rank=1 from step 2: torch {show(seen['torch'])}; Gradwire "
-        f"{show(ours)}")
+    say(
+        "norm of a gradient that is zero until step 5, powersgd:rank=1 from step 2: torch"
+        f" {show(seen['torch'])}; Gradwire {show(ours)}"
+    )

@@ -1,5 +1,5 @@
-"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command line,
-in order; a failed check ends the rank, and with it the test."""
+"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command
+line, in order; a failed check ends the rank, and with it the test."""
 from __future__ import annotations
 
 import copy
@@ -27,7 +27,12 @@ import ddp_layouts
 import ddp_lifetimes
 import ddp_loss_scale
 import ddp_states
-from ddp_failures import a_dead_peer_raises, a_peer_that_pauses_is_waited_for, a_silent_peer_raises, ctrl_c_ends_backward
+from ddp_failures import (
+    a_dead_peer_raises,
+    a_peer_that_pauses_is_waited_for,
+    a_silent_peer_raises,
+    ctrl_c_ends_backward,
+)
 from launch import chosen
 from ddp_powersgd import a_zero_gradient_is_no_nan, powersgd_agrees_with_torch
 
@@ -50,7 +55,9 @@ def fp32_is_ddp_without_a_hook() -> None:
             plain.step(s, accumulate)
             hooked.step(s, accumulate)
             difference = (plain.gradients() - hooked.gradients()).abs().max() / plain.gradients().abs().max()
-            check(float(difference) <= 1e-6, f"{name} {options}: gradients of step {s} differ by {difference:.1e}")
+            check(
+                float(difference) <= 1e-6,
+                f"{name} {options}: gradients of step {s} differ by {difference:.1e}")
             worst = max(worst, float((plain.parameters() - hooked.parameters()).abs().max()))
             if WORLD > 2:
                 # Sums of more than two terms are added in a different order here, and batch normalization
@@ -62,8 +69,10 @@ def fp32_is_ddp_without_a_hook() -> None:
         check(stats["buckets"] == stats["buckets_in_place"] > 0, f"{name}: a bucket was copied: {stats}")
         check(stats["steps"] == steps, f"{name}: {stats['steps']} steps, not {steps}")
         hook.close()
-        say(f"fp32 {name} {options} accumulate={accumulate}: {stats['buckets']} buckets, in place; after {steps} steps "
-            f"parameters differ from DDP without hook by at most {worst:.1e}")
+        say(
+            f"fp32 {name} {options} accumulate={accumulate}: {stats['buckets']} buckets, in place; after"
+            f" {steps} steps parameters differ from DDP without hook by at most {worst:.1e}"
+        )
 
 
 def a_checkpoint_continues_bit_for_bit() -> None:
@@ -79,12 +88,17 @@ def a_checkpoint_continues_bit_for_bit() -> None:
         for s in range(4):
             run.step(s)
         file = io.BytesIO()
-        torch.save({"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(), "hook": hook.state_dict()}, file)
+        torch.save(
+            {
+                "model": run.model.state_dict(), "optimizer": run.optimizer.state_dict(),
+                "hook": hook.state_dict()
+            }, file)
         pickled = pickle.dumps(hook)
         for s in range(4, 7):
             run.step(s)
         straight = run.parameters()
-        # Loading into a hook that has worked with others' gradients in the meantime, into a new one, and by pickle.
+        # Loading into a hook that has worked with others' gradients in the meantime, into a new one, and by
+        # pickle.
         unpickled = pickle.loads(pickled)
         for other_hook in (hook, Hook(spec), unpickled):
             file.seek(0)
@@ -106,7 +120,8 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             # A new DDP has other buckets in its first step than later, and with a 16-bit wire the last bits
             # depend on which rank sums an element. Equal buckets, or an FP32 wire, give equal bits.
             limit = 0.0 if used or "bf16" not in spec else 1e-3
-            check(difference <= limit, f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
+            check(difference <= limit,
+                  f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
             if not used:
                 other_hook.close()
@@ -118,8 +133,8 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             except error:
                 pass
         hook.close()
-        say(f"checkpoint {spec}: resumed by the same hook bit for bit, by a new one and by an unpickled one " +
-            (f"within {difference:.1e}" if difference else "bit for bit"))
+        say(f"checkpoint {spec}: resumed by the same hook bit for bit, by a new one and by an unpickled one "
+            + (f"within {difference:.1e}" if difference else "bit for bit"))
 
 
 class OneTensor:
@@ -199,9 +214,11 @@ def other_dtypes_and_shapes() -> None:
     for factor in (1, 2):
         bucket = OneTensor(parameter, torch.full((4096,), factor * float(RANK), dtype=torch.bfloat16))
         result = hook(bucket).wait()
-        check(result.dtype == torch.bfloat16 and bool((result == factor * (WORLD - 1) / 2).all()), f"bfloat16: {result}")
+        check(result.dtype == torch.bfloat16 and bool((result == factor * (WORLD - 1) / 2).all()),
+              f"bfloat16: {result}")
     stats = hook.stats()
-    check(stats["wire_bytes"] == stats["dense_bytes"] > 0, f"fp32 sends more than the bfloat16 that it is given: {stats}")
+    check(stats["wire_bytes"] == stats["dense_bytes"] > 0,
+          f"fp32 sends more than the bfloat16 that it is given: {stats}")
     hook.close()
     # Infinity comes through, for a GradScaler; with a residual and without.
     for spec in ("fp32", "bf16:schedule=ring", "int8"):
@@ -211,13 +228,17 @@ def other_dtypes_and_shapes() -> None:
             values = torch.full((4096,), 8.0 * RANK, dtype=torch.float16)
             values[0] = 60000 if step == 0 else float("inf") if RANK == 0 else 1
             result = hook(OneTensor(half, values)).wait()
-            check(result.dtype == torch.float16 and bool((result[128:] - 4 * (WORLD - 1)).abs().max() <= 0.25), f"{spec}: {result}")
+            check(
+                result.dtype == torch.float16 and bool((result[128:] - 4 * (WORLD - 1)).abs().max() <= 0.25),
+                f"{spec}: {result}")
             check(bool(result[0].isfinite()) == (step == 0), f"{spec}, step {step}: {result[0]}")
         stats = hook.stats()
-        check(stats["dense_bytes"] > 0 and hook._buckets[0].staging is None, "float16 is the library's own matter")
-        check("bf16" not in spec or stats["wire_bytes"] == stats["dense_bytes"], f"bf16 sends more than the float16 that it is given: {stats}")
+        check(stats["dense_bytes"] > 0 and hook._buckets[0].staging is None,
+              "float16 is the library's own matter")
+        check("bf16" not in spec or stats["wire_bytes"] == stats["dense_bytes"],
+              f"bf16 sends more than the float16 that it is given: {stats}")
         hook.close()
-    # A model of both types has buckets of both, which DDP numbers anew after the first step.
+    # A model of both types has buckets of both, which DDP renumbers after the first step.
     wide = nn.Parameter(torch.zeros(4096))
     hook = Hook("fp32")
     for order in ((parameter, wide), (wide, parameter), (wide, parameter)):
@@ -244,11 +265,14 @@ def allreduce_without_ddp() -> None:
     say("allreduce_ of torch tensors, and over a part of the ranks")
 
 
-SCENARIOS = [fp32_is_ddp_without_a_hook, powersgd_agrees_with_torch, a_zero_gradient_is_no_nan,
-             a_checkpoint_continues_bit_for_bit, the_hook_does_not_block, other_dtypes_and_shapes, allreduce_without_ddp,
-             a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises, a_dead_peer_raises, *ddp_compress.SCENARIOS,
-             *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS, *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS,
-             *ddp_lifetimes.SCENARIOS, *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS]
+SCENARIOS = [
+    fp32_is_ddp_without_a_hook, powersgd_agrees_with_torch, a_zero_gradient_is_no_nan,
+    a_checkpoint_continues_bit_for_bit, the_hook_does_not_block, other_dtypes_and_shapes,
+    allreduce_without_ddp, a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises,
+    a_dead_peer_raises, *ddp_compress.SCENARIOS, *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS,
+    *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS, *ddp_lifetimes.SCENARIOS, *ddp_loss_scale.SCENARIOS,
+    *ddp_states.SCENARIOS
+]
 
 
 def main() -> None:

@@ -50,7 +50,8 @@ def residuals(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:
 
 
 def equal(some: Dict[str, torch.Tensor], others: Dict[str, torch.Tensor]) -> bool:
-    return some.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in some.items())
+    return some.keys() == others.keys() and all(
+        torch.equal(value, others[name]) for name, value in some.items())
 
 
 class Warnings(logging.Handler):
@@ -90,8 +91,9 @@ def rank_0_saves_the_states_of_all() -> None:
     train(other, 1)
     check(loaded.state_dict()["steps"] == 4, "steps")
     if RANK != 0:
-        refused(lambda: loaded.load_state_dict({k: v for k, v in saved.items() if k != "others"}), gradwire.BadArgument,
-                "call hook.state_dict() on every rank and save rank 0's result")
+        refused(lambda: loaded.load_state_dict({k: v
+                                                for k, v in saved.items() if k != "others"}),
+                gradwire.BadArgument, "call hook.state_dict() on every rank and save rank 0's result")
     dist.barrier()
     if RANK == 0:
         path.unlink()
@@ -137,7 +139,8 @@ def frozen_parameters_are_found_by_name() -> None:
         with Warnings() as warnings:
             train(other, 1)
         check(len(warnings) == (1 if frozen_first else 0), str(warnings))
-        check(not frozen_first or ("2 parameters" in warnings[0] and "begin at zero" in warnings[0]), str(warnings))
+        check(not frozen_first or ("2 parameters" in warnings[0] and "begin at zero" in warnings[0]),
+              str(warnings))
         check(loaded.state_dict(gather=False)["steps"] == 4, "steps")
         train(other, 2)
         loaded.close()
@@ -156,7 +159,9 @@ def frozen_parameters_are_found_by_name() -> None:
     second.register_comm_hook(hook, allreduce_hook)
     train(second, 1)
     now = residuals(hook.state_dict(gather=False))
-    check(len(kept) == 4 and len(now) == 6 and hook.state_dict(gather=False)["steps"] == 4, f"{sorted(kept)} {sorted(now)}")
+    check(
+        len(kept) == 4 and len(now) == 6 and hook.state_dict(gather=False)["steps"] == 4,
+        f"{sorted(kept)} {sorted(now)}")
     hook.close()
     say("states of a model with frozen parameters load without them, and the other way round")
 
@@ -185,7 +190,8 @@ def one_hook_is_for_one_model() -> None:
         made = [model(), model()]
         if hook._names.are_a_models:
             hook = Hook(SPEC, model=made[0])
-            refused(lambda: hook.name_parameters(made[1]), gradwire.BadArgument, "0.weight", "a hook for each model")
+            refused(lambda: hook.name_parameters(made[1]), gradwire.BadArgument, "0.weight",
+                    "a hook for each model")
         models = [DistributedDataParallel(m) for m in made]
         for ddp in models:
             ddp.register_comm_hook(hook, allreduce_hook)

@@ -35,8 +35,10 @@ def checkpoint(world: int, loading: List[int]) -> int:
 def main() -> int:
     for module in MODULES:
         if importlib.util.find_spec(module) is None:
-            sys.exit(f"FAILED: no module named {module}. This test needs Debian's python3-torch and python3-torchvision, run by "
-                     f"/usr/bin/python3; this is {sys.executable}.")
+            sys.exit(
+                f"FAILED: no module named {module}. This test needs Debian's python3-torch and"
+                f" python3-torchvision, run by /usr/bin/python3; this is {sys.executable}."
+            )
     if sys.argv[1] == "checkpoint":
         return checkpoint(int(sys.argv[2]), [int(world) for world in sys.argv[3:]])
     return ranks(int(sys.argv[1]), sys.argv[2:])

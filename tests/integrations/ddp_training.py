@@ -34,8 +34,8 @@ class Task(NamedTuple):
 
 
 def small_vit() -> nn.Module:
-    model = VisionTransformer(image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=128, mlp_dim=256,
-                              num_classes=10)
+    model = VisionTransformer(image_size=32, patch_size=8, num_layers=4, num_heads=4, hidden_dim=128,
+                              mlp_dim=256, num_classes=10)
     nn.init.normal_(model.heads.head.weight, std=0.1)  # torchvision's zeros would hide all earlier layers
     return model
 
@@ -55,8 +55,8 @@ def batch_of(task: Task, step: int, rank: int = RANK) -> Tuple[torch.Tensor, tor
 class Run:
     """A model under DDP, with or without a hook."""
 
-    def __init__(self, task: Task, hook: Any = None, function: Any = allreduce_hook, model: Optional[nn.Module] = None,
-                 lr: float = 0.01, **ddp_options: Any) -> None:
+    def __init__(self, task: Task, hook: Any = None, function: Any = allreduce_hook,
+                 model: Optional[nn.Module] = None, lr: float = 0.01, **ddp_options: Any) -> None:
         torch.manual_seed(7)
         self.task = task
         self.model = model if model is not None else task.build()

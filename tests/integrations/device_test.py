@@ -3,8 +3,8 @@
 
 usage: device_test.py WORLD cuda|cpu [SCENARIO...]     cpu: the same on the host, which tests this program
 
-NCCL refuses two ranks on one GPU, unless they seem to be on different hosts: they then send through sockets, as across
-nodes. PyTorch's own process group is Gloo, which takes CUDA tensors.
+NCCL refuses two ranks on one GPU, unless they seem to be on different hosts: they then send through sockets,
+as across nodes. PyTorch's own process group is Gloo, which takes CUDA tensors.
 """
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from torch import nn
 
 import launch
 
-SPECS = ["fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4,block=128", "eden", "topk", "powersgd:rank=2",
-         "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"]
+SPECS = [
+    "fp32", "bf16", "fp8", "int8", "int4", "mxfp4", "sign", "qsgd:bits=4,block=128", "eden", "topk",
+    "powersgd:rank=2", "powersgd:rank=4,wire=bf16", "randk:ratio=0.25"
+]
 
 
 def check(condition: bool, text: str) -> None:
@@ -93,11 +95,14 @@ def hooks_train(device: torch.device) -> None:
         same_on_all_ranks(flat, f"{spec}: parameters")
         if spec == "fp32":
             other = torch.cat([p.detach().flatten() for p in plain.parameters()])
-            check(torch.allclose(flat, other, atol=1e-4), f"fp32 is {(flat - other).abs().max()} from plain DDP")
+            check(torch.allclose(flat, other, atol=1e-4),
+                  f"fp32 is {(flat - other).abs().max()} from plain DDP")
         check(losses[-1] < losses[0], f"{spec}: the loss goes from {losses[0]} to {losses[-1]}")
         if dist.get_rank() == 0:
-            print(f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f} (without a hook {expected[-1]:.4f}), "
-                  f"{stats['dense_bytes'] / stats['wire_bytes']:.2f}x fewer bytes, {stats['comm_ms']:.2f} ms", flush=True)
+            print(
+                f"  {spec}: loss {losses[0]:.4f} to {losses[-1]:.4f} (without a hook {expected[-1]:.4f}), "
+                f"{stats['dense_bytes'] / stats['wire_bytes']:.2f}x fewer bytes, {stats['comm_ms']:.2f} ms",
+                flush=True)
         state = hook.state_dict()
         hook.load_state_dict(state)
         train(model, model.parameters(), device, steps=2)
@@ -126,13 +131,16 @@ def fsdp_trains(device: torch.device) -> None:
 
 
 SCENARIOS: Dict[str, Callable[[torch.device], None]] = {
-    function.__name__: function for function in (allreduce_gives_the_bits_of_the_host, hooks_train, fsdp_trains)}
+    function.__name__: function
+    for function in (allreduce_gives_the_bits_of_the_host, hooks_train, fsdp_trains)
+}
 
 
 def run_rank(kind: str, names: List[str]) -> int:
     rank = int(os.environ["RANK"])
-    os.environ.update(NCCL_HOSTID=f"{os.getppid()}-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="=lo", NCCL_IB_DISABLE="1",
-                      NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NVLS_ENABLE="0", NCCL_MAX_CTAS="2")
+    os.environ.update(NCCL_HOSTID=f"{os.getppid()}-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="=lo",
+                      NCCL_IB_DISABLE="1", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1", NCCL_NVLS_ENABLE="0",
+                      NCCL_MAX_CTAS="2")
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if kind == "cuda":

@@ -2,8 +2,8 @@
 
 usage: fork_ranks.py MODULE,MODULE... TIMEOUT_S RESULTS SCRIPT ARGUMENT...
 
-RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. The ranks get RANK and end as Python
-programs do, exit handlers included.
+RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. The ranks get RANK and end as
+Python programs do, exit handlers included.
 """
 from __future__ import annotations
 

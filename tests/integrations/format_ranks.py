@@ -66,7 +66,10 @@ def ddp_trains() -> None:
         stats = hook.stats()
         check(stats["wire_bytes"] < stats["dense_bytes"] / 3, f"{stats}")
         check(bool(torch.isfinite(hooked.parameters()).all()), "the parameters are not finite")
-        say(f"{spec}: {stats['dense_bytes'] / stats['wire_bytes']:.1f} times fewer bytes, {stats['buckets']} buckets")
+        say(
+            f"{spec}: {stats['dense_bytes'] / stats['wire_bytes']:.1f} times fewer bytes, {stats['buckets']}"
+            " buckets"
+        )
         hook.close()
 
 
@@ -88,7 +91,8 @@ def other_sizes_are_refused() -> None:
             check(False, f"{call.__name__}: ranks with other sizes were not noticed")
         except gradwire.CommFailed as error:
             for block in (64, 32):
-                check(f"sized in {4 * block} bytes per {block} values" in str(error), f"{call.__name__}: {error}")
+                check(f"sized in {4 * block} bytes per {block} values" in str(error),
+                      f"{call.__name__}: {error}")
         dist.barrier()  # both have their error before either leaves
         comm.close()
 

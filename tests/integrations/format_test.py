@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""Wire formats registered from Python: errors, ranks that are threads and processes, DDP, and the program that
-docs/for-researchers.md prints."""
+"""Wire formats registered from Python: errors, ranks that are threads and processes, DDP, and the program
+that docs/for-researchers.md prints."""
 from __future__ import annotations
 
 import gc
@@ -35,20 +35,23 @@ for parameter in model.parameters():
 
 
 def register(name: str, **changes: Any) -> None:
-    gradwire.register_format(name, **{**dict(block=BLOCK, bytes=BYTES, encode=encode, decode=decode), **changes})
+    gradwire.register_format(name,
+                             **{**dict(block=BLOCK, bytes=BYTES, encode=encode, decode=decode), **changes})
 
 
 class Registration(unittest.TestCase):
     def test_what_a_function_returns_wrong_is_named_with_what_was_expected(self) -> None:
         cases: Dict[str, Dict[str, Any]] = {
-            r"encode: returned uint8 of shape \(4, 36\), expected uint8 of shape \(4, 35\)": dict(bytes=BYTES - 1),
-            r"encode: returned float32 of shape \(4, 64\), expected uint8 of shape \(4, 36\)": dict(encode=lambda v: v),
+            r"encode: returned uint8 of shape \(4, 36\), expected uint8 of shape \(4, 35\)": dict(
+                bytes=BYTES - 1),
+            r"encode: returned float32 of shape \(4, 64\), expected uint8 of shape \(4, 36\)": dict(
+                encode=lambda v: v),
             r"encode: returned NoneType, expected uint8 of shape \(4, 36\)": dict(encode=lambda v: None),
             r"encode: returned uint8 of shape \(36,\), expected": dict(encode=lambda v: encode(v)[0]),
-            r"encode: returned torch.uint8 of shape \(4, 36\) \(Tensor\), expected":
-                dict(encode=lambda v: gradwire.torch.torch.from_numpy(encode(v))),
-            r"decode: returned float64 of shape \(4, 64\), expected float32 of shape \(4, 64\)":
-                dict(decode=lambda d: decode(d).astype(np.float64)),
+            r"encode: returned torch.uint8 of shape \(4, 36\) \(Tensor\), expected": dict(
+                encode=lambda v: gradwire.torch.torch.from_numpy(encode(v))),
+            r"decode: returned float64 of shape \(4, 64\), expected float32 of shape \(4, 64\)": dict(
+                decode=lambda d: decode(d).astype(np.float64)),
             r"encode: raised ZeroDivisionError: division by zero": dict(encode=lambda v: 1 / 0),
             r"block is 0, must be 1 to 65536": dict(block=0),
         }
@@ -59,7 +62,8 @@ class Registration(unittest.TestCase):
                 self.assertIsInstance(caught.exception.__cause__, ZeroDivisionError)
             else:
                 self.assertIsNone(caught.exception.__cause__)
-        for name, text in (("bf16", "one of Gradwire's own"), ("powersgd", "a codec"), ("a-b", "letters, digits")):
+        for name, text in (("bf16", "one of Gradwire's own"), ("powersgd", "a codec"), ("a-b",
+                                                                                        "letters, digits")):
             with self.assertRaisesRegex(gradwire.BadArgument, text):
                 register(name)
         with self.assertRaisesRegex(gradwire.BadArgument, "unknown method 'wrong'"):
@@ -68,7 +72,8 @@ class Registration(unittest.TestCase):
     def test_registering_again_is_legal_with_the_same_sizes(self) -> None:
         register("again")
         register("again", encode=lambda v: encode(np.zeros_like(v)))
-        with self.assertRaisesRegex(gradwire.BadArgument, "64 values in 36 bytes, which cannot become blocks of 32"):
+        with self.assertRaisesRegex(gradwire.BadArgument,
+                                    "64 values in 36 bytes, which cannot become blocks of 32"):
             register("again", block=32)
 
         def body(comm: gradwire.Communicator) -> float:
@@ -189,7 +194,8 @@ class Threads(unittest.TestCase):
 
 class Processes(unittest.TestCase):
     def run_scenarios(self, world: int, *scenarios: str) -> None:
-        self.assertEqual(launch.fork_ranks(RANKS, world, list(scenarios), 150, ["torch", "torchvision"]), [0] * world)
+        self.assertEqual(launch.fork_ranks(RANKS, world, list(scenarios), 150, ["torch", "torchvision"]),
+                         [0] * world)
 
     def test_nothing_is_lost_between_processes(self) -> None:
         self.run_scenarios(3, "nothing_is_lost")
@@ -204,7 +210,9 @@ class Processes(unittest.TestCase):
         self.run_scenarios(2, "an_error_in_backward")  # whose deadline is an hour
 
     def test_the_researchers_page_runs_as_printed(self) -> None:
-        blocks = [b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "register_format" in b]
+        blocks = [
+            b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "register_format" in b
+        ]
         self.assertEqual(len(blocks), 1)
         lines = [line for line in blocks[0].splitlines() if line.strip()]
         self.assertLessEqual(len(lines), 20, "the page promises 20 lines")

@@ -37,13 +37,17 @@ def what_cannot_be_compressed_is_refused() -> None:
     sharded.step(0)  # untouched by the refusals
     state = run.handle.state_dict()
     run.step(0)
-    for change, text in (({"version": 9}, "reads version 1"),
-                         ({"shard": ((RANK + 1) % WORLD, WORLD)}, "load each rank's own state"),
-                         ({"tensors": {"other.weight": {"steps": 1, "residual": torch.zeros(3)}}}, "other.weight"),
-                         ({"tensors": {"norm.weight": {"steps": 1, "residual": torch.zeros(3)}}}, "another model")):
-        refused(lambda: run.handle.load_state_dict({**state, **change}), gradwire.BadArgument, text, str(change))
+    for change, text in (({"version": 9}, "reads version 1"), ({"shard": ((RANK + 1) % WORLD, WORLD)},
+                                                               "load each rank's own state"),
+                         ({"tensors": {"other.weight": {"steps": 1,
+                                                        "residual": torch.zeros(3)}}}, "other.weight"),
+                         ({"tensors": {"norm.weight": {"steps": 1,
+                                                       "residual": torch.zeros(3)}}}, "another model")):
+        refused(lambda: run.handle.load_state_dict({**state, **change}), gradwire.BadArgument, text,
+                str(change))
     off = Run({"residual": "off"})
-    refused(lambda: off.handle.load_state_dict(run.handle.state_dict()), gradwire.BadArgument, "residual='off'", "off")
+    refused(lambda: off.handle.load_state_dict(run.handle.state_dict()), gradwire.BadArgument,
+            "residual='off'", "off")
     off.close()
     run.close()
     say("refused, with the remedy: what is not sharded, PowerSGD, unknown formats, states that do not fit")
@@ -78,7 +82,8 @@ def _raises(action: Callable[[], Any], what: str, deadline_s: float) -> None:
             action()
         except RuntimeError as error:
             check(isinstance(error, gradwire.CommFailed), f"{what}: {type(error).__name__}: {error}")
-            check(f"rank {WORLD - 1}" in str(error) or attempt > 0, f"{what} does not name rank {WORLD - 1}: {error}")
+            check(f"rank {WORLD - 1}" in str(error) or attempt > 0,
+                  f"{what} does not name rank {WORLD - 1}: {error}")
             say(f"{what} after {time.monotonic() - begin:.1f} s: {error}")
         else:
             check(False, f"{what} came back without rank {WORLD - 1}")

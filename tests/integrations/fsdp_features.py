@@ -1,5 +1,5 @@
-"""What FSDP2 can do goes on working under compress(): compared with PyTorch's own collectives, in FP32, and in int8
-without loss."""
+"""FSDP2's features keep working under compress(): compared with PyTorch's own collectives, in FP32, and
+in int8 without loss."""
 from __future__ import annotations
 
 import unittest.mock
@@ -15,7 +15,8 @@ from torch.distributed.tensor import Shard
 from gradwire._core import Communicator
 from gradwire.fsdp import compress
 
-from fsdp_training import (RANK, WORLD, Run, Transformer, check, difference, loss_of, new_model, residual_sums, say)
+from fsdp_training import (RANK, WORLD, Run, Transformer, check, difference, loss_of, new_model,
+                           residual_sums, say)
 from fsdp_numbers import PLAIN, violation
 
 
@@ -73,14 +74,16 @@ def mixed_precision() -> None:
     # PyTorch adds in BF16, we in FP32: so not within 1e-6, but as far apart as BF16's rounding of a step.
     same_as_native("param_dtype=bf16, reduce_dtype=bf16", limit=2e-5, mp_policy=MixedPrecisionPolicy(
         param_dtype=bf16, reduce_dtype=bf16))
-    same_as_native("reduce_dtype=fp16", limit=2e-5, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    same_as_native("reduce_dtype=fp16", limit=2e-5,
+                   mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     run = Run({"gradients": "int8", "weights": "int8"}, mp_policy=MixedPrecisionPolicy(param_dtype=bf16))
     for s in range(2):
         run.step(s)
     check(all(g.dtype == torch.float32 for g in run.gradients().values()), "gradients of shards in FP32")
     run.close()
     for reduce, spec in ((bf16, "bf16:schedule=two_shot"), (torch.float32, "fp32:schedule=two_shot")):
-        run = Run({"gradients": "int4", "weights": "bf16"}, mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=reduce))
+        run = Run({"gradients": "int4", "weights": "bf16"},
+                  mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=reduce))
         with unittest.mock.patch.object(Communicator, "reduce_scatter", autospec=True,
                                         side_effect=Communicator.reduce_scatter) as calls:
             run.step(0)
@@ -96,7 +99,8 @@ def sharding_along_another_dimension() -> None:
     check(worst < 1e-6, f"Shard(1): conservation is violated by {worst:.1e}")
     before = residual_sums(run.handle)
     run.handle.load_state_dict(run.handle.state_dict())
-    check(all(torch.equal(before[n], after) for n, after in residual_sums(run.handle).items()), "the state changed in loading")
+    check(all(torch.equal(before[n], after) for n, after in residual_sums(run.handle).items()),
+          "the state changed in loading")
     run.close()
 
 
@@ -177,7 +181,8 @@ def compiled_blocks() -> None:
 
     same_as_native("compiled blocks", before=compile_blocks)
     for when in ("before", "after"):
-        run = Run({"gradients": "int8", "weights": "bf16"}, before=compile_blocks if when == "before" else lambda model: None)
+        run = Run({"gradients": "int8", "weights": "bf16"},
+                  before=compile_blocks if when == "before" else lambda model: None)
         if when == "after":
             compile_blocks(run.model)
         run.step(0)
@@ -193,10 +198,13 @@ def hybrid_sharding() -> None:
     worst = max(violation(run, s) for s in range(4))
     check(worst < 1e-6, f"HSDP: conservation is violated by {worst:.1e}")
     entries = run.handle.state_dict()["tensors"]
-    check(float(entries["blocks.0.up.weight"]["replica_residual"].abs().max()) > 0, "the replicas' allreduce lost nothing")
+    check(
+        float(entries["blocks.0.up.weight"]["replica_residual"].abs().max()) > 0,
+        "the replicas' allreduce lost nothing")
     before = residual_sums(run.handle)
     run.handle.load_state_dict(run.handle.state_dict())
-    check(all(torch.equal(before[n], after) for n, after in residual_sums(run.handle).items()), "the state changed in loading")
+    check(all(torch.equal(before[n], after) for n, after in residual_sums(run.handle).items()),
+          "the state changed in loading")
     run.close()
     # Reduce-scatter in each micro-batch, allreduce in the last one only.
     native, ours = Run(mesh=mesh), Run(PLAIN, mesh=mesh)

@@ -28,7 +28,7 @@ def _trained(batches: List[Dict[str, Any]], residual: str, options: Dict[str, An
     if with_scaler is not None and follow:
         handle.use_scaler(with_scaler)
     closing = weakref.WeakMethod(handle.close)
-    del handle  # training goes on without it
+    del handle  # training continues without it
     gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     scales = loss_scale.train(model, optimizer, batches, with_scaler)
@@ -43,7 +43,8 @@ def _trained(batches: List[Dict[str, Any]], residual: str, options: Dict[str, An
 def a_scaled_run_has_the_bits_of_one_without() -> None:
     # See ddp_loss_scale.py.
     generator = torch.Generator().manual_seed(RANK)
-    batches = [{"x": torch.randn(8, 16, generator=generator), "overflow": i in (0, 3, 9, 17)} for i in range(20)]
+    batches = [{"x": torch.randn(8, 16, generator=generator), "overflow": i in (0, 3, 9, 17)}
+               for i in range(20)]
     meshes: List[Dict[str, Any]] = [{}]
     if WORLD == 4:
         meshes.append({"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))})
@@ -53,7 +54,8 @@ def a_scaled_run_has_the_bits_of_one_without() -> None:
             plain = _trained(batches, residual, options)
             worst = float((plain - _trained(batches, residual, options, loss_scale.scaler())).abs().max())
             check(worst == 0, f"{what}: parameters differ by {worst:.2e} from a run without a scaler")
-            apart = float((plain - _trained(batches, residual, options, loss_scale.scaler(), follow=False)).abs().max())
+            apart = float(
+                (plain - _trained(batches, residual, options, loss_scale.scaler(), follow=False)).abs().max())
             check(apart > 0, f"{what}: this test would not notice residuals of another scale")
             say(f"{what}: bit for bit a run without a scaler; without use_scaler() up to {apart:.1e} apart")
 
@@ -79,7 +81,8 @@ def half_precision_trains_with_a_scaler() -> None:
         scales.append(scaler.get_scale())
     check(losses[-1] < 0.5 * losses[0], f"the loss went from {losses[0]} to {losses[-1]}")
     skipped = sum(after < before for before, after in zip(scales, scales[1:]))
-    check(skipped > 1 and max(scales[-5:]) > min(scales), f"steps were skipped {skipped} times, with scales {scales}")
+    check(skipped > 1 and max(scales[-5:]) > min(scales),
+          f"steps were skipped {skipped} times, with scales {scales}")
     handle.close()
     try:
         handle.use_scaler(scaler)

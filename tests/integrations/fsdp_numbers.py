@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from gradwire._fsdp_residual import _Packed
 
-from fsdp_training import (RANK, WORLD, Run, batch_of, check, difference, loss_of, new_model, residual_sums, say,
-                           sum_over_ranks)
+from fsdp_training import (RANK, WORLD, Run, batch_of, check, difference, loss_of, new_model, residual_sums,
+                           say, sum_over_ranks)
 
 FORMATS = ("bf16", "int8", "fp8", "int4", "int4:rotate=hadamard")
 PLAIN = {"gradients": "fp32", "weights": "fp32"}
@@ -29,7 +29,10 @@ def fp32_is_fsdp_without_compress() -> None:
     check(a < 4.05, f"nothing was learned: the loss is {a}")
     check(ours.handle.residual_bytes == 0, "fp32 loses nothing, but keeps a residual")
     ours.close()
-    say(f"fp32: after 50 steps, each with a new batch, parameters differ from PyTorch's by at most {worst:.1e}")
+    say(
+        "fp32: after 50 steps, each with a new batch, parameters differ from PyTorch's by at most"
+        f" {worst:.1e}"
+    )
 
 
 def nothing_is_lost() -> None:
@@ -40,15 +43,21 @@ def nothing_is_lost() -> None:
             check(worst < 1e-6, f"{spec}, dense={dense}: conservation is violated by {worst:.1e}")
             kept = residual_sums(run.handle)
             narrow = spec != "bf16"
-            check(("norm.weight" in kept) == (not (dense and narrow)), f"{spec}, dense={dense}: residuals of {sorted(kept)}")
-            check(max(float(e.abs().max()) for e in kept.values()) > 0, f"{spec}: nothing was lost, so nothing was compressed")
+            check(("norm.weight" in kept) == (not (dense and narrow)),
+                  f"{spec}, dense={dense}: residuals of {sorted(kept)}")
+            check(
+                max(float(e.abs().max()) for e in kept.values()) > 0,
+                f"{spec}: nothing was lost, so nothing was compressed")
             run.close()
-            say(f"{spec}, dense={dense}: sum of residuals + ranks x result is what went in, within {worst:.1e}")
+            say(
+                f"{spec}, dense={dense}: sum of residuals + ranks x result is what went in, within"
+                f" {worst:.1e}"
+            )
 
 
 def violation(run: Run, step: int) -> float:
-    """Makes a step, with the same weights and batch as an unsharded copy on every rank. Returns the norm of what was
-    lost (or made up), relative to what went in."""
+    """Makes a step, with the same weights and batch as an unsharded copy on every rank. Returns the norm of
+    what was lost (or made up), relative to what went in."""
     old = residual_sums(run.handle)
     alone = new_model()
     alone.load_state_dict(run.parameters())
@@ -69,28 +78,39 @@ def violation(run: Run, step: int) -> float:
 def residuals_in_fewer_bytes() -> None:
     # What was lost may be lost again, but only as much as the residual's own rounding, and at random.
     trained = sum(p.numel() for n, p in new_model().named_parameters() if "spare" not in n)
-    for mode, bytes_each, limit in (("fp32", 4.0, 1e-6), ("bf16", 2.0, 2e-4), ("int8", 1.04, 1e-3), ("off", 0.0, 1.0)):
+    for mode, bytes_each, limit in (("fp32", 4.0, 1e-6), ("bf16", 2.0, 2e-4), ("int8", 1.04, 1e-3),
+                                    ("off", 0.0, 1.0)):
         run = Run({"gradients": "int8", "weights": "fp32", "residual": mode})
         worst = max(violation(run, s) for s in range(3))
         check(worst < limit, f"residual={mode}: {worst:.1e}")
         check(mode in ("fp32",) or worst > 1e-6, f"residual={mode} is exact, so it isn't {mode}")
         each = run.handle.residual_bytes / trained
-        # Shards are padded to equal sizes, and dense parameters have a place, too.
-        check(abs(each - bytes_each) <= 0.02 * bytes_each + 0.03, f"residual={mode} holds {each:.3f} bytes per parameter")
-        say(f"residual={mode}: {each:.2f} bytes per trained parameter; lost in a step: {worst:.1e} of the gradient")
+        # Shards are padded to equal sizes, and dense parameters also have a place.
+        check(
+            abs(each - bytes_each) <= 0.02 * bytes_each + 0.03,
+            f"residual={mode} holds {each:.3f} bytes per parameter")
+        say(
+            f"residual={mode}: {each:.2f} bytes per trained parameter; lost in a step: {worst:.1e} of the"
+            " gradient"
+        )
         run.close()
 
 
 def small_residuals_are_right_in_the_mean() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(1000, generator=generator) * torch.logspace(-6, 0, 1000)
-    for mode, unit in (("bf16", 2.0 ** -7 * values.abs()), ("int8", torch.full((1000,), float(values.abs().max()) / 127))):
+    for mode, unit in (("bf16", 2.0**-7 * values.abs()), ("int8",
+                                                          torch.full((1000, ),
+                                                                     float(values.abs().max()) / 127))):
         draws = torch.stack([_Packed(mode, values, generator).values() for _ in range(1024)])
         off = (draws.double().mean(0) - values.double()).abs()
-        check(bool((off <= 5 * unit / 2 / 1024 ** 0.5 + 1e-12).all()), f"{mode}: the mean is off by {float((off / unit).max()):.2f} units")
-        check(bool(((draws - values).abs() <= unit * 1.001 + 1e-12).all()), f"{mode}: a draw is more than a unit away")
+        check(bool((off <= 5 * unit / 2 / 1024**0.5 + 1e-12).all()),
+              f"{mode}: the mean is off by {float((off / unit).max()):.2f} units")
+        check(bool(((draws - values).abs() <= unit * 1.001 + 1e-12).all()),
+              f"{mode}: a draw is more than a unit away")
         nearest = values.bfloat16().float() if mode == "bf16" else (values / unit).round() * unit
-        check(bool(((nearest - values).abs() > 5 * unit / 2 / 1024 ** 0.5).any()), f"{mode}: rounding to nearest passes, too")
+        check(bool(((nearest - values).abs() > 5 * unit / 2 / 1024**0.5).any()),
+              f"{mode}: rounding to nearest passes, too")
 
 
 def gathered_weights_are_the_same_bits_everywhere() -> None:
@@ -117,8 +137,10 @@ def gathered_weights_are_the_same_bits_everywhere() -> None:
                 error = float((value - master[name]).abs().max())
                 scale = float(master[name].abs().max())
                 exact = weights == "fp32" or (weights == "int8" and value.ndim == 1)
-                check(error == 0 if exact else error <= scale / 63, f"weights={weights}: {name} is off by {error:.1e} of {scale:.1e}")
-                check(exact or name == "spare.bias" or value.ndim == 1 or error > 0, f"weights={weights}: {name} was not compressed")
+                check(error == 0 if exact else error <= scale / 63,
+                      f"weights={weights}: {name} is off by {error:.1e} of {scale:.1e}")
+                check(exact or name == "spare.bias" or value.ndim == 1 or error > 0,
+                      f"weights={weights}: {name} was not compressed")
         check(len(seen) > 10, f"only {sorted(seen)} were seen")
         run.close()
     say("gathered weights: the same bits on all ranks, in FP32 the master's own")
@@ -142,7 +164,9 @@ def a_checkpoint_continues_bit_for_bit() -> None:
         other.handle.load_state_dict(state)
         for s in range(3, 6):
             other.step(s)
-        check(difference(run.parameters(), other.parameters()) == 0.0, f"residual={residual}: the resumed run differs")
+        check(
+            difference(run.parameters(), other.parameters()) == 0.0,
+            f"residual={residual}: the resumed run differs")
         again = Run(arguments)
         again.model.load_state_dict(model)
         again.optimizer.load_state_dict(optimizer)
@@ -156,13 +180,17 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             other.handle.load_state_dict(partly)
             other.handle.load_state_dict(state)
         texts = [record.getMessage() for record in said.records]
-        check(texts == [f"the loaded state lacks 1 parameters, such as {missing!r}: their residuals begin at zero"], f"said {texts}")
+        check(
+            texts == [
+                f"the loaded state lacks 1 parameters, such as {missing!r}: their residuals begin at zero"
+            ], f"said {texts}")
         for r in (run, other, again):
             r.close()
     say("checkpoint: resumed bit for bit, and not without the residuals")
 
 
-# ---- Another number of ranks: fsdp_test.py runs these one after the other, with a folder ------------------------
+# ---- Another number of ranks: fsdp_test.py runs these one after the other, with a folder
+# ------------------------
 
 
 def _folder() -> pathlib.Path:
@@ -172,7 +200,8 @@ def _folder() -> pathlib.Path:
 def saves_for_another_number_of_ranks() -> None:
     options = {}
     if os.environ.get("FSDP_MESH") == "hsdp":
-        options["mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicas", "shards"))
+        options["mesh"] = dist.device_mesh.init_device_mesh("cpu", (2, WORLD // 2),
+                                                            mesh_dim_names=("replicas", "shards"))
     run = Run({"gradients": "int4", "weights": "fp32"}, **options)
     for s in range(3):
         run.step(s)
@@ -189,10 +218,12 @@ def loads_from_another_number_of_ranks() -> None:
     run = Run({"gradients": "int4", "weights": "fp32"})
     run.handle.load_state_dict(states)
     loaded = residual_sums(run.handle)
-    check(loaded.keys() == sums.keys() and len(sums) > 5, f"residuals of {sorted(loaded.keys() ^ sums.keys())}")
+    check(loaded.keys() == sums.keys() and len(sums) > 5,
+          f"residuals of {sorted(loaded.keys() ^ sums.keys())}")
     for name, total in sums.items():
         error = float((loaded[name] - total).norm() / total.norm())
-        check(error < 1e-6, f"{name}: the sum of residuals changed by {error:.1e} from {world} to {WORLD} ranks")
+        check(error < 1e-6,
+              f"{name}: the sum of residuals changed by {error:.1e} from {world} to {WORLD} ranks")
     worst = violation(run, 3)  # and they are what the next step adds
     check(worst < 1e-6, f"conservation after loading: {worst:.1e}")
     if RANK < world:

@@ -1,5 +1,5 @@
-"""One rank of the FSDP2 tests; fsdp_test.py starts them. Every rank runs the scenarios named on the command line,
-in order; a failed check ends the rank, and with it the test."""
+"""One rank of the FSDP2 tests; fsdp_test.py starts them. Every rank runs the scenarios named on the command
+line, in order; a failed check ends the rank, and with it the test."""
 from __future__ import annotations
 
 import faulthandler
@@ -15,10 +15,12 @@ import fsdp_numbers
 import fsdp_types
 import fsdp_undo
 
-SCENARIOS = {name: function for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_numbers, fsdp_types,
-                                           fsdp_undo)
-             for name, function in vars(module).items()
-             if callable(function) and getattr(function, "__module__", "") == module.__name__}
+SCENARIOS = {
+    name: function
+    for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_numbers, fsdp_types, fsdp_undo)
+    for name, function in vars(module).items()
+    if callable(function) and getattr(function, "__module__", "") == module.__name__
+}
 
 
 def main() -> None:

@@ -21,8 +21,9 @@ import launch
 
 
 def ranks(world: int, scenarios: List[str], **environment: str) -> int:
-    codes = launch.run_ranks(pathlib.Path(__file__).with_name("fsdp_ranks.py"), world, scenarios, timeout_s=500,
-                             environment=environment)
+    codes = launch.run_ranks(
+        pathlib.Path(__file__).with_name("fsdp_ranks.py"), world, scenarios, timeout_s=500,
+        environment=environment)
     for rank, code in enumerate(codes):
         if code != 0:
             print(f"FAILED: rank {rank} of {world} ended with {code}")

@@ -1,4 +1,5 @@
-"""What the scenarios of fsdp_ranks.py share: a small transformer, sharded, and a training run with and without Gradwire."""
+"""What the scenarios of fsdp_ranks.py share: a small transformer, sharded, and a training run with and
+without Gradwire."""
 from __future__ import annotations
 
 import os
@@ -63,7 +64,8 @@ class Transformer(nn.Module):
 
 
 def batch_of(step: int, words: int, rank: int = RANK) -> torch.Tensor:
-    """New for each step and rank: (BATCH, LENGTH + 1) words, each a function of the one before, with some noise."""
+    """New for each step and rank: (BATCH, LENGTH + 1) words, each a function of the one before, with some
+    noise."""
     generator = torch.Generator().manual_seed(step * 1000 + rank)
     tokens = [torch.randint(words, (BATCH,), generator=generator)]
     for _ in range(LENGTH):
@@ -86,8 +88,9 @@ def new_model(**options: Any) -> Transformer:
 class Run:
     """A sharded model and its optimizer. arguments: of compress(); None: PyTorch's own collectives."""
 
-    def __init__(self, arguments: Optional[Dict[str, Any]] = None, *, model: Optional[Transformer] = None, lr: float = 0.01,
-                 before: Callable[[nn.Module], None] = lambda model: None, **options: Any) -> None:
+    def __init__(self, arguments: Optional[Dict[str, Any]] = None, *, model: Optional[Transformer] = None,
+                 lr: float = 0.01, before: Callable[[nn.Module],
+                                                    None] = lambda model: None, **options: Any) -> None:
         self.model = model if model is not None else new_model()
         before(self.model)
         for block in self.model.blocks:
@@ -117,7 +120,10 @@ class Run:
         return {n.replace("_orig_mod.", ""): whole(p.detach()) for n, p in self.model.named_parameters()}
 
     def gradients(self) -> Dict[str, torch.Tensor]:
-        return {n.replace("_orig_mod.", ""): whole(p.grad) for n, p in self.model.named_parameters() if p.grad is not None}
+        return {
+            n.replace("_orig_mod.", ""): whole(p.grad)
+            for n, p in self.model.named_parameters() if p.grad is not None
+        }
 
     def close(self) -> None:
         if self.handle is not None:

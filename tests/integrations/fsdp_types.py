@@ -99,10 +99,11 @@ REFUSED: Dict[str, Callable[[], nn.Module]] = {
     "channels_last": lambda: Odd(torch.ones(8, 4, 3, 3).to(memory_format=torch.channels_last)),
     "expanded": lambda: Odd(torch.ones(1, 64).expand(8, 64)), "sparse": lambda: Odd(torch.eye(8).to_sparse()),
     "nested": lambda: Odd(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "nested, jagged": lambda: Odd(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
+    "nested, jagged": lambda: Odd(
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
     "quantized": lambda: Odd(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
-    "strided": lambda: Odd(torch.ones(64, 64)[::2, ::2]),
-    "sparse gradients": Rows}
+    "strided": lambda: Odd(torch.ones(64, 64)[::2, ::2]), "sparse gradients": Rows
+}
 
 
 def _gradients(make: Callable[[], nn.Module], arguments: Any,
@@ -146,7 +147,8 @@ def every_type_of_parameter() -> None:
             exactly = case.gradients == "as FSDP2" and not options
             check(off <= (0 if exactly else case.limit), f"{what}: {off:.1e} off")
             compressed = lossy > off
-            check(lossy <= 0.05 and compressed == (case.gradients == "averaged"), f"{what} in int8: {lossy:.1e} off")
+            check(lossy <= 0.05 and compressed == (case.gradients == "averaged"),
+                  f"{what} in int8: {lossy:.1e} off")
             say(f"{what}: {case.gradients}, {off:.1e} from FSDP2's own in fp32, {lossy:.1e} in int8")
     for name, make in REFUSED.items():
         with warnings.catch_warnings():

@@ -3,8 +3,8 @@
 
     hosts_test.py GRADWIRE
 
-The hosts are network namespaces with a cable between them. Each case gives them other interfaces and addresses. Ends
-with 77, skipped, where this process may not make such hosts.
+The hosts are network namespaces with a cable between them. Each case gives them other interfaces and
+addresses. Ends with 77, skipped, where this process may not make such hosts.
 """
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ import time
 from typing import Iterator
 
 GRADWIRE = os.path.abspath(sys.argv[1]) if len(sys.argv) > 1 else ""
-TRAIN = "train --data synthetic:256 --batch-size 16 --device host --width 16 --depth 1 --heads 2 --mlp 32".split()
+TRAIN = (
+    "train --data synthetic:256 --batch-size 16 --device host --width 16 --depth 1 --heads 2 --mlp 32".split()
+)
 PREFIX = f"gw{os.getpid()}"
 CABLE = "cable"
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "GRADWIRE_", "TORCHELASTIC_")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI", "MPI_", "GRADWIRE_",
+             "TORCHELASTIC_")
 
 
 def ip(*arguments: str) -> None:
@@ -42,7 +45,8 @@ def interface(host: str, name: str, address: str) -> None:
 
 
 def cable(addresses: dict[str, str]) -> None:
-    ip("link", "add", CABLE, "netns", PREFIX + "A", "type", "veth", "peer", "name", CABLE, "netns", PREFIX + "B")
+    ip("link", "add", CABLE, "netns", PREFIX + "A", "type", "veth", "peer", "name", CABLE, "netns",
+       PREFIX + "B")
     for host, address in addresses.items():
         on(host, "address", "add", address, "dev", CABLE, *(["nodad"] if ":" in address else []))
         on(host, "link", "set", CABLE, "up")
@@ -61,13 +65,18 @@ def hosts() -> Iterator[None]:
             shutil.rmtree(f"/etc/netns/{PREFIX}{host}", ignore_errors=True)
 
 
-def start(places: str, folder: str, more: dict[str, str], *flags: str, steps: int = 2) -> list[subprocess.Popen[str]]:
+def start(places: str, folder: str, more: dict[str, str], *flags: str,
+          steps: int = 2) -> list[subprocess.Popen[str]]:
     """Starts a rank on each of the hosts in `places`. Their output is in files in `folder`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    return [subprocess.Popen(["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps", str(steps), *flags], text=True,
-                             env=environment | more | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
-                             stdout=open(f"{folder}/output{rank}", "w"), stderr=subprocess.STDOUT)
-            for rank, host in enumerate(places)]
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", PREFIX + host, GRADWIRE, *TRAIN, "--steps",
+             str(steps), *flags], text=True, env=environment | more
+            | {"RANK": str(rank), "WORLD_SIZE": str(len(places)), "GRADWIRE_THREADS": "1"},
+            stdout=open(f"{folder}/output{rank}", "w"), stderr=subprocess.STDOUT)
+        for rank, host in enumerate(places)
+    ]
 
 
 def finish(ranks: list[subprocess.Popen[str]], folder: str) -> list[tuple[int, str]]:
@@ -77,15 +86,20 @@ def finish(ranks: list[subprocess.Popen[str]], folder: str) -> list[tuple[int, s
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()
-    return [(rank.returncode, pathlib.Path(f"{folder}/output{number}").read_text()) for number, rank in enumerate(ranks)]
+    return [(rank.returncode, pathlib.Path(f"{folder}/output{number}").read_text())
+            for number, rank in enumerate(ranks)]
 
 
 def all_right(ended: list[tuple[int, str]]) -> None:
-    assert all(code == 0 for code, _ in ended), "\n".join(f"rank {r}: code {code}: {text}" for r, (code, text) in enumerate(ended))
+    assert all(code == 0 for code, _ in ended), "\n".join(f"rank {r}: code {code}: {text}"
+                                                          for r, (code, text) in enumerate(ended))
 
 
 def meet(places: str, folder: str, more: dict[str, str] | None = None) -> None:
-    all_right(finish(start(places, folder, more or {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40"), folder))
+    all_right(
+        finish(
+            start(places, folder, more or {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40"),
+            folder))
 
 
 IPV4 = {"A": "10.9.0.1/24", "B": "10.9.0.2/24"}
@@ -118,8 +132,10 @@ def an_address_that_swallows_what_is_sent_to_it_is_first(folder: str) -> None:
     interface("A", "vpn", "10.8.0.1/24")
     cable(IPV4)
     for which in ("all", CABLE):  # A does not answer for its other interfaces
-        subprocess.run(["ip", "netns", "exec", PREFIX + "A", "sh", "-c", f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"],
-                       check=True)
+        subprocess.run([
+            "ip", "netns", "exec", PREFIX + "A", "sh", "-c",
+            f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"
+        ], check=True)
     on("B", "route", "add", "10.8.0.0/24", "dev", CABLE)
     meet("AAB", folder)
 
@@ -136,22 +152,27 @@ def a_name_is_loopback_on_one_host_and_ipv6_on_the_other(folder: str) -> None:
         place = pathlib.Path(f"/etc/netns/{PREFIX}{host}")
         place.mkdir(parents=True)
         (place / "hosts").write_text(f"127.0.0.1 localhost\n{address} nodea\n")
-    all_right(finish(start("AAB", folder, {"MASTER_ADDR": "nodea", "GRADWIRE_SECRET": "s"}, "--timeout-s", "40"), folder))
+    all_right(
+        finish(start("AAB", folder, {"MASTER_ADDR": "nodea", "GRADWIRE_SECRET": "s"}, "--timeout-s", "40"),
+               folder))
 
 
 def listening_ports(host: str) -> set[int]:
     ports = set()
     for table in ("tcp", "tcp6"):
-        text = subprocess.run(["ip", "netns", "exec", PREFIX + host, "cat", f"/proc/net/{table}"], check=True, capture_output=True,
-                              text=True).stdout
-        ports |= {int(words[1].rpartition(":")[2], 16) for line in text.splitlines()[1:] if (words := line.split())[3] == "0A"}
+        text = subprocess.run(["ip", "netns", "exec", PREFIX + host, "cat", f"/proc/net/{table}"], check=True,
+                              capture_output=True, text=True).stdout
+        ports |= {
+            int(words[1].rpartition(":")[2], 16)
+            for line in text.splitlines()[1:] if (words := line.split())[3] == "0A"
+        }
     return ports
 
 
 def only_the_ports_that_a_firewall_permits_are_listened_at(folder: str) -> None:
     cable(IPV4)
-    ranks = start("AAB", folder, {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE}, "--rendezvous", f"file://{folder}/meet",
-                  "--timeout-s", "40", "--elastic", "1:3", steps=500)
+    ranks = start("AAB", folder, {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE},
+                  "--rendezvous", f"file://{folder}/meet", "--timeout-s", "40", "--elastic", "1:3", steps=500)
     used: set[int] = set()
     while any(rank.poll() is None for rank in ranks):
         used |= listening_ports("A") | listening_ports("B")
@@ -173,7 +194,8 @@ def a_cut_cable_is_an_error_within_the_deadline(folder: str) -> None:
     cable(IPV4)
     on("B", "link", "set", CABLE, "down")
     began = time.monotonic()
-    ended = finish(start("AB", folder, {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "3"), folder)
+    ended = finish(start("AB", folder, {}, "--rendezvous", f"file://{folder}/meet", "--timeout-s", "3"),
+                   folder)
     assert time.monotonic() - began < 20, "it took longer than its deadline"
     assert [code for code, _ in ended] == [1, 1], ended
     assert "rank 1" in ended[0][1], ended[0][1]
@@ -205,7 +227,8 @@ print("forwards", flush=True)
 
 
 def in_a_container(folder: str, last: int, *flags: str) -> list[tuple[int, str]]:
-    """Rank 0 has an address of its own, which nobody else reaches; its host forwards the ports from 20000 to `last` to it."""
+    """Rank 0 has an address of its own, which no other host reaches; its host forwards the ports from 20000 to
+    `last` to it."""
     interface("A", "inside", "10.20.0.1/24")
     cable(IPV4)
     for host, address in {"A": "10.20.0.1", "B": "10.9.0.1"}.items():
@@ -213,11 +236,15 @@ def in_a_container(folder: str, last: int, *flags: str) -> list[tuple[int, str]]
         place.mkdir(parents=True)
         (place / "hosts").write_text(f"127.0.0.1 localhost\n{address} container\n")
     ports = [str(port) for port in range(20000, last + 1)]
-    forwarder = subprocess.Popen(["ip", "netns", "exec", PREFIX + "A", sys.executable, "-c", FORWARDER, "10.9.0.1", "10.20.0.1", *ports],
-                                 stdout=subprocess.PIPE, text=True)
+    forwarder = subprocess.Popen([
+        "ip", "netns", "exec", PREFIX + "A", sys.executable, "-c", FORWARDER, "10.9.0.1", "10.20.0.1", *ports
+    ], stdout=subprocess.PIPE, text=True)
     try:
         assert forwarder.stdout and forwarder.stdout.readline() == "forwards\n"
-        variables = {"MASTER_ADDR": "container", "MASTER_PORT": "20000", "GRADWIRE_SECRET": "s", "GRADWIRE_PORTS": "20001-20005"}
+        variables = {
+            "MASTER_ADDR": "container", "MASTER_PORT": "20000", "GRADWIRE_SECRET": "s",
+            "GRADWIRE_PORTS": "20001-20005"
+        }
         return finish(start("AB", folder, variables, *flags), folder)
     finally:
         forwarder.kill()
@@ -237,10 +264,15 @@ def a_port_that_is_not_forwarded_is_named_within_the_deadline(folder: str) -> No
         assert "10.20.0.1 port 20001" in text, f"rank {rank}: {text}"
 
 
-CASES = [ranks_meet_through_the_forwarded_ports_of_a_container, a_port_that_is_not_forwarded_is_named_within_the_deadline, docker0_is_first_on_both_hosts, the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
-         an_address_that_swallows_what_is_sent_to_it_is_first, hosts_have_ipv6_only,
-         a_name_is_loopback_on_one_host_and_ipv6_on_the_other, only_the_ports_that_a_firewall_permits_are_listened_at,
-         a_cable_that_is_plugged_in_late_is_waited_for, a_cut_cable_is_an_error_within_the_deadline]
+CASES = [
+    ranks_meet_through_the_forwarded_ports_of_a_container,
+    a_port_that_is_not_forwarded_is_named_within_the_deadline, docker0_is_first_on_both_hosts,
+    the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
+    an_address_that_swallows_what_is_sent_to_it_is_first, hosts_have_ipv6_only,
+    a_name_is_loopback_on_one_host_and_ipv6_on_the_other,
+    only_the_ports_that_a_firewall_permits_are_listened_at, a_cable_that_is_plugged_in_late_is_waited_for,
+    a_cut_cable_is_an_error_within_the_deadline
+]
 
 
 def main() -> int:
@@ -248,7 +280,10 @@ def main() -> int:
         with hosts():
             cable(IPV4)
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"SKIPPED: this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+        print(
+            "SKIPPED: this machine does not permit network namespaces:"
+            f" {getattr(error, 'stderr', None) or error}"
+        )
         return 77
     failed = 0
     for case in CASES:

@@ -14,7 +14,9 @@ import time
 LONGEST_S = 20  # on a busy machine; the calls wait for half an hour
 
 # The calls that only rank 0 of two ranks makes. `meet` are the lines of both ranks.
-MEET = "comm = gradwire.Communicator(meeting, rank, 2, shrinkable=True)\nx = numpy.ones(1000, numpy.float32)\n"
+MEET = (
+    "comm = gradwire.Communicator(meeting, rank, 2, shrinkable=True)\nx = numpy.ones(1000, numpy.float32)\n"
+)
 CASES = {
     "create_tcp_rank_0": ("", "gradwire.Communicator(meeting_tcp, 0, 2)"),
     "create_tcp_rank_1": ("", "gradwire.Communicator(meeting_tcp, 1, 2)"),
@@ -22,14 +24,16 @@ CASES = {
     "create_file_rank_1": ("", "gradwire.Communicator(meeting, 1, 2)"),
     "create_local": ("", "gradwire.Communicator('local://x', 0, 2)"),
     "allreduce": (MEET, "comm.allreduce_(x)"),
-    "allreduce_residual": (MEET, "comm.allreduce_(x, 'int8', residual=numpy.zeros(1000, numpy.float32), tag='x')"),
+    "allreduce_residual": (MEET,
+                           "comm.allreduce_(x, 'int8', residual=numpy.zeros(1000, numpy.float32), tag='x')"),
     "reduce_scatter": (MEET, "comm.reduce_scatter(x[:500].copy(), x)"),
     "all_gather": (MEET, "comm.all_gather(x, x[:500].copy())"),
     "all_gather_update": (MEET, "comm.all_gather_update(x, x[:500].copy())"),
     "broadcast": (MEET, "comm.broadcast_(x, root=1)"),
     "request": (MEET, "comm.start(comm.allreduce_, x).wait()"),
     "reducer": (MEET, "gradwire.Reducer(comm, 'powersgd:rank=1', [('a', 10, 100)])"),
-    "reducer_allreduce": (MEET + "r = gradwire.Reducer(comm, 'int8', [('a', 10, 100)])\n", "r.allreduce([x])"),
+    "reducer_allreduce": (MEET + "r = gradwire.Reducer(comm, 'int8', [('a', 10, 100)])\n",
+                          "r.allreduce([x])"),
     "split": (MEET, "comm.split(0)"),
     "shrink": (MEET, "comm.shrink(timeout_s=1800)"),
     "grow_on_rank_1": (MEET.replace("rank, 2", "1 - rank, 2") + "comm.admit(4)\n", "comm.grow()"),
@@ -67,9 +71,11 @@ def main() -> int:
         for case, (both, _) in CASES.items():
             own = pathlib.Path(folder) / case
             own.mkdir()
-            ranks = [subprocess.Popen([sys.executable, "-c", rank_program(case, r, str(own))], env=environment, text=True,
-                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-                     for r in range(2 if both else 1)]
+            ranks = [
+                subprocess.Popen([sys.executable, "-c", rank_program(case, r, str(own))], env=environment,
+                                 text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                for r in range(2 if both else 1)
+            ]
             running.append((case, ranks))
         try:
             for case, ranks in running:

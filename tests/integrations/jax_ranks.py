@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""One process of jax_test.py: runs the scenarios that it names, with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT."""
+"""One process of jax_test.py: runs the scenarios that it names, with RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT."""
 from __future__ import annotations
 
 import os
@@ -22,10 +23,11 @@ import jax_world
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SCENARIOS: Dict[str, Callable[[], None]] = {**jax_types.SCENARIOS, **jax_world.SCENARIOS}
-SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard", "int2", "mxfp8",
-         "nvfp4", "natural", "sign", "topk")
-CODECS = ("powersgd:rank=2", "powersgd:rank=2,wire=bf16,warm=off", "powersgd:rank=2,alternate=on,wire=int8,schedule=ring",
-          "powersgd:rank=4,start=2,wire=bf16", "randk:ratio=0.05,wire=bf16")
+SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard",
+         "int2", "mxfp8", "nvfp4", "natural", "sign", "topk")
+CODECS = ("powersgd:rank=2", "powersgd:rank=2,wire=bf16,warm=off",
+          "powersgd:rank=2,alternate=on,wire=int8,schedule=ring", "powersgd:rank=4,start=2,wire=bf16",
+          "randk:ratio=0.05,wire=bf16")
 
 
 def scenario(function: Callable[[], None]) -> Callable[[], None]:
@@ -43,7 +45,8 @@ def flat(tree: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in jax.tree.leaves(tree)])
 
 
-# ---- A small transformer ---------------------------------------------------------------------------------------
+# ---- A small transformer
+# ---------------------------------------------------------------------------------------
 
 WORDS, WIDTH, LENGTH, BATCH = 61, 32, 16, 4
 
@@ -84,8 +87,9 @@ def jaxs_own_mean() -> Callable[[Any], Any]:
     """jax.lax.pmean over the processes, on gradients that were computed by each alone."""
     mesh = jax.make_mesh((WORLD,), ("ranks",))
     sharding = NamedSharding(mesh, PartitionSpec("ranks"))
-    mean = jax.jit(jax.shard_map(lambda t: jax.lax.pmean(t, "ranks"), mesh=mesh, in_specs=PartitionSpec("ranks"),
-                                 out_specs=PartitionSpec()))
+    mean = jax.jit(
+        jax.shard_map(lambda t: jax.lax.pmean(t, "ranks"), mesh=mesh, in_specs=PartitionSpec("ranks"),
+                      out_specs=PartitionSpec()))
 
     def call(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.asarray(mean(jax.make_array_from_single_device_arrays(
@@ -188,8 +192,8 @@ def a_pytree_like_any_other(spec: str) -> None:
 
 @scenario
 def powersgd_learns_what_is_of_low_rank() -> None:
-    """The mean of matrices that do not change comes through whole, also after steps of zeros; a rank's NaN spoils its
-    own matrix in its own step only."""
+    """The mean of matrices that do not change comes through whole, also after steps of zeros; a rank's NaN
+    spoils its own matrix in its own step only."""
     rng = np.random.default_rng(7)
     left, right = rng.standard_normal((WORLD, 50, 2)), rng.standard_normal((2, 70))
     own = {"low": jnp.asarray(left[RANK] @ right, jnp.float32), "bias": jnp.full((5,), float(RANK)),
@@ -205,11 +209,13 @@ def powersgd_learns_what_is_of_low_rank() -> None:
         for i in range(12):
             out, state = update(own, state)
         assert np.abs(np.asarray(out["low"]) - mean).max() <= 1e-4 * np.abs(mean).max(), spec
-        assert out["half"].dtype == jnp.bfloat16 and np.allclose(np.asarray(out["half"], np.float32), (WORLD - 1) / 2, 1e-2)
+        assert out["half"].dtype == jnp.bfloat16 and np.allclose(np.asarray(out["half"], np.float32),
+                                                                 (WORLD - 1) / 2, 1e-2)
         assert (np.asarray(out["bias"]) == (WORLD - 1) / 2).all()
         spoilt = dict(own, low=own["low"].at[3, 3].set(jnp.nan) if RANK == 0 else own["low"])
         out, state = update(spoilt, state)
-        assert np.isnan(np.asarray(out["low"])).all() and np.isfinite(np.asarray(out["half"], np.float32)).all()
+        assert np.isnan(np.asarray(out["low"])).all() and np.isfinite(np.asarray(out["half"],
+                                                                                 np.float32)).all()
         out, state = update(own, state)
         assert np.abs(np.asarray(out["low"]) - mean).max() <= 1e-4 * np.abs(mean).max(), spec
         assert int(state.step) == 17
@@ -240,8 +246,11 @@ def calls_keep_the_order_of_the_program() -> None:
 
 @scenario
 def types_and_shapes() -> None:
-    tree = {"half": jnp.full((70_000,), RANK, jnp.bfloat16), "none": jnp.zeros((0, 3)), "one": jnp.float32(RANK),
-            "list": [jnp.full((2, 3, 4), RANK, jnp.float32), jnp.full((5,), RANK, jnp.bfloat16)]}
+    tree = {
+        "half": jnp.full((70_000, ), RANK, jnp.bfloat16), "none": jnp.zeros((0, 3)), "one": jnp.float32(RANK),
+        "list": [jnp.full((2, 3, 4), RANK, jnp.float32),
+                 jnp.full((5, ), RANK, jnp.bfloat16)]
+    }
     for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean)):
         mean = how(tree)
         for given, got in zip(jax.tree.leaves(tree), jax.tree.leaves(mean)):
@@ -285,16 +294,20 @@ def several_devices_in_each_process() -> None:
     mesh = jax.make_mesh((2 * WORLD,), ("data",))
     given = np.random.default_rng(0).standard_normal((2 * WORLD, 300), np.float32)
     mine = slice(RANK * per_process, (RANK + 1) * per_process)
-    x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), given[mine], given.shape)
+    x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), given[mine],
+                                               given.shape)
     transformation = gradwire.jax.compress("int4:schedule=ring", dense=False)
 
     def update(g: Any) -> Tuple[Any, Any, Any]:
         averaged, state = transformation.update(g, transformation.init(g))
         return gradwire.jax.pmean(gradwire.jax.pmean(g)), averaged, state.residual
 
-    mapped = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
-    local = [np.concatenate([shard.data for shard in sorted(a.addressable_shards, key=lambda s: s.index[0].start)])
-             for a in mapped(x)]
+    mapped = jax.jit(
+        jax.shard_map(update, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")))
+    local = [
+        np.concatenate([shard.data for shard in sorted(a.addressable_shards, key=lambda s: s.index[0].start)])
+        for a in mapped(x)
+    ]
     pmapped = [np.asarray(a) for a in jax.pmap(update)(given[mine])]
     for exact, averaged, residual in (local, pmapped):
         np.testing.assert_allclose(exact, np.repeat(given.mean(0, keepdims=True), per_process, 0), atol=1e-6)

@@ -21,10 +21,13 @@ HERE = pathlib.Path(__file__).resolve().parent
 def processes(world: int, names: list) -> int:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"MEETING": f"file://{folder}/meeting"}
-        if names[0] in ("several_devices_in_each_process", "a_program_that_jax_shards_is_refused", "a_wrong_map_is_refused"):
+        if names[0] in ("several_devices_in_each_process", "a_program_that_jax_shards_is_refused",
+                        "a_wrong_map_is_refused"):
             environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
         codes = run_ranks(HERE / "jax_ranks.py", world, names, 500, environment)
-    expected = [-signal.SIGKILL if names == ["a_dead_peer_raises"] and rank == 1 else 0 for rank in range(world)]
+    expected = [
+        -signal.SIGKILL if names == ["a_dead_peer_raises"] and rank == 1 else 0 for rank in range(world)
+    ]
     print(f"{world} ranks, {', '.join(names)}: exit codes {codes}")
     return 0 if codes == expected else 1
 
@@ -55,7 +58,8 @@ def devices() -> int:
         return averaged, state.residual
 
     averaged, residual = jax.pmap(update)(given)
-    np.testing.assert_allclose(np.asarray(averaged).sum(0) + np.asarray(residual).sum(0), given.sum(0), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.asarray(averaged).sum(0) + np.asarray(residual).sum(0), given.sum(0), rtol=1e-5)
     assert (np.asarray(averaged) == np.asarray(averaged)[0]).all() and np.abs(residual).max() > 0
     try:
         gradwire.jax.pmean(jnp.ones(3))

@@ -1,4 +1,5 @@
-"""Scenarios of jax_ranks.py: the table of types and layouts of docs/for-jax.md, and loss scales and the profiler."""
+"""Scenarios of jax_ranks.py: the table of types and layouts of docs/for-jax.md, and loss scales and the
+profiler."""
 from __future__ import annotations
 
 import glob
@@ -37,7 +38,8 @@ def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
         cases[f"{dtype}, 0-dim"] = (lambda rank, dtype=dtype: jnp.asarray(float(4 * rank), dtype)), dtype
         cases[f"{dtype}, empty"] = (lambda rank, dtype=dtype: jnp.zeros((0, 3), dtype)), dtype
         cases[f"{dtype}, large"] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 70_000), dtype)), dtype
-        cases[f"{dtype}, transposed"] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 60, 40), dtype).T), dtype
+        cases[f"{dtype}, transposed"] = (
+            lambda rank, dtype=dtype: jnp.asarray(values(rank, 60, 40), dtype).T), dtype
         cases[f"{dtype}, expanded"] = (lambda rank, dtype=dtype: jnp.broadcast_to(
             jnp.asarray(values(rank, 60), dtype), (40, 60))), dtype
     return {**cases,
@@ -53,8 +55,10 @@ def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
 def refusals() -> Dict[str, Tuple[Any, str]]:
     """What is refused, and how the error names it."""
     cases: Dict[str, Tuple[Any, str]] = {
-        dtype: (jnp.zeros((3, 4), dtype), dtype) for dtype in
-        ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64", "float8_e4m3fn", "float8_e5m2")}
+        dtype: (jnp.zeros((3, 4), dtype), dtype)
+        for dtype in ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64",
+                      "float8_e4m3fn", "float8_e5m2")
+    }
     with jax.enable_x64(True):
         for dtype in ("float64", "int64", "complex128"):
             cases[dtype] = (jnp.zeros((3, 4), dtype), dtype)
@@ -66,12 +70,16 @@ def refusals() -> Dict[str, Tuple[Any, str]]:
 
 @scenario
 def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
-    transformations = {spec: gradwire.jax.compress(spec) for spec in ("fp32", "bf16", "powersgd:rank=2", "randk:ratio=0.5")}
+    transformations = {
+        spec: gradwire.jax.compress(spec)
+        for spec in ("fp32", "bf16", "powersgd:rank=2", "randk:ratio=0.5")
+    }
     for name, (make, dtype) in averaged().items():
         tree, own = {"array": make(RANK), "none": None}, make(RANK)
         tree["tied"] = tree["array"]
         mean = np.mean([np.asarray(make(rank), np.float64) for rank in range(WORLD)], 0)
-        for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean), jax.jit(gradwire.jax.pmean, donate_argnums=0)):
+        for how in (gradwire.jax.pmean, jax.jit(gradwire.jax.pmean),
+                    jax.jit(gradwire.jax.pmean, donate_argnums=0)):
             if how is not gradwire.jax.pmean:
                 tree = jax.tree.map(jnp.array, tree)
             out = how(tree)
@@ -79,7 +87,8 @@ def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
             for got in (out["array"], out["tied"]):
                 assert (str(got.dtype), got.shape) == (dtype, np.shape(own)), (name, got.dtype, got.shape)
                 np.testing.assert_array_equal(np.asarray(got, np.float64), mean, err_msg=name)
-        np.testing.assert_array_equal(np.asarray(gradwire.jax.psum(own), np.float64), mean * WORLD, err_msg=name)
+        np.testing.assert_array_equal(np.asarray(gradwire.jax.psum(own), np.float64), mean * WORLD,
+                                      err_msg=name)
         for spec, transformation in transformations.items():
             state = transformation.init({"array": own})
             update = jax.jit(transformation.update)
@@ -90,27 +99,36 @@ def every_type_and_layout_is_averaged_or_refused_by_name() -> None:
             got, state = update(given, state)
             assert (str(got["array"].dtype), got["array"].shape) == (dtype, np.shape(own)), (name, spec)
             if spec in ("fp32", "bf16"):
-                np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean, err_msg=f"{name}, {spec}")
+                np.testing.assert_array_equal(np.asarray(got["array"], np.float64), mean,
+                                              err_msg=f"{name}, {spec}")
             elif np.size(own):
                 kept = np.asarray(state.residual["array"], np.float64)
                 everyones = np.asarray(gradwire.jax.psum(jnp.asarray(kept.ravel(), jnp.float32)), np.float64)
-                both = np.asarray(got["array"], np.float64).ravel() * WORLD + (everyones if everyones.size else 0)
+                both = np.asarray(got["array"], np.float64).ravel() * WORLD + (everyones
+                                                                               if everyones.size else 0)
                 tolerance = 1e-5 if dtype == "float32" else 0.02
-                np.testing.assert_allclose(both, mean.ravel() * WORLD, atol=tolerance * WORLD * (np.abs(mean).max() + 1),
+                np.testing.assert_allclose(both,
+                                           mean.ravel() * WORLD,
+                                           atol=tolerance * WORLD * (np.abs(mean).max() + 1),
                                            err_msg=f"{name}, {spec}")
     small = jnp.asarray(values(RANK, 3, 5), jnp.bfloat16)
     int8 = gradwire.jax.compress("int8")
     assert "\\22spec\\22: \\22bf16\\22" in jax.jit(int8.update).lower(small, int8.init(small)).as_text()
-    np.testing.assert_allclose(np.asarray(int8.update(small, int8.init(small))[0], np.float64), np.mean(
-        [np.asarray(jnp.asarray(values(rank, 3, 5), jnp.bfloat16), np.float64) for rank in range(WORLD)], 0), rtol=0.02)
+    np.testing.assert_allclose(
+        np.asarray(int8.update(small, int8.init(small))[0], np.float64),
+        np.mean(
+            [np.asarray(jnp.asarray(values(rank, 3, 5), jnp.bfloat16), np.float64) for rank in range(WORLD)],
+            0), rtol=0.02)
     for name, (array, words) in refusals().items():
         with jax.enable_x64("64" in name or "128" in name):
             for call in (lambda: gradwire.jax.pmean({"w": array}), lambda: gradwire.jax.psum({"w": array})):
                 refused(TypeError, words, call)
             for transformation in transformations.values():
                 refused(TypeError, "['w']", lambda: transformation.init({"w": array}))
-                refused(TypeError, words, lambda: transformation.update(
-                    {"w": array}, transformation.init(jax.tree.map(lambda _: jnp.zeros(3, jnp.float32), {"w": array}))))
+                refused(
+                    TypeError, words, lambda: transformation.update(
+                        {"w": array},
+                        transformation.init(jax.tree.map(lambda _: jnp.zeros(3, jnp.float32), {"w": array}))))
 
 
 @scenario
@@ -122,24 +140,31 @@ def the_profiler_shows_what_travels() -> None:
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(step(gradient, state))
-            jax.block_until_ready(gradwire.jax.pmean({"a": jnp.ones(10), "b": jnp.ones(5, jnp.bfloat16)}, "bf16", name="mean"))
+            jax.block_until_ready(
+                gradwire.jax.pmean({"a": jnp.ones(10), "b": jnp.ones(5, jnp.bfloat16)}, "bf16", name="mean"))
         path, = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
-    ranges = {event["name"]: event["args"] for event in events if event.get("name", "").startswith("gradwire ")}
-    found = sorted((name.partition(", tree")[0], args["spec"], int(args["bytes"])) for name, args in ranges.items())
-    assert found == [("gradwire bf16: pmean at mean", "bf16", 10), ("gradwire bf16: pmean at mean", "bf16", 40),
+    ranges = {
+        event["name"]: event["args"]
+        for event in events if event.get("name", "").startswith("gradwire ")
+    }
+    found = sorted(
+        (name.partition(", tree")[0], args["spec"], int(args["bytes"])) for name, args in ranges.items())
+    assert found == [("gradwire bf16: pmean at mean", "bf16", 10),
+                     ("gradwire bf16: pmean at mean", "bf16", 40),
                      ("gradwire int8: compress at step", "int8", 4 * 256 * 256)], ranges
 
 
-# ---- Loss scales -------------------------------------------------------------------------------------------------
+# ---- Loss scales
+# -------------------------------------------------------------------------------------------------
 
 SIZE = (48, 64)
 
 
 def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
-    """The error of the sum of averages, relative to one gradient, in a run whose loss scale changes, and in which two
-    steps overflow on one rank."""
+    """The error of the sum of averages, relative to one gradient, in a run whose loss scale changes, and in
+    which two steps overflow on one rank."""
     transformation = gradwire.jax.compress(spec, dense=False)
 
     @jax.jit
@@ -176,7 +201,8 @@ def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
 
 @scenario
 def a_loss_scale_changes_and_steps_are_skipped() -> None:
-    for spec in ("int4", "int8:schedule=ring", "powersgd:rank=4", "powersgd:rank=2,alternate=on", "randk:ratio=0.1"):
+    for spec in ("int4", "int8:schedule=ring", "powersgd:rank=4", "powersgd:rank=2,alternate=on",
+                 "randk:ratio=0.1"):
         right, unscaled = scaled_steps(spec, True, True), scaled_steps(spec, False, True)
         if RANK == 0:
             print(f"{spec}: {right:.2g} gradients off with rescale(), {unscaled:.2g} without", flush=True)
@@ -188,9 +214,11 @@ def a_loss_scale_changes_and_steps_are_skipped() -> None:
 def rescale_changes_residuals_only() -> None:
     optimizer = optax.chain(gradwire.jax.compress("powersgd:rank=2"), optax.adam(1e-3))
     weights = {"a": jnp.ones((40, 60)), "b": jnp.ones(3)}
-    updates, state = optimizer.update({"a": jnp.asarray(values(RANK, 40, 60)), "b": jnp.ones(3)}, optimizer.init(weights))
+    updates, state = optimizer.update({"a": jnp.asarray(values(RANK, 40, 60)), "b": jnp.ones(3)},
+                                      optimizer.init(weights))
     scaled = jax.jit(gradwire.jax.rescale)(state, 0.25)
     np.testing.assert_array_equal(scaled[0].residual["a"], state[0].residual["a"] * 0.25)
     assert np.abs(state[0].residual["a"]).max() > 0
-    same = jax.tree.map(lambda a, b: bool((a == b).all()), (scaled[0].factor, scaled[1:]), (state[0].factor, state[1:]))
+    same = jax.tree.map(lambda a, b: bool((a == b).all()), (scaled[0].factor, scaled[1:]),
+                        (state[0].factor, state[1:]))
     assert all(jax.tree.leaves(same)), same

@@ -1,4 +1,5 @@
-"""Scenarios of jax_ranks.py: what a traced program knows of the ranks, and programs over a mesh of all devices."""
+"""Scenarios of jax_ranks.py: what a traced program knows of the ranks, and programs over a mesh of all
+devices."""
 from __future__ import annotations
 
 import os
@@ -37,7 +38,8 @@ def meet(number: int) -> None:
 
 def low_rank(world: int) -> np.ndarray:
     """A matrix of rank 1 for each rank, whose mean has rank 1 too."""
-    return np.stack([np.outer(np.arange(40) + 1, np.ones(60)) * (rank + 1) for rank in range(world)]).astype(np.float32)
+    return np.stack([np.outer(np.arange(40) + 1, np.ones(60)) * (rank + 1)
+                     for rank in range(world)]).astype(np.float32)
 
 
 @scenario
@@ -50,11 +52,13 @@ def programs_outlive_the_world_that_traced_them() -> None:
                 "int8": jax.jit(lambda x: int8.update(x, int8.init(x))[0]),
                 "powersgd": jax.jit(lambda x: powersgd.update(x, powersgd.init(x))[0])}
     total = jax.jit(lambda x: gradwire.jax.psum(x))
-    scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _: (gradwire.jax.pmean(carry), None), x, None, length=2)[0])
+    scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _:
+                                             (gradwire.jax.pmean(carry), None), x, None, length=2)[0])
 
     def check(expected: np.ndarray, world: int) -> None:
         for name, function in [*averages.items(), ("scan", scanned)]:
-            np.testing.assert_allclose(function(own), expected, atol=0.02 * np.abs(expected).max(), err_msg=name)
+            np.testing.assert_allclose(function(own), expected, atol=0.02 * np.abs(expected).max(),
+                                       err_msg=name)
         np.testing.assert_allclose(total(own), expected * world, rtol=1e-6)
 
     gradwire.jax.init()
@@ -116,8 +120,8 @@ def no_trace_leaves_its_tracers_behind() -> None:
 @scenario
 def states_that_do_not_fit_are_refused() -> None:
     matrix, other = {"a": jnp.ones((40, 60))}, {"a": jnp.ones((60, 80))}
-    for spec, words in (("int8", "residual of ['a'] is [40, 60], but its update is [60, 80]"), ("randk", "residual of ['a']"),
-                        ("powersgd:rank=2", "residual of ['a']")):
+    for spec, words in (("int8", "residual of ['a'] is [40, 60], but its update is [60, 80]"),
+                        ("randk", "residual of ['a']"), ("powersgd:rank=2", "residual of ['a']")):
         transformation = gradwire.jax.compress(spec)
         refused(ValueError, words, lambda: transformation.update(other, transformation.init(matrix)))
     transformation = gradwire.jax.compress("powersgd:rank=2")
@@ -125,7 +129,8 @@ def states_that_do_not_fit_are_refused() -> None:
     refused(ValueError, "factor of ['a'] is [60, 3]", lambda: transformation.update(matrix, state))
 
 
-# ---- Two devices in each process ----------------------------------------------------------------------------------
+# ---- Two devices in each process
+# ----------------------------------------------------------------------------------
 
 DEVICES = 2 * WORLD
 
@@ -184,8 +189,9 @@ def training(spec: str, mesh: Any, check_vma: bool) -> Tuple[Any, Any, Any]:
 
     mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(whole, specs, PartitionSpec("data")),
                                    out_specs=(whole, specs), check_vma=check_vma), donate_argnums=(0, 1))
-    start = jax.jit(jax.shard_map(lambda w: (w, optimizer.init(w)), mesh=mesh, in_specs=whole, out_specs=(whole, specs),
-                                  check_vma=check_vma))
+    start = jax.jit(
+        jax.shard_map(lambda w: (w, optimizer.init(w)), mesh=mesh, in_specs=whole, out_specs=(whole, specs),
+                      check_vma=check_vma))
     return start(weights), mapped, specs
 
 
@@ -194,7 +200,8 @@ def a_global_mesh_trains_with_residuals_of_each_device() -> None:
     from jax.experimental import multihost_utils
     mesh = jax.make_mesh((DEVICES,), ("data",))
     rng = np.random.default_rng(3)
-    target = (rng.standard_normal((DEVICES, 40, 1)) @ rng.standard_normal((DEVICES, 1, 60))).astype(np.float32)
+    target = (rng.standard_normal((DEVICES, 40, 1)) @ rng.standard_normal(
+        (DEVICES, 1, 60))).astype(np.float32)
     for spec in ("int4", "powersgd:rank=2,wire=int8", "powersgd:rank=1,start=2,wire=bf16", "randk:ratio=0.3"):
         for check_vma in (True, False):
             (weights, state), step, specs = training(spec, mesh, check_vma)
@@ -204,15 +211,18 @@ def a_global_mesh_trains_with_residuals_of_each_device() -> None:
                 momentum = 0.5 * momentum + (expected - target.mean(0, dtype=np.float64))
                 expected -= 0.1 * momentum
             residual = state[0].residual
-            assert residual["matrix"].shape == (DEVICES * 40, 60) and residual["scalar"].shape[0] == DEVICES, spec
-            kept = np.asarray(multihost_utils.process_allgather(residual["matrix"], tiled=True)).reshape(DEVICES, 40, 60)
+            assert residual["matrix"].shape == (DEVICES * 40,
+                                                60) and residual["scalar"].shape[0] == DEVICES, spec
+            kept = np.asarray(multihost_utils.process_allgather(residual["matrix"],
+                                                                tiled=True)).reshape(DEVICES, 40, 60)
             assert all(np.abs(kept[0] - kept[device]).max() > 0 for device in range(1, DEVICES)), spec
             everyones = np.asarray(multihost_utils.process_allgather(local(weights["matrix"])))
             assert (everyones.reshape(DEVICES, -1) == everyones.reshape(DEVICES, -1)[0]).all(), spec
             error = np.linalg.norm(local(weights["matrix"])[0] - expected) / np.linalg.norm(expected)
             assert error < (0.1 if spec == "int4" else 0.5), (spec, error)
-            # Saved and restored as JAX believes it to be sharded, it goes on bit for bit.
-            saved = jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)), (weights, state))
+            # Saved and restored as JAX believes it to be sharded, it continues bit for bit.
+            saved = jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)),
+                                 (weights, state))
             restored = jax.tree.map(lambda a, s: jax.make_array_from_callback(
                 a.shape, NamedSharding(mesh, s), lambda index: a[index]), saved,
                 ({"matrix": PartitionSpec(), "scalar": PartitionSpec()}, specs))
@@ -233,7 +243,8 @@ def a_wrong_map_is_refused() -> None:
         return averaged, state.residual
 
     # JAX must not take one device's residual for everyone's; the averages are.
-    refused(ValueError, "out_specs", lambda: jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=whole))(x))
+    refused(ValueError, "out_specs",
+            lambda: jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=whole))(x))
     averaged, residual = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=(whole, data)))(x)
     assert averaged.shape == (1, 300) and residual.shape == (DEVICES, 300)
 
@@ -262,7 +273,9 @@ def a_wrong_map_is_refused() -> None:
 def a_program_of_a_larger_world_is_refused_in_a_smaller_one() -> None:
     """It would average over this process's devices only."""
     mesh = jax.make_mesh((DEVICES,), ("data",))
-    mean = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec()))
+    mean = jax.jit(
+        jax.shard_map(gradwire.jax.pmean, mesh=mesh, in_specs=PartitionSpec("data"),
+                      out_specs=PartitionSpec()))
     x = distributed(mesh, np.arange(DEVICES, dtype=np.float32)[:, None] * np.ones(3, np.float32))
     assert (local(mean(x)) == (DEVICES - 1) / 2).all()
     gradwire.jax.shutdown()

@@ -14,8 +14,8 @@ from typing import Callable, Dict, List, Optional
 
 
 def free_port() -> int:
-    """One that nobody has before a rank listens there: below those that Linux gives to whoever asks for any, which tests
-    that run beside this one do all the time."""
+    """A port that stays free until a rank listens there: below those that Linux gives to whoever asks for any,
+    which concurrent tests do all the time."""
     handed_out = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(10000, max(handed_out, 20000))
@@ -28,8 +28,8 @@ def free_port() -> int:
 
 
 def torchrun_obstacle(python: str = sys.executable) -> str:
-    """Returns why this PyTorch's torchrun cannot start anything, or "". Its own store asks for libuv, whatever
-    USE_LIBUV says, and Debian 13's PyTorch is built without it."""
+    """Returns why this PyTorch's torchrun cannot start anything, or "". Its own store asks for libuv,
+    whatever USE_LIBUV says, and Debian 13's PyTorch is built without it."""
     store = ("from datetime import timedelta; from torch.distributed import TCPStore; "
              "TCPStore('127.0.0.1', 0, is_master=True, multi_tenant=True, timeout=timedelta(seconds=20))")
     tried = subprocess.run([python, "-c", store], capture_output=True, text=True, timeout=120)
@@ -38,9 +38,17 @@ def torchrun_obstacle(python: str = sys.executable) -> str:
 
 def _for_ranks(world: int, environment: Optional[Dict[str, str]]) -> Dict[str, str]:
     """The environment that all ranks share."""
-    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world),
-            # One thread per rank, because the ranks share the machine's cores.
-            "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})}
+    return {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world),
+        # One thread per rank, because the ranks share the machine's cores.
+        "OMP_NUM_THREADS": "1",
+        "GRADWIRE_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **(environment or {})
+    }
 
 
 def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
@@ -49,8 +57,11 @@ def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s:
     """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output.
     prefix: what the command of a rank begins with, such as "ip netns exec NAME"."""
     shared = _for_ranks(world, environment)
-    ranks = [subprocess.Popen([*prefix(rank), sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
-             for rank in range(world)]
+    ranks = [
+        subprocess.Popen(
+            [*prefix(rank), sys.executable, str(script), *arguments], env={**shared, "RANK": str(rank)})
+        for rank in range(world)
+    ]
     deadline = time.monotonic() + timeout_s
     try:
         while any(r.poll() is None for r in ranks) and time.monotonic() < deadline:
@@ -64,14 +75,18 @@ def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s:
 
 def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float, modules: List[str],
                environment: Optional[Dict[str, str]] = None) -> List[int]:
-    """Like run_ranks(), but the ranks are forks of one process that has imported these modules before: importing
-    PyTorch costs each rank a second otherwise."""
+    """Like run_ranks(), but the ranks are forks of one process that has imported these modules before:
+    importing PyTorch costs each rank a second otherwise."""
     reading, writing = os.pipe()
     with os.fdopen(reading) as results:
         try:
-            server = subprocess.Popen([sys.executable, str(pathlib.Path(__file__).with_name("fork_ranks.py")), ",".join(modules),
-                                       str(timeout_s), str(writing), str(script), *arguments],
-                                      env=_for_ranks(world, environment), pass_fds=[writing])
+            server = subprocess.Popen([
+                sys.executable,
+                str(pathlib.Path(__file__).with_name("fork_ranks.py")), ",".join(modules),
+                str(timeout_s),
+                str(writing),
+                str(script), *arguments
+            ], env=_for_ranks(world, environment), pass_fds=[writing])
         finally:
             os.close(writing)
         codes = [int(code) for code in results.read().split()]

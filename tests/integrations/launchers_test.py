@@ -13,8 +13,10 @@ import tempfile
 
 from launch import torchrun_obstacle
 
-FLAGS = ["--data", "synthetic:128", "--batch-size", "8", "--device", "host", "--width", "16", "--depth", "1", "--heads", "2",
-         "--mlp", "32", "--steps", "3", "--compression", "bf16:schedule=ring"]
+FLAGS = [
+    "--data", "synthetic:128", "--batch-size", "8", "--device", "host", "--width", "16", "--depth", "1",
+    "--heads", "2", "--mlp", "32", "--steps", "3", "--compression", "bf16:schedule=ring"
+]
 
 
 def losses(log):
@@ -23,15 +25,21 @@ def losses(log):
 
 def main() -> int:
     gradwire, failed = os.path.abspath(sys.argv[1]), 0
-    # stderr is redirected, because Debian 12's torchrun crashes on its own default, and stdout is not: torchrun's copy
-    # of it can cut a line that is being written.
-    torchrun = ["/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "2", "-t", "2"]
+    # stderr is redirected, because Debian 12's torchrun crashes on its own default, and stdout is not:
+    # torchrun's copy of it can cut a line that is being written.
+    torchrun = [
+        "/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "2",
+        "-t", "2"
+    ]
     obstacle = torchrun_obstacle(torchrun[0])
     if obstacle:
         print(f"torchrun: not tried: {obstacle}")
-    launchers = {} if obstacle else {"torchrun": [*torchrun, "--master_port", str(20000 + os.getpid() % 10000)],
-                                     "torchrun --standalone": [*torchrun, "--standalone"]}
-    for name, words in (("Open MPI", ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]), ("MPICH", ["mpirun.mpich"])):
+    launchers = {} if obstacle else {
+        "torchrun": [*torchrun, "--master_port", str(20000 + os.getpid() % 10000)],
+        "torchrun --standalone": [*torchrun, "--standalone"]
+    }
+    for name, words in (("Open MPI", ["mpirun.openmpi", "--allow-run-as-root",
+                                      "--oversubscribe"]), ("MPICH", ["mpirun.mpich"])):
         if shutil.which(words[0]):
             launchers[name] = [*words, "-n", "2"]
         else:
@@ -39,10 +47,12 @@ def main() -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # otherwise torchrun prints a warning
     with tempfile.TemporaryDirectory(prefix="gradwire-launchers-") as folder:
         alone, together = pathlib.Path(folder, "threads.jsonl"), pathlib.Path(folder, "processes.jsonl")
-        subprocess.run([gradwire, "train", *FLAGS, "--ranks", "2", "--log", alone], check=True, capture_output=True)
+        subprocess.run([gradwire, "train", *FLAGS, "--ranks", "2", "--log", alone], check=True,
+                       capture_output=True)
         for name, words in launchers.items():
-            ended = subprocess.run([*words, gradwire, "train", *FLAGS, "--log", str(together)], cwd=folder, timeout=120,
-                                   text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+            ended = subprocess.run([*words, gradwire, "train", *FLAGS, "--log",
+                                    str(together)], cwd=folder, timeout=120, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
             said = [line for line in ended.stdout.splitlines() if "Launcher: " in line]
             good = (ended.returncode == 0 and len(said) == 1 and name.split()[0] in said[0]
                     and losses(together) == losses(alone))

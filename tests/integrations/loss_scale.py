@@ -22,7 +22,9 @@ class _HostScaler:
         return loss * self._scale
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         skip = self._skipped[id(optimizer)] = not all(bool(g.isfinite().all()) for g in gradients)
         if not skip:
             for g in gradients:
@@ -50,8 +52,10 @@ def scaler(init_scale: float = 65536.0, growth_interval: int = 3) -> Any:
     return _HostScaler(init_scale, growth_interval)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: List[Dict[str, Any]], with_scaler: Any = None) -> List[float]:
-    """Trains on each batch, {"x": inputs, "overflow": whether its loss is infinite}. Without a scaler those are left out.
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: List[Dict[str, Any]],
+          with_scaler: Any = None) -> List[float]:
+    """Trains on each batch, {"x": inputs, "overflow": whether its loss is infinite}. Without a scaler those
+    are left out.
 
     Returns the scale after each step.
     """

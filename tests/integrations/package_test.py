@@ -31,7 +31,8 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python
 _next_name = iter(range(1 << 30))
 
 
-def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "", **options: Any) -> List[Any]:
+def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "",
+              **options: Any) -> List[Any]:
     """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception.
     name: where they meet, by default in this process."""
     name = name or f"local://package{next(_next_name)}"
@@ -62,7 +63,8 @@ class Hooks(unittest.TestCase):
             self.assertEqual(_buckets.plain_name(wrapped), "layer.weight")
 
     def test_a_pickled_hook_keeps_its_options(self) -> None:
-        with_model = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7, seed=5)
+        with_model = gradwire.torch.Hook("bf16,schedule=ring", model=torch.nn.Linear(2, 3), timeout_s=7,
+                                         seed=5)
         copy = pickle.loads(pickle.dumps(with_model))
         self.assertEqual((copy.spec, copy._timeout_s, copy._seed), ("bf16,schedule=ring", 7, 5))
         model = torch.nn.Linear(2, 3)
@@ -88,7 +90,8 @@ class Hooks(unittest.TestCase):
             for port in ports:
                 self.assertTrue(first < port <= last, ports)
             with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=str(port)):
-                self.assertEqual(reserve_port(stack), port)  # taken, but no other is allowed: the rendezvous tells
+                # taken, but no other is allowed: the rendezvous tells
+                self.assertEqual(reserve_port(stack), port)
         for text in ("many", "5-4", "0", "1-70000", "-3"):
             with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=text), contextlib.ExitStack() as stack:
                 with self.assertRaisesRegex(gradwire.BadArgument, f"GRADWIRE_PORTS must be .*, not '{text}'"):
@@ -98,7 +101,8 @@ class Hooks(unittest.TestCase):
         code = "from gradwire._process_group import _network; print(_network())"
 
         def network(*prefix: str) -> str:
-            return subprocess.run([*prefix, sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+            return subprocess.run([*prefix, sys.executable, "-c", code], check=True, capture_output=True,
+                                  text=True).stdout.strip()
 
         self.assertEqual(network(), _process_group._network())
         unshare = ["unshare", "--net"] if os.getuid() == 0 else ["unshare", "--net", "--map-root-user"]
@@ -112,7 +116,8 @@ class Hooks(unittest.TestCase):
         hook = gradwire.torch.Hook("fp32")
         self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
         hook.close()
-        for waits in (gradwire.Communicator, _process_group.communicator, _process_group.communicator_of_store):
+        for waits in (gradwire.Communicator, _process_group.communicator,
+                      _process_group.communicator_of_store):
             self.assertEqual(inspect.signature(waits).parameters["timeout_s"].default, 1800, waits)
 
     def test_a_comma_after_the_name_is_as_good_as_a_colon(self) -> None:
@@ -149,13 +154,15 @@ class Failures(unittest.TestCase):
         run_ranks(2, body)
 
     def test_after_a_failure_no_cuda_bucket_is_enqueued_and_check_raises(self) -> None:
-        # On CUDA backward() of the step that failed has raised nothing. No GPU is touched here: the refusal comes first.
+        # On CUDA backward() of the step that failed has raised nothing. No GPU is touched here: the refusal
+        # comes first.
         comm = gradwire.Communicator()
         hook = gradwire.torch.Hook("fp32", comm=comm)
         comm.abort("because a peer is gone")
         bucket = unittest.mock.Mock()
         bucket.index.return_value, bucket.parameters.return_value = 0, [torch.zeros(4)]
-        bucket.buffer.return_value = unittest.mock.Mock(is_cuda=True, layout=torch.strided, dtype=torch.float32)
+        bucket.buffer.return_value = unittest.mock.Mock(is_cuda=True, layout=torch.strided,
+                                                        dtype=torch.float32)
         for call in (lambda: hook(bucket), hook.check):
             with self.assertRaisesRegex(gradwire.CommFailed, "because a peer is gone"):
                 call()
@@ -255,7 +262,10 @@ class Requests(unittest.TestCase):
                 with self.assertRaisesRegex(gradwire.NotDone, "still running"):
                     requests[0].wait(0.001)
                 started.wait(60)
-            requests += [comm.start(comm.reduce_scatter, part, whole), comm.start(reducer.allreduce, [gradient])]
+            requests += [
+                comm.start(comm.reduce_scatter, part, whole),
+                comm.start(reducer.allreduce, [gradient])
+            ]
             for request in reversed(requests):
                 request.wait()
                 self.assertTrue(request.done())
@@ -272,7 +282,8 @@ class Requests(unittest.TestCase):
             with self.assertRaisesRegex(gradwire.BadArgument, "makes no collective call"):
                 comm.start(comm.check)
             with gradwire.Communicator() as other:
-                with self.assertRaisesRegex(gradwire.BadArgument, "makes no collective call of this communicator"):
+                with self.assertRaisesRegex(gradwire.BadArgument,
+                                            "makes no collective call of this communicator"):
                     comm.start(other.allreduce_, np.zeros(3, np.float32))
             comm.start(comm.allreduce_, np.zeros(3, np.float32)).wait(60)
 
@@ -294,9 +305,11 @@ class Arrays(unittest.TestCase):
         comm = gradwire.Communicator()
         read_only = np.zeros(4, np.float32)
         read_only.flags.writeable = False
-        for array, error in ((np.zeros(4), TypeError), (np.zeros((4, 4), np.float32)[:, 1], ValueError),
-                             (read_only, ValueError), ([1.0], TypeError), (torch.zeros(4, dtype=torch.int32), TypeError),
-                             (torch.zeros(4, 4)[:, 1], ValueError)):
+        for array, error in ((np.zeros(4), TypeError), (np.zeros(
+            (4, 4), np.float32)[:, 1], ValueError), (read_only, ValueError), ([1.0], TypeError),
+                             (torch.zeros(4, dtype=torch.int32), TypeError), (torch.zeros(4,
+                                                                                          4)[:,
+                                                                                             1], ValueError)):
             with self.assertRaises(error):
                 gradwire.allreduce_(array, comm=comm)
         ok = np.zeros(4, np.float32)
@@ -322,7 +335,8 @@ class Arrays(unittest.TestCase):
             gradwire.Communicator(device="tpu")
         with self.assertRaises(gradwire.DeviceFailed):
             gradwire.Communicator(device=1000)
-        self.assertTrue(issubclass(gradwire.BadArgument, ValueError) and issubclass(gradwire.CommFailed, gradwire.Error))
+        self.assertTrue(
+            issubclass(gradwire.BadArgument, ValueError) and issubclass(gradwire.CommFailed, gradwire.Error))
 
 
 class Reducers(unittest.TestCase):
@@ -362,7 +376,8 @@ class Reducers(unittest.TestCase):
 
         run_ranks(2, body)
         for text in said:
-            self.assertRegex(text, "gw_allreduce 'weight'.*gw_allreduce 'bias'|gw_allreduce 'bias'.*gw_allreduce 'weight'")
+            self.assertRegex(
+                text, "gw_allreduce 'weight'.*gw_allreduce 'bias'|gw_allreduce 'bias'.*gw_allreduce 'weight'")
 
     def test_reducers_of_other_tensors_are_refused_by_name(self) -> None:
         said: List[str] = [""] * 2
@@ -408,7 +423,8 @@ class Reducers(unittest.TestCase):
                     mine = np.full(1000, float(comm.rank), np.float32)
                     return ranks, rest.rank, rest.world, rest.allreduce_(mine, op="sum")[-1]
 
-            self.assertEqual(run_ranks(3, body, name, shrinkable=True), [None, ([1, 2], 0, 2, 3.0), ([1, 2], 1, 2, 3.0)])
+            self.assertEqual(run_ranks(3, body, name, shrinkable=True),
+                             [None, ([1, 2], 0, 2, 3.0), ([1, 2], 1, 2, 3.0)])
         with gradwire.Communicator() as alone:
             with self.assertRaisesRegex(ValueError, "timeout_s must be greater than 0, not 0"):
                 alone.shrink(timeout_s=0)
@@ -429,7 +445,8 @@ class Reducers(unittest.TestCase):
 
             def joins(doors: str) -> None:
                 with gradwire.Communicator.join(doors, timeout_s=60) as comm:
-                    late.append((comm.rank, comm.world, comm.allreduce_(np.ones(1000, np.float32), op="sum")[-1]))
+                    late.append((comm.rank, comm.world, comm.allreduce_(np.ones(1000, np.float32),
+                                                                        op="sum")[-1]))
 
             def body(comm: gradwire.Communicator) -> Any:
                 comm.admit(3)
@@ -444,7 +461,8 @@ class Reducers(unittest.TestCase):
                     if comm.broadcast_(np.array([comm.waiting], np.float32))[0] > 0:
                         grown = comm.grow()
                 with grown:
-                    result = grown.rank, grown.world, grown.allreduce_(np.ones(1000, np.float32), op="sum")[-1]
+                    result = grown.rank, grown.world, grown.allreduce_(np.ones(1000, np.float32),
+                                                                       op="sum")[-1]
                 if comm.rank == 1:
                     newcomer.join()
                 return result
@@ -469,7 +487,8 @@ class Reducers(unittest.TestCase):
             owned = [np.zeros(rows * cols, int) for _, rows, cols in self.TENSORS]
             for tensor, begin, end in reducer.shards():
                 owned[tensor][begin:end] += 1
-                np.testing.assert_array_equal(part[tensor].ravel()[begin:end], whole[tensor].ravel()[begin:end])
+                np.testing.assert_array_equal(part[tensor].ravel()[begin:end],
+                                              whole[tensor].ravel()[begin:end])
             return owned
 
         for tensors in zip(*run_ranks(3, body)):
@@ -496,7 +515,8 @@ class Reducers(unittest.TestCase):
                 for state in states:
                     for name, tensor in _state.unpack(state).tensors.items():
                         if "residual" in tensor.entries:
-                            values = np.frombuffer(tensor.entries["residual"].data, np.float32).astype(np.float64)
+                            values = np.frombuffer(tensor.entries["residual"].data,
+                                                   np.float32).astype(np.float64)
                             total[name] = total.get(name, 0) + values
                 return total
 
@@ -507,7 +527,8 @@ class Reducers(unittest.TestCase):
                 loaded, steps = zip(*run_ranks(world, carry_on))
                 self.assertEqual(set(steps), {4})
                 for name, values in sums(list(loaded)).items():
-                    np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6 * np.abs(before[name]).max() + 1e-12)
+                    np.testing.assert_allclose(values, before[name], rtol=0,
+                                               atol=1e-6 * np.abs(before[name]).max() + 1e-12)
                 if world == 3:
                     self.assertEqual(list(loaded), saved)
 
@@ -515,8 +536,9 @@ class Reducers(unittest.TestCase):
                 reducer = gradwire.Reducer(comm, spec, self.TENSORS, shard=shard)
                 fresh = reducer.save_state()
                 needs = f"rank {comm.rank} of 2 needs the state that rank {comm.rank} of 3 saved"
-                for states, why in ((saved[1 - comm.rank:2 - comm.rank], needs), (saved[:1] * 2, "two states are of rank 0"),
-                                    ([], "no states"), ([saved[0], fresh], "3 and 2 ranks"), ([b"x"], "truncated")):
+                for states, why in ((saved[1 - comm.rank:2 - comm.rank],
+                                     needs), (saved[:1] * 2, "two states are of rank 0"), ([], "no states"),
+                                    ([saved[0], fresh], "3 and 2 ranks"), ([b"x"], "truncated")):
                     with self.assertRaisesRegex(gradwire.BadArgument, why):
                         reducer.load_states(states)
                 self.assertEqual(reducer.save_state(), fresh)
@@ -525,7 +547,8 @@ class Reducers(unittest.TestCase):
             alone, steps = zip(*run_ranks(1, carry_on))
             self.assertEqual(steps, (4,))
             for name, values in sums(list(alone)).items():
-                np.testing.assert_allclose(values, before[name], rtol=0, atol=1e-6 * np.abs(before[name]).max() + 1e-12)
+                np.testing.assert_allclose(values, before[name], rtol=0,
+                                           atol=1e-6 * np.abs(before[name]).max() + 1e-12)
             saved = run_ranks(1, train)  # a rank alone keeps nothing
             loaded, steps = zip(*run_ranks(2, carry_on))
             self.assertEqual(set(steps), {4})
@@ -573,10 +596,12 @@ class Reducers(unittest.TestCase):
 class Package(unittest.TestCase):
     def test_structs_are_those_of_the_header(self) -> None:
         # The library would refuse a wrong size; this test names the struct.
-        structs = {"gw_comm_options": _native.CommOptions, "gw_comm_info": _native.CommInfo,
-                   "gw_call_options": _native.CallOptions, "gw_tensor": _native.Tensor,
-                   "gw_reducer_options": _native.ReducerOptions, "gw_range": _native.Range, "gw_stats": _native.Stats,
-                   "gw_format": _native.Format}
+        structs = {
+            "gw_comm_options": _native.CommOptions, "gw_comm_info": _native.CommInfo,
+            "gw_call_options": _native.CallOptions, "gw_tensor": _native.Tensor,
+            "gw_reducer_options": _native.ReducerOptions, "gw_range": _native.Range,
+            "gw_stats": _native.Stats, "gw_format": _native.Format
+        }
         members = [(name, field[0]) for name, struct in structs.items() for field in struct._fields_]
         prints = [f'printf("%zu\\n", sizeof({name}));' for name in structs]
         prints += [f'printf("%zu\\n", offsetof({name}, {field}));' for name, field in members]
@@ -584,22 +609,27 @@ class Package(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             source, binary = pathlib.Path(folder, "sizes.c"), pathlib.Path(folder, "sizes")
             source.write_text(program)
-            subprocess.run([os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "collectives", source, "-o", binary],
-                           check=True)
+            subprocess.run(
+                [os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "collectives", source, "-o", binary],
+                check=True)
             sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
         ours = [ctypes.sizeof(struct) for struct in structs.values()]
         ours += [getattr(structs[name], field).offset for name, field in members]
         self.assertEqual([int(s) for s in sizes], ours)
 
     def test_importing_it_needs_neither_torch_nor_numpy(self) -> None:
-        code = "import sys; import gradwire; gradwire.Communicator().close(); print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        code = (
+            "import sys; import gradwire; gradwire.Communicator().close(); print(sorted({'torch', 'numpy'} &"
+            " set(sys.modules)))"
+        )
+        output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True,
+                                text=True).stdout
         self.assertEqual(output.strip(), "[]")
 
     def test_a_missing_library_is_explained(self) -> None:
         environment = {**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"}
-        done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"], env=environment,
-                              capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"],
+                              env=environment, capture_output=True, text=True)
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("/nowhere/libgradwire.so", done.stderr)
         self.assertIn("GRADWIRE_LIBRARY", done.stderr)
@@ -611,7 +641,11 @@ class Package(unittest.TestCase):
         self.assertIn(f"library {gradwire.__version__}: {_native.library_path}", found.stdout)
         self.assertIn(f"torch {torch.__version__}: ", found.stdout)
         self.assertIn("the mean is right", found.stdout)
-        self.assertRegex(found.stdout, "CUDA: the library has (no CUDA side; .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA driver).*NCCL)")
+        self.assertRegex(
+            found.stdout,
+            "CUDA: the library has (no CUDA side; .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA"
+            " driver).*NCCL)",
+        )
         broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,
                                 env={**os.environ, "GRADWIRE_LIBRARY": "/nowhere/libgradwire.so"})
         self.assertEqual((broken.returncode, broken.stderr), (1, ""), broken.stdout)
@@ -619,22 +653,31 @@ class Package(unittest.TestCase):
         self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
 
     def test_the_nccl_that_pip_has_installed_is_found_unless_another_is_loaded(self) -> None:
-        # A stand-in of version 2.77.7 where the wheel nvidia-nccl-cu13 has its library, and another of 2.66.6.
+        # A stand-in of version 2.77.7 where the wheel nvidia-nccl-cu13 has its library, and another of
+        # 2.66.6.
         source = "int ncclGetVersion(int* version) { *version = %d; return 0; }"
-        ask = "import ctypes; from gradwire import _native; first = _native.load_nccl(); number = ctypes.c_int(); " \
-              "ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); print(first, number.value)"
+        ask = (
+            "import ctypes; from gradwire import _native; first = _native.load_nccl(); number ="
+            " ctypes.c_int(); ctypes.CDLL('libnccl.so.2').ncclGetVersion(ctypes.byref(number)); print(first,"
+            " number.value)"
+        )
         with tempfile.TemporaryDirectory() as folder:
             installed, other = pathlib.Path(folder, "nvidia", "nccl", "lib"), pathlib.Path(folder, "other")
             for place, number in ((installed, 27707), (other, 26606)):
                 place.mkdir(parents=True)
                 (place / "nccl.c").write_text(source % number)
-                subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2", place / "nccl.c",
-                                "-o", place / "libnccl.so.2"], check=True)
-            for before, more, expected in (
-                    ("", {}, "2.77.7 27707"), (f"import ctypes; ctypes.CDLL('{other}/libnccl.so.2'); ", {}, "2.66.6 26606"),
-                    ("", {"GRADWIRE_NCCL_LIBRARY": str(other / "libnccl.so.2")}, "2.66.6 26606")):
+                subprocess.run([
+                    os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2",
+                    place / "nccl.c", "-o", place / "libnccl.so.2"
+                ], check=True)
+            for before, more, expected in (("", {}, "2.77.7 27707"),
+                                           (f"import ctypes; ctypes.CDLL('{other}/libnccl.so.2'); ", {},
+                                            "2.66.6 26606"),
+                                           ("", {"GRADWIRE_NCCL_LIBRARY": str(other / "libnccl.so.2")},
+                                            "2.66.6 26606")):
                 environment = {**os.environ, "PYTHONPATH": ":".join([folder, *sys.path]), **more}
-                done = subprocess.run([sys.executable, "-c", before + ask], env=environment, check=True, capture_output=True, text=True)
+                done = subprocess.run([sys.executable, "-c", before + ask], env=environment, check=True,
+                                      capture_output=True, text=True)
                 self.assertEqual(done.stdout.strip(), expected)
 
     def test_the_version_is_the_headers(self) -> None:
@@ -644,16 +687,24 @@ class Package(unittest.TestCase):
 
     def test_pip_install_brings_the_library_along(self) -> None:
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode != 0:
-            self.fail("pip is missing; Debian has it as python3-pip (with python3-setuptools and python3-wheel)")
+            self.fail(
+                "pip is missing; Debian has it as python3-pip (with python3-setuptools and python3-wheel)")
         with tempfile.TemporaryDirectory() as folder:
             source, target = pathlib.Path(folder, "source"), pathlib.Path(folder, "installed")
-            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
-            subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation",
-                            "--no-deps", "--disable-pip-version-check", "--target", target, source], check=True)
+            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build",
+                                                                           "*.egg-info"))
+            subprocess.run([
+                sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-build-isolation",
+                "--no-deps", "--disable-pip-version-check", "--target", target, source
+            ], check=True)
             environment = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
-            code = "import gradwire; gradwire.Communicator().close(); print(gradwire.__version__, gradwire.__file__)"
-            output = subprocess.run([sys.executable, "-c", code], env={**environment, "PYTHONPATH": str(target)}, cwd=folder,
-                                    check=True, capture_output=True, text=True).stdout
+            code = (
+                "import gradwire; gradwire.Communicator().close(); print(gradwire.__version__,"
+                " gradwire.__file__)"
+            )
+            output = subprocess.run([sys.executable, "-c", code],
+                                    env={**environment, "PYTHONPATH": str(target)}, cwd=folder, check=True,
+                                    capture_output=True, text=True).stdout
             version, file = output.split()
             self.assertEqual(version, gradwire.__version__)
             self.assertEqual(pathlib.Path(file).parent, target / "gradwire")

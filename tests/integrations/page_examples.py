@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Every example of a page runs as printed, by ranks that then train with it, or says here why not.
 
-usage: page_examples.py PAGE [FOLDER]    PAGE: one of PAGES; by the Python that has its framework, if it has one
-                                         FOLDER: with the programs and libgradwire.so, for pages that need them
+usage: page_examples.py PAGE [FOLDER]    PAGE: one of PAGES; by the Python that has its framework, if it has
+                                         one FOLDER: with the programs and libgradwire.so, for pages that need
+                                         them
 
-What a page leaves to its reader (a model, a rank, an address) is in the sessions of page_*.py: a session is some of a
-page's examples in one set of ranks. An example that nobody runs and nobody excuses fails the test.
+What a page leaves to its reader (a model, a rank, an address) is in the sessions of page_*.py: a session is
+some of a page's examples in one set of ranks. An example that is neither run nor excused fails the test.
 """
 from __future__ import annotations
 
@@ -87,12 +88,16 @@ def main() -> int:
                 session.run(texts, *sys.argv[2:])
                 ran.update(texts)
             else:
-                codes = launch.run_ranks(pathlib.Path(__file__), session.world, [page, name, folder, str(launch.free_port())], 200)
+                codes = launch.run_ranks(pathlib.Path(__file__), session.world,
+                                         [page, name, folder, str(launch.free_port())], 200)
                 failures += [f"{name}: the ranks ended with {codes}"] if any(codes) else []
                 ran.update(texts)
     for example, reason in reasons.items():
         print(f"{page}: not run: {example.splitlines()[0]}\n    {reason}")
-    print(f"{page}: {len(printed)} examples, {len(ran)} run as printed, {len(reasons)} not run for the reasons above")
+    print(
+        f"{page}: {len(printed)} examples, {len(ran)} run as printed, {len(reasons)} not run for the reasons"
+        " above"
+    )
     print("\n".join(f"FAILED: {failure}" for failure in failures))
     return 1 if failures else 0
 

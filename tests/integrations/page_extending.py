@@ -156,9 +156,14 @@ def c_program(examples: List[str], build: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, program = pathlib.Path(folder, "page.c"), pathlib.Path(folder, "page")
         path.write_text(source.replace("node0:29500", address))
-        subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "collectives", path,
-                        "-o", program, "-L", f"{build}/lib", "-lgradwire", "-lm", f"-Wl,-rpath,{build}/lib"], check=True)
-        ranks = [subprocess.Popen([program, str(rank), folder], env={**os.environ, "GRADWIRE_THREADS": "1"}) for rank in range(WORLD)]
+        subprocess.run([
+            os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "collectives",
+            path, "-o", program, "-L", f"{build}/lib", "-lgradwire", "-lm", f"-Wl,-rpath,{build}/lib"
+        ], check=True)
+        ranks = [
+            subprocess.Popen([program, str(rank), folder], env={**os.environ, "GRADWIRE_THREADS": "1"})
+            for rank in range(WORLD)
+        ]
         try:
             codes = [rank.wait(timeout=100) for rank in ranks]
         finally:
@@ -167,12 +172,30 @@ def c_program(examples: List[str], build: str) -> None:
     assert codes == [0] * WORLD, codes
 
 
-SESSIONS = {"a C program of 4 ranks": Session(0, c_program, [
-    "gw_comm_options options", "gw_store store", "gw_tensor t", "gw_reducer_allreduce", "gw_reducer_ready", "gw_request request;", "gw_call_options call", "int64_t counts",
-    "size_t size"])}
+SESSIONS = {
+    "a C program of 4 ranks": Session(0, c_program, [
+        "gw_comm_options options", "gw_store store", "gw_tensor t", "gw_reducer_allreduce",
+        "gw_reducer_ready", "gw_request request;", "gw_call_options call", "int64_t counts", "size_t size"
+    ])
+}
 NOT_RUN = [
-    ("cmake --preset", "tests/capi/installed_test.py installs the library elsewhere, and builds and runs the example programs with it"),
-    ("export LD_PRELOAD=", "needs GPUs; tests/nccl/interposer_test.py runs a program under the library, with a stand-in for NCCL"),
+    (
+        "cmake --preset",
+        (
+            "tests/capi/installed_test.py installs the library elsewhere, and builds and runs the example"
+            " programs with it"
+        ),
+    ),
+    (
+        "export LD_PRELOAD=",
+        (
+            "needs GPUs; tests/nccl/interposer_test.py runs a program under the library, with a stand-in for"
+            " NCCL"
+        ),
+    ),
     ("gradwire: ncclAllReduce of at least", "what the interposer prints, with GPUs"),
-    ("cmake --build --preset release --target simt_tests", "builds and runs the test programs that ctest runs"),
+    (
+        "cmake --build --preset release --target simt_tests",
+        "builds and runs the test programs that ctest runs",
+    ),
 ]

@@ -41,6 +41,8 @@ def loads(examples: List[str], _: str) -> None:
 
 SESSIONS = {
     "4 ranks save": Session(4, saves, ["from gradwire.fsdp import compress", "torch.save("]),
-    "2 ranks load": Session(2, loads, ["from gradwire.fsdp import compress", "handle.load_state_dict([torch.load("]),
+    "2 ranks load": Session(2, loads,
+                            ["from gradwire.fsdp import compress", "handle.load_state_dict([torch.load("]),
 }
-NOT_RUN = [("make test-frameworks", "runs these tests themselves, and experiments that need root and several minutes")]
+NOT_RUN = [("make test-frameworks",
+            "runs these tests themselves, and experiments that need root and several minutes")]

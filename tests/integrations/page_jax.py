@@ -43,19 +43,23 @@ def training(examples: List[str], _: str) -> None:
         exec(examples[1], given)
         return given["mean"], given["total"]
 
-    mean, total = averages({"w": jnp.full(70_000, float(RANK)), "b": jnp.full(3, RANK, jnp.bfloat16)}, jnp.float32(RANK + 1))
-    assert float(total) == 3 and all((np.asarray(leaf, np.float32) == 0.5).all() for leaf in jax.tree.leaves(mean))
+    mean, total = averages({"w": jnp.full(70_000, float(RANK)), "b": jnp.full(3, RANK, jnp.bfloat16)},
+                           jnp.float32(RANK + 1))
+    assert float(total) == 3 and all(
+        (np.asarray(leaf, np.float32) == 0.5).all() for leaf in jax.tree.leaves(mean))
     names["spec"] = "int4"
     exec(examples[2], names)
-    names.update(jnp=jnp, state=names["transformation"].init(jnp.ones(70_000)), gradients=jnp.full(70_000, 1.0), new_scale=1.0,
-                 old_scale=2.0)
+    names.update(jnp=jnp, state=names["transformation"].init(jnp.ones(70_000)),
+                 gradients=jnp.full(70_000, 1.0), new_scale=1.0, old_scale=2.0)
     exec(examples[3], names)
     before = names["state"]
     for gradient in (jnp.full(70_000, jnp.inf if RANK else 1.0), jnp.linspace(0, 1, 70_000)):
         names["gradients"] = gradient
         exec(examples[4], names)
-        assert bool((names["state"].residual == before.residual).all()) == bool(jnp.isinf(names["averaged"]).any()
-                                                                                | jnp.isnan(names["averaged"]).any())
+        assert bool(
+            (names["state"].residual == before.residual
+             ).all()) == bool(jnp.isinf(names["averaged"]).any()
+                              | jnp.isnan(names["averaged"]).any())
     gradient = jnp.asarray(generator.standard_normal((64, 64), np.float32))
     sent, state = names["transformation"].update(gradient, names["transformation"].init(gradient))
     both = multihost_utils.process_allgather(jnp.stack([gradient, sent, state.residual]))
@@ -67,7 +71,8 @@ def without_jax_distributed(examples: List[str], address: str) -> None:
     import jax.numpy as jnp
 
     import gradwire.jax
-    exec(examples[0].replace("node0:29500", address), {"gradwire": gradwire, "rank": RANK, "world": WORLD, "secret": "of this run"})
+    exec(examples[0].replace("node0:29500", address),
+         {"gradwire": gradwire, "rank": RANK, "world": WORLD, "secret": "of this run"})
     assert gradwire.jax.world_size() == WORLD and float(gradwire.jax.pmean(jnp.float32(RANK))) == 0.5
     gradwire.jax.shutdown()
 
@@ -93,8 +98,10 @@ def a_global_mesh(examples: List[str], _: str) -> None:
         x = jax.make_array_from_process_local_data(jax.sharding.NamedSharding(names["mesh"], names["split"]),
                                                    generator.standard_normal((64, 60), np.float32))
         weights, state = names["step"](weights, state, x)
-        losses.append(float(np.mean((np.asarray(x.addressable_data(0)) @ np.asarray(weights.addressable_data(0))
-                                     - np.asarray(x.addressable_data(0))) ** 2)))
+        losses.append(
+            float(
+                np.mean((np.asarray(x.addressable_data(0)) @ np.asarray(weights.addressable_data(0)) -
+                         np.asarray(x.addressable_data(0)))**2)))
     assert losses[-1] < 0.7 * losses[0], losses
     assert state[0].residual.shape == (60 * WORLD, 60)
     gradwire.jax.shutdown()
@@ -102,8 +109,10 @@ def a_global_mesh(examples: List[str], _: str) -> None:
 
 SESSIONS = {
     "a global mesh": Session(2, a_global_mesh, ["mesh = jax.make_mesh"]),
-    "training": Session(2, training, ["import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = ", "state = gradwire.jax.rescale",
-                                      "averaged, after"]),
+    "training": Session(2, training, [
+        "import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = ",
+        "state = gradwire.jax.rescale", "averaged, after"
+    ]),
     "without jax.distributed": Session(2, without_jax_distributed, ['gradwire.jax.init("tcp:']),
 }
 NOT_RUN: List[Any] = []

@@ -14,7 +14,10 @@ def names(**more: Any) -> Dict[str, Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     model = torch_model()
-    return {"torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": model, "rank": RANK, **more}
+    return {
+        "torch": torch, "DistributedDataParallel": DistributedDataParallel, "model": model, "rank": RANK,
+        **more
+    }
 
 
 def trains(given: Dict[str, Any], ratio: float = 3) -> None:
@@ -70,7 +73,8 @@ def a_loss_scale(examples: List[str], _: str) -> None:
     exec(examples[0], given)
     x = next(given["model"].parameters())
     batches = [{"x": torch.randn(8, x.shape[1]), "overflow": i == 3} for i in range(6)]
-    loss_scale.train(given["ddp_model"], torch.optim.SGD(given["model"].parameters(), lr=0.01), batches, given["scaler"])
+    loss_scale.train(given["ddp_model"], torch.optim.SGD(given["model"].parameters(), lr=0.01), batches,
+                     given["scaler"])
     same_on_all_ranks([p.detach().tolist() for p in given["ddp_model"].parameters()])
 
 
@@ -79,7 +83,8 @@ def from_powersgd_hook(examples: List[str], _: str) -> None:
 
     from gradwire.torch import Hook, allreduce_hook
     before, comment, after = examples[0].partition("# after")
-    given = names(PowerSGDState=PowerSGDState, powerSGD_hook=powerSGD_hook, Hook=Hook, allreduce_hook=allreduce_hook)
+    given = names(PowerSGDState=PowerSGDState, powerSGD_hook=powerSGD_hook, Hook=Hook,
+                  allreduce_hook=allreduce_hook)
     given["ddp_model"] = given["DistributedDataParallel"](given["model"])
     exec(before, given)
     train_torch(given["ddp_model"])
@@ -119,7 +124,8 @@ def without_ddp(examples: List[str], address: str) -> None:
 
     import gradwire
     given = names(gradwire=gradwire, world=2, tensor=None, array=np.full(5, RANK, np.float32),
-                  weight_gradient=np.full((256, 512), RANK, np.float32), bias_gradient=np.full(256, RANK, np.float32))
+                  weight_gradient=np.full((256, 512), RANK,
+                                          np.float32), bias_gradient=np.full(256, RANK, np.float32))
     given["tensor"] = given["torch"].full((7,), float(RANK))
     exec(examples[0].replace("node0:29500", address), given)
     for result in (given["tensor"].numpy(), given["array"], given["weight_gradient"], given["bias_gradient"]):
@@ -127,15 +133,22 @@ def without_ddp(examples: List[str], address: str) -> None:
 
 
 SESSIONS = {
-    "one line": Session(2, one_line, ["from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()", "hook.load_state_dict(torch.load("]),
+    "one line": Session(2, one_line, [
+        "from gradwire.torch import compress", "hook.stats()", "state = hook.state_dict()",
+        "hook.load_state_dict(torch.load("
+    ]),
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
-    "continuing after a rank fails": Session(2, without_the_dead, ['hook = compress(ddp_model, "int8", min_ranks=2)']),
+    "continuing after a rank fails": Session(2, without_the_dead,
+                                             ['hook = compress(ddp_model, "int8", min_ranks=2)']),
     "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # Its first example again, which a checkpoint needs.
     "torch.distributed.checkpoint": Session(
-        2, distributed_checkpoint, ["from gradwire.torch import compress", "from torch.distributed import checkpoint"], needs_torch(2, 2)),
-    "backend": Session(2, backend, ["from gradwire.torch import register_backend", "register_backend(None"], needs_torch(2, 9)),
+        2, distributed_checkpoint,
+        ["from gradwire.torch import compress", "from torch.distributed import checkpoint"],
+        needs_torch(2, 2)),
+    "backend": Session(2, backend, ["from gradwire.torch import register_backend", "register_backend(None"],
+                       needs_torch(2, 9)),
     "without DDP": Session(2, without_ddp, ["gradwire.allreduce_(tensor"]),
 }
 NOT_RUN = [

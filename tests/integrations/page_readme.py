@@ -9,8 +9,12 @@ from typing import Dict, List
 from page_sessions import Session
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Shorter than printed: a run of 3 epochs takes a minute, and the page leaves a comparison's model to its reader.
-SHORTER: Dict[str, str] = {"--epochs 3": "--steps 8", "compare ...": "compare --model vit_tiny --data fashion-mnist --ranks 2 --steps 4"}
+# Shorter than printed: a run of 3 epochs takes a minute, and the page leaves a comparison's model to its
+# reader.
+SHORTER: Dict[str, str] = {
+    "--epochs 3": "--steps 8",
+    "compare ...": "compare --model vit_tiny --data fashion-mnist --ranks 2 --steps 4"
+}
 
 
 def commands(examples: List[str], build: str) -> None:
@@ -19,7 +23,8 @@ def commands(examples: List[str], build: str) -> None:
             command = example.partition("#")[0].replace("build/bin/", f"{build}/bin/")
             for printed, shorter in SHORTER.items():
                 command = command.replace(printed, shorter)
-            done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True,
+                                  timeout=120)
             print(f"$ {command}\n{done.stdout}", flush=True)
             assert done.returncode == 0, done.stderr
         written = [path.name for path in pathlib.Path(folder).iterdir()]
@@ -27,11 +32,16 @@ def commands(examples: List[str], build: str) -> None:
 
 
 BENCH = "tests/bench_test.py runs each command of gradwire-bench, over fewer sizes"
-SESSIONS = {"commands": Session(0, commands, ["build/bin/gradwire train", "build/bin/gradwire compare ... --compression", "build/bin/gradwire top"])}
+SESSIONS = {
+    "commands": Session(0, commands, [
+        "build/bin/gradwire train", "build/bin/gradwire compare ... --compression", "build/bin/gradwire top"
+    ])
+}
 NOT_RUN = [
     ("make demo", "trains for minutes; scripts/demo.sh is `gradwire compare`, which the next example runs"),
     ("vit_tiny on fashion-mnist", "what that prints"),
-    ("build/bin/gradwire compare ... --preset", "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
+    ("build/bin/gradwire compare ... --preset",
+     "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
     ("build/bin/gradwire doctor", "measures for half a minute; tests/cli/doctor_test.py runs it"),
     *((f"build/bin/gradwire-bench {command}", BENCH)
       for command in ("schedules", "numerics", "formats", "kernels", "hook", "collectives")),

@@ -12,7 +12,8 @@ class Session(NamedTuple):
     """Some examples of a page, which run in one set of ranks."""
 
     world: int  # ranks; 0: none, the test itself runs it
-    run: Callable[..., None]  # (the examples' texts, HOST:PORT where ranks may meet); for world 0 (texts, the build folder)
+    # (the examples' texts, HOST:PORT where ranks may meet); for world 0 (texts, the build folder)
+    run: Callable[..., None]
     examples: List[str]  # how each begins
     missing: Callable[[], str] = lambda: ""  # why it cannot run with this version of the framework
 
@@ -21,7 +22,11 @@ def needs_torch(*oldest: int) -> Callable[[], str]:
     def missing() -> str:
         import torch
         found = tuple(int(part) for part in torch.__version__.split(".")[:2])
-        return "" if found >= oldest else f"PyTorch {torch.__version__} is older than {'.'.join(map(str, oldest))}"
+        return (
+            ""
+            if found >= oldest
+            else f"PyTorch {torch.__version__} is older than {'.'.join(map(str, oldest))}"
+        )
 
     return missing
 

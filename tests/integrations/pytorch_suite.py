@@ -3,11 +3,12 @@
 
     pytorch_suite.py backend|hook|gloo [TEST...]
 
-backend: in place of every group of Gloo's there is a gradwire.torch.Backend, with fp32 in place of all of Gloo's sums and gathers.
-hook: every DistributedDataParallel that has no hook at its first forward gets compress(ddp, "fp32").
-gloo: PyTorch alone, to see which tests fail without Gradwire.
+backend: in place of every group of Gloo's there is a gradwire.torch.Backend, with fp32 in place of all of
+Gloo's sums and gathers. hook: every DistributedDataParallel that has no hook at its first forward gets
+compress(ddp, "fp32"). gloo: PyTorch alone, to see which tests fail without Gradwire.
 
-Prints what passed, failed and was left out, by name. Ends with 0 if no test failed but those of EXPECTED, and each of these did.
+Prints what passed, failed and was left out, by name. Ends with 0 if no test failed but those of EXPECTED, and
+each of these did.
 """
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ EXPECTED: Dict[str, Dict[str, str]] = {
 class Suite(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc]
     def setUp(self) -> None:
         super().setUp()
-        self._start_processes(multiprocessing.get_context("fork").Process)  # PyTorch spawns them, which imports it anew in each
+        # PyTorch spawns them, which imports it again in each
+        self._start_processes(multiprocessing.get_context("fork").Process)
 
 
 def make_every_group_gradwires() -> None:
@@ -59,7 +61,8 @@ def compress_every_model() -> None:
     original = DistributedDataParallel._pre_forward
 
     def pre_forward(self: Any, *inputs: Any, **named: Any) -> Any:
-        if not getattr(self, "_comm_hooks", None) and not getattr(self, "_gradwire_tried", False) and torch.is_grad_enabled():
+        if not getattr(self, "_comm_hooks", None) and not getattr(self, "_gradwire_tried",
+                                                                  False) and torch.is_grad_enabled():
             self._gradwire_tried = True
             try:
                 gradwire.torch.compress(self, "fp32", timeout_s=60)
@@ -91,12 +94,17 @@ def main() -> int:
         outcome.append(name)
         if outcome is failed:
             text = (result.failures + result.errors)[0][1].strip().splitlines()
-            print(f"failed: {name}: {text[-1]}" + (f" ({EXPECTED[KIND][name]})" if name in EXPECTED[KIND] else ""), flush=True)
+            print(
+                f"failed: {name}: {text[-1]}" +
+                (f" ({EXPECTED[KIND][name]})" if name in EXPECTED[KIND] else ""), flush=True)
             if chosen:
                 print("\n".join(text), flush=True)
         elif outcome is left_out:
             print(f"left out: {name}: {result.skipped[0][1]}", flush=True)
-    print(f"PyTorch {torch.__version__}, {KIND}: {len(passed)} passed, {len(failed)} failed, {len(left_out)} left out")
+    print(
+        f"PyTorch {torch.__version__}, {KIND}: {len(passed)} passed, {len(failed)} failed, {len(left_out)}"
+        " left out"
+    )
     unknown = set(failed) - EXPECTED[KIND].keys()
     healed = EXPECTED[KIND].keys() & set(passed)
     for name in sorted(healed):

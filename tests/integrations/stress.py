@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""Random sequences of what a training script does to its groups, models, states and traces, against a slow reference.
+"""Random sequences of what a training script does to its groups, models, states and traces, against a slow
+reference.
 
     stress.py torch|jax [--sequences N] [--first SEED] [--steps N] [--verbose]
 
-A sequence is drawn from its seed, alike on every rank, and is run by 2 or 3 processes. An operation hangs when
-all ranks together are idle for 20 s of it: a busy machine is no hang. Every
-average is compared with one in float64 over the gradients of all ranks, and its bits with those of the other ranks. A
-sequence is
+A sequence is drawn from its seed, alike on every rank, and is run by 2 or 3 processes. An operation hangs
+when all ranks together are idle for 20 s of it: a busy machine is not a hang. Every average is compared with one
+in float64 over the gradients of all ranks, and its bits with those of the other ranks. A sequence is
 
     right     every operation was right
-    refused   one was refused with an error that says what to do, alike on every rank, and the others were right
+    refused   one was refused with an error that says what to do, alike on every rank, and the others were
+              right
     wrong     an average was wrong, ranks differed, or an error was not one of Gradwire's
     hung      an operation did not end
 
@@ -51,16 +52,16 @@ class Refused(Exception):
     """An operation was refused with a clear error."""
 
 
-# Errors in the norm, relative to the mean's: above what the format rounds off in two steps, far below what a missing or a
-# wrong rank makes of it.
+# Errors in the norm, relative to the mean's: above what the format rounds off in two steps, far below what a
+# missing or a wrong rank makes of it.
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.01, "fp8": 0.08, "int8": 0.02, "int4": 0.25, "powersgd:rank=2": 1e-3,
               "powersgd:rank=2,wire=bf16": 0.02}
 SHAPES: Dict[str, Tuple[int, ...]] = {"matrix": (64, 40), "other": (40, 64), "vector": (70,)}
 
 
 def gradient(seed: int, step: int, rank: int, name: str, scale: float = 1.0) -> np.ndarray:
-    """The gradient of a parameter on a rank: of low rank, and larger on each rank than on the one before, so that every
-    average over other ranks is far off. The seed, step and name give it its direction."""
+    """The gradient of a parameter on a rank: of low rank, and larger on each rank than on the one before, so
+    that every average over other ranks is far off. The seed, step and name give it its direction."""
     rng = np.random.default_rng([seed, step, zlib.crc32(name.encode())])
     shape = SHAPES[name]
     columns = rng.uniform(0.5, 1, (shape[0], 1)) * rng.choice([-1, 1], (shape[0], 1))
@@ -89,7 +90,8 @@ class Run:
     def parts(self) -> List[List[int]]:
         """Draws groups: of all processes, of one less and the last one alone, or of each alone."""
         everyone = list(range(self.world))
-        return self.draw.choice([[everyone], [everyone], [everyone[:-1], everyone[-1:]], [[rank] for rank in everyone]])
+        return self.draw.choice([[everyone], [everyone], [everyone[:-1], everyone[-1:]],
+                                 [[rank] for rank in everyone]])
 
     def meeting(self, part: List[int]) -> str:
         """A new file for the ranks of a part to meet at."""
@@ -98,15 +100,18 @@ class Run:
 
     def check(self, what: str, got: np.ndarray, name: str, step: int, spec: str, scale: float = 1.0,
               ranks: Optional[List[int]] = None, floor: float = 1e-6) -> None:
-        """Compares a result with the average in float64, and notes its bits. floor: of the array's own type."""
+        """Compares a result with the average in float64, and notes its bits. floor: of the array's own
+        type."""
         members = self.part if ranks is None else ranks
-        expected = np.mean([gradient(self.seed, step, rank, name, scale).astype(np.float64) for rank in members], 0)
+        expected = np.mean(
+            [gradient(self.seed, step, rank, name, scale).astype(np.float64) for rank in members], 0)
         error = float(np.linalg.norm(got.astype(np.float64) - expected) / np.linalg.norm(expected))
         bits = zlib.crc32(np.ascontiguousarray(got).tobytes())
         self.log.append(f"{self.current}: ranks {members}: {what} {name} {bits:08x}")
         tolerance = max(floor, TOLERANCES[spec] if len(members) > 1 else 0)
         if not error <= tolerance:
-            raise Wrong(f"{what}: {name} in {spec} over ranks {members} is {error:.3g} off, more than {tolerance:g}")
+            raise Wrong(
+                f"{what}: {name} in {spec} over ranks {members} is {error:.3g} off, more than {tolerance:g}")
 
     def clear(self, error: BaseException, *kinds: type) -> None:
         """Counts a refusal; an error of another kind, or without words, is wrong."""
@@ -146,7 +151,8 @@ def mark(folder: str, rank: int, text: str) -> None:
         file.write(text + "\n")
 
 
-# ---- The parent ------------------------------------------------------------------------------------------------
+# ---- The parent
+# ------------------------------------------------------------------------------------------------
 
 
 def fork_rank(kind: str, seed: int, rank: int, world: int, folder: str, steps: int) -> int:
@@ -182,7 +188,8 @@ def processor_s(pids: List[int]) -> float:
 
 
 def run_sequence(kind: str, seed: int, steps: int, verbose: bool, folder: str) -> Tuple[str, str, List[str]]:
-    """(outcome, detail, refusals). The ranks leave this function too, by SystemExit, so that it has no clean-up."""
+    """(outcome, detail, refusals). The ranks leave this function too, by SystemExit, so that it has no
+    clean-up."""
     world = random.Random(f"world {seed}").choice([2, 2, 3])
     pids = [fork_rank(kind, seed, rank, world, folder, steps) for rank in range(world)]
     codes: Dict[int, int] = {}
@@ -190,7 +197,8 @@ def run_sequence(kind: str, seed: int, steps: int, verbose: bool, folder: str) -
     begun = sampled = time.monotonic()
     while len(codes) < world and idle < DEADLINE_S and time.monotonic() - begun < LONGEST_S:
         time.sleep(0.05)
-        now, size = time.monotonic(), sum(os.path.getsize(path) for path in glob.glob(f"{folder}/operations-*"))
+        now, size = time.monotonic(), sum(
+            os.path.getsize(path) for path in glob.glob(f"{folder}/operations-*"))
         if size != sizes:  # another operation has begun
             idle, sizes, begun = 0.0, size, now
         if now - sampled > 0.5:
@@ -224,7 +232,8 @@ def run_sequence(kind: str, seed: int, steps: int, verbose: bool, folder: str) -
     wrong = [f"rank {rank}: {result['detail']}" for rank, result in enumerate(results)
              if result and result["outcome"] == "wrong"]
     if late and not wrong:
-        where = "; ".join(f"rank {r} in '{(text(f'operations-{r}').splitlines() or ['start'])[-1]}'" for r in late)
+        where = "; ".join(f"rank {r} in '{(text(f'operations-{r}').splitlines() or ['start'])[-1]}'"
+                          for r in late)
         return "hung", f"{where}\n{text(f'output-{late[0]}')[-1500:]}", refusals
     if wrong:
         return "wrong", "\n".join(wrong), refusals

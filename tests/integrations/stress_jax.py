@@ -24,7 +24,8 @@ CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
 
 
 class Trained:
-    """An optax chain with compress(), its state, and a function that was traced once, maybe in another world."""
+    """An optax chain with compress(), its state, and a function that was traced once, maybe in another
+    world."""
 
     def __init__(self, spec: str, number: int) -> None:
         self.spec, self.number = spec, number
@@ -49,8 +50,10 @@ class Subject:
         self.connected = False
 
     def choose(self) -> Tuple[str, Callable[[], None]]:
-        names = ["average", "average", "train", "train", "train", "retrace", "compress", "save", "load", "freeze", "unfreeze",
-                 "scale", "deepcopy", "fork", "init", "destroy"]
+        names = [
+            "average", "average", "train", "train", "train", "retrace", "compress", "save", "load", "freeze",
+            "unfreeze", "scale", "deepcopy", "fork", "init", "destroy"
+        ]
         if not self.connected:
             names += ["init"] * 10
         name = self.run.draw.choice(names)
@@ -76,7 +79,8 @@ class Subject:
         meeting = self.run.meeting(part)
         if self.connected:
             try:
-                gradwire.jax.init(f"file://{meeting}", part.index(self.run.rank), len(part), timeout_s=TIMEOUT_S)
+                gradwire.jax.init(f"file://{meeting}", part.index(self.run.rank), len(part),
+                                  timeout_s=TIMEOUT_S)
             except RuntimeError as error:
                 return self.run.clear(error, RuntimeError)
             raise Wrong("init() was accepted twice")
@@ -95,12 +99,13 @@ class Subject:
         """By a function that was traced before, or now; also in a scan."""
         step, spec = self.next(), self.run.draw.choice(("fp32", "bf16", "int8", "int4"))
         how = self.run.draw.choice(("jit", "eager", "scan"))
-        function: Callable[..., Any] = self.functions.get(f"{how} {spec}", lambda x: gradwire.jax.pmean(x, spec, name=f"{how} {spec}"))
+        function: Callable[..., Any] = self.functions.get(
+            f"{how} {spec}", lambda x: gradwire.jax.pmean(x, spec, name=f"{how} {spec}"))
         if how != "eager":
             if f"{how} {spec}" not in self.functions:
                 inner = function
-                function = jax.jit(inner if how == "jit" else
-                                   lambda x: jax.lax.scan(lambda carry, y: (carry, inner(y)), 0, x[None])[1][0])
+                function = jax.jit(inner if how == "jit" else lambda x: jax.lax.scan(
+                    lambda carry, y: (carry, inner(y)), 0, x[None])[1][0])
                 self.functions[f"{how} {spec}"] = function
         name = self.run.draw.choice(list(SHAPES))
         out = self.guarded(lambda: function(jnp.asarray(gradient(self.run.seed, step, self.run.rank, name))))
@@ -125,13 +130,17 @@ class Subject:
 
     def do_train(self) -> None:
         model, step = self.model(), self.next()
-        given = {name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name, model.scale)) for name in model.names}
+        given = {
+            name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name, model.scale))
+            for name in model.names
+        }
         result = self.guarded(lambda: model.step(given, model.state))
         if result is None:
             return
         averaged, model.state = result
         for name in model.names:
-            self.run.check(f"model {model.number}", np.asarray(averaged[name]), name, step, model.spec, model.scale)
+            self.run.check(f"model {model.number}", np.asarray(averaged[name]), name, step, model.spec,
+                           model.scale)
 
     def do_save(self) -> None:
         model = self.model()
@@ -146,7 +155,10 @@ class Subject:
         state = jax.tree.map(jnp.asarray, pickle.loads(blob))
         if names != model.names:
             step = self.next()
-            given = {name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name)) for name in model.names}
+            given = {
+                name: jnp.asarray(gradient(self.run.seed, step, self.run.rank, name))
+                for name in model.names
+            }
             try:
                 model.step(given, state)
             except (ValueError, RuntimeError) as error:
@@ -171,9 +183,11 @@ class Subject:
         before, fresh = model.state[0], model.fresh()
 
         def chosen(old: Any, new: Any) -> Any:
-            return {name: old.get(name, value) for name, value in new.items()} if isinstance(new, dict) else old
+            return {name: old.get(name, value)
+                    for name, value in new.items()} if isinstance(new, dict) else old
 
-        model.state = (gradwire.jax.CompressState(*(chosen(old, new) for old, new in zip(before, fresh[0]))), *fresh[1:])
+        model.state = (gradwire.jax.CompressState(*(chosen(old, new)
+                                                    for old, new in zip(before, fresh[0]))), *fresh[1:])
 
     def do_scale(self) -> None:
         model = self.model()

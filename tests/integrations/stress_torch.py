@@ -58,7 +58,8 @@ class Scaler:
 
 
 class Model:
-    """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without these."""
+    """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without
+    these."""
 
     def __init__(self, number: int, spec: str, group: Any, part: List[int]) -> None:
         self.number, self.spec, self.group, self.part = number, spec, group, part
@@ -103,8 +104,10 @@ class Subject:
     def choose(self) -> Tuple[str, Callable[[], None]]:
         names = ["average", "average", "spare_hook", "fork", "init", "destroy"]
         if self.connected:
-            names += ["train"] * 8 + ["new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load", "skip",
-                                      "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"]
+            names += ["train"] * 8 + [
+                "new_group", "compress", "compress", "twice", "close", "deepcopy", "save", "load", "load",
+                "skip", "freeze", "unfreeze", "scale", "pickle", "share", "reuse", "destroy_group"
+            ]
         else:
             names += ["init"] * 8
         name = self.run.draw.choice(names)
@@ -117,11 +120,12 @@ class Subject:
     def mine(self, part: List[int]) -> bool:
         return self.run.rank in part
 
-    # ---- Groups ------------------------------------------------------------------------------------------------
+    # ---- Groups
+    # ------------------------------------------------------------------------------------------------
 
     def connect(self, part: List[int], meeting: str) -> None:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=part.index(self.run.rank), world_size=len(part),
-                                timeout=datetime.timedelta(seconds=TIMEOUT_S))
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=part.index(self.run.rank),
+                                world_size=len(part), timeout=datetime.timedelta(seconds=TIMEOUT_S))
         dist.barrier()  # no rank leaves the group again before the others have connected
 
     def do_init(self) -> None:
@@ -139,7 +143,8 @@ class Subject:
             for model, close in zip(self.models, closes):
                 if model.hook is not None and close:
                     model.hook.close()
-                elif model.hook is not None and model.spec in ("fp32", "int8") and len(model.part) == self.run.world:
+                elif model.hook is not None and model.spec in ("fp32", "int8") and len(
+                        model.part) == self.run.world:
                     self.spare.append((model.spec, model.hook))  # it outlives its group
             time.sleep(0.05)  # see ddp_lifetimes.destroy()
             dist.destroy_process_group()
@@ -153,7 +158,8 @@ class Subject:
         self.groups.append((group, members))
 
     def do_destroy_group(self) -> None:
-        """Of some ranks, or of all; its models' hooks must be refused then, not average over whoever is there."""
+        """Of some ranks, or of all; its models' hooks must be refused then, not average over whoever is
+        there."""
         if len(self.groups) == 1:
             return
         entry = self.run.draw.choice(self.groups[1:])
@@ -171,12 +177,14 @@ class Subject:
             if model.hook is not None:
                 model.hook.close()
 
-    # ---- Averages ----------------------------------------------------------------------------------------------
+    # ---- Averages
+    # ----------------------------------------------------------------------------------------------
 
     def do_average(self) -> None:
         step, spec = self.next(), self.run.draw.choice(("fp32", "bf16", "int8", "int4"))
         name = self.run.draw.choice(list(SHAPES))
-        dtype = self.run.draw.choice((torch.float32, torch.float32, torch.float16, torch.float64, torch.complex64))
+        dtype = self.run.draw.choice(
+            (torch.float32, torch.float32, torch.float16, torch.float64, torch.complex64))
         tensor = torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name)).to(dtype)
         try:
             gradwire.allreduce_(tensor, spec)
@@ -184,7 +192,8 @@ class Subject:
             if self.connected and dtype in (torch.float32, torch.float16):
                 raise
             return self.run.clear(error, *CLEAR)
-        self.run.check("allreduce_", torch.real(tensor).float().numpy() if tensor.is_complex() else tensor.float().numpy(),
+        self.run.check("allreduce_",
+                       torch.real(tensor).float().numpy() if tensor.is_complex() else tensor.float().numpy(),
                        name, step, spec, floor=1e-3 if dtype == torch.float16 else 1e-6)
 
     def train(self, models: List[Model], what: str) -> None:
@@ -196,8 +205,12 @@ class Subject:
             model.module.zero_grad(set_to_none=True)
         may_refuse = any(model.closed or model.dead or model.may_refuse for model in models)
         try:
-            losses = [model.ddp({name: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, model.scale))
-                                 for name in model.names}) for model in models]
+            losses = [
+                model.ddp({
+                    name: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, model.scale))
+                    for name in model.names
+                }) for model in models
+            ]
             sum(losses).backward()
         except CLEAR as error:
             if not may_refuse:
@@ -220,7 +233,8 @@ class Subject:
     def do_train(self) -> None:
         self.train([self.model()], "model")
 
-    # ---- Models ------------------------------------------------------------------------------------------------
+    # ---- Models
+    # ------------------------------------------------------------------------------------------------
 
     def made(self, spec: str, group: Any, part: List[int]) -> Model:
         model = Model(self.next(), spec, group, part)
@@ -299,7 +313,8 @@ class Subject:
         self.models.append(copied)
         self.train([copied] if model.closed else [copied, model], "copied model")
 
-    # ---- States ------------------------------------------------------------------------------------------------
+    # ---- States
+    # ------------------------------------------------------------------------------------------------
 
     def do_save(self) -> None:
         model = self.model()
@@ -311,7 +326,10 @@ class Subject:
 
     def do_load(self) -> None:
         model, source = self.model(), self.model()
-        if not self.mine(model.part) or model.closed or model.dead or model.hook is None or source.saved is None or not self.mine(source.part):
+        if not self.mine(
+                model.part
+        ) or model.closed or model.dead or model.hook is None or source.saved is None or not self.mine(
+                source.part):
             return
         blob, names, spec, scale = source.saved
         fits = (spec, names, source.part) == (model.spec, model.names, model.part)
@@ -331,7 +349,8 @@ class Subject:
     def do_freeze(self) -> None:
         model = self.model()
         if len(model.names) > 1:
-            self.only(model, [name for name in model.names if name != self.run.draw.choice(model.names)] or model.names)
+            self.only(model, [name for name in model.names if name != self.run.draw.choice(model.names)]
+                      or model.names)
 
     def do_unfreeze(self) -> None:
         self.only(self.model(), list(SHAPES))
@@ -363,12 +382,16 @@ class Subject:
             model.scaler.update(scale)
 
     def do_skip(self) -> None:
-        """A step with infinite gradients of one rank, which the scaler skips. The next one has nothing of it."""
+        """A step with infinite gradients of one rank, which the scaler skips. The next one has nothing of
+        it."""
         model, victim, step = self.model(), self.run.draw.choice(self.run.part), self.next()
         name = self.run.draw.choice(model.names)
         if not self.mine(model.part) or model.closed or model.dead or model.may_refuse or model.hook is None:
             return
-        given = {n: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, n, model.scale)) for n in model.names}
+        given = {
+            n: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, n, model.scale))
+            for n in model.names
+        }
         if self.run.rank == (victim if victim in model.part else model.part[0]):
             given[name].view(-1)[self.run.draw.randrange(given[name].numel())] = float("inf")
         model.module.zero_grad(set_to_none=True)
@@ -380,7 +403,13 @@ class Subject:
     def do_pickle(self) -> None:
         """The copy of a hook, with another model."""
         model = self.model()
-        if model.group is not None or model.closed or model.hook is None or model.may_refuse or model.names != list(SHAPES):
+        if (
+            model.group is not None
+            or model.closed
+            or model.hook is None
+            or model.may_refuse
+            or model.names != list(SHAPES)
+        ):
             return
         hook = pickle.loads(pickle.dumps(model.hook))
         copied = self.made(model.spec, None, self.run.part)
@@ -391,11 +420,12 @@ class Subject:
         self.models.append(copied)
         self.train([copied], "unpickled model")
 
-    # ---- Forks -------------------------------------------------------------------------------------------------
+    # ---- Forks
+    # -------------------------------------------------------------------------------------------------
 
     def do_fork(self) -> None:
-        """A child that ends, as one of a data loader does; without a group one that makes its own and trains with hooks
-        from before the fork."""
+        """A child that ends, as one of a data loader does; without a group one that makes its own and trains
+        with hooks from before the fork."""
         closes = self.run.draw.random() < 0.3
         part = list(range(self.run.world))
         meeting = self.run.meeting(part)

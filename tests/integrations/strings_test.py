@@ -1,5 +1,6 @@
 #!/usr/bin/python3
-"""Strings that reach the library: NUL bytes, paths, bytes that are not UTF-8; and the package in a zip archive."""
+"""Strings that reach the library: NUL bytes, paths, bytes that are not UTF-8; and the package in a zip
+archive."""
 from __future__ import annotations
 
 import os
@@ -48,8 +49,9 @@ class Strings(unittest.TestCase):
             "the tag": lambda: comm.allreduce_(values, tag="a\0b"),
             "the reason": lambda: comm.abort("a\0b"),
             "the tensor's name": lambda: gradwire.Reducer(comm, "fp32", [("a\0b", 2, 2)]),
-            "the format's name": lambda: gradwire.register_format(
-                "a\0b", block=4, bytes=16, encode=lambda a: a.view(np.uint8), decode=lambda a: a.view(np.float32)),
+            "the format's name": lambda: gradwire.register_format("a\0b", block=4, bytes=16, encode=lambda a:
+                                                                  a.view(np.uint8), decode=lambda a: a.view(
+                                                                      np.float32)),
         }
         specs: List[Callable[[], Any]] = [
             lambda: comm.allreduce_(values, "int8\0junk"),
@@ -114,7 +116,8 @@ class Zip(unittest.TestCase):
         code = "import gradwire; from gradwire import _native; gradwire.Communicator().close(); " \
                "print(gradwire.__file__, gradwire.__version__, _native.library_path)"
         inherited = {k: v for k, v in os.environ.items() if k not in ("GRADWIRE_LIBRARY", "PYTHONPATH")}
-        done = subprocess.run([sys.executable, "-c", code], env={**inherited, "PYTHONPATH": archive, **environment},
+        done = subprocess.run([sys.executable, "-c", code],
+                              env={**inherited, "PYTHONPATH": archive, **environment},
                               cwd=os.path.dirname(archive), capture_output=True, text=True)
         self.assertEqual(done.returncode, 0, done.stderr)
         return done.stdout.strip()
@@ -137,8 +140,9 @@ class Zip(unittest.TestCase):
             with zipfile.ZipFile(archive, "a") as opened:
                 opened.writestr("gradwire/libgradwire.so.0", b"not a library")
             environment = {k: v for k, v in os.environ.items() if k != "GRADWIRE_LIBRARY"}
-            done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"], capture_output=True,
-                                  text=True, env={**environment, "PYTHONPATH": archive}, cwd=folder)
+            done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"],
+                                  capture_output=True, text=True, env={**environment, "PYTHONPATH": archive},
+                                  cwd=folder)
             self.assertNotEqual(done.returncode, 0)
             self.assertIn("packages.zip/gradwire/libgradwire.so.0", done.stderr)
 

@@ -1,4 +1,4 @@
-"""A rank of torchrun_test.py that goes on when a machine is lost, until 200 steps are done."""
+"""A rank of torchrun_test.py that continues when a machine is lost, until 200 steps are done."""
 from __future__ import annotations
 
 import os
@@ -14,7 +14,8 @@ from gradwire.torch import compress
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()} and begins at step 0", flush=True)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()} is process {os.getpid()} and begins at step 0",
+          flush=True)
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     hook = compress(model, "int8", min_ranks=2)

@@ -1,5 +1,6 @@
 #!/usr/bin/python3
-"""torchrun's restarts with the DDP hook: integrations/python/examples/restarts.py, of which ranks and machines are killed.
+"""torchrun's restarts with the DDP hook: integrations/python/examples/restarts.py, of which ranks and
+machines are killed.
 
 usage: torchrun_test.py SCENARIO      of SCENARIOS
 """
@@ -19,20 +20,26 @@ from typing import Callable, Dict, List, Optional
 import launch
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "integrations/python/examples/restarts.py"
-WAIT_S = 120  # a machine that is gone is noticed after 15 s, and the others wait for its return for another second
+# a machine that is gone is noticed after 15 s, and the others wait for its return for another second
+WAIT_S = 120
 
 
 class Agent:
     """torchrun on one machine, and what its ranks have said so far."""
 
     def __init__(self, options: List[str], arguments: List[str], script: pathlib.Path = EXAMPLE) -> None:
-        # The ranks' output comes through this pipe: torchrun's own copy of a file that is being written can end a line where
-        # it has read so far. stderr is redirected, because Debian 12's torchrun crashes on its own default.
+        # The ranks' output comes through this pipe: torchrun's own copy of a file that is being written can
+        # end a line where it has read so far. stderr is redirected, because Debian 12's torchrun crashes on
+        # its own default.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "-r", "2", "-t", "2", "--max_restarts", "3", "--monitor_interval", "0.2",
-             *options, str(script), *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+            [
+                sys.executable, "-m", "torch.distributed.run", "-r", "2", "-t", "2", "--max_restarts", "3",
+                "--monitor_interval", "0.2", *options,
+                str(script), *arguments
+            ], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env={
+                **os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1",
+                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"
+            })
         self.lines: List[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -43,8 +50,8 @@ class Agent:
             self.lines.append(line.rstrip("\n"))
 
     def found(self, pattern: str) -> List["re.Match[str]"]:
-        """Matches in the output so far. A rank writes a line and its end separately (torchrun runs `python -u`), so another
-        rank's line may follow on the same one."""
+        """Matches in the output so far. A rank writes a line and its end separately (torchrun runs `python
+        -u`), so another rank's line may follow on the same one."""
         return list(re.finditer(pattern, "\n".join(self.lines)))
 
     def processes(self) -> Dict[int, int]:
@@ -77,7 +84,8 @@ def wait_until(what: Callable[[], bool], agents: List[Agent], text: str) -> None
     deadline = time.monotonic() + WAIT_S
     while not what():
         if time.monotonic() > deadline:
-            raise SystemExit("\n".join([f"FAILED: {text} did not come", *(line for a in agents for line in a.lines)]))
+            raise SystemExit("\n".join(
+                [f"FAILED: {text} did not come", *(line for a in agents for line in a.lines)]))
         time.sleep(0.05)
 
 
@@ -87,7 +95,10 @@ def check(condition: bool, text: str, agents: List[Agent]) -> None:
 
 
 def losses(agent: Agent) -> Dict[int, float]:
-    return {int(m[1]): float(m[2]) for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (-?[\d.]+|nan|inf)")}
+    return {
+        int(m[1]): float(m[2])
+        for m in agent.found(r"step (\d+) of \d+, \d+ ranks, loss (-?[\d.]+|nan|inf)")
+    }
 
 
 def begins(agent: Agent) -> List[int]:
@@ -103,12 +114,17 @@ def same_weights(agent: Agent, steps: int, world: int) -> str:
     return weights[0]
 
 
-def run_of(folder: pathlib.Path, spec: str, victim: Optional[int], pause_s: float = 0.15) -> "tuple[Dict[int, float], str]":
-    """40 steps on 3 ranks, of which `victim` is killed once: the losses by step, and the weights, all ranks' same.
-    pause_s: between steps of a run with a victim, so that step 40 is far when the kill comes."""
+def run_of(folder: pathlib.Path, spec: str, victim: Optional[int],
+           pause_s: float = 0.15) -> "tuple[Dict[int, float], str]":
+    """40 steps on 3 ranks, of which `victim` is killed once: the losses by step, and the weights, all ranks'
+    same. pause_s: between steps of a run with a victim, so that step 40 is far when the kill comes."""
     steps, world = 40, 3
-    agent = Agent(["--standalone", "--nproc_per_node", str(world)],
-                  ["--folder", str(folder), "--spec", spec, "--steps", str(steps), "--pause-s", str(pause_s if victim is not None else 0)])
+    agent = Agent(["--standalone", "--nproc_per_node", str(world)], [
+        "--folder",
+        str(folder), "--spec", spec, "--steps",
+        str(steps), "--pause-s",
+        str(pause_s if victim is not None else 0)
+    ])
     try:
         if victim is not None:
             wait_until(lambda: max(losses(agent), default=0) >= 14, [agent], "step 14")
@@ -123,24 +139,34 @@ def run_of(folder: pathlib.Path, spec: str, victim: Optional[int], pause_s: floa
         agent.end()
     # From a checkpoint, not from the beginning: of step 10, or a later one that was written before the kill.
     started = begins(agent)
-    check(started == [0] if victim is None else len(started) == 2 and started[1] in (10, 20, 30), f"starts: {started}", [agent])
+    check(started == [0] if victim is None else len(started) == 2 and started[1] in (10, 20, 30),
+          f"starts: {started}", [agent])
     found, weights = losses(agent), same_weights(agent, steps, world)
     check(sorted(found) == list(range(steps)), f"steps {sorted(found)}", [agent])
-    print(f"{spec}, rank {victim} killed: starts at {started}, {steps} steps, all ranks have the weights {weights}", flush=True)
+    print(
+        f"{spec}, rank {victim} killed: starts at {started}, {steps} steps, all ranks have the weights"
+        f" {weights}",
+        flush=True,
+    )
     return found, weights
 
 
 def a_killed_rank(folder: pathlib.Path) -> None:
     spec = "fp32:schedule=two_shot"
-    check(run_of(folder / "killed", spec, 1) == run_of(folder / "undisturbed", spec, None), "losses and weights differ", [])
+    check(
+        run_of(folder / "killed", spec, 1) == run_of(folder / "undisturbed", spec, None),
+        "losses and weights differ", [])
     run_of(folder / "int8", "int8", 0)
 
 
 def machine(port: int, is_first: bool, last_call_s: int) -> List[str]:
-    """Options of one of at most two, with two ranks. The first one keeps torchrun's store, and waits for the other."""
-    return ["--nnodes", "1:2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}",
-            "--rdzv_id", "restarts", "--rdzv_conf",
-            f"last_call_timeout={last_call_s},join_timeout=100,keep_alive_interval=1,is_host={int(is_first)}"]
+    """Options of one of at most two, with two ranks. The first one keeps torchrun's store, and waits for the
+    other."""
+    return [
+        "--nnodes", "1:2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
+        f"localhost:{port}", "--rdzv_id", "restarts", "--rdzv_conf",
+        f"last_call_timeout={last_call_s},join_timeout=100,keep_alive_interval=1,is_host={int(is_first)}"
+    ]
 
 
 def a_lost_machine_is_gone_on_without(_: pathlib.Path) -> None:
@@ -148,15 +174,20 @@ def a_lost_machine_is_gone_on_without(_: pathlib.Path) -> None:
     port, script = launch.free_port(), pathlib.Path(__file__).with_name("torchrun_ranks.py")
     agents = [Agent(machine(port, first, 10), [], script) for first in (True, False)]
     try:
-        wait_until(lambda: all(a.found("step 5 of 200, 4 ranks") for a in agents), agents, "a start with both machines")
+        wait_until(lambda: all(a.found("step 5 of 200, 4 ranks") for a in agents), agents,
+                   "a start with both machines")
         agents[1].kill()
         # torchrun itself then waits for the other machine's, for five minutes.
         wait_until(lambda: len(agents[0].found("done: 200 steps")) == 2, agents, "the end")
     finally:
         for agent in agents:
             agent.end()
-    check(len(agents[0].found(r"rank \d of 4 is process")) == 2 and not agents[0].found("of 2 is process"), "it was restarted", agents)
-    check(len(agents[0].found("step 199 of 200, 2 ranks")) == 2, "the two that were left did not do all steps", agents)
+    check(
+        len(agents[0].found(r"rank \d of 4 is process")) == 2 and not agents[0].found("of 2 is process"),
+        "it was restarted", agents)
+    check(
+        len(agents[0].found("step 199 of 200, 2 ranks")) == 2, "the two that were left did not do all steps",
+        agents)
     print("4 ranks, of which a machine with 2 was lost: the others did all steps without a restart")
 
 
@@ -169,7 +200,8 @@ def machines_that_come_and_go(folder: pathlib.Path) -> None:
         agents.append(Agent(machine(port, False, 1), arguments))
 
         def steps_of(world: int, since: int) -> int:
-            return sum(1 for a in agents for m in a.found(rf"step (\d+) of \d+, {world} ranks") if int(m[1]) >= since)
+            return sum(1 for a in agents for m in a.found(rf"step (\d+) of \d+, {world} ranks")
+                       if int(m[1]) >= since)
 
         def last() -> int:
             return max((int(m[1]) for a in agents for m in a.found(r"step (\d+) of ")), default=0)

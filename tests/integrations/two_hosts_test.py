@@ -1,8 +1,9 @@
 #!/usr/bin/python3
 """Ranks on two hosts, and a process group of some of them: everybody finds everybody.
 
-The hosts are two network namespaces with a cable between them, in which the machine's name resolves to an address that
-leads nowhere, as 127.0.1.1 does on Debian. Ends with 77, skipped, where this process may not make such hosts.
+The hosts are two network namespaces with a cable between them, in which the machine's name resolves to an
+address that leads nowhere, as 127.0.1.1 does on Debian. Ends with 77, skipped, where this process may not
+make such hosts.
 """
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def two_hosts() -> Iterator[str]:
     try:
         for host in ADDRESS:
             ip("netns", "add", prefix + host)
-        ip("link", "add", f"{prefix}A", "netns", f"{prefix}A", "type", "veth", "peer", "name", f"{prefix}B", "netns", f"{prefix}B")
+        ip("link", "add", f"{prefix}A", "netns", f"{prefix}A", "type", "veth", "peer", "name", f"{prefix}B",
+           "netns", f"{prefix}B")
         for host, address in ADDRESS.items():
             ip("-n", prefix + host, "address", "add", f"{address}/24", "dev", prefix + host)
             for device in ("lo", prefix + host):
@@ -48,7 +50,8 @@ def rank(number: int) -> None:
     import gradwire
     from gradwire.torch import communicator
 
-    os.environ.update(GLOO_SOCKET_IFNAME=next(name for _, name in socket.if_nameindex() if name != "lo"))  # torch's own
+    # torch's own
+    os.environ.update(GLOO_SOCKET_IFNAME=next(name for _, name in socket.if_nameindex() if name != "lo"))
     socket.gethostname = lambda: "localhost"  # everybody's name, at everybody's own address
     dist.init_process_group("gloo")
     everybody = communicator(timeout_s=20)
@@ -72,7 +75,10 @@ def main() -> int:
         try:
             prefix = stack.enter_context(two_hosts())
         except (OSError, subprocess.CalledProcessError) as error:
-            print(f"SKIPPED: this machine does not permit network namespaces: {getattr(error, 'stderr', None) or error}")
+            print(
+                "SKIPPED: this machine does not permit network namespaces:"
+                f" {getattr(error, 'stderr', None) or error}"
+            )
             return 77
         codes = launch.run_ranks(pathlib.Path(__file__), 3, [], 100, {"MASTER_ADDR": ADDRESS["A"]},
                                  lambda r: ["ip", "netns", "exec", prefix + HOST_OF_RANK[r]])

@@ -28,16 +28,21 @@ def expect(condition, what, output=""):
 
 
 alone, _ = run(preload=False)
-expect(alone.count("allreduce") == 9 and alone.count("group") == 4 and "-> 4" in alone, "the program works", alone)
+expect(
+    alone.count("allreduce") == 9 and alone.count("group") == 4 and "-> 4" in alone, "the program works",
+    alone)
 
 through, said = run()
 expect(through == alone, "every call reaches NCCL as it was made, and its result the program", through)
-expect("nothing is changed" in said and said.count("nothing is changed") == 1, "it says once that there is no GPU", said)
+expect("nothing is changed" in said and said.count("nothing is changed") == 1,
+       "it says once that there is no GPU", said)
 
 through, said = run(GRADWIRE_NCCL_DRY_RUN="1", GRADWIRE_NCCL_SPEC="fp8")
 expect(through == alone, "a dry run changes nothing", through)
 expect(said.count("would send 4194304 bytes as fp8") == 3, "a dry run says what would be compressed", said)
-expect(said.count("inside ncclGroupStart/End stay uncompressed") == 1, "groups are left alone, which is said once", said)
+expect(
+    said.count("inside ncclGroupStart/End stay uncompressed") == 1,
+    "groups are left alone, which is said once", said)
 
 _, said = run(GRADWIRE_NCCL_DRY_RUN="1", GRADWIRE_NCCL_MIN_BYTES="4M")
 expect(said.count("would send") == 3, "a call of exactly the smallest size is compressed", said)
@@ -47,7 +52,8 @@ expect("would send" not in said, "a smaller one is not", said)
 through, said = run(GRADWIRE_NCCL_QUIET="1", GRADWIRE_NCCL_SPEC="nonsense")
 expect(through == alone and said == "", "quiet is quiet, and a wrong setting breaks nothing", said)
 
-names = subprocess.run(["nm", "-D", "--defined-only", interposer], capture_output=True, text=True, check=True).stdout
+names = subprocess.run(["nm", "-D", "--defined-only", interposer], capture_output=True, text=True,
+                       check=True).stdout
 defined = sorted(line.split()[-1].split("@")[0] for line in names.splitlines() if " T " in line)
 expect(defined == ["ncclAllReduce", "ncclCommAbort", "ncclCommDestroy", "ncclGroupEnd", "ncclGroupStart"],
        "nothing else is defined", names)

@@ -16,8 +16,10 @@ try:
     import torch
     import torchvision
 except ImportError as error:
-    sys.exit(f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision, run by "
-             f"/usr/bin/python3; this is {sys.executable}.")
+    sys.exit(
+        f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision,"
+        f" run by /usr/bin/python3; this is {sys.executable}."
+    )
 
 
 def read(path: pathlib.Path) -> dict:
@@ -55,17 +57,20 @@ def main() -> None:
         folder = pathlib.Path(name)
         write(folder / "torchvision.safetensors", source.state_dict())
         # A learning rate of 0: one complete step that changes nothing.
-        subprocess.run([gradwire, "train", "--model", "vit_b_32", "--data", "synthetic:8", "--device", "host", "--steps", "1",
-                        "--batch-size", "1", "--eval-every", "0", "--optimizer", "sgd", "--momentum", "0", "--lr", "0",
-                        "--init", folder / "torchvision.safetensors", "--checkpoint", folder / "saved"],
-                       check=True, stdout=subprocess.DEVNULL)
+        subprocess.run([
+            gradwire, "train", "--model", "vit_b_32", "--data", "synthetic:8", "--device", "host", "--steps",
+            "1", "--batch-size", "1", "--eval-every", "0", "--optimizer", "sgd", "--momentum", "0", "--lr",
+            "0", "--init", folder / "torchvision.safetensors", "--checkpoint", folder / "saved"
+        ], check=True, stdout=subprocess.DEVNULL)
         weights = read(folder / "saved" / "step-000000001" / "model.safetensors")
     model = torchvision.models.vit_b_32()
     print(model.load_state_dict(weights))
     for (name, theirs), ours in zip(source.state_dict().items(), model.state_dict().values()):
         assert torch.equal(theirs, ours), f"{name} changed"
-    print(f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} weights: into gradwire, out, and into "
-          "torchvision, every bit as it was")
+    print(
+        f"{len(weights)} tensors, {sum(t.numel() for t in weights.values()):,} weights: into gradwire, out,"
+        " and into torchvision, every bit as it was"
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Compares our PowerSGD with PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same first Q.
+"""Compares our PowerSGD with PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same
+first Q.
 
 The two keep different residuals (ours what this rank's projection lost, PyTorch's the distance to the global
 approximation), but their means over the ranks are equal, and only the mean enters P, Q and the result. So the
-averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its bucket and hook. Its
-hook cannot start before step 2, so both send the first two steps uncompressed.
+averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its bucket and hook.
+Its hook cannot start before step 2, so both send the first two steps uncompressed.
 
 Usage: powersgd_oracle_test.py POWERSGD_ORACLE_BINARY
 """
@@ -29,7 +30,8 @@ STEPS, START, TOLERANCE = 20, 2, 1e-4
 
 
 def gradients(world: int, seed: int) -> list:
-    """Returns [step][rank][tensor] float32: a slowly rotating part shared by all ranks, plus noise per rank."""
+    """Returns [step][rank][tensor] float32: a slowly rotating part shared by all ranks, plus noise per
+    rank."""
     rng = numpy.random.default_rng(seed)
     shared = [rng.standard_normal(s) for s in SHAPES]
     result = []
@@ -69,7 +71,8 @@ def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: l
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
-    """Computes the same in float64 on the mean over ranks, on which alone the result depends, to attribute errors."""
+    """Computes the same in float64 on the mean over ranks, on which alone the result depends, to attribute
+    errors."""
     state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
              for s, q in zip(SHAPES, qs)]
     error = [numpy.zeros(s) for s in SHAPES]
@@ -89,7 +92,8 @@ def run_exact(world: int, values: list, qs: list) -> list:
     return outputs
 
 
-def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, values: list, qs: list, path: str):
+def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, values: list, qs: list,
+                   path: str):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world,
                             timeout=datetime.timedelta(seconds=60))
@@ -99,7 +103,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
         def __init__(self):
             super().__init__()
             # DDP fills buckets in the reverse order of registration.
-            self.weights = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
+            self.weights = torch.nn.ParameterList(
+                [torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
 
         def forward(self, wanted):
             # The gradient of this with respect to w is g.
@@ -133,8 +138,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
         with open(path, "wb") as file:
             pickle.dump(results, file)
     dist.barrier()
-    # Exits without destructors: PyTorch 1.13's Reducer, holding the GIL, joins a thread that may be waiting for it.
-    # Waits for all ranks first: a rank that exits breaks the barrier of the others.
+    # Exits without destructors: PyTorch 1.13's Reducer, holding the GIL, joins a thread that may be waiting
+    # for it. Waits for all ranks first: a rank that exits breaks the barrier of the others.
     here = pathlib.Path(store).parent
     (here / f"rank_{rank}").touch()
     deadline = time.monotonic() + 60
@@ -161,8 +166,8 @@ def main() -> int:
             compressed = sum(1 for q in qs if q.size)
             assert 4 <= compressed < len(SHAPES), f"{compressed} tensors compressed: the test does not test"
             torch.multiprocessing.start_processes(  # forked: importing torch costs more than the test
-                run_torch_rank, (world, str(folder / "store"), rank, values, qs, str(folder / "torch")), nprocs=world,
-                start_method="fork")
+                run_torch_rank, (world, str(folder / "store"), rank, values, qs, str(folder / "torch")),
+                nprocs=world, start_method="fork")
             with open(folder / "torch", "rb") as file:
                 theirs = pickle.load(file)
         truth = run_exact(world, values, qs)
@@ -178,9 +183,12 @@ def main() -> int:
                 exact = sum(values[START][r][i] for r in range(world)) / world
                 assert distance([ours[START][i]], [exact]) > 0.05
         failures += not worst <= TOLERANCE
-        print(f"{world} ranks, rank {rank}: relative difference over {STEPS} steps at most {worst:.1e} of the gradient, "
-              f"{tensor_worst:.1e} of a tensor: {'ok' if worst <= TOLERANCE else 'TOO FAR'} "
-              f"(from float64: ours {our_error:.1e}, PyTorch's {their_error:.1e})", flush=True)
+        print(
+            f"{world} ranks, rank {rank}: relative difference over {STEPS} steps at most {worst:.1e} of the"
+            f" gradient, {tensor_worst:.1e} of a tensor: {'ok' if worst <= TOLERANCE else 'TOO FAR'} (from"
+            f" float64: ours {our_error:.1e}, PyTorch's {their_error:.1e})",
+            flush=True,
+        )
     return 1 if failures else 0
 
 

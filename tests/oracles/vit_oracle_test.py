@@ -2,7 +2,8 @@
 """Compares our ViT with torchvision's: logits, loss and all gradients for the same weights and images.
 
 torchvision computes in double precision, so that all differences are our rounding errors. A tensor's error is
-the norm of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and each gradient.
+the norm of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and each
+gradient.
 
 usage: vit_oracle_test.py PATH_TO_vit_oracle [--device host|cuda:N]
 """
@@ -18,18 +19,23 @@ try:
     import torch
     from torchvision.models.vision_transformer import VisionTransformer
 except ImportError as error:
-    sys.exit(f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision, run by "
-             f"/usr/bin/python3; this is {sys.executable}.")
+    sys.exit(
+        f"FAILED: the oracle is missing ({error}). It needs Debian's python3-torch and python3-torchvision,"
+        f" run by /usr/bin/python3; this is {sys.executable}."
+    )
 
 LIMIT = 1e-4
 
 # Odd shapes: 17 and 50 tokens are not multiples of 8; the head dimensions are 8, 4 and 64.
 CASES = {
-    "small, 17 tokens, 3 channels": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7, batch=3),
-    "small, 10 tokens, 1 channel": dict(image=15, channels=1, patch=5, width=20, depth=3, heads=5, mlp=36, classes=10, batch=5),
-    "small, tanh GELU": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7, batch=3,
-                             gelu="tanh"),
-    "vit_b_32": dict(image=224, channels=3, patch=32, width=768, depth=12, heads=12, mlp=3072, classes=1000, batch=2),
+    "small, 17 tokens, 3 channels": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40,
+                                         classes=7, batch=3),
+    "small, 10 tokens, 1 channel": dict(image=15, channels=1, patch=5, width=20, depth=3, heads=5, mlp=36,
+                                        classes=10, batch=5),
+    "small, tanh GELU": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40, classes=7,
+                             batch=3, gelu="tanh"),
+    "vit_b_32": dict(image=224, channels=3, patch=32, width=768, depth=12, heads=12, mlp=3072, classes=1000,
+                     batch=2),
 }
 
 
@@ -67,7 +73,8 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
     parameters = dict(model.named_parameters())
 
     sizes = [case[k] for k in ("image", "channels", "patch", "width", "depth", "heads", "mlp", "classes")]
-    names = subprocess.run([tool, "--names", *map(str, sizes)], check=True, capture_output=True, text=True).stdout.split()
+    names = subprocess.run([tool, "--names", *map(str, sizes)], check=True, capture_output=True,
+                           text=True).stdout.split()
     if sorted(names) != sorted(parameters):
         print(f"{title}: parameter names differ: {sorted(set(names) ^ set(parameters))}")
         return False
@@ -79,7 +86,8 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
                 parameters[name].detach().float().numpy().astype("<f4").tofile(file)
             images.numpy().astype("<f4").tofile(file)
             labels.numpy().astype("<i4").tofile(file)
-        subprocess.run([tool, "--device", device, "--gelu", case.get("gelu", "exact"), source, result], check=True)
+        subprocess.run([tool, "--device", device, "--gelu",
+                        case.get("gelu", "exact"), source, result], check=True)
         with result.open("rb") as file:
             our_loss = float(np.fromfile(file, "<f8", 1)[0])
             tensors = {"logits": (np.fromfile(file, "<f4", logits.numel()), logits.detach())}
@@ -103,8 +111,11 @@ def compare(tool: pathlib.Path, device: str, title: str, case: dict) -> bool:
         print(f"{title}: {name}: relative error {error:.2e}, limit {LIMIT:.0e}")
     gradients = {name: error for name, error in errors.items() if name not in ("logits", "loss")}
     worst = max(gradients, key=gradients.get)
-    print(f"{title}: {len(gradients)} gradients, worst {gradients[worst]:.1e} ({worst}); logits {errors['logits']:.1e}, "
-          f"loss {errors['loss']:.1e}; {time.time() - start:.1f} s", flush=True)
+    print(
+        f"{title}: {len(gradients)} gradients, worst {gradients[worst]:.1e} ({worst}); logits"
+        f" {errors['logits']:.1e}, loss {errors['loss']:.1e}; {time.time() - start:.1f} s",
+        flush=True,
+    )
     return not bad
 
 

@@ -28,7 +28,8 @@ def codes(data: np.ndarray, n: int, bits: int) -> np.ndarray:
     if bits % 3 == 0:
         lower = codes(data[:n * bits * 2 // 3 // 8], n, bits * 2 // 3)
         return lower | codes(data[n * bits * 2 // 3 // 8:], n, bits // 3) << (bits * 2 // 3)
-    return np.concatenate([data.astype(np.int64) >> (part * bits) & (1 << bits) - 1 for part in range(8 // bits)])
+    return np.concatenate(
+        [data.astype(np.int64) >> (part * bits) & (1 << bits) - 1 for part in range(8 // bits)])
 
 
 def small_float(code: np.ndarray, mantissa: int, bias: int) -> np.ndarray:
@@ -92,7 +93,8 @@ def scale_bytes(name: str, option: dict) -> int:
     return 4 if name in ("qsgd", "terngrad", "sign", "eden") else 1
 
 
-def decode_codes(name: str, option: dict, code: np.ndarray, middle: np.ndarray, scale: np.ndarray) -> np.ndarray:
+def decode_codes(name: str, option: dict, code: np.ndarray, middle: np.ndarray,
+                 scale: np.ndarray) -> np.ndarray:
     """Returns the values of a block that is not a mask."""
     factor = floats(scale)[0] if len(scale) == 4 else power_of_two(scale)[0]
     if name.startswith("int"):
@@ -158,7 +160,8 @@ def decode(spec: str, data: np.ndarray, count: int) -> np.ndarray:
     n, bits, tail = option["block"], code_bits(name, option), scale_bytes(name, option)
     length = n * bits // 8 + (8 if name == "nvfp4" else 0) + tail
     assert len(data) == (count + n - 1) // n * length, (spec, count, len(data))
-    masks = option["rotate"] != "off" or name in ("mxfp6", "mxfp4", "nvfp4", "qsgd", "terngrad", "sign", "eden")
+    masks = option["rotate"] != "off" or name in ("mxfp6", "mxfp4", "nvfp4", "qsgd", "terngrad", "sign",
+                                                  "eden")
     blocks = []
     for block in data.reshape(-1, length):
         scale = block[-tail:]

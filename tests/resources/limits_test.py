@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`gradwire` under common limits: ulimit -n, -u, -v and -s. The command succeeds, or names the limit to raise.
+"""`gradwire` under common limits: ulimit -n, -u, -v and -s. The command succeeds, or names the limit to
+raise.
 
 usage: limits_test.py PATH_OF_GRADWIRE [unittest arguments]
 """
@@ -31,8 +32,9 @@ class Limits(CommandTest):
         if user is not None:
             path = pathlib.Path(self.gradwire)
             program = [*as_user(user, self.folder, path.parents[1]), f"bin/{path.name}"]
-        return subprocess.Popen([*program, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, cwd=self.folder, env=self.environment(env), preexec_fn=limit)
+        return subprocess.Popen([*program, *map(str, arguments)], stdout=subprocess.PIPE,
+                                stderr=subprocess.PIPE, text=True, cwd=self.folder, env=self.environment(env),
+                                preexec_fn=limit)
 
     def ended(self, process, limit_s):
         try:
@@ -45,12 +47,15 @@ class Limits(CommandTest):
         return process.returncode, out, err
 
     def launch(self, rank, world, port):
-        return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return {
+            "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)
+        }
 
     def test_too_few_descriptors_name_the_limit(self):
         for count in range(4, 23) if ALL else (6, 9, 12):
             with self.subTest(descriptors=count):
-                process = self.start("train", *synthetic("--timeout-s", "1"), limits=[(resource.RLIMIT_NOFILE, count)],
+                process = self.start("train", *synthetic("--timeout-s",
+                                                         "1"), limits=[(resource.RLIMIT_NOFILE, count)],
                                      env=self.launch(0, 2, free_port()))
                 code, _, err = self.ended(process, 20)
                 self.assertEqual(code, 1)
@@ -66,7 +71,9 @@ class Limits(CommandTest):
         _, err = first.communicate(timeout=40)
         self.assertLess(time.monotonic() - begin, 30)
         self.assertEqual(first.returncode, 1)
-        self.assertIn("rank 0 cannot accept a connection: Too many open files; this process may have 20 (ulimit -n)", err)
+        self.assertIn(
+            "rank 0 cannot accept a connection: Too many open files; this process may have 20 (ulimit -n)",
+            err)
         self.assertNotIn("turned away", err)
         for other in others:
             self.assertEqual(self.ended(other, 60)[0], 1)

@@ -1,4 +1,5 @@
-/* A user of the C ABI, for sweeps over refused resources: two ranks average gradients, save their state and load it.
+/* A user of the C ABI, for sweeps over refused resources: two ranks average gradients, save their state and
+ * load it.
  *
  * usage: program SPEC local         both ranks, on threads
  *        program SPEC ADDRESS RANK  one of two processes
@@ -18,19 +19,19 @@ enum { kTensors = 3, kRows = 256, kColumns = 128, kCount = kRows * kColumns };
 struct Rank {
   const char *spec, *address;
   int rank;
-  int refused;                            /* nonzero: its thread was not created */
+  int refused; /* nonzero: its thread was not created */
   float gradients[kTensors][kCount];
   char error[512];
 };
 static struct Rank ranks[2];
 
-#define TRY(call)                                                                                      \
-  do {                                                                                                 \
-    const gw_status status = (call);                                                                   \
-    if (status != GW_OK) {                                                                             \
+#define TRY(call)                                                                                   \
+  do {                                                                                              \
+    const gw_status status = (call);                                                                \
+    if (status != GW_OK) {                                                                          \
       snprintf(r->error, sizeof r->error, "%s: %.400s", gw_status_string(status), gw_last_error()); \
-      goto done;                                                                                       \
-    }                                                                                                  \
+      goto done;                                                                                    \
+    }                                                                                               \
   } while (0)
 
 static void* run(void* argument) {
@@ -46,8 +47,12 @@ static void* run(void* argument) {
     addresses[i] = r->gradients[i];
     for (int e = 0; e < kCount; ++e) r->gradients[i][e] = (float)((e * 7 + i * 5 + r->rank * 3) % 17) - 8;
   }
-  const gw_comm_options options = {.size = sizeof options, .rendezvous = r->address, .rank = r->rank, .world = 2,
-                                   .device = GW_HOST, .timeout_ms = 3000};
+  const gw_comm_options options = {.size = sizeof options,
+                                   .rendezvous = r->address,
+                                   .rank = r->rank,
+                                   .world = 2,
+                                   .device = GW_HOST,
+                                   .timeout_ms = 3000};
   TRY(gw_comm_create(&options, &comm));
   TRY(gw_reducer_create(comm, r->spec, tensors, kTensors, NULL, &reducer));
   TRY(gw_reducer_allreduce(reducer, addresses, NULL, NULL));
@@ -73,7 +78,8 @@ done:
 
 int main(int argc, char** argv) {
   if (argc < 3) return 2;
-  const int both = strcmp(argv[2], "local") == 0, first = both ? 0 : atoi(argv[3]), end = both ? 2 : first + 1;
+  const int both = strcmp(argv[2], "local") == 0, first = both ? 0 : atoi(argv[3]),
+            end = both ? 2 : first + 1;
   for (int i = first; i < end; ++i) {
     ranks[i].spec = argv[1];
     ranks[i].address = both ? "local://sweep" : argv[2];

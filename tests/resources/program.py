@@ -1,4 +1,5 @@
-"""A program that uses the Python package, for sweeps over refused resources. usage: program.py ADDRESS RANK"""
+"""A program that uses the Python package, for sweeps over refused resources. usage: program.py ADDRESS
+RANK"""
 import ctypes
 import hashlib
 import sys
@@ -6,7 +7,8 @@ import sys
 import gradwire
 import numpy
 
-tensors = [((numpy.arange(1 << 15) * 7 + i * 5) % 17 - 8).astype(numpy.float32).reshape(256, 128) for i in range(2)]
+tensors = [((numpy.arange(1 << 15) * 7 + i * 5) % 17 - 8).astype(numpy.float32).reshape(256, 128)
+           for i in range(2)]
 begin = getattr(ctypes.CDLL(None), "refuse_begin", None)
 if begin is not None:
     begin()

@@ -16,9 +16,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integratio
 from launch import free_port  # noqa: E402
 from sweep import Case, KINDS, one_line_errors, refused_or_lost, sweep  # noqa: E402
 
-FLAGS = ["--data", "synthetic:64", "--batch-size", "8", "--device", "host", "--width", "128", "--depth", "1", "--heads",
-         "2", "--mlp", "256", "--steps", "3", "--timeout-s", "3", "--log", "run.jsonl", "--compression",
-         "powersgd:rank=2,schedule=ring", "--seed", "3"]
+FLAGS = [
+    "--data", "synthetic:64", "--batch-size", "8", "--device", "host", "--width", "128", "--depth", "1",
+    "--heads", "2", "--mlp", "256", "--steps", "3", "--timeout-s", "3", "--log", "run.jsonl", "--compression",
+    "powersgd:rank=2,schedule=ring", "--seed", "3"
+]
 
 
 def last_hash(folder, _):
@@ -32,7 +34,8 @@ def last_hash(folder, _):
 
 def process_environments(world):
     port = str(free_port())
-    return [{"RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} for r in range(world)]
+    return [{"RANK": str(r), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            for r in range(world)]
 
 
 def cases(gradwire):
@@ -41,11 +44,14 @@ def cases(gradwire):
     elastic = [*single, "--elastic", "1:2"]
     yield Case("threads", [threads], result=last_hash, clean=one_line_errors)
     for victim in (0, 1):
-        yield Case(f"processes{victim}", [single, single], victim, process_environments(2), last_hash, clean=one_line_errors)
-    yield Case("shard", [[*single, "--ranks", "2", "--shard", "full", "--checkpoint", "saved"]], result=last_hash, clean=one_line_errors)
+        yield Case(f"processes{victim}", [single, single], victim, process_environments(2), last_hash,
+                   clean=one_line_errors)
+    yield Case("shard", [[*single, "--ranks", "2", "--shard", "full", "--checkpoint", "saved"]],
+               result=last_hash, clean=one_line_errors)
     # The surviving rank may have other weights, because it had other data.
     for victim in (0, 1):
-        yield Case(f"elastic{victim}", [elastic, elastic], victim, process_environments(2), clean=one_line_errors)
+        yield Case(f"elastic{victim}", [elastic, elastic], victim, process_environments(2),
+                   clean=one_line_errors)
 
 
 def printed(_, outputs):
@@ -57,8 +63,9 @@ def program_cases(program):
         yield Case(f"c-{name}", [[program, spec, "local"]], result=printed, later=True, clean=refused_or_lost)
     for victim in (0, 1):
         address = f"tcp://127.0.0.1:{free_port()}"
-        yield Case(f"c-process{victim}", [[program, "powersgd:rank=2", address, str(r)] for r in range(2)], victim,
-                   result=printed, later=True, clean=refused_or_lost)
+        yield Case(f"c-process{victim}",
+                   [[program, "powersgd:rank=2", address, str(r)] for r in range(2)], victim, result=printed,
+                   later=True, clean=refused_or_lost)
 
 
 def python_cases(package, shared):
@@ -94,12 +101,16 @@ def main():
     for case in all_cases:
         if options.case and case.name != options.case:
             continue
-        # Small allocations are too many and too similar to refuse each of them. They are not refused in Python,
-        # whose interpreter ends the process itself.
-        most = {kind: None if options.all else options.most for kind in ([options.kind] if options.kind else KINDS)}
+        # Small allocations are too many and too similar to refuse each of them. They are not refused in
+        # Python, whose interpreter ends the process itself.
+        most = {
+            kind: None if options.all else options.most
+            for kind in ([options.kind] if options.kind else KINDS)
+        }
         if "small" in most and not options.kind:
             few = 150 if options.all else 4
-            most["small"] = 0 if case.name.startswith("python") else options.small if options.small is not None else few
+            most["small"] = 0 if case.name.startswith(
+                "python") else options.small if options.small is not None else few
         counts, failed = sweep(case, os.path.abspath(options.library), most)
         total += sum(counts.values())
         failures += failed

@@ -1,15 +1,13 @@
 /* A library for LD_PRELOAD that refuses the n-th request for a resource, as an exhausted machine does.
  *
- * GRADWIRE_REFUSE=KIND:N   refuses request N of KIND, counted from 1 over all threads; KIND:N+ also all later ones
- *                        (none:0 refuses nothing)
- * GRADWIRE_REFUSE_LOG=FILE gets a line "refused KIND N" at the refusal, and "seen KIND COUNT" for each kind when the
- *                        process ends
- * GRADWIRE_REFUSE_LATER=1  counts only after the program has called refuse_begin(), found by dlsym(); otherwise
- *                        from main() on, because before that CUDA's runtime registers the kernels, and crashes if that
- *                        allocation fails
+ * GRADWIRE_REFUSE=KIND:N   refuses request N of KIND, counted from 1 over all threads; KIND:N+ also all later
+ * ones (none:0 refuses nothing) GRADWIRE_REFUSE_LOG=FILE gets a line "refused KIND N" at the refusal, and
+ * "seen KIND COUNT" for each kind when the process ends GRADWIRE_REFUSE_LATER=1  counts only after the
+ * program has called refuse_begin(), found by dlsym(); otherwise from main() on, because before that CUDA's
+ * runtime registers the kernels, and crashes if that allocation fails
  *
- * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write (regular files), sync
- * (fsync, ftruncate), rename. */
+ * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write
+ * (regular files), sync (fsync, ftruncate), rename. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -37,13 +35,16 @@ static const char* const names[kKinds] = {"malloc", "small", "mmap",  "thread", 
 static int wanted = -1;
 static atomic_long seen[kKinds];
 
-void refuse_begin(void) { atomic_store(&counting, 1); }
+void refuse_begin(void) {
+  atomic_store(&counting, 1);
+}
 
 static void log_line(const char* word, const char* kind, long n) {
   if (log_path[0] == 0) return;
   char line[64];
   const int bytes = snprintf(line, sizeof line, "%s %s %ld\n", word, kind, n);
-  const int file = (int)syscall(SYS_openat, AT_FDCWD, log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  const int file =
+      (int)syscall(SYS_openat, AT_FDCWD, log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   if (file < 0) return;
   syscall(SYS_write, file, line, (size_t)bytes);
   syscall(SYS_close, file);
@@ -56,7 +57,8 @@ __attribute__((constructor)) static void read_environment(void) {
   if (colon == NULL) return;
   if (path != NULL && strlen(path) < sizeof log_path) strcpy(log_path, path);
   for (int k = 0; k < kKinds; ++k) {
-    if (strncmp(what, names[k], (size_t)(colon - what)) == 0 && strlen(names[k]) == (size_t)(colon - what)) wanted = k;
+    if (strncmp(what, names[k], (size_t)(colon - what)) == 0 && strlen(names[k]) == (size_t)(colon - what))
+      wanted = k;
   }
   at = atol(colon + 1);
   from_then_on = what[strlen(what) - 1] == '+';
@@ -96,15 +98,17 @@ static void* early_memory(size_t bytes) {
   const size_t begin = atomic_fetch_add(&early_used, (bytes + 31) / 16 * 16);
   return begin + bytes <= sizeof early ? early + (begin + 15) / 16 * 16 : NULL;
 }
-static int is_early(const void* p) { return (const char*)p >= early && (const char*)p < early + sizeof early; }
+static int is_early(const void* p) {
+  return (const char*)p >= early && (const char*)p < early + sizeof early;
+}
 
 static __thread int looking_up;
-#define NEXT(name)                                    \
-  static __typeof__(&name) next;                      \
-  if (next == NULL) {                                 \
-    ++looking_up;                                     \
+#define NEXT(name)                                     \
+  static __typeof__(&name) next;                       \
+  if (next == NULL) {                                  \
+    ++looking_up;                                      \
     next = (__typeof__(&name))dlsym(RTLD_NEXT, #name); \
-    --looking_up;                                     \
+    --looking_up;                                      \
   }
 
 static int no_memory(size_t bytes) {
@@ -126,7 +130,10 @@ void* realloc(void* p, size_t bytes) {
   NEXT(realloc)
   if (is_early(p)) {
     void* fresh = malloc(bytes);
-    if (fresh != NULL) memcpy(fresh, p, bytes < (size_t)(early + sizeof early - (char*)p) ? bytes : (size_t)(early + sizeof early - (char*)p));
+    if (fresh != NULL)
+      memcpy(fresh, p,
+             bytes < (size_t)(early + sizeof early - (char*)p) ? bytes
+                                                               : (size_t)(early + sizeof early - (char*)p));
     return fresh;
   }
   return no_memory(bytes) ? NULL : next(p, bytes);
@@ -150,7 +157,8 @@ void* mmap(void* address, size_t bytes, int protection, int flags, int file, off
   return (void*)syscall(SYS_mmap, address, bytes, protection, flags, file, offset);
 }
 
-int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*), void* argument) {
+int pthread_create(pthread_t* thread, const pthread_attr_t* attributes, void* (*body)(void*),
+                   void* argument) {
   NEXT(pthread_create)
   return refused(kThread, EAGAIN) ? EAGAIN : next(thread, attributes, body, argument);
 }
@@ -168,13 +176,13 @@ int accept4(int listener, struct sockaddr* address, socklen_t* length, int flags
   return refused(kAccept, EMFILE) ? -1 : next(listener, address, length, flags);
 }
 
-#define MODE(flags)                                              \
-  mode_t mode = 0;                                               \
-  if (((flags) & (O_CREAT | O_TMPFILE)) != 0) {                  \
-    va_list rest;                                                \
-    va_start(rest, flags);                                       \
-    mode = va_arg(rest, mode_t);                                 \
-    va_end(rest);                                                \
+#define MODE(flags)                             \
+  mode_t mode = 0;                              \
+  if (((flags) & (O_CREAT | O_TMPFILE)) != 0) { \
+    va_list rest;                               \
+    va_start(rest, flags);                      \
+    mode = va_arg(rest, mode_t);                \
+    va_end(rest);                               \
   }
 int open(const char* path, int flags, ...) {
   MODE(flags)
@@ -214,11 +222,23 @@ size_t fwrite(const void* data, size_t size, size_t count, FILE* file) {
 ssize_t pwrite(int file, const void* data, size_t bytes, off_t at_byte) {
   return full(file) ? -1 : syscall(SYS_pwrite64, file, data, bytes, at_byte);
 }
-ssize_t pwrite64(int file, const void* data, size_t bytes, off_t at_byte) { return pwrite(file, data, bytes, at_byte); }
+ssize_t pwrite64(int file, const void* data, size_t bytes, off_t at_byte) {
+  return pwrite(file, data, bytes, at_byte);
+}
 
-int fsync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fsync, file); }
-int fdatasync(int file) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fdatasync, file); }
-int ftruncate(int file, off_t bytes) { return refused(kSync, EIO) ? -1 : (int)syscall(SYS_ftruncate, file, bytes); }
-int ftruncate64(int file, off_t bytes) { return ftruncate(file, bytes); }
+int fsync(int file) {
+  return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fsync, file);
+}
+int fdatasync(int file) {
+  return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fdatasync, file);
+}
+int ftruncate(int file, off_t bytes) {
+  return refused(kSync, EIO) ? -1 : (int)syscall(SYS_ftruncate, file, bytes);
+}
+int ftruncate64(int file, off_t bytes) {
+  return ftruncate(file, bytes);
+}
 /* As between two file systems, after a mount. */
-int rename(const char* from, const char* to) { return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to); }
+int rename(const char* from, const char* to) {
+  return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to);
+}

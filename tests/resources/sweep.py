@@ -9,12 +9,15 @@ import subprocess
 import tempfile
 import threading
 
-KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "open", "write", "sync", "rename")
-LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE")
+KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "open", "write", "sync",
+         "rename")
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
+             "PMI_SIZE")
 # The C library ends the process when a thread's first object with a destructor cannot be registered.
 C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
 LIMIT_S = 60  # a program that takes longer hangs: its deadlines are a few seconds
-CRASHES = re.compile(r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
+CRASHES = re.compile(
+    r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
 
 
 class Case:
@@ -35,8 +38,8 @@ class Outcome:
 
 
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
-    """Runs once with request `at` of `kind` refused. Outcome.what is right, error, crash, hang, unclean, wrong, or
-    "c library" if the C library ended the process."""
+    """Runs once with request `at` of `kind` refused. Outcome.what is right, error, crash, hang, unclean,
+    wrong, or "c library" if the C library ended the process."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
     processes = []
@@ -48,7 +51,8 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
             environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")
             environment.update(extra or {})
             if i == case.victim:
-                environment.update(LD_PRELOAD=str(library), GRADWIRE_REFUSE=f"{kind}:{at}", GRADWIRE_REFUSE_LOG=str(log))
+                environment.update(LD_PRELOAD=str(library), GRADWIRE_REFUSE=f"{kind}:{at}",
+                                   GRADWIRE_REFUSE_LOG=str(log))
                 if case.later:
                     environment["GRADWIRE_REFUSE_LATER"] = "1"
             processes.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE,
@@ -73,13 +77,15 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         lines = log.read_text().splitlines() if log.exists() else []
         refused = any(line.startswith("refused") for line in lines)
         seen = {line.split()[1]: int(line.split()[2]) for line in lines if line.startswith("seen")}
-        text = "\n".join(f"[{i}] code {code}: {out[-300:]} | {err[-1500:]}" for i, (code, out, err) in enumerate(said))
+        text = "\n".join(f"[{i}] code {code}: {out[-300:]} | {err[-1500:]}"
+                         for i, (code, out, err) in enumerate(said))
         what, detail = "right", ""
         if hung:
             what, detail = "hang", text
         elif kind == "small" and C_LIBRARY in text:
             what, detail = "c library", text
-        elif any(code < 0 or code > 2 for code, _, _ in said) or any(CRASHES.search(out + err) for _, out, err in said):
+        elif any(code < 0 or code > 2
+                 for code, _, _ in said) or any(CRASHES.search(out + err) for _, out, err in said):
             what, detail = "crash", text
         elif any(code != 0 for code, _, _ in said):
             wrong = case.clean(said)
@@ -111,7 +117,8 @@ def sweep(case, library, most, extra=None):
         if some is None:
             points = [(at, then) for at in range(1, count + 1) for then in ("", "+")]
         else:
-            points = [(at, "+" if i % 2 and kind != "small" else "") for i, at in enumerate(chosen(count, some))]
+            points = [(at, "+" if i % 2 and kind != "small" else "")
+                      for i, at in enumerate(chosen(count, some))]
         for at, then in points:
             outcome = run(case, library, kind, f"{at}{then}", extra)
             if not outcome.refused:
@@ -121,7 +128,8 @@ def sweep(case, library, most, extra=None):
                 outcome.what, outcome.detail = "wrong", f"{outcome.result} instead of {first.result}"
             counts[kind, outcome.what] += 1
             if outcome.what not in ("right", "error", "c library"):
-                failures.append(f"{case.name}: {kind} {at}{then} of {count}: {outcome.what}: {outcome.detail}")
+                failures.append(
+                    f"{case.name}: {kind} {at}{then} of {count}: {outcome.what}: {outcome.detail}")
         if count > 0:
             print(f"{case.name:12} {kind:8} {n:5} of {count:5} " +
                   " ".join(f"{what} {c}" for (k, what), c in sorted(counts.items()) if k == kind), flush=True)
@@ -140,7 +148,8 @@ def one_line_errors(outputs):
 
 
 def refused_or_lost(outputs):
-    """Also checks that the last line has the status that gradwire.h specifies for a refused resource or a lost rank."""
+    """Also checks that the last line has the status that gradwire.h specifies for a refused resource or a
+    lost rank."""
     for code, _, err in outputs:
         last = (err.splitlines() or [""])[-1]
         if code != 0 and not re.search("GW_NO_MEMORY|GW_COMM_FAILED|rank [01]: $", last):

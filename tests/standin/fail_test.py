@@ -3,9 +3,9 @@
 
     fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME]
 
-GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. It must fail with a message that
-names the failing call, or end with the losses of a run without a failure, where the call is one of IGNORED.
---every K: only every K-th call, from a start that differs between runs.
+GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. It must fail with a
+message that names the failing call, or end with the losses of a run without a failure, where the call is one
+of IGNORED. --every K: only every K-th call, from a start that differs between runs.
 """
 import argparse
 import concurrent.futures
@@ -19,8 +19,10 @@ import sys
 import tempfile
 
 DEADLINE_S = 60
-SMALL = ["--data", "synthetic:16", "--batch-size", "4", "--eval-batch-size", "4", "--width", "16", "--depth", "1", "--heads", "2",
-         "--mlp", "16", "--steps", "2", "--timeout-s", "10"]
+SMALL = [
+    "--data", "synthetic:16", "--batch-size", "4", "--eval-batch-size", "4", "--width", "16", "--depth", "1",
+    "--heads", "2", "--mlp", "16", "--steps", "2", "--timeout-s", "10"
+]
 # name: (ranks, flags, error)
 RUNS = {
     "plain": (1, "", "cudaErrorIllegalAddress:sticky"),
@@ -45,7 +47,8 @@ def callers(gradwire, offsets):
     """The functions that led to the failed call, innermost first."""
     if shutil.which("addr2line") is None or not offsets:
         return ""
-    out = subprocess.run(["addr2line", "-Cfe", gradwire, *offsets[3:9]], capture_output=True, text=True).stdout
+    out = subprocess.run(["addr2line", "-Cfe", gradwire, *offsets[3:9]], capture_output=True,
+                         text=True).stdout
     return " < ".join(name.split("(")[0] for name in out.splitlines()[::2])
 
 
@@ -57,7 +60,11 @@ def run(gradwire, name, number, folder):
     if number:
         environment["GRADWIRE_STANDIN_FAIL"] = f"{number}:{error}"
     try:
-        command = [gradwire, "train", *SMALL, "--device", "cuda", "--ranks", str(ranks), "--log", str(records)]
+        command = [
+            gradwire, "train", *SMALL, "--device", "cuda", "--ranks",
+            str(ranks), "--log",
+            str(records)
+        ]
         result = subprocess.run(command + flags.split(), env=environment, capture_output=True, text=True,
                                 timeout=DEADLINE_S)
     except subprocess.TimeoutExpired:
@@ -90,7 +97,12 @@ def problem(gradwire, name, number, folder, expected_losses):
     # After a sticky error every call fails, and another thread may be the first to report it.
     error = RUNS[name][2]
     expected = error.split(":")[0] if error.endswith(":sticky") else failed
-    if expected not in text and failed not in text and "CUBLAS_STATUS" not in text and "a status of the stand-in" not in text:
+    if (
+        expected not in text
+        and failed not in text
+        and "CUBLAS_STATUS" not in text
+        and "a status of the stand-in" not in text
+    ):
         return f"{where}: the message does not name {expected}: {text[-400:]}"
     return None
 
@@ -110,9 +122,13 @@ def main():
                 print(f"{name}: fails without a planted failure: {text}")
                 return 1
             numbers = range(1 + index % options.every, calls + 1, options.every)
-            problems = [p for p in pool.map(lambda n: problem(options.gradwire, name, n, folder, losses), numbers) if p]
+            problems = [
+                p for p in pool.map(lambda n: problem(options.gradwire, name, n, folder, losses), numbers)
+                if p
+            ]
             failures += len(problems)
-            print(f"{name}: {calls} calls, {len(numbers)} of them made to fail, {len(problems)} problems", flush=True)
+            print(f"{name}: {calls} calls, {len(numbers)} of them made to fail, {len(problems)} problems",
+                  flush=True)
             for text in problems[:40]:
                 print("  " + text.replace("\n", " | "))
     return 1 if failures else 0

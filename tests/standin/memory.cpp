@@ -4,7 +4,7 @@
 // when an operation that may touch the device's memory runs, and inaccessible again when no operation runs.
 // So the host faults when it uses device memory, except while some stream's operation is running; and because
 // operations run only when the host waits, or a few milliseconds after they were enqueued, a host that
-// forgets to wait faults, too. Addresses are never used twice: a use after cudaFree faults as well. New
+// forgets to wait also faults. Addresses are never used twice: a use after cudaFree faults as well. New
 // memory is filled with NaN (0xff bytes).
 #include <fmt/format.h>
 #include <signal.h>

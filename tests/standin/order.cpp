@@ -39,7 +39,7 @@ struct Order {
   std::vector<std::shared_ptr<Ticket>> demands;  // what host threads wait for
   std::vector<Worker*> idle;
   bool running = false;  // a worker runs operations
-  bool overdue = false;  // operations run although nobody waits
+  bool overdue = false;  // operations run although no thread waits
   bool timer_set = false, timer_runs = false;
   bool ended = false;  // the process exits: nothing runs any more, and nothing is waited for
   Clock::time_point due{};
@@ -238,7 +238,7 @@ bool anything_enqueued() {
   return any;
 }
 
-// Lets operations run that nobody waits for, some time after they were enqueued.
+// Runs operations that no thread waits for, some time after they were enqueued.
 void watch_time() {
   Lock lock(machine().mutex);
   while (true) {
@@ -365,7 +365,7 @@ void let_other_streams_run() {
   CUstream_st& mine = *running_stream;
   mine.waiting = this_worker;
   const std::string name = mine.queue.front().name;
-  order().overdue = true;  // else it would wait for work that nobody waits for
+  order().overdue = true;  // otherwise it would wait for work that no thread waits for
   CUstream_st* const next = choose();
   if (order().ended) {
     order().running = false;

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """The Python package on simulated GPUs: XLA's calls of gradwire.jax on platform CUDA, and CUDA arrays.
 
-GRADWIRE_LIBRARY is build/standin/libgradwire.so, which LD_PRELOAD loads: dlopen() has no room for the thread-local memory
-that its kernels' shared memory is. Needs GRADWIRE_STANDIN_GPUS of 4 or more and
+GRADWIRE_LIBRARY is build/standin/libgradwire.so, which LD_PRELOAD loads: dlopen() has no room for the
+thread-local memory that its kernels' shared memory is. Needs GRADWIRE_STANDIN_GPUS of 4 or more and
 CUDA_DEVICE_MAX_CONNECTIONS=32, and neither JAX nor PyTorch.
 """
 from __future__ import annotations
@@ -34,10 +34,12 @@ def part(spec: str = "fp32", dtype: str = "float32", keeps: bool = False, op: st
 HELD_PLAN = [part(), part(SPECS[1], keeps=True)]
 
 
-def average(ordinal: int, stream: Optional[Stream], arrays: List[Array], plan: List[Dict[str, Any]]) -> Optional[xla.Failure]:
+def average(ordinal: int, stream: Optional[Stream], arrays: List[Array],
+            plan: List[Dict[str, Any]]) -> Optional[xla.Failure]:
     """Calls the handler as XLA does: with a token, of which it reads nothing, before the arrays."""
     token = (8, 1)
-    return xla.call("CUDA" if stream is not None else "cpu", ordinal, stream.handle if stream is not None else 0,
+    return xla.call("CUDA" if stream is not None else "cpu", ordinal,
+                    stream.handle if stream is not None else 0,
                     [token, *((array.data_ptr(), array.numel()) for array in arrays)], plan)
 
 
@@ -81,7 +83,8 @@ class CudaCalls(Bits):
                 self.assertIsNone(average(rank, stream, arrays, plan))
                 for array, dtype in zip(arrays, DTYPES):
                     scale = world if dtype == "float32" else 1
-                    self.same(array.read(stream), encode([x * scale for x in mean(world, COUNT)], dtype), dtype)
+                    self.same(array.read(stream), encode([x * scale for x in mean(world, COUNT)], dtype),
+                              dtype)
                     array.free()
 
         self.each_world(rank_of)
@@ -92,8 +95,11 @@ class CudaCalls(Bits):
                 stream = None if device is None else stack.enter_context(Stream(device))
                 bits = []
                 for spec in SPECS:
-                    arrays = [Array(device, numbers(rank, COUNT)), Array(device, numbers(rank + 50, COUNT), "float16"),
-                              residual_of(rank, device)]
+                    arrays = [
+                        Array(device, numbers(rank, COUNT)),
+                        Array(device, numbers(rank + 50, COUNT), "float16"),
+                        residual_of(rank, device)
+                    ]
                     for array in arrays if stream is not None else []:
                         array.write(stream)
                     plan = [part(spec, keeps=True), part(spec, "float16")]
@@ -115,13 +121,19 @@ class CudaCalls(Bits):
             self.same(means, [means[0]] * world, world)
 
     def held_call(self, rank: int, call_on: Callable[[Stream, Stream], Stream]) -> List[bytes]:
-        """Results of three calls whose stream is stopped before its arrays are written. Afterwards they are overwritten.
+        """Results of three calls whose stream is stopped before its arrays are written. Afterwards they are
+        overwritten.
 
-        A call before them, on the same stream, builds the programs of these arrays, for which calls wait for each other.
+        A call before them, on the same stream, builds the programs of these arrays, for which calls wait for
+        each other.
         """
         results = []
         with Stream(rank) as stream, Stream(rank) as other:
-            arrays = [Array(rank, numbers(rank, COUNT)), Array(rank, numbers(rank + 50, COUNT)), residual_of(rank, rank)]
+            arrays = [
+                Array(rank, numbers(rank, COUNT)),
+                Array(rank, numbers(rank + 50, COUNT)),
+                residual_of(rank, rank)
+            ]
             copies = [Pinned(array.bytes) for array in arrays]
             self.assertIsNone(average(rank, call_on(stream, other), arrays, HELD_PLAN))
             for _ in range(3):
@@ -141,14 +153,19 @@ class CudaCalls(Bits):
                 self.assertIsNone(failure)
                 results += [copy.read() for copy in copies]
             for owned in (*arrays, *copies):
-                self.addCleanup(owned.free)  # waits for all streams, and those of other ranks may still be stopped
+                # waits for all streams, and those of other ranks may still be stopped
+                self.addCleanup(owned.free)
         return results
 
     @staticmethod
     def host_calls(world: int) -> List[List[bytes]]:
         """What held_call() returns where its stream is right."""
         def rank_of(rank: int) -> List[bytes]:
-            arrays = [Array(None, numbers(rank, COUNT)), Array(None, numbers(rank + 50, COUNT)), residual_of(rank, None)]
+            arrays = [
+                Array(None, numbers(rank, COUNT)),
+                Array(None, numbers(rank + 50, COUNT)),
+                residual_of(rank, None)
+            ]
             assert average(rank, None, arrays, HELD_PLAN) is None
             return [array.read() for array in arrays] * 3
 
@@ -197,8 +214,10 @@ class CudaCalls(Bits):
             expect(average(3, stream, [array], [part()]), xla.ABORTED, "no communicator for device 3")
             expect(average(0, stream, [array], [part("int9")]), xla.INVALID_ARGUMENT, "int9")
             expect(xla.call("CUDA", 0, None, here, [part()]), xla.ABORTED, "this executor has no stream")
-            expect(xla.call("CUDA", 0, stream.handle, here, [part()], results=[8, 16]), xla.ABORTED, "did not alias operand 1")
-            expect(average(0, stream, [array], [{**part(), "devices": 2}]), xla.ABORTED, "over 2 of 1 devices")
+            expect(xla.call("CUDA", 0, stream.handle, here, [part()], results=[8, 16]), xla.ABORTED,
+                   "did not alias operand 1")
+            expect(average(0, stream, [array], [{**part(), "devices": 2}]), xla.ABORTED,
+                   "over 2 of 1 devices")
             cuda("cudaStreamBeginCapture", stream.handle, 1)
             failure = average(0, stream, [array], [part()])
             graph = simulated.c_void_p()
@@ -219,8 +238,8 @@ class CudaCalls(Bits):
                     array.free()
 
             together(2, fails)
-            expect(xla.call("CUDA", 0, 1, [(8, 1)], [{"alone": "compress at t.py:1", "devices": 0}]), xla.ABORTED,
-                   "compiled in a world of 1")
+            expect(xla.call("CUDA", 0, 1, [(8, 1)], [{"alone": "compress at t.py:1", "devices": 0}]),
+                   xla.ABORTED, "compiled in a world of 1")
 
     def test_xla_may_not_capture_calls(self) -> None:
         for platform in ("CUDA", "cpu"):
@@ -298,7 +317,8 @@ class CudaArrays(Bits):
 
 class Doctor(unittest.TestCase):
     def doctor(self, gpus: int) -> str:
-        found = subprocess.run([sys.executable, "-m", "gradwire.doctor"], stdout=subprocess.PIPE, universal_newlines=True,
+        found = subprocess.run([sys.executable, "-m", "gradwire.doctor"], stdout=subprocess.PIPE,
+                               universal_newlines=True,
                                env={**os.environ, "GRADWIRE_STANDIN_GPUS": str(gpus)})
         self.assertEqual(found.returncode, 0, found.stdout)
         self.assertIn("the mean is right", found.stdout)

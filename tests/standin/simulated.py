@@ -1,4 +1,5 @@
-"""The stand-in's CUDA runtime through ctypes: arrays on simulated GPUs, streams, and threads that are ranks."""
+"""The stand-in's CUDA runtime through ctypes: arrays on simulated GPUs, streams, and threads that are
+ranks."""
 from __future__ import annotations
 
 import concurrent.futures
@@ -94,7 +95,8 @@ class Stream:
 
 
 class Array:
-    """A contiguous array on a device, or on the host (device=None). The package takes it for a tensor of PyTorch."""
+    """A contiguous array on a device, or on the host (device=None). The package takes it for a tensor of
+    PyTorch."""
 
     SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

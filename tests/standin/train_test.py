@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""`gradwire train --device cuda` on pretended GPUs has the losses of the host: to 1e-6 in FP32, to 1e-4 in BF16.
+"""`gradwire train --device cuda` on pretended GPUs has the losses of the host: to 1e-6 in FP32, to 1e-4 in
+BF16.
 
     train_test.py GRADWIRE [few]
 
@@ -12,8 +13,10 @@ import subprocess
 import sys
 import tempfile
 
-SMALL = ["--data", "synthetic:64", "--batch-size", "8", "--eval-batch-size", "16", "--width", "16", "--depth", "2", "--heads", "2",
-         "--mlp", "32", "--steps", "3"]
+SMALL = [
+    "--data", "synthetic:64", "--batch-size", "8", "--eval-batch-size", "16", "--width", "16", "--depth", "2",
+    "--heads", "2", "--mlp", "32", "--steps", "3"
+]
 # (ranks, flags, run by ctest)
 VARIANTS = [
     (1, "", True),
@@ -49,17 +52,21 @@ REFUSED = [
 
 def start(gradwire, device, ranks, flags, log):
     environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks if device == "cuda" else 0))
-    return subprocess.run([gradwire, "train", *SMALL, "--device", device, "--ranks", str(ranks), *flags.split(), "--log", log],
-                          env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [gradwire, "train", *SMALL, "--device", device, "--ranks",
+         str(ranks), *flags.split(), "--log", log], env=environment, capture_output=True, text=True,
+        timeout=300)
 
 
 def losses(gradwire, device, ranks, flags, folder):
     log = pathlib.Path(folder) / f"{device}.jsonl"
     result = start(gradwire, device, ranks, flags, str(log))
     if result.returncode != 0:
-        raise AssertionError(f"--device {device} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+        raise AssertionError(
+            f"--device {device} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    return [r["loss"] for r in records if r["type"] == "step"] + [r["test_loss"] for r in records if r["type"] == "eval"]
+    return [r["loss"] for r in records if r["type"] == "step"
+            ] + [r["test_loss"] for r in records if r["type"] == "eval"]
 
 
 def difference(gradwire, ranks, flags):
@@ -89,7 +96,10 @@ def main():
             result = start(gradwire, "cuda", ranks, flags, f"{folder}/log.jsonl")
         refused = result.returncode != 0 and text in result.stderr
         failures += not refused
-        print(f"{ranks} ranks {flags}: {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}")
+        print(
+            f"{ranks} ranks {flags}:"
+            f" {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}"
+        )
     return 1 if failures else 0
 
 

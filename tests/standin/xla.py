@@ -16,10 +16,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 INVALID_ARGUMENT, ABORTED, UNIMPLEMENTED = 3, 10, 12  # XLA_FFI_Error_Code
 # The functions of XLA_FFI_Api, version 0.3, in the order of its header.
-FUNCTIONS = ("Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get", "Type_Register",
-             "ExecutionContext_Get", "State_Set", "State_Get", "DeviceMemory_Allocate", "DeviceMemory_Free",
-             "ThreadPool_Schedule", "ThreadPool_NumThreads", "Future_Create", "Future_SetAvailable", "Future_SetError", "RunId_Get",
-             "DeviceOrdinal_Get")
+FUNCTIONS = ("Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get",
+             "Type_Register", "ExecutionContext_Get", "State_Set", "State_Get", "DeviceMemory_Allocate",
+             "DeviceMemory_Free", "ThreadPool_Schedule", "ThreadPool_NumThreads", "Future_Create",
+             "Future_SetAvailable", "Future_SetError", "RunId_Get", "DeviceOrdinal_Get")
 
 _targets: Dict[str, int] = {}  # addresses of the registered functions, by platform
 
@@ -32,7 +32,8 @@ def _register(name: str, capsule: object, *, platform: str) -> None:
 
 jax = types.ModuleType("jax")
 jax.ffi = types.SimpleNamespace(register_ffi_target=_register)  # type: ignore[attr-defined]
-jax.profiler = types.SimpleNamespace(TraceAnnotation=lambda *_, **__: contextlib.nullcontext())  # type: ignore[attr-defined]
+jax.profiler = types.SimpleNamespace(
+    TraceAnnotation=lambda *_, **__: contextlib.nullcontext())  # type: ignore[attr-defined]
 jax.clear_caches = lambda: None  # type: ignore[attr-defined]
 sys.modules["jax"] = jax
 
@@ -96,8 +97,9 @@ class _Api(ctypes.Structure):
 
 # What the handlers do not call is null, so that a call of it ends the process.
 _api = _Api(ctypes.sizeof(_Api), None, ffi._Version(ctypes.sizeof(ffi._Version), None, 0, 3), None,
-            (c_void_p * len(FUNCTIONS))(*(ctypes.cast(_callbacks[name], c_void_p).value if name in _callbacks else None
-                                          for name in FUNCTIONS)))
+            (c_void_p *
+             len(FUNCTIONS))(*(ctypes.cast(_callbacks[name], c_void_p).value if name in _callbacks else None
+                               for name in FUNCTIONS)))
 
 
 def _invoke(platform: str, frame: ffi._CallFrame) -> Optional[Failure]:
@@ -108,8 +110,10 @@ def _invoke(platform: str, frame: ffi._CallFrame) -> Optional[Failure]:
 
 
 def _buffers(addresses: Sequence[int], counts: Sequence[int]) -> ffi._Buffers:
-    made = [ffi._Buffer(struct_size=ctypes.sizeof(ffi._Buffer), data=address, rank=1, dims=(ctypes.c_int64 * 1)(count))
-            for address, count in zip(addresses, counts)]
+    made = [
+        ffi._Buffer(struct_size=ctypes.sizeof(ffi._Buffer), data=address, rank=1,
+                    dims=(ctypes.c_int64 * 1)(count)) for address, count in zip(addresses, counts)
+    ]
     return ffi._Buffers(struct_size=ctypes.sizeof(ffi._Buffers), size=len(made),
                         buffers=(POINTER(ffi._Buffer) * len(made))(*map(ctypes.pointer, made)))
 
@@ -121,7 +125,8 @@ def _span(text: str) -> ffi._Span:
 
 def call(platform: str, ordinal: int, stream: Optional[int], arrays: Sequence[Tuple[int, int]],
          plan: List[Dict[str, Any]], *, results: Optional[Sequence[int]] = None) -> Optional[Failure]:
-    """Executes the custom call on a device: (address, elements) of its arrays, in place unless `results` are elsewhere."""
+    """Executes the custom call on a device: (address, elements) of its arrays, in place unless `results` are
+    elsewhere."""
     addresses, counts = [address for address, _ in arrays], [count for _, count in arrays]
     name, value = _span("plan"), _span(json.dumps(plan))
     attributes = ffi._Attributes(
@@ -141,7 +146,8 @@ def metadata(platform: str) -> Tuple[int, int, int]:
     about = ffi._Metadata(struct_size=ctypes.sizeof(ffi._Metadata), traits=0xff)
     extension = ffi._MetadataExtension(
         ffi._Base(ctypes.sizeof(ffi._MetadataExtension), ffi._METADATA, None), ctypes.pointer(about))
-    failed = _invoke(platform, ffi._CallFrame(extensions=ctypes.cast(ctypes.pointer(extension), POINTER(ffi._Base))))
+    failed = _invoke(platform,
+                     ffi._CallFrame(extensions=ctypes.cast(ctypes.pointer(extension), POINTER(ffi._Base))))
     assert failed is None, failed
     return about.version.major, about.version.minor, about.traits
 

@@ -21,7 +21,8 @@ def _op(op: str) -> int:
 
 
 class _Next(threading.local):
-    # Set by Communicator.start(): the communicator, and the handle for its next collective call on this thread.
+    # Set by Communicator.start(): the communicator, and the handle for its next collective call on this
+    # thread.
     request: "Optional[Tuple[Communicator, ctypes.c_void_p]]" = None
     owner: Any = None  # see calls_of()
 
@@ -49,13 +50,14 @@ class _Flag:
         self.value.value = 1
 
 
-def call_options(tag: str = "", residual: Optional[int] = None,
-                 request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
+def call_options(
+        tag: str = "", residual: Optional[int] = None,
+        request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
     """The gw_call_options of a call; None where all are the defaults."""
     if not tag and residual is None and request is None:
         return None
-    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag") or None,
-                               residual=residual, request=request)
+    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag")
+                               or None, residual=residual, request=request)
 
 
 class Communicator(Handle):
@@ -94,15 +96,16 @@ class Communicator(Handle):
         if number != _native.HOST:
             _native.load_nccl()
         where = _native.rendezvous(rendezvous) if rendezvous is not None else None
-        self._create(rendezvous=where, rank=rank, world=world, device=number, timeout_ms=int(timeout_s * 1000),
-                     secret=_native.text(secret, "the secret") or None,
+        self._create(rendezvous=where, rank=rank, world=world, device=number,
+                     timeout_ms=int(timeout_s * 1000), secret=_native.text(secret, "the secret") or None,
                      interface=_native.text(interface, "the interface") or None,
-                     ports=(ctypes.c_int32 * 2)(*ports), shrinkable=int(shrinkable), ranks_per_node=ranks_per_node)
+                     ports=(ctypes.c_int32 * 2)(*ports), shrinkable=int(shrinkable),
+                     ranks_per_node=ranks_per_node)
 
     def _create(self, **fields: Any) -> None:
         handle, cancelled = ctypes.c_void_p(), _Flag()
-        options = _native.CommOptions(size=ctypes.sizeof(_native.CommOptions), cancel=ctypes.pointer(cancelled.value),
-                                      **fields)
+        options = _native.CommOptions(size=ctypes.sizeof(_native.CommOptions),
+                                      cancel=ctypes.pointer(cancelled.value), **fields)
         interruptible(("gw_comm_create", ctypes.byref(options), ctypes.byref(handle)), cancel=cancelled.set,
                       undo=lambda: destroy("gw_comm_destroy", handle))
         self._take(handle)
@@ -170,8 +173,8 @@ class Communicator(Handle):
             raise ValueError(f"timeout_s must be greater than 0, not {timeout_s}")
         handle = ctypes.c_void_p()
         ranks, cancelled = (ctypes.c_int32 * self.world)(), _Flag()
-        interruptible(("gw_comm_shrink", self._handle, max(1, int(timeout_s * 1000)), ctypes.byref(cancelled.value),
-                       ctypes.byref(handle), ranks, self.world),
+        interruptible(("gw_comm_shrink", self._handle, max(1, int(
+            timeout_s * 1000)), ctypes.byref(cancelled.value), ctypes.byref(handle), ranks, self.world),
                       cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
@@ -195,7 +198,8 @@ class Communicator(Handle):
         """Returns the addresses for join(). Give them to trusted processes only: they can have a secret."""
         invitation = self._query().invitation
         if invitation is None:
-            raise _native.BadArgument("no new ranks can join this communicator: create it with shrinkable=True")
+            raise _native.BadArgument(
+                "no new ranks can join this communicator: create it with shrinkable=True")
         return os.fsdecode(invitation)
 
     @property
@@ -262,8 +266,9 @@ class Communicator(Handle):
         try:
             call(*arguments, **options)
             if not handle:
-                raise _native.BadArgument("start() was given a function that makes no collective call of this "
-                                          "communicator or its reducers")
+                raise _native.BadArgument(
+                    "start() was given a function that makes no collective call of this "
+                    "communicator or its reducers")
         except BaseException:
             destroy("gw_request_destroy", handle)
             raise
@@ -416,8 +421,10 @@ class Communicator(Handle):
                              f"{whole_name} has {whole} elements and the {part_name} {part}")
         return (ctypes.c_int64 * self.world)(*counts)
 
-    def _collective(self, function: str, *arguments: object, tag: str, residual: Optional[int] = None) -> None:
-        self._wait_for((function, self._handle, *arguments, call_options(tag, residual, self._take_request())))
+    def _collective(self, function: str, *arguments: object, tag: str,
+                    residual: Optional[int] = None) -> None:
+        self._wait_for((function, self._handle, *arguments, call_options(tag, residual,
+                                                                         self._take_request())))
 
     def _take_request(self) -> "Optional[ctypes._Pointer[ctypes.c_void_p]]":
         """Returns the handle for the request of the next collective call, inside start()."""
@@ -554,7 +561,8 @@ class Reducer(Handle):
                                          bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
                                          shard=int(shard), tag=_native.text(tag, "the tag") or None)
         handle = ctypes.c_void_p()
-        comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec, "the spec"), array, len(tensors),
+        comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec,
+                                                                        "the spec"), array, len(tensors),
                         ctypes.byref(options), ctypes.byref(handle)))
         self._comm = comm
         super().__init__("gw_reducer_destroy", handle)

@@ -17,7 +17,8 @@ _METADATA = 1  # XLA_FFI_Extension_Metadata
 _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 _STRING = 4  # XLA_FFI_AttrType_STRING
 _ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
-# XLA_FFI_Error_Code_INVALID_ARGUMENT, RESOURCE_EXHAUSTED and UNIMPLEMENTED, by the classes that Gradwire's errors derive from.
+# XLA_FFI_Error_Code_INVALID_ARGUMENT, RESOURCE_EXHAUSTED and UNIMPLEMENTED, by the classes that Gradwire's
+# errors derive from.
 _CODES = ((ValueError, 3), (MemoryError, 8), (NotImplementedError, 12))
 
 
@@ -45,11 +46,13 @@ class _ErrorArguments(ctypes.Structure):
 
 
 class _OrdinalArguments(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("ordinal", c_int32)]
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p),
+                ("ordinal", c_int32)]
 
 
 class _StreamArguments(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p), ("stream", c_void_p)]
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("context", c_void_p),
+                ("stream", c_void_p)]
 
 
 _ErrorCreate = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorArguments))
@@ -58,9 +61,9 @@ _StreamGet = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamArguments))
 
 
 class _Api(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("version", _Version), ("internal", c_void_p),
-                ("error_create", _ErrorCreate), ("others", c_void_p * 3), ("stream_get", _StreamGet),
-                ("more", c_void_p * 12), ("ordinal_get", _OrdinalGet)]
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("version", _Version),
+                ("internal", c_void_p), ("error_create", _ErrorCreate), ("others", c_void_p * 3),
+                ("stream_get", _StreamGet), ("more", c_void_p * 12), ("ordinal_get", _OrdinalGet)]
 
 
 class _Buffer(ctypes.Structure):
@@ -69,8 +72,8 @@ class _Buffer(ctypes.Structure):
 
 
 class _Buffers(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
-                ("buffers", POINTER(POINTER(_Buffer)))]
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64),
+                ("types", POINTER(c_int)), ("buffers", POINTER(POINTER(_Buffer)))]
 
 
 class _Span(ctypes.Structure):
@@ -81,13 +84,14 @@ class _Span(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64), ("types", POINTER(c_int)),
-                ("names", POINTER(POINTER(_Span))), ("values", POINTER(c_void_p))]
+    _fields_ = [("struct_size", c_size_t), ("extensions", c_void_p), ("size", c_int64),
+                ("types", POINTER(c_int)), ("names", POINTER(POINTER(_Span))), ("values", POINTER(c_void_p))]
 
 
 class _CallFrame(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("extensions", POINTER(_Base)), ("api", POINTER(_Api)), ("context", c_void_p),
-                ("stage", c_int), ("operands", _Buffers), ("results", _Buffers), ("attributes", _Attributes)]
+    _fields_ = [("struct_size", c_size_t), ("extensions", POINTER(_Base)), ("api", POINTER(_Api)),
+                ("context", c_void_p), ("stage", c_int), ("operands", _Buffers), ("results", _Buffers),
+                ("attributes", _Attributes)]
 
 
 class Call(NamedTuple):
@@ -184,4 +188,5 @@ def register(name: str, function: Callable[[Call], None]) -> None:
     for platform in ("cpu", "CUDA"):
         callback = ctypes.CFUNCTYPE(c_void_p, POINTER(_CallFrame))(handler_of(function, platform))
         _kept.append(callback)
-        jax.ffi.register_ffi_target(name, make(ctypes.cast(callback, c_void_p), None, None), platform=platform)
+        jax.ffi.register_ffi_target(name, make(ctypes.cast(callback, c_void_p), None, None),
+                                    platform=platform)

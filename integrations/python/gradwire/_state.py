@@ -38,7 +38,8 @@ class State(NamedTuple):
 
 
 def _walk(view: memoryview) -> Iterator[Tuple[str, int, int, Iterator[Tuple[str, str, memoryview]]]]:
-    """(tensor, rows, cols, its (kind, dtype, elements)) in the memory of a state. The entries must be read first."""
+    """(tensor, rows, cols, its (kind, dtype, elements)) in the memory of a state. The entries must be read
+    first."""
     at = _HEADER.size + _HEADER.unpack_from(view)[-1]
 
     def text(size: int) -> str:
@@ -62,7 +63,8 @@ def _walk(view: memoryview) -> Iterator[Tuple[str, int, int, Iterator[Tuple[str,
 
 
 def entries_of(blob: bytearray) -> Iterator[Tuple[str, str, str, memoryview]]:
-    """(tensor, kind, dtype, elements) of each entry of a gw_reducer_state_save, in its memory. Nothing is checked."""
+    """(tensor, kind, dtype, elements) of each entry of a gw_reducer_state_save, in its memory. Nothing is
+    checked."""
     for name, _, _, entries in _walk(memoryview(blob)):
         for kind, dtype, elements in entries:
             yield name, kind, dtype, elements

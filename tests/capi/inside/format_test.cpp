@@ -157,7 +157,8 @@ TEST_F(RegisteredFormat, AHardGradientIsSeenOnceAndContained) {
           if (s == 1 && comm.rank() == 1) gradients[1][5] = poison;
           int bad = 0;
           for (float v : rank.step(gradients)) bad += is_finite(v) ? 0 : 1;
-          // Infinity is the largest of its block and travels as it is; NaN compares as smaller than anything.
+          // Infinity is the largest of its block and travels unchanged; NaN compares as smaller than
+          // anything.
           EXPECT_LE(bad, s == 1 && !is_finite(poison) ? 1 : 0) << spec << " step " << s;
           if (s == 1 && std::isinf(poison)) {
             EXPECT_EQ(bad, 1) << spec;

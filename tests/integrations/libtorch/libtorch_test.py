@@ -1,6 +1,6 @@
 #!/usr/bin/python3
-"""A C++ program that links LibTorch and libgradwire, in both orders and under ASan, trains on two ranks; so does a Python process that
-loads LibTorch's symbols for everybody (TORCH_USE_RTLD_GLOBAL=1).
+"""A C++ program that links LibTorch and libgradwire, in both orders and under ASan, trains on two ranks; so
+does a Python process that loads LibTorch's symbols for everybody (TORCH_USE_RTLD_GLOBAL=1).
 
 usage: libtorch_test.py LIBGRADWIRE [COMPILER]     run by the Python whose PyTorch is meant
 """
@@ -27,16 +27,20 @@ LINE = re.compile(r"first (\S+) last (\S+) weights (\S+)")
 def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pathlib.Path]:
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     collectives = HERE.parents[2] / "collectives"
-    subprocess.run([compiler, "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", *includes,
-                    f"-I{collectives}", "-c", HERE / "train.cpp", "-o", folder / "train.o"], check=True, timeout=500)
+    subprocess.run([
+        compiler, "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *includes, f"-I{collectives}", "-c", HERE / "train.cpp", "-o", folder / "train.o"
+    ], check=True, timeout=500)
     torch_folder = cpp_extension.library_paths()[0]
     theirs = [f"-L{torch_folder}", f"-Wl,-rpath,{torch_folder}", "-ltorch", "-ltorch_cpu", "-lc10"]
     programs = []
     for name, libraries in (("torch_first", [*theirs, library]), ("gradwire_first", [library, *theirs]),
                             ("torch_first_asan", ["-fsanitize=address", *theirs, library])):
         # LibTorch's own libraries need CUDA's, which LD_LIBRARY_PATH names at run time.
-        subprocess.run([compiler, folder / "train.o", "-Wl,--no-as-needed", *libraries, f"-Wl,-rpath,{library.parent}",
-                        "-Wl,--allow-shlib-undefined", "-o", folder / name], check=True, timeout=200)
+        subprocess.run([
+            compiler, folder / "train.o", "-Wl,--no-as-needed", *libraries, f"-Wl,-rpath,{library.parent}",
+            "-Wl,--allow-shlib-undefined", "-o", folder / name
+        ], check=True, timeout=200)
         programs.append(folder / name)
     return programs
 
@@ -44,9 +48,11 @@ def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pa
 def run(command: List[str], environment: Dict[str, str]) -> List[str]:
     """What two ranks print."""
     meeting = f"tcp://127.0.0.1:{launch.free_port()}"
-    ranks = [subprocess.Popen([*command, meeting, str(rank), "2"], stdout=subprocess.PIPE, text=True,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", **environment})
-             for rank in range(2)]
+    ranks = [
+        subprocess.Popen([*command, meeting, str(rank), "2"], stdout=subprocess.PIPE, text=True,
+                         env={**os.environ, "OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1", **environment})
+        for rank in range(2)
+    ]
     try:
         outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
     finally:
@@ -67,7 +73,8 @@ def trained(program: pathlib.Path) -> Tuple[float, float, float]:
     first, last, weights = (float(value) for value in found.groups())
     if not 0 <= last < first / 5:
         sys.exit(f"FAILED: {program.name} does not learn: loss {first} to {last}")
-    print(f"{program.name}: loss {first:.4f} to {last:.4f} in 100 steps, the same weights on both ranks", flush=True)
+    print(f"{program.name}: loss {first:.4f} to {last:.4f} in 100 steps, the same weights on both ranks",
+          flush=True)
     return first, last, weights
 
 

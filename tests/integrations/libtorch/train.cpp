@@ -1,6 +1,6 @@
 // A LibTorch program that averages its gradients with libgradwire: usage: train RENDEZVOUS RANK WORLD
 //
-// LibTorch exports the symbols of its own Gloo. A library beside it that shows the same ones gets LibTorch's,
+// LibTorch exports the symbols of its own Gloo. Another library that exports the same ones gets LibTorch's,
 // of another version, and crashes in its first connection.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
