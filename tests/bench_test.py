@@ -338,6 +338,14 @@ class Collectives(BenchTest):
             self.assertAlmostEqual(row["algbw_gbps"], row["size_bytes"] / row["time_us"] / 1e3)
             self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
 
+    def test_no_format_has_wrong_results(self):
+        # Most formats of few bits do not represent the integers by which exact formats are checked.
+        specs = ["int8", "int4", "int2", "natural", "mxfp8", "mxfp4", "sign", "topk", "int4:rotate=hadamard"]
+        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", "3", "-b", "64K", "-e", "64K",
+                            "--schedule", "two_shot", "--no-baseline", *QUICK,
+                            *[word for spec in specs for word in ("--compression", spec)])
+        self.assertEqual([row["wrong"] for row in rows], [0] * len(specs))
+
     def test_every_schedule_and_spec_between_threads(self):
         specs = ["fp32", "bf16", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"]
         rows, out = self.rows("collectives", "--transport", "local", "-b", "1000", "-e", "64K", "-f", "64",

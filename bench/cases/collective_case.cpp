@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/codec/codec.h"
@@ -41,6 +42,28 @@ double hash_of(const std::vector<float>& values) {
     hash = (hash ^ bits) * 0x100000001b3ull;
   }
   return static_cast<double>(hash >> 12);
+}
+
+// Returns whether a block of integers up to `most`, whatever its largest one is, decodes to the same
+// integers.
+bool represents_integers(Wire wire, int most) {
+  if (wire->exact) return true;
+  std::vector<float> values(static_cast<size_t>(2 * wire->granularity)), decoded(values.size());
+  std::vector<std::byte> bytes(static_cast<size_t>(wire->bytes(static_cast<int64_t>(values.size()))));
+  for (int largest = 1; largest <= most; ++largest) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      values[i] = static_cast<float>(static_cast<int>(i % static_cast<size_t>(2 * largest + 1)) - largest);
+    }
+    ReduceEncode encode;
+    encode.own = values.data();
+    encode.wire = bytes.data();
+    encode.count = static_cast<int64_t>(values.size());
+    encode.rounding.mode = Rounding::nearest;
+    wire->reference_reduce_encode(encode);
+    wire->reference_decode({.wire = bytes.data(), .out = decoded.data(), .count = encode.count});
+    if (decoded != values) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -129,7 +152,8 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
     double hash;  // 52 bits, so that a double represents it exactly
   } mine{};
   const int64_t count = c.size_bytes / 4;
-  const bool exact = c.spec.method == CompressionSpec::Method::wire;
+  const bool exact = c.spec.method == CompressionSpec::Method::wire &&
+                     represents_integers(c.spec.wire, std::min(15, comm_.world()));
   auto result_of_first_step = [&](Values kind) {
     fill(kind, count);
     Program program(*this, c);
