@@ -37,6 +37,7 @@ WIDE = {
         rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
     for kind in ("ld", "st")
 }
+ASYNC_COPY = re.compile(r"^\s*(?:@\S+\s+)?cp\.async\.\w+\.shared\.global\s.*,\s*16\s*;", re.M)  # a wide load
 REGISTERS = 65536  # of a multiprocessor, and the most a block can have
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
 # Launched only where the device says that it has the shared memory (fuses_attention()).
@@ -54,7 +55,10 @@ def wide_accesses(ptx: str) -> dict[str, list[str]]:
     bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
               for i, (name, begin) in enumerate(starts)}
     return {
-        name: [kind for kind, pattern in WIDE.items() if pattern.search(body)]
+        name: [
+            kind for kind, pattern in WIDE.items()
+            if pattern.search(body) or (kind == "ld" and ASYNC_COPY.search(body))
+        ]
         for name, body in bodies.items()
     }
 

@@ -37,9 +37,12 @@ def in_long_strings(name: str, text: str) -> set[int]:
     """Returns the numbers of the lines that are part of a string in which a line cannot be broken."""
     if name.endswith(C_FAMILY):
         raw = re.compile(r'R"(\w*)\(.*?\)\1"', re.DOTALL)
-        spans = [(text.count("\n", 0, m.start()) + 1, text.count("\n", 0, m.end()) + 1) for m in raw.finditer(text)]
+        spans = [(text.count("\n", 0, m.start()) + 1, text.count("\n", 0, m.end()) + 1)
+                 for m in raw.finditer(text)]
     elif name.endswith(".py"):
-        strings = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.STRING]
+        strings = [
+            t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.STRING
+        ]
         spans = [(t.start[0], t.end[0]) for t in strings if "\n" in t.string or len(t.string) > COLUMNS - 20]
     else:
         return set()
@@ -51,7 +54,8 @@ def too_long(name: str, text: str) -> list[str]:
     if all(len(line) <= COLUMNS for line in lines):
         return []
     excused = in_long_strings(name, text)
-    if not name.endswith((*C_FAMILY, ".py", ".md")):  # commands of shell and CMake may be longer, comments not
+    # commands of shell and CMake may be longer, comments not
+    if not name.endswith((*C_FAMILY, ".py", ".md")):
         excused |= {number for number, line in enumerate(lines, 1) if not line.lstrip().startswith("#")}
     return [f"{name}:{number}: {len(line)} columns; at most {COLUMNS}" for number, line in enumerate(lines, 1)
             if len(line) > COLUMNS and "://" not in line and number not in excused
