@@ -19,7 +19,8 @@
 #   make experiments  training steps over slow links with each compression and with PyTorch's
 #                 (docs/results/slow-links.md), Debian's and, where it is installed, 2.15; needs root
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
-#   make machine-code   hold the kernels' machine code to tests/kernel_budgets.tsv, write docs/gpu.md's table
+#   make machine-code   compare the kernels' machine code with tools/checks/kernel_budgets.tsv, and write
+#                 docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
 #   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/

@@ -6,8 +6,8 @@ include(CMakePackageConfigHelpers)
 target_include_directories(gradwire_shared INTERFACE $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 install(TARGETS gradwire_shared EXPORT gradwireTargets
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT library NAMELINK_COMPONENT library)
-install(FILES ${CMAKE_SOURCE_DIR}/collectives/gradwire.h
-  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT library)
+install(FILES ${CMAKE_SOURCE_DIR}/include/gradwire/gradwire.h
+  DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/gradwire COMPONENT library)
 
 set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
 install(EXPORT gradwireTargets NAMESPACE gradwire:: DESTINATION ${package_dir} COMPONENT library)

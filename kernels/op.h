@@ -14,9 +14,9 @@
 #include <type_traits>
 
 #include "kernels/math/bf16.h"
-#include "runtime/device.h"
-#include "runtime/error.h"
-#include "runtime/op_count.h"
+#include "runtime/device/device.h"
+#include "runtime/device/op_count.h"
+#include "runtime/util/error.h"
 
 // Declares an op's three sides.
 #define GW_SIDES(op, Args)                      \

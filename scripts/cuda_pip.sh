@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=${PYTHON:-/usr/bin/python3}
-# CUDA 13.0: tests/kernel_budgets.tsv holds for this compiler's machine code.
+# CUDA 13.0: tools/checks/kernel_budgets.tsv holds for this compiler's machine code.
 toolkit=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
   nvidia-cuda-runtime==13.0.96 nvidia-cuda-profiler-api==13.0.85 nvidia-nvtx==13.0.85 nvidia-cublas==13.1.0.3
   nvidia-nccl-cu13==2.28.9)

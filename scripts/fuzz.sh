@@ -29,7 +29,7 @@ if ! command -v "$clang" > /dev/null; then
   exit 1
 fi
 readers=(
-  collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/rendezvous/handshake.cpp collectives/rendezvous/store.cpp collectives/spec/spec.cpp
+  collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/net/handshake.cpp collectives/net/store.cpp collectives/spec/spec.cpp
   kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/file.cpp
@@ -56,7 +56,7 @@ fi
 [ ${#targets[@]} -gt 0 ] || mapfile -t targets < <($build/bin/fuzz_tests --list)
 [ ${#targets[@]} -gt 0 ] || { echo "fuzz: fuzz_tests names no targets" >&2; exit 1; }
 version=$(sed -n 's/^project(gradwire VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
-flags=(-std=c++20 ${optimization:--O1} -g1 -fPIC -I. "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off
+flags=(-std=c++20 ${optimization:--O1} -g1 -fPIC -I. -Iinclude "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off
   -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr)
 cache=()
 ! command -v ccache > /dev/null || cache=(env CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1 ccache)

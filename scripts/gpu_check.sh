@@ -189,7 +189,7 @@ suite() {
   if [ -n "$smoke" ]; then
     [ -x "$bin/$1_tests" ] || { echo "there is no $bin/$1_tests"; return 1; }
     [ "$1" = processes ] || set -- standin
-    "$python" tests/check_filters.py "$bin/$1_tests" "$filter"
+    "$python" tools/checks/check_filters.py "$bin/$1_tests" "$filter"
     return
   fi
   logs=$(mktemp -d)

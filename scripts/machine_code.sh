@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# make machine-code: reads the machine code of every CUDA kernel (tests/check_machine_code.py) and writes its
-# table into docs/gpu.md. Needs nvcc, but no GPU.
+# make machine-code: reads the machine code of every CUDA kernel (tools/checks/check_machine_code.py) and
+# writes its table into docs/gpu.md. Needs nvcc, but no GPU.
 #
 #   scripts/machine_code.sh [--smoke]    --smoke: reads what is built, and only compares the table
 set -euo pipefail
@@ -11,4 +11,4 @@ build_targets programs
 [ -n "$smoke" ] || PYTHON=$base scripts/cuda_pip.sh disassembler
 write=(--write)
 [ -z "$smoke" ] || write=()
-exec "$base" tests/check_machine_code.py . build "${write[@]}"
+exec "$base" tools/checks/check_machine_code.py . build "${write[@]}"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that Gradwire needs. Does nothing if all of them are installed. If a package
-# cannot be installed, names the feature that is disabled without it and continues. tests/check_packages.py
-# checks that the list is complete; scripts/fresh_debian.sh tests it on a bare Debian.
+# cannot be installed, names the feature that is disabled without it and continues.
+# tools/checks/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tests it on a bare
+# Debian.
 set -uo pipefail
 
 # package:feature that is disabled without it. The build needs the first group.

@@ -17,7 +17,7 @@
 #include <map>
 
 #include "collectives/agreement/all_gather.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::bench {
 

@@ -1,6 +1,6 @@
 #include "bench/baselines/nccl_baseline.h"
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 

@@ -12,7 +12,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::bench {
 

@@ -12,7 +12,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::bench {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <random>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::bench {
 

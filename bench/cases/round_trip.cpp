@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire::bench {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <random>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire::bench {

@@ -19,9 +19,9 @@
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/values.h"
 

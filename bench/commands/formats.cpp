@@ -18,8 +18,8 @@
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
 #include "collectives/codec/examples.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 #include "trainer/log/table.h"
 

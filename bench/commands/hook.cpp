@@ -19,8 +19,8 @@
 #include "collectives/reducer/buckets.h"
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
-#include "runtime/output_file.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {

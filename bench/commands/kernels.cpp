@@ -8,9 +8,9 @@
 #include "bench/cases/kernel_cases.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/text.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {

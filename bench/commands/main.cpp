@@ -5,10 +5,10 @@
 #include <string>
 
 #include "bench/commands/commands.h"
-#include "runtime/error.h"
-#include "runtime/no_memory.h"
-#include "runtime/resources.h"
-#include "runtime/standard_descriptors.h"
+#include "runtime/threads/resources.h"
+#include "runtime/util/error.h"
+#include "runtime/util/no_memory.h"
+#include "runtime/util/standard_descriptors.h"
 
 namespace {
 

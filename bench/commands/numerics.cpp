@@ -15,8 +15,8 @@
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {

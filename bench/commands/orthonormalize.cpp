@@ -14,9 +14,9 @@
 #include "collectives/codec/codec.h"
 #include "kernels/math/random.h"
 #include "kernels/powersgd/orthonormalize.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {

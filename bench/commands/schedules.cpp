@@ -12,8 +12,8 @@
 #include "collectives/schedule/schedule.h"
 #include "collectives/spec/spec.h"
 #include "kernels/wire/formats.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "kernels/simd/simd.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -13,10 +13,10 @@
 #include <numeric>
 
 #include "bench/harness/copy_loops.h"
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/parse.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire::bench {
 namespace {

@@ -13,8 +13,8 @@
 #include <cstdlib>
 #include <filesystem>
 
-#include "runtime/error.h"
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::bench {
 namespace {

@@ -3,7 +3,7 @@ import statistics
 
 from plots.style import FAINT, INK, plt, style
 
-# Labels and colors of spans. The NVTX ranges have the same colors (runtime/nvtx.cpp).
+# Labels and colors of spans. The NVTX ranges have the same colors (runtime/device/nvtx.cpp).
 KINDS = {
     "batch": ("batch", "#b8bec8"), "forward": ("forward", "#9db7d5"), "backward": ("backward", "#4f7cac"),
     "optimizer": ("optimizer", "#edae49"), "wait": ("waits for communication", "#f7dfe2"),

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "collectives/transport/transport.h"
-#include "runtime/mix.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

@@ -6,8 +6,8 @@
 #include <cstring>
 
 #include "collectives/agreement/all_gather.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

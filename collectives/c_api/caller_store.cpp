@@ -4,7 +4,7 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/structs.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::c_api {
 namespace {

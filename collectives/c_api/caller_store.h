@@ -4,8 +4,8 @@
 #include <chrono>
 #include <string>
 
-#include "collectives/gradwire.h"
-#include "collectives/rendezvous/membership.h"
+#include <gradwire/gradwire.h>
+#include "collectives/net/membership.h"
 
 namespace gradwire::c_api {
 

@@ -11,7 +11,7 @@
 #include "collectives/c_api/request.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"
-#include "runtime/mix.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire::c_api {
 namespace {

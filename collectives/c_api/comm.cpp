@@ -6,7 +6,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "kernels/wire/registered.h"
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
 
 namespace gradwire::c_api {
 namespace {

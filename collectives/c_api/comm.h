@@ -13,11 +13,11 @@
 #include <string>
 #include <vector>
 
+#include <gradwire/gradwire.h>
 #include "collectives/communicator/communicator.h"
-#include "collectives/gradwire.h"
 #include "collectives/program/cache.h"
 #include "collectives/spec/spec.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire::c_api {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <memory>
 
+#include <gradwire/gradwire.h>
 #include "collectives/c_api/comm.h"
-#include "collectives/gradwire.h"
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
 
 namespace gradwire::c_api {
 

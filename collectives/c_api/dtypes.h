@@ -1,9 +1,9 @@
 // gw_dtype and the library's own types.
 #pragma once
 
+#include <gradwire/gradwire.h>
 #include "collectives/c_api/errors.h"
-#include "collectives/gradwire.h"
-#include "runtime/dtype.h"
+#include "runtime/device/dtype.h"
 
 namespace gradwire::c_api {
 

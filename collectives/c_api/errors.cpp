@@ -2,7 +2,7 @@
 
 #include <new>
 
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
 
 namespace gradwire::c_api {
 namespace {

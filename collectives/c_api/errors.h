@@ -5,9 +5,9 @@
 
 #include <utility>
 
-#include "collectives/gradwire.h"
-#include "runtime/device.h"
-#include "runtime/error.h"
+#include <gradwire/gradwire.h>
+#include "runtime/device/device.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::c_api {
 

@@ -1,7 +1,7 @@
 // gw_format_register(): a program's own wire formats.
+#include <gradwire/gradwire.h>
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/structs.h"
-#include "collectives/gradwire.h"
 #include "collectives/spec/spec.h"
 #include "kernels/wire/registered.h"
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <gradwire/gradwire.h>
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/create.h"
 #include "collectives/c_api/errors.h"
@@ -12,7 +13,6 @@
 #include "collectives/c_api/request.h"
 #include "collectives/c_api/structs.h"
 #include "collectives/c_api/text.h"
-#include "collectives/gradwire.h"
 #include "collectives/transport/transport.h"
 
 namespace {

@@ -8,7 +8,7 @@
 #include "collectives/agreement/all_gather.h"
 #include "collectives/c_api/reducer.h"
 #include "kernels/wire/fp16.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::c_api {
 

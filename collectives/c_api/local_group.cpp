@@ -7,7 +7,7 @@
 
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
 
 namespace gradwire::c_api {
 namespace {

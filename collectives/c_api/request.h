@@ -6,7 +6,7 @@
 #include <string>
 
 #include "collectives/c_api/comm.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire::c_api {
 

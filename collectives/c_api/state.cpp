@@ -17,9 +17,9 @@
 
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/reducer.h"
-#include "runtime/crc32.h"
-#include "runtime/mix.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
+#include "runtime/util/crc32.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire::c_api {
 // A piece of a tensor's state, in the bytes of a checkpoint.

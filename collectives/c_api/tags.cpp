@@ -6,7 +6,7 @@
 #include "collectives/c_api/comm.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/text.h"
-#include "runtime/mix.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire::c_api {
 namespace {

@@ -18,7 +18,7 @@
 
 #include "collectives/codec/dense.h"
 #include "kernels/wire/fp32.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
-#include "runtime/mix.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

@@ -22,7 +22,7 @@
 
 #include "collectives/program/phases.h"
 #include "kernels/wire/formats.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

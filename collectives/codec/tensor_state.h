@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/dtype.h"
-#include "runtime/shape.h"
+#include "runtime/device/device.h"
+#include "runtime/device/dtype.h"
+#include "runtime/util/shape.h"
 
 namespace gradwire {
 

@@ -9,7 +9,7 @@
 #include "collectives/transport/local.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -10,7 +10,7 @@
 
 #include "collectives/plan/link_costs.h"
 #include "collectives/schedule/schedule.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

@@ -5,8 +5,8 @@
 #include <exception>
 #include <mutex>
 
-#include "runtime/resources.h"
-#include "runtime/thread.h"
+#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire {
 

@@ -6,8 +6,8 @@
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
-#include "runtime/mix.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

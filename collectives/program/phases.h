@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/nvtx.h"
-#include "runtime/trace.h"
+#include "runtime/device/device.h"
+#include "runtime/device/nvtx.h"
+#include "runtime/trace/trace.h"
 
 namespace gradwire {
 

@@ -7,8 +7,8 @@
 
 #include "collectives/program/compiler.h"
 #include "kernels/wire/fp16.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

@@ -54,7 +54,7 @@
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
 #include "kernels/wire/fused.h"
-#include "runtime/dtype.h"
+#include "runtime/device/dtype.h"
 
 namespace gradwire {
 

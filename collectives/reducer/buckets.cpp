@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -10,8 +10,8 @@
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/spec/spec.h"
-#include "runtime/dtype.h"
-#include "runtime/shape.h"
+#include "runtime/device/dtype.h"
+#include "runtime/util/shape.h"
 
 namespace gradwire {
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -29,7 +29,7 @@
 #include "collectives/reducer/buckets.h"
 #include "collectives/reducer/statistics.h"
 #include "collectives/spec/spec.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 
@@ -122,12 +122,12 @@ class Reducer {
   // step is ready. Not with slots.
   void launch_in(std::vector<int> order);
 
-  // A step can be captured in a graph (runtime/graph.h): from step steady_from() on, ready() and wait()
-  // enqueue the same work in each step. A graph captured and launched in its own step can be launched in
-  // place of a later step's calls. Call replayed() after each such launch, with the step in which the graph
-  // was captured; that step's stats are then the later step's. Steps repeat with period(), so a graph can
-  // replace only steps with the same remainder: with a period of 2, one captured in an even step can replace
-  // even steps.
+  // A step can be captured in a graph (runtime/device/graph.h): from step steady_from() on, ready() and
+  // wait() enqueue the same work in each step. A graph captured and launched in its own step can be launched
+  // in place of a later step's calls. Call replayed() after each such launch, with the step in which the
+  // graph was captured; that step's stats are then the later step's. Steps repeat with period(), so a graph
+  // can replace only steps with the same remainder: with a period of 2, one captured in an even step can
+  // replace even steps.
   int64_t steady_from() const;
   int64_t period() const;
   void replayed(int64_t captured);

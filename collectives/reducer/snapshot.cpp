@@ -6,7 +6,7 @@
 #include <array>
 #include <cmath>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

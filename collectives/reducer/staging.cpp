@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "kernels/wire/fp16.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "collectives/program/phases.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

@@ -7,7 +7,7 @@
 
 #include "collectives/schedule/build.h"
 #include "kernels/wire/format.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

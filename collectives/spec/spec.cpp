@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "kernels/powersgd/powersgd.h"
-#include "runtime/error.h"
-#include "runtime/parse.h"
+#include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

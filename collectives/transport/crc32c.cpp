@@ -1,6 +1,6 @@
 #include "collectives/transport/crc32c.h"
 
-#include "runtime/crc32.h"
+#include "runtime/util/crc32.h"
 
 namespace gradwire {
 namespace {

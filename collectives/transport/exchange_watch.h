@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "collectives/transport/transport.h"
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
 
 namespace gradwire {
 

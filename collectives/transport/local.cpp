@@ -11,10 +11,10 @@
 #include <new>
 #include <optional>
 
-#include "runtime/capture.h"
-#include "runtime/error.h"
-#include "runtime/multiprocessors.h"
-#include "runtime/running_clock.h"
+#include "runtime/device/capture.h"
+#include "runtime/device/multiprocessors.h"
+#include "runtime/threads/running_clock.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

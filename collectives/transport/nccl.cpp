@@ -1,7 +1,7 @@
 #include "collectives/transport/nccl.h"
 
-#include "runtime/environment.h"
-#include "runtime/error.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
@@ -13,8 +13,8 @@
 #include <cstring>
 
 #include "collectives/transport/nccl_transport.h"
-#include "runtime/cuda_check.h"
-#include "runtime/driver_function.h"
+#include "runtime/device/cuda_check.h"
+#include "runtime/device/driver_function.h"
 
 namespace gradwire {
 namespace {

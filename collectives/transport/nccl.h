@@ -13,7 +13,7 @@
 // call throws CommError, including check(), which must be called after synchronizing a stream and before
 // using the result.
 //
-// Each rank also has a connection to rank 0 (rendezvous/store.h) for the rendezvous, for failures, and to
+// Each rank also has a connection to rank 0 (net/store.h) for the rendezvous, for failures, and to
 // compare calls. A new call is compared with the neighbour's before data moves. Later calls with the same
 // hash are not compared, because the host would have to wait.
 #pragma once
@@ -22,7 +22,7 @@
 #include <memory>
 #include <string>
 
-#include "collectives/rendezvous/membership.h"
+#include "collectives/net/membership.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

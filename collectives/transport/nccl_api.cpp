@@ -5,8 +5,8 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
-#include "runtime/environment.h"
-#include "runtime/error.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

@@ -8,9 +8,9 @@
 #include <atomic>
 #include <thread>
 
-#include "collectives/transport/beside.h"
 #include "collectives/transport/nccl_transport.h"
-#include "runtime/error.h"
+#include "collectives/transport/run_with_deadline.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

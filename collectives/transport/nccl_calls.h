@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "collectives/rendezvous/membership.h"
+#include "collectives/net/membership.h"
 #include "collectives/transport/nccl_api.h"
 #include "collectives/transport/transport.h"
 

@@ -9,7 +9,7 @@
 
 #include "collectives/transport/nccl_transport.h"
 #include "collectives/transport/regroup.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -8,9 +8,9 @@
 #include <sstream>
 #include <utility>
 
-#include "collectives/transport/beside.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
+#include "collectives/transport/run_with_deadline.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

@@ -12,14 +12,14 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/rendezvous/membership.h"
-#include "collectives/rendezvous/reunion.h"
+#include "collectives/net/membership.h"
+#include "collectives/net/quorum.h"
 #include "collectives/transport/exchange_watch.h"
 #include "collectives/transport/nccl_api.h"
 #include "collectives/transport/nccl_calls.h"
 #include "collectives/transport/nccl_memory.h"
 #include "collectives/transport/transport.h"
-#include "runtime/thread.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire {
 

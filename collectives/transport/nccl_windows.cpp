@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <new>
 
-#include "collectives/transport/beside.h"
 #include "collectives/transport/nccl_transport.h"
-#include "runtime/device_memory.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
-#include "runtime/multiprocessors.h"
+#include "collectives/transport/run_with_deadline.h"
+#include "runtime/device/device_memory.h"
+#include "runtime/device/multiprocessors.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 
 // Supported only with the version whose structures are read here; other versions may differ.
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)

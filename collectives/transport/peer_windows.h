@@ -1,11 +1,12 @@
-// One rank's view of the peer windows of a group whose ranks read each other's memory (runtime/peers.h).
+// One rank's view of the peer windows of a group whose ranks read each other's memory
+// (runtime/device/peers.h).
 #pragma once
 
 #include <memory>
 #include <string>
 
-#include "runtime/device.h"
-#include "runtime/peers.h"
+#include "runtime/device/device.h"
+#include "runtime/device/peers.h"
 
 namespace gradwire {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "collectives/transport/transport.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -4,7 +4,7 @@
 #include <numeric>
 #include <utility>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/rendezvous/membership.h"
-#include "collectives/rendezvous/reunion.h"
+#include "collectives/net/membership.h"
+#include "collectives/net/quorum.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

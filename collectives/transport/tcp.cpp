@@ -13,17 +13,17 @@
 #include <set>
 #include <sstream>
 
-#include "collectives/rendezvous/newcomer.h"
-#include "collectives/rendezvous/reunion.h"
-#include "collectives/rendezvous/secret.h"
+#include "collectives/net/joiner.h"
+#include "collectives/net/quorum.h"
+#include "collectives/net/secret.h"
 #include "collectives/transport/regroup.h"
 #include "collectives/transport/tcp_exchange.h"
 #include "collectives/transport/tcp_growth.h"
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/file.h"
-#include "runtime/parse.h"
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

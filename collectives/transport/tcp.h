@@ -5,7 +5,7 @@
 // payload (tcp_messages.h): once per call to the next rank; outside of calls, once per exchange to every
 // peer. The receiver compares them with its own; payload of another call or size cannot touch its memory.
 //
-// Each rank also has a connection to rank 0 (rendezvous/store.h) for failures: all ranks are notified at once
+// Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once
 // of a rank that dies, times out or disagrees, and the error on every rank names the ranks that no longer
 // answer.
 #pragma once
@@ -15,8 +15,8 @@
 #include <memory>
 #include <string>
 
-#include "collectives/rendezvous/membership.h"
-#include "collectives/rendezvous/socket.h"
+#include "collectives/net/membership.h"
+#include "collectives/net/socket.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

@@ -5,8 +5,8 @@
 #include <iterator>
 #include <sstream>
 
-#include "collectives/rendezvous/newcomer.h"
-#include "runtime/parse.h"
+#include "collectives/net/joiner.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/rendezvous/reunion.h"
+#include "collectives/net/quorum.h"
 
 namespace gradwire {
 

@@ -13,11 +13,11 @@
 #include <new>
 #include <thread>
 
-#include "collectives/rendezvous/contact.h"
-#include "collectives/rendezvous/handshake.h"
-#include "collectives/rendezvous/secret.h"
+#include "collectives/net/contact.h"
+#include "collectives/net/handshake.h"
+#include "collectives/net/secret.h"
 #include "collectives/transport/crc32c.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

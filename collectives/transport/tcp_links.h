@@ -22,8 +22,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/rendezvous/socket.h"
-#include "runtime/thread.h"
+#include "collectives/net/socket.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire {
 

@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "runtime/mix.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire::tcp_messages {
 

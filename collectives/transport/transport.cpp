@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

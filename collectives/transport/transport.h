@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "collectives/transport/peer_windows.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 
@@ -82,8 +82,8 @@ class Transport {
   // it and may then skip a copy. Small buffers share an allocation and are released together. Valid only
   // while the transport exists.
   virtual Buffer exchange_memory(size_t bytes);
-  // Returns why exchanges cannot be captured in a graph (runtime/graph.h), and the remedy; empty if they can.
-  // Capturing is collective, and the same exchanges must have run once without capture.
+  // Returns why exchanges cannot be captured in a graph (runtime/device/graph.h), and the remedy; empty if
+  // they can. Capturing is collective, and the same exchanges must have run once without capture.
   virtual std::string capture_obstacle() const { return ""; }
   // Returns why ranks cannot read each other's memory, and the remedy; empty if they can. The same on all
   // ranks. `group`: only groups of this many consecutive ranks need to; 0: all ranks.

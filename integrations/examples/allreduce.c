@@ -4,7 +4,7 @@
  *   allreduce RENDEZVOUS RANK WORLD   one rank of several processes, e.g. tcp://node0:29500 0 4
  */
 #define _POSIX_C_SOURCE 200809L
-#include <gradwire.h>
+#include <gradwire/gradwire.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>

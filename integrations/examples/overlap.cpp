@@ -2,7 +2,7 @@
 // while backward computes the next gradients, and saves the reducer's state.
 //
 // Runs two ranks as threads; `overlap RENDEZVOUS RANK WORLD` runs one rank of several processes.
-#include <gradwire.h>
+#include <gradwire/gradwire.h>
 
 #include <cmath>
 #include <cstdio>

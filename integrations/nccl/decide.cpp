@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
-#include "runtime/parse.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire::interposer {
 

@@ -14,9 +14,9 @@
 
 #include "integrations/nccl/compressed.h"
 #include "integrations/nccl/decide.h"
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/file.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
 
 namespace gradwire::interposer {
 namespace {

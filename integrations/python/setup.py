@@ -23,7 +23,7 @@ except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 SOURCE = pathlib.Path(__file__).resolve().parents[2]
-HEADER = SOURCE / "collectives" / "gradwire.h"
+HEADER = SOURCE / "include" / "gradwire" / "gradwire.h"
 
 
 def library() -> "pathlib.Path | None":

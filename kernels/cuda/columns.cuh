@@ -15,7 +15,7 @@
 
 #include "kernels/cuda/vector.cuh"
 #include "kernels/math/column_chunks.h"
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 

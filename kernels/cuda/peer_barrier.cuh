@@ -1,5 +1,5 @@
 // A barrier between the thread blocks of one number in the kernels of all ranks, which run concurrently on
-// devices that write each other's memory (runtime/peers.h).
+// devices that write each other's memory (runtime/device/peers.h).
 //
 // Writes of a block's threads before the barrier, also to the rank's own window, are visible to the other
 // ranks' blocks after it. Each call of a kernel has a fixed number of barriers, at most two. Signals only
@@ -9,8 +9,8 @@
 // differ.
 #pragma once
 
-#include "runtime/launch.cuh"
-#include "runtime/peers.h"
+#include "runtime/device/launch.cuh"
+#include "runtime/device/peers.h"
 
 namespace gradwire::cuda {
 

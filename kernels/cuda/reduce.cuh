@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -10,7 +10,7 @@
 #endif
 
 #include "kernels/math/bf16.h"
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 

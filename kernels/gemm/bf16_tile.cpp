@@ -14,7 +14,7 @@
 #endif
 
 #include "kernels/math/bf16.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::host {
 namespace {

@@ -33,7 +33,7 @@
 #include "kernels/gemm/epilogue.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
-#include "runtime/cuda_check.h"
+#include "runtime/device/cuda_check.h"
 
 namespace gradwire::cuda {
 namespace {

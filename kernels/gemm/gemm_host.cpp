@@ -15,9 +15,9 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
-#include "runtime/error.h"
-#include "runtime/resources.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/resources.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::host {
 namespace {

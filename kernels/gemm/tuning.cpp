@@ -14,7 +14,7 @@
 #include <fstream>
 #include <vector>
 
-#include "runtime/environment.h"
+#include "runtime/util/environment.h"
 
 namespace gradwire {
 namespace {

@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "kernels/powersgd/library.h"
-#include "runtime/cuda_check.h"
-#include "runtime/op_count.h"
+#include "runtime/device/cuda_check.h"
+#include "runtime/device/op_count.h"
 
 #define GW_TEXT_OF(x) #x
 #define GW_TEXT(x) GW_TEXT_OF(x)  // the header may define the name as another

@@ -13,7 +13,7 @@
 
 #include "kernels/math/orthonormalize.h"
 #include "kernels/simd/simd.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

@@ -1,7 +1,7 @@
 // Overwrites the factors of marked matrices: a block per matrix, which ends at once when the matrix is not
 // marked.
 #include "kernels/powersgd/powersgd.h"
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 namespace {

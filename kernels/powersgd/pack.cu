@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 namespace {

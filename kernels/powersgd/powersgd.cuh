@@ -9,7 +9,7 @@
 
 #include "kernels/math/bf16.h"
 #include "kernels/powersgd/powersgd.h"
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -17,7 +17,7 @@
 #include "kernels/math/bf16.h"
 #include "kernels/powersgd/powersgd_simd.h"
 #include "kernels/simd/simd.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

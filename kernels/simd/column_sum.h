@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "kernels/math/column_chunks.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 

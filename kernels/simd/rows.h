@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 

@@ -7,7 +7,7 @@
 #include "kernels/simd/column_sum.h"
 #include "kernels/simd/simd.h"
 #include "kernels/vit/attention.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

@@ -5,7 +5,7 @@
 // with stochastic rounding, the random generator. Deterministic: a value depends on its block only.
 #include "kernels/wire/block_host.h"
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

@@ -11,7 +11,7 @@
 #include "kernels/wire/block_formats.h"
 #include "kernels/wire/fp8.h"
 #include "kernels/wire/fused.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

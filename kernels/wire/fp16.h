@@ -11,7 +11,7 @@
 
 #include "kernels/op.h"
 #include "kernels/wire/bf16.h"
-#include "runtime/dtype.h"
+#include "runtime/device/dtype.h"
 
 namespace gradwire {
 

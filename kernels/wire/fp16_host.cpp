@@ -3,7 +3,7 @@
 
 #include "kernels/math/fp16.h"
 #include "kernels/simd/simd.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "kernels/wire/host.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {

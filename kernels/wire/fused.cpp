@@ -11,8 +11,8 @@
 
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
-#include "runtime/error.h"
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

@@ -1,4 +1,4 @@
-// An allreduce over peer access (runtime/peers.h), in one kernel per rank: two-shot or one-shot.
+// An allreduce over peer access (runtime/device/peers.h), in one kernel per rank: two-shot or one-shot.
 //
 // Chunk r belongs to rank r. Two-shot:
 //   1. each rank encodes its part of every other rank's chunk into its peer memory
@@ -32,7 +32,7 @@
 #include <cstdint>
 
 #include "kernels/wire/format.h"
-#include "runtime/peers.h"
+#include "runtime/device/peers.h"
 
 namespace gradwire {
 

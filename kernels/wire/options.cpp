@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "runtime/parse.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/wire/format.h"
-#include "runtime/launch.cuh"
+#include "runtime/device/launch.cuh"
 
 namespace gradwire::cuda {
 

@@ -19,7 +19,7 @@
 
 #include "kernels/math/bf16.h"
 #include "kernels/wire/formats.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

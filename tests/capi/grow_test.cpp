@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "tests/capi/states.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "tests/capi/ranks.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/gradwire.h"
-#include "tests/normal.h"
+#include <gradwire/gradwire.h>
+#include "tests/support/normal.h"
 
 #define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
 #define GW_ASSERT_OK(call) ASSERT_EQ(GW_OK, (call)) << gw_last_error()

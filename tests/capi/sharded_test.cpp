@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "tests/capi/ranks.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 

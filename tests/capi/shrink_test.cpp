@@ -5,7 +5,7 @@
 #include <memory>
 
 #include "tests/capi/states.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 

@@ -2,7 +2,7 @@
 #include <barrier>
 
 #include "tests/capi/ranks.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace {
 

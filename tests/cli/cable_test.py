@@ -15,7 +15,7 @@ from command import CommandTest, SYNTHETIC, main
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 from two_hosts_test import ADDRESS, two_hosts  # noqa: E402
 
-GONE_AFTER_S = 10  # kHostGoneAfter of collectives/rendezvous/socket.h
+GONE_AFTER_S = 10  # kHostGoneAfter of collectives/net/socket.h
 
 
 class Cable(CommandTest):

@@ -12,8 +12,8 @@
 #include "collectives/codec/examples.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/devices.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

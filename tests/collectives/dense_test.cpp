@@ -7,10 +7,10 @@
 #include <set>
 
 #include "kernels/math/bf16.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/devices.h"
-#include "tests/expect.h"
+#include "tests/support/devices.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

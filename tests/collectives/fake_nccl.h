@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "collectives/transport/nccl_transport.h"
-#include "runtime/capture.h"
+#include "runtime/device/capture.h"
 
 namespace gradwire::testing {
 

@@ -5,10 +5,10 @@
 #include <cmath>
 
 #include "collectives/codec/examples.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/devices.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/thinned.h"
 
 #ifdef __x86_64__
 #include <xmmintrin.h>

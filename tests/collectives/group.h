@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/device.h"
-#include "tests/normal.h"
+#include "runtime/device/device.h"
+#include "tests/support/normal.h"
 
 namespace gradwire::testing {
 

@@ -4,11 +4,11 @@
 
 #include <numeric>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
-#include "tests/devices.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

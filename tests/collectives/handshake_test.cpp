@@ -1,5 +1,5 @@
 // The handshake between ranks: both ends prove the run's secret, and every other input is rejected.
-#include "collectives/rendezvous/handshake.h"
+#include "collectives/net/handshake.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -13,10 +13,10 @@
 #include <random>
 #include <thread>
 
-#include "collectives/rendezvous/secret.h"
-#include "runtime/error.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "collectives/net/secret.h"
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire {
 namespace {

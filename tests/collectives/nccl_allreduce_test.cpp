@@ -10,10 +10,10 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/expect.h"
+#include "tests/support/expect.h"
 
 namespace gradwire::testing {
 namespace {

@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/reducer_rank.h"
 

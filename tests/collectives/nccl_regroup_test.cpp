@@ -12,10 +12,10 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire::testing {
 namespace {

@@ -7,12 +7,12 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
-#include "runtime/error.h"
-#include "runtime/graph.h"
+#include "runtime/device/graph.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire {
 namespace {

@@ -8,11 +8,11 @@
 #include <regex>
 
 #include "collectives/program/program.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/group.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
 #include <nccl_device/impl/comm__types.h>

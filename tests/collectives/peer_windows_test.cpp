@@ -10,13 +10,13 @@
 #include "collectives/codec/codec.h"
 #include "collectives/program/program.h"
 #include "collectives/transport/local.h"
-#include "runtime/error.h"
-#include "runtime/peers.h"
+#include "runtime/device/peers.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/group.h"
-#include "tests/devices.h"
-#include "tests/expect.h"
 #include "tests/kernels/hierarchical.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/expect.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire::testing {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 
 namespace gradwire {

@@ -6,8 +6,8 @@
 #include <optional>
 
 #include "tests/collectives/conservation.h"
-#include "tests/expect.h"
-#include "tests/thin_products.h"
+#include "tests/support/expect.h"
+#include "tests/support/thin_products.h"
 
 namespace gradwire::testing {
 namespace {

@@ -14,13 +14,13 @@
 #include "collectives/program/program.h"
 #include "collectives/schedule/checker.h"
 #include "kernels/math/fp16.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/collectives/program_runs.h"
 #include "tests/collectives/schedule_mutator.h"
-#include "tests/devices.h"
-#include "tests/expect.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/expect.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

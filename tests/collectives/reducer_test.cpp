@@ -7,10 +7,10 @@
 #include "collectives/codec/examples.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/fp16.h"
-#include "runtime/error.h"
-#include "runtime/graph.h"
+#include "runtime/device/graph.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/expect.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

@@ -9,7 +9,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/transport/planned.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/devices.h"
+#include "tests/support/devices.h"
 
 namespace gradwire {
 namespace {

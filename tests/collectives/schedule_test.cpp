@@ -10,7 +10,7 @@
 
 #include "collectives/schedule/checker.h"
 #include "kernels/wire/formats.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/collectives/schedule_mutator.h"
 

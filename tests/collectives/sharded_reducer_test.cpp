@@ -6,8 +6,8 @@
 #include <numeric>
 
 #include "tests/collectives/conservation.h"
-#include "tests/devices.h"
-#include "tests/thinned.h"
+#include "tests/support/devices.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

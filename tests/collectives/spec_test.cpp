@@ -4,8 +4,8 @@
 #include <fmt/ranges.h>
 #include <gtest/gtest.h>
 
-#include "runtime/error.h"
-#include "tests/expect.h"
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "kernels/randk/randk.h"
 #include "tests/collectives/reducer_rank.h"
-#include "tests/devices.h"
+#include "tests/support/devices.h"
 
 namespace gradwire {
 namespace {

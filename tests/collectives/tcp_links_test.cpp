@@ -13,8 +13,8 @@
 #include <vector>
 
 #include "collectives/transport/crc32c.h"
-#include "runtime/crc32.h"
-#include "runtime/error.h"
+#include "runtime/util/crc32.h"
+#include "runtime/util/error.h"
 
 // Imitates poll() on a busy machine: a rank's thread calls it late, and the links' thread returns from it
 // late, with everything that has happened meanwhile.

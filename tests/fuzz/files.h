@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/fuzz/targets.h"
 
 namespace gradwire::fuzz {

@@ -1,7 +1,7 @@
-// Both sides of the handshake (collectives/rendezvous/handshake.h), with a faulty other end. An input
+// Both sides of the handshake (collectives/net/handshake.h), with a faulty other end. An input
 // describes what happens to the bytes in transit: how they are cut into pieces, which bits are flipped, what
 // follows. The other end knows the secret, so that every rejection is due to these changes.
-#include "collectives/rendezvous/handshake.h"
+#include "collectives/net/handshake.h"
 
 #include <sys/socket.h>
 
@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/fuzz/targets.h"
 
 namespace gradwire::fuzz {

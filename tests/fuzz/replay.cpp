@@ -20,7 +20,7 @@
 #include <string>
 
 #include "tests/fuzz/targets.h"
-#include "tests/thinned.h"
+#include "tests/support/thinned.h"
 
 namespace {
 

@@ -3,8 +3,8 @@
 #include <string>
 #include <thread>
 
-#include "collectives/gradwire.h"
-#include "runtime/crc32.h"
+#include <gradwire/gradwire.h>
+#include "runtime/util/crc32.h"
 #include "tests/fuzz/targets.h"
 
 namespace gradwire::fuzz {

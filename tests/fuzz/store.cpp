@@ -1,4 +1,4 @@
-#include "collectives/rendezvous/store.h"
+#include "collectives/net/store.h"
 
 #include <stdexcept>
 #include <string>

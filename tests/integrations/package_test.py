@@ -605,12 +605,12 @@ class Package(unittest.TestCase):
         members = [(name, field[0]) for name, struct in structs.items() for field in struct._fields_]
         prints = [f'printf("%zu\\n", sizeof({name}));' for name in structs]
         prints += [f'printf("%zu\\n", offsetof({name}, {field}));' for name, field in members]
-        program = f'#include "gradwire.h"\n#include <stdio.h>\nint main(void){{{"".join(prints)} return 0;}}'
+        program = f'#include <gradwire/gradwire.h>\n#include <stdio.h>\nint main(void){{{"".join(prints)} return 0;}}'
         with tempfile.TemporaryDirectory() as folder:
             source, binary = pathlib.Path(folder, "sizes.c"), pathlib.Path(folder, "sizes")
             source.write_text(program)
             subprocess.run(
-                [os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "collectives", source, "-o", binary],
+                [os.environ.get("CC", "cc"), "-I", PACKAGE.parents[1] / "include", source, "-o", binary],
                 check=True)
             sizes = subprocess.run([binary], check=True, capture_output=True, text=True).stdout.split()
         ours = [ctypes.sizeof(struct) for struct in structs.values()]
@@ -681,7 +681,7 @@ class Package(unittest.TestCase):
                 self.assertEqual(done.stdout.strip(), expected)
 
     def test_the_version_is_the_headers(self) -> None:
-        header = (PACKAGE.parents[1] / "collectives" / "gradwire.h").read_text()
+        header = (PACKAGE.parents[1] / "include" / "gradwire" / "gradwire.h").read_text()
         for part, number in zip(("MAJOR", "MINOR", "PATCH"), gradwire.__version__.split(".")):
             self.assertIn(f"#define GW_VERSION_{part} {number}\n", header)
 

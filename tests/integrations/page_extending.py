@@ -16,7 +16,7 @@ WORLD = 4
 # What the page's examples leave to their reader; %s: an example.
 PROGRAM = """
 #define _POSIX_C_SOURCE 200809L
-#include "gradwire.h"
+#include <gradwire/gradwire.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -157,7 +157,7 @@ def c_program(examples: List[str], build: str) -> None:
         path, program = pathlib.Path(folder, "page.c"), pathlib.Path(folder, "page")
         path.write_text(source.replace("node0:29500", address))
         subprocess.run([
-            os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "collectives",
+            os.environ.get("CC", "cc"), "-std=c11", "-Wall", "-Wextra", "-Werror", "-I", ROOT / "include",
             path, "-o", program, "-L", f"{build}/lib", "-lgradwire", "-lm", f"-Wl,-rpath,{build}/lib"
         ], check=True)
         ranks = [

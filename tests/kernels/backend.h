@@ -20,9 +20,9 @@
 #include <vector>
 
 #include "kernels/op.h"
-#include "runtime/device.h"
-#include "tests/devices.h"
-#include "tests/normal.h"
+#include "runtime/device/device.h"
+#include "tests/support/devices.h"
+#include "tests/support/normal.h"
 
 namespace gradwire::testing {
 

@@ -12,9 +12,9 @@
 
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fused.h"
-#include "tests/devices.h"
 #include "tests/kernels/compare.h"
-#include "tests/normal.h"
+#include "tests/support/devices.h"
+#include "tests/support/normal.h"
 
 namespace gradwire::testing {
 namespace {

@@ -7,11 +7,11 @@
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/bf16_pack.h"
 #include "kernels/gemm/column_major_gemm.h"
-#include "runtime/thread_pool.h"
-#include "tests/expect.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
-#include "tests/thinned.h"
+#include "tests/support/expect.h"
+#include "tests/support/thinned.h"
 #ifdef GRADWIRE_SIMT_TESTS
 #include "tests/simt/cublas_stand_in.h"
 #endif

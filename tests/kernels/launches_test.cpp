@@ -1,5 +1,5 @@
-// Each op of the model makes the number of launches given in tests/launches.h.
-#include "tests/launches.h"
+// Each op of the model makes the number of launches given in tests/support/launches.h.
+#include "tests/support/launches.h"
 
 #include "kernels/optimizer/optimizer.h"
 #include "kernels/vit/vit.h"

@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -6,8 +6,8 @@
 
 #include "kernels/powersgd/library.h"
 #include "tests/kernels/powersgd_fixture.h"
-#include "tests/thin_products.h"
-#include "tests/thinned.h"
+#include "tests/support/thin_products.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire::testing {
 namespace {

@@ -6,9 +6,9 @@
 #include <cstring>
 #include <limits>
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/powersgd_fixture.h"
-#include "tests/thinned.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "tests/kernels/powersgd_fixture.h"
-#include "tests/thinned.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,7 @@
 #include <cfloat>
 #include <cmath>
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

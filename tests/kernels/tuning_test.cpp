@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire {
 namespace {

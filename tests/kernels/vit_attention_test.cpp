@@ -4,10 +4,10 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/vit.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
-#include "tests/thinned.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire::testing {
 namespace {

@@ -4,7 +4,7 @@
 #include "kernels/vit/bias.h"
 #include "kernels/vit/gelu.h"
 #include "kernels/vit/layer_norm.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -1,7 +1,7 @@
 #include <fmt/format.h>
 
 #include "kernels/vit/cross_entropy.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -4,7 +4,7 @@
 
 #include "kernels/math/gelu.h"
 #include "kernels/vit/gelu.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

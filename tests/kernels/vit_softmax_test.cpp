@@ -2,7 +2,7 @@
 
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/backend.h"
 #include "tests/kernels/compare.h"
 

@@ -5,7 +5,7 @@
 #include <cctype>
 #include <set>
 
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/compare.h"
 #include "tests/kernels/wire_problem.h"
 

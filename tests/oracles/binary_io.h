@@ -5,7 +5,7 @@
 #include <fstream>
 #include <string>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::oracle {
 

@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/error.h"
+#include "runtime/device/device.h"
+#include "runtime/util/error.h"
 #include "tests/oracles/binary_io.h"
 #include "trainer/model/vit.h"
 

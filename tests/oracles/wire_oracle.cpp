@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "kernels/wire/formats.h"
-#include "runtime/device.h"
-#include "tests/normal.h"
+#include "runtime/device/device.h"
 #include "tests/oracles/binary_io.h"
+#include "tests/support/normal.h"
 
 namespace gradwire {
 namespace {

@@ -1,6 +1,6 @@
 // Tests how ranks connect when hosts have several addresses, some of which are unreachable or lead to another
 // process.
-#include "collectives/rendezvous/contact.h"
+#include "collectives/net/contact.h"
 
 #include <gtest/gtest.h>
 
@@ -8,10 +8,10 @@
 #include <memory>
 #include <thread>
 
-#include "collectives/rendezvous/membership.h"
+#include "collectives/net/membership.h"
 #include "collectives/transport/tcp_links.h"
-#include "runtime/error.h"
-#include "tests/expect.h"
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

@@ -18,8 +18,8 @@
 #include <thread>
 
 #include "collectives/reducer/reducer.h"
-#include "runtime/error.h"
-#include "runtime/mix.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 #include "tests/processes/elastic_runs.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/layout.h"

@@ -14,9 +14,9 @@
 #include <sstream>
 #include <thread>
 
-#include "collectives/rendezvous/newcomer.h"
+#include "collectives/net/joiner.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/config/members.h"
 #include "trainer/log/run_log.h"
 

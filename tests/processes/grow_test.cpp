@@ -9,7 +9,7 @@
 #include <set>
 #include <thread>
 
-#include "collectives/rendezvous/reunion.h"
+#include "collectives/net/quorum.h"
 #include "tests/processes/elastic_runs.h"
 #include "trainer/checkpoint/folder.h"
 

@@ -15,9 +15,9 @@
 #include <cstdlib>
 #include <thread>
 
-#include "collectives/rendezvous/socket.h"
-#include "runtime/error.h"
-#include "tests/temporary_folder.h"
+#include "collectives/net/socket.h"
+#include "runtime/util/error.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire::testing {
 namespace {

@@ -20,12 +20,12 @@
 #include <thread>
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/net/handshake.h"
+#include "collectives/net/job.h"
+#include "collectives/net/membership.h"
 #include "collectives/reducer/reducer.h"
-#include "collectives/rendezvous/handshake.h"
-#include "collectives/rendezvous/job.h"
-#include "collectives/rendezvous/membership.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 
 namespace gradwire {

@@ -19,11 +19,11 @@
 #include <utility>
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/net/handshake.h"
+#include "collectives/net/quorum.h"
 #include "collectives/program/program.h"
-#include "collectives/rendezvous/handshake.h"
-#include "collectives/rendezvous/reunion.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 
 // Kills the process at its n-th call of connect() or send() from now on.

@@ -18,7 +18,7 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
 

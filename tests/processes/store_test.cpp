@@ -1,6 +1,6 @@
 // The key-value store: keys, failure notification and roll call, with ranks as threads; and how ranks find
 // the store.
-#include "collectives/rendezvous/store.h"
+#include "collectives/net/store.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -11,9 +11,9 @@
 #include <condition_variable>
 #include <fstream>
 
-#include "collectives/rendezvous/handshake.h"
-#include "collectives/rendezvous/membership.h"
-#include "runtime/error.h"
+#include "collectives/net/handshake.h"
+#include "collectives/net/membership.h"
+#include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 
 namespace gradwire {

@@ -18,10 +18,10 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/error.h"
-#include "tests/expect.h"
+#include "runtime/util/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

@@ -12,11 +12,11 @@
 #include "collectives/codec/examples.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/group.h"
-#include "tests/expect.h"
 #include "tests/processes/processes.h"
-#include "tests/thinned.h"
+#include "tests/support/expect.h"
+#include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,7 @@
  * Prints a checksum of the result and exits with 0; or "STATUS: error" on stderr, and exits with 1. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <gradwire.h>
+#include <gradwire/gradwire.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>

@@ -1,11 +1,11 @@
-#include "runtime/cpus.h"
+#include "runtime/threads/cpus.h"
 
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <fstream>
 
-#include "tests/temporary_folder.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire {
 namespace {

@@ -1,6 +1,6 @@
 // Devices and streams: order within a stream, events between streams, and propagation of errors without
 // hangs.
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
@@ -11,10 +11,10 @@
 #include <cstring>
 #include <thread>
 
-#include "runtime/error.h"
-#include "runtime/memory_use.h"
-#include "runtime/thread_pool.h"
-#include "tests/devices.h"
+#include "runtime/device/memory_use.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "tests/support/devices.h"
 
 namespace gradwire {
 namespace {

@@ -1,15 +1,15 @@
 // Graphs: each launch repeats the captured work in order. Work that cannot be repeated is rejected during
 // capture.
-#include "runtime/graph.h"
+#include "runtime/device/graph.h"
 
 #include <gtest/gtest.h>
 
 #include <array>
 #include <vector>
 
-#include "runtime/error.h"
-#include "tests/devices.h"
-#include "tests/expect.h"
+#include "runtime/util/error.h"
+#include "tests/support/devices.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {

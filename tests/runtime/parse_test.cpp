@@ -1,5 +1,5 @@
 // Numbers from text, and variables that are 0 or 1.
-#include "runtime/parse.h"
+#include "runtime/util/parse.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -8,8 +8,8 @@
 #include <cstring>
 #include <random>
 
-#include "runtime/environment.h"
-#include "runtime/error.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

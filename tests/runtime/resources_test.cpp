@@ -1,4 +1,4 @@
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
 
 #include <gtest/gtest.h>
 #include <pthread.h>
@@ -11,8 +11,8 @@
 #include <string>
 #include <thread>
 
-#include "runtime/device.h"
-#include "runtime/thread.h"
+#include "runtime/device/device.h"
+#include "runtime/threads/thread.h"
 
 // By default, the sanitizers abort on an allocation of this size. This option makes it fail instead.
 extern "C" const char* __asan_default_options() {

@@ -1,4 +1,4 @@
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

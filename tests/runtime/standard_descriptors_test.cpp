@@ -1,4 +1,4 @@
-#include "runtime/standard_descriptors.h"
+#include "runtime/util/standard_descriptors.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>

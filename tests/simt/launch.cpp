@@ -80,7 +80,7 @@ void install_handlers() {
 
 // GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that completed, tab-separated: where the
 // function begins in the executable (as nm prints it, hexadecimal), the name given to launch(), launches,
-// most threads in a block, most dynamic shared memory. tests/check_kernel_table.py reads it.
+// most threads in a block, most dynamic shared memory. tools/checks/check_kernel_table.py reads it.
 struct Record {
   std::string name;
   int64_t launches = 0;

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <vector>
 
-#include "runtime/peers.h"
+#include "runtime/device/peers.h"
 #include "tests/simt/runtime.h"
 
 namespace gradwire::testing {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/launch.cuh"
-#include "tests/expect.h"
+#include "runtime/device/launch.cuh"
+#include "tests/support/expect.h"
 
 namespace gradwire::simt {
 namespace {

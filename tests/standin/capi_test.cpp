@@ -9,8 +9,8 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/gradwire.h"
-#include "runtime/device.h"
+#include <gradwire/gradwire.h>
+#include "runtime/device/device.h"
 
 namespace gradwire {
 namespace {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "tests/simt/cublas_stand_in.h"
 
 namespace gradwire {

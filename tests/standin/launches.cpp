@@ -1,7 +1,7 @@
 // Launches of kernels: their limits, attributes and place in a stream.
 #include <fmt/format.h>
 
-#include "runtime/cuda_check.h"
+#include "runtime/device/cuda_check.h"
 #include "tests/standin/launch.h"
 #include "tests/standin/machine.h"
 

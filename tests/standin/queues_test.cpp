@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "tests/standin/launch.h"
 #include "tests/standin/machine.h"
 

@@ -8,9 +8,9 @@
 #include <thread>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/error.h"
-#include "runtime/graph.h"
+#include "runtime/device/device.h"
+#include "runtime/device/graph.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

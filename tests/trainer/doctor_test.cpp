@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "collectives/communicator/local_ranks.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/table.h"
 #include "trainer/measure/network.h"

@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
-#include "runtime/error.h"
-#include "tests/expect.h"
-#include "tests/temporary_folder.h"
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
+#include "tests/support/temporary_folder.h"
 
 namespace gradwire::testing {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/cli/launcher.h"
 

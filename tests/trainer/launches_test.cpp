@@ -1,10 +1,10 @@
 // The budget of launches per training step on CUDA. Each costs the host a few microseconds, and the GPU a
 // gap.
-#include "tests/launches.h"
+#include "tests/support/launches.h"
 
 #include <gtest/gtest.h>
 
-#include "runtime/graph.h"
+#include "runtime/device/graph.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/optimizer.h"

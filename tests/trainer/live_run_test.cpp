@@ -3,8 +3,8 @@
 
 #include <gtest/gtest.h>
 
-#include "runtime/error.h"
-#include "tests/expect.h"
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
 #include "trainer/log/records.h"
 #include "trainer/log/stragglers.h"
 

@@ -7,7 +7,7 @@
 #include <map>
 #include <numeric>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/data/loader.h"
 

@@ -9,7 +9,7 @@
 #include <limits>
 #include <map>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "tests/trainer/files.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"

@@ -6,7 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "runtime/output_file.h"
+#include "runtime/util/output_file.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"

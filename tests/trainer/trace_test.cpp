@@ -8,8 +8,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "runtime/error.h"
-#include "tests/devices.h"
+#include "runtime/util/error.h"
+#include "tests/support/devices.h"
 #include "tests/trainer/files.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"

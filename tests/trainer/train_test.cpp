@@ -7,11 +7,11 @@
 #include <numeric>
 #include <thread>
 
-#include "runtime/error.h"
-#include "runtime/thread_pool.h"
-#include "tests/devices.h"
-#include "tests/expect.h"
-#include "tests/thinned.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "tests/support/devices.h"
+#include "tests/support/expect.h"
+#include "tests/support/thinned.h"
 #include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/model/flops.h"

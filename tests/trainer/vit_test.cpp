@@ -10,10 +10,10 @@
 #include <optional>
 #include <set>
 
-#include "runtime/error.h"
-#include "runtime/thread_pool.h"
-#include "tests/devices.h"
-#include "tests/normal.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "tests/support/devices.h"
+#include "tests/support/normal.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {

@@ -10,8 +10,8 @@
 #include <set>
 
 #include "collectives/agreement/all_gather.h"
-#include "runtime/error.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
+#include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/log/json.h"

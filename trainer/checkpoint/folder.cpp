@@ -11,10 +11,10 @@
 #include <cstring>
 #include <filesystem>
 
-#include "runtime/error.h"
-#include "runtime/file.h"
-#include "runtime/output_file.h"
-#include "runtime/parse.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
+#include "runtime/util/output_file.h"
+#include "runtime/util/parse.h"
 #include "trainer/checkpoint/safetensors.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/config/config.h"
 #include "trainer/model/parameters.h"
 

@@ -4,7 +4,7 @@
 
 #include <iterator>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/log/json.h"
 #include "trainer/log/records.h"

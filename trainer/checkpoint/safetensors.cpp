@@ -15,9 +15,9 @@
 #include <optional>
 #include <unordered_set>
 
-#include "runtime/error.h"
-#include "runtime/file.h"
-#include "runtime/shape.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
+#include "runtime/util/shape.h"
 #include "trainer/data/file_kind.h"
 
 namespace gradwire {

@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/dtype.h"
-#include "runtime/file.h"
+#include "runtime/device/dtype.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 

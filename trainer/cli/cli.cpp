@@ -7,11 +7,11 @@
 #include <exception>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
-#include "runtime/resources.h"
-#include "runtime/standard_descriptors.h"
+#include "runtime/threads/resources.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
+#include "runtime/util/standard_descriptors.h"
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"

@@ -5,7 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <limits>
 
-#include "runtime/parse.h"
+#include "runtime/util/parse.h"
 #include "trainer/cli/values.h"
 #include "trainer/model/vit_passes.h"
 

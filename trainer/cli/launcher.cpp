@@ -13,11 +13,11 @@
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/nccl.h"
 #include "collectives/transport/tcp.h"
-#include "runtime/cpus.h"
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/parse.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/cpus.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 #include "trainer/config/members.h"
 
 namespace gradwire {

@@ -7,8 +7,8 @@
 #include <optional>
 #include <string>
 
-#include "collectives/rendezvous/socket.h"
-#include "runtime/device.h"
+#include "collectives/net/socket.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

@@ -1,4 +1,4 @@
-#include "runtime/no_memory.h"
+#include "runtime/util/no_memory.h"
 #include "trainer/cli/cli.h"
 
 // Runs before the static initializers, which allocate.

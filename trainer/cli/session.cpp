@@ -7,7 +7,7 @@
 #include <cstdio>
 
 #include "collectives/communicator/communicator.h"
-#include "runtime/output_file.h"
+#include "runtime/util/output_file.h"
 #include "trainer/checkpoint/gradients.h"
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"

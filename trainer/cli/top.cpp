@@ -11,7 +11,7 @@
 #include <fstream>
 #include <thread>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/log/live_run.h"
 

@@ -4,7 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <string>
 
-#include "runtime/paths.h"
+#include "runtime/util/paths.h"
 
 namespace gradwire {
 

@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <string_view>
 
-#include "runtime/error.h"
-#include "runtime/parse.h"
+#include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

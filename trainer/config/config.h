@@ -9,7 +9,7 @@
 #include "collectives/spec/spec.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/gelu.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

@@ -6,8 +6,8 @@
 #include <sstream>
 
 #include "collectives/transport/transport.h"
-#include "runtime/error.h"
-#include "runtime/file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/file.h"
 
 namespace gradwire {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <filesystem>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
 #include "trainer/data/file_kind.h"

@@ -4,9 +4,9 @@
 
 #include <filesystem>
 
-#include "runtime/environment.h"
-#include "runtime/error.h"
-#include "runtime/paths.h"
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+#include "runtime/util/paths.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/file.h"
 #include "trainer/data/file_kind.h"

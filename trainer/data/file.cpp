@@ -11,7 +11,7 @@
 #include <cstring>
 #include <memory>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -9,9 +9,9 @@
 #include <numeric>
 
 #include "kernels/math/random.h"
-#include "runtime/error.h"
-#include "runtime/thread.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
 #include "trainer/data/augment.h"
 
 namespace gradwire {

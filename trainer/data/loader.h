@@ -21,7 +21,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/data/dataset.h"
 
 namespace gradwire {

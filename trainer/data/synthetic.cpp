@@ -5,8 +5,8 @@
 #include <cmath>
 
 #include "kernels/math/random.h"
-#include "runtime/error.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/statistics.h"
 

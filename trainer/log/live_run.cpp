@@ -6,7 +6,7 @@
 #include <cmath>
 #include <numeric>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/log/json.h"
 

@@ -9,8 +9,8 @@
 #include <fstream>
 #include <map>
 
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 
 namespace gradwire {
 void check_all_different(const std::vector<NamedFile>& files) {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "runtime/file.h"
+#include "runtime/util/file.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {

@@ -6,8 +6,8 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 
 namespace gradwire {
 namespace {

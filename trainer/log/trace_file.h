@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "runtime/output_file.h"
-#include "runtime/trace.h"
+#include "runtime/trace/trace.h"
+#include "runtime/util/output_file.h"
 #include "trainer/config/config.h"
 
 namespace gradwire {
@@ -17,7 +17,7 @@ namespace gradwire {
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' parts and writes them (runtime/output_file.h). A write error does not end the run:
+// Collects the ranks' parts and writes them (runtime/util/output_file.h). A write error does not end the run:
 // lose_output() reports it.
 class TraceFile {
  public:

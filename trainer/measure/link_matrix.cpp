@@ -6,7 +6,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
 
 namespace gradwire {
 namespace {

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "runtime/parse.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

@@ -11,8 +11,8 @@
 #include "kernels/math/random.h"
 #include "kernels/simd/simd.h"
 #include "kernels/wire/formats.h"
-#include "runtime/thread_pool.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
+#include "runtime/threads/thread_pool.h"
 #include "trainer/measure/products.h"
 #include "trainer/measure/timing.h"
 

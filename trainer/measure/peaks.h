@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "kernels/gemm/gemm.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

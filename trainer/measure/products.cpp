@@ -12,8 +12,8 @@
 #include "kernels/blas/kernel_set.h"
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/simd/simd.h"
-#include "runtime/error.h"
-#include "runtime/resources.h"
+#include "runtime/threads/resources.h"
+#include "runtime/util/error.h"
 
 GW_ALLOW_FMA
 

@@ -8,7 +8,7 @@
 #include "collectives/codec/codec.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <functional>
 
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
 

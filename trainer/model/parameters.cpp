@@ -7,8 +7,8 @@
 #include <numbers>
 
 #include "kernels/math/random.h"
-#include "runtime/shape.h"
-#include "runtime/thread_pool.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/shape.h"
 
 namespace gradwire {
 namespace {

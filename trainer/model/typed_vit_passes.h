@@ -11,7 +11,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/bias.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/model/vit_index.h"
 #include "trainer/model/vit_passes.h"
 

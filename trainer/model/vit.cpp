@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include "kernels/wire/formats.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -2,7 +2,7 @@
 #include <fmt/format.h>
 
 #include "kernels/vit/vit.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/model/typed_vit_passes.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "kernels/gemm/gemm.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/model/parameters.h"
 
 namespace gradwire {

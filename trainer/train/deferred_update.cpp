@@ -4,7 +4,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
-#include "runtime/nvtx.h"
+#include "runtime/device/nvtx.h"
 
 namespace gradwire {
 

@@ -13,7 +13,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/optimizer.h"
 #include "trainer/train/training_marks.h"

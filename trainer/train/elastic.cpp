@@ -9,9 +9,9 @@
 #include <numeric>
 
 #include "collectives/agreement/all_gather.h"
-#include "collectives/rendezvous/membership.h"
-#include "runtime/error.h"
-#include "runtime/output_file.h"
+#include "collectives/net/membership.h"
+#include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/members.h"
 #include "trainer/train/hand_over.h"

@@ -1,7 +1,7 @@
 // --elastic: a run of processes that continues when ranks die, and admits new ranks.
 //
 //   a step breaks     every survivor's operations fail (transport.h), and its RankTrainer is destroyed
-//   regroup()         the survivors form a new group (rendezvous/reunion.h), with or without rank 0
+//   regroup()         the survivors form a new group (net/quorum.h), with or without rank 0
 //   agree()           they compare the steps each has finished, and choose the newest that all have finished
 //   new RankTrainers  each restores its own snapshot of that step (kept_steps.h) and repeats the next step
 //
@@ -10,7 +10,7 @@
 // sent. Residuals differ from rank to rank. The residuals of dead ranks are lost; the ShrinkRecord reports
 // their norms.
 //
-//   a joiner          sends a request (rendezvous/newcomer.h) and waits. The exchange after each step
+//   a joiner          sends a request (net/joiner.h) and waits. The exchange after each step
 //                     notifies all ranks
 //   grow()            after the next step the ranks form a group with the joiners, and destroy their
 //                     RankTrainers

@@ -6,8 +6,8 @@
 #include <span>
 
 #include "collectives/transport/transport.h"
-#include "runtime/mix.h"
-#include "runtime/unwinding.h"
+#include "runtime/device/unwinding.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
-#include "runtime/error.h"
-#include "runtime/mix.h"
+#include "runtime/util/error.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire {
 namespace {

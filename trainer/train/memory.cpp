@@ -6,7 +6,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
-#include "runtime/error.h"
+#include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/evaluator.h"

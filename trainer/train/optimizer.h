@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "kernels/math/bf16.h"
-#include "runtime/device.h"
+#include "runtime/device/device.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
 

@@ -5,9 +5,9 @@
 #include <memory>
 #include <utility>
 
-#include "runtime/nvtx.h"
-#include "runtime/parse.h"
-#include "runtime/profiler.h"
+#include "runtime/device/nvtx.h"
+#include "runtime/trace/profiler.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {

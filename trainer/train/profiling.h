@@ -7,7 +7,7 @@
 #include "collectives/agreement/shared_clock.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
-#include "runtime/trace.h"
+#include "runtime/trace/trace.h"
 #include "trainer/config/config.h"
 #include "trainer/log/trace_file.h"
 #include "trainer/train/training_marks.h"

@@ -7,9 +7,9 @@
 #include <string>
 
 #include "collectives/transport/transport.h"
-#include "runtime/error.h"
-#include "runtime/memory_use.h"
-#include "runtime/nvtx.h"
+#include "runtime/device/memory_use.h"
+#include "runtime/device/nvtx.h"
+#include "runtime/util/error.h"
 #include "trainer/measure/products.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/layout.h"

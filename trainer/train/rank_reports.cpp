@@ -6,8 +6,8 @@
 #include <bit>
 #include <cstring>
 
-#include "runtime/error.h"
-#include "runtime/running_clock.h"
+#include "runtime/threads/running_clock.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 

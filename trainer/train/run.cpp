@@ -13,12 +13,12 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/rendezvous/newcomer.h"
+#include "collectives/net/joiner.h"
 #include "kernels/simd/level.h"
-#include "runtime/error.h"
-#include "runtime/memory_use.h"
-#include "runtime/resources.h"
-#include "runtime/thread.h"
+#include "runtime/device/memory_use.h"
+#include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
+#include "runtime/util/error.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"

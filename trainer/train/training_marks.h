@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/trace.h"
+#include "runtime/device/device.h"
+#include "runtime/trace/trace.h"
 
 namespace gradwire {
 

@@ -27,7 +27,7 @@ def _own_version() -> str:
         made = pkgutil.get_data("gradwire", "_version.py") or b""
         return re.findall(r'__version__ = "(.+)"', made.decode())[0]
     with contextlib.suppress(OSError, IndexError):
-        header = pathlib.Path(__file__).resolve().parents[3] / "collectives" / "gradwire.h"
+        header = pathlib.Path(__file__).resolve().parents[3] / "include" / "gradwire" / "gradwire.h"
         return ".".join(re.findall(r"#define GW_VERSION_\w+ (\d+)", header.read_text()))
     return ""
 

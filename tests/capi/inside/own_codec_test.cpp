@@ -1,5 +1,5 @@
 // The C ABI's states hold whatever a codec keeps, of any kind and type, and resume training bit for bit.
-#include "tests/own_codec.h"
+#include "tests/support/own_codec.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
 #include "tests/capi/ranks.h"

@@ -26,10 +26,10 @@ LINE = re.compile(r"first (\S+) last (\S+) weights (\S+)")
 
 def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pathlib.Path]:
     includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    collectives = HERE.parents[2] / "collectives"
+    include = HERE.parents[2] / "include"
     subprocess.run([
         compiler, "-std=c++20", "-O0", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *includes, f"-I{collectives}", "-c", HERE / "train.cpp", "-o", folder / "train.o"
+        *includes, f"-I{include}", "-c", HERE / "train.cpp", "-o", folder / "train.o"
     ], check=True, timeout=500)
     torch_folder = cpp_extension.library_paths()[0]
     theirs = [f"-L{torch_folder}", f"-Wl,-rpath,{torch_folder}", "-ltorch", "-ltorch_cpu", "-lc10"]

@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "gradwire.h"
+#include <gradwire/gradwire.h>
 
 namespace {
 

@@ -1,0 +1,111 @@
+// A process's membership in a group: ranks find each other, are notified of failures, and wait for each
+// other. Transports between processes are built on it.
+//
+// The rendezvous is a string, the same on every rank:
+//   tcp://host:port   rank 0 listens on `port`; the others find it at `host` (MASTER_ADDR, MASTER_PORT)
+//   file:///path      rank 0 listens on any port and writes its addresses, and a secret, to that shared file
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/net/store.h"
+
+namespace gradwire {
+
+// A rendezvous by callbacks: how rank 0 publishes its store's location to the other ranks.
+struct Board {
+  std::string address = {};  // where rank 0 listens; empty: at all its addresses
+  std::function<void(const std::string& text)> publish;
+  std::function<std::string()> read;  // returns "" until published
+  // Rank 0's sockets to the last ranks (see StoreServer's `invited`). Owned by the caller.
+  std::vector<int> invited = {};
+  // Returns whether the group is known not to form, for ranks that cannot reach rank 0.
+  std::function<bool()> given_up = nullptr;
+};
+
+// Returns whether `text` may have been published by rank 0.
+bool is_meeting(const std::string& text);
+
+// Writes a regular file that only this user can read (runtime/util/output_file.h). Throws BadInput if `path`
+// cannot be such a file, Error if writing fails.
+void write_private_file(const std::string& path, const std::string& text);
+
+struct GroupOptions {
+  std::string rendezvous;
+  int rank = 0;
+  int world = 1;
+  std::chrono::milliseconds timeout{60'000};  // per operation, and for joining unless `joining` is set
+  std::chrono::milliseconds joining{0};
+  // Secret that admits a process to the group. Empty: from the environment (secret.h); with file:///, read
+  // access to the file admits. Without any secret, tcp:// serves only this machine, unless `insecure` or
+  // GRADWIRE_INSECURE=1.
+  std::string secret = {};
+  bool insecure = false;
+  // The network interface and the range of ports at which this process listens for other ranks; it uses the
+  // first free port. Empty and {}: from GRADWIRE_INTERFACE and GRADWIRE_PORTS. Without these variables the
+  // addresses follow from the rendezvous, and any port is used. The port in tcp://host:port is independent of
+  // these ports.
+  std::string interface = {};
+  PortRange ports = {};
+  // The run this rank belongs to (job.h); empty: from the environment. Ranks of runs known to differ do not
+  // connect.
+  std::string job = {};
+  // Replaces the rendezvous, which then only names the group in error texts.
+  std::optional<Board> board = {};
+
+  std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
+};
+
+// Fills unset fields of `options` from GRADWIRE_INTERFACE and GRADWIRE_PORTS. Throws BadInput if the
+// interface is not one of this host, or the ports are not a range.
+void read_listening(GroupOptions& options);
+
+class Membership {
+ public:
+  // Blocks until connected to rank 0's store. Throws BadInput for invalid options, CommError if the store
+  // cannot be reached in time or rejects this rank.
+  explicit Membership(const GroupOptions& options);
+  ~Membership();
+
+  int rank() const { return options_.rank; }
+  int world() const { return options_.world; }
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
+  StoreClient& store() { return *client_; }
+
+  // The key of the handshakes between ranks (handshake.h).
+  const std::string& key() const { return key_; }
+
+  const GroupOptions& options() const { return options_; }  // completed from the environment
+
+  // Returns the address at which this rank should listen for the other ranks. Empty: all its addresses,
+  // because it is unknown which addresses the other ranks can reach.
+  std::string listening_address(SteadyClock::time_point deadline);
+  // Returns one address at which all other machines can reach this machine, if there is one. Collective.
+  std::string address(SteadyClock::time_point deadline);
+  // Blocks until all ranks have called it. Collective, in the same order on every rank. Throws CommError at
+  // the timeout and if the group fails.
+  void barrier();
+  // Sends a short message to rank 0 without waiting. Rank 0 takes each rank's messages in order. Both throw
+  // CommError if the group fails, take_message() also at the timeout.
+  void send_message(const std::string& message) { client_->send_message(message); }
+  std::string take_message(int from);
+  // Announces an orderly departure: from here on silence is not a failure. Also done by the destructor.
+  void leave() { client_.reset(); }
+
+ private:
+  const RunningClock::Watch watch_;
+  GroupOptions options_;
+  std::string key_;
+  std::optional<std::string> listen_at_;  // the board's address, if any
+  std::string published_file_;            // of rank 0, with file:///
+  std::unique_ptr<StoreServer> server_;   // of rank 0; outlives its client
+  std::unique_ptr<StoreClient> client_;
+  int barriers_ = 0;
+};
+
+}  // namespace gradwire

@@ -1,0 +1,18 @@
+// Deadlines for library calls that may wait for another rank or hang: the call runs on its own thread, and
+// the caller waits at most until the deadline.
+#pragma once
+
+#include <chrono>
+#include <functional>
+
+#include "runtime/threads/running_clock.h"
+
+namespace gradwire {
+
+// Runs `call` on another thread. Returns true when it has returned, false at the deadline or soon after
+// `stop()` returns true. After false, `call` may still be running, so it must own everything that it uses.
+// `call` must not throw.
+bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
+                const std::function<bool()>& stop = {});
+
+}  // namespace gradwire

@@ -1,0 +1,30 @@
+// Turns CUDA and cuBLAS status codes into exceptions with the call's text: OutOfResources if memory is
+// refused, otherwise DeviceError.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "runtime/threads/resources.h"
+#include "runtime/util/error.h"
+
+namespace gradwire::cuda {
+
+inline void check(cudaError_t status, const char* call) {
+  if (status == cudaSuccess) return;
+  const std::string text =
+      std::string(call) + ": " + cudaGetErrorName(status) + ": " + cudaGetErrorString(status);
+  cudaGetLastError();  // clear the sticky error: the next launch check would report it again
+  if (status == cudaErrorMemoryAllocation) throw OutOfResources(text);
+  throw DeviceError(text);
+}
+
+// For destructors: a failure cannot be handled. Clears the error, so that the next launch does not report it.
+inline void ignore(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+}
+
+}  // namespace gradwire::cuda
+
+#define GW_CUDA_CHECK(call) ::gradwire::cuda::check((call), #call)

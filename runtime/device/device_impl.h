@@ -1,0 +1,75 @@
+// The interface of a device to Stream, Event and Buffer. Implemented in device.cpp (host) and
+// device_cuda.cpp.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "runtime/device/device.h"
+
+namespace gradwire {
+
+struct Stream::Impl : std::enable_shared_from_this<Stream::Impl> {
+  Impl(Device device, std::string name, Priority priority)
+      : device(device), name(std::move(name)), priority(priority) {}
+  virtual ~Impl() = default;
+  virtual void submit(std::function<void()> task) = 0;
+  virtual void wait(const Event::Impl& event) = 0;
+  virtual void synchronize() = 0;
+  virtual CudaStream native() const = 0;
+
+  const Device device;
+  const std::string name;
+  const Priority priority;
+};
+
+struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
+  Impl(Device device, bool timer) : device(device), timer(timer) {}
+  virtual ~Impl() = default;
+  virtual void record(Stream::Impl& stream) = 0;
+  virtual bool query() const = 0;
+  virtual void synchronize() const = 0;
+  virtual bool synchronize_until(std::chrono::steady_clock::time_point deadline) const;
+  virtual double ms_since(const Impl& start) const = 0;
+
+  const Device device;
+  const bool timer;
+  uint64_t capture = 0;  // the last graph capture that recorded it; 0: recorded outside, or never
+};
+
+#ifdef GRADWIRE_HAS_CUDA
+namespace cuda {
+std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority);
+std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
+std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
+// Stream capture: begin, then end or abort. A launch goes to the stream of the capture.
+void begin_capture(int device_index, CudaStream origin);
+std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // an executable graph
+void drop_capture(int device_index, CudaStream origin) noexcept;
+bool is_captured(int device_index, CudaStream stream);
+void launch_graph(int device_index, void* executable, CudaStream origin);
+std::shared_ptr<void> allocate(int device_index, size_t bytes);
+std::shared_ptr<void> allocate_pinned(size_t bytes);
+std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes);
+// Whether the device can access the peer's memory.
+bool enable_peer_access(int device_index, int peer_index);
+void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
+void fill_zero(CudaStream stream, void* dst, size_t bytes);
+void store(CudaStream stream, void* dst, const void* value, size_t bytes);
+void increment(CudaStream stream, uint64_t* counter);
+void set_device(int device_index);
+// For a caller's thread, whose device this was. Does nothing if that device has no context: setting the
+// device would create one, of hundreds of megabytes.
+void restore_device(int device_index) noexcept;
+int current_device();
+int multiprocessors();  // of the current device
+bool loads_kernels_lazily();
+int device_count();
+bool reaches_peers_over_nvlink(int device_index);
+bool is_device_memory(const void* address);
+std::string unavailable_reason();
+}  // namespace cuda
+#endif
+
+}  // namespace gradwire

@@ -1,0 +1,93 @@
+// The only place that launches kernels: checked, on an explicit stream, with a grid that fits the device.
+//
+// Kernel sources also compile as plain C++: for tests/simt, which runs them block by block on the CPU, and
+// for tests/standin, which does so in the order of streams. Only this file depends on the target, so kernels
+// obey a few rules:
+//   - launched through gradwire::cuda::launch(), never with triple chevrons;
+//   - dynamic shared memory is declared with GW_DYNAMIC_SHARED(type, name);
+//   - static shared memory is declared as `__shared__ T name[N];` with T trivially constructible;
+//   - warp primitives are the _sync ones;
+//   - no inline PTX without a plain branch under GRADWIRE_SIMT.
+#pragma once
+
+#include <cstdint>
+
+#ifdef GRADWIRE_SIMT
+#include "tests/simt/simt.h"
+#else
+#include <cuda_runtime.h>
+
+#include "runtime/device/cuda_check.h"
+#endif
+
+#include "runtime/device/device.h"
+#include "runtime/device/op_count.h"
+#include "runtime/util/error.h"
+
+#ifndef GRADWIRE_SIMT
+#define GW_DYNAMIC_SHARED(type, name)                         \
+  extern __shared__ __align__(16) unsigned char name##_raw[]; \
+  type* name = reinterpret_cast<type*>(name##_raw)
+#endif
+
+namespace gradwire::cuda {
+
+struct LaunchConfig {
+  dim3 grid{1};
+  dim3 block{256};
+  size_t shared_bytes = 0;
+  CudaStream stream = nullptr;
+};
+
+// Allows `kernel` this much dynamic shared memory on the current device. Otherwise a GPU rejects a launch
+// whose static and dynamic parts exceed 48 KB together. Calls the driver only when the size grows.
+void allow_dynamic_shared(const char* name, const void* kernel, size_t bytes);
+
+// Throws DeviceError (tests/simt: simt::Failure) when the launch is rejected. A grid with a zero dimension
+// launches nothing.
+template <typename... Params, typename... Args>
+void launch(const char* name, void (*kernel)(Params...), const LaunchConfig& config, Args&&... args) {
+  if (config.grid.x == 0 || config.grid.y == 0 || config.grid.z == 0) return;
+  OpCount::launch(name);
+  if (config.shared_bytes > 0)
+    allow_dynamic_shared(name, reinterpret_cast<const void*>(kernel), config.shared_bytes);
+#ifdef GRADWIRE_SIMT
+  simt::launch<Params...>(name, kernel, config.grid, config.block, config.shared_bytes, config.stream,
+                          {static_cast<Params>(args)...});
+#else
+  // clang-format off
+  kernel<<<config.grid, config.block, config.shared_bytes, config.stream>>>(static_cast<Params>(args)...);
+  // clang-format on
+  check(cudaGetLastError(), name);
+#endif
+}
+
+// Returns the streaming multiprocessors of the current device; queried once per device.
+int multiprocessors();
+
+// Returns the largest shared memory, in bytes, that a block may request on the current device; queried once
+// per device.
+size_t most_shared_bytes();
+
+// Returns the blocks of `kernel` that are resident on a multiprocessor of the current device, limited by
+// registers, shared memory and threads. Queried once per kernel, block size and device.
+int resident_blocks(const void* kernel, int threads, size_t shared_bytes);
+
+// Returns the blocks that are resident on the current device at once; more would wait for these to end.
+template <typename... Params>
+int64_t device_blocks(void (*kernel)(Params...), int threads, size_t shared_bytes = 0) {
+  return int64_t{multiprocessors()} *
+         resident_blocks(reinterpret_cast<const void*>(kernel), threads, shared_bytes);
+}
+
+// Returns the blocks for a grid-stride loop over `items`: the device's resident blocks, at most those the
+// work needs.
+template <typename... Params>
+unsigned grid_for(void (*kernel)(Params...), int64_t items, int64_t items_per_block, int threads,
+                  size_t shared_bytes = 0) {
+  const int64_t needed = (items + items_per_block - 1) / items_per_block;
+  const int64_t fill = device_blocks(kernel, threads, shared_bytes);
+  return static_cast<unsigned>(needed < fill ? needed : fill);
+}
+
+}  // namespace gradwire::cuda

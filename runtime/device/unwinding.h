@@ -1,0 +1,29 @@
+// Exceptions while work is in flight.
+#pragma once
+
+#include <exception>
+
+#include "runtime/device/device.h"
+
+namespace gradwire {
+
+// Waits for a stream when an exception leaves the scope: enqueued work may use objects declared before this
+// one.
+class FinishOnError {
+ public:
+  explicit FinishOnError(const Stream& stream) : stream_(stream) {}
+  ~FinishOnError() {
+    if (std::uncaught_exceptions() == before_) return;
+    try {
+      stream_.synchronize();
+    } catch (...) {  // the exception that leaves the scope is reported
+    }
+  }
+  FinishOnError(const FinishOnError&) = delete;
+
+ private:
+  const Stream& stream_;
+  const int before_ = std::uncaught_exceptions();
+};
+
+}  // namespace gradwire

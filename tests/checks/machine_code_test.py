@@ -1,0 +1,113 @@
+#!/usr/bin/env python3
+"""What tools/checks/machine_code.py counts in machine code, on lines written for the purpose."""
+import dataclasses
+import pathlib
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "tools/checks"))
+import check_machine_code  # noqa: E402
+import machine_code  # noqa: E402
+
+
+def function(*lines: str) -> machine_code.Function:
+    text = "\tcode for sm_90\n\t\tFunction : kernel\n"
+    for number, line in enumerate(lines):
+        text += f"        /*{16 * number:04x}*/                   {line} ;     /* 0x0 */\n"
+        text += " " * 60 + "/* 0x000fe20000000800 */\n"
+    return machine_code.functions(text)[0]
+
+
+class MachineCodeTest(unittest.TestCase):
+    def hot(self, *lines: str) -> machine_code.HotLoop:
+        return machine_code.measure(function(*lines)).hot
+
+    def test_loads_of_several_rows_before_the_first_use_are_all_in_flight(self):
+        hot = self.hot("LDG.E.128 R8, desc[UR4][R2.64]", "LDG.E.128 R12, desc[UR4][R4.64]",
+                       "LDG.E.64 R16, desc[UR4][R6.64]", "FADD R20, R8, R12",
+                       "STG.E.128 desc[UR4][R2.64], R20", "EXIT")
+        self.assertEqual((hot.in_flight, hot.loads, hot.stores, hot.instructions), (40, 40, 16, 6))
+
+    def test_a_store_of_what_was_loaded_comes_before_the_next_load(self):
+        hot = self.hot("LDG.E.128 R8, desc[UR4][R2.64]", "STG.E.128 desc[UR4][R4.64], R8",
+                       "LDG.E.128 R12, desc[UR4][R2.64+0x400]", "STG.E.128 desc[UR4][R4.64+0x400], R12",
+                       "EXIT")
+        self.assertEqual(hot.in_flight, 16)
+
+    def test_a_store_waits_for_all_four_registers_of_its_value(self):
+        hot = self.hot("LDG.E R11, desc[UR4][R2.64]", "STG.E.128 desc[UR4][R4.64], R8",
+                       "LDG.E R12, desc[UR4][R2.64]", "EXIT")
+        self.assertEqual(hot.in_flight, 4)
+
+    def test_what_a_loop_fetches_for_its_next_turn_is_in_flight(self):
+        hot = self.hot("LDG.E.128 R8, desc[UR4][R2.64]", "FADD R20, R12, R12",
+                       "LDG.E.128 R12, desc[UR4][R2.64+0x10]", "FADD R21, R8, R8", "@P0 BRA 0x0", "EXIT")
+        self.assertTrue(hot.is_loop)
+        self.assertEqual(hot.in_flight, 32)
+
+    def test_copies_to_shared_memory_that_a_loop_does_not_wait_for_are_in_flight(self):
+        hot = self.hot("LDGSTS.E.BYPASS.128 [R5], desc[UR4][R2.64]", "LDGSTS.E [R5+0x10], desc[UR4][R4.64]",
+                       "LDGDEPBAR", "DEPBAR.LE SB0, 0x6", "LDS.128 R8, [R6]", "@P0 BRA 0x0", "EXIT")
+        self.assertEqual((hot.loads, hot.wide_loads), (20, 1))
+        self.assertEqual(hot.in_flight, 7 * 4)
+
+    def test_the_hot_loop_moves_most_in_16_byte_accesses_and_is_the_inner_one(self):
+        hot = self.hot("MOV R1, R2", "LDG.E.128 R8, desc[UR4][R2.64]", "@P1 BRA 0x10", "@P0 BRA 0x0",
+                       "LDG.E R9, desc[UR4][R2.64]", "@P2 BRA 0x40", "EXIT")
+        self.assertEqual((hot.instructions, hot.loads), (2, 16))
+
+    def test_the_whole_kernel_counts_where_its_loops_move_little(self):
+        hot = self.hot("LDG.E.128 R8, desc[UR4][R2.64]", "STG.E.128 desc[UR4][R4.64], R8",
+                       "LDG.E R9, desc[UR4][R2.64]", "@P2 BRA 0x20", "EXIT", "BRA 0x50")
+        self.assertFalse(hot.is_loop)
+        self.assertEqual(hot.instructions, 5)
+
+    def test_adjacent_stores_of_one_thread_fill_half_sectors(self):
+        self.assertEqual(
+            self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x10], R12",
+                     "EXIT").half_sector, 1)
+        self.assertEqual(
+            self.hot("STG.E.128 desc[UR4][R2.64+-0x10], R8", "STG.E.128 desc[UR4][R2.64], R12",
+                     "EXIT").half_sector, 1)
+        self.assertEqual(
+            self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x200], R12",
+                     "EXIT").half_sector, 0)
+
+    def test_calls_and_local_memory_are_found(self):
+        measured = machine_code.measure(
+            function("LDL R4, [R1]", "STL [R1+0x4], R4", "CALL.REL.NOINC 0x40", "EXIT"))
+        self.assertEqual((measured.local, measured.hot.calls), (2, 1))
+
+    def test_predicated_instructions_are_read(self):
+        code = function("@!P0 LDG.E.U16 R8, desc[UR4][R2.64]", "@UP1 UMOV UR4, 0x1", "EXIT").code
+        self.assertEqual([i.predicate for i in code], ["!P0", "UP1", None])
+        self.assertEqual(code[0].bytes, 2)
+
+    def test_a_non_coherent_load_is_refused_where_peers_write_and_nowhere_else(self):
+        def judged(kernel: str, load: str) -> list[str]:
+            measured = machine_code.measure(function(f"{load} R8, desc[UR4][R2.64]", "EXIT"))
+            return check_machine_code.judge_any({
+                "full": f"void gradwire::cuda::(anonymous namespace)::{kernel}<4>(int)",
+                "architecture": "sm_80", "STACK": 0, "LOCAL": 0, **dataclasses.asdict(measured)
+            })
+        for load in ("LDG.E.128.CONSTANT", "@P0 LDG.E.CONSTANT", "LDG.E.U16.CONSTANT"):
+            wrong = judged("fused_allreduce_kernel", load)
+            self.assertEqual(len(wrong), 1)
+            self.assertIn("non-coherent", wrong[0])
+            self.assertEqual(judged("block_decode_kernel", load), [])
+        for load in ("LDG.E.128", "LDG.E.128.STRONG.SYS"):
+            self.assertEqual(judged("fused_allreduce_kernel", load), [])
+
+    def test_the_table_keeps_what_was_measured_for_one_op(self):
+        page = "| a_kernel(Merge) | 2 | 40 | 48 | 24 (16) | 2.7 | 92 | 97 % | divisions |\n" \
+               "| `a_kernel` | `a.cu` | yes | yes | yes | yes | 60 to 97 % |"
+        measured = check_machine_code.measurements(page)
+        self.assertEqual(measured, {"a_kernel(Merge)": "97 %", "a_kernel": "60 to 97 %"})
+        figures = check_machine_code.Figures(registers=40)
+        written = check_machine_code.table({"a_kernel(Merge)": figures, "a_kernel(Split)": figures}, {},
+                                           measured, "13.0")
+        self.assertRegex(written, r"\(Merge\).*\| 97 % \|  \|\n.*\(Split\).*\| 60 to 97 % \|  \|")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,30 @@
+// The number of CUDA launches that an op makes: the unit in which ops are counted
+// (runtime/device/op_count.h). The kernel tests compare it with the launches of the ops
+// (tests/kernels/launches_test.cpp); the model's tests check a budget (tests/trainer/launches_test.cpp).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "runtime/device/op_count.h"
+
+namespace gradwire::testing {
+
+// Kernels, cuBLAS products, copies and fills per call, for rows that fit in registers. The name is the
+// dispatcher's.
+inline int64_t cuda_launches(const std::string& op) {
+  // A second kernel adds up partial sums over rows.
+  constexpr std::array<const char*, 5> kTwo = {"attention_backward", "bias_gelu_backward", "column_sum",
+                                               "cross_entropy", "layer_norm_backward"};
+  return std::find(kTwo.begin(), kTwo.end(), op) != kTwo.end() ? 2 : 1;
+}
+
+inline int64_t cuda_launches(const OpCount::ByName& ops) {
+  int64_t sum = 0;
+  for (const auto& [op, calls] : ops) sum += calls * cuda_launches(op);
+  return sum;
+}
+
+}  // namespace gradwire::testing

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Fails when an include points the wrong way.
+
+Between the top folders: trainer -> collectives -> kernels -> runtime, never back. Between all folders below
+them, and those of bench and the integrations: no cycles, so that each can be read and tested after those that
+it depends on, in the order that `check_layers.py --print` shows. bench's Python counts too, and its modules
+have no cycles either. Also keeps the triple-chevron kernel launch in one file, runtime/device/launch.cuh.
+"""
+import ast
+import collections
+import pathlib
+import re
+import sys
+
+LAYERS = {  # each top folder, and those that its files may include
+    "runtime": set(),
+    "kernels": {"runtime"},
+    "collectives": {"kernels", "runtime"},
+    "trainer": {"collectives", "kernels", "runtime"},
+    "bench": {"trainer", "collectives", "kernels", "runtime"},
+    "integrations": {"collectives", "kernels", "runtime"},
+}
+# The launcher chooses between nvcc and the CPU shim.
+EXCEPTIONS = {("runtime/device/launch.cuh", "tests/simt/simt.h")}
+INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"')
+SUFFIXES = {".h", ".cpp", ".cu", ".cuh", ".c"}
+LAUNCHER = "runtime/device/launch.cuh"
+
+
+def sources(root: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(p for top in LAYERS for p in (root / top).rglob("*") if p.suffix in SUFFIXES)
+
+
+def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
+    """The wrong lines; fills graph[folder][folder it includes] with one place where it does."""
+    found = []
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        folder, top = name.rpartition("/")[0], name.split("/")[0]
+        graph[folder]
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            where = f"{name}:{number}"
+            if "<<<" in line and "//" not in line.split("<<<")[0] and name != LAUNCHER:
+                found.append(f"{where}: kernels are launched through {LAUNCHER} only")
+            match = INCLUDE.match(line)
+            if not match or (name, match.group(1)) in EXCEPTIONS:
+                continue
+            target = match.group(1)
+            if not (root / target).is_file():
+                if top != "integrations":  # examples include installed headers
+                    found.append(f"{where}: include by full path from the root, not {target!r}")
+                continue
+            if target.split("/")[0] not in LAYERS[top] | {top}:
+                found.append(f"{where}: {top}/ may not include {target!r}")
+            if (into := target.rpartition("/")[0]) != folder:
+                graph[folder].setdefault(into, f"{where} includes {target}")
+    return found
+
+
+def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The graph of bench's Python modules; adds their folders' arrows to `graph`."""
+    modules: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for path in sorted((root / "bench").rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        modules[name]
+        for node in ast.walk(ast.parse(path.read_text(), name)):
+            names = [alias.name for alias in node.names] if isinstance(node,
+                                                                       (ast.Import, ast.ImportFrom)) else []
+            if isinstance(node, ast.ImportFrom):  # from plots import style; from plots.style import plt
+                names = [node.module, *(f"{node.module}.{name}" for name in names)]
+            for imported in names:
+                # bench/ is on the path, and the script's own folder.
+                for at in (root / "bench", path.parent):
+                    file = at.joinpath(*imported.split(".")).with_suffix(".py")
+                    if file == path or not file.is_file():
+                        continue
+                    target = file.relative_to(root).as_posix()
+                    where = f"{name}:{node.lineno} imports {target}"
+                    modules[name].setdefault(target, where)
+                    if (folder := name.rpartition("/")[0]) != (into := target.rpartition("/")[0]):
+                        graph[folder].setdefault(into, where)
+    return modules
+
+
+def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
+    """Folders (or modules), each after those that it includes, and the cycles that prevent such an order."""
+    done: list[str] = []
+    cycles, path = [], []
+
+    def visit(folder: str) -> None:
+        if folder in done:
+            return
+        if folder in path:
+            ring = path[path.index(folder):] + [folder]
+            cycles.append("a cycle: " + "; ".join(graph[a][b] for a, b in zip(ring, ring[1:])))
+            return
+        path.append(folder)
+        for into in sorted(graph[folder]):
+            visit(into)
+        path.pop()
+        done.append(folder)
+
+    for folder in sorted(graph):
+        visit(folder)
+    return done, cycles
+
+
+def main() -> int:
+    arguments = [a for a in sys.argv[1:] if a != "--print"]
+    root = pathlib.Path(arguments[0] if arguments else ".")
+    files = len(sources(root))
+    if files < 100:
+        print(f"check_layers: only {files} source files below {root.resolve()}: wrong folder?")
+        return 1
+    graph: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    found = violations(root, graph)
+    modules = python_imports(root, graph)
+    folders, cycles = order(graph)
+    cycles += order(modules)[1]
+    if "--print" in sys.argv:
+        for folder in folders:
+            print(f"{folder} -> {', '.join(sorted(graph[folder])) or 'nothing'}")
+    fine = (
+        f"{files} files in {len(folders)} folders, {len(modules)} Python modules: every include points down,"
+        " no cycles"
+    )
+    print("\n".join(found + cycles) or fine)
+    return 1 if found or cycles else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

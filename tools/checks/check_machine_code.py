@@ -1,0 +1,356 @@
+#!/usr/bin/env python3
+"""Holds the machine code of every CUDA kernel, as the build has compiled it, to the budgets of
+kernel_budgets.tsv.
+
+    check_machine_code.py ROOT BUILD [--write] [--all]
+
+Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local
+memory on any of them, when a wire format's kernels may contract products and additions, when a kernel loads
+without coherence what other GPUs write while it runs, and when, on sm_90, a kernel has more registers, fewer
+bytes in flight or more instructions per byte than its row of tools/checks/kernel_budgets.tsv allows, or a called
+subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
+outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean
+and holds them as a table; --write writes it, and the check fails when it is out of date. --all prints every
+instantiation.
+
+Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, it ends with 77: skipped. What it reads is
+cached in BUILD.
+"""
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import machine_code  # noqa: E402
+from check_kernel_table import ROW, base_name  # noqa: E402
+
+SKIPPED = 77
+PINNED = "sm_90"
+REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, 228 * 1024  # of an sm_90 multiprocessor
+SHARED_PER_BLOCK = 1024  # the driver's own
+KB_NEEDED = 32           # of loads in flight on a multiprocessor, for full bandwidth (Little's law)
+INSTRUCTIONS_PER_BYTE = 7.8  # what an H200 can issue while it copies; an H100: 11
+READS_PEERS = "fused_allreduce"  # in a kernel's name: other GPUs write what it reads, while it runs
+BEST = 92                # % of copy bandwidth that the best kernels reach
+GENERATED = ("<!-- machine code: written by make machine-code -->", "<!-- end of machine code -->")
+
+
+@dataclasses.dataclass
+class Budget:
+    threads: int            # of a block
+    dynamic_shared_kb: float  # of a block, at its largest
+    registers: int
+    kb_in_flight: float
+    instructions_per_byte: float
+    allowed: set[str]
+    reason: str
+
+
+def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
+    budgets: dict[str, Budget] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line or line.startswith("#"):
+            continue
+        cells = line.split("\t")
+        if len(cells) not in (7, 8):
+            raise SystemExit(
+                f"{path}:{number}: {len(cells)} columns, expected kernel, threads, dynamic shared KB,"
+                " registers, KB in flight, instructions per byte, allowed, reason, separated by tabs"
+            )
+        allowed = {word for word in cells[6].split(",") if word != "-"}
+        if unknown := allowed - {"call", "half-sector", "narrow"}:
+            raise SystemExit(
+                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector and narrow can")
+        if cells[0] in budgets:
+            raise SystemExit(f"{path}:{number}: {cells[0]} is listed twice")
+        budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]),
+                                   float(cells[5]), allowed, cells[7].strip() if len(cells) == 8 else "")
+    return budgets
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
+    """Architecture -> mangled function -> REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`."""
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    architecture = name = ""
+    for line in text.splitlines():
+        if match := re.match(r"\s*(?:arch = |code for )(sm_\w+)", line):
+            architecture = match.group(1)
+        elif match := re.match(r"\s*Function (\S+):", line):
+            name = match.group(1)
+        elif name and "REG:" in line:
+            found.setdefault(architecture,
+                             {})[name] = {k: int(v)
+                                          for k, v in re.findall(r"(\w+):(\d+)", line)}
+            name = ""
+    return found
+
+
+def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
+    """One dictionary per function of an object and architecture."""
+    stamp = hashlib.sha256(path.read_bytes() + pathlib.Path(machine_code.__file__).read_bytes()
+                           + pathlib.Path(__file__).read_bytes()).hexdigest()
+    kept = cache / (path.name + ".json")
+    if kept.exists():
+        result = json.loads(kept.read_text())
+        if result["stamp"] == stamp:
+            return result["functions"]
+    used = resources(run(["cuobjdump", "-res-usage", str(path)]))
+    functions = machine_code.functions(run(["cuobjdump", "-sass", str(path)]))
+    if not functions:
+        raise SystemExit(f"cuobjdump finds no machine code in {path}")
+    demangled = subprocess.run(["c++filt"], input="\n".join(f.name for f in functions), capture_output=True,
+                               text=True, check=True).stdout.splitlines()
+    result = [{
+        "full": full, "architecture": function.architecture, **used[function.architecture][function.name],
+        **dataclasses.asdict(machine_code.measure(function))
+    } for function, full in zip(functions, demangled)]
+    kept.write_text(json.dumps({"stamp": stamp, "functions": result}))
+    return result
+
+
+def label(full: str) -> str:
+    """The kernel's name; with the op, where a kernel of kernels/cuda/columns.cuh runs different ones."""
+    name = base_name(full)
+    op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
+    return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
+                                                "column_partials_kernel") and op else name
+
+
+def warps(function: dict, threads: int, dynamic_shared: float) -> int:
+    """Resident on a multiprocessor."""
+    block_warps = (threads + 31) // 32
+    by_registers = REGISTERS // ((function["REG"] * 32 + 255) // 256 * 256) // block_warps
+    by_shared = int(SHARED // (function["SHARED"] + dynamic_shared + SHARED_PER_BLOCK))
+    return min(by_registers, by_shared, BLOCKS, THREADS // 32 // block_warps) * block_warps
+
+
+@dataclasses.dataclass
+class Figures:
+    """Of one instantiation, or of all that use 16-byte accesses (the worst of each)."""
+    registers: int = 0
+    warps: int = 64
+    kb_in_flight: float = 1e9
+    kb_needed: float = 0.0  # reads' share of the traffic times KB_NEEDED
+    instructions_per_byte: float = 0.0
+    predicted: int = 100
+    found: set[str] = dataclasses.field(default_factory=set)
+    instantiations: int = 0
+
+    def worst(self, other: "Figures") -> None:
+        self.registers = max(self.registers, other.registers)
+        self.warps = min(self.warps, other.warps)
+        if other.kb_in_flight - other.kb_needed < self.kb_in_flight - self.kb_needed:
+            self.kb_in_flight, self.kb_needed = other.kb_in_flight, other.kb_needed
+        self.instructions_per_byte = max(self.instructions_per_byte, other.instructions_per_byte)
+        self.predicted = min(self.predicted, other.predicted)
+        self.found |= other.found
+        self.instantiations += 1
+
+
+def figures(function: dict, threads: int, dynamic_shared: float) -> Figures:
+    hot = function["hot"]
+    traffic = max(hot["loads"] + hot["stores"], 1)
+    one = Figures(registers=function["REG"], warps=warps(function, threads, dynamic_shared),
+                  instructions_per_byte=hot["instructions"] / traffic, instantiations=1)
+    one.kb_in_flight = one.warps * 32 * hot["in_flight"] / 1024
+    one.kb_needed = KB_NEEDED * hot["loads"] / traffic
+    if hot["calls"]:
+        one.found.add("call")
+    if hot["half_sector"]:
+        one.found.add("half-sector")
+    if not hot["wide_loads"] and not hot["wide_stores"]:
+        one.found.add("narrow")
+    enough = min(1.0, one.kb_in_flight / one.kb_needed) if one.kb_needed else 1.0
+    issue = min(1.0, INSTRUCTIONS_PER_BYTE / one.instructions_per_byte)
+    one.predicted = round(BEST * enough * issue * (0.95 if hot["half_sector"] else 1.0))
+    return one
+
+
+def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
+    if budget is None:
+        return [f"{name} has no row in tools/checks/kernel_budgets.tsv; now: {proposed(name, is_)}"]
+    wrong = []
+    if is_.registers > budget.registers:
+        wrong.append(f"{name}: {is_.registers} registers; its budget is {budget.registers}")
+    if is_.kb_in_flight < budget.kb_in_flight:
+        wrong.append(
+            f"{name}: {is_.kb_in_flight:.1f} KB of loads in flight on a multiprocessor; its budget is "
+            f"{budget.kb_in_flight:g}")
+    if is_.instructions_per_byte > budget.instructions_per_byte:
+        wrong.append(
+            f"{name}: {is_.instructions_per_byte:.2f} instructions per byte in its hot loop; its budget is "
+            f"{budget.instructions_per_byte:g}")
+    what = {"call": "calls a subroutine in its hot loop (a division or a root?)",
+            "half-sector": "stores half sectors: two 16-byte stores of one thread are adjacent",
+            "narrow": "has no 16-byte access in its hot loop"}
+    wrong += [f"{name} {what[one]}" for one in sorted(is_.found - budget.allowed)]
+    wrong += [f"{name}: tools/checks/kernel_budgets.tsv allows {one}, which it no longer needs"
+              for one in sorted(budget.allowed - is_.found)]
+    outside = (budget.allowed or budget.kb_in_flight < int(is_.kb_needed)
+               or budget.instructions_per_byte > INSTRUCTIONS_PER_BYTE)
+    if outside and not budget.reason:
+        wrong.append(f"{name}: tools/checks/kernel_budgets.tsv lets it outside the limits without a reason")
+    return wrong
+
+
+def judge_any(function: dict) -> list[str]:
+    """What no kernel may do on any architecture."""
+    where = f"{function['full']} on {function['architecture']}"
+    wrong = []
+    if function["local"] or function["STACK"] or function["LOCAL"]:
+        wrong.append(
+            f"{where} uses local memory: {function['local']} accesses, {function['STACK']} bytes of stack")
+    if function["non_coherent"] and READS_PEERS in base_name(function["full"]):
+        wrong.append(
+            f"{where} has {function['non_coherent']} non-coherent loads (LDG...CONSTANT), and peers write"
+            " memory that it reads while it runs: no __ldg, and no `const ... __restrict__` that lets nvcc"
+            " choose it"
+        )
+    return wrong
+
+
+def proposed(name: str, is_: Figures) -> str:
+    return "\t".join(
+        (name, "256", "0", str((is_.registers + 7) // 8 * 8), str(int(min(is_.kb_in_flight, KB_NEEDED))),
+         f"{int(is_.instructions_per_byte * 10 + 1) / 10:g}", ",".join(sorted(is_.found)) or "-"))
+
+
+def measurements(page: str) -> dict[str, str]:
+    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels, and by
+    kernel and op, which only the table of machine code tells apart: there, such cells are written by hand."""
+    found = {}
+    for line in page.splitlines():
+        if match := ROW.match(line):
+            found[match.group(1)] = match.group(2).split("|")[-1].strip()
+        elif re.match(r"\| \w+\(\w+\) \|", line):
+            cells = [cell.strip() for cell in line.split("|")]
+            found[cells[1]] = cells[8]
+    return found
+
+
+def table(all_: dict[str, Figures], budgets: dict[str, Budget], measured: dict[str, str],
+          toolkit: str) -> str:
+    lines = [
+        GENERATED[0],
+        (
+            f"From nvcc {toolkit}, for {PINNED}; where a kernel has several instantiations, the worst of "
+            "those with 16-byte accesses."
+        ),
+        "",
+        (
+            "| kernel | forms | registers | warps/SM | KB in flight (enough) | instructions/B | predicted %"
+            " of copy | measured | outside the limits because |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, one in sorted(all_.items()):
+        reason = budgets[name].reason if name in budgets else ""
+        seen = measured.get(name, measured.get(name.split("(")[0], ""))
+        timed = seen != "-"
+        lines.append(
+            f"| {name} | {one.instantiations} | {one.registers} | {one.warps} | {one.kb_in_flight:.0f} "
+            f"({one.kb_needed:.0f}) | {one.instructions_per_byte:.1f} | {one.predicted if timed else '-'} | "
+            f"{seen} | {reason} |")
+    return "\n".join([*lines, GENERATED[1]])
+
+
+def objects(build: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(p for folder in ("kernels", "runtime", "collectives")
+                  for p in (build / folder).rglob("*.cu.o"))
+
+
+def toolkit_of(build: pathlib.Path) -> str:
+    for path in build.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"):
+        if match := re.search(r'CMAKE_CUDA_COMPILER_VERSION "(\d+\.\d+)', path.read_text()):
+            return match.group(1)
+    return "?"
+
+
+def contracted(build: pathlib.Path) -> list[str]:
+    """The sources of wire formats and random-k that nvcc may round otherwise than the host: a product and an
+    addition at once."""
+    commands = json.loads((build / "compile_commands.json").read_text())
+    exact = [
+        entry for entry in commands
+        if re.search(r"/kernels/(wire|randk)/[^/]*\.cu$", entry["file"]) and "nvcc" in entry["command"]
+    ]
+    return [
+        f"{entry['file']} is compiled without --fmad=false" for entry in exact
+        if "--fmad=false" not in entry["command"]
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=pathlib.Path)
+    parser.add_argument("build", type=pathlib.Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    options = parser.parse_args()
+    os.environ["PATH"] += os.pathsep + str((options.build / "disassembler/bin").resolve())
+    if missing := [tool for tool in ("cuobjdump", "nvdisasm") if shutil.which(tool) is None]:
+        print(f"SKIPPED: the machine code was not checked: no {' and no '.join(missing)}. "
+              "`scripts/cuda_pip.sh disassembler` installs them (5 MB) in build/disassembler.")
+        return SKIPPED
+    cache = options.build / "machine_code"
+    cache.mkdir(exist_ok=True)
+    read = [function for path in objects(options.build) for function in examine(path, cache)]
+    if not any(function["architecture"] == PINNED for function in read):
+        print(f"SKIPPED: this build has no code for {PINNED}")
+        return SKIPPED
+    budgets = read_budgets(options.root / "tools/checks/kernel_budgets.tsv")
+    wrong, worst = contracted(options.build), {}
+    for function in read:
+        full, architecture = function["full"], function["architecture"]
+        wrong += judge_any(function)
+        if architecture != PINNED:
+            continue
+        name = label(full)
+        budget = budgets.get(name)
+        one = figures(function, budget.threads if budget else 256,
+                      1024 * budget.dynamic_shared_kb if budget else 0)
+        if options.all:
+            print(f"{proposed(name, one)}\t{one.warps} warps\t{one.predicted} %\t{full}")
+        best = worst.setdefault(name, Figures())
+        if "narrow" in best.found and "narrow" not in one.found:
+            best = worst[name] = Figures()  # scalar forms are for arrays that cannot be aligned
+        if "narrow" not in one.found or not best.instantiations or "narrow" in best.found:
+            best.worst(one)
+    for name, one in sorted(worst.items()):
+        wrong += judge(name, one, budgets.get(name))
+    wrong += [f"tools/checks/kernel_budgets.tsv: there is no kernel {name}" for name in budgets
+              if name not in worst]
+
+    page = options.root / "docs/gpu.md"
+    text = page.read_text()
+    toolkit = toolkit_of(options.build)
+    now = table(worst, budgets, measurements(text), toolkit)
+    before, _, rest = text.partition(GENERATED[0])
+    there, _, after = rest.partition(GENERATED[1])
+    if options.write:
+        page.write_text(before + now + after)
+    elif f"From nvcc {toolkit}," in there and GENERATED[0] + there + GENERATED[1] != now:
+        wrong.append("the table of machine code in docs/gpu.md is out of date: run make machine-code")
+    architectures = sorted({function["architecture"] for function in read})
+    print("\n".join(wrong)
+          or f"{len(worst)} kernels within their budgets, {len(read)} functions without local memory "
+          f"({', '.join(architectures)})")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
