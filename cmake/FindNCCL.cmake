@@ -1,4 +1,4 @@
-# Finds NCCL's header. The library is loaded at first use (collectives/transport/nccl_api.h), so programs
+# Finds NCCL's header. The library is loaded at first use (collectives/transport/nccl/nccl_api.h), so programs
 # start without it, and use a copy that the process has already loaded.
 #   NCCL_FOUND, NCCL_INCLUDE_DIRS, NCCL_VERSION.   NCCL_ROOT: folder to search first.
 find_package(CUDAToolkit QUIET)

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "collectives/agreement/all_gather.h"
-#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl/nccl_api.h"
 
 namespace gradwire::bench {
 namespace {

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "collectives/agreement/all_gather.h"
-#include "collectives/transport/local.h"
-#include "collectives/transport/nccl.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/local/local.h"
+#include "collectives/transport/nccl/nccl.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

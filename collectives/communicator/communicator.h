@@ -27,12 +27,12 @@ class Communicator {
   static std::vector<std::unique_ptr<Communicator>> create_local(const std::vector<Device>& devices,
                                                                  std::chrono::milliseconds timeout);
   // Creates one rank of a group of processes, on the host. Blocks until all ranks have joined. Throws
-  // CommError at the timeout. See transport/tcp.h.
+  // CommError at the timeout. See transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
-  // Joins a running group as a new rank: see transport/tcp.h.
+  // Joins a running group as a new rank: see transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const Doors& doors);
   // Creates one rank of a group of processes, on a GPU. Blocks until all ranks have joined. Throws CommError
-  // at the timeout. See transport/nccl.h.
+  // at the timeout. See transport/nccl/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
   // Uses the caller's ncclComm_t, which the caller continues to own.
   static std::unique_ptr<Communicator> adopt_nccl(void* nccl_comm, int device,

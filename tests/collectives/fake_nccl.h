@@ -21,7 +21,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 #include "runtime/device/capture.h"
 
 namespace gradwire::testing {

@@ -9,7 +9,7 @@
 
 #include "collectives/codec/codec.h"
 #include "collectives/program/program.h"
-#include "collectives/transport/local.h"
+#include "collectives/transport/local/local.h"
 #include "runtime/device/peers.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/group.h"

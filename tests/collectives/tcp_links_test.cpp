@@ -1,5 +1,5 @@
 // Connections between ranks, tested alone: their threads alternate without losing a message.
-#include "collectives/transport/tcp_links.h"
+#include "collectives/transport/tcp/tcp_links.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/transport/crc32c.h"
+#include "collectives/transport/tcp/crc32c.h"
 #include "runtime/util/crc32.h"
 #include "runtime/util/error.h"
 

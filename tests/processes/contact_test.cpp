@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "collectives/net/membership.h"
-#include "collectives/transport/tcp_links.h"
+#include "collectives/transport/tcp/tcp_links.h"
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 

@@ -15,7 +15,7 @@
 #include <thread>
 
 #include "collectives/net/joiner.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "trainer/config/members.h"
 #include "trainer/log/run_log.h"

@@ -14,7 +14,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
-#include "collectives/transport/nccl.h"
+#include "collectives/transport/nccl/nccl.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"

@@ -24,7 +24,7 @@
 #include "collectives/net/job.h"
 #include "collectives/net/membership.h"
 #include "collectives/reducer/reducer.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 

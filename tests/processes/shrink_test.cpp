@@ -22,7 +22,7 @@
 #include "collectives/net/handshake.h"
 #include "collectives/net/quorum.h"
 #include "collectives/program/program.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 

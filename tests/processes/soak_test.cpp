@@ -17,7 +17,7 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"

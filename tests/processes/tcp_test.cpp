@@ -1,6 +1,6 @@
 // The TCP transport with ranks as processes: data arrives, disagreements and deaths are noticed, and no rank
 // hangs.
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>

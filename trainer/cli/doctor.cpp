@@ -19,8 +19,8 @@
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/communicator/local_ranks.h"
-#include "collectives/transport/nccl.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/nccl/nccl.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "kernels/simd/level.h"
 #include "runtime/device/device.h"
 #include "runtime/threads/thread_pool.h"

@@ -11,8 +11,8 @@
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/nccl.h"
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/nccl/nccl.h"
+#include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"

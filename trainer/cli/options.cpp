@@ -8,7 +8,7 @@
 
 #include "collectives/codec/dense.h"
 #include "collectives/communicator/communicator.h"
-#include "collectives/transport/nccl.h"
+#include "collectives/transport/nccl/nccl.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"

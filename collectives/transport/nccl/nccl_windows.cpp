@@ -1,13 +1,13 @@
 #ifdef GRADWIRE_HAS_NCCL
 
-#include "collectives/transport/nccl_windows.h"
+#include "collectives/transport/nccl/nccl_windows.h"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <new>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/run_with_deadline.h"
 #include "runtime/device/device_memory.h"
 #include "runtime/device/multiprocessors.h"

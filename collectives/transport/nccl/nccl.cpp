@@ -1,4 +1,4 @@
-#include "collectives/transport/nccl.h"
+#include "collectives/transport/nccl/nccl.h"
 
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
@@ -12,7 +12,7 @@
 #include <atomic>
 #include <cstring>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 #include "runtime/device/cuda_check.h"
 #include "runtime/device/driver_function.h"
 

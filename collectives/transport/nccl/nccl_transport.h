@@ -15,9 +15,9 @@
 #include "collectives/net/membership.h"
 #include "collectives/net/quorum.h"
 #include "collectives/transport/exchange_watch.h"
-#include "collectives/transport/nccl_api.h"
-#include "collectives/transport/nccl_calls.h"
-#include "collectives/transport/nccl_memory.h"
+#include "collectives/transport/nccl/nccl_api.h"
+#include "collectives/transport/nccl/nccl_calls.h"
+#include "collectives/transport/nccl/nccl_memory.h"
 #include "collectives/transport/transport.h"
 #include "runtime/threads/thread.h"
 

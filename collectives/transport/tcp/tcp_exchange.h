@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "collectives/transport/tcp_links.h"
-#include "collectives/transport/tcp_messages.h"
+#include "collectives/transport/tcp/tcp_links.h"
+#include "collectives/transport/tcp/tcp_messages.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire::tcp_messages {

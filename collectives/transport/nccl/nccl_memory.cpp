@@ -1,8 +1,8 @@
 #ifdef GRADWIRE_HAS_NCCL
 
-#include "collectives/transport/nccl_memory.h"
+#include "collectives/transport/nccl/nccl_memory.h"
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 
 namespace gradwire {
 

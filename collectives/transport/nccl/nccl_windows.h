@@ -9,8 +9,8 @@
 #include <memory>
 #include <string>
 
-#include "collectives/transport/nccl_api.h"
-#include "collectives/transport/nccl_memory.h"
+#include "collectives/transport/nccl/nccl_api.h"
+#include "collectives/transport/nccl/nccl_memory.h"
 #include "collectives/transport/peer_windows.h"
 
 namespace gradwire {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 
 namespace gradwire {
 namespace {

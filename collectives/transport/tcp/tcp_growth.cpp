@@ -1,4 +1,4 @@
-#include "collectives/transport/tcp_growth.h"
+#include "collectives/transport/tcp/tcp_growth.h"
 
 #include <fmt/format.h>
 

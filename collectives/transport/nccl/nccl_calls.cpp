@@ -1,6 +1,6 @@
 #ifdef GRADWIRE_HAS_NCCL
 
-#include "collectives/transport/nccl_calls.h"
+#include "collectives/transport/nccl/nccl_calls.h"
 
 #include <fmt/format.h>
 
@@ -8,7 +8,7 @@
 #include <atomic>
 #include <thread>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/run_with_deadline.h"
 #include "runtime/util/error.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "collectives/net/membership.h"
-#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {

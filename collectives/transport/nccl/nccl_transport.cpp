@@ -1,6 +1,6 @@
 #ifdef GRADWIRE_HAS_NCCL
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 
 #include <fmt/format.h>
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "collectives/transport/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/regroup.h"
 #include "runtime/util/error.h"
 

@@ -1,4 +1,4 @@
-#include "collectives/transport/tcp_messages.h"
+#include "collectives/transport/tcp/tcp_messages.h"
 
 #include <fmt/format.h>
 

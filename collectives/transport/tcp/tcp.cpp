@@ -1,4 +1,4 @@
-#include "collectives/transport/tcp.h"
+#include "collectives/transport/tcp/tcp.h"
 
 #include <fmt/format.h>
 
@@ -17,8 +17,8 @@
 #include "collectives/net/quorum.h"
 #include "collectives/net/secret.h"
 #include "collectives/transport/regroup.h"
-#include "collectives/transport/tcp_exchange.h"
-#include "collectives/transport/tcp_growth.h"
+#include "collectives/transport/tcp/tcp_exchange.h"
+#include "collectives/transport/tcp/tcp_growth.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"

@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl/nccl_api.h"
 
 namespace gradwire {
 

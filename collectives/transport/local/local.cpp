@@ -1,4 +1,4 @@
-#include "collectives/transport/local.h"
+#include "collectives/transport/local/local.h"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "collectives/transport/crc32c.h"
+#include "collectives/transport/tcp/crc32c.h"
 
 #include "runtime/util/crc32.h"
 

@@ -1,4 +1,4 @@
-#include "collectives/transport/tcp_links.h"
+#include "collectives/transport/tcp/tcp_links.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -16,7 +16,7 @@
 #include "collectives/net/contact.h"
 #include "collectives/net/handshake.h"
 #include "collectives/net/secret.h"
-#include "collectives/transport/crc32c.h"
+#include "collectives/transport/tcp/crc32c.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {

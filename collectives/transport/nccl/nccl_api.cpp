@@ -1,6 +1,6 @@
 #ifdef GRADWIRE_HAS_NCCL
 
-#include "collectives/transport/nccl_api.h"
+#include "collectives/transport/nccl/nccl_api.h"
 
 #include <dlfcn.h>
 #include <fmt/format.h>
