@@ -1,12 +1,14 @@
 // Devices: how many there are, which one a thread works on, their properties, peer access.
 #include "tests/standin/machine.h"
 
+#include <cuda.h>
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <string_view>
 
 #include "tests/standin/launch.h"
 
@@ -17,6 +19,14 @@ thread_local int device_of_thread = 0;
 
 bool exists(int device) {
   return device >= 0 && static_cast<size_t>(device) < machine().devices.size();
+}
+
+// The driver's cuModuleGetLoadingMode(): lazy, unless CUDA_MODULE_LOADING is EAGER.
+CUresult loading_mode(CUmoduleLoadingMode* mode) {
+  const char* const text = std::getenv("CUDA_MODULE_LOADING");
+  const bool eager = text != nullptr && std::string_view(text) == "EAGER";
+  *mode = eager ? CU_MODULE_EAGER_LOADING : CU_MODULE_LAZY_LOADING;
+  return CUDA_SUCCESS;
 }
 
 }  // namespace
@@ -202,11 +212,12 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return cudaSuccess;
 }
 
-// The driver API has no stand-in: no entry point is found.
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+// Of the driver's functions, only the one that reads how kernels are loaded is found.
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  *function = nullptr;
-  if (result != nullptr) *result = cudaDriverEntryPointSymbolNotFound;
+  const bool found = std::string_view(name) == "cuModuleGetLoadingMode";
+  *function = found ? reinterpret_cast<void*>(&loading_mode) : nullptr;
+  if (result != nullptr) *result = found ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 
