@@ -1,4 +1,4 @@
-// gradwire-bench schedules: shows the cost of each schedule by world size; proves schedules; draws one.
+// gradwire-bench schedules: shows the cost of each schedule by world size; proves schedules.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -7,10 +7,8 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/commands/commands.h"
-#include "bench/commands/draw_schedule.h"
 #include "collectives/schedule/checker.h"
 #include "collectives/schedule/schedule.h"
-#include "collectives/spec/spec.h"
 #include "kernels/wire/formats.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
@@ -26,7 +24,6 @@ struct SchedulesOptions {
   Collective collective = Collective::allreduce;
   int root = 0;
   double size_mb = 25;
-  std::string draw;
   bool check = false, damage = false;
   int max_ranks = 64;
   std::string json;
@@ -165,23 +162,6 @@ int print_table(const SchedulesOptions& o, OutputFile& json) {
   return all_ok ? 0 : 1;
 }
 
-Schedule schedule_to_draw(const SchedulesOptions& o, bool ranks_given) {
-  int world = ranks_given ? o.ranks[0] : 4;
-  if (world > 64) throw BadInput(fmt::format("--draw: {} ranks do not fit on a screen; use up to 64", world));
-  CompressionSpec spec;
-  try {
-    spec = CompressionSpec::parse(fmt::format("fp32:schedule={}", o.draw));
-  } catch (const BadInput&) {
-    spec.schedule = ScheduleKind::automatic;
-  }
-  if (spec.schedule == ScheduleKind::automatic || spec.schedule == ScheduleKind::nccl) {
-    throw BadInput(
-        fmt::format("--draw {}: no such schedule; use ring, tree, two_shot or hierarchical", o.draw));
-  }
-  Topology topology{.nodes = 0, .per_node = o.per_node > 0 ? o.per_node : std::max(1, usual_per_node(world))};
-  return pipelined(make_schedule(o.collective, spec.schedule, world, topology, o.root), o.slices);
-}
-
 }  // namespace
 
 int usual_per_node(int world) {
@@ -195,10 +175,9 @@ void add_schedules(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<SchedulesOptions>();
   CLI::App* command =
       app.add_subcommand("schedules", "Rounds, bytes and lossy steps of every schedule; proves them");
-  CLI::Option* ranks =
-      command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
-          ->delimiter(',')
-          ->check(CLI::Range(1, 1024));
+  command->add_option("--ranks", o->ranks, "World sizes, separated by commas (default: 2 to 64)")
+      ->delimiter(',')
+      ->check(CLI::Range(1, 1024));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
       ->check(CLI::Range(1, 1024));
   command
@@ -217,22 +196,15 @@ void add_schedules(CLI::App& app, int& exit_code) {
   command->add_option("--root", o->root, "Root of a broadcast; in smaller worlds, the last rank")
       ->check(CLI::Range(0, 1023));
   command->add_option("--size-mb", o->size_mb, "Buffer size for the table")->check(CLI::PositiveNumber);
-  command->add_option("--draw", o->draw, "Draw this schedule as text: ring, tree, two_shot or hierarchical");
   command->add_flag("--check", o->check, "Prove every schedule of every world; exit code 1 if one is wrong");
   command->add_option("--max-ranks", o->max_ranks, "Largest world of --check")->check(CLI::Range(1, 1024));
   command->add_flag("--damage", o->damage,
                     "With --check: drop one transfer of each schedule, to test the checker");
   command->add_option("--json", o->json, "Write the table, or what --check found, to FILE")
       ->check(path_value());
-  command->callback([o, ranks, &exit_code] {
+  command->callback([o, &exit_code] {
     OutputFile json(o->json);
-    if (!o->draw.empty()) {
-      std::fputs(draw(schedule_to_draw(*o, ranks->count() > 0)).c_str(), stdout);
-    } else if (o->check) {
-      exit_code = check_all(*o, json);
-    } else {
-      exit_code = print_table(*o, json);
-    }
+    exit_code = o->check ? check_all(*o, json) : print_table(*o, json);
   });
 }
 
