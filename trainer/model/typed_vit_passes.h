@@ -17,46 +17,55 @@
 
 namespace gradwire {
 
-// The buffer for backward's gradients, and the callback for finished gradients.
-struct VitGradients {
-  float* base;
-  const ParameterLayout& layout;
-  bool accumulate;
-  const std::function<void(int)>& ready;
-  // Whether ops leave their sums partial, to be combined in finish(). finish() also reports these gradients,
-  // weight gradients that wait for other layers, and all gradients later in the order.
-  bool postpones = false;
-  CombineSums sums = {};
-  size_t sums_count = 0;
-  std::vector<int> postponed = {};
+// The buffer for backward's gradients, and the callback for finished gradients. Gradients are reported in
+// order: flush() reports deferred gradients, and all gradients that follow a deferred gradient.
+class GradientOutput {
+ public:
+  const bool accumulate;
+  // Set to let ops leave their sums partial. flush() then combines the sums of several ops in one launch.
+  bool defer_sums = false;
 
-  float* at(int i) const { return base + layout.offsets[static_cast<size_t>(i)]; }
+  GradientOutput(float* base, const ParameterLayout& layout, bool accumulate_,
+                 const std::function<void(int)>& ready)
+      : accumulate(accumulate_), base_(base), layout_(layout), ready_(ready) {}
+
+  float* at(int i) const { return base_ + layout_.offsets[static_cast<size_t>(i)]; }
   float beta() const { return accumulate ? 1.0f : 0.0f; }
-  void done(std::initializer_list<int> which) {
-    for (int i : which) {
-      if (sums_count > 0 || !postponed.empty()) {
-        postponed.push_back(i);
-      } else if (ready) {
-        ready(i);
+  // Reports gradients whose ops are enqueued.
+  void report(std::initializer_list<int> finished) {
+    for (int i : finished) {
+      if (partial_count_ > 0 || !deferred_.empty()) {
+        deferred_.push_back(i);
+      } else if (ready_) {
+        ready_(i);
       }
     }
   }
-  // Reports gradients that are sums of an op. The op leaves them partial if postpones is set.
-  void done(const PartialSums& of, std::initializer_list<int> which) {
-    if (postpones) adds(of);
-    done(which);
+  // Reports gradients that an op sums up. `sums`: partial if defer_sums is set.
+  void report(const PartialSums& sums, std::initializer_list<int> finished) {
+    if (defer_sums) add_partial(sums);
+    report(finished);
   }
-  void adds(const PartialSums& of) { sums.of[sums_count++] = of; }
-  void later(int i) { postponed.push_back(i); }
-  void finish(const Stream& stream) {
-    if (sums_count > 0) combine_sums(stream, sums);
-    sums = {};
-    sums_count = 0;
-    if (ready) {
-      for (int i : postponed) ready(i);
+  void add_partial(const PartialSums& sums) { partial_.of[partial_count_++] = sums; }
+  // Reports gradient i in flush(), where its op is enqueued by then.
+  void defer(int i) { deferred_.push_back(i); }
+  void flush(const Stream& stream) {
+    if (partial_count_ > 0) combine_sums(stream, partial_);
+    partial_ = {};
+    partial_count_ = 0;
+    if (ready_) {
+      for (int i : deferred_) ready_(i);
     }
-    postponed.clear();
+    deferred_.clear();
   }
+
+ private:
+  float* base_;
+  const ParameterLayout& layout_;
+  const std::function<void(int)>& ready_;
+  CombineSums partial_ = {};
+  size_t partial_count_ = 0;
+  std::vector<int> deferred_;
 };
 
 class Arena;
@@ -140,6 +149,8 @@ class TypedVitPasses final : public VitPasses {
   };
 
   void lay_out(Arena& arena);
+  void lay_out_layers(Arena& arena);
+  void lay_out_backward(Arena& arena);
   size_t offset(int i) const { return static_cast<size_t>(layout_.offsets[static_cast<size_t>(i)]); }
   const float* weight(int i) const { return options_.weights.as<float>() + offset(i); }
   // Returns a weight as an operand of products.
@@ -176,30 +187,25 @@ class TypedVitPasses final : public VitPasses {
   LayerGroup group_below(int64_t top) const;
   // Returns a layer's block. Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
-  void begins(int block) const {
-    if (options_.calls.begins) options_.calls.begins(block);
-  }
-  void alone(int block, int next) const {
-    if (options_.calls.alone) options_.calls.alone(block, next);
-  }
-  // Called once the previous block is fully enqueued.
-  void enters(int block, int next) const {
-    begins(block);
-    alone(block, next);
+  // Call once the previous block is fully enqueued.
+  void enter_block(int block, int next) const {
+    if (options_.enter_block) options_.enter_block(block, next);
   }
   void forward_layer(size_t layer, S* branch_out);
-  void clear_dx() const;
   void forward_attention(size_t layer);  // l.ln1 -> l.merged
-  void backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to);
+  void backward_head(const int32_t* labels, double* totals, float grad_scale, GradientOutput& to);
+  void backward_embedding(GradientOutput& to);
+  void clear_dx() const;
+  void backward_layer(const LayerGroup& group, int64_t slot, GradientOutput& to);
   // dx_mlp -> l.d_pre, mlp0_bias
-  void backward_gelu(const LayerGroup& group, int64_t slot, VitGradients& to);
+  void backward_gelu(const LayerGroup& group, int64_t slot, GradientOutput& to);
   // a_.d_branch -> d_qkv(), in_bias
-  void backward_attention(size_t layer, int64_t slot, VitGradients& to);
+  void backward_attention(size_t layer, int64_t slot, GradientOutput& to);
   // Computes the gradient dW = dy^T x of a layer's weight (out, in) in a product y = x W^T. The group's last
   // layer computes it for all of them. dy_of and x_of return the operands in a slot.
   template <typename Dy, typename X>
   void weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight, int64_t out,
-                       int64_t in, const Dy& dy_of, const X& x_of, VitGradients& to) const;
+                       int64_t in, const Dy& dy_of, const X& x_of, GradientOutput& to) const;
   // C = op(A) op(B) + beta C with dense operands. Shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
@@ -214,6 +220,11 @@ class TypedVitPasses final : public VitPasses {
   void attention_product(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const S* a, int64_t lda,
                          const S* b, int64_t ldb, Out* c, int64_t ldc) const;
   int64_t patch_elements() const { return int64_t{config_.channels} * config_.patch * config_.patch; }
+  // Returns the elements of attention scores (B, H, T, Tp), which fused attention does not store.
+  int64_t score_elements() const {
+    return options_.fused_attention ? 0
+                                    : options_.max_batch * config_.heads * config_.tokens() * padded_tokens();
+  }
   int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
   float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
   // TF32 applies to FP32 operands on CUDA. For BF16 operands the type determines the precision.
@@ -260,23 +271,14 @@ void TypedVitPasses<S>::attention_product(bool transpose_a, bool transpose_b, in
                                           const S* a, int64_t lda, const S* b, int64_t ldb, Out* c,
                                           int64_t ldc) const {
   const int64_t t = config_.tokens();
-  Gemm args;
-  args.transpose_a = transpose_a;
-  args.transpose_b = transpose_b;
-  args.m = t;
-  args.n = n;
-  args.k = k;
-  args.a = a;
+  Gemm args = dense(transpose_a, transpose_b, t, n, k, a, b, c, 0.0f);
   args.lda = lda;
   args.stride_a = t * lda;
-  args.b = b;
   args.ldb = ldb;
   args.stride_b = t * ldb;
-  args.c = c;
   args.ldc = ldc;
   args.stride_c = t * ldc;
   args.batch = batch_ * config_.heads;
-  args.precision = fp32_products();
   gemm(stream_, args);
 }
 

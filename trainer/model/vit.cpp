@@ -21,12 +21,12 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   if (options.share != nullptr) {
     weights_ = options.share->weights_;
     rounded_ = options.share->rounded_;
-    calls_ = options.share->calls_;
+    enter_block_ = options.share->enter_block_;
     if (options.share->layout_.elements < layout_.elements || static_cast<bool>(rounded_) != rounds) {
       throw Error("Vit: the shared weights have another layout or precision");
     }
   } else {
-    calls_ = options.calls;
+    enter_block_ = options.enter_block;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
     fill_zero(stream_, weights_.data(), weights_.bytes());  // the gaps; nothing else writes them
     stream_.synchronize();                                  // before an exception frees the memory
@@ -39,7 +39,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .weights = weights_,
                              .rounded_weights = rounded_,
                              .gradients = options.gradients.offsets.empty() ? layout_ : options.gradients,
-                             .calls = calls_,
+                             .enter_block = enter_block_,
                              .fused_attention = options.fused_attention.value_or(
                                  fuses_attention(stream_.device(), config_, options.precision)),
                              .fused_gelu = options.fused_gelu.value_or(fuses_gelu(stream_.device(), config_)),

@@ -32,14 +32,14 @@ namespace gradwire {
 class Vit {
  public:
   struct Options {
-    int64_t max_batch = 1;  // most images in one forward
+    int64_t max_batch = 1;  // maximum images in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // false: forward only; layers share their activations
-    // Share the weights and BlockCalls of this Vit, which has the same layout, stream and precision.
+    // Share the weights and enter_block of this Vit, which has the same layout, stream and precision.
     const Vit* share = nullptr;
     // The offset of each gradient in the `gradients` of backward(). Empty: the layout of the weights.
     ParameterLayout gradients = {};
-    BlockCalls calls = {};
+    EnterBlock enter_block = {};
     // Attention as one op forward and one backward, or as products and softmax. Empty: the device's default.
     std::optional<bool> fused_attention = {};
     // GELU and its derivative inside products; only for the tanh form. Empty: the device's default.
@@ -49,7 +49,7 @@ class Vit {
   };
 
   // `layout`: the offset of parameter i of vit_parameters(config) in the flat buffers. Blocks may share
-  // memory that calls.begins() fills.
+  // memory that enter_block() fills.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
@@ -75,10 +75,10 @@ class Vit {
   // number of correct answers (doubles in device memory). labels (batch).
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
-  // Computes the totals of evaluate() and the gradient of grad_scale * (sum of losses) by every parameter.
-  // Overwrites `totals` and `gradients` or, with `accumulate`, adds to them. `gradients` is a flat buffer in
-  // the layout of the gradients; gaps are not touched. Calls ready(i) right after enqueuing the op that
-  // finishes gradient i or later, in order of i; `ready` may be empty. Call once per forward.
+  // Computes the totals of evaluate(), and the gradient of grad_scale * (sum of losses) with respect to every
+  // parameter. Overwrites `totals` and `gradients` or, with `accumulate`, adds to them. `gradients` is a flat
+  // buffer in the layout of the gradients; gaps are not touched. Calls ready(i) right after enqueuing the op
+  // that finishes gradient i or later, in order of i; `ready` may be empty. Call once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {
     passes_->backward(labels, totals, grad_scale, gradients, accumulate, ready);
@@ -96,7 +96,7 @@ class Vit {
   std::vector<VitParameter> parameters_;
   ParameterLayout layout_;
   Buffer weights_, rounded_;
-  BlockCalls calls_;
+  EnterBlock enter_block_;
   std::unique_ptr<VitPasses> passes_;
 };
 

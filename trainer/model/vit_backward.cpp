@@ -21,11 +21,25 @@ template <typename S>
 void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
-  VitGradients to{gradients, options_.gradients, accumulate, ready};
-  // To save launches, report the gradients of the head, which is small, with those of the first layers.
-  to.postpones = group_layers_ > 1;
-  const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
+  GradientOutput to(gradients, options_.gradients, accumulate, ready);
+  backward_head(labels, totals, grad_scale, to);
+  for (int64_t top = std::ssize(a_.layers) - 1; top >= 0;) {
+    const LayerGroup group = group_below(top);
+    for (int64_t slot = 0; slot < group.count; ++slot) backward_layer(group, slot, to);
+    to.flush(stream_);
+    top -= group.count;
+  }
+  backward_embedding(to);
+}
 
+// The loss, the head and the last norm.
+template <typename S>
+void TypedVitPasses<S>::backward_head(const int32_t* labels, double* totals, float grad_scale,
+                                      GradientOutput& to) {
+  // To save launches, report the gradients of the head, which is small, with the gradients of the first group
+  // of layers.
+  to.defer_sums = group_layers_ > 1;
+  const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
   cross_entropy<S>(stream_, {.logits = a_.logits,
                              .labels = labels,
                              .d_logits = a_.d_logits,
@@ -34,23 +48,23 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                              .rows = batch_,
                              .classes = k,
                              .grad_scale = grad_scale,
-                             .accumulate = accumulate});
+                             .accumulate = to.accumulate});
   const ColumnSum<S> head_bias{.x = a_.d_logits,
                                .sum = to.at(index_.head_bias),
                                .workspace = a_.head_bias_sums,
                                .rows = batch_,
                                .width = k,
-                               .accumulate = accumulate,
-                               .partial_only = to.postpones};
-  if (to.postpones && batch_ <= kMostChunks) {
-    to.done(head_bias.of_rows(), {index_.head_bias});
+                               .accumulate = to.accumulate,
+                               .partial_only = to.defer_sums};
+  if (to.defer_sums && batch_ <= kMostChunks) {
+    to.report(head_bias.of_rows(), {index_.head_bias});
   } else {
     column_sum(stream_, head_bias);
-    to.done(head_bias.sums(), {index_.head_bias});
+    to.report(head_bias.sums(), {index_.head_bias});
   }
   product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
-  to.done({index_.head_weight});
-  enters(0, 1);
+  to.report({index_.head_weight});
+  enter_block(0, 1);
   product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
 
   // Rows other than the class token's get no gradient from the head.
@@ -69,18 +83,15 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                   .rows = batch_,
                                   .width = c,
                                   .x_stride = t * c,
-                                  .accumulate = accumulate,
-                                  .partial_only = to.postpones};
+                                  .accumulate = to.accumulate,
+                                  .partial_only = to.defer_sums};
   layer_norm_backward(stream_, norm);
-  to.done(norm.sums(), {index_.ln_weight, index_.ln_bias, index_.layers.back().mlp3_bias});
+  to.report(norm.sums(), {index_.ln_weight, index_.ln_bias, index_.layers.back().mlp3_bias});
+}
 
-  for (int64_t top = std::ssize(a_.layers) - 1; top >= 0;) {
-    const LayerGroup group = group_below(top);
-    for (int64_t slot = 0; slot < group.count; ++slot) backward_layer(group, slot, to);
-    to.finish(stream_);
-    top -= group.count;
-  }
-
+template <typename S>
+void TypedVitPasses<S>::backward_embedding(GradientOutput& to) {
+  const int64_t t = config_.tokens(), c = config_.width;
   assemble_tokens_backward<S>(stream_, {.dx = a_.dx,
                                         .d_projected = a_.qkv,
                                         .d_bias = to.at(index_.conv_bias),
@@ -89,11 +100,11 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
                                         .batch = batch_,
                                         .tokens = t,
                                         .width = c,
-                                        .accumulate = accumulate});
-  to.done({index_.position, index_.class_token, index_.conv_bias});
+                                        .accumulate = to.accumulate});
+  to.report({index_.position, index_.class_token, index_.conv_bias});
   product(true, false, c, patch_elements(), batch_ * (t - 1), a_.qkv, a_.patches, to.at(index_.conv_weight),
           to.beta());
-  to.done({index_.conv_weight});
+  to.report({index_.conv_weight});
 }
 
 // dx and the operand derived from it, if any, are adjacent.
@@ -117,9 +128,9 @@ template <typename S>
 template <typename Dy, typename X>
 void TypedVitPasses<S>::weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight,
                                         int64_t out, int64_t in, const Dy& dy_of, const X& x_of,
-                                        VitGradients& to) const {
+                                        GradientOutput& to) const {
   auto parameter = [&](int64_t of) { return index_.layers[static_cast<size_t>(group.layer(of))].*weight; };
-  if (slot + 1 < group.count) return to.later(parameter(slot));
+  if (slot + 1 < group.count) return to.defer(parameter(slot));
   Gemm args = dense(true, false, out, in, batch_ * config_.tokens(), static_cast<const S*>(dy_of(0)),
                     static_cast<const S*>(x_of(0)), to.at(parameter(0)), to.beta());
   args.batch = group.count;
@@ -129,21 +140,22 @@ void TypedVitPasses<S>::weight_gradient(const LayerGroup& group, int64_t slot, i
     args.stride_c = to.at(parameter(1)) - to.at(parameter(0));
   }
   gemm(stream_, args);
-  to.done({parameter(slot)});
+  to.report({parameter(slot)});
 }
 
-// On entry a_.dx holds the gradient by the layer's output, on exit the gradient by its input. The sum of its
-// rows is the gradient of the preceding bias: the op that wrote dx has already computed mlp3_bias.
+// On entry a_.dx holds the gradient with respect to the layer's output, on exit with respect to its input.
+// The sum of the rows of dx is the gradient of the preceding bias: the op that wrote dx has already computed
+// mlp3_bias.
 template <typename S>
-void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, VitGradients& to) {
+void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, GradientOutput& to) {
   const auto layer = static_cast<size_t>(group.layer(slot));
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
-  enters(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
-  // Saves one launch per sum, if gradients may be reported together. For the last layer no computation
-  // follows to hide the exchange.
-  to.postpones = layer > 0 || !options_.groups.awaited;
+  enter_block(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
+  // Saves one launch per sum if gradients may be reported together. After layer 0, too little computation
+  // follows to hide a later exchange.
+  to.defer_sums = layer > 0 || !options_.groups.awaited;
   auto kept = [&](S* LayerActivations::*of) {
     return [&, of](int64_t in_slot) { return a_.layers[static_cast<size_t>(group.layer(in_slot))].*of; };
   };
@@ -154,7 +166,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
                             .width = c,
                             .accumulate_dx = true,
                             .accumulate = to.accumulate,
-                            .partial_only = to.postpones};
+                            .partial_only = to.defer_sums};
 
   // The MLP branch.
   weight_gradient(
@@ -169,7 +181,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   norm.workspace = a_.ln2_sums.of(slot);
   norm.dx_rounded = a_.dx_attention.of(slot);
   layer_norm_backward(stream_, norm);
-  to.done(norm.sums(), {at.ln2_weight, at.ln2_bias, at.out_bias});
+  to.report(norm.sums(), {at.ln2_weight, at.ln2_bias, at.out_bias});
 
   // The attention branch.
   weight_gradient(
@@ -190,12 +202,12 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Vi
   // For the next layer's MLP. The embedding reads dx.
   norm.dx_rounded = layer > 0 ? a_.dx_mlp.of(slot + 1 < group.count ? slot + 1 : 0) : nullptr;
   layer_norm_backward(stream_, norm);
-  to.done(norm.sums(), {at.ln1_weight, at.ln1_bias});
-  if (layer > 0) to.done({index_.layers[layer - 1].mlp3_bias});
+  to.report(norm.sums(), {at.ln1_weight, at.ln1_bias});
+  if (layer > 0) to.report({index_.layers[layer - 1].mlp3_bias});
 }
 
 template <typename S>
-void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, VitGradients& to) {
+void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, GradientOutput& to) {
   const LayerActivations& l = a_.layers[static_cast<size_t>(group.layer(slot))];
   auto index = [&](int64_t of) -> const VitLayerIndex& {
     return index_.layers[static_cast<size_t>(group.layer(of))];
@@ -214,16 +226,16 @@ void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, Vit
                                    .rows = rows,
                                    .width = f,
                                    .accumulate = to.accumulate,
-                                   .partial_only = to.postpones,
+                                   .partial_only = to.defer_sums,
                                    .form = config_.gelu};
     bias_gelu_backward(stream_, gelu);
-    return to.done(gelu.sums(), {mlp0_bias});
+    return to.report(gelu.sums(), {mlp0_bias});
   }
   args.epilogue = Epilogue::d_gelu_tanh;
   args.aux = l.pre;
   gemm(stream_, args);
   // The product does not sum its rows: do so for all layers of the group at once, as for weight gradients.
-  if (slot + 1 < group.count) return to.later(mlp0_bias);
+  if (slot + 1 < group.count) return to.defer(mlp0_bias);
   auto d_pre = [&](int64_t of) { return a_.layers[static_cast<size_t>(group.layer(of))].d_pre; };
   const ColumnSum<S> sum{.x = d_pre(0),
                          .sum = to.at(mlp0_bias),
@@ -231,16 +243,16 @@ void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, Vit
                          .rows = rows,
                          .width = f,
                          .accumulate = to.accumulate,
-                         .partial_only = to.postpones,
+                         .partial_only = to.defer_sums,
                          .batch = group.count,
                          .stride = group.count > 1 ? d_pre(1) - d_pre(0) : 0};
   column_sum(stream_, sum);
-  for (int64_t of = 0; of < slot; ++of) to.adds(sum.sums(of, to.at(index(of).mlp0_bias)));
-  to.done(sum.sums(slot, to.at(mlp0_bias)), {mlp0_bias});
+  for (int64_t of = 0; of < slot; ++of) to.add_partial(sum.sums(of, to.at(index(of).mlp0_bias)));
+  to.report(sum.sums(slot, to.at(mlp0_bias)), {mlp0_bias});
 }
 
 template <typename S>
-void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, VitGradients& to) {
+void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, GradientOutput& to) {
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t t = config_.tokens(), d = config_.head_dim(), tp = padded_tokens();
@@ -257,9 +269,9 @@ void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, VitGradie
                                     .heads = config_.heads,
                                     .head_dim = d,
                                     .accumulate = to.accumulate,
-                                    .partial_only = to.postpones};
+                                    .partial_only = to.defer_sums};
     attention_backward(stream_, args);
-    to.done(args.sums(), {at.in_bias});
+    to.report(args.sums(), {at.in_bias});
     return;
   }
   merge_heads<S>(stream_, {.in = a_.d_branch,
@@ -293,7 +305,7 @@ void TypedVitPasses<S>::backward_attention(size_t layer, int64_t slot, VitGradie
                           .rows = batch_ * t,
                           .width = 3 * config_.width,
                           .accumulate = to.accumulate});
-  to.done({at.in_bias});
+  to.report({at.in_bias});
 }
 
 template void TypedVitPasses<float>::evaluate(const int32_t*, double*);

@@ -70,14 +70,35 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
 
 template <typename S>
 void TypedVitPasses<S>::lay_out(Arena& arena) {
-  const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width, f = config_.mlp;
-  const int64_t rows = b * t,
-                attention = options_.fused_attention ? 0 : b * config_.heads * t * padded_tokens();
+  const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width;
+  const int64_t rows = b * t;
   auto take = [&](int64_t count) { return arena.template take<float>(count); };
   auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
 
   a_.patches = take_operand(b * (t - 1) * patch_elements());
-  // In the order of backward, like the weights' gradients: batched products stride through both.
+  lay_out_layers(arena);
+  a_.x_last = options_.training ? take(rows * c) : a_.layers[0].x;
+  a_.features = take_operand(b * c);
+  a_.mean = take(b);
+  a_.rstd = take(b);
+  a_.logits = take(b * config_.classes);
+  a_.loss_workspace = take(2 * b);
+  a_.qkv = take_operand(rows * 3 * c);
+  if (!options_.fused_attention) a_.heads_out = take_operand(rows * c);
+  if constexpr (!kInPlace) {
+    a_.branch = take_operand(rows * c);
+    a_.scores = take(score_elements());
+  }
+  if (options_.training) lay_out_backward(arena);
+}
+
+// Lays out the layers in the order of backward, like the weights' gradients: batched products stride through
+// both.
+template <typename S>
+void TypedVitPasses<S>::lay_out_layers(Arena& arena) {
+  const int64_t c = config_.width, f = config_.mlp, rows = options_.max_batch * config_.tokens();
+  auto take = [&](int64_t count) { return arena.template take<float>(count); };
+  auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
   for (size_t layer = a_.layers.size(); layer-- > 0;) {
     LayerActivations& l = a_.layers[layer];
     if (layer + 1 < a_.layers.size() && !options_.training) {
@@ -91,12 +112,12 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     l.rstd1 = take(rows);
     if (options_.fused_attention) {
       l.qkv = take_operand(rows * 3 * c);
-      l.statistics = take(2 * b * config_.heads * t);
+      l.statistics = take(2 * rows * config_.heads);
     } else {
       l.q = take_operand(rows * c);
       l.k = take_operand(rows * c);
       l.v = take_operand(rows * c);
-      l.attention = take_operand(attention);
+      l.attention = take_operand(score_elements());
     }
     l.merged = take_operand(rows * c);
     l.x_mid = take(rows * c);
@@ -106,23 +127,17 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     if (options_.training || !options_.fused_gelu) l.pre = l.d_pre = take_operand(rows * f);
     l.gelu = take_operand(rows * f);
   }
-  a_.x_last = options_.training ? take(rows * c) : a_.layers[0].x;
-  a_.features = take_operand(b * c);
-  a_.mean = take(b);
-  a_.rstd = take(b);
-  a_.logits = take(b * config_.classes);
-  a_.loss_workspace = take(2 * b);
-  a_.qkv = take_operand(rows * 3 * c);
+}
+
+template <typename S>
+void TypedVitPasses<S>::lay_out_backward(Arena& arena) {
+  const int64_t b = options_.max_batch, t = config_.tokens(), c = config_.width, f = config_.mlp;
+  const int64_t rows = b * t;
+  auto take = [&](int64_t count) { return arena.template take<float>(count); };
+  auto take_operand = [&](int64_t count) { return arena.template take<S>(count); };
   // Element 0 of each slot has the alignment of operands within their arrays.
-  const bool grouped = group_layers_ > 1;
   auto take_slots = [&](int64_t count) { return PerSlot<S>{take_operand(group_layers_ * count), count}; };
   auto take_sums = [&](int64_t count) { return PerSlot<float>{take(group_layers_ * count), count}; };
-  if (!options_.fused_attention) a_.heads_out = take_operand(rows * c);
-  if constexpr (!kInPlace) {
-    a_.branch = take_operand(rows * c);
-    a_.scores = take(attention);
-  }
-  if (!options_.training) return;
   if constexpr (kInPlace) {
     a_.d_logits = a_.logits;
   } else {
@@ -133,10 +148,10 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
     a_.dq = take_operand(rows * c);
     a_.dk = take_operand(rows * c);
     a_.dv = take_operand(rows * c);
-    a_.d_attention = take_operand(attention);
+    a_.d_attention = take_operand(score_elements());
   }
   a_.dx = take(rows * c);
-  if (!kInPlace || grouped) {
+  if (!kInPlace || group_layers_ > 1) {
     a_.dx_mlp = take_slots(rows * c);  // directly after dx: cleared together
     a_.dx_attention = take_slots(rows * c);
   }

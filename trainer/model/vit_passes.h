@@ -13,15 +13,12 @@
 
 namespace gradwire {
 
-// Callbacks that allow weights to be in memory only while they are used. Blocks are those of vit_blocks().
-struct BlockCalls {
-  std::function<void(int block)> begins;  // the next ops use the weights of `block`
-  // The next ops, until the next begins(), use the weights of no other block. `next`: the block that begins
-  // after this one; -1: none.
-  std::function<void(int block, int next)> alone;
-};
+// Called before the first op of each block of vit_blocks(), once all ops of the previous block are enqueued.
+// Until the next call, ops use no weights but those of `block`. `next`: the block of the next call; -1: no
+// further block. Weights need to be in memory only while they are used.
+using EnterBlock = std::function<void(int block, int next)>;
 
-// Neighboring layers whose weight gradients are computed together, in one batched product of each kind. This
+// Adjacent layers whose weight gradients are computed together, in one batched product of each kind. This
 // fills a GPU and saves launches. A group's gradients are reported at its end.
 struct GradientGroups {
   static constexpr int64_t kMost = 8;
@@ -38,13 +35,13 @@ struct VitPassesOptions {
   Buffer weights;             // layout.elements floats
   Buffer rounded_weights;     // BF16 copy; only with Precision::bf16
   ParameterLayout gradients;  // of the gradients
-  BlockCalls calls;
+  EnterBlock enter_block;     // may be empty
   bool fused_attention = false;
   bool fused_gelu = false;
   GradientGroups groups = {};
 };
 
-// See Vit.
+// The interface of the two passes. Vit documents the functions.
 class VitPasses {
  public:
   virtual ~VitPasses() = default;
@@ -58,7 +55,8 @@ class VitPasses {
 
 // Returns whether attention is one op on the device (kernels/vit/attention.h).
 bool fuses_attention(const Device& device, const VitConfig& config, Precision precision);
-// Returns whether GELU is part of the products before it and, in backward, after it (Epilogue).
+// Returns whether the device computes GELU inside the preceding product, and its derivative inside the
+// product of backward (Epilogue).
 bool fuses_gelu(const Device& device, const VitConfig& config);
 
 std::unique_ptr<VitPasses> make_vit_passes(const VitConfig& config, const Stream& stream,

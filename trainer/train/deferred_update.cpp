@@ -40,7 +40,7 @@ void DeferredUpdate::begin(TrainingMarks& marks, const float* gradients, double 
   optimizer_.prepare(stream_, marks.step, lr);
 }
 
-void DeferredUpdate::begins(int block) {
+void DeferredUpdate::enter_block(int block) {
   if (marks_ == nullptr) return;
   for (int bucket : buckets_of_[static_cast<size_t>(block)]) update(bucket);
 }

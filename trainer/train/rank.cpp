@@ -108,7 +108,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
              {.max_batch = config_.batch_size,
               .precision = config_.precision,
               .gradients = gradient_layout_,
-              .calls = block_calls(),
+              .enter_block = enter_block(),
               .groups = gradient_groups(config_, comm.device(), comm.world())}),
       optimizer_(config_, stream_, reducer_.owned()),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
@@ -251,17 +251,14 @@ void RankTrainer::keep(int64_t steps_done) {
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
 }
 
-BlockCalls RankTrainer::block_calls() {
+EnterBlock RankTrainer::enter_block() {
   if (config_.overlap_forward) {
-    return {.begins =
-                [this](int block) {
-                  if (deferred_) deferred_->begins(block);
-                },
-            .alone = {}};
+    return [this](int block, int) {
+      if (deferred_) deferred_->enter_block(block);
+    };
   }
   if (!config_.divides(Sharding::full)) return {};
-  return {.begins = [this](int block) { shards_->window()->begins(block); },
-          .alone = [this](int block, int next) { shards_->window()->alone(block, next); }};
+  return [this](int block, int next) { shards_->window()->enter_block(block, next); };
 }
 
 // `weights`: all weights, in host memory.

@@ -97,7 +97,7 @@ class RankTrainer {
   // --elastic: enqueues a snapshot of the state after `steps_done` steps.
   void keep(int64_t steps_done);
   void enqueue_step(int64_t step);
-  BlockCalls block_calls();
+  EnterBlock enter_block();
   void load(std::span<const float> weights);
   // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
   void carry(int bucket);

@@ -41,7 +41,8 @@ WeightWindow::~WeightWindow() {
   }
 }
 
-void WeightWindow::alone(int block, int next) {
+void WeightWindow::enter_block(int block, int next) {
+  use(bucket_of(block));
   if (next < 0) return;
   if (const int bucket = bucket_of(next); bucket != bucket_of(block)) fetch(bucket);
 }

@@ -36,9 +36,8 @@ class WeightWindow {
   // Returns the offset of a bucket's first element in layout().
   static int64_t offset(const Reducer& reducer, size_t bucket);
 
-  // Vit's BlockCalls.
-  void begins(int block) { use(bucket_of(block)); }
-  void alone(int block, int next);
+  // Vit's EnterBlock: makes the model wait for the weights of `block`, and starts to gather those of `next`.
+  void enter_block(int block, int next);
   // Call when the ops enqueued so far on the model's stream have changed this rank's shards. Immediately
   // starts to gather the first bucket of the next forward.
   void changed();
