@@ -11,13 +11,13 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kMostBytes = size_t{64} << 10;  // of a meeting; an address takes up to 16
+constexpr size_t kMostBytes = size_t{64} << 10;  // of a location; an address takes up to 16
 
 class CallerStore {
  public:
   CallerStore(const gw_store& store, milliseconds timeout)
       : store_(store),
-        key_(std::string(store.prefix == nullptr ? "" : store.prefix) + "gradwire/meeting"),
+        key_(std::string(store.prefix == nullptr ? "" : store.prefix) + "gradwire/rendezvous"),
         timeout_(timeout),
         deadline_(SteadyClock::now() + timeout) {}
 
@@ -36,7 +36,7 @@ class CallerStore {
                       key_, timeout_.count()));
     }
     value.resize(std::min(bytes, kMostBytes));
-    if (bytes > kMostBytes || !is_meeting(value)) {
+    if (bytes > kMostBytes || !is_store_location(value)) {
       throw CommError(
           fmt::format("the store's '{}' ({} bytes) is not what rank 0 has set; does something else "
                       "use this key, or another version of the library?",
@@ -80,11 +80,11 @@ gw_store checked_store(const gw_store* store) {
   return read;
 }
 
-Board board_of_store(const gw_store& store, milliseconds timeout) {
-  const CallerStore board(store, timeout);
+RendezvousCallbacks callbacks_of_store(const gw_store& store, milliseconds timeout) {
+  const CallerStore keys(store, timeout);
   return {.address = "",
-          .publish = [board](const std::string& text) { board.publish(text); },
-          .read = [board] { return board.read(); }};
+          .publish = [keys](const std::string& text) { keys.publish(text); },
+          .read = [keys] { return keys.read(); }};
 }
 
 }  // namespace gradwire::c_api

@@ -14,6 +14,6 @@ gw_store checked_store(const gw_store* store);
 
 // Rank 0 publishes under one key of the store, where the others read. Both throw CommError, naming the store,
 // if a callback fails, gives what no rank 0 has written, or is not back by now + `timeout`.
-Board board_of_store(const gw_store& store, std::chrono::milliseconds timeout);
+RendezvousCallbacks callbacks_of_store(const gw_store& store, std::chrono::milliseconds timeout);
 
 }  // namespace gradwire::c_api

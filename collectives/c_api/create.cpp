@@ -64,7 +64,7 @@ std::unique_ptr<Communicator> connect_processes(GroupOptions group, bool shrinka
       {.group = std::move(group), .device = device.index, .shrinkable = shrinkable});
 }
 
-std::unique_ptr<Communicator> meet(const gw_comm_options& o, GroupOptions group, Device device) {
+std::unique_ptr<Communicator> join_group(const gw_comm_options& o, GroupOptions group, Device device) {
   require(o.rendezvous != nullptr, "rendezvous is null and world is {}", group.world);
   const std::string text = group.rendezvous = o.rendezvous;
   if (text.starts_with("tcp://") || text.starts_with("file://")) {
@@ -88,7 +88,7 @@ std::unique_ptr<Communicator> meet_in_store(const gw_comm_options& o, GroupOptio
   const gw_store store = checked_store(o.store);
   if (group.world == 1) return Communicator::create_single(device);
   group.rendezvous = "the caller's store";
-  group.board = board_of_store(store, group.timeout);
+  group.callbacks = callbacks_of_store(store, group.timeout);
   return connect_processes(std::move(group), o.shrinkable != 0, device);
 }
 
@@ -113,7 +113,7 @@ std::unique_ptr<Communicator> accept_invitation(const gw_comm_options& o, const 
                     o.device));
   }
   return Communicator::join_tcp({.group = group},
-                                {.read = [text = std::string(o.invitation)] { return text; },
+                                {.invitation = [text = std::string(o.invitation)] { return text; },
                                  .about = kAbout,
                                  .longest = group.timeout});
 }
@@ -145,7 +145,7 @@ std::unique_ptr<Communicator> create(const gw_comm_options& o) {
   const Device device = checked_device(o.device);
   std::unique_ptr<Communicator> made = o.store != nullptr ? meet_in_store(o, group, device)
                                        : o.world == 1     ? Communicator::create_single(device)
-                                                          : meet(o, group, device);
+                                                          : join_group(o, group, device);
   made->set_ranks_per_node(o.ranks_per_node);
   return made;
 }

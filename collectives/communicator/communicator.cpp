@@ -27,8 +27,8 @@ std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options
   return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
-std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const Doors& doors) {
-  return std::make_unique<Communicator>(join_tcp_transport(options, doors));
+std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const JoinOptions& join) {
+  return std::make_unique<Communicator>(join_tcp_transport(options, join));
 }
 
 std::unique_ptr<Communicator> Communicator::create_nccl(const NcclOptions& options) {

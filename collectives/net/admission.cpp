@@ -16,7 +16,7 @@ namespace {
 using Op = StoreMessage::Op;
 
 constexpr std::chrono::milliseconds kTellToWait{1000};
-constexpr const char* kEnded = "the run has ended, or lets nobody in any more";
+constexpr const char* kEnded = "the run has ended or no longer admits ranks";
 
 // Sends to a joiner. The connection's buffer has room unless the joiner has not read for hours.
 bool tell(const Socket& socket, const char* key, const std::string& text = "", Op op = Op::ok) {
@@ -27,17 +27,17 @@ bool tell(const Socket& socket, const char* key, const std::string& text = "", O
 
 }  // namespace
 
-void Reunion::open_door(int most, std::function<std::string(const std::string&)> judge) {
+void Quorum::open_admission(int most, std::function<std::string(const std::string&)> validate) {
   std::lock_guard lock(mutex_);
   most_ = most;
-  judge_ = std::move(judge);
+  validate_ = std::move(validate);
 }
 
-void Reunion::close_door() {
+void Quorum::close_admission() {
   std::lock_guard lock(mutex_);
-  judge_ = [](const std::string&) { return kEnded; };
+  validate_ = [](const std::string&) { return kEnded; };
   for (Caller& c : callers_) {
-    if (c.newcomer.empty()) continue;
+    if (c.joiner.empty()) continue;
     tell(c.socket, kUnwelcome, kEnded, Op::refuse);
     c.socket.close();
   }
@@ -45,18 +45,18 @@ void Reunion::close_door() {
   waiting_ = 0;
 }
 
-std::string Reunion::contacts() const {
+std::string Quorum::contacts() const {
   std::lock_guard lock(mutex_);
   return fmt::format("{}\n", fmt::join(contacts_, "\n"));
 }
 
-int Reunion::number() const {
+int Quorum::number() const {
   std::lock_guard lock(mutex_);
   return number_;
 }
 
 // Requires the mutex, like answer().
-void Reunion::hear(Caller& c, const std::string& text) {
+void Quorum::hear(Caller& c, const std::string& text) {
   const auto refuse = [&](const char* key, const std::string& why) {
     tell(c.socket, key, why, Op::refuse);
     c.socket.close();
@@ -66,16 +66,16 @@ void Reunion::hear(Caller& c, const std::string& text) {
   if (rank_ != 0) return refuse(kElsewhere, contacts_[0]);
   const int ranks = static_cast<int>(contacts_.size()), waiting = waiting_;
   std::string why;
-  if (!judge_) {
+  if (!validate_) {
     why = "this group takes no new ranks";
   } else if (ranks + waiting >= most_) {
     why = fmt::format("there are {} ranks{}, and at most {} are allowed", ranks,
                       waiting == 0 ? "" : fmt::format(" and {} more that wait to join", waiting), most_);
   } else {
-    why = judge_(text.substr(end + 1));
+    why = validate_(text.substr(end + 1));
   }
   if (why.empty()) {
-    c.newcomer = text.substr(0, end);
+    c.joiner = text.substr(0, end);
     ++waiting_;
     return;
   }
@@ -86,33 +86,33 @@ void Reunion::hear(Caller& c, const std::string& text) {
 }
 
 // Keeps joiners waiting: the message shows that a rank still has them on its list. Requires the mutex.
-void Reunion::have_newcomers_wait() {
+void Quorum::have_joiners_wait() {
   const auto now = SteadyClock::now();
   if (now - told_to_wait_at_ >= kTellToWait) {
     told_to_wait_at_ = now;
     for (Caller& c : callers_) {
-      if (!c.newcomer.empty() && !tell(c.socket, kWait)) c.socket.close();
+      if (!c.joiner.empty() && !tell(c.socket, kWait)) c.socket.close();
     }
     std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
   }
   waiting_ = static_cast<int>(
-      std::count_if(callers_.begin(), callers_.end(), [](const Caller& c) { return !c.newcomer.empty(); }));
+      std::count_if(callers_.begin(), callers_.end(), [](const Caller& c) { return !c.joiner.empty(); }));
 }
 
-std::vector<Reunion::Newcomer> Reunion::invite() {
-  std::vector<Newcomer> asked, here;
+std::vector<Quorum::Joiner> Quorum::invite() {
+  std::vector<Joiner> asked, here;
   {
     std::lock_guard lock(mutex_);
     for (Caller& c : callers_) {
-      if (c.newcomer.empty()) continue;
-      asked.push_back({c.newcomer, std::move(c.socket)});
+      if (c.joiner.empty()) continue;
+      asked.push_back({c.joiner, std::move(c.socket)});
     }
     std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
     waiting_ = 0;
   }
-  std::erase_if(asked, [](const Newcomer& n) { return !tell(n.socket, kCome); });
+  std::erase_if(asked, [](const Joiner& n) { return !tell(n.socket, kCome); });
   const auto deadline = SteadyClock::now() + kPatience;
-  for (Newcomer& n : asked) {
+  for (Joiner& n : asked) {
     std::string bytes;
     try {
       const auto reply = receive_message(n.socket, bytes, deadline);
@@ -123,8 +123,8 @@ std::vector<Reunion::Newcomer> Reunion::invite() {
   return here;
 }
 
-void Reunion::grow(const std::string& name, const std::vector<std::string>& joined) {
-  Survivors all{.ranks = {}, .name = name, .meeting = "the group has grown", .joined = joined};
+void Quorum::grow(const std::string& name, const std::vector<std::string>& joined) {
+  Survivors all{.ranks = {}, .name = name, .location = "the group has grown", .joined = joined};
   {
     std::lock_guard lock(mutex_);
     all.ranks.resize(contacts_.size());
@@ -133,7 +133,7 @@ void Reunion::grow(const std::string& name, const std::vector<std::string>& join
   adopt(all);
 }
 
-void Reunion::begin(int number, const std::string& name) {
+void Quorum::begin(int number, const std::string& name) {
   std::lock_guard lock(mutex_);
   number_ = number;
   name_ = name;

@@ -82,13 +82,13 @@ Challenge::State Challenge::advance(const Socket& socket) {
   }
 }
 
-std::string TurnedAway::note(const std::string& from, const std::string& why) {
+std::string RejectedConnections::note(const std::string& from, const std::string& why) {
   const std::pair who(from, why);
   const bool named = counts_.contains(who) || counts_.size() < kMostNamed;
   uint64_t& count = named ? counts_[who] : others_;
   if (!std::has_single_bit(++count)) return "";
   std::string text =
-      fmt::format("turned away a connection from {}: {}", from.empty() ? "a peer that is gone" : from, why);
+      fmt::format("rejected a connection from {}: {}", from.empty() ? "a peer that is gone" : from, why);
   if (!named) {
     text += fmt::format(" ({} so far from more addresses than are named)", count);
   } else if (count > 1) {

@@ -25,7 +25,7 @@ namespace gradwire {
 // Limits on unauthenticated connections: how long they are kept, and how many (beyond one per rank) before
 // the oldest is dropped.
 inline constexpr std::chrono::seconds kHandshakeTime{5};
-inline constexpr size_t kMostStrangers = 64;
+inline constexpr size_t kMaxUnauthenticated = 64;
 
 inline constexpr const char* kStorePurpose = "store";
 
@@ -59,10 +59,10 @@ class Challenge {
 // Counts a listener's rejected connections and decides which to log: for each address and reason, the first
 // and every doubling of their number. Beyond kMostNamed of them, the rest is counted together, so that
 // neither the record nor the log grows with a flood.
-class TurnedAway {
+class RejectedConnections {
  public:
   static constexpr size_t kMostNamed = 64;
-  // Returns "turned away a connection from 10.0.0.7: wrong secret (8 so far)", or "". `from`: an address;
+  // Returns "rejected a connection from 10.0.0.7: wrong secret (8 so far)", or "". `from`: an address;
   // empty: the peer is gone.
   std::string note(const std::string& from, const std::string& why);
 

@@ -13,41 +13,41 @@ namespace gradwire {
 
 // Returns a group's location: its secret, or "-", on a line, then the contacts of its ranks. Readers may join
 // if no other secret is needed.
-std::string doors_text(const std::string& secret, const std::string& contacts);
+std::string invitation_text(const std::string& secret, const std::string& contacts);
 
-struct Knock {
-  std::function<std::string()> doors;  // returns the newest doors_text(); "" while there is none
-  std::string secret = {};             // as in GroupOptions
-  std::string about = {};              // this process's description of itself
-  std::string interface = {};          // to listen on; empty: like the rank that answers
+struct JoinRequest {
+  std::function<std::string()> invitation;  // returns the newest invitation_text(); "" while there is none
+  std::string secret = {};                  // as in GroupOptions
+  std::string about = {};                   // this process's description of itself
+  std::string interface = {};               // to listen on; empty: like the rank that answers
   PortRange ports = {};
   std::chrono::milliseconds patience;  // with a group in which no rank answers
   // With a group that keeps this process waiting; 0: no limit.
   std::chrono::milliseconds longest{0};
 };
 
-struct Invitation {
-  std::shared_ptr<Reunion> reunion;  // of this process
-  int rank = 0, world = 1;           // in the group that forms now
-  std::string name = {};             // of the group
-  std::string meeting = {};          // address of the group's store
+struct Admitted {
+  std::shared_ptr<Quorum> quorum;  // of this process
+  int rank = 0, world = 1;         // in the group that forms now
+  std::string name = {};           // of the group
+  std::string location = {};       // address of the group's store
   // To the rank that admits this process. If it closes before say_joined(), the group continues without this
   // process.
   Socket host = {};
 };
-void say_joined(const Invitation& invitation);
+void say_joined(const Admitted& admitted);
 
-class NobodyAnswers : public CommError {
+class NoRankAnswers : public CommError {
  public:
   using CommError::CommError;
 };
 
 // Blocks until the group admits this process. Throws BadInput, with the reason, if the group rejects it.
-// Throws NobodyAnswers if no rank answers, for example because the run has ended.
-Invitation knock(const Knock& request);
+// Throws NoRankAnswers if no rank answers, for example because the run has ended.
+Admitted request_admission(const JoinRequest& request);
 
-// Returns the invitation sent to an admitted joiner.
-std::string invitation_text(int rank, int world, int number, const std::string& name,
-                            const std::string& meeting);
+// Returns the text sent to an admitted joiner.
+std::string admission_text(int rank, int world, int number, const std::string& name,
+                           const std::string& location);
 
 }  // namespace gradwire

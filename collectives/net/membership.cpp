@@ -28,7 +28,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // The location of rank 0's store.
-struct Meeting {
+struct StoreLocation {
   Contact store;       // without addresses: not known yet
   std::string secret;  // of a file:/// rendezvous
 };
@@ -56,26 +56,26 @@ Endpoint parse_tcp(const std::string& rendezvous) {
 constexpr const char kHost = '@';
 
 // Returns the text that rank 0 publishes: a secret, and its store's location.
-std::string meeting_text(const std::string& secret, const Contact& store) {
+std::string location_text(const std::string& secret, const Contact& store) {
   std::string text =
       fmt::format("{}\n{} {} {}", kFileMagic, secret, store.port, fmt::join(store.addresses, " "));
   if (!store.host.empty()) text += fmt::format(" {}{}", kHost, store.host);
   return text + "\n";
 }
 
-Meeting parse_meeting(const std::string& text) {
+StoreLocation parse_location(const std::string& text) {
   std::istringstream words(text);
   std::string magic;
-  Meeting meeting;
-  if (!(words >> magic >> meeting.secret >> meeting.store.port) || magic != kFileMagic) return {};
+  StoreLocation location;
+  if (!(words >> magic >> location.secret >> location.store.port) || magic != kFileMagic) return {};
   for (std::string word; words >> word;) {
     if (word[0] == kHost) {
-      meeting.store.host = word.substr(1);
+      location.store.host = word.substr(1);
     } else {
-      meeting.store.addresses.push_back(word);
+      location.store.addresses.push_back(word);
     }
   }
-  return meeting;
+  return location;
 }
 
 // Returns "" until the file is readable.
@@ -95,11 +95,11 @@ std::string read_file(const std::string& path) {
 
 // Removes the file unless a later group has reused the name.
 void remove_own(const std::string& path, const std::string& secret, const std::string& key) noexcept try {
-  if (secret + parse_meeting(read_file(path)).secret == key) remove_output(path);
+  if (secret + parse_location(read_file(path)).secret == key) remove_output(path);
 } catch (const std::exception&) {
 }
 
-Board file_board(const std::string& path) {
+RendezvousCallbacks file_callbacks(const std::string& path) {
   return {.publish = [path](const std::string& text) { write_private_file(path, text); },
           .read = [path] { return read_file(path); }};
 }
@@ -121,8 +121,8 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
 
 }  // namespace
 
-bool is_meeting(const std::string& text) {
-  return !parse_meeting(text).store.addresses.empty();
+bool is_store_location(const std::string& text) {
+  return !parse_location(text).store.addresses.empty();
 }
 
 void write_private_file(const std::string& path, const std::string& text) {
@@ -140,8 +140,8 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   read_listening(options_);
   const auto deadline = SteadyClock::now() + options.join_timeout();
   std::string path;
-  std::optional<Board> board = options.board;
-  if (!board && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
+  std::optional<RendezvousCallbacks> callbacks = options.callbacks;
+  if (!callbacks && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
     path = rendezvous.substr(7);
     if (!path.starts_with("/")) {
       throw BadInput(
@@ -149,33 +149,33 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
                       "file:///path, here file://{}",
                       rendezvous, path, std::filesystem::absolute(path).string()));
     }
-    board = file_board(path);
+    callbacks = file_callbacks(path);
   }
-  Meeting meeting;
-  if (board) {
-    if (board->address.empty() && !options_.interface.empty()) {
-      board->address = address_of_interface(options_.interface);
+  StoreLocation location;
+  if (callbacks) {
+    if (callbacks->address.empty() && !options_.interface.empty()) {
+      callbacks->address = address_of_interface(options_.interface);
     }
-    listen_at_ = board->address;
+    listen_at_ = callbacks->address;
     if (rank == 0) {
-      meeting.secret = random_secret();
-      key_ = options_.secret + meeting.secret;
+      location.secret = random_secret();
+      key_ = options_.secret + location.secret;
       std::vector<Socket> invited;
-      for (const int fd : board->invited) {
+      for (const int fd : callbacks->invited) {
         invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
         if (!invited.back()) throw_refused("cannot watch a process that joins", errno);
       }
-      Socket listener = listen_within(options_.ports, board->address);
-      meeting.store = contact_of(listener, board->address, "-");
+      Socket listener = listen_within(options_.ports, callbacks->address);
+      location.store = contact_of(listener, callbacks->address, "-");
       server_ = std::make_unique<StoreServer>(std::move(listener), world, key_, options_.job,
                                               StoreLimits(world), std::move(invited));
-      board->publish(meeting_text(meeting.secret, meeting.store));
+      callbacks->publish(location_text(location.secret, location.store));
       published_file_ = path;
     }
   } else if (rendezvous.starts_with("tcp://")) {
     const Endpoint named = parse_tcp(rendezvous);
     check_secrecy(options_, named);
-    meeting.store = {.addresses = {named.host}, .port = named.port};
+    location.store = {.addresses = {named.host}, .port = named.port};
     key_ = options_.secret;
     if (rank == 0) {
       // Debian gives a machine's own name a loopback address, which other machines cannot reach.
@@ -188,7 +188,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
         fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
   }
   std::string why =
-      path.empty() ? board ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
+      path.empty() ? callbacks ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
   // The previous run may still have the port.
   constexpr milliseconds kPatience{3000};
   auto patient_until = SteadyClock::time_point::max();
@@ -198,17 +198,17 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   constexpr milliseconds kRetry{20}, kAskAgain{100}, kAskAgainAtMost{1000};
   milliseconds pause = kRetry, refused_pause = kAskAgain;
   while (!client_) {
-    if (board && rank != 0) {
-      meeting = parse_meeting(board->read());
-      key_ = options_.secret + meeting.secret;
+    if (callbacks && rank != 0) {
+      location = parse_location(callbacks->read());
+      key_ = options_.secret + location.secret;
     }
     pause = kRetry;
-    if (!meeting.store.addresses.empty()) {
+    if (!location.store.addresses.empty()) {
       const auto now = SteadyClock::now();
       const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
       bool others = false;  // another run's store answered
       try {
-        client_ = std::make_unique<StoreClient>(meeting.store, key_, rank, world, patience, options_.job);
+        client_ = std::make_unique<StoreClient>(location.store, key_, rank, world, patience, options_.job);
         break;
       } catch (const StoreRefused& error) {
         throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
@@ -235,7 +235,7 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
               ? "give all ranks the same GRADWIRE_SECRET"
               : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
     }
-    if (board && board->given_up && board->given_up()) {
+    if (callbacks && callbacks->given_up && callbacks->given_up()) {
       throw CommError(fmt::format("rank {} cannot join through {}: a rank that was to be there is gone", rank,
                                   rendezvous));
     }

@@ -18,7 +18,7 @@
 namespace gradwire {
 
 // A rendezvous by callbacks: how rank 0 publishes its store's location to the other ranks.
-struct Board {
+struct RendezvousCallbacks {
   std::string address = {};  // where rank 0 listens; empty: at all its addresses
   std::function<void(const std::string& text)> publish;
   std::function<std::string()> read;  // returns "" until published
@@ -29,7 +29,7 @@ struct Board {
 };
 
 // Returns whether `text` may have been published by rank 0.
-bool is_meeting(const std::string& text);
+bool is_store_location(const std::string& text);
 
 // Writes a regular file that only this user can read (runtime/util/output_file.h). Throws BadInput if `path`
 // cannot be such a file, Error if writing fails.
@@ -56,7 +56,7 @@ struct GroupOptions {
   // connect.
   std::string job = {};
   // Replaces the rendezvous, which then only names the group in error texts.
-  std::optional<Board> board = {};
+  std::optional<RendezvousCallbacks> callbacks = {};
 
   std::chrono::milliseconds join_timeout() const { return joining.count() > 0 ? joining : timeout; }
 };
@@ -101,7 +101,7 @@ class Membership {
   const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;
-  std::optional<std::string> listen_at_;  // the board's address, if any
+  std::optional<std::string> listen_at_;  // the callbacks' address, if any
   std::string published_file_;            // of rank 0, with file:///
   std::unique_ptr<StoreServer> server_;   // of rank 0; outlives its client
   std::unique_ptr<StoreClient> client_;

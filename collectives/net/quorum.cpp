@@ -41,12 +41,12 @@ constexpr const char* kAgain = "again";    // another rank leads now
 constexpr const char* kMissed = "missed";  // the group continued without the caller
 
 // Returns the text that understand() parses: the name, the ranks, the number of joined ranks, the contact of
-// each, and the meeting.
-std::string text_of(const Reunion::Survivors& survivors) {
+// each, and the location.
+std::string text_of(const Quorum::Survivors& survivors) {
   std::string text =
       fmt::format("{}\n{}\n{}\n", survivors.name, fmt::join(survivors.ranks, " "), survivors.joined.size());
   for (const std::string& contact : survivors.joined) text += contact + "\n";
-  return text + survivors.meeting;
+  return text + survivors.location;
 }
 
 bool contains(const std::vector<int>& ranks, int rank) {
@@ -82,7 +82,7 @@ void at_once(size_t n, Work work) {
 
 }  // namespace
 
-Reunion::Reunion(const std::string& address, const std::string& key, const PortRange& ports)
+Quorum::Quorum(const std::string& address, const std::string& key, const PortRange& ports)
     : address_(address),
       listener_name_(random_secret()),
       credentials_{key, purpose_of(listener_name_)},
@@ -90,7 +90,7 @@ Reunion::Reunion(const std::string& address, const std::string& key, const PortR
   thread_ = Thread("the thread that answers other ranks", [this] { serve(); });
 }
 
-Reunion::~Reunion() {
+Quorum::~Quorum() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
@@ -99,13 +99,13 @@ Reunion::~Reunion() {
   thread_.join();
 }
 
-std::string Reunion::contact() const {
+std::string Quorum::contact() const {
   return contact_of(listener_, address_, listener_name_).text();
 }
 
-void Reunion::enter(int rank, std::vector<std::string> contacts,
-                    std::function<void(const std::string&)> failed,
-                    std::function<bool(const std::string&)> note) {
+void Quorum::enter(int rank, std::vector<std::string> contacts,
+                   std::function<void(const std::string&)> failed,
+                   std::function<bool(const std::string&)> note) {
   std::scoped_lock lock(calling_, mutex_);
   rank_ = rank;
   contacts_ = std::move(contacts);
@@ -120,7 +120,7 @@ void Reunion::enter(int rank, std::vector<std::string> contacts,
   }
 }
 
-void Reunion::leave() {
+void Quorum::leave() {
   std::lock_guard lock(calling_);
   failed_ = nullptr;
   note_ = nullptr;
@@ -128,7 +128,7 @@ void Reunion::leave() {
 
 // ---- The serving thread ----
 
-void Reunion::serve() {
+void Quorum::serve() {
   while (true) {
     try {
       return serve_until_stopped();
@@ -138,7 +138,7 @@ void Reunion::serve() {
   }
 }
 
-void Reunion::serve_until_stopped() {
+void Quorum::serve_until_stopped() {
   while (true) {
     std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {acceptor_.fd(), POLLIN, 0}};
     {
@@ -156,7 +156,7 @@ void Reunion::serve_until_stopped() {
     const int rank = rank_;
     lock.unlock();
     std::lock_guard calling(calling_);
-    tell_of_strangers(rank, notes);
+    report_rejected(rank, notes);
     lock.lock();
     const bool still_told = told_;  // false if this process has entered the next group meanwhile
     lock.unlock();
@@ -164,19 +164,19 @@ void Reunion::serve_until_stopped() {
   }
 }
 
-void Reunion::turn_away(const Caller& c, const std::string& why) {
-  if (const std::string line = turned_away_.note(c.from, why); !line.empty()) notes_.push_back(line);
+void Quorum::reject(const Caller& c, const std::string& why) {
+  if (const std::string line = rejected_.note(c.from, why); !line.empty()) notes_.push_back(line);
 }
 
 // Runs without the mutex: rank 0 may be slow.
-void Reunion::tell_of_strangers(int rank, const std::vector<std::string>& lines) {
+void Quorum::report_rejected(int rank, const std::vector<std::string>& lines) {
   for (const std::string& line : lines) {
     if (note_ && note_(line)) continue;
     print_error_line(fmt::format("rank {} {}", rank, line));
   }
 }
 
-void Reunion::serve_callers() {
+void Quorum::serve_callers() {
   for (Caller& c : callers_) {
     try {
       listen_to(c);
@@ -186,29 +186,29 @@ void Reunion::serve_callers() {
     lost_caller_ = lost_caller_ || (!c.socket && c.rank >= 0);
   }
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
-  for (size_t i = 0; i < kMostStrangers; ++i) {
+  for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
     auto socket = acceptor_.accept();
     if (!socket) break;
     const std::string from = socket->peer_address();
     callers_.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials_)});
   }
-  have_newcomers_wait();
+  have_joiners_wait();
   // Drop the oldest unauthenticated callers.
-  const size_t most = kMostStrangers + 2 * contacts_.size();
+  const size_t most = kMaxUnauthenticated + 2 * contacts_.size();
   while (static_cast<size_t>(std::count_if(callers_.begin(), callers_.end(),
                                            [](const Caller& c) { return c.challenge != nullptr; })) > most) {
     const auto oldest = std::find_if(callers_.begin(), callers_.end(),
                                      [](const Caller& c) { return c.challenge != nullptr; });
-    turn_away(*oldest, kTooMany);
+    reject(*oldest, kTooMany);
     callers_.erase(oldest);
   }
 }
 
-void Reunion::listen_to(Caller& c) {
+void Quorum::listen_to(Caller& c) {
   if (c.challenge) {
     const Challenge::State state = c.challenge->advance(c.socket);
     if (state == Challenge::State::refused) {
-      turn_away(c, c.challenge->why());
+      reject(c, c.challenge->why());
       c.socket.close();
     }
     if (state != Challenge::State::proved) return;
@@ -226,11 +226,11 @@ void Reunion::listen_to(Caller& c) {
 }
 
 // Requires the mutex, like everything the thread does with callers.
-void Reunion::answer(Caller& c, const StoreMessage& message) {
+void Quorum::answer(Caller& c, const StoreMessage& message) {
   std::istringstream words(message.value);
   int rank = -1, number = -1;
   std::string name;
-  if (message.op == Op::hello && message.key == kKnock) return hear(c, message.value);
+  if (message.op == Op::hello && message.key == kRequest) return hear(c, message.value);
   if (message.op != Op::hello || !(words >> rank >> number >> name) || rank < 0) return c.socket.close();
   const auto reply = [&](Op op, const char* key, const std::string& text) {
     send_all(c.socket, StoreMessage{op, 0, key, text}.encode(), SteadyClock::now() + kPatience);
@@ -260,7 +260,7 @@ void Reunion::answer(Caller& c, const StoreMessage& message) {
 // ---- The rank's own thread ----
 
 // Connects to a rank, authenticates this rank and sends its request.
-Reunion::Call Reunion::call(int rank, const char* what) {
+Quorum::Call Quorum::call(int rank, const char* what) {
   const auto deadline = SteadyClock::now() + kPatience;
   const std::string& text = contacts_[static_cast<size_t>(rank)];
   Contact contact = Contact::parse(text).value_or(Contact());
@@ -285,7 +285,7 @@ Reunion::Call Reunion::call(int rank, const char* what) {
   }
 }
 
-Reunion::Survivors Reunion::understand(const std::string& text) const {
+Quorum::Survivors Quorum::understand(const std::string& text) const {
   std::istringstream lines(text);
   std::string ranks, joined;
   Survivors survivors;
@@ -297,7 +297,7 @@ Reunion::Survivors Reunion::understand(const std::string& text) const {
   for (int left = parse_number<int>(joined).value_or(0); left > 0 && std::getline(lines, joined); --left) {
     survivors.joined.push_back(joined);
   }
-  survivors.meeting.assign(std::istreambuf_iterator<char>(lines), {});
+  survivors.location.assign(std::istreambuf_iterator<char>(lines), {});
   const auto& all = survivors.ranks;
   if (survivors.name.empty() || !contains(all, rank_) || !std::is_sorted(all.begin(), all.end()) ||
       std::adjacent_find(all.begin(), all.end()) != all.end() || all.front() < 0 ||
@@ -309,8 +309,7 @@ Reunion::Survivors Reunion::understand(const std::string& text) const {
 
 // Waits for the survivors from rank `leader`. Returns nullopt if the leader died, was stopped, or follows
 // another rank.
-std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
-                                                  SteadyClock::time_point deadline) {
+std::optional<Quorum::Survivors> Quorum::follow(int leader, Socket socket, SteadyClock::time_point deadline) {
   std::string bytes;
   while (true) {
     const auto now = SteadyClock::now();
@@ -330,7 +329,7 @@ std::optional<Reunion::Survivors> Reunion::follow(int leader, Socket socket,
 
 // Asks lower ranks until some answer, several concurrently, so that several stopped ranks cost no more time
 // than one. Ranks in `silent` have not answered in this regrouping and are not asked again.
-void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
+void Quorum::look_below(std::set<int>& silent, std::set<int>& gone) {
   std::vector<int> ask;
   for (int r = 0; r < rank_; ++r) {
     if (!silent.contains(r)) ask.push_back(r);
@@ -347,7 +346,7 @@ void Reunion::look_below(std::set<int>& silent, std::set<int>& gone) {
   }
 }
 
-Reunion::Survivors Reunion::regroup(milliseconds timeout) {
+Quorum::Survivors Quorum::regroup(milliseconds timeout) {
   const auto give_up = SteadyClock::now() + timeout + kSlack;
   std::optional<SteadyClock::time_point> lead_until;  // counted from when this rank leads
   std::set<int> silent;
@@ -379,7 +378,7 @@ Reunion::Survivors Reunion::regroup(milliseconds timeout) {
       }
       if (!lead_until) lead_until = SteadyClock::now() + timeout;
       survivors = lead(silent, std::move(gone), *lead_until);
-      if (survivors && survivors->meeting.empty()) return *survivors;  // this rank's own decision
+      if (survivors && survivors->location.empty()) return *survivors;  // this rank's own decision
     }
     if (survivors) {
       adopt(*survivors);
@@ -391,7 +390,7 @@ Reunion::Survivors Reunion::regroup(milliseconds timeout) {
 }
 
 // Makes waiting callers start again, because this rank follows another. Requires the mutex.
-void Reunion::send_away() {
+void Quorum::send_away() {
   for (Caller& c : callers_) {
     if (c.rank < 0) continue;
     send_all(c.socket, StoreMessage{Op::refuse, 0, kAgain, ""}.encode(), SteadyClock::now() + kPatience);
@@ -400,7 +399,7 @@ void Reunion::send_away() {
   std::erase_if(callers_, [](const Caller& c) { return !c.socket; });
 }
 
-std::vector<int> Reunion::missing(const std::set<int>& silent, const std::set<int>& gone) const {
+std::vector<int> Quorum::missing(const std::set<int>& silent, const std::set<int>& gone) const {
   std::vector<int> ranks;
   for (int r = rank_ + 1; r < static_cast<int>(contacts_.size()); ++r) {
     const bool called =
@@ -410,10 +409,10 @@ std::vector<int> Reunion::missing(const std::set<int>& silent, const std::set<in
   return ranks;
 }
 
-// Returns nullopt if a lower rank leads after all. Returns survivors with a meeting if they have already been
-// notified.
-std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<int> gone,
-                                                SteadyClock::time_point deadline) {
+// Returns nullopt if a lower rank leads after all. Returns survivors with a location if they have already
+// been notified.
+std::optional<Quorum::Survivors> Quorum::lead(std::set<int> silent, std::set<int> gone,
+                                              SteadyClock::time_point deadline) {
   auto ask_at = SteadyClock::now() + kFirstAsk;
   while (true) {
     std::vector<int> ask;
@@ -456,7 +455,7 @@ std::optional<Reunion::Survivors> Reunion::lead(std::set<int> silent, std::set<i
 }
 
 // Requires the mutex.
-Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gone) {
+Quorum::Survivors Quorum::count(std::set<int> silent, const std::set<int>& gone) {
   std::set<int> here = {rank_};
   for (const Caller& c : callers_) {
     if (c.rank > rank_ && c.rank < static_cast<int>(contacts_.size())) here.insert(c.rank);
@@ -486,25 +485,25 @@ Reunion::Survivors Reunion::count(std::set<int> silent, const std::set<int>& gon
   return survivors;
 }
 
-std::vector<int> Reunion::followers() const {
+std::vector<int> Quorum::followers() const {
   std::lock_guard lock(mutex_);
   std::vector<int> sockets;
   for (const Socket& socket : followers_) sockets.push_back(socket.fd());
   return sockets;
 }
 
-bool Reunion::given_up() const {
+bool Quorum::given_up() const {
   std::lock_guard lock(mutex_);
   return given_up_ || (told_by_ && told_by_.hung_up());
 }
 
-void Reunion::publish(Survivors survivors, const std::string& meeting) {
-  survivors.meeting = meeting;
+void Quorum::publish(Survivors survivors, const std::string& location) {
+  survivors.location = location;
   adopt(survivors);
 }
 
 // Begins the new group. Notifies current and future callers.
-void Reunion::adopt(const Survivors& survivors) {
+void Quorum::adopt(const Survivors& survivors) {
   std::lock_guard lock(mutex_);
   last_ = survivors.ranks;
   last_text_ = text_of(survivors);

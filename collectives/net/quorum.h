@@ -43,13 +43,13 @@
 
 namespace gradwire {
 
-class Reunion {
+class Quorum {
  public:
   // Listens at `address` of this machine (empty: at all its addresses), at one of `ports`, for ranks that
   // know `key`. Throws CommError if listening fails.
-  Reunion(const std::string& address, const std::string& key, const PortRange& ports = {});
-  ~Reunion();
-  Reunion(const Reunion&) = delete;
+  Quorum(const std::string& address, const std::string& key, const PortRange& ports = {});
+  ~Quorum();
+  Quorum(const Quorum&) = delete;
 
   // Returns the text of the Contact with which other ranks call this rank.
   std::string contact() const;
@@ -68,9 +68,9 @@ class Reunion {
   void leave();
 
   struct Survivors {
-    std::vector<int> ranks;    // ranks in the old group, ascending; the first leads
-    std::string name = {};     // of the new group
-    std::string meeting = {};  // location of its store; the leader must publish() it
+    std::vector<int> ranks;     // ranks in the old group, ascending; the first leads
+    std::string name = {};      // of the new group
+    std::string location = {};  // location of its store; the leader must publish() it
     // Contacts of the new ranks that follow them. If not empty, the group formed and failed before this rank
     // was notified.
     std::vector<std::string> joined = {};
@@ -80,7 +80,7 @@ class Reunion {
   // counted from when a rank leads.
   Survivors regroup(std::chrono::milliseconds timeout);
   // Notifies the survivors; also begins the new group for them.
-  void publish(Survivors survivors, const std::string& meeting);
+  void publish(Survivors survivors, const std::string& location);
   // Returns the leader's sockets to the other survivors, by rank; valid until enter(). Each survivor sends
   // something once it has entered. Owned by this object.
   std::vector<int> followers() const;
@@ -90,21 +90,21 @@ class Reunion {
 
   // ---- New ranks
 
-  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `judge` gets a joiner's
-  // description of itself and returns why it is rejected, or ""; a thread of this object calls it.
-  void open_door(int most, std::function<std::string(const std::string& about)> judge);
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
+  // joiner's description of itself and returns why it is rejected, or ""; a thread of this object calls it.
+  void open_admission(int most, std::function<std::string(const std::string& about)> validate);
   // Closes admission and notifies waiting joiners that the run has ended.
-  void close_door();
+  void close_admission();
   // Returns how many joiners wait here. Any thread may call it.
   int waiting() const { return waiting_; }
   // Returns the contacts of the group's ranks, one per line, for joiners.
   std::string contacts() const;
-  struct Newcomer {
+  struct Joiner {
     std::string contact;
     Socket socket;
   };
   // Returns the waiting joiners that still answer; for the lowest rank. Takes at most kPatience.
-  std::vector<Newcomer> invite();
+  std::vector<Joiner> invite();
   // Records that a group `name` of this group's ranks followed by `joined` has formed. Followed by enter().
   void grow(const std::string& name, const std::vector<std::string>& joined);
   // For a joiner, before its first enter(): the group's name and the number of groups before it.
@@ -114,7 +114,7 @@ class Reunion {
 
   // Keys of the messages between a joiner and a rank.
   // Joiner: its contact, a line, and its description of itself.
-  static constexpr const char* kKnock = "knock";
+  static constexpr const char* kRequest = "request";
   static constexpr const char* kWait = "wait";  // rank, once per second
   // Rank: asks whether the joiner still answers. Joiner: it does.
   static constexpr const char* kCome = "come";
@@ -127,7 +127,7 @@ class Reunion {
 
   static constexpr std::chrono::milliseconds kPatience{1000};  // with a rank that does not answer
   // Returns the purpose of the handshakes at this listener.
-  static std::string purpose_of(const std::string& name) { return "reunion " + name; }
+  static std::string purpose_of(const std::string& name) { return "quorum " + name; }
 
  private:
   struct Caller {
@@ -135,8 +135,8 @@ class Reunion {
     std::string from;                      // its address
     std::unique_ptr<Challenge> challenge;  // until answered
     std::string in = {};
-    int rank = -1;              // set once it waits for the survivors
-    std::string newcomer = {};  // its contact, once it waits to join
+    int rank = -1;            // set once it waits for the survivors
+    std::string joiner = {};  // its contact, once it waits to join
   };
   enum class Presence { here, silent, gone };
   struct Call {
@@ -147,12 +147,12 @@ class Reunion {
   void serve();
   void serve_until_stopped();
   void serve_callers();
-  void turn_away(const Caller& caller, const std::string& why);
-  void tell_of_strangers(int rank, const std::vector<std::string>& lines);
+  void reject(const Caller& caller, const std::string& why);
+  void report_rejected(int rank, const std::vector<std::string>& lines);
   void listen_to(Caller& caller);
   void answer(Caller& caller, const StoreMessage& message);
-  void hear(Caller& newcomer, const std::string& text);
-  void have_newcomers_wait();
+  void hear(Caller& joiner, const std::string& text);
+  void have_joiners_wait();
   void send_away();
   Call call(int rank, const char* what);
   void look_below(std::set<int>& silent, std::set<int>& gone);
@@ -195,10 +195,10 @@ class Reunion {
   // Number of stops before this group. After another stop the other ranks may assume that this rank is dead.
   int64_t long_stops_ = RunningClock::long_stops();
   bool stop_ = false;
-  TurnedAway turned_away_;
+  RejectedConnections rejected_;
   std::vector<std::string> notes_;  // pending lines about rejected connections
   int most_ = 0;                    // limit of ranks, including joiners
-  std::function<std::string(const std::string&)> judge_;
+  std::function<std::string(const std::string&)> validate_;
   SteadyClock::time_point told_to_wait_at_ = {};
   std::atomic<int> waiting_ = 0;
   Thread thread_;

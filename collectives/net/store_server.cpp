@@ -119,7 +119,7 @@ class StoreServer::Loop {
   void serve_until_stopped() {
     while (true) {
       if (stopping_ && !closing_at_) start_closing();
-      if (closing_at_ && (SteadyClock::now() >= *closing_at_ || nobody_left())) return say_goodbye();
+      if (closing_at_ && (SteadyClock::now() >= *closing_at_ || only_rank_0_left())) return say_goodbye();
       std::vector<pollfd> entries = {{wake_.fd(), POLLIN, 0}, {acceptor_.fd(), POLLIN, 0}};
       for (const auto& peer : peers_) {
         entries.push_back(
@@ -133,7 +133,7 @@ class StoreServer::Loop {
         if (entries[invited_at + i].revents != 0) hear_of_invited(i);
       }
       for (size_t i = 0; i + 2 < invited_at; ++i) {
-        if (entries[i + 2].revents != 0 || peers_[i]->is_stranger()) serve(*peers_[i]);
+        if (entries[i + 2].revents != 0 || peers_[i]->is_unauthenticated()) serve(*peers_[i]);
       }
       if (entries[1].revents != 0) accept_some();
       // Once formed, no other connection is needed; new connections are rejected or wait.
@@ -157,7 +157,7 @@ class StoreServer::Loop {
     bool dead = false;
     const SteadyClock::time_point hello_until = SteadyClock::now() + 2 * kHandshakeTime;
 
-    bool is_stranger() const { return rank < 0; }
+    bool is_unauthenticated() const { return rank < 0; }
   };
   struct Value {
     std::string text;
@@ -171,7 +171,7 @@ class StoreServer::Loop {
 
   int milliseconds_to_next_event() const {
     auto next = SteadyClock::now() + std::chrono::hours(1);
-    if (strangers() > 0) next = SteadyClock::now() + kHandshakeTime / 5;
+    if (unauthenticated() > 0) next = SteadyClock::now() + kHandshakeTime / 5;
     if (closing_at_) next = std::min(next, *closing_at_);
     if (roll_due_at_ && !roll_callers_.empty()) next = std::min(next, *roll_due_at_);
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - SteadyClock::now());
@@ -187,7 +187,7 @@ class StoreServer::Loop {
   }
 
   // Returns whether only rank 0 itself and ranks that did not answer the roll call remain.
-  bool nobody_left() const {
+  bool only_rank_0_left() const {
     const bool roll_is_over = roll_due_at_ && SteadyClock::now() >= *roll_due_at_;
     return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
       return p->watches && p->rank != 0 &&
@@ -201,7 +201,7 @@ class StoreServer::Loop {
     if (peer.out.size() <= limits_.unread_bytes) return;
     peer.out.clear();
     peer.dead = true;
-    if (!peer.is_stranger()) {
+    if (!peer.is_unauthenticated()) {
       too_much(peer.rank,
                fmt::format("does not read what it asked for, {} bytes so far", limits_.unread_bytes));
     }
@@ -234,29 +234,29 @@ class StoreServer::Loop {
     fail(fmt::format("the process that was to become rank {} is gone", rank));
   }
 
-  size_t strangers() const {
+  size_t unauthenticated() const {
     return static_cast<size_t>(
-        std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); }));
+        std::count_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_unauthenticated(); }));
   }
 
   // Accepts at most as many connections as may wait, so that a flood of connections cannot keep the ranks
   // from being served. Drops the oldest connections without a hello.
   void accept_some() {
-    for (size_t i = 0; i < kMostStrangers; ++i) {
+    for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
       auto socket = acceptor_.accept();
       if (!socket) return;
-      if (strangers() >= kMostStrangers + 2 * static_cast<size_t>(world_)) {
+      if (unauthenticated() >= kMaxUnauthenticated + 2 * static_cast<size_t>(world_)) {
         auto oldest =
-            std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_stranger(); });
-        turn_away(**oldest, kTooMany);
+            std::find_if(peers_.begin(), peers_.end(), [](const auto& p) { return p->is_unauthenticated(); });
+        reject(**oldest, kTooMany);
         peers_.erase(oldest);
       }
       peers_.push_back(std::make_unique<Peer>(std::move(*socket), credentials_));
     }
   }
 
-  void turn_away(const Peer& peer, const std::string& why) {
-    if (const std::string text = turned_away_.note(peer.from, why); !text.empty()) print(0, text);
+  void reject(const Peer& peer, const std::string& why) {
+    if (const std::string text = rejected_.note(peer.from, why); !text.empty()) print(0, text);
   }
 
   static void print(int rank, const std::string& text) {
@@ -280,15 +280,15 @@ class StoreServer::Loop {
         case Challenge::State::waiting:
           return;
         case Challenge::State::refused:
-          turn_away(peer, peer.challenge->why());
+          reject(peer, peer.challenge->why());
           peer.dead = true;
           return;
         case Challenge::State::proved:
           peer.challenge = nullptr;
       }
     }
-    if (peer.is_stranger() && SteadyClock::now() >= peer.hello_until) {
-      turn_away(peer, kSaidNothing);
+    if (peer.is_unauthenticated() && SteadyClock::now() >= peer.hello_until) {
+      reject(peer, kSaidNothing);
       peer.dead = true;
       return;
     }
@@ -312,7 +312,7 @@ class StoreServer::Loop {
   }
 
   void handle(Peer& peer, StoreMessage m) {
-    if (peer.is_stranger() != (m.op == Op::hello)) throw CommError("hello comes first, and once");
+    if (peer.is_unauthenticated() != (m.op == Op::hello)) throw CommError("hello comes first, and once");
     switch (m.op) {
       case Op::hello:
         hello(peer, m);
@@ -484,7 +484,7 @@ class StoreServer::Loop {
         why += "; if they belong to two runs, give each run a port of its own, or GRADWIRE_JOB";
         fail(why);
       } else {
-        print(0, fmt::format("turned away a second rank {} from {}", rank, peer.from));
+        print(0, fmt::format("rejected a second rank {} from {}", rank, peer.from));
       }
     }
     const auto connections =
@@ -562,7 +562,7 @@ class StoreServer::Loop {
   const int world_;
   const Credentials credentials_;
   const std::string job_;
-  TurnedAway turned_away_;
+  RejectedConnections rejected_;
   std::vector<Socket> invited_;  // closed once they have joined
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;

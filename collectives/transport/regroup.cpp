@@ -10,31 +10,32 @@ namespace gradwire {
 
 using std::chrono::milliseconds;
 
-std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& before, const std::string& address,
+std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before, const std::string& address,
                                      milliseconds timeout, std::vector<int>& survivors,
                                      const FormRest& form) {
   constexpr milliseconds kFormAgain{5000};
-  constexpr int kNewcomer = -1;  // not a rank of the old group
+  constexpr int kJoiner = -1;  // not a rank of the old group
   // Failed attempts to form a group are repeated until this time.
-  const auto deadline = SteadyClock::now() + timeout + Reunion::kPatience;
+  const auto deadline = SteadyClock::now() + timeout + Quorum::kPatience;
   std::vector<int> left(static_cast<size_t>(before.world));
   std::iota(left.begin(), left.end(), 0);
   while (true) {
-    const Reunion::Survivors found = reunion.regroup(timeout);
+    const Quorum::Survivors found = quorum.regroup(timeout);
     std::vector<int> ranks;
     for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
     left = std::move(ranks);
     if (!found.joined.empty()) {  // that group has also failed
-      left.resize(left.size() + found.joined.size(), kNewcomer);
+      left.resize(left.size() + found.joined.size(), kJoiner);
       continue;
     }
     GroupOptions rest = before;
     rest.rendezvous = "what is left of the group";
-    rest.board = Board{.address = address,
-                       .publish = [&](const std::string& meeting) { reunion.publish(found, meeting); },
-                       .read = [&] { return found.meeting; },
-                       .invited = reunion.followers(),
-                       .given_up = [&] { return reunion.given_up(); }};
+    rest.callbacks =
+        RendezvousCallbacks{.address = address,
+                            .publish = [&](const std::string& location) { quorum.publish(found, location); },
+                            .read = [&] { return found.location; },
+                            .invited = quorum.followers(),
+                            .given_up = [&] { return quorum.given_up(); }};
     rest.rank = static_cast<int>(std::find(left.begin(), left.end(), before.rank) - left.begin());
     rest.world = static_cast<int>(left.size());
     rest.joining = std::min(before.join_timeout(), kFormAgain);

@@ -19,9 +19,9 @@ namespace gradwire {
 using FormRest =
     std::function<std::unique_ptr<Transport>(const GroupOptions& rest, const std::vector<int>& ranks)>;
 
-// Implements Transport::regroup(). `before`: the failed group, to which `reunion` belongs. `address`: of this
+// Implements Transport::regroup(). `before`: the failed group, to which `quorum` belongs. `address`: of this
 // machine, where the new group's store may listen.
-std::unique_ptr<Transport> form_rest(Reunion& reunion, const GroupOptions& before, const std::string& address,
+std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before, const std::string& address,
                                      std::chrono::milliseconds timeout, std::vector<int>& survivors,
                                      const FormRest& form);
 

@@ -26,7 +26,7 @@ std::unique_ptr<Transport> Transport::regroup(std::chrono::milliseconds, std::ve
   throw BadInput(fmt::format("the ranks of a {} transport cannot find out which of them are left", name()));
 }
 
-void Transport::open_door(int, std::function<std::string(const std::string&)>) {
+void Transport::open_admission(int, std::function<std::string(const std::string&)>) {
   throw BadInput(fmt::format("no new ranks can join over the {} transport", name()));
 }
 

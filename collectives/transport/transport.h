@@ -123,16 +123,16 @@ class Transport {
   virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
 
   // Admission of new ranks. Throws BadInput if the transport does not support it.
-  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `judge` gets a joiner's
-  // description of itself and returns why it is rejected, or ""; a thread of the transport calls it. Stays in
-  // effect for the groups that follow this one.
-  virtual void open_door(int most, std::function<std::string(const std::string& about)> judge);
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
+  // joiner's description of itself and returns why it is rejected, or ""; a thread of the transport calls it.
+  // Stays in effect for the groups that follow this one.
+  virtual void open_admission(int most, std::function<std::string(const std::string& about)> validate);
   // Closes admission and notifies waiting joiners that the run has ended.
-  virtual void close_door() {}
+  virtual void close_admission() {}
   // Returns how many joiners wait; 0 except on the group's rank 0.
-  virtual int knocking() const { return 0; }
+  virtual int waiting_joiners() const { return 0; }
   // Returns where joiners find the group's ranks. May contain a secret: only for joiners.
-  virtual std::string doors() const { return ""; }
+  virtual std::string invitation() const { return ""; }
   // Returns a new group of the same ranks followed by the waiting joiners. Null if it was not formed; this
   // group then continues. After a success this group can only be destroyed. Collective; blocks, for seconds
   // if a joiner stops answering. Throws CommError if this group fails.

@@ -187,7 +187,7 @@ typedef struct gw_comm_options {
   const char* rendezvous;
 
   /** In place of a rendezvous: a key-value store of the caller. Rank 0 sets one key, `prefix` and
-   * "gradwire/meeting", to its addresses and a fresh random secret; the other ranks get it. So any process
+   * "gradwire/rendezvous", to its addresses and a fresh random secret; the other ranks get it. So any process
    * that can read the store may join, unless a secret is set in addition. The store is not used after
    * gw_comm_create() returns; keys are not deleted. */
   const gw_store* store;

@@ -65,7 +65,8 @@ void expect_sum(gw_comm comm, int rank, float sum) {
       gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr, nullptr));
 }
 
-// Two ranks become three, then four; the last to come is let in by a group of which one has joined itself.
+// Two ranks become three, then four; the last joiner is admitted by a group that
+// includes a former joiner.
 TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
   const TemporaryFolder folder;
   const std::string name = "file://" + folder.path("meet");
@@ -181,15 +182,15 @@ TEST(CApiGrow, WhoIsNotLetInIsToldWhy) {
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "there are 2 ranks, and at most 2 are allowed",
                   join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_admit(rank0, 3));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "has this process wait, and has not let it in",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "keeps this process waiting and has not admitted it",
                   join(invitation, 1000, &comm));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "give it the run's GRADWIRE_SECRET",
                   join(invitation, 5000, &comm, "a guess"));
   GW_EXPECT_OK(gw_comm_admit(rank0, 0));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "lets nobody in any more", join(invitation, 5000, &comm));
+  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no longer admits ranks", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_destroy(alone));
   GW_EXPECT_OK(gw_comm_destroy(rank0));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank lets this process in", join(invitation, 5000, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank admits this process", join(invitation, 5000, &comm));
 }
 
 TEST(CApiGrow, SaysWhatIsWrong) {
@@ -201,7 +202,7 @@ TEST(CApiGrow, SaysWhatIsWrong) {
   EXPECT_EQ(capi::query(single).invitation, nullptr);
   EXPECT_EQ(capi::query(single).joiners, 0);
   GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", join("x", 0, &comm));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "nobody has said yet", join("", 300, &comm));
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank has published its contact yet", join("", 300, &comm));
   auto options = capi::comm_options(nullptr, 0, 0);
   options.invitation = "x";
   options.world = 2;

@@ -72,10 +72,10 @@ TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
   });
 }
 
-TEST(CApiListen, ANewcomerListensWhereItChoseTo) {
+TEST(CApiListen, JoinerListensAtTheInterfaceAndPortsItChose) {
   const int first = free_ports(), last = first + kPorts - 1;
   std::promise<std::string> invited;
-  std::thread newcomer([&] {
+  std::thread joiner([&] {
     const std::string invitation = invited.get_future().get();
     gw_comm comm = nullptr;
     auto options = capi::comm_options(nullptr, 0, 0, GW_HOST, 30'000);
@@ -108,7 +108,7 @@ TEST(CApiListen, ANewcomerListensWhereItChoseTo) {
     GW_EXPECT_OK(gw_comm_destroy(grown));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
-  newcomer.join();
+  joiner.join();
 }
 
 TEST(CApiListen, PortsThatAreTakenAreNamed) {

@@ -122,7 +122,7 @@ TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
         shared);
     EXPECT_EQ(shared.values.size(), world == 1 ? 0u : 2u) << "one key per group, which stays";
     if (world > 1) {
-      EXPECT_EQ(shared.values.count("group1/gradwire/meeting"), 1u);
+      EXPECT_EQ(shared.values.count("group1/gradwire/rendezvous"), 1u);
     }
   }
 }
@@ -153,7 +153,7 @@ TEST(CApiStore, SecretsInterfacesAndShrinkingGoWithItAsWithAFile) {
       },
       shared);
   EXPECT_EQ(made, 3);
-  const std::string meeting = shared.values["gradwire/meeting"];
+  const std::string meeting = shared.values["gradwire/rendezvous"];
   EXPECT_NE(meeting.find(" 127.0.0.1\n"), std::string::npos) << meeting;
   EXPECT_EQ(meeting.find("of this run"), std::string::npos) << "the user's secret is not in the store";
 }
@@ -176,9 +176,9 @@ TEST(CApiStore, AStoreThatFailsIsNamedWithItsText) {
   TestStore::Shared shared;
   TestStore store(shared);
   store.fails = "the quorum is lost";
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's set('gradwire/meeting') failed: the quorum is lost",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's set('gradwire/rendezvous') failed: the quorum is lost",
                   alone(store, 0, kPatience_ms));
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/meeting') failed: the quorum is lost",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/rendezvous') failed: the quorum is lost",
                   alone(store, 1, kPatience_ms));
   EXPECT_EQ(shared.calls, 2) << "neither is tried again";
 }
@@ -189,7 +189,7 @@ TEST(CApiStore, AStoreWithSomethingElseUnderTheKeyIsAnErrorAtOnce) {
         std::string("gradwire-rendezvous-1"), std::string("gradwire-rendezvous-2\nsecret 1 127.0.0.1\n")}) {
     TestStore::Shared shared;
     TestStore store(shared);
-    shared.values["gradwire/meeting"] = garbage;
+    shared.values["gradwire/rendezvous"] = garbage;
     const std::string expected = std::to_string(garbage.size()) + " bytes) is not what rank 0 has set";
     GW_EXPECT_FAILS(GW_COMM_FAILED, expected, alone(store, 1, kPatience_ms));
     EXPECT_EQ(shared.calls, 1);
@@ -199,14 +199,14 @@ TEST(CApiStore, AStoreWithSomethingElseUnderTheKeyIsAnErrorAtOnce) {
 TEST(CApiStore, AnAddressAtWhichNobodyIsEndsAtTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
-  shared.values["gradwire/meeting"] = "gradwire-rendezvous-1\nsecret 1 127.0.0.1\n";
+  shared.values["gradwire/rendezvous"] = "gradwire-rendezvous-1\nsecret 1 127.0.0.1\n";
   GW_EXPECT_FAILS(GW_COMM_FAILED, "did not reach rank 0 through the caller's store", alone(store, 1, 300));
 }
 
 TEST(CApiStore, AKeyThatNobodySetsIsAnErrorAtTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 0 has not set 'gradwire/meeting' in the store within 200 ms",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 0 has not set 'gradwire/rendezvous' in the store within 200 ms",
                   alone(store, 1, 200));
   EXPECT_EQ(shared.calls, 1);
 }
@@ -215,7 +215,7 @@ TEST(CApiStore, AStoreThatBlocksPastTheDeadlineIsNamed) {
   TestStore::Shared shared;
   TestStore store(shared);
   store.overtime_ms = 700;
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/meeting') came back too late",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/rendezvous') came back too late",
                   alone(store, 1, 100));
 }
 

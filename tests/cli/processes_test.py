@@ -57,7 +57,7 @@ class Processes(CommandTest):
             self.assertEqual(self.numbers("threads.jsonl"), self.numbers("processes.jsonl"), spec)
             self.assertEqual([r[0] for r in self.numbers("processes.jsonl")],
                              ["run"] + ["step"] * 5 + ["eval", "summary"])
-            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), meeting at file://",
+            self.assertIn(f"Launcher: the environment (RANK=0 WORLD_SIZE={world}), rendezvous at file://",
                           ends[0][0])
             for out, error, _ in ends[1:]:
                 self.assertEqual((out, error), ("", ""), "only rank 0 prints")
@@ -256,10 +256,10 @@ class Processes(CommandTest):
         processes = self.start(2, *flags)
         self.kill(processes, 0, step=100)
         words = [self.gradwire, *map(str, flags), "--join", "saved/members"]
-        newcomer = subprocess.run(words, capture_output=True, text=True, env=self.environment(),
+        joiner = subprocess.run(words, capture_output=True, text=True, env=self.environment(),
                                   cwd=self.folder, timeout=240)
-        self.assertEqual(newcomer.returncode, 0, newcomer.stderr)
-        self.assertEqual(newcomer.stdout,
+        self.assertEqual(joiner.returncode, 0, joiner.stderr)
+        self.assertEqual(joiner.stdout,
                          "Joining the run of saved/members: waiting for its ranks to finish a step\n")
         out, error = processes[1].communicate(timeout=240)
         self.assertEqual(processes[1].returncode, 0, error)

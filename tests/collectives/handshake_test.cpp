@@ -276,15 +276,13 @@ TEST(Secret, MustBeInAFileReadableOnlyByItsOwner) {
   EXPECT_NE(random_secret(), random_secret());
 }
 
-TEST(TurnedAway, LogsEachAddressAndLimitsTheLinesOfAFlood) {
-  TurnedAway listener;
-  EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "turned away a connection from 10.0.0.7: hung up");
-  EXPECT_EQ(listener.note("10.0.0.8", "hung up"), "turned away a connection from 10.0.0.8: hung up");
-  EXPECT_EQ(listener.note("10.0.0.7", "wrong secret"),
-            "turned away a connection from 10.0.0.7: wrong secret");
-  EXPECT_EQ(listener.note("10.0.0.7", "hung up"),
-            "turned away a connection from 10.0.0.7: hung up (2 so far)");
-  EXPECT_EQ(listener.note("", "hung up"), "turned away a connection from a peer that is gone: hung up");
+TEST(RejectedConnections, LogsEachAddressAndLimitsTheLinesOfAFlood) {
+  RejectedConnections listener;
+  EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "rejected a connection from 10.0.0.7: hung up");
+  EXPECT_EQ(listener.note("10.0.0.8", "hung up"), "rejected a connection from 10.0.0.8: hung up");
+  EXPECT_EQ(listener.note("10.0.0.7", "wrong secret"), "rejected a connection from 10.0.0.7: wrong secret");
+  EXPECT_EQ(listener.note("10.0.0.7", "hung up"), "rejected a connection from 10.0.0.7: hung up (2 so far)");
+  EXPECT_EQ(listener.note("", "hung up"), "rejected a connection from a peer that is gone: hung up");
   size_t lines = 0;
   for (int i = 0; i < 100'000; ++i) lines += !listener.note("10.0.0.7", "hung up").empty();
   EXPECT_EQ(lines, 15u);  // 4, 8, ... 65,536
@@ -295,7 +293,7 @@ TEST(TurnedAway, LogsEachAddressAndLimitsTheLinesOfAFlood) {
     last = line;
     ++lines;
   }
-  EXPECT_LT(lines, 15 + TurnedAway::kMostNamed + 20);
+  EXPECT_LT(lines, 15 + RejectedConnections::kMostNamed + 20);
   EXPECT_NE(last.find("(65536 so far from more addresses than are named)"), std::string::npos) << last;
 }
 

@@ -40,9 +40,9 @@ struct Meeting {
                     .timeout = timeout,
                     .group = std::make_unique<Membership>(joining)};
     const auto deadline = SteadyClock::now() + 20s;
-    NcclReunion mine{.reunion = nullptr, .group = group, .address = "127.0.0.1", .contacts = {}};
-    if (shrinkable) mine.reunion = std::make_shared<Reunion>(mine.address, setup.group->key());
-    mine.contacts = exchange_contacts(*setup.group, mine.reunion.get(), deadline);
+    NcclQuorum mine{.quorum = nullptr, .group = group, .address = "127.0.0.1", .contacts = {}};
+    if (shrinkable) mine.quorum = std::make_shared<Quorum>(mine.address, setup.group->key());
+    mine.contacts = exchange_contacts(*setup.group, mine.quorum.get(), deadline);
     if (shrinkable) setup.regrouping = std::move(mine);
     return std::make_unique<Communicator>(std::make_unique<NcclTransport>(std::move(setup)));
   }

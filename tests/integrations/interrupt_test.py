@@ -37,7 +37,7 @@ CASES = {
     "split": (MEET, "comm.split(0)"),
     "shrink": (MEET, "comm.shrink(timeout_s=1800)"),
     "grow_on_rank_1": (MEET.replace("rank, 2", "1 - rank, 2") + "comm.admit(4)\n", "comm.grow()"),
-    "join": (MEET + "comm.admit(4)\n", "gradwire.Communicator.join(comm.doors())"),
+    "join": (MEET + "comm.admit(4)\n", "gradwire.Communicator.join(comm.invitation())"),
 }
 
 

@@ -76,8 +76,8 @@ class Hooks(unittest.TestCase):
     def test_nobody_takes_the_port_before_the_rendezvous_listens_there(self) -> None:
         with contextlib.ExitStack() as stack:
             port = reserve_port(stack)
-            with socket.socket() as stranger, self.assertRaises(OSError):
-                stranger.bind(("", port))
+            with socket.socket() as other, self.assertRaises(OSError):
+                other.bind(("", port))
             self.assertEqual(run_ranks(2, lambda comm: comm.rank, f"tcp://127.0.0.1:{port}"), [0, 1])
 
     def test_the_port_is_one_that_the_environment_allows(self) -> None:
@@ -443,17 +443,17 @@ class Reducers(unittest.TestCase):
             name = f"tcp://127.0.0.1:{reserve_port(stack)}"
             late: List[Any] = []
 
-            def joins(doors: str) -> None:
-                with gradwire.Communicator.join(doors, timeout_s=60) as comm:
+            def joins(invitation: str) -> None:
+                with gradwire.Communicator.join(invitation, timeout_s=60) as comm:
                     late.append((comm.rank, comm.world, comm.allreduce_(np.ones(1000, np.float32),
                                                                         op="sum")[-1]))
 
             def body(comm: gradwire.Communicator) -> Any:
                 comm.admit(3)
                 comm.allreduce_(np.ones(1, np.float32))  # all have
-                newcomer = threading.Thread(target=joins, args=(comm.doors(),))
+                joiner = threading.Thread(target=joins, args=(comm.invitation(),))
                 if comm.rank == 1:
-                    newcomer.start()
+                    joiner.start()
                 grown, calls = None, 0
                 while grown is None:
                     calls += 1
@@ -464,7 +464,7 @@ class Reducers(unittest.TestCase):
                     result = grown.rank, grown.world, grown.allreduce_(np.ones(1000, np.float32),
                                                                        op="sum")[-1]
                 if comm.rank == 1:
-                    newcomer.join()
+                    joiner.join()
                 return result
 
             self.assertEqual(run_ranks(2, body, name, shrinkable=True), [(0, 3, 3.0), (1, 3, 3.0)])
@@ -472,7 +472,7 @@ class Reducers(unittest.TestCase):
         with gradwire.Communicator() as alone:
             self.assertEqual(alone.waiting, 0)
             with self.assertRaisesRegex(gradwire.BadArgument, "shrinkable=True"):
-                alone.doors()
+                alone.invitation()
 
     def test_a_reducer_of_an_unknown_type_is_refused(self) -> None:
         with self.assertRaisesRegex(ValueError, "not 'float64'"):

@@ -45,7 +45,7 @@ class Strings(unittest.TestCase):
             "the rendezvous": lambda: gradwire.Communicator("local://a\0b", 0, 1),
             "the secret": lambda: gradwire.Communicator(secret="a\0b"),
             "the interface": lambda: gradwire.Communicator(interface="lo\0b"),
-            "the doors": lambda: gradwire.Communicator.join("tcp://127.0.0.1:9\0b", timeout_s=1),
+            "the invitation": lambda: gradwire.Communicator.join("tcp://127.0.0.1:9\0b", timeout_s=1),
             "the tag": lambda: comm.allreduce_(values, tag="a\0b"),
             "the reason": lambda: comm.abort("a\0b"),
             "the tensor's name": lambda: gradwire.Reducer(comm, "fp32", [("a\0b", 2, 2)]),

@@ -138,7 +138,7 @@ class Averaging {
       }
       while (doomed_ && step > doomed_at_) pause();  // at most one more step
       average(step);
-      if (step + 1 < steps && elastic_.newcomers_wait(step + 1) && elastic_.grow()) return;
+      if (step + 1 < steps && elastic_.joiners_wait(step + 1) && elastic_.grow()) return;
     }
     write_floats(fmt::format("{}/applied.{}", me_.option("folder"), me_.rank),
                  {applied_.as<float>(), applied_.as<float>() + layout_.elements});
@@ -237,7 +237,7 @@ RANK_PROGRAM(AveragesElastically) {
     }
     std::ofstream(come(me.rank)) << "here" << std::endl;
   }
-  elastic->open_door([](const std::string&) { return ""; });
+  elastic->open_admission([](const std::string&) { return ""; });
   while (true) {
     try {
       if (!elastic->agree()) return;

@@ -48,10 +48,10 @@ std::unique_ptr<Communicator> join(const Me& me) {
   return Communicator::create_tcp(options);
 }
 
-std::function<std::string()> doors_of(const std::string& members) {
+std::function<std::string()> invitation_of(const std::string& members) {
   return [members] {
     try {
-      return read_members(members).doors;
+      return read_members(members).invitation;
     } catch (const BadInput&) {
       return std::string();
     }
@@ -62,7 +62,7 @@ std::unique_ptr<Communicator> join_later(const std::string& members, const std::
                                          std::chrono::milliseconds timeout) {
   TcpOptions options;
   options.group.timeout = timeout;
-  return Communicator::join_tcp(options, {.read = doors_of(members), .about = about});
+  return Communicator::join_tcp(options, {.invitation = invitation_of(members), .about = about});
 }
 
 std::vector<std::string> lines_with(const std::string& word, const std::string& text) {
@@ -240,8 +240,8 @@ RANK_PROGRAM(TrainsElastically) {
       }).detach();
     }
     if (mine->what == "join-dies" || mine->what == "join-stops") {
-      const Invitation invitation =
-          knock({.doors = doors_of(config.members), .about = about, .patience = me.timeout});
+      const Invitation invitation = request_admission(
+          {.invitation = invitation_of(config.members), .about = about, .patience = me.timeout});
       raise(mine->what == "join-dies" ? SIGKILL : SIGSTOP);
     }
     auto comm = join_later(config.members, about, me.timeout);

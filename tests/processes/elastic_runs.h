@@ -35,7 +35,7 @@ std::string call_path(const std::string& folder, int rank);
 // Joins one of the ranks that are launched together.
 std::unique_ptr<Communicator> join(const Me& me);
 // Returns a function that reads the group's address from the file `members` at each call.
-std::function<std::string()> doors_of(const std::string& members);
+std::function<std::string()> invitation_of(const std::string& members);
 // Joins later by the file `members`, which Elastic::post_members() writes.
 std::unique_ptr<Communicator> join_later(const std::string& members, const std::string& about,
                                          std::chrono::milliseconds timeout);

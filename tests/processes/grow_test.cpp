@@ -151,7 +151,7 @@ TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
       << trained.ranks[2].output;
   EXPECT_TRUE(trained.joined().empty());
   const std::vector<std::string> named =
-      lines_with("gradwire: rank 0 turned away a connection from ", trained.ranks[0].output);
+      lines_with("gradwire: rank 0 rejected a connection from ", trained.ranks[0].output);
   ASSERT_FALSE(named.empty()) << trained.ranks[0].output;
   EXPECT_TRUE(named[0].ends_with(": wrong secret")) << named[0];
 }
@@ -188,11 +188,11 @@ TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
 }
 
 // A rank dies while the group has grown for some ranks but not for others.
-TEST(Reunion, RanksThatLearnLateOfGrowthFollow) {
-  std::vector<std::unique_ptr<Reunion>> ranks;
+TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
+  std::vector<std::unique_ptr<Quorum>> ranks;
   std::vector<std::string> contacts;
   for (int r = 0; r < 4; ++r) {
-    ranks.push_back(std::make_unique<Reunion>("127.0.0.1", "a secret"));
+    ranks.push_back(std::make_unique<Quorum>("127.0.0.1", "a secret"));
     contacts.push_back(ranks.back()->contact());
   }
   const std::vector<std::string> before(contacts.begin(), contacts.end() - 1);
@@ -204,7 +204,7 @@ TEST(Reunion, RanksThatLearnLateOfGrowthFollow) {
     ranks[static_cast<size_t>(r)]->grow("grown", {contacts[3]});
     ranks[static_cast<size_t>(r)]->enter(r, contacts, ignore);
   }
-  const Reunion::Survivors told = ranks[2]->regroup(5s);
+  const Quorum::Survivors told = ranks[2]->regroup(5s);
   EXPECT_EQ(told.ranks, (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(told.joined, std::vector<std::string>{contacts[3]});
   ranks[0].reset();
@@ -212,8 +212,8 @@ TEST(Reunion, RanksThatLearnLateOfGrowthFollow) {
   std::vector<std::thread> threads;
   for (size_t r = 1; r < 4; ++r) {
     threads.emplace_back([&, r] {
-      const Reunion::Survivors found = ranks[r]->regroup(10s);
-      if (found.meeting.empty()) ranks[r]->publish(found, "a meeting");
+      const Quorum::Survivors found = ranks[r]->regroup(10s);
+      if (found.location.empty()) ranks[r]->publish(found, "a location");
       left[r] = found.ranks;
     });
   }

@@ -62,7 +62,7 @@ std::vector<int> listening_ports() {
   return ports;
 }
 
-std::optional<Socket> knock(int port) {
+std::optional<Socket> connect_to(int port) {
   std::string why;
   return try_connect({"127.0.0.1", port}, in(1s), why);
 }
@@ -127,7 +127,7 @@ void run_under(const Attacker::Attack& attack) {
 
 TEST(UnauthenticatedPeers, RandomBytesDoNotAffectTheRun) {
   run_under([](int port, std::mt19937& random) {
-    auto socket = knock(port);
+    auto socket = connect_to(port);
     if (!socket) return;
     std::string bytes(random() % 5000, '\0');
     for (char& c : bytes) c = static_cast<char>(random());
@@ -137,22 +137,23 @@ TEST(UnauthenticatedPeers, RandomBytesDoNotAffectTheRun) {
 
 TEST(UnauthenticatedPeers, ProtocolMessagesWithoutTheSecretDoNotAffectTheRun) {
   run_under([](int port, std::mt19937& random) {
-    auto socket = knock(port);
+    auto socket = connect_to(port);
     if (!socket) return;
     introduce(*socket, {random() % 2 ? "a guess" : "", kStorePurpose}, in(500ms));
     // Sends hello as a rank, goodbye for it, and a failure of the group.
     std::string words = StoreMessage{StoreMessage::Op::hello, 0, "watch", "1 4"}.encode();
     words += StoreMessage{StoreMessage::Op::bye, 0, "", ""}.encode();
-    words += StoreMessage{StoreMessage::Op::fail, 0, "a stranger says so", ""}.encode();
+    words += StoreMessage{StoreMessage::Op::fail, 0, "an unauthenticated peer says so", ""}.encode();
     send_all(*socket, words, in(100ms));
   });
 }
 
 TEST(UnauthenticatedPeers, BytesWithoutAHandshakeAreNotRead) {
   run_under([](int port, std::mt19937&) {
-    auto socket = knock(port);
+    auto socket = connect_to(port);
     if (!socket) return;
-    send_all(*socket, StoreMessage{StoreMessage::Op::fail, 0, "a stranger says so", ""}.encode(), in(100ms));
+    send_all(*socket, StoreMessage{StoreMessage::Op::fail, 0, "an unauthenticated peer says so", ""}.encode(),
+             in(100ms));
     char byte;
     receive_exactly(*socket, &byte, 1, in(100ms));
   });
@@ -163,7 +164,7 @@ TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
   run_under([&](int port, std::mt19937& random) {
     if (held.size() > 300) held.erase(held.begin(), held.begin() + 150);
     for (int i = 0; i < 20; ++i) {
-      if (auto socket = knock(port)) held.push_back(std::move(*socket));
+      if (auto socket = connect_to(port)) held.push_back(std::move(*socket));
     }
     if (!held.empty())
       send_all(held[random() % held.size()], "gw-rank1"[random() % 8] + std::string(), in(10ms));
@@ -176,7 +177,7 @@ TEST(UnauthenticatedPeers, SlowConnectionsDoNotKeepTheRanksOut) {
   const std::string words = "gw-rank1" + std::string(64, 'x');
   run_under([&](int port, std::mt19937&) {
     auto& slow = held[port];
-    if (auto socket = knock(port)) slow.emplace_back(std::move(*socket), 0);
+    if (auto socket = connect_to(port)) slow.emplace_back(std::move(*socket), 0);
     for (auto& [socket, said] : slow) {
       if (said < words.size() && send_all(socket, words.substr(said, 1), in(10ms))) ++said;
     }
@@ -201,14 +202,14 @@ TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
   while (listening_ports().size() < 3 && SteadyClock::now() < deadline) std::this_thread::sleep_for(1ms);
   std::vector<Socket> silent;
   for (const int port : listening_ports()) {
-    if (auto garbage = knock(port)) send_all(*garbage, std::string(100, 'x'), in(5s));
-    if (auto socket = knock(port)) silent.push_back(std::move(*socket));
+    if (auto garbage = connect_to(port)) send_all(*garbage, std::string(100, 'x'), in(5s));
+    if (auto socket = connect_to(port)) silent.push_back(std::move(*socket));
   }
   EXPECT_NO_THROW(train(rendezvous, 2, 3, "lo"));
   for (auto& rank : ranks) rank.join();
   const std::string log = ::testing::internal::GetCapturedStderr();
   for (const int r : {0, 1}) {
-    const std::string line = fmt::format("gradwire: rank {} turned away a connection from 127.0.0.1: ", r);
+    const std::string line = fmt::format("gradwire: rank {} rejected a connection from 127.0.0.1: ", r);
     EXPECT_EQ(times(line + "not a rank of this version\n", log), r == 0 ? 2u : 1u)
         << log;  // rank 0 also has the store
     EXPECT_GE(times(line + kSaidNothing + "\n", log), 1u) << log;
@@ -228,7 +229,7 @@ TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
   long before = 0;
   for (int i = 0; i < 10'000; ++i) {
     if (held.size() > 200) held.erase(held.begin());
-    if (auto socket = knock(port)) held.push_back(std::move(*socket));
+    if (auto socket = connect_to(port)) held.push_back(std::move(*socket));
     if (i == 1000) before = resident_pages();
   }
 #ifdef GRADWIRE_SANITIZED
@@ -262,7 +263,7 @@ TEST(Secrets, ReportsADifferentSecretToTheRank) {
   EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
   // It retries a few times, since a run that has just ended may still occupy the port.
   const std::string log = ::testing::internal::GetCapturedStderr();
-  const std::string line = "gradwire: rank 0 turned away a connection from 127.0.0.1: wrong secret";
+  const std::string line = "gradwire: rank 0 rejected a connection from 127.0.0.1: wrong secret";
   EXPECT_EQ(times(line + "\n", log), 1u) << log;
   EXPECT_LE(times("\n", log), 4u) << log;
   EXPECT_EQ(times(line, log), times("\n", log)) << log;
@@ -291,7 +292,7 @@ TEST(Secrets, StoreListensOnlyAtTheGivenAddress) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const std::string port = rendezvous.substr(rendezvous.rfind(':') + 1);
   Membership first(group_of("tcp://127.0.0.2:" + port, 0, 1, ""));
-  EXPECT_FALSE(knock(std::stoi(port)));  // at 127.0.0.1
+  EXPECT_FALSE(connect_to(std::stoi(port)));  // at 127.0.0.1
 }
 
 TEST(Secrets, RendezvousFileIsReadableOnlyByItsOwner) {

@@ -332,7 +332,7 @@ struct Group {
   explicit Group(int world, const std::string& key = "a secret") {
     std::vector<std::string> contacts;
     for (int r = 0; r < world; ++r) {
-      ranks.push_back(std::make_unique<Reunion>("127.0.0.1", key));
+      ranks.push_back(std::make_unique<Quorum>("127.0.0.1", key));
       contacts.push_back(ranks.back()->contact());
     }
     for (int r = 0; r < world; ++r) ranks[static_cast<size_t>(r)]->enter(r, contacts, [](const auto&) {});
@@ -340,9 +340,9 @@ struct Group {
   // Runs the rank's part of regrouping. Returns the members, "0 2", or an error.
   std::string regroup(int rank, milliseconds time) {
     try {
-      Reunion& r = *ranks[static_cast<size_t>(rank)];
+      Quorum& r = *ranks[static_cast<size_t>(rank)];
       auto found = r.regroup(time);
-      if (found.meeting.empty()) r.publish(found, "a meeting");
+      if (found.location.empty()) r.publish(found, "a location");
       return fmt::format("{}", fmt::join(found.ranks, " "));
     } catch (const CommError& error) {
       return error.what();
@@ -357,10 +357,10 @@ struct Group {
     for (auto& thread : threads) thread.join();
     return results;
   }
-  std::vector<std::unique_ptr<Reunion>> ranks;
+  std::vector<std::unique_ptr<Quorum>> ranks;
 };
 
-TEST(Reunion, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
+TEST(Quorum, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   Group group(4);
   for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
   EXPECT_NE(group.regroup(1, 600ms).find("have gone on without rank 1"), std::string::npos);
@@ -369,7 +369,7 @@ TEST(Reunion, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
 }
 
-TEST(Reunion, MinorityStopsEvenIfItAnswersFirst) {
+TEST(Quorum, MinorityStopsEvenIfItAnswersFirst) {
   Group group(5);
   for (const std::string& result : group.regroup({3, 4}, 400ms)) {
     EXPECT_TRUE(result.find("may be alive") != std::string::npos ||
@@ -379,7 +379,7 @@ TEST(Reunion, MinorityStopsEvenIfItAnswersFirst) {
   for (const std::string& result : group.regroup({0, 1, 2}, 400ms)) EXPECT_EQ(result, "0 1 2");
 }
 
-TEST(Reunion, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
+TEST(Quorum, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
   Group group(2);
   std::string contact = group.ranks[0]->contact(), host, name, why;
   int port = 0;
@@ -396,7 +396,7 @@ TEST(Reunion, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
   send_all(*garbage, std::string(100'000, 'x'), soon());
   auto guess = try_connect({host, port}, soon(), why);
   ASSERT_TRUE(guess);
-  EXPECT_NE(introduce(*guess, {"another secret", "reunion " + name}, soon()), "");
+  EXPECT_NE(introduce(*guess, {"another secret", "quorum " + name}, soon()), "");
   const std::string me = "1 0 -";
   send_all(*guess, StoreMessage{StoreMessage::Op::hello, 0, "call", me}.encode(), soon());
   for (const std::string& result : group.regroup({0, 1}, 2s)) EXPECT_EQ(result, "0 1");

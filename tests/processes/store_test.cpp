@@ -340,13 +340,13 @@ TEST_F(StoreLimitsTest, Rank0LogsNotesAsLinesAndLimitsTheirNumber) {
   ::testing::internal::CaptureStderr();
   {
     auto a = join(0), b = join(1);
-    EXPECT_TRUE(b->note("has seen\x1b[2J\na stranger"));
+    EXPECT_TRUE(b->note("has seen\x1b[2J\na peer"));
     for (int i = 0; i < 100; ++i) b->note(std::string(1500, 'x'));
     a->note("has seen nobody");
   }
   server = nullptr;
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("gradwire: rank 1 has seen [2J a stranger\n"), std::string::npos) << log;
+  EXPECT_NE(log.find("gradwire: rank 1 has seen [2J a peer\n"), std::string::npos) << log;
   EXPECT_NE(log.find("gradwire: rank 0 has seen nobody\n"), std::string::npos) << log;
   EXPECT_NE(log.find("gradwire: rank 1 says more than is printed from here on\n"), std::string::npos) << log;
   EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 6) << log;
@@ -397,7 +397,7 @@ TEST_F(StoreLimitsTest, LimitsConnectionsPerRankAndAcceptsOneHelloOnEach) {
 
 TEST_F(StoreLimitsTest, SilentConnectionsCountAsPendingAfterProvingTheSecret) {
   std::vector<Socket> held;
-  for (size_t i = 0; i < 2 * kMostStrangers; ++i) held.push_back(proved());
+  for (size_t i = 0; i < 2 * kMaxUnauthenticated; ++i) held.push_back(proved());
   auto a = join(0), b = join(1);
   b->set("still", "fine");
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");

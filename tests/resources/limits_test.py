@@ -6,6 +6,7 @@ usage: limits_test.py PATH_OF_GRADWIRE [unittest arguments]
 """
 import os
 import pathlib
+import re
 import resource
 import subprocess
 import sys
@@ -74,7 +75,10 @@ class Limits(CommandTest):
         self.assertIn(
             "rank 0 cannot accept a connection: Too many open files; this process may have 20 (ulimit -n)",
             err)
-        self.assertNotIn("turned away", err)
+        # Joiners may reach their deadline while rank 0 has no descriptor for them, and connect again.
+        repeats = [int(count) for count in re.findall(r"\((\d+) so far\)", err)]
+        self.assertLess(max(repeats, default=0), 50, "rank 0 spins: it accepts and rejects without a pause")
+        self.assertLess(len(err.splitlines()), 50, err)
         for other in others:
             self.assertEqual(self.ended(other, 60)[0], 1)
 

@@ -28,7 +28,7 @@ std::string found_in(const Variables& variables) {
   try {
     const std::optional<Launch> launch = detect(variables);
     if (!launch) return "none";
-    std::string place = launch->world == 1 ? "alone" : meeting_place(*launch, "");
+    std::string place = launch->world == 1 ? "alone" : rendezvous_for(*launch, "");
     const size_t colon = place.rfind(':');
     if (launch->world > 1) {
       const int port = std::atoi(place.c_str() + colon + 1);
@@ -234,7 +234,7 @@ TEST(Launchers, RanksOfOneMpirunShareARendezvousAcrossNodes) {
 TEST(Launchers, IgnoresErrorsInUnneededVariables) {
   const std::optional<Launch> launch = detect(joined({{"MASTER_PORT", kService}}, kPod));
   ASSERT_TRUE(launch);
-  EXPECT_EQ(meeting_place(*launch, "file:///shared/meet"), "file:///shared/meet");
+  EXPECT_EQ(rendezvous_for(*launch, "file:///shared/meet"), "file:///shared/meet");
 }
 
 TEST(Launchers, ParsesSlurmsCountsPerNode) {

@@ -284,16 +284,16 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
 TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
   const testing::TemporaryFolder folder;
   const std::string members = folder.path("members");
-  expect_bad_input([&] { launch_of_newcomer(members); }, {members, "--members"});
+  expect_bad_input([&] { launch_of_joiner(members); }, {members, "--members"});
   std::ofstream(members) << "something else";
-  expect_bad_input([&] { launch_of_newcomer(members); }, {members, "not a list of a run's ranks"});
+  expect_bad_input([&] { launch_of_joiner(members); }, {members, "not a list of a run's ranks"});
   std::ofstream(members) << members_text(4, "-\n127.0.0.1 1 a\n");
-  EXPECT_EQ(read_members(members).doors, "-\n127.0.0.1 1 a\n");
+  EXPECT_EQ(read_members(members).invitation, "-\n127.0.0.1 1 a\n");
   Options o = synthetic();
   o.ranks.reset();
   o.elastic = "2:4";
   o.join = members;
-  o.launch = launch_of_newcomer(members);
+  o.launch = launch_of_joiner(members);
   EXPECT_GE(o.launch->rank, o.launch->world) << "not a launched rank";
   o.checkpoint = o.resume = folder.path("saved");
   const TrainConfig config = resolve(o).config;
@@ -339,7 +339,7 @@ TEST(Launcher, DeterminesTheRendezvous) {
   auto meet = [](Map more, const Map& ranks = {{"RANK", "0"}, {"WORLD_SIZE", "2"}}) {
     more.insert(ranks.begin(), ranks.end());
     const Launch launch = *launched_with(more);
-    return launch.no_rendezvous.empty() ? launch.rendezvous : meeting_place(launch, "");
+    return launch.no_rendezvous.empty() ? launch.rendezvous : rendezvous_for(launch, "");
   };
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
   EXPECT_EQ(meet({{"MASTER_ADDR", "fd00::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fd00::1]:1234");

@@ -55,7 +55,7 @@ int train(const Options& options) {
   const RunOutput output{.log = options.log, .log_every = options.log_every};
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
-    run_once(run.config, run.data, output, {.knock = [&](const std::string& about) {
+    run_once(run.config, run.data, output, {.join_group = [&](const std::string& about) {
                return join_members(options.join, about, join_options(options));
              }});
     return kDone;
@@ -122,7 +122,7 @@ int parse_and_run(int argc, char** argv) {
   }
   options.launch = detect_launcher();
   if (options.launch) share_cores(*options.launch);
-  if (!options.join.empty()) options.launch = launch_of_newcomer(options.join);
+  if (!options.join.empty()) options.launch = launch_of_joiner(options.join);
   if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
     throw BadInput(
         "--rendezvous " + options.rendezvous +

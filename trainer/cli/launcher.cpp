@@ -287,7 +287,7 @@ std::optional<Launch> detect_launcher() {
   return detect_launcher(environment);
 }
 
-std::string meeting_place(const Launch& launch, const std::string& rendezvous) {
+std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) {
   if (!rendezvous.empty()) return rendezvous;
   if (!launch.no_rendezvous.empty()) throw BadInput(launch.no_rendezvous);
   if (!launch.rendezvous.empty()) return launch.rendezvous;
@@ -307,7 +307,7 @@ TcpOptions tcp_options(const JoinOptions& how) {
 
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how, Device device) {
   TcpOptions options = tcp_options(how);
-  options.group.rendezvous = meeting_place(launch, how.rendezvous);
+  options.group.rendezvous = rendezvous_for(launch, how.rendezvous);
   options.group.rank = launch.rank;
   options.group.world = launch.world;
   try {
@@ -325,7 +325,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
   }
 }
 
-Launch launch_of_newcomer(const std::string& path) {
+Launch launch_of_joiner(const std::string& path) {
   const int launched = read_members(path).launched;
   return {.launcher = "--join", .variables = path, .rank = launched, .world = launched, .rendezvous = ""};
 }
@@ -333,10 +333,10 @@ Launch launch_of_newcomer(const std::string& path) {
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
                                            const JoinOptions& how) {
   return Communicator::join_tcp(tcp_options(how),
-                                {.read =
+                                {.invitation =
                                      [path] {
                                        try {
-                                         return read_members(path).doors;
+                                         return read_members(path).invitation;
                                        } catch (const BadInput&) {  // the run has ended or has not begun yet
                                          return std::string();
                                        }

@@ -42,7 +42,7 @@ std::optional<Launch> detect_launcher();
 
 // Returns the rendezvous of the ranks: `rendezvous` unless empty, otherwise the launcher's. Throws BadInput
 // if there is none.
-std::string meeting_place(const Launch& launch, const std::string& rendezvous);
+std::string rendezvous_for(const Launch& launch, const std::string& rendezvous);
 
 // How a process connects to the others, from its flags. The fields are those of GroupOptions and TcpOptions.
 struct JoinOptions {
@@ -58,7 +58,7 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
 
 // Returns the Launch of a process that joins the run whose --members is `path`. Until admission, its rank is
 // the run's world size at launch. Throws BadInput if the file cannot be read.
-Launch launch_of_newcomer(const std::string& path);
+Launch launch_of_joiner(const std::string& path);
 // Sends the run `about`, and blocks until the run admits this process: see Communicator::join_tcp().
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
                                            const JoinOptions& how);

@@ -65,10 +65,10 @@ void say_start(const Resolved& run, const Options& o) {
   say(run.device_line);
   if (run.config.devices.front().is_host()) say("Products: " + host_products_text());
   if (o.launch) {
-    std::string meeting = o.rendezvous.empty() ? o.launch->rendezvous : o.rendezvous;
+    std::string rendezvous = o.rendezvous.empty() ? o.launch->rendezvous : o.rendezvous;
     say("Launcher: " + o.launch->launcher + (o.launch->world == 1 ? " with one process" : "") + " (" +
         o.launch->variables + ")" +
-        (o.launch->world > 1 && !meeting.empty() ? ", meeting at " + meeting : ""));
+        (o.launch->world > 1 && !rendezvous.empty() ? ", rendezvous at " + rendezvous : ""));
   }
   for (const std::string& note : run.notes) say(note);
   const Dataset& train = run.data.train;
@@ -84,8 +84,8 @@ void say_plan(const TrainConfig& config) {
 }
 
 void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part) {
-  if (part.knock) {
-    join_training(config, data, observer, part.knock);
+  if (part.join_group) {
+    join_training(config, data, observer, part.join_group);
   } else if (part.comm != nullptr) {
     run_training(config, data, observer, *part.comm);
   } else {

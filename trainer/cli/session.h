@@ -23,7 +23,8 @@ void say_plan(const TrainConfig& config);
 // This process's part of a run: all of it, one launched rank, or a joiner.
 struct Part {
   Communicator* comm = nullptr;
-  std::function<std::unique_ptr<Communicator>(const std::string& about)> knock = {};  // joins a running job
+  // Joins a running job.
+  std::function<std::unique_ptr<Communicator>(const std::string& about)> join_group = {};
 };
 void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part);
 

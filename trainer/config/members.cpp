@@ -16,8 +16,8 @@ constexpr const char* kMagic = "gradwire-members-1";
 
 }  // namespace
 
-std::string members_text(int launched, const std::string& doors) {
-  return fmt::format("{} {}\n{}", kMagic, launched, doors);
+std::string members_text(int launched, const std::string& invitation) {
+  return fmt::format("{} {}\n{}", kMagic, launched, invitation);
 }
 
 Members read_members(const std::string& path) {
@@ -39,7 +39,7 @@ Members read_members(const std::string& path) {
   if (magic != kMagic || members.launched < 1 || members.launched > kMostRanks) {
     throw BadInput(path + ": this is not a list of a run's ranks; name the file of the run's --members");
   }
-  members.doors.assign(std::istreambuf_iterator<char>(lines), {});
+  members.invitation.assign(std::istreambuf_iterator<char>(lines), {});
   return members;
 }
 

@@ -5,12 +5,12 @@
 
 namespace gradwire {
 
-// `launched`: the world size at launch. `doors`: the text of Transport::doors().
-std::string members_text(int launched, const std::string& doors);
+// `launched`: the world size at launch. `invitation`: the text of Transport::invitation().
+std::string members_text(int launched, const std::string& invitation);
 
 struct Members {
   int launched = 0;
-  std::string doors;
+  std::string invitation;
 };
 // Throws BadInput if the file cannot be read or is not a members file.
 Members read_members(const std::string& path);

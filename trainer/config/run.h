@@ -144,10 +144,10 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                   Communicator& comm);
 
 // Joins a running job that was started with config.elastic. `config`: the job's settings, with as many ranks
-// as at launch. `knock` (Communicator::join_tcp()) sends `about`, the description of this process's settings
-// and data, and blocks until the job admits the process. Returns and throws as above; throws BadInput if the
-// job rejects the process.
+// as at launch. `join_group` (Communicator::join_tcp()) sends `about`, the description of this process's
+// settings and data, and blocks until the job admits the process. Returns and throws as above; throws
+// BadInput if the job rejects the process.
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& knock);
+                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group);
 
 }  // namespace gradwire

@@ -55,7 +55,7 @@ Elastic::Elastic(const TrainConfig& config)
       kept_(!from_checkpoints_) {}
 
 Elastic::~Elastic() {
-  if (first_ != nullptr || group_) comm().transport().close_door();
+  if (first_ != nullptr || group_) comm().transport().close_admission();
 }
 
 TrainConfig Elastic::config_for(int world) const {
@@ -127,7 +127,7 @@ void Elastic::go_back_to_checkpoint() {
       all_gather(comm().transport(), Stream::immediate_host(), {found}, "the newest checkpoint")[0][0];
   config_.resume = step < 0 ? resumed_ : NewCheckpoint::final_path(folder, static_cast<int64_t>(step));
   start_ = Start{config_.resume.empty() ? Position{} : read_head(config_.resume).position};
-  newcomers_.clear();
+  joiners_.clear();
   kept_.go_back_to(-1);
 }
 
@@ -139,13 +139,13 @@ bool Elastic::agree() {
                                {number(reached()), number(evaluated_), number(finished_ ? 1 : 0),
                                 number(ranks_[me]), number(next_number_)},
                                "the step to go on from");
-  newcomers_.clear();
+  joiners_.clear();
   double oldest = std::numeric_limits<double>::infinity();
   for (size_t r = 0; r < told.size(); ++r) {
-    if (told[r][0] < 0) newcomers_.push_back(static_cast<int>(r));
+    if (told[r][0] < 0) joiners_.push_back(static_cast<int>(r));
     if (told[r][0] >= 0) oldest = std::min(oldest, told[r][0]);
   }
-  if (newcomers_.size() == told.size()) {
+  if (joiners_.size() == told.size()) {
     throw Error(fmt::format("all ranks that had the run's state are lost; {}", remedy()));
   }
   if (told[0][2] != 0) return false;
@@ -186,12 +186,12 @@ void Elastic::number_ranks(const std::vector<std::vector<double>>& told) {
 // Shares rank 0's data on the step, and the residual norm of every rank in the group.
 void Elastic::agree_on_kept(int64_t step) {
   const auto me = static_cast<size_t>(comm().rank());
-  const bool joins = std::find(newcomers_.begin(), newcomers_.end(), comm().rank()) != newcomers_.end();
+  const bool joins = std::find(joiners_.begin(), joiners_.end(), comm().rank()) != joiners_.end();
   if (!joins) {
     kept_.go_back_to(step);
     start_kept_ = kept_.at(step);
   }
-  if (newcomers_.empty()) return;
+  if (joiners_.empty()) return;
   const KeptSteps::Kept& kept = start_kept_;
   const auto mine = std::find(kept.ranks.begin(), kept.ranks.end(), ranks_[me]) - kept.ranks.begin();
   const double norm = joins ? 0 : kept.residual_norms.at(static_cast<size_t>(mine));
@@ -219,15 +219,15 @@ void Elastic::agree_on_kept(int64_t step) {
 }
 
 bool Elastic::restore(const RankState& rank) {
-  const bool joins = std::find(newcomers_.begin(), newcomers_.end(), comm().rank()) != newcomers_.end();
+  const bool joins = std::find(joiners_.begin(), joiners_.end(), comm().rank()) != joiners_.end();
   const bool carried = !joins && kept_.restore(rank, start_->position.step);
-  if (newcomers_.empty()) return carried;
-  hand_over(rank, newcomers_);
+  if (joiners_.empty()) return carried;
+  hand_over(rank, joiners_);
   if (joins) {
     rank.reducer.resume_at(start_->position.step);
     kept_.begin(rank, start_kept_);
   }
-  newcomers_.clear();
+  joiners_.clear();
   return carried;
 }
 
@@ -284,14 +284,14 @@ Elastic::Changes Elastic::resumed() {
 
 // ---- New ranks
 
-void Elastic::open_door(std::function<std::string(const std::string&)> judge) {
-  comm().transport().open_door(launched_.elastic.most, std::move(judge));
+void Elastic::open_admission(std::function<std::string(const std::string&)> validate) {
+  comm().transport().open_admission(launched_.elastic.most, std::move(validate));
 }
 
 void Elastic::post_members() {
   if (launched_.members.empty() || comm().rank() != 0) return;
   try {
-    write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().doors()));
+    write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().invitation()));
   } catch (const Error& error) {
     warn_once(fmt::format("{}; the run continues, and no rank can join it with --join", error.what()));
   }

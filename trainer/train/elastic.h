@@ -58,15 +58,15 @@ class Elastic {
 
   // ---- New ranks
 
-  // Opens admission. `judge` validates a joiner's description; see Transport::open_door().
-  void open_door(std::function<std::string(const std::string& about)> judge);
+  // Opens admission. `validate` validates a joiner's description; see Transport::open_admission().
+  void open_admission(std::function<std::string(const std::string& about)> validate);
   // Writes config().members, the file through which joiners find the group. Does nothing except on rank 0.
   void post_members();
   // Makes this joiner a member of `comm`. It has no state yet.
   void join(std::unique_ptr<Communicator> comm);
   // Returns whether joiners were waiting after this step; the same on all ranks. Call after the step's
   // snapshot is complete and before the step after next is enqueued.
-  bool newcomers_wait(int64_t step) const { return kept_.at(step).newcomers; }
+  bool joiners_wait(int64_t step) const { return kept_.at(step).joiners; }
   // Forms a group with the joiners. Returns whether it has formed; then destroy the RankTrainer and call
   // move_on(). Collective; call after the newest step's snapshot is complete.
   bool grow();
@@ -140,7 +140,7 @@ class Elastic {
   std::unique_ptr<Communicator> next_;   // grown from the current group
   std::vector<int> ranks_;               // launch or join number of each rank; kUnknown before agree()
   int next_number_ = 0;                  // of the next joiner
-  std::vector<int> newcomers_;           // ranks in the group that have no state yet
+  std::vector<int> joiners_;             // ranks in the group that have no state yet
   KeptSteps kept_;                       // from_checkpoints_: without states
   KeptSteps::Kept start_kept_;           // describes the step to continue from
   std::optional<Start> start_;

@@ -17,8 +17,8 @@ constexpr size_t kPieceBytes = size_t{32} << 20;
 
 class HandOver {
  public:
-  HandOver(const RankState& rank, const std::vector<int>& newcomers)
-      : transport_(rank.comm.transport()), newcomers_(newcomers) {
+  HandOver(const RankState& rank, const std::vector<int>& joiners)
+      : transport_(rank.comm.transport()), joiners_(joiners) {
     for (int r = 0; r < transport_.world(); ++r) {
       if (!is_new(r)) givers_.push_back(r);
     }
@@ -34,9 +34,7 @@ class HandOver {
   }
 
  private:
-  bool is_new(int rank) const {
-    return std::find(newcomers_.begin(), newcomers_.end(), rank) != newcomers_.end();
-  }
+  bool is_new(int rank) const { return std::find(joiners_.begin(), joiners_.end(), rank) != joiners_.end(); }
 
   void send_piece(std::span<std::byte> piece) {
     std::vector<Transfer> transfers;
@@ -46,7 +44,7 @@ class HandOver {
       if (joins()) {
         transfers.push_back({Transfer::Kind::receive, givers_[g], piece.data() + begin, end - begin});
       } else if (givers_[g] == transport_.rank()) {
-        for (const int to : newcomers_) {
+        for (const int to : joiners_) {
           transfers.push_back({Transfer::Kind::send, to, piece.data() + begin, end - begin});
         }
       }
@@ -59,7 +57,7 @@ class HandOver {
   }
 
   Transport& transport_;
-  const std::vector<int>& newcomers_;
+  const std::vector<int>& joiners_;
   std::vector<int> givers_;
   uint64_t pieces_ = 0;
 };
@@ -70,8 +68,8 @@ std::span<std::byte> bytes_of(float* values, int64_t count) {
 
 }  // namespace
 
-void hand_over(const RankState& rank, const std::vector<int>& newcomers) {
-  HandOver way(rank, newcomers);
+void hand_over(const RankState& rank, const std::vector<int>& joiners) {
+  HandOver way(rank, joiners);
   way.send(bytes_of(rank.weights.data, rank.layout.elements));
   int64_t owned = 0;
   for (const ElementRange& part : rank.parts) owned += part.count();

@@ -55,7 +55,7 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
     slot.kept = {position, due, ranks, {}, false};
     for (const Slot::Told& theirs : slot.told) {
       slot.kept.residual_norms.push_back(theirs.residual_norm);
-      slot.kept.newcomers = slot.kept.newcomers || theirs.newcomers > 0;
+      slot.kept.joiners = slot.kept.joiners || theirs.joiners > 0;
     }
     slot.step = position.step;
   });
@@ -67,7 +67,7 @@ void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
   Slot::Told* const told = slot.told.data();
   Transport& transport = rank.comm.transport();
   stream.submit([&slot, &mine = told[me], &transport] {
-    mine = {slot.codecs.residual_norm(), static_cast<double>(transport.knocking())};
+    mine = {slot.codecs.residual_norm(), static_cast<double>(transport.waiting_joiners())};
   });
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {

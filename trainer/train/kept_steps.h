@@ -35,7 +35,7 @@ class KeptSteps {
     Due due;
     std::vector<int> ranks;              // of the group, by launch number
     std::vector<double> residual_norms;  // of each of `ranks`
-    bool newcomers = false;              // joiners were waiting at the end of the step
+    bool joiners = false;                // joiners were waiting at the end of the step
   };
 
   // Enqueues a snapshot of the rank's state after position.step steps on its stream, and the exchange of
@@ -72,7 +72,7 @@ class KeptSteps {
     ReducerSnapshot codecs;
     // The exchange. The stream has passed the previous exchange before the host prepares the next.
     struct Told {
-      double residual_norm = 0, newcomers = 0;  // number of joiners waiting
+      double residual_norm = 0, joiners = 0;  // number of joiners waiting
     };
     std::vector<Told> told;  // by rank
     Call call;

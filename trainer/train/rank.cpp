@@ -186,11 +186,11 @@ void RankTrainer::run() {
       catch_up();
       save(step + 1);
     }
-    if (newcomers_wait_ && step + 1 < config_.steps) {
+    if (joiners_wait_ && step + 1 < config_.steps) {
       catch_up();
       if (shared_.elastic->from_checkpoints() && !checkpoint_follows(step)) save(step + 1);
       if (shared_.elastic->grow()) return;
-      newcomers_wait_ = false;  // the joiners have left
+      joiners_wait_ = false;  // the joiners have left
     }
   }
   catch_up();
@@ -407,7 +407,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   if (shared_.elastic != nullptr) {
     slot.kept.synchronize();
     comm_.check();
-    newcomers_wait_ = shared_.elastic->newcomers_wait(slot.step + 1);
+    joiners_wait_ = shared_.elastic->joiners_wait(slot.step + 1);
   }
   slot.wait_end = std::chrono::steady_clock::now();
   comm_.check();

@@ -140,7 +140,7 @@ class RankTrainer {
   float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
-  bool newcomers_wait_ = false;  // after the latest harvested step
+  bool joiners_wait_ = false;  // after the latest harvested step
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // those residuals, if they do not fit into the gradient buffer
   // Time of this rank's next report of waits. On rank 0 also: each rank's latest report, and the first time.

@@ -198,7 +198,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
 // Runs to the end of the run, over successive groups.
 void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
                    RunObserver& observer) {
-  elastic.open_door([mine = described(elastic.launched(), about_data)](const std::string& theirs) {
+  elastic.open_admission([mine = described(elastic.launched(), about_data)](const std::string& theirs) {
     return theirs == mine ? ""
                           : fmt::format(
                                 "it was started with other settings or data than this run: {}; give "
@@ -228,16 +228,16 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 }
 
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& knock) {
+                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group) {
   constexpr int kAttempts = 5;
   const std::string about_data = described(data);
   for (int attempt = 1;; ++attempt) {
     Elastic elastic(config);
     bool begun = false;
     try {
-      elastic.join(knock(described(elastic.launched(), about_data)));
+      elastic.join(join_group(described(elastic.launched(), about_data)));
       return run_in_groups(elastic, data, about_data, observer);
-    } catch (const NobodyAnswers&) {
+    } catch (const NoRankAnswers&) {
       throw;
     } catch (const CommError&) {
       // A joiner without state is expendable; with state it was part of the run, which has failed.

@@ -192,7 +192,7 @@ class CudaCalls final : public GpuCalls {
   unsigned long long capture_ = 0;
 };
 
-ncclUniqueId meet(const NcclApi& api, Membership& group, SteadyClock::time_point deadline) {
+ncclUniqueId agree_on_id(const NcclApi& api, Membership& group, SteadyClock::time_point deadline) {
   ncclUniqueId id;
   if (group.rank() == 0) {
     if (ncclResult_t r = api.get_unique_id(&id); r != ncclSuccess)
@@ -254,7 +254,7 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
       throw CommError("ncclGetUniqueId: " + api.text(r, nullptr));
   } else {
     group = std::make_unique<Membership>(options.group);
-    id = meet(api, *group, deadline);
+    id = agree_on_id(api, *group, deadline);
   }
   NcclSetup setup{.api = &api,
                   .gpu = std::make_shared<CudaCalls>(options.device),
@@ -264,14 +264,14 @@ std::unique_ptr<Transport> make_nccl_transport(const NcclOptions& options) {
                   .timeout = options.group.timeout};
   try {
     if (group) {
-      NcclReunion mine{.reunion = nullptr, .group = options.group, .address = "", .contacts = {}};
-      mine.group.board.reset();
+      NcclQuorum mine{.quorum = nullptr, .group = options.group, .address = "", .contacts = {}};
+      mine.group.callbacks.reset();
       if (options.shrinkable) {
         mine.address = group->address(deadline);
-        mine.reunion = std::make_shared<Reunion>(mine.address, group->key(), group->options().ports);
+        mine.quorum = std::make_shared<Quorum>(mine.address, group->key(), group->options().ports);
       }
-      mine.contacts = exchange_contacts(*group, mine.reunion.get(), deadline);
-      if (mine.reunion) setup.regrouping = std::move(mine);
+      mine.contacts = exchange_contacts(*group, mine.quorum.get(), deadline);
+      if (mine.quorum) setup.regrouping = std::move(mine);
     }
     setup.comm = init_nccl(api, setup.gpu, rank, world, id, deadline);
   } catch (const CommError& error) {

@@ -1,4 +1,4 @@
-// Regroups after a failure: the survivors of processes with GPUs find each other through their reunion, meet
+// Regroups after a failure: the survivors of processes with GPUs find each other through their quorum, meet
 // at a new store, and derive NCCL's communicator from the old one, which the failure has revoked.
 #ifdef GRADWIRE_HAS_NCCL
 
@@ -13,13 +13,13 @@
 
 namespace gradwire {
 
-std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reunion,
+std::vector<std::string> exchange_contacts(Membership& group, const Quorum* quorum,
                                            SteadyClock::time_point deadline) {
-  group.store().set(fmt::format("reunion/{}", group.rank()), reunion == nullptr ? "" : reunion->contact());
-  if (reunion == nullptr) return {};
+  group.store().set(fmt::format("quorum/{}", group.rank()), quorum == nullptr ? "" : quorum->contact());
+  if (quorum == nullptr) return {};
   std::vector<std::string> contacts;
   for (int r = 0; r < group.world(); ++r) {
-    contacts.push_back(group.store().get(fmt::format("reunion/{}", r), deadline,
+    contacts.push_back(group.store().get(fmt::format("quorum/{}", r), deadline,
                                          fmt::format("waiting for rank {} to join", r)));
     if (contacts.back().empty()) {
       throw CommError(fmt::format(
@@ -39,16 +39,16 @@ std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds time
   }
   if (!setup_.regrouping)
     throw BadInput("the ranks that are left of this group have formed a new one already");
-  NcclReunion& mine = *setup_.regrouping;
+  NcclQuorum& mine = *setup_.regrouping;
   if (!failing()) abort("it is to go on with the ranks that are left");
   try {  // wait until the failure has been handled
     throw_if_failed("going on without some ranks");
   } catch (const CommError&) {
   }
-  auto made = form_rest(*mine.reunion, mine.group, mine.address, timeout, survivors,
+  auto made = form_rest(*mine.quorum, mine.group, mine.address, timeout, survivors,
                         [&](const GroupOptions& rest, const std::vector<int>& ranks) {
                           auto group = std::make_unique<Membership>(rest);
-                          auto contacts = exchange_contacts(*group, mine.reunion.get(),
+                          auto contacts = exchange_contacts(*group, mine.quorum.get(),
                                                             SteadyClock::now() + rest.join_timeout());
                           std::vector<int> lost;
                           for (int r = 0; r < world_; ++r) {
@@ -56,10 +56,10 @@ std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds time
                           }
                           NcclSetup next = lost.empty() ? again() : without(std::move(lost));
                           next.group = std::move(group);
-                          next.regrouping = NcclReunion{.reunion = mine.reunion,
-                                                        .group = mine.group,
-                                                        .address = mine.address,
-                                                        .contacts = std::move(contacts)};
+                          next.regrouping = NcclQuorum{.quorum = mine.quorum,
+                                                       .group = mine.group,
+                                                       .address = mine.address,
+                                                       .contacts = std::move(contacts)};
                           next.regrouping->group.rank = rest.rank;
                           next.regrouping->group.world = rest.world;
                           return std::make_unique<NcclTransport>(std::move(next));

@@ -71,14 +71,14 @@ void NcclTransport::join_watches() {
                                 });
   }
   if (setup_.regrouping) {
-    setup_.regrouping->reunion->enter(
+    setup_.regrouping->quorum->enter(
         rank_, setup_.regrouping->contacts, [this](const std::string& why) { heard(why, true); },
         [this](const std::string& line) { return setup_.group->store().note(line); });
   }
 }
 
 NcclTransport::~NcclTransport() {
-  if (setup_.regrouping) setup_.regrouping->reunion->leave();
+  if (setup_.regrouping) setup_.regrouping->quorum->leave();
   bool failed = false;
   {
     std::lock_guard lock(mutex_);

@@ -38,15 +38,15 @@ class GpuCalls {
 };
 
 // State with which a group's survivors find each other.
-struct NcclReunion {
-  std::shared_ptr<Reunion> reunion;
+struct NcclQuorum {
+  std::shared_ptr<Quorum> quorum;
   GroupOptions group;
   std::string address;                // of this machine
-  std::vector<std::string> contacts;  // of the ranks' reunions, by rank
+  std::vector<std::string> contacts;  // of the ranks' quorums, by rank
 };
-// Exchanges the reunions' contacts among all ranks of `group`. `reunion`: null if the group must not survive
-// failures. Collective. Throws CommError if only some ranks have a reunion.
-std::vector<std::string> exchange_contacts(Membership& group, const Reunion* reunion,
+// Exchanges the quorums' contacts among all ranks of `group`. `quorum`: null if the group must not survive
+// failures. Collective. Throws CommError if only some ranks have a quorum.
+std::vector<std::string> exchange_contacts(Membership& group, const Quorum* quorum,
                                            SteadyClock::time_point deadline);
 
 struct NcclSetup {
@@ -58,7 +58,7 @@ struct NcclSetup {
   Device device;
   std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
   std::unique_ptr<Membership> group = nullptr;
-  std::optional<NcclReunion> regrouping = std::nullopt;
+  std::optional<NcclQuorum> regrouping = std::nullopt;
   // Sleeps; for non-blocking communicators.
   std::function<void(std::chrono::microseconds)> pause = [](std::chrono::microseconds time) {
     std::this_thread::sleep_for(time);

@@ -34,11 +34,11 @@ using namespace tcp_messages;
 
 class TcpTransport final : public Transport {
  public:
-  // `enters`: the reunion belongs to this group at once; otherwise from enter_reunion() on.
-  explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Reunion> reunion = nullptr,
+  // `enters`: the quorum belongs to this group at once; otherwise from enter_quorum() on.
+  explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> quorum = nullptr,
                         bool enters = true)
-      : options_(options), reunion_(std::move(reunion)), waits_(options.group.world), group_(options.group) {
-    options_.group.board.reset();  // its group may end before this one
+      : options_(options), quorum_(std::move(quorum)), waits_(options.group.world), group_(options.group) {
+    options_.group.callbacks.reset();  // its group may end before this one
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
                          [this] { return where(); });
@@ -48,14 +48,14 @@ class TcpTransport final : public Transport {
     } catch (const Error& error) {
       give_up("joining", error.what());
     }
-    if (enters) enter_reunion();
+    if (enters) enter_quorum();
     std::lock_guard lock(mutex_);
     where_ = "not in a collective yet";
   }
 
   // Announces an orderly departure before hanging up.
   ~TcpTransport() override {
-    if (reunion_ && entered_) reunion_->leave();
+    if (quorum_ && entered_) quorum_->leave();
     group_.leave();
   }
 
@@ -117,10 +117,10 @@ class TcpTransport final : public Transport {
     };
     TcpOptions options = options_;
     options.group.rendezvous = fmt::format("a split of {}", options_.group.rendezvous);
-    options.group.board =
-        Board{.address = address_,
-              .publish = [this, key](const std::string& text) { group_.store().set(key, text); },
-              .read = read};
+    options.group.callbacks = RendezvousCallbacks{
+        .address = address_,
+        .publish = [this, key](const std::string& text) { group_.store().set(key, text); },
+        .read = read};
     options.group.rank = static_cast<int>(me - members.begin());
     options.group.world = static_cast<int>(members.size());
     return make_tcp_transport(options);
@@ -131,65 +131,65 @@ class TcpTransport final : public Transport {
       throw BadInput(
           "the group was not made to go on without some of its ranks: see gw_comm_options.shrinkable");
     }
-    if (!reunion_) throw BadInput("the ranks that are left of this group have formed a new one already");
+    if (!quorum_) throw BadInput("the ranks that are left of this group have formed a new one already");
     if (failure().empty()) abort("it is to go on with the ranks that are left");
-    auto made = form_rest(*reunion_, options_.group, address_, timeout, survivors,
+    auto made = form_rest(*quorum_, options_.group, address_, timeout, survivors,
                           [this](const GroupOptions& rest, const std::vector<int>&) {
                             TcpOptions options = options_;
                             options.group = rest;
-                            auto next = std::make_unique<TcpTransport>(options, reunion_);
+                            auto next = std::make_unique<TcpTransport>(options, quorum_);
                             next->options_.group.joining = options_.group.joining;
                             return next;
                           });
-    reunion_ = nullptr;
+    quorum_ = nullptr;
     return made;
   }
 
   // ---- New ranks
 
-  void open_door(int most, std::function<std::string(const std::string&)> judge) override {
-    if (!reunion_) throw BadInput("the group was not made to take new ranks");
-    reunion_->open_door(most, std::move(judge));
+  void open_admission(int most, std::function<std::string(const std::string&)> validate) override {
+    if (!quorum_) throw BadInput("the group was not made to take new ranks");
+    quorum_->open_admission(most, std::move(validate));
   }
-  void close_door() override {
-    if (reunion_) reunion_->close_door();
+  void close_admission() override {
+    if (quorum_) quorum_->close_admission();
   }
-  int knocking() const override { return reunion_ ? reunion_->waiting() : 0; }
+  int waiting_joiners() const override { return quorum_ ? quorum_->waiting() : 0; }
 
-  std::string doors() const override {
-    if (!reunion_) return "";
+  std::string invitation() const override {
+    if (!quorum_) return "";
     const std::string& own = options_.group.secret;
     const size_t known = own.empty() ? secret_from_environment().size() : own.size();
-    return doors_text(reunion_->key().substr(known), reunion_->contacts());
+    return invitation_text(quorum_->key().substr(known), quorum_->contacts());
   }
 
   // The first rank invites the joiners and notifies the other ranks through this group's store. All ranks
   // form the new group while this one exists; it replaces this one if every rank has formed it.
   std::unique_ptr<Transport> grow() override {
-    if (!reunion_) throw BadInput("the group was not made to take new ranks");
+    if (!quorum_) throw BadInput("the group was not made to take new ranks");
     const std::string key = fmt::format("grow/{}", growths_++);
-    set_where("letting new ranks in");
+    set_where("admitting new ranks");
     try {
       Growth growth;
-      std::vector<Reunion::Newcomer> newcomers;
+      std::vector<Quorum::Joiner> joiners;
       if (rank() == 0) {
-        newcomers = reunion_->invite();
-        for (const Reunion::Newcomer& n : newcomers) growth.joined.push_back(n.contact);
-        if (newcomers.empty()) {
+        joiners = quorum_->invite();
+        for (const Quorum::Joiner& n : joiners) growth.joined.push_back(n.contact);
+        if (joiners.empty()) {
           group_.store().set(key, growth.encode());
         } else {
           growth.name = random_secret();
         }
       } else {
         growth = Growth::decode(group_.store().get(key, SteadyClock::now() + group_.timeout(),
-                                                   "waiting for rank 0 to let new ranks in"));
+                                                   "waiting for rank 0 to admit new ranks"));
       }
       std::unique_ptr<TcpTransport> made;
-      if (!growth.name.empty()) made = form(growth, newcomers, key);
-      set_where("not in a collective; its last let new ranks in");
+      if (!growth.name.empty()) made = form(growth, joiners, key);
+      set_where("not in a collective; the last admitted new ranks");
       return made;
     } catch (const CommError& error) {
-      give_up("letting new ranks in", error.what());
+      give_up("admitting new ranks", error.what());
     }
   }
 
@@ -214,7 +214,7 @@ class TcpTransport final : public Transport {
   void abort(const std::string& reason) override {
     {
       std::lock_guard lock(mutex_);
-      if (!last_words_.empty()) return;  // the group has been notified
+      if (!final_error_.empty()) return;  // the group has been notified
     }
     std::string cause = fmt::format("rank {} gave up: {}", rank(), reason);
     group_.store().report(cause);
@@ -230,13 +230,13 @@ class TcpTransport final : public Transport {
   static constexpr const char* kWaiting = ", waiting for rank ";
   // How long survivors wait for each other to form a group before they start a new quorum, and how long they
   // wait for joiners, which have just answered.
-  static constexpr milliseconds kFormAgain{5000}, kFormWithNewcomers{3000};
+  static constexpr milliseconds kFormAgain{5000}, kFormWithJoiners{3000};
 
-  void enter_reunion() {
-    if (!reunion_) return;
+  void enter_quorum() {
+    if (!quorum_) return;
     entered_ = true;
-    reunion_->enter(
-        rank(), std::move(reunions_), [this](const std::string& why) { group_failed(why); },
+    quorum_->enter(
+        rank(), std::move(quorum_contacts_), [this](const std::string& why) { group_failed(why); },
         [this](const std::string& line) { return failure().empty() && group_.store().note(line); });
   }
 
@@ -246,32 +246,33 @@ class TcpTransport final : public Transport {
   }
 
   // Runs this rank's part of forming the grown group. Returns null if some rank has not formed it.
-  std::unique_ptr<TcpTransport> form(Growth& growth, const std::vector<Reunion::Newcomer>& newcomers,
+  std::unique_ptr<TcpTransport> form(Growth& growth, const std::vector<Quorum::Joiner>& joiners,
                                      const std::string& key) {
     TcpOptions options = options_;
     options.group.rendezvous = "a group that takes new ranks";
     options.group.world = world() + static_cast<int>(growth.joined.size());
     options.group.job = growth.name;  // joiners may come from another job of the launcher
-    options.group.joining = std::min(options_.group.join_timeout(), kFormWithNewcomers);
-    options.group.board = Board{.address = address_,
-                                .publish =
-                                    [&](const std::string& meeting) {
-                                      growth.meeting = meeting;
-                                      group_.store().set(key, growth.encode());
-                                      send_invitations(growth, newcomers, world(), reunion_->number() + 1);
-                                    },
-                                .read = [&growth] { return growth.meeting; }};
-    for (const Reunion::Newcomer& n : newcomers) options.group.board->invited.push_back(n.socket.fd());
+    options.group.joining = std::min(options_.group.join_timeout(), kFormWithJoiners);
+    options.group.callbacks =
+        RendezvousCallbacks{.address = address_,
+                            .publish =
+                                [&](const std::string& location) {
+                                  growth.location = location;
+                                  group_.store().set(key, growth.encode());
+                                  send_admissions(growth, joiners, world(), quorum_->number() + 1);
+                                },
+                            .read = [&growth] { return growth.location; }};
+    for (const Quorum::Joiner& n : joiners) options.group.callbacks->invited.push_back(n.socket.fd());
     std::unique_ptr<TcpTransport> made;
     try {
-      made = std::make_unique<TcpTransport>(options, reunion_, false);
+      made = std::make_unique<TcpTransport>(options, quorum_, false);
       made->options_.group.joining = options_.group.joining;
     } catch (const std::exception& error) {
       // A joiner died, or the system refused a resource. A dead rank of this group is detected below.
       if (rank() == 0) {
         print_error_line(fmt::format("no new rank has joined, and the others go on: {}", text_of(error)));
       }
-      if (rank() == 0 && growth.meeting.empty()) {  // not published yet
+      if (rank() == 0 && growth.location.empty()) {  // not published yet
         group_.store().set(key, Growth().encode());
         return nullptr;
       }
@@ -286,9 +287,9 @@ class TcpTransport final : public Transport {
       all = all && has == "yes";
     }
     if (!all) return nullptr;
-    reunion_->grow(growth.name, growth.joined);
-    made->enter_reunion();
-    reunion_ = nullptr;
+    quorum_->grow(growth.name, growth.joined);
+    made->enter_quorum();
+    quorum_ = nullptr;
     return made;
   }
 
@@ -303,17 +304,17 @@ class TcpTransport final : public Transport {
       links_ = std::move(links);
       if (!failure_.empty()) throw CommError(failure_);
     }
-    if (options.shrinkable && !reunion_) reunion_ = std::make_shared<Reunion>(address_, group_.key(), ports);
-    // Two lines: the contacts of the links and of the reunion.
+    if (options.shrinkable && !quorum_) quorum_ = std::make_shared<Quorum>(address_, group_.key(), ports);
+    // Two lines: the contacts of the links and of the quorum.
     group_.store().set(fmt::format("link/{}", rank()),
-                       made->contact() + (reunion_ ? "\n" + reunion_->contact() : ""));
+                       made->contact() + (quorum_ ? "\n" + quorum_->contact() : ""));
     std::vector<std::string> contacts;
     for (int r = 0; r < world(); ++r) {
       std::istringstream theirs(group_.store().get(fmt::format("link/{}", r), deadline,
                                                    fmt::format("waiting for rank {} to join", r)));
       std::getline(theirs, contacts.emplace_back());
-      std::getline(theirs, reunions_.emplace_back());
-      if (reunion_ && reunions_.back().empty()) {
+      std::getline(theirs, quorum_contacts_.emplace_back());
+      if (quorum_ && quorum_contacts_.back().empty()) {
         throw CommError(
             fmt::format("rank {} is to go on without ranks that fail, rank {} is not: "
                         "gw_comm_options.shrinkable must be the same on every rank",
@@ -322,8 +323,8 @@ class TcpTransport final : public Transport {
     }
     if (rank() > 0) contacts.front() = with_address(contacts.front(), group_.store().peer_address());
     made->connect(contacts, deadline, [this](const std::string& line) { group_.store().note(line); });
-    for (int r = 0; reunion_ && r < world(); ++r) {
-      if (r != rank()) reunion_->reached_at(reunions_[static_cast<size_t>(r)], made->address_of(r));
+    for (int r = 0; quorum_ && r < world(); ++r) {
+      if (r != rank()) quorum_->reached_at(quorum_contacts_[static_cast<size_t>(r)], made->address_of(r));
     }
   }
 
@@ -345,7 +346,7 @@ class TcpTransport final : public Transport {
     const int waited_for = waiting_for_.load();
     {
       std::lock_guard lock(mutex_);
-      if (!last_words_.empty()) throw CommError(text + "the group has failed before: " + last_words_);
+      if (!final_error_.empty()) throw CommError(text + "the group has failed before: " + final_error_);
     }
     text += cause;
     std::optional<std::string> first = group_.store().report(text);
@@ -357,7 +358,7 @@ class TcpTransport final : public Transport {
       text += who_is_where(waited_for);
     }
     std::lock_guard lock(mutex_);
-    last_words_ = text;
+    final_error_ = text;
     throw CommError(text);
   }
 
@@ -539,14 +540,14 @@ class TcpTransport final : public Transport {
   }
 
   TcpOptions options_;
-  std::string address_;                // where this rank listens; empty: at all addresses of this host
-  std::shared_ptr<Reunion> reunion_;   // of a shrinkable group; passed on to the next group
-  std::vector<std::string> reunions_;  // contacts by rank, until the group has formed
-  bool entered_ = false;               // the reunion belongs to this group
+  std::string address_;                       // where this rank listens; empty: at all addresses of this host
+  std::shared_ptr<Quorum> quorum_;            // of a shrinkable group; passed on to the next group
+  std::vector<std::string> quorum_contacts_;  // contacts by rank, until the group has formed
+  bool entered_ = false;                      // the quorum belongs to this group
   int splits_ = 0, growths_ = 0;
   std::mutex mutex_;
-  std::string failure_;     // the first failure this rank received
-  std::string last_words_;  // thrown by give_up()
+  std::string failure_;      // the first failure this rank received
+  std::string final_error_;  // thrown by give_up()
   std::string where_ = "joining";
   std::atomic<int> waiting_for_{-1};
   Waits waits_;
@@ -567,29 +568,29 @@ std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options) {
   return std::make_unique<TcpTransport>(options);
 }
 
-std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& asked, const Doors& doors) {
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& asked, const JoinOptions& join) {
   TcpOptions joining = asked;
   read_listening(joining.group);
-  const Invitation invitation = knock({.doors = doors.read,
-                                       .secret = joining.group.secret,
-                                       .about = doors.about,
-                                       .interface = joining.group.interface,
-                                       .ports = joining.group.ports,
-                                       .patience = joining.group.join_timeout(),
-                                       .longest = doors.longest});
+  const Admitted admitted = request_admission({.invitation = join.invitation,
+                                               .secret = joining.group.secret,
+                                               .about = join.about,
+                                               .interface = joining.group.interface,
+                                               .ports = joining.group.ports,
+                                               .patience = joining.group.join_timeout(),
+                                               .longest = join.longest});
   TcpOptions options = joining;
   options.shrinkable = true;
   options.group.rendezvous = "a group that takes new ranks";
-  options.group.rank = invitation.rank;
-  options.group.world = invitation.world;
-  options.group.job = invitation.name;
-  options.group.board = Board{.address = invitation.reunion->address(),
-                              .publish = nullptr,
-                              .read = [&] { return invitation.meeting; },
-                              .invited = {},
-                              .given_up = [&] { return invitation.host.hung_up(); }};
-  auto joined = std::make_unique<TcpTransport>(options, invitation.reunion);
-  say_joined(invitation);
+  options.group.rank = admitted.rank;
+  options.group.world = admitted.world;
+  options.group.job = admitted.name;
+  options.group.callbacks = RendezvousCallbacks{.address = admitted.quorum->address(),
+                                                .publish = nullptr,
+                                                .read = [&] { return admitted.location; },
+                                                .invited = {},
+                                                .given_up = [&] { return admitted.host.hung_up(); }};
+  auto joined = std::make_unique<TcpTransport>(options, admitted.quorum);
+  say_joined(admitted);
   return joined;
 }
 

@@ -35,16 +35,16 @@ struct TcpOptions {
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
 // How to find a group that admits new ranks, and this process's request to it.
-struct Doors {
-  // Returns the newest Transport::doors() of any rank; "" while there is none.
-  std::function<std::string()> read;
-  std::string about = {};  // for Transport::open_door()'s judge
+struct JoinOptions {
+  // Returns the newest Transport::invitation() of any rank; "" while there is none.
+  std::function<std::string()> invitation;
+  std::string about = {};  // for the `validate` of Transport::open_admission()
   // How long to wait for admission; 0: no limit while the group keeps this process waiting.
   std::chrono::milliseconds longest{0};
 };
 // Joins a running group as its highest rank, when the group calls Transport::grow(). Ignores rank, world and
 // rendezvous in `options.group`. Throws BadInput, with the reason, if the group rejects the request. Throws
 // CommError if no rank answers within the join timeout, the group has ended, or the new group does not form.
-std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const Doors& doors);
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const JoinOptions& join);
 
 }  // namespace gradwire

@@ -13,7 +13,7 @@ namespace gradwire {
 std::string Growth::encode() const {
   std::string text = fmt::format("{}\n{}\n", name, joined.size());
   for (const std::string& contact : joined) text += contact + "\n";
-  return text + meeting;
+  return text + location;
 }
 
 Growth Growth::decode(const std::string& text) {
@@ -25,19 +25,19 @@ Growth Growth::decode(const std::string& text) {
   for (int left = parse_number<int>(line).value_or(0); left > 0 && std::getline(lines, line); --left) {
     growth.joined.push_back(line);
   }
-  growth.meeting.assign(std::istreambuf_iterator<char>(lines), {});
+  growth.location.assign(std::istreambuf_iterator<char>(lines), {});
   return growth;
 }
 
 // A joiner that does not receive its invitation is detected when the group forms.
-void send_invitations(const Growth& growth, const std::vector<Reunion::Newcomer>& newcomers, int world,
-                      int number) {
-  const int all = world + static_cast<int>(newcomers.size());
-  for (size_t i = 0; i < newcomers.size(); ++i) {
+void send_admissions(const Growth& growth, const std::vector<Quorum::Joiner>& joiners, int world,
+                     int number) {
+  const int all = world + static_cast<int>(joiners.size());
+  for (size_t i = 0; i < joiners.size(); ++i) {
     const std::string text =
-        invitation_text(world + static_cast<int>(i), all, number, growth.name, growth.meeting);
-    send_all(newcomers[i].socket, StoreMessage{StoreMessage::Op::ok, 0, Reunion::kJoin, text}.encode(),
-             SteadyClock::now() + Reunion::kPatience);
+        admission_text(world + static_cast<int>(i), all, number, growth.name, growth.location);
+    send_all(joiners[i].socket, StoreMessage{StoreMessage::Op::ok, 0, Quorum::kJoin, text}.encode(),
+             SteadyClock::now() + Quorum::kPatience);
   }
 }
 

@@ -62,9 +62,9 @@ std::string TcpLinks::contact() const {
 
 // Each rank connects to lower ranks and accepts connections from higher ranks.
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-                       const std::function<void(const std::string&)>& turned_away) {
+                       const std::function<void(const std::string&)>& rejected) {
   for (int r = 0; r < rank_; ++r) connect_to(r, contacts[static_cast<size_t>(r)], deadline);
-  accept_others(deadline, turned_away);
+  accept_others(deadline, rejected);
   listener_.close();
 }
 
@@ -95,7 +95,7 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
 }
 
 void TcpLinks::accept_others(SteadyClock::time_point deadline,
-                             const std::function<void(const std::string&)>& turned_away) {
+                             const std::function<void(const std::string&)>& rejected) {
   const Credentials credentials{key_, purpose(name_)};
   struct Caller {
     Socket socket;
@@ -105,10 +105,10 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
   };
   std::deque<Caller> callers;
   Acceptor acceptor(listener_);
-  TurnedAway strangers;
-  auto turn_away = [&](const Caller& c, const std::string& why) {
-    const std::string line = strangers.note(c.from, why);
-    if (!line.empty() && turned_away) turned_away(line);
+  RejectedConnections rejections;
+  auto reject = [&](const Caller& c, const std::string& why) {
+    const std::string line = rejections.note(c.from, why);
+    if (!line.empty() && rejected) rejected(line);
   };
   auto missing = [&] {
     std::string ranks;
@@ -121,7 +121,7 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     if (c.challenge) {
       const auto state = c.challenge->advance(c.socket);
       if (state == Challenge::State::refused) {
-        turn_away(c, c.challenge->why());
+        reject(c, c.challenge->why());
         c.socket.close();
       }
       if (state != Challenge::State::proved) return;
@@ -161,18 +161,18 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
     }
     for (Caller& c : callers) listen_to(c);
     std::erase_if(callers, [](const Caller& c) { return !c.socket; });
-    for (size_t i = 0; i < kMostStrangers; ++i) {
+    for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
       auto socket = acceptor.accept();
       if (!socket) break;
       const std::string from = socket->peer_address();
       callers.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials), ""});
     }
-    while (callers.size() > links_.size() + kMostStrangers) {
-      turn_away(callers.front(), kTooMany);
+    while (callers.size() > links_.size() + kMaxUnauthenticated) {
+      reject(callers.front(), kTooMany);
       callers.pop_front();
     }
   }
-  for (const Caller& c : callers) turn_away(c, kSaidNothing);  // all ranks are connected
+  for (const Caller& c : callers) reject(c, kSaidNothing);  // all ranks are connected
 }
 
 // Returns the length on the connection. For a message being received, valid once its frame has arrived.

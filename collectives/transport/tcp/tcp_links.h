@@ -64,10 +64,10 @@ class TcpLinks {
 
   // Returns the text of the Contact that other ranks need to connect.
   std::string contact() const;
-  // Connects to every rank; contacts[r] is rank r's. `turned_away` gets log lines about unauthenticated peers
-  // (TurnedAway). Throws CommError that names the rank it could not reach.
+  // Connects to every rank; contacts[r] is rank r's. `rejected` gets log lines about unauthenticated peers
+  // (RejectedConnections). Throws CommError that names the rank it could not reach.
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-               const std::function<void(const std::string& line)>& turned_away = nullptr);
+               const std::function<void(const std::string& line)>& rejected = nullptr);
   // Returns the address from which that rank is connected to this one.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
@@ -95,7 +95,7 @@ class TcpLinks {
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
   void accept_others(SteadyClock::time_point deadline,
-                     const std::function<void(const std::string& line)>& turned_away);
+                     const std::function<void(const std::string& line)>& rejected);
   bool has_work() const;
   static size_t length(const Message& message);
   void push(Link& link);

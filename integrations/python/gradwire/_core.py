@@ -184,7 +184,7 @@ class Communicator(Handle):
         """Accepts requests to join, up to a world of `most` ranks. Needs shrinkable=True.
 
             comm.admit(4)                        # on every rank, including admitted ranks
-            doors = comm.doors()                 # for the new process: Communicator.join(doors)
+            invitation = comm.invitation()   # for the new process: Communicator.join(invitation)
             ...
             if waiting:                          # comm.waiting on rank 0, broadcast to all ranks
                 grown = comm.grow()              # on every rank; then send the state to the new ranks
@@ -194,7 +194,7 @@ class Communicator(Handle):
         """
         _native.call("gw_comm_admit", self._handle, most)
 
-    def doors(self) -> str:
+    def invitation(self) -> str:
         """Returns the addresses for join(). Give them to trusted processes only: they can have a secret."""
         invitation = self._query().invitation
         if invitation is None:
@@ -225,11 +225,11 @@ class Communicator(Handle):
         return grown
 
     @classmethod
-    def join(cls, doors: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
+    def join(cls, invitation: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
         """Joins running ranks. Blocks until they call grow().
 
         Args:
-            doors: the result of doors() on any of the ranks.
+            invitation: the result of invitation() on any of the ranks.
             timeout_s, secret: see the constructor.
 
         Raises:
@@ -237,7 +237,7 @@ class Communicator(Handle):
             CommFailed: no rank answered, or no rank admitted this process.
         """
         joined = cls.__new__(cls)
-        joined._create(invitation=_native.path(doors, "the doors"), device=_native.HOST,
+        joined._create(invitation=_native.path(invitation, "the invitation"), device=_native.HOST,
                        timeout_ms=int(timeout_s * 1000), secret=_native.text(secret, "the secret") or None)
         return joined
 

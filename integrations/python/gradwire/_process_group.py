@@ -121,7 +121,7 @@ def _own_address() -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _meeting(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
+def _rendezvous(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
     """Returns the rendezvous address of this process, which is rank 0, and a secret.
 
     gw_comm_options.store is not used. It does not know the ranks' networks, so rank 0 would listen on all
@@ -157,14 +157,14 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     _refuse_inherited()
     networks: List[Any] = [None] * world
     dist.all_gather_object(networks, _network(), group=process_group)
-    meeting: List[Any] = [None, None]
+    rendezvous: List[Any] = [None, None]
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            meeting = list(_meeting(stack, networks))
-        dist.broadcast_object_list(meeting, src=global_rank(process_group, 0), group=process_group)
-        comm = Communicator(meeting[0], rank, world, device=device, timeout_s=timeout_s, secret=meeting[1],
-                            shrinkable=shrinkable)
-    comm._key = hashlib.sha256(meeting[1].encode()).hexdigest()[:16]
+            rendezvous = list(_rendezvous(stack, networks))
+        dist.broadcast_object_list(rendezvous, src=global_rank(process_group, 0), group=process_group)
+        comm = Communicator(rendezvous[0], rank, world, device=device, timeout_s=timeout_s,
+                            secret=rendezvous[1], shrinkable=shrinkable)
+    comm._key = hashlib.sha256(rendezvous[1].encode()).hexdigest()[:16]
     return comm
 
 
@@ -176,7 +176,7 @@ def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = 
     with contextlib.ExitStack() as stack:
         if rank == 0:
             networks = [store.get(f"{group}/network/{r}").decode() for r in range(world)]
-            store.set(f"{group}/meeting", " ".join(_meeting(stack, networks)))
-        address, secret = store.get(f"{group}/meeting").decode().split()
+            store.set(f"{group}/rendezvous", " ".join(_rendezvous(stack, networks)))
+        address, secret = store.get(f"{group}/rendezvous").decode().split()
         comm = Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)
     return comm

@@ -67,7 +67,7 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
     with contextlib.ExitStack() as stack:
         if rendezvous is None and jax.process_count() > 1:
             rank, world = jax.process_index(), jax.process_count()
-            rendezvous, secret = _meeting(rank, timeout_s, stack)
+            rendezvous, secret = _rendezvous(rank, timeout_s, stack)
         elif rendezvous is None and world == 1:
             rendezvous = f"local://gradwire.jax {secrets.token_hex(8)}"
         elif rendezvous is None:
@@ -394,7 +394,7 @@ def _split(part: _Part, result: Any, leaves: List[Any], into: List[Any]) -> None
 # ---- Joining -----------------------------------------------------------------------------------------------
 
 
-def _meeting(rank: int, timeout_s: float, stack: contextlib.ExitStack) -> Tuple[str, str]:
+def _rendezvous(rank: int, timeout_s: float, stack: contextlib.ExitStack) -> Tuple[str, str]:
     """Returns (rendezvous, secret). Process 0 chooses them and publishes them in jax.distributed's store.
 
     The port is reserved until the stack closes.
