@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
+#include "runtime/device/properties.h"
 #include "runtime/device/unwinding.h"
 #include "runtime/util/mix.h"
 

@@ -46,8 +46,9 @@ struct Device {
 bool built_with_cuda();
 // Returns the number of usable CUDA devices; 0 without a driver or without the CUDA side. Never throws.
 int cuda_device_count();
-// Returns whether kernels on `from` can read and write memory of `to`. Enables the access between two GPUs.
-bool can_access(Device from, Device to);
+// Lets kernels and copies on `from` access memory of `to` directly. Returns false where the hardware cannot;
+// copies then go through the host.
+bool enable_access(Device from, Device to);
 // Returns a short reason why cuda_device_count() is 0, for messages.
 std::string cuda_unavailable_reason();
 // Returns all devices that this process can compute on: the host first, then each CUDA device. Tests are
@@ -187,13 +188,6 @@ class Buffer {
   void* data_ = nullptr;
   std::shared_ptr<void> owner_;
 };
-
-// Enables direct reads between the memories of the CUDA devices where the hardware supports it. Other copies
-// go through the host. Does nothing for the host.
-void enable_peer_access(const std::vector<Device>& devices);
-// Returns whether a CUDA device reaches all visible peers whose memory it can access over NVLink, not PCIe.
-// False for the host.
-bool reaches_peers_over_nvlink(Device device);
 
 template <typename T>
 Buffer make_buffer(Device device, int64_t count) {

@@ -1,5 +1,6 @@
 // Streams, events and memory on CUDA.
 #include <cuda.h>
+#include <cuda_profiler_api.h>
 #include <fmt/core.h>
 
 #include <limits>
@@ -235,6 +236,11 @@ std::shared_ptr<void> allocate(int device_index, size_t bytes) {
   return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFree(p)); });
 }
 
+void switch_profiler(int device_index, bool on) {
+  set_device(device_index);
+  GW_CUDA_CHECK(on ? cudaProfilerStart() : cudaProfilerStop());
+}
+
 bool is_device_memory(const void* address) {
   cudaPointerAttributes attributes{};
   GW_CUDA_CHECK(cudaPointerGetAttributes(&attributes, address));
@@ -343,8 +349,7 @@ bool is_captured(int device_index, CudaStream stream) {
   set_device(device_index);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t result = cudaStreamIsCapturing(stream, &status);
-  if (result ==
-      cudaErrorStreamCaptureImplicit) {  // the legacy default stream, while another stream is captured
+  if (result == cudaErrorStreamCaptureImplicit) {  // the legacy default stream during another's capture
     cudaGetLastError();
     return true;
   }

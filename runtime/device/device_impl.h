@@ -1,5 +1,5 @@
-// The interface of a device to Stream, Event and Buffer. Implemented in device.cpp (host) and
-// device_cuda.cpp.
+// The interface of a device to Stream, Event and Buffer. Implemented in host_stream.cpp and device_cuda.cpp;
+// in builds without CUDA the functions of namespace cuda are those of cuda_absent.cpp, which throw.
 #pragma once
 
 #include <memory>
@@ -38,7 +38,14 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
   uint64_t capture = 0;  // the last graph capture that recorded it; 0: recorded outside, or never
 };
 
-#ifdef GRADWIRE_HAS_CUDA
+namespace host {
+std::shared_ptr<Stream::Impl> make_stream(std::string name, Stream::Priority priority);
+std::shared_ptr<Stream::Impl> make_immediate_stream();
+std::shared_ptr<Event::Impl> make_event(bool timer);
+// Releases `memory` once every host stream has passed this point. Does not wait.
+void release_in_order(std::shared_ptr<void> memory) noexcept;
+}  // namespace host
+
 namespace cuda {
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority);
 std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
@@ -52,7 +59,7 @@ void launch_graph(int device_index, void* executable, CudaStream origin);
 std::shared_ptr<void> allocate(int device_index, size_t bytes);
 std::shared_ptr<void> allocate_pinned(size_t bytes);
 std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& stream, size_t bytes);
-// Whether the device can access the peer's memory.
+// Returns whether the device can access the peer's memory, and enables the access.
 bool enable_peer_access(int device_index, int peer_index);
 void copy(CudaStream stream, void* dst, const void* src, size_t bytes);
 void fill_zero(CudaStream stream, void* dst, size_t bytes);
@@ -67,9 +74,9 @@ int multiprocessors();  // of the current device
 bool loads_kernels_lazily();
 int device_count();
 bool reaches_peers_over_nvlink(int device_index);
+void switch_profiler(int device_index, bool on);
 bool is_device_memory(const void* address);
 std::string unavailable_reason();
 }  // namespace cuda
-#endif
 
 }  // namespace gradwire

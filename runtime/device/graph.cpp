@@ -41,8 +41,8 @@ Capture::Clock& Capture::joined(Stream::Impl& stream, const char* what) {
   auto found = streams_.find(&stream);
   if (found != streams_.end()) return found->second;
   throw DeviceError(
-      fmt::format("{} on stream '{}', which has not joined the graph that is captured on stream '{}': it "
-                  "waits for no event of it yet",
+      fmt::format("{} on stream '{}', which has not joined the graph captured on stream '{}': first let it "
+                  "wait for an event of that stream",
                   what, stream.name, origin_.name));
 }
 
@@ -86,10 +86,10 @@ void Capture::wait(Stream::Impl& stream, const std::shared_ptr<Event::Impl>& eve
 void Capture::finish() const {
   const Clock& seen = streams_.at(&origin_);
   for (const auto& [stream, clock] : streams_) {
-    auto own = clock.find(stream);
+    auto work = clock.find(stream);
     auto known = seen.find(stream);
-    if (own == clock.end() || own->second == 0) continue;  // joined, without work
-    if (known == seen.end() || known->second < own->second) {
+    if (work == clock.end() || work->second == 0) continue;  // joined, without work
+    if (known == seen.end() || known->second < work->second) {
       throw DeviceError(fmt::format(
           "the graph captured on stream '{}' ends before the work of stream '{}', for which it never waits",
           origin_.name, stream->name));
@@ -128,7 +128,6 @@ Graph Graph::capture(const Stream& origin, const std::function<void()>& enqueue)
     graph.impl_->operations = std::move(capture.operations);
     return graph;
   }
-#ifdef GRADWIRE_HAS_CUDA
   const int device = origin.device().index;
   const CudaStream native = origin.impl_->native();
   cuda::begin_capture(device, native);
@@ -140,18 +139,14 @@ Graph Graph::capture(const Stream& origin, const std::function<void()>& enqueue)
     throw;
   }
   graph.impl_->executable = cuda::end_capture(device, native);
-#endif
   return graph;
 }
 
 void Graph::launch() const {
   const Impl& impl = *impl_;
   Capture::forbid("Graph::launch", "", "graphs do not nest");
-#ifdef GRADWIRE_HAS_CUDA
-  if (impl.executable) {
+  if (impl.executable)
     return cuda::launch_graph(impl.origin->device.index, impl.executable.get(), impl.origin->native());
-  }
-#endif
   for (const Capture::Operation& operation : impl.operations) {
     switch (operation.kind) {
       case Capture::Operation::Kind::task:

@@ -5,9 +5,8 @@
 
 namespace gradwire {
 
-// For the whole process. Work in flight may or may not be recorded, so synchronize first. CUDA devices only;
-// throws DeviceError.
-void profiler_start(Device device);
-void profiler_stop(Device device);
+// Starts or stops the recording of the whole process. Work in flight may or may not be recorded, so
+// synchronize first. Throws DeviceError if `device` is the host.
+void switch_profiler(Device device, bool on);
 
 }  // namespace gradwire

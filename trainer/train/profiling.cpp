@@ -28,7 +28,7 @@ void profile(const TrainConfig& config, Communicator& comm, const Stream& stream
   if (steps.empty() || (step != steps.begin && step != steps.end)) return;
   if (comm.rank() != 0 && !config.processes) return;
   stream.synchronize();
-  step == steps.begin ? profiler_start(comm.device()) : profiler_stop(comm.device());
+  switch_profiler(comm.device(), step == steps.begin);
 }
 
 RankTrace::RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file,

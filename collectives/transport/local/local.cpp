@@ -12,7 +12,7 @@
 #include <optional>
 
 #include "runtime/device/capture.h"
-#include "runtime/device/multiprocessors.h"
+#include "runtime/device/properties.h"
 #include "runtime/threads/running_clock.h"
 #include "runtime/util/error.h"
 
@@ -245,7 +245,7 @@ class LocalTransport final : public Transport {
     for (int a = 0; a < hub_->world; ++a) {
       for (int b = a / ranks * ranks; b < std::min(hub_->world, a / ranks * ranks + ranks); ++b) {
         const Device from = hub_->devices[static_cast<size_t>(a)], to = hub_->devices[static_cast<size_t>(b)];
-        if (!can_access(from, to))
+        if (!enable_access(from, to))
           return fmt::format("{} cannot access memory of {}", from.name(), to.name());
       }
     }
@@ -541,7 +541,9 @@ std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<
     if (d.kind != devices[0].kind)
       throw BadInput("ranks of one process must all be on the host or all on CUDA devices");
   }
-  enable_peer_access(devices);  // each rank copies from its peers' memory
+  for (Device from : devices) {
+    for (Device to : devices) enable_access(from, to);  // each rank copies from its peers' memory
+  }
   auto hub = std::make_shared<Hub>(devices, timeout);
   std::vector<std::unique_ptr<Transport>> transports;
   for (size_t r = 0; r < devices.size(); ++r) {

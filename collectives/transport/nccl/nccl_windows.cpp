@@ -9,8 +9,7 @@
 
 #include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/run_with_deadline.h"
-#include "runtime/device/device_memory.h"
-#include "runtime/device/multiprocessors.h"
+#include "runtime/device/properties.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 
