@@ -1,12 +1,15 @@
 // Comparisons shared by the op tests.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>
+
+#include "runtime/threads/thread_pool.h"
 
 namespace gradwire::testing {
 
@@ -51,6 +54,22 @@ inline std::vector<int> thread_counts() {
 #else
   return {1, 2, 5};
 #endif
+}
+
+using Arrays = std::vector<std::vector<float>>;
+
+// Expects `run`, which returns arrays, to return the same bits on every call, with any number of threads.
+template <typename Run>
+void expect_same_bits_with_any_threads(const Run& run) {
+  const int before = host_threads();
+  const Arrays first = run();
+  for (int threads : thread_counts()) {
+    set_host_threads(threads);
+    const Arrays again = run();
+    for (size_t i = 0; i < first.size(); ++i)
+      expect_same_bits(again.at(i), first[i], fmt::format("array {} with {} threads", i, threads));
+  }
+  set_host_threads(before);
 }
 
 inline double dot(const std::vector<float>& a, const std::vector<float>& b) {

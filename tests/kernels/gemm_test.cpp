@@ -7,9 +7,7 @@
 #include "kernels/gemm/bf16_gemm.h"
 #include "kernels/gemm/bf16_pack.h"
 #include "kernels/gemm/column_major_gemm.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 #include "tests/support/expect.h"
 #include "tests/support/thinned.h"
 #ifdef GRADWIRE_SIMT_TESTS
@@ -143,16 +141,11 @@ TEST_P(GemmOp, Tf32StaysWithinItsRounding) {
 }
 
 TEST_P(GemmOp, AnyNumberOfThreadsGivesTheSameBits) {
-  const int before = host_threads();
   for (const Operands& o : {Operands(1088, 192, 64, false, true), Operands(64, 192, 1088, true, false),
                             Operands(300, 1100, 20, false, true), Operands(260, 1030, 20, true, false, 1, 3),
                             Operands(17, 17, 16, false, true, 256)}) {
-    auto first = run(o);
-    for (int threads : thread_counts()) {
-      set_host_threads(threads);
-      expect_same_bits(run(o), first, o.name());
-    }
-    set_host_threads(before);
+    SCOPED_TRACE(o.name());
+    expect_same_bits_with_any_threads([&] { return Arrays{run(o)}; });
   }
 }
 
@@ -184,18 +177,9 @@ class Bf16Gemm : public OpTest {
   template <typename Out>
   void check_as_set(Operands o, bool with_bias, int64_t misalign) {
     SCOPED_TRACE(o.name() + (std::is_same_v<Out, float> ? " to fp32" : " to bf16"));
-    auto rounded = [](const std::vector<float>& values) {
-      std::vector<Bf16> out;
-      for (float v : values) out.push_back(narrow<Bf16>(v));
-      return out;
-    };
-    auto a = rounded(o.a), b = rounded(o.b);
-    std::vector<Out> c, bias;
-    for (float v : o.c) c.push_back(narrow<Out>(v));
-    for (float v : normal(o.args.n, 4)) bias.push_back(narrow<Out>(v));
-    for (size_t i = 0; i < a.size(); ++i) o.a[i] = widen(a[i]);
-    for (size_t i = 0; i < b.size(); ++i) o.b[i] = widen(b[i]);
-    for (size_t i = 0; i < c.size(); ++i) o.c[i] = widen(c[i]);
+    const auto a = narrowed<Bf16>(o.a), b = narrowed<Bf16>(o.b);
+    const auto c = narrowed<Out>(o.c), bias = narrowed<Out>(normal(o.args.n, 4));
+    o.a = widened(a), o.b = widened(b), o.c = widened(c);
     auto want = o.reference();
     for (int64_t row = 0; with_bias && row < o.args.m; ++row) {
       for (int64_t col = 0; col < o.args.n; ++col)
@@ -208,8 +192,7 @@ class Bf16Gemm : public OpTest {
     if (with_bias) g.bias = d_bias.data();
     GW_RUN(gemm, g);
     d_c.expect_guards_intact("c");
-    std::vector<float> got;
-    for (Out v : d_c.host()) got.push_back(widen(v));
+    const std::vector<float> got = widened(d_c.host());
     const double size = 4.0 + std::sqrt(static_cast<double>(o.args.k));
     // 2^-8 of the value for rounding, plus the error of the FP32 sum. When cuBLASLt splits k, it rounds the
     // sum of the parts before adding the bias (cuBLAS 13.1 on an H100: 65x33x40 in 16 parts).
@@ -274,9 +257,7 @@ std::vector<Bf16> any_bf16(size_t count, uint32_t seed) {
   return out;
 }
 std::vector<Bf16> moderate_bf16(size_t count, uint32_t seed) {
-  std::vector<Bf16> out;
-  for (float x : OpTest::normal(static_cast<int64_t>(count), seed)) out.push_back(narrow<Bf16>(x));
-  return out;
+  return narrowed<Bf16>(testing::normal(static_cast<int64_t>(count), seed));
 }
 
 // An implementation, and one that has the same bits on any processor.
@@ -433,11 +414,7 @@ class GemmEpilogue : public OpTest {
   template <typename T>
   Result run(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign,
              bool by_reference, bool keeps_aux = true) {
-    auto values = [&](int64_t count, uint32_t seed) {
-      std::vector<T> out;
-      for (float v : normal(count, seed)) out.push_back(narrow<T>(v));
-      return out;
-    };
+    auto values = [](int64_t count, uint32_t seed) { return narrowed<T>(normal(count, seed)); };
     const bool forward = epilogue == Epilogue::gelu_tanh;
     auto a = array(values(m * k, 1), misalign), b = array(values(n * k, 2), misalign);
     auto bias = array(values(n, 3), misalign), c = array<T>(m * n, misalign);
@@ -461,12 +438,6 @@ class GemmEpilogue : public OpTest {
     c.expect_guards_intact("c");
     aux.expect_guards_intact("aux");
     return {widened(c.host()), widened(aux.host())};
-  }
-  template <typename T>
-  static std::vector<float> widened(const std::vector<T>& values) {
-    std::vector<float> out;
-    for (T v : values) out.push_back(widen(v));
-    return out;
   }
   template <typename T>
   void check(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign) {
@@ -535,18 +506,26 @@ TEST_P(GemmEpilogue, IsOneLaunchIfTheLibrarySupportsItElseTwo) {
 }
 #endif
 
+// Returns the error of a small product after `change`.
+template <typename Change>
+std::string check_message(const Change& change) {
+  Gemm g = Operands(4, 5, 6, false, false).args;
+  change(g);
+  try {
+    detail::check(g);
+  } catch (const BadInput& e) {
+    return e.what();
+  }
+  return "accepted";
+}
+
 TEST(Gemm, RejectsUnsupportedEpilogues) {
   std::vector<float> c(30), aux(30);
   auto message = [&](const auto& change) {
-    Gemm g = Operands(4, 5, 6, false, false).args;
-    g.c = c.data(), g.epilogue = Epilogue::d_gelu_tanh, g.aux = aux.data();
-    change(g);
-    try {
-      detail::check(g);
-    } catch (const BadInput& e) {
-      return std::string(e.what());
-    }
-    return std::string("accepted");
+    return check_message([&](Gemm& g) {
+      g.c = c.data(), g.epilogue = Epilogue::d_gelu_tanh, g.aux = aux.data();
+      change(g);
+    });
   };
   Bf16 operand;
   const std::string single = "gemm: an epilogue goes with a single product, beta 0 and dense rows of c";
@@ -563,16 +542,7 @@ TEST(Gemm, RejectsUnsupportedEpilogues) {
 }
 
 TEST(Gemm, RejectsIncompatibleTypes) {
-  auto message = [](const auto& change) {
-    Gemm g = Operands(4, 5, 6, false, false).args;
-    change(g);
-    try {
-      detail::check(g);
-    } catch (const BadInput& e) {
-      return std::string(e.what());
-    }
-    return std::string("accepted");
-  };
+  auto message = [](const auto& change) { return check_message(change); };
   Bf16 operand;
   float number;
   EXPECT_EQ(message([&](Gemm&) {}), "accepted");

@@ -75,21 +75,38 @@ class PowerSgdFixture : public OpTest {
     return b;
   }
 
+  // Returns the projection onto Q, which is P. Adds the gradient and the pending factors to the residual.
   std::vector<float> project(const MatrixBucket& b, const std::vector<float>& grad,
                              std::vector<float>* residual, const std::vector<float>& q,
                              const Pending& pending = {}) {
-    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), p = array<float>(b.p_elements);
-    auto q_array = array(q);
-    OnDevice there(*this, pending);
-    PowerSgdProject args{.table = &b.table, .grad = g.data(), .q = q_array.data(), .p = p.data()};
-    if (residual != nullptr) args.residual = e.data(), args.pending = there.args();
-    GW_RUN(powersgd_project, args);
-    for (auto* a : {&g, &e, &p}) a->expect_guards_intact("project");
-    expect_same_bits(g.host(), grad, "grad is read only");
-    if (residual != nullptr) *residual = e.host();
-    expect_gaps_untouched(b, p.host(), &MatrixDescriptor::p_offset,
-                          [](const auto& d) { return d.rows * d.rank; });
-    return p.host();
+    return pass(
+        b, grad, residual, q, pending, b.p_elements,
+        [&](float* g, float* e, const float* factor, float* p, const PendingFactors& held) {
+          GW_RUN(powersgd_project,
+                 (PowerSgdProject{
+                     .table = &b.table, .grad = g, .residual = e, .pending = held, .q = factor, .p = p}));
+        },
+        &MatrixDescriptor::p_offset, [](const auto& d) { return d.rows * d.rank; });
+  }
+  // Returns the projection onto P, which is Q.
+  std::vector<float> project_onto(const MatrixBucket& b, const std::vector<float>& grad,
+                                  std::vector<float>* residual, const std::vector<float>& p,
+                                  const Pending& pending = {}) {
+    return pass(
+        b, grad, residual, p, pending, b.q_elements,
+        [&](float* g, float* e, const float* factor, float* q, const PendingFactors& held) {
+          GW_RUN(powersgd_project_onto,
+                 (PowerSgdProjectOnto{
+                     .table = &b.table, .grad = g, .residual = e, .pending = held, .p = factor, .q = q}));
+        },
+        &MatrixDescriptor::q_offset, [](const auto& d) { return d.cols * d.rank; });
+  }
+  // Either of them.
+  std::vector<float> project(bool onto_p, const MatrixBucket& b, const std::vector<float>& grad,
+                             std::vector<float>* residual, const std::vector<float>& factor,
+                             const Pending& pending = {}) {
+    return onto_p ? project_onto(b, grad, residual, factor, pending)
+                  : project(b, grad, residual, factor, pending);
   }
 
   std::vector<float> back_project(const MatrixBucket& b, const std::vector<float>& m,
@@ -101,23 +118,6 @@ class PowerSgdFixture : public OpTest {
     GW_RUN(powersgd_back_project, args);
     for (auto* a : {&m_array, &q}) a->expect_guards_intact("back_project");
     expect_same_bits(m_array.host(), m, "M is read only");
-    expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
-                          [](const auto& d) { return d.cols * d.rank; });
-    return q.host();
-  }
-
-  std::vector<float> project_onto(const MatrixBucket& b, const std::vector<float>& grad,
-                                  std::vector<float>* residual, const std::vector<float>& p,
-                                  const Pending& pending = {}) {
-    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), q = array<float>(b.q_elements);
-    auto p_array = array(p);
-    OnDevice there(*this, pending);
-    PowerSgdProjectOnto args{.table = &b.table, .grad = g.data(), .p = p_array.data(), .q = q.data()};
-    if (residual != nullptr) args.residual = e.data(), args.pending = there.args();
-    GW_RUN(powersgd_project_onto, args);
-    for (auto* a : {&g, &e, &q}) a->expect_guards_intact("project_onto");
-    expect_same_bits(g.host(), grad, "grad is read only");
-    if (residual != nullptr) *residual = e.host();
     expect_gaps_untouched(b, q.host(), &MatrixDescriptor::q_offset,
                           [](const auto& d) { return d.cols * d.rank; });
     return q.host();
@@ -172,6 +172,23 @@ class PowerSgdFixture : public OpTest {
     Array<int32_t> flags;
   };
 
+  template <typename Run, typename Size>
+  std::vector<float> pass(const MatrixBucket& b, const std::vector<float>& grad, std::vector<float>* residual,
+                          const std::vector<float>& factor, const Pending& pending, int64_t count,
+                          const Run& run, int64_t MatrixDescriptor::*offset, Size size) {
+    auto g = array(grad), e = array(residual != nullptr ? *residual : grad), out = array<float>(count);
+    auto in = array(factor);
+    OnDevice there(*this, pending);
+    const bool with_residual = residual != nullptr;
+    run(g.data(), with_residual ? e.data() : nullptr, in.data(), out.data(),
+        with_residual ? there.args() : PendingFactors{});
+    for (auto* a : {&g, &e, &out}) a->expect_guards_intact("projection");
+    expect_same_bits(g.host(), grad, "grad is read only");
+    if (with_residual) *residual = e.host();
+    expect_gaps_untouched(b, out.host(), offset, size);
+    return out.host();
+  }
+
   // Expects the poison between the matrices to be unchanged.
   template <typename Size>
   void expect_gaps_untouched(const MatrixBucket& b, std::vector<float> all, int64_t MatrixDescriptor::*offset,
@@ -212,6 +229,21 @@ inline std::vector<PowerSgdCase> powersgd_cases() {
   };
 }
 
+// Returns |grad + old - (applied + residual)| relative to |grad + old|: 0 if nothing is lost.
+inline double loss_of(const MatrixBucket& b, const std::vector<float>& grad, const std::vector<float>& old,
+                      const std::vector<float>& applied, const std::vector<float>& residual) {
+  double in = 0.0, lost = 0.0;
+  for (const auto& d : b.table.host()) {
+    for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
+      const double m = static_cast<double>(grad[at]) + old[at],
+                   out = static_cast<double>(applied[at]) + residual[at];
+      in += m * m;
+      lost += (m - out) * (m - out);
+    }
+  }
+  return std::sqrt(lost / in);
+}
+
 // Sizes of real layers, for devices that are fast enough.
 inline std::vector<PowerSgdCase> larger_powersgd_cases() {
   return {
@@ -220,6 +252,15 @@ inline std::vector<PowerSgdCase> larger_powersgd_cases() {
       {"large, rank 64", {{100, 260, 64}, {67, 1033, 64}, {300, 2100, 33}}, 0},
 #endif
   };
+}
+
+// Returns all cases of a backend.
+inline std::vector<PowerSgdCase> all_powersgd_cases(const Backend& backend) {
+  auto all = powersgd_cases();
+  if (!backend.simt) {
+    for (auto& c : larger_powersgd_cases()) all.push_back(c);
+  }
+  return all;
 }
 
 }  // namespace gradwire::testing

@@ -112,8 +112,7 @@ TEST_P(PowerSgdByLibrary, ResidualMatchesTheFusedPassBitForBitAndFactorsAgree) {
         }
         auto fused = before, formed = before;
         auto* fused_residual = held > 0 ? &fused : nullptr;
-        const auto want = onto_p ? project_onto(b, grad, fused_residual, factors, pending)
-                                 : project(b, grad, fused_residual, factors, pending);
+        const auto want = project(onto_p, b, grad, fused_residual, factors, pending);
         const auto got = by_library(b, grad, held > 0 ? &formed : nullptr, factors, onto_p, pending);
         expect_same_bits(formed, fused, "residual");
         for (const auto& d : b.table.host()) {
@@ -145,7 +144,7 @@ TEST_P(PowerSgdByLibrary, NonFiniteValuesReachTheFactorButNotTheResidual) {
     before[at(2, 5 * 1030 + 3)] = 3e38f;
     auto fused = before, formed = before;
     const auto factors = normal(onto_p ? b.p_elements : b.q_elements, 3, 1e-3f);
-    onto_p ? project_onto(b, grad, &fused, factors) : project(b, grad, &fused, factors);
+    project(onto_p, b, grad, &fused, factors);
     const auto got = by_library(b, grad, &formed, factors, onto_p);
     expect_same_bits(formed, fused, "residual");
     for (size_t matrix = 0; matrix < shapes.size(); ++matrix) {

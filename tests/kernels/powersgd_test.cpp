@@ -6,15 +6,15 @@
 #include <cstring>
 #include <limits>
 
-#include "runtime/threads/thread_pool.h"
 #include "tests/kernels/powersgd_fixture.h"
 #include "tests/support/thinned.h"
 
 namespace gradwire {
 namespace {
 
+using testing::all_powersgd_cases;
 using testing::gather;
-using testing::larger_powersgd_cases;
+using testing::loss_of;
 using testing::MatrixBucket;
 using testing::MatrixShape;
 using testing::negated;
@@ -31,11 +31,7 @@ class PowerSgd : public testing::PowerSgdFixture {};
 // Random gradient, residual and Q; the gaps hold poison.
 TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
   uint32_t seed = 0;
-  auto all = powersgd_cases();
-  if (!GetParam().simt) {
-    for (auto& c : larger_powersgd_cases()) all.push_back(c);
-  }
-  for (const auto& c : all) {
+  for (const auto& c : all_powersgd_cases(GetParam())) {
     for (bool with_residual : {true, false}) {
       SCOPED_TRACE(std::string(c.name) + (with_residual ? ", error feedback" : ""));
       MatrixBucket b = bucket(c.shapes, c.gap);
@@ -99,11 +95,7 @@ TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
 // The pending part of the residual can be added at any time before the next step without changing that step.
 TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
   uint32_t seed = 300;
-  auto all = powersgd_cases();
-  if (!GetParam().simt) {
-    for (auto& c : larger_powersgd_cases()) all.push_back(c);
-  }
-  for (const auto& c : all) {
+  for (const auto& c : all_powersgd_cases(GetParam())) {
     MatrixBucket b = bucket(c.shapes, c.gap);
     const auto grad = normal(b.elements, ++seed), held = normal(b.elements, ++seed);
     Pending pending{normal(b.p_elements, ++seed, 0.1f), normal(b.q_elements, ++seed), {}};
@@ -125,9 +117,8 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
       SCOPED_TRACE(std::string(c.name) + (onto ? ", onto P" : ""));
       const auto basis = normal(onto ? b.p_elements : b.q_elements, ++seed);
       auto lazy = held, eager = settled;
-      const auto lazy_factor =
-          onto ? project_onto(b, grad, &lazy, basis, pending) : project(b, grad, &lazy, basis, pending);
-      const auto eager_factor = onto ? project_onto(b, grad, &eager, basis) : project(b, grad, &eager, basis);
+      const auto lazy_factor = project(onto, b, grad, &lazy, basis, pending);
+      const auto eager_factor = project(onto, b, grad, &eager, basis);
       ASSERT_EQ(lazy, eager);
       for (const auto& d : b.table.host()) {
         const int64_t offset = onto ? d.q_offset : d.p_offset, size = (onto ? d.cols : d.rows) * d.rank;
@@ -142,11 +133,7 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
 
 TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
   uint32_t seed = 500;
-  auto all = powersgd_cases();
-  if (!GetParam().simt) {
-    for (auto& c : larger_powersgd_cases()) all.push_back(c);
-  }
-  for (const auto& c : all) {
+  for (const auto& c : all_powersgd_cases(GetParam())) {
     for (bool with_residual : {true, false}) {
       SCOPED_TRACE(std::string(c.name) + (with_residual ? ", error feedback" : ""));
       MatrixBucket b = bucket(c.shapes, c.gap);
@@ -182,16 +169,7 @@ TEST_P(PowerSgd, ResidualPlusReconstructionIsTheInput) {
     auto own_q = back_project(b, residual, basis, std::vector<int32_t>(c.shapes.size(), 0));
     auto applied = reconstruct(b, basis, own_q, 1.0f, {});
     settle(b, residual, {basis, negated(own_q), {}});
-    double in = 0.0, violated = 0.0;
-    for (const auto& d : b.table.host()) {
-      for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
-        double m = static_cast<double>(grad[at]) + old[at],
-               out = static_cast<double>(applied[at]) + residual[at];
-        in += m * m;
-        violated += (m - out) * (m - out);
-      }
-    }
-    EXPECT_LT(std::sqrt(violated / in), 1e-6);
+    EXPECT_LT(loss_of(b, grad, old, applied, residual), 1e-6);
   }
 }
 
@@ -275,27 +253,14 @@ TEST_P(PowerSgd, RunsGiveTheSameBitsForAnyNumberOfThreads) {
   auto grad = normal(b.elements, 1), old = normal(b.elements, 2), q = normal(b.q_elements, 3);
   auto basis = normal(b.p_elements, 4, 0.05f);
   const Pending pending{basis, normal(b.q_elements, 5, 0.05f), {}};
-  struct Result {
-    std::vector<float> p, q, onto, residual, grad;
-    bool operator==(const Result&) const = default;
-  };
-  auto run = [&] {
-    Result r;
-    r.residual = old;
-    r.p = project(b, grad, &r.residual, q, pending);
-    r.q = back_project(b, r.residual, basis, {});
-    r.onto = project_onto(b, grad, &r.residual, basis, pending);
-    settle(b, r.residual, pending);
-    r.grad = reconstruct(b, basis, r.q, 0.3f, {});
-    return r;
-  };
-  int threads = host_threads();
-  Result first = run();
-  for (int n : GetParam().simt ? std::vector<int>{1} : std::vector<int>{1, 2, 3, 8}) {
-    set_host_threads(n);
-    EXPECT_TRUE(run() == first) << n << " threads";
-  }
-  set_host_threads(threads);
+  testing::expect_same_bits_with_any_threads([&] {
+    auto residual = old;
+    const auto p = project(b, grad, &residual, q, pending);
+    const auto own_q = back_project(b, residual, basis, {});
+    const auto onto = project_onto(b, grad, &residual, basis, pending);
+    settle(b, residual, pending);
+    return testing::Arrays{p, own_q, onto, residual, reconstruct(b, basis, own_q, 0.3f, {})};
+  });
 }
 
 TEST_P(PowerSgd, EmptyTableDoesNothing) {

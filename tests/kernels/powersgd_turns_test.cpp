@@ -27,21 +27,12 @@ TEST_P(PowerSgdTurns, ResidualPlusReconstructionIsTheInputInEitherTurn) {
       MatrixBucket b = bucket(c.shapes, c.gap);
       auto grad = normal(b.elements, ++seed), old = normal(b.elements, ++seed, 0.1f), residual = old;
       const auto basis = normal(turn_p ? b.q_elements : b.p_elements, ++seed, 0.1f);
-      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      const auto own = project(!turn_p, b, grad, &residual, basis);
       const std::vector<int32_t> flags(c.shapes.size(), 0);
       auto applied =
           reconstruct(b, turn_p ? own : basis, turn_p ? basis : own, 1.0f, flags, &grad, &residual);
       settle(b, residual, {turn_p ? negated(own) : basis, turn_p ? basis : negated(own), flags});
-      double in = 0.0, violated = 0.0;
-      for (const auto& d : b.table.host()) {
-        for (int64_t at = d.offset; at < d.offset + int64_t{d.rows} * d.cols; ++at) {
-          const double m = static_cast<double>(grad[at]) + old[at],
-                       out = static_cast<double>(applied[at]) + residual[at];
-          in += m * m;
-          violated += (m - out) * (m - out);
-        }
-      }
-      EXPECT_LT(std::sqrt(violated / in), 1e-6);
+      EXPECT_LT(testing::loss_of(b, grad, old, applied, residual), 1e-6);
     }
   }
 }
@@ -55,7 +46,7 @@ TEST_P(PowerSgdTurns, FlaggedMatricesKeepTheirOldResidualInEitherTurn) {
       const int64_t at = hit.offset + 7 * hit.cols + 11;
       grad[at] = bad;
       const auto basis = normal(turn_p ? b.q_elements : b.p_elements, 3);
-      const auto own = turn_p ? project(b, grad, &residual, basis) : project_onto(b, grad, &residual, basis);
+      const auto own = project(!turn_p, b, grad, &residual, basis);
       EXPECT_EQ(residual[at], old[at]) << "the old residual is kept where the gradient is not finite";
       const int64_t seen = turn_p ? hit.p_offset + 7 * hit.rank : hit.q_offset + 11 * hit.rank;
       for (int k = 0; k < hit.rank; ++k) EXPECT_FALSE(is_finite(own[seen + k]));

@@ -4,9 +4,7 @@
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/vit/vit.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 #include "tests/support/thinned.h"
 
 namespace gradwire::testing {
@@ -24,19 +22,6 @@ const std::vector<Shape> kShapes = {{0, 17, 2, 64}, {2, 1, 2, 64},  {2, 2, 1, 64
                                     {2, 50, 2, 64}, {1, 16, 2, 32}, {3, 17, 2, 8},  {2, 10, 3, 8},
                                     {1, 33, 2, 24}, {2, 10, 2, 7},  {1, 19, 1, 37}, {1, 197, 1, 64}};
 
-template <typename S>
-std::vector<S> stored(const std::vector<float>& values) {
-  std::vector<S> out;
-  for (float x : values) out.push_back(narrow<S>(x));
-  return out;
-}
-template <typename S>
-std::vector<float> widened(const std::vector<S>& values) {
-  std::vector<float> out;
-  for (S x : values) out.push_back(widen(x));
-  return out;
-}
-
 // The inputs and outputs of one run.
 template <typename S>
 struct Problem {
@@ -44,8 +29,8 @@ struct Problem {
   std::vector<float> statistics, d_bias;
 
   Problem(const Shape& s, uint32_t seed, float scale)
-      : qkv(stored<S>(normal(s.rows() * 3 * s.width(), seed, scale))),
-        d_merged(stored<S>(normal(s.rows() * s.width(), seed + 1))),
+      : qkv(narrowed<S>(normal(s.rows() * 3 * s.width(), seed, scale))),
+        d_merged(narrowed<S>(normal(s.rows() * s.width(), seed + 1))),
         merged(d_merged.size()),
         d_qkv(qkv.size()),
         statistics(static_cast<size_t>(2 * s.rows() * s.heads)),
@@ -164,15 +149,9 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
   std::vector<S> q(in.merged.size()), k(q), v(q), heads(q), dq(q), dk(q), dv(q);
   std::vector<S> weights(static_cast<size_t>(matrices * s.tokens * padded)), d_weights(weights);
   std::vector<float> scores(weights.size());
-  const SplitHeads<S> split{.qkv = in.qkv.data(),
-                            .q = q.data(),
-                            .k = k.data(),
-                            .v = v.data(),
-                            .batch = s.batch,
-                            .tokens = s.tokens,
-                            .heads = s.heads,
-                            .head_dim = s.dim};
-  reference::split_heads(split);
+  auto sized = [&](auto args) { return Problem<S>::sized(args, s); };
+  reference::split_heads(
+      sized(SplitHeads<S>{.qkv = in.qkv.data(), .q = q.data(), .k = k.data(), .v = v.data()}));
   auto product = [&](bool transpose_a, bool transpose_b, int64_t n, int64_t inner, const S* a, int64_t lda,
                      const S* b, int64_t ldb, MatrixPointer<void> c, int64_t ldc) {
     Gemm g;
@@ -193,12 +172,7 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
                                 .ld = padded,
                                 .scale = scale});
   product(false, false, s.dim, s.tokens, weights.data(), padded, v.data(), s.dim, heads.data(), s.dim);
-  MergeHeads<S> merge{.in = heads.data(),
-                      .out = in.merged.data(),
-                      .batch = s.batch,
-                      .tokens = s.tokens,
-                      .heads = s.heads,
-                      .head_dim = s.dim};
+  auto merge = sized(MergeHeads<S>{.in = heads.data(), .out = in.merged.data()});
   reference::merge_heads(merge);
   merge.in = in.d_merged.data(), merge.out = heads.data(), merge.inverse = true;
   reference::merge_heads(merge);
@@ -212,14 +186,8 @@ Problem<S> by_parts(const Shape& s, Problem<S> in) {
                                                  .scale = scale});
   product(false, false, s.dim, s.tokens, d_weights.data(), padded, k.data(), s.dim, dq.data(), s.dim);
   product(true, false, s.dim, s.tokens, d_weights.data(), padded, q.data(), s.dim, dk.data(), s.dim);
-  reference::split_heads_backward(SplitHeadsBackward<S>{.dq = dq.data(),
-                                                        .dk = dk.data(),
-                                                        .dv = dv.data(),
-                                                        .d_qkv = in.d_qkv.data(),
-                                                        .batch = s.batch,
-                                                        .tokens = s.tokens,
-                                                        .heads = s.heads,
-                                                        .head_dim = s.dim});
+  reference::split_heads_backward(sized(
+      SplitHeadsBackward<S>{.dq = dq.data(), .dk = dk.data(), .dv = dv.data(), .d_qkv = in.d_qkv.data()}));
   return in;
 }
 
@@ -294,16 +262,10 @@ TEST_P(VitAttention, BackwardIsTheDerivativeOfForward) {
 
 TEST_P(VitAttention, AnyNumberOfThreadsGivesTheSameBits) {
   const Shape s{3, 17, 4, 16};
-  const int before = host_threads();
-  const Problem<float> want = run(s, Problem<float>(s, 8, 1.0f), false, 0);
-  for (int threads : thread_counts()) {
-    set_host_threads(threads);
+  expect_same_bits_with_any_threads([&] {
     const Problem<float> got = run(s, Problem<float>(s, 8, 1.0f), false, 0);
-    expect_same_bits(got.merged, want.merged, "merged");
-    expect_same_bits(got.d_qkv, want.d_qkv, "d_qkv");
-    expect_same_bits(got.d_bias, want.d_bias, "d_bias");
-  }
-  set_host_threads(before);
+    return Arrays{got.merged, got.d_qkv, got.d_bias};
+  });
 }
 
 GW_INSTANTIATE_BACKENDS(VitAttention);

@@ -1,98 +1,96 @@
 // bias_residual and column_sum, its gradient.
-#include <fmt/format.h>
-
 #include "kernels/vit/bias.h"
 #include "kernels/vit/gelu.h"
 #include "kernels/vit/layer_norm.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
 
-struct Shape {
-  int64_t rows, width;
-  int64_t size() const { return rows * width; }
-  std::string name() const { return fmt::format("{}x{}", rows, width); }
-};
-const std::vector<Shape> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16, 31},   {17, 32},  {33, 33},
-                                    {130, 127}, {64, 128}, {9, 129},  {1030, 10}, {2, 1023}, {3, 1024},
-                                    {70, 192},  {5000, 3}, {2, 4099}, {257, 64}};
+const std::vector<RowsByWidth> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16, 31},   {17, 32},  {33, 33},
+                                          {130, 127}, {64, 128}, {9, 129},  {1030, 10}, {2, 1023}, {3, 1024},
+                                          {70, 192},  {5000, 3}, {2, 4099}, {257, 64},  {3, 520}};
+
+// The error of a sum over rows, relative to that of one element.
+double sum_scale(int64_t rows) {
+  return std::sqrt(1.0 + static_cast<double>(rows));
+}
+
+enum class Out { other, residual, y };  // where bias_residual writes
 
 class VitBias : public OpTest {
  public:
+  template <typename S>
+  void run_column_sum(Operand<S>& x, Operand<float>& sum, const RowsByWidth& s, bool accumulate) {
+    Operand<float> workspace(*this, column_sum_workspace(s.rows, s.width));
+    GW_RUN_BOTH(column_sum, [&](auto on) {
+      return ColumnSum{.x = on(x),
+                       .sum = on(sum),
+                       .workspace = on(workspace),
+                       .rows = s.rows,
+                       .width = s.width,
+                       .accumulate = accumulate};
+    });
+  }
   std::vector<float> sum_columns(const std::vector<float>& values, const std::vector<float>& start,
-                                 const Shape& s, bool accumulate, int64_t misalign = 0) {
-    auto x = array(values, misalign), sum = array(start);
-    auto workspace = array<float>(column_sum_workspace(s.rows, s.width));
-    ColumnSum args{.x = x.data(),
-                   .sum = sum.data(),
-                   .workspace = workspace.data(),
-                   .rows = s.rows,
-                   .width = s.width,
-                   .accumulate = accumulate};
-    GW_RUN(column_sum, args);
-    sum.expect_guards_intact("sum");
-    workspace.expect_guards_intact("workspace");
-    return sum.host();
+                                 const RowsByWidth& s, bool accumulate) {
+    Operand<float> x(*this, values), sum(*this, start);
+    run_column_sum(x, sum, s, accumulate);
+    return sum.got();
+  }
+  template <typename S>
+  void check_column_sum(const RowsByWidth& s, int64_t misalign, bool accumulate) {
+    Operand<S> x(*this, normal(s.size(), 4), misalign);
+    Operand<float> sum(*this, normal(s.width, 5));
+    run_column_sum(x, sum, s, accumulate);
+    sum.expect_close("sum", 1e-6, sum_scale(s.rows));
+  }
+  template <typename S>
+  void check_residual(const RowsByWidth& s, int64_t misalign, bool adds_residual, Out to) {
+    Operand<S> y(*this, normal(s.size(), 1), misalign);
+    Operand<float> bias(*this, normal(s.width, 2), misalign), residual(*this, normal(s.size(), 3), misalign),
+        other(*this, s.size(), misalign);
+    Operand<float>& x = [&]() -> Operand<float>& {
+      if constexpr (std::is_same_v<S, float>) {
+        if (to == Out::y) return y;
+      }
+      return to == Out::residual ? residual : other;
+    }();
+    GW_RUN_BOTH(bias_residual, [&](auto on) {
+      return BiasResidual{.y = on(y),
+                          .bias = on(bias),
+                          .residual = adds_residual ? on(residual) : nullptr,
+                          .x = on(x),
+                          .rows = s.rows,
+                          .width = s.width};
+    });
+    x.expect_close("x", 3e-7, 2.0);
   }
 };
 
 TEST_P(VitBias, ResidualAddsAllThreeInPlaceOfAnyOfThem) {
-  enum Alias { none, residual_is_x, y_is_x, no_residual, no_residual_y_is_x };
-  for (const Shape& s : kShapes) {
-    auto y_values = normal(s.size(), 1), bias_values = normal(s.width, 2),
-         residual_values = normal(s.size(), 3);
-    for (Alias alias : {none, residual_is_x, y_is_x, no_residual, no_residual_y_is_x}) {
-      for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(
-            fmt::format("{} aliasing case {} misaligned by {}", s.name(), static_cast<int>(alias), misalign));
-        bool plain = alias == no_residual || alias == no_residual_y_is_x;
-        std::vector<float> want(y_values.size());
-        reference::bias_residual({.y = y_values.data(),
-                                  .bias = bias_values.data(),
-                                  .residual = plain ? nullptr : residual_values.data(),
-                                  .x = want.data(),
-                                  .rows = s.rows,
-                                  .width = s.width});
-        auto y = array(y_values, misalign), bias = array(bias_values, misalign),
-             residual = array(residual_values, misalign), x = array<float>(s.size(), misalign);
-        Array<float>& out = alias == residual_is_x                           ? residual
-                            : alias == y_is_x || alias == no_residual_y_is_x ? y
-                                                                             : x;
-        BiasResidual args{.y = y.data(),
-                          .bias = bias.data(),
-                          .residual = plain ? nullptr : residual.data(),
-                          .x = out.data(),
-                          .rows = s.rows,
-                          .width = s.width};
-        GW_RUN(bias_residual, args);
-        out.expect_guards_intact("x");
-        expect_close(out.host(), want, 3e-7, "x", 2.0);
-      }
+  for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
+    for (bool adds_residual : {false, true}) {
+      for (Out to : {Out::other, Out::residual, Out::y})
+        check_residual<float>(s, misalign, adds_residual, to);
+      for (Out to : {Out::other, Out::residual}) check_residual<Bf16>(s, misalign, adds_residual, to);
     }
-  }
+  });
 }
 
 TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
-  for (const Shape& s : kShapes) {
-    auto x = normal(s.size(), 4), start = normal(s.width, 5);
+  for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
     for (bool accumulate : {false, true}) {
-      SCOPED_TRACE(s.name() + (accumulate ? " accumulating" : ""));
-      auto want = start;
-      reference::column_sum(
-          {.x = x.data(), .sum = want.data(), .rows = s.rows, .width = s.width, .accumulate = accumulate});
-      auto got = sum_columns(x, start, s, accumulate, accumulate ? 1 : 0);
-      expect_close(got, want, 1e-6, "sum", std::sqrt(1.0 + static_cast<double>(s.rows)));
+      check_column_sum<float>(s, misalign, accumulate);
+      check_column_sum<Bf16>(s, misalign, accumulate);
     }
-  }
+  });
 }
 
 TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
   // Small integers add exactly, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
-    Shape s{rows, 5};
+    const RowsByWidth s{rows, 5};
     std::vector<float> x(static_cast<size_t>(s.size())), want(5, 0.0f);
     for (size_t i = 0; i < x.size(); ++i) {
       x[i] = static_cast<float>((i * 7919) % 64);
@@ -105,7 +103,7 @@ TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
 
 // The arrays of a batch, like those of layers, are at a constant stride with other data in between.
 TEST_P(VitBias, PartialSumsOfABatchMatchThoseOfEachArray) {
-  for (const Shape& s : kShapes) {
+  for (const RowsByWidth& s : kShapes) {
     for (int64_t gap : {0, 4, 5}) {
       SCOPED_TRACE(fmt::format("{} gap {}", s.name(), gap));
       constexpr int64_t kBatch = 3;
@@ -133,23 +131,16 @@ TEST_P(VitBias, PartialSumsOfABatchMatchThoseOfEachArray) {
           return std::vector<float>(of.begin() + i * at, of.begin() + i * at + count);
         };
         const auto want = sum_columns(part(values, stride, s.size()), part(start, s.width, s.width), s, true);
-        expect_close(part(got, s.width, s.width), want, 1e-6, fmt::format("sum {}", i),
-                     std::sqrt(1.0 + static_cast<double>(s.rows)));
+        expect_close(part(got, s.width, s.width), want, 1e-6, fmt::format("sum {}", i), sum_scale(s.rows));
       }
     }
   }
 }
 
 TEST_P(VitBias, ColumnSumHasTheSameBitsForAnyNumberOfThreads) {
-  Shape s{3000, 70};
-  auto x = normal(s.size(), 6);
-  const int before = host_threads();
-  auto first = sum_columns(x, normal(s.width, 7), s, false);
-  for (int threads : thread_counts()) {
-    set_host_threads(threads);
-    expect_same_bits(sum_columns(x, normal(s.width, 7), s, false), first, "sum");
-  }
-  set_host_threads(before);
+  const RowsByWidth s{3000, 70};
+  expect_same_bits_with_any_threads(
+      [&] { return Arrays{sum_columns(normal(s.size(), 6), normal(s.width, 7), s, false)}; });
 }
 
 // Sums of different widths, with an unused one in between.
@@ -220,32 +211,19 @@ TEST_P(VitBias, SecondStageAddsUpFewRowsOfEitherType) {
     for (bool accumulate : {false, true}) {
       SCOPED_TRACE(fmt::format("{} rows, accumulate {}", rows, accumulate));
       constexpr int64_t kWidth = 37;
-      const std::vector<float> values = normal(rows * kWidth, 3);
-      std::vector<Bf16> rounded(values.size());
-      std::transform(values.begin(), values.end(), rounded.begin(), [](float v) { return narrow<Bf16>(v); });
-      auto x = array(values);
-      auto x_bf16 = array(rounded);
-      auto sums = array(normal(kWidth, 4)), sums_bf16 = array(normal(kWidth, 4));
-      const ColumnSum<float> of{
-          .x = x.data(), .sum = sums.data(), .rows = rows, .width = kWidth, .accumulate = accumulate};
-      const ColumnSum<Bf16> of_bf16{.x = x_bf16.data(),
-                                    .sum = sums_bf16.data(),
-                                    .rows = rows,
-                                    .width = kWidth,
-                                    .accumulate = accumulate};
-      const CombineSums combine{{of.of_rows(), of_bf16.of_rows()}};
+      Operand<float> x(*this, normal(rows * kWidth, 3)), sums(*this, normal(kWidth, 4)),
+          sums_bf16(*this, normal(kWidth, 4));
+      Operand<Bf16> x_bf16(*this, x.host);
+      auto args = [&](auto on, auto& of, auto& to) {
+        return ColumnSum{.x = on(of), .sum = on(to), .rows = rows, .width = kWidth, .accumulate = accumulate};
+      };
+      const OnDevice device;
+      const CombineSums combine{{args(device, x, sums).of_rows(), args(device, x_bf16, sums_bf16).of_rows()}};
       GW_RUN(combine_sums, combine);
-      std::vector<float> want = normal(kWidth, 4), want_bf16 = want;
-      reference::column_sum<float>(
-          {.x = values.data(), .sum = want.data(), .rows = rows, .width = kWidth, .accumulate = accumulate});
-      reference::column_sum<Bf16>({.x = rounded.data(),
-                                   .sum = want_bf16.data(),
-                                   .rows = rows,
-                                   .width = kWidth,
-                                   .accumulate = accumulate});
-      const double scale = std::sqrt(1.0 + static_cast<double>(rows));
-      expect_close(sums.host(), want, 1e-6, "sums", scale);
-      expect_close(sums_bf16.host(), want_bf16, 1e-6, "sums of BF16", scale);
+      reference::column_sum(args(OnHost{}, x, sums));
+      reference::column_sum(args(OnHost{}, x_bf16, sums_bf16));
+      sums.expect_close("sums", 1e-6, sum_scale(rows));
+      sums_bf16.expect_close("sums of BF16", 1e-6, sum_scale(rows));
     }
   }
 }

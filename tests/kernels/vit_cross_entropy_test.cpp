@@ -1,61 +1,16 @@
-#include <fmt/format.h>
-
 #include "kernels/vit/cross_entropy.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
 
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+using Totals = std::vector<double>;
+
 struct Result {
   std::vector<float> d_logits;
-  std::vector<double> totals;
+  Totals totals;
 };
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-
-class VitCrossEntropy : public OpTest {
- public:
-  enum Gradient { separate, in_place, none };
-  Result run(const std::vector<float>& logit_values, const std::vector<int32_t>& label_values,
-             int64_t classes, float grad_scale, Gradient gradient = separate,
-             std::vector<double> start = {0.0, 0.0}, int64_t misalign = 0, bool accumulate = true) {
-    auto rows = static_cast<int64_t>(label_values.size());
-    auto logits = array(logit_values, misalign), d_logits = array<float>(rows * classes, misalign);
-    auto labels = array(label_values);
-    auto totals = array(start);
-    auto workspace = array<float>(2 * rows);
-    Array<float>& out = gradient == in_place ? logits : d_logits;
-    CrossEntropy args{.logits = logits.data(),
-                      .labels = labels.data(),
-                      .d_logits = gradient == none ? nullptr : out.data(),
-                      .totals = totals.data(),
-                      .workspace = workspace.data(),
-                      .rows = rows,
-                      .classes = classes,
-                      .grad_scale = grad_scale,
-                      .accumulate = accumulate};
-    GW_RUN(cross_entropy, args);
-    out.expect_guards_intact("d_logits");
-    totals.expect_guards_intact("totals");
-    workspace.expect_guards_intact("workspace");
-    return {gradient == none ? std::vector<float>{} : out.host(), totals.host()};
-  }
-};
-
-Result reference_run(const std::vector<float>& logits, const std::vector<int32_t>& labels, int64_t classes,
-                     float grad_scale, std::vector<double> start = {0.0, 0.0}) {
-  Result want{std::vector<float>(logits.size()), std::move(start)};
-  reference::cross_entropy({.logits = logits.data(),
-                            .labels = labels.data(),
-                            .d_logits = want.d_logits.data(),
-                            .totals = want.totals.data(),
-                            .rows = static_cast<int64_t>(labels.size()),
-                            .classes = classes,
-                            .grad_scale = grad_scale});
-  return want;
-}
 
 std::vector<int32_t> some_labels(int64_t rows, int64_t classes) {
   std::vector<int32_t> labels(static_cast<size_t>(rows));
@@ -64,27 +19,118 @@ std::vector<int32_t> some_labels(int64_t rows, int64_t classes) {
   return labels;
 }
 
+Totals reference_totals(const std::vector<float>& logits, const std::vector<int32_t>& labels,
+                        int64_t classes) {
+  Totals totals = {0.0, 0.0};
+  reference::cross_entropy(CrossEntropy{.logits = logits.data(),
+                                        .labels = labels.data(),
+                                        .totals = totals.data(),
+                                        .rows = std::ssize(labels),
+                                        .classes = classes});
+  return totals;
+}
+
+class VitCrossEntropy : public OpTest {
+ public:
+  enum Gradient { separate, in_place, none };
+  struct How {
+    float grad_scale = 1.0f;
+    Gradient gradient = separate;
+    Totals start = {0.0, 0.0};
+    int64_t misalign = 0;
+    bool accumulate = true;
+    double tolerance = 1e-6;
+    bool compares = true;  // with the reference
+  };
+  template <typename S>
+  Result run(const std::vector<float>& logit_values, const std::vector<int32_t>& label_values,
+             int64_t classes, const How& how) {
+    const auto rows = std::ssize(label_values);
+    Operand<float> logits(*this, logit_values, how.misalign), workspace(*this, 2 * rows);
+    Operand<S> other(*this, rows * classes, how.misalign);
+    Operand<S>& d_logits = [&]() -> Operand<S>& {
+      if constexpr (std::is_same_v<S, float>) {
+        if (how.gradient == in_place) return logits;
+      }
+      return other;
+    }();
+    auto labels = array(label_values);
+    auto totals = array(how.start);
+    Totals want = how.start;
+    auto args = [&](auto on, const int32_t* labels_there, double* totals_there) {
+      return CrossEntropy<S>{.logits = on(logits),
+                             .labels = labels_there,
+                             .totals = totals_there,
+                             .workspace = on(workspace),
+                             .rows = rows,
+                             .classes = classes,
+                             .grad_scale = how.grad_scale,
+                             .accumulate = how.accumulate};
+    };
+    CrossEntropy<S> on_device = args(OnDevice{}, labels.data(), totals.data());
+    if (how.gradient != none) on_device.d_logits = d_logits.device.data();
+    GW_RUN(cross_entropy, on_device);
+    totals.expect_guards_intact("totals");
+    const Result got{how.gradient == none ? std::vector<float>{} : d_logits.got(), totals.host()};
+    if (!how.compares) return got;
+    reference::cross_entropy(CrossEntropy<float>{.logits = logits.host.data(),
+                                                 .labels = label_values.data(),
+                                                 .d_logits = d_logits.host.data(),
+                                                 .totals = want.data(),
+                                                 .rows = rows,
+                                                 .classes = classes,
+                                                 .grad_scale = how.grad_scale,
+                                                 .accumulate = how.accumulate});
+    EXPECT_NEAR(got.totals[0], want[0], how.tolerance * (1.0 + want[0]));
+    EXPECT_EQ(got.totals[1], want[1]);
+    if (how.gradient != none)
+      d_logits.expect_rounded("d_logits", how.tolerance, how.accumulate ? how.grad_scale : 1.0, 1e-7);
+    return got;
+  }
+  // Without comparing, for special values.
+  Result run(const std::vector<float>& logits, const std::vector<int32_t>& labels, int64_t classes) {
+    return run<float>(logits, labels, classes, {.compares = false});
+  }
+  // Rows in one launch, and in two.
+  template <typename S>
+  void expect_nan_in_row_of_invalid_label() {
+    constexpr auto kLimits = std::numeric_limits<int32_t>();
+    for (int64_t rows : {int64_t{3}, CrossEntropy<S>::kOneBlock + 8}) {
+      for (int32_t bad : {-1, 5, 1000000, kLimits.min(), kLimits.max()}) {
+        auto labels = some_labels(rows, 5);
+        labels[1] = bad;
+        const Result got = run<S>(normal(rows * 5, 3), labels, 5, {.compares = false});
+        EXPECT_TRUE(std::isnan(got.totals[0])) << bad;
+        EXPECT_TRUE(std::isfinite(got.totals[1])) << bad;
+        for (size_t i = 0; i < got.d_logits.size(); ++i)
+          EXPECT_EQ(std::isnan(got.d_logits[i]), i / 5 == 1) << bad << " at " << i;
+      }
+    }
+  }
+};
+
 TEST_P(VitCrossEntropy, MatchesTheDoubleReference) {
-  for (auto [rows, classes] : std::vector<std::pair<int64_t, int64_t>>{{0, 10},
-                                                                       {1, 1},
-                                                                       {1, 10},
-                                                                       {64, 10},
-                                                                       {7, 31},
-                                                                       {9, 33},
-                                                                       {5, 1000},
-                                                                       {3, 1025},
-                                                                       {300, 2},
-                                                                       {1030, 10}}) {
-    auto logits = normal(rows * classes, 1, 3.0f);
-    auto labels = some_labels(rows, classes);
-    float scale = 1.0f / static_cast<float>(std::max<int64_t>(1, rows));
-    auto want = reference_run(logits, labels, classes, scale, {2.5, 3.0});
+  using Size = std::pair<int64_t, int64_t>;
+  for (auto [rows, classes] : {Size{0, 10},
+                               {1, 1},
+                               {1, 10},
+                               {64, 10},
+                               {7, 31},
+                               {9, 33},
+                               {5, 1000},
+                               {3, 1025},
+                               {300, 2},
+                               {1030, 10},
+                               {11, 45},
+                               {40, 45}}) {
+    const auto logits = normal(rows * classes, 1, 3.0f);
+    const auto labels = some_labels(rows, classes);
+    const float scale = 1.0f / static_cast<float>(std::max<int64_t>(1, rows));
     for (auto gradient : {separate, in_place, none}) {
       SCOPED_TRACE(fmt::format("{}x{} gradient {}", rows, classes, static_cast<int>(gradient)));
-      auto got = run(logits, labels, classes, scale, gradient, {2.5, 3.0}, gradient == in_place ? 1 : 0);
-      EXPECT_NEAR(got.totals[0], want.totals[0], 1e-6 * (1.0 + want.totals[0]));
-      EXPECT_EQ(got.totals[1], want.totals[1]);
-      if (gradient != none) expect_close(got.d_logits, want.d_logits, 1e-6, "d_logits", scale);
+      const How how{scale, gradient, {2.5, 3.0}, gradient == in_place ? 1 : 0};
+      run<float>(logits, labels, classes, how);
+      if (gradient != in_place) run<Bf16>(logits, labels, classes, how);
     }
   }
 }
@@ -92,8 +138,8 @@ TEST_P(VitCrossEntropy, MatchesTheDoubleReference) {
 TEST_P(VitCrossEntropy, GradientIsTheDerivativeOfTheSummedLoss) {
   auto logits = normal(3 * 7, 2);
   auto labels = some_labels(3, 7);
-  auto got = run(logits, labels, 7, 1.0f);
-  auto loss = [&] { return reference_run(logits, labels, 7, 1.0f).totals[0]; };
+  auto got = run(logits, labels, 7);
+  auto loss = [&] { return reference_totals(logits, labels, 7)[0]; };
   for (size_t i = 0; i < logits.size(); ++i) {
     EXPECT_NEAR(got.d_logits[i], central_difference(logits, i, loss), 1e-4) << i;
   }
@@ -102,7 +148,7 @@ TEST_P(VitCrossEntropy, GradientIsTheDerivativeOfTheSummedLoss) {
 TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
   // One class far ahead and correct, one far ahead and wrong, all equal.
   std::vector<float> logits = {3e37f, -3e37f, 0.0f, -1e30f, 1e30f, 0.0f, 1e38f, 1e38f, 1e38f};
-  auto got = run(logits, {0, 0, 2}, 3, 1.0f);
+  auto got = run(logits, {0, 0, 2}, 3);
   EXPECT_NEAR(got.totals[0] / 2e30, 1.0, 1e-6);
   EXPECT_EQ(got.totals[1], 1.0);  // the first class wins a tie, and the label is the last class
   std::vector<float> want = {0, 0, 0, -1, 1, 0, 1 / 3.0f, 1 / 3.0f, -2 / 3.0f};
@@ -112,19 +158,13 @@ TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
 TEST_P(VitCrossEntropy, PredictsTheFirstOfEqualLogits) {
   std::vector<float> row = {1.0f, 5.0f, 5.0f, 5.0f, 2.0f};
   for (int32_t label = 0; label < 5; ++label) {
-    EXPECT_EQ(run(row, {label}, 5, 1.0f).totals[1], label == 1 ? 1.0 : 0.0) << label;
+    EXPECT_EQ(run(row, {label}, 5).totals[1], label == 1 ? 1.0 : 0.0) << label;
   }
 }
 
 TEST_P(VitCrossEntropy, InvalidLabelsGiveNanLossAndNanGradientsInTheirRowOnly) {
-  for (int32_t bad :
-       {-1, 5, 1000000, std::numeric_limits<int32_t>::min(), std::numeric_limits<int32_t>::max()}) {
-    auto logits = normal(3 * 5, 3);
-    auto got = run(logits, {1, bad, 2}, 5, 1.0f);
-    EXPECT_TRUE(std::isnan(got.totals[0])) << bad;
-    EXPECT_TRUE(std::isfinite(got.totals[1])) << bad;
-    for (size_t i = 0; i < 15; ++i) EXPECT_EQ(std::isnan(got.d_logits[i]), i / 5 == 1) << bad << " at " << i;
-  }
+  expect_nan_in_row_of_invalid_label<float>();
+  expect_nan_in_row_of_invalid_label<Bf16>();
 }
 
 TEST_P(VitCrossEntropy, NanLogitsGiveNanLossAndCountAsWrong) {
@@ -132,7 +172,7 @@ TEST_P(VitCrossEntropy, NanLogitsGiveNanLossAndCountAsWrong) {
     std::vector<float> logits = {9.0f, 1.0f, 0.0f, 0.0f, 0.0f};
     logits[static_cast<size_t>(at)] = kNan;
     for (int32_t label = 0; label < 5; ++label) {
-      auto got = run(logits, {label}, 5, 1.0f);
+      auto got = run(logits, {label}, 5);
       EXPECT_TRUE(std::isnan(got.totals[0])) << at << " " << label;
       EXPECT_EQ(got.totals[1], 0.0) << at << " " << label;
     }
@@ -140,17 +180,14 @@ TEST_P(VitCrossEntropy, NanLogitsGiveNanLossAndCountAsWrong) {
 }
 
 TEST_P(VitCrossEntropy, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
-  auto logits = normal(2500 * 10, 4);
-  auto labels = some_labels(2500, 10);
-  const int before = host_threads();
-  auto first = run(logits, labels, 10, 0.01f);
-  for (int threads : thread_counts()) {
-    set_host_threads(threads);
-    auto again = run(logits, labels, 10, 0.01f);
-    EXPECT_EQ(again.totals, first.totals);
-    expect_same_bits(again.d_logits, first.d_logits, "d_logits");
-  }
-  set_host_threads(before);
+  const auto logits = normal(2500 * 10, 4);
+  const auto labels = some_labels(2500, 10);
+  const Totals totals = run(logits, labels, 10).totals;
+  expect_same_bits_with_any_threads([&] {
+    Result got = run(logits, labels, 10);
+    EXPECT_EQ(got.totals, totals);
+    return Arrays{got.d_logits};
+  });
 }
 
 // Numbers of rows below, at and above the limit of one launch, and none.
@@ -158,13 +195,8 @@ TEST_P(VitCrossEntropy, OverwritesTotalsUnlessAccumulating) {
   constexpr int64_t kClasses = 3, kMost = CrossEntropy<float>::kOneBlock;
   for (int64_t rows : {int64_t{0}, int64_t{1}, kMost - 1, kMost, kMost + 1}) {
     SCOPED_TRACE(fmt::format("{} rows", rows));
-    const auto logits = normal(rows * kClasses, 5);
-    const auto labels = some_labels(rows, kClasses);
-    const Result want = reference_run(logits, labels, kClasses, 1.0f);
-    const Result got = run(logits, labels, kClasses, 1.0f, separate, {kNan, kNan}, 0, false);
-    EXPECT_NEAR(got.totals[0], want.totals[0], 1e-5 * (1.0 + want.totals[0]));
-    EXPECT_EQ(got.totals[1], want.totals[1]);
-    expect_close(got.d_logits, want.d_logits, 1e-5, "d_logits");
+    run<float>(normal(rows * kClasses, 5), some_labels(rows, kClasses), kClasses,
+               {.start = {kNan, kNan}, .accumulate = false, .tolerance = 1e-5});
   }
 }
 

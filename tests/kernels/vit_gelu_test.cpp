@@ -4,26 +4,14 @@
 
 #include "kernels/math/gelu.h"
 #include "kernels/vit/gelu.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
 
-struct Shape {
-  int64_t rows, width;
-  int64_t size() const { return rows * width; }
-  std::string name() const { return fmt::format("{}x{}", rows, width); }
-};
-
-const std::vector<Shape> kShapes = {{0, 128},  {1, 1},    {5, 7},    {9, 31},   {64, 32},
-                                    {3, 33},   {70, 127}, {17, 128}, {16, 129}, {15, 256},
-                                    {300, 68}, {2, 1023}, {3, 1024}, {2, 4099}};
-
-struct Backward {
-  std::vector<float> dy, d_bias;
-};
+const std::vector<RowsByWidth> kShapes = {{0, 128},  {1, 1},    {5, 7},    {9, 31},   {64, 32},  {3, 33},
+                                          {70, 127}, {17, 128}, {16, 129}, {15, 256}, {300, 68}, {2, 1023},
+                                          {3, 1024}, {2, 4099}, {6, 72},   {2, 1032}};
 
 // Evaluates the formulas literally, including their cancellation.
 double phi(double x, Gelu form) {
@@ -36,44 +24,25 @@ double derivative(double x, Gelu form) {
   return phi(x, form) + 0.5 * x * (1.0 - t * t) * std::sqrt(2.0 / M_PI) * (1.0 + 3.0 * 0.044715 * x * x);
 }
 
-Backward reference_backward(const std::vector<float>& pre, Backward g, const Shape& s, bool accumulate,
-                            Gelu form) {
-  reference::bias_gelu_backward({.pre = pre.data(),
-                                 .dy = g.dy.data(),
-                                 .d_pre = g.dy.data(),
-                                 .d_bias = g.d_bias.data(),
-                                 .rows = s.rows,
-                                 .width = s.width,
-                                 .accumulate = accumulate,
-                                 .form = form});
-  return g;
-}
-
 enum class Out { dy, pre, other };  // where backward writes
 
-// Runs bias_gelu_backward of type S on a backend, with or without sums.
-template <typename S, typename Test>
-std::vector<S> d_pre_of(Test& test, Gelu form, const Shape& s, int64_t misalign, bool sums) {
-  auto operands = [&](uint32_t seed) {
-    std::vector<S> out;
-    for (float v : test.normal(s.size(), seed, 2.0f)) out.push_back(narrow<S>(v));
-    return out;
-  };
-  auto pre = test.array(operands(21), misalign), dy = test.array(operands(22), misalign);
-  auto d_pre = test.template array<S>(s.size(), misalign);
-  auto d_bias = test.template array<float>(s.width),
-       workspace = test.template array<float>(column_sum_workspace(s.rows, s.width));
-  test.run(BiasGeluBackward<S>{.pre = pre.data(),
-                               .dy = dy.data(),
-                               .d_pre = d_pre.data(),
-                               .d_bias = sums ? d_bias.data() : nullptr,
-                               .workspace = sums ? workspace.data() : nullptr,
-                               .rows = s.rows,
-                               .width = s.width,
-                               .form = form});
-  d_pre.expect_guards_intact("d_pre");
-  return d_pre.host();
-}
+// The operands of backward.
+template <typename S>
+struct Backward {
+  Operand<S> pre, dy, other;
+  Operand<float> d_bias;
+
+  Backward(OpFixture& test, const RowsByWidth& s, uint32_t seed, int64_t misalign)
+      : Backward(test, normal(s.size(), seed, 2.0f), normal(s.size(), seed + 1), normal(s.width, seed + 2),
+                 misalign) {}
+  Backward(OpFixture& test, const std::vector<float>& pre_values, const std::vector<float>& dy_values,
+           const std::vector<float>& d_bias_values, int64_t misalign = 0)
+      : pre(test, pre_values, misalign),
+        dy(test, dy_values, misalign),
+        other(test, std::ssize(dy_values), misalign),
+        d_bias(test, d_bias_values) {}
+  Operand<S>& d_pre(Out to) { return to == Out::dy ? dy : to == Out::pre ? pre : other; }
+};
 
 class VitGelu : public OpTest {
  public:
@@ -86,214 +55,226 @@ class VitGelu : public OpTest {
   }
   // Relative to any value, however small: in the tanh form, exp's argument, up to 70 here, is rounded.
   double tolerance() const { return form == Gelu::exact ? 5e-7 : 8e-6; }
-  std::vector<float> reference_forward(std::vector<float>& x, const std::vector<float>& bias,
-                                       const Shape& s) {
-    std::vector<float> y(x.size());
-    reference::bias_gelu(
-        {.x = x.data(), .bias = bias.data(), .y = y.data(), .rows = s.rows, .width = s.width, .form = form});
-    return y;
-  }
 
-  // {pre, y}
-  std::vector<std::vector<float>> forward(const std::vector<float>& x_values,
-                                          const std::vector<float>& bias_values, const Shape& s,
-                                          int64_t misalign = 0) {
-    auto x = array(x_values, misalign), bias = array(bias_values, misalign),
-         y = array<float>(s.size(), misalign);
-    BiasGelu args{
-        .x = x.data(), .bias = bias.data(), .y = y.data(), .rows = s.rows, .width = s.width, .form = form};
-    GW_RUN(bias_gelu, args);
-    x.expect_guards_intact("x");
-    y.expect_guards_intact("y");
-    return {x.host(), y.host()};
+  // `bias` may be null.
+  template <typename S>
+  void run(Operand<S>& x, Operand<float>* bias, Operand<S>& y, const RowsByWidth& s) {
+    GW_RUN_BOTH(bias_gelu, [&](auto on) {
+      return BiasGelu{.x = on(x),
+                      .bias = bias != nullptr ? on(*bias) : nullptr,
+                      .y = on(y),
+                      .rows = s.rows,
+                      .width = s.width,
+                      .form = form};
+    });
   }
-  Backward backward(const std::vector<float>& pre_values, const Backward& g, const Shape& s, bool accumulate,
-                    int64_t misalign = 0, Out to = Out::dy) {
-    auto pre = array(pre_values, misalign), dy = array(g.dy, misalign), d_bias = array(g.d_bias);
-    auto other = array<float>(s.size(), misalign);
-    auto workspace = array<float>(column_sum_workspace(s.rows, s.width));
-    auto& out = to == Out::dy ? dy : to == Out::pre ? pre : other;
-    BiasGeluBackward args{.pre = pre.data(),
-                          .dy = dy.data(),
-                          .d_pre = out.data(),
-                          .d_bias = d_bias.data(),
-                          .workspace = workspace.data(),
-                          .rows = s.rows,
-                          .width = s.width,
-                          .accumulate = accumulate,
-                          .form = form};
-    GW_RUN(bias_gelu_backward, args);
-    out.expect_guards_intact("d_pre");
-    d_bias.expect_guards_intact("d_bias");
-    workspace.expect_guards_intact("workspace");
-    return {out.host(), d_bias.host()};
+  template <typename S>
+  void run(Backward<S>& b, const RowsByWidth& s, bool accumulate, Out to = Out::dy, bool sums = true) {
+    Operand<float> workspace(*this, column_sum_workspace(s.rows, s.width));
+    GW_RUN_BOTH(bias_gelu_backward, [&](auto on) {
+      return BiasGeluBackward{.pre = on(b.pre),
+                              .dy = on(b.dy),
+                              .d_pre = on(b.d_pre(to)),
+                              .d_bias = sums ? on(b.d_bias) : nullptr,
+                              .workspace = sums ? on(workspace) : nullptr,
+                              .rows = s.rows,
+                              .width = s.width,
+                              .accumulate = accumulate,
+                              .form = form};
+    });
+  }
+  // GELU of one row, and its derivative.
+  std::vector<float> gelu(const std::vector<float>& values) {
+    Operand<float> x(*this, values), y(*this, x.device.size());
+    run(x, nullptr, y, {1, x.device.size()});
+    return y.got();
+  }
+  std::vector<float> slope(const std::vector<float>& values) {
+    Backward<float> b(*this, values, std::vector<float>(values.size(), 1.0f), values);
+    run(b, {1, std::ssize(values)}, false);
+    return b.dy.got();
   }
 
   template <typename S>
-  void run(const BiasGeluBackward<S>& args) {
-    GW_RUN(bias_gelu_backward, args);
+  void check_forward(const RowsByWidth& s, int64_t misalign, bool with_bias) {
+    Operand<S> x(*this, normal(s.size(), 1, 2.0f), misalign), y(*this, s.size(), misalign);
+    Operand<float> bias(*this, normal(s.width, 2), misalign);
+    run(x, with_bias ? &bias : nullptr, y, s);
+    x.expect_rounded("pre");
+    x.host = x.got();  // y follows from the stored pre-activation
+    reference::bias_gelu(
+        BiasGelu{.x = x.host.data(), .y = y.host.data(), .rows = s.rows, .width = s.width, .form = form});
+    y.expect_rounded("y", tolerance(), form == Gelu::exact ? 0.0 : 1e-30);  // exp flushes to 0
+  }
+  template <typename S>
+  void check_backward(const RowsByWidth& s, int64_t misalign, bool accumulate) {
+    Backward<S> b(*this, s, 3, misalign);
+    run(b, s, accumulate);
+    b.dy.expect_rounded("dy", 2e-6, 1.0);
+    const double size = std::sqrt(1.0 + static_cast<double>(s.rows));
+    if constexpr (std::is_same_v<S, float>)
+      b.d_bias.expect_close("d_bias", 2e-6, size);
+    else
+      b.d_bias.expect_close("d_bias", 3e-6, std::max(6.0, size));  // summed before rounding
+  }
+  template <typename S>
+  void check_without_sums(const RowsByWidth& s, int64_t misalign) {
+    Backward<S> with(*this, s, 21, misalign), without(*this, s, 21, misalign);
+    run(with, s, false, Out::other, true);
+    run(without, s, false, Out::other, false);
+    expect_same_bits(without.other.got(), with.other.got(), "d_pre");
   }
 
   Gelu form = Gelu::exact;
 };
 
-// Returns finely spaced values from -12 to 12: GELU's whole range, including tails.
-std::vector<float> sweep(int64_t count) {
-  std::vector<float> x(static_cast<size_t>(count));
-  for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = static_cast<float>(-12.0 + 24.0 * static_cast<double>(i) / static_cast<double>(count - 1));
-  }
-  return x;
-}
-
 TEST_P(VitGelu, ForwardMatchesTheDoubleReferenceAndKeepsThePreActivation) {
   in_each_form([&] {
-    for (const Shape& shape : kShapes) {
-      auto x = normal(shape.size(), 1, 2.0f), bias = normal(shape.width, 2);
-      auto pre = x;
-      const auto y = reference_forward(pre, bias, shape);
-      for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-        auto got = forward(x, bias, shape, misalign);
-        expect_same_bits(got[0], pre, "pre");
-        expect_close(got[1], y, tolerance(), "y", form == Gelu::exact ? 0.0 : 1e-30);  // exp flushes to 0
+    for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
+      for (bool with_bias : {false, true}) {
+        check_forward<float>(s, misalign, with_bias);
+        check_forward<Bf16>(s, misalign, with_bias);
       }
-    }
+    });
   });
 }
 
+// Finely spaced values: GELU's whole range, including tails.
 TEST_P(VitGelu, IsExactToFloatAccuracyFromMinus12To12) {
-  Shape shape{1, 20001};
-  auto x = sweep(shape.width);
-  std::vector<float> zero(x.size(), 0.0f);
+  std::vector<float> x;
+  for (int i = 0; i <= 20000; ++i) x.push_back(static_cast<float>(-12.0 + 24.0 * i / 20000));
   in_each_form([&] {
-    auto got = forward(x, zero, shape)[1];
+    const auto y = gelu(x), d = slope(x);
     for (size_t i = 0; i < x.size(); ++i) {
       // The exact form is accurate relatively to its value. The tails of the tanh form cancel, so it is
       // accurate absolutely.
       const double want = x[i] * phi(x[i], form);
       const double size = form == Gelu::exact ? std::abs(want) : std::max(0.1, std::abs(want));
-      ASSERT_NEAR(got[i], want, 5e-7 * size) << "at " << x[i];
+      ASSERT_NEAR(y[i], want, 5e-7 * size) << "at " << x[i];
+      ASSERT_NEAR(d[i], derivative(x[i], form), 4e-7) << "at " << x[i];
     }
   });
 }
 
-TEST_P(VitGelu, DerivativeIsExactToFloatAccuracyFromMinus12To12) {
-  Shape shape{1, 20001};
-  auto x = sweep(shape.width);
-  Backward in{std::vector<float>(x.size(), 1.0f), std::vector<float>(x.size(), 0.0f)};
+// Expects the nearest BF16 value, or its neighbour if the exact result is almost halfway: for every operand
+// from 2^-10 to 9, of either sign, including tails.
+TEST_P(VitGelu, RoundsEveryBf16OperandToNearest) {
+  std::vector<float> all;
+  for (uint16_t bits = 0x3a80; bits <= 0x4110; ++bits) {
+    all.push_back(widen(Bf16{bits}));
+    all.push_back(-all.back());
+  }
+  const RowsByWidth s{1, std::ssize(all)};
   in_each_form([&] {
-    auto got = backward(x, in, shape, false).dy;
-    for (size_t i = 0; i < x.size(); ++i) ASSERT_NEAR(got[i], derivative(x[i], form), 4e-7) << "at " << x[i];
+    Operand<Bf16> x(*this, all), y(*this, s.width);
+    run(x, nullptr, y, s);
+    Backward<Bf16> b(*this, all, std::vector<float>(all.size(), 1.0f), all);
+    run(b, s, false);
+    const auto got = y.got(), got_slope = b.dy.got();
+    for (size_t i = 0; i < all.size(); ++i) {
+      const double v = all[i], root = std::sqrt(2.0 / M_PI);
+      double cdf = 0.5 * std::erfc(-v / std::sqrt(2.0)), density = 0.5 * root * std::exp(-0.5 * v * v);
+      if (form == Gelu::tanh) {
+        const double e = std::exp(-2.0 * root * (v + 0.044715 * v * v * v));
+        cdf = 1.0 / (1.0 + e);
+        density = 2.0 * root * (1.0 + 0.134145 * v * v) * e * cdf * cdf;
+      }
+      const auto half_unit = [](double value) { return std::ldexp(1.0, std::ilogb(value) - 8); };
+      ASSERT_NEAR(got[i], v * cdf, half_unit(v * cdf) + 1e-5 * std::abs(v * cdf)) << "at " << v;
+      // The slope changes sign, where it is a difference of two terms.
+      ASSERT_NEAR(got_slope[i], cdf + v * density,
+                  half_unit(cdf + v * density) + 1e-5 * (cdf + std::abs(v) * density))
+          << "at " << v;
+    }
   });
 }
 
 TEST_P(VitGelu, FarTailsAreTheIdentityAndZeroAndNanPropagates) {
-  std::vector<float> x = {30.0f, 1e30f, -30.0f, -1e30f, std::numeric_limits<float>::quiet_NaN(), 0.0f};
-  Shape shape{1, 6};
+  const std::vector<float> x = {30.0f, 1e30f, -30.0f, -1e30f, 0.0f, std::numeric_limits<float>::quiet_NaN()};
   in_each_form([&] {
-    auto got = forward(x, std::vector<float>(6, 0.0f), shape)[1];
-    EXPECT_EQ(got[0], 30.0f);
-    EXPECT_EQ(got[1], 1e30f);
-    EXPECT_EQ(got[2], 0.0f);
-    EXPECT_EQ(got[3], 0.0f);
-    EXPECT_TRUE(std::isnan(got[4]));
-    EXPECT_EQ(got[5], 0.0f);
-    Backward in{std::vector<float>(6, 1.0f), std::vector<float>(6, 0.0f)};
-    auto d = backward(x, in, shape, false).dy;
-    EXPECT_EQ(d[0], 1.0f);
-    EXPECT_EQ(d[1], 1.0f);
-    EXPECT_EQ(d[2], 0.0f);
-    EXPECT_EQ(d[3], 0.0f);
-    EXPECT_TRUE(std::isnan(d[4]));
-    EXPECT_NEAR(d[5], 0.5f, 1e-7f);
+    auto y = gelu(x), d = slope(x);
+    EXPECT_TRUE(std::isnan(y.back()));
+    EXPECT_TRUE(std::isnan(d.back()));
+    y.pop_back(), d.pop_back();
+    EXPECT_EQ(y, (std::vector<float>{30.0f, 1e30f, 0.0f, 0.0f, 0.0f}));
+    EXPECT_NEAR(d.back(), 0.5f, 1e-7f);
+    d.pop_back();
+    EXPECT_EQ(d, (std::vector<float>{1.0f, 1.0f, 0.0f, 0.0f}));
   });
 }
 
 TEST_P(VitGelu, BackwardMatchesTheDoubleReferenceWithAndWithoutAccumulation) {
   in_each_form([&] {
-    for (const Shape& shape : kShapes) {
-      auto pre = normal(shape.size(), 3, 2.0f);
-      Backward in{normal(shape.size(), 4), normal(shape.width, 5)};
+    for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
       for (bool accumulate : {false, true}) {
-        SCOPED_TRACE(shape.name() + (accumulate ? " accumulating" : ""));
-        auto want = reference_backward(pre, in, shape, accumulate, form);
-        auto got = backward(pre, in, shape, accumulate, accumulate ? 1 : 0);
-        expect_close(got.dy, want.dy, 2e-6, "dy");
-        expect_close(got.d_bias, want.d_bias, 2e-6, "d_bias",
-                     std::sqrt(1.0 + static_cast<double>(shape.rows)));
+        check_backward<float>(s, misalign, accumulate);
+        check_backward<Bf16>(s, misalign, accumulate);
       }
-    }
+    });
   });
 }
 
 TEST_P(VitGelu, BackwardHasTheSameBitsInPlaceAndOutOfPlace) {
   in_each_form([&] {
-    for (const Shape& shape : kShapes) {
-      auto pre = normal(shape.size(), 13, 2.0f);
-      Backward in{normal(shape.size(), 14), normal(shape.width, 15)};
-      for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-        const auto want = backward(pre, in, shape, true, misalign);
-        for (Out to : {Out::pre, Out::other}) {
-          const auto got = backward(pre, in, shape, true, misalign, to);
-          expect_same_bits(got.dy, want.dy, "d_pre");
-          expect_same_bits(got.d_bias, want.d_bias, "d_bias");
-        }
+    for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
+      Backward<float> want(*this, s, 13, misalign);
+      run(want, s, true);
+      for (Out to : {Out::pre, Out::other}) {
+        Backward<float> b(*this, s, 13, misalign);
+        run(b, s, true, to);
+        expect_same_bits(b.d_pre(to).got(), want.dy.got(), "d_pre");
+        expect_same_bits(b.d_bias.got(), want.d_bias.got(), "d_bias");
       }
-    }
+    });
   });
 }
 
 TEST_P(VitGelu, BackwardWithoutAWorkspaceWritesTheSameGradientAndNoSums) {
   in_each_form([&] {
-    for (const Shape& shape : kShapes) {
-      for (int64_t misalign : {0, 1}) {
-        SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-        expect_same_bits(d_pre_of<float>(*this, form, shape, misalign, false),
-                         d_pre_of<float>(*this, form, shape, misalign, true), "d_pre");
-        const auto got = d_pre_of<Bf16>(*this, form, shape, misalign, false),
-                   want = d_pre_of<Bf16>(*this, form, shape, misalign, true);
-        for (size_t i = 0; i < want.size(); ++i) ASSERT_EQ(got[i].bits, want[i].bits) << i;
-      }
-    }
+    for_shapes(kShapes, [&](const RowsByWidth& s, int64_t misalign) {
+      check_without_sums<float>(s, misalign);
+      check_without_sums<Bf16>(s, misalign);
+    });
   });
 }
 
 TEST_P(VitGelu, BackwardIsTheDerivativeOfForward) {
-  Shape shape{4, 9};
-  auto x = normal(shape.size(), 6), bias = normal(shape.width, 7), dy = normal(shape.size(), 8);
-  auto forward_reference = [&] {
-    auto pre = x;
-    return reference_forward(pre, bias, shape);
-  };
-  auto pre = x;
-  for (size_t i = 0; i < pre.size(); ++i) pre[i] += bias[i % 9];
+  const RowsByWidth s{4, 9};
+  auto x = normal(s.size(), 6), bias = normal(s.width, 7);
+  const auto dy = normal(s.size(), 8);
   in_each_form([&] {
-    auto got = backward(pre, {dy, std::vector<float>(9, 0.0f)}, shape, false);
-    auto loss = [&] { return dot(forward_reference(), dy); };
-    for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(got.dy[i], central_difference(x, i, loss), 2e-4) << i;
+    auto pre = x;
+    std::vector<float> y(x.size());
+    auto loss = [&] {
+      pre = x;
+      reference::bias_gelu(BiasGelu{.x = pre.data(),
+                                    .bias = bias.data(),
+                                    .y = y.data(),
+                                    .rows = s.rows,
+                                    .width = s.width,
+                                    .form = form});
+      return dot(y, dy);
+    };
+    loss();
+    Backward<float> b(*this, pre, dy, bias);
+    run(b, s, false);
+    const auto got = b.dy.got(), got_bias = b.d_bias.got();
+    for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(got[i], central_difference(x, i, loss), 2e-4) << i;
     for (size_t i = 0; i < bias.size(); ++i)
-      EXPECT_NEAR(got.d_bias[i], central_difference(bias, i, loss), 5e-4) << i;
+      EXPECT_NEAR(got_bias[i], central_difference(bias, i, loss), 5e-4) << i;
   });
 }
 
 TEST_P(VitGelu, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
-  Shape shape{1100, 128};
-  auto pre = normal(shape.size(), 9), bias = normal(shape.width, 10);
-  Backward in{normal(shape.size(), 11), normal(shape.width, 12)};
-  const int before = host_threads();
+  const RowsByWidth s{1100, 128};
   in_each_form([&] {
-    auto first = backward(pre, in, shape, false);
-    auto y = forward(pre, bias, shape)[1];
-    for (int threads : thread_counts()) {
-      set_host_threads(threads);
-      auto again = backward(pre, in, shape, false);
-      expect_same_bits(again.dy, first.dy, "dy");
-      expect_same_bits(again.d_bias, first.d_bias, "d_bias");
-      expect_same_bits(forward(pre, bias, shape)[1], y, "y");
-    }
-    set_host_threads(before);
+    expect_same_bits_with_any_threads([&] {
+      Backward<float> b(*this, s, 9, 0);
+      Operand<float> x(*this, b.pre.host), y(*this, s.size());
+      run(x, &b.d_bias, y, s);
+      run(b, s, false);
+      return Arrays{y.got(), b.dy.got(), b.d_bias.got()};
+    });
   });
 }
 

@@ -1,286 +1,214 @@
-#include <fmt/format.h>
-
 #include "kernels/vit/layer_norm.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
 
 struct Shape {
   int64_t rows, width, stride = 0;
-  size_t x_size() const {
-    return rows == 0 ? 0 : static_cast<size_t>((rows - 1) * (stride != 0 ? stride : width) + width);
-  }
-  size_t y_size() const { return static_cast<size_t>(rows * width); }
+  int64_t x_size() const { return rows == 0 ? 0 : (rows - 1) * (stride != 0 ? stride : width) + width; }
+  int64_t y_size() const { return rows * width; }
   std::string name() const { return fmt::format("{}x{} stride {}", rows, width, stride); }
-};
 
-const std::vector<Shape> kShapes = {{0, 64},
-                                    {1, 1},
-                                    {3, 7},
-                                    {5, 31},
-                                    {17, 32},
-                                    {16, 33},
-                                    {64, 64},
-                                    {270, 64},
-                                    {33, 127},
-                                    {9, 128},
-                                    {7, 129},
-                                    {5, 256},
-                                    {3, 384},
-                                    {2, 1023},
-                                    {3, 1024},
-                                    {2, 1025},
-                                    {4, 3072},
-                                    {5, 64, 5 * 64},
-                                    {6, 33, 2 * 33 + 1},
-                                    {3, 5000}};
-
-struct Inputs {
-  Shape shape;
-  std::vector<float> x, gamma, beta, dy, mean, rstd, dx, d_gamma, d_beta;
-
-  explicit Inputs(Shape s, uint32_t seed = 1) : shape(s) {
-    auto width = s.width;
-    x = OpTest::normal(static_cast<int64_t>(s.x_size()), seed, 2.0f);
-    for (float& v : x) v += 0.5f;
-    gamma = OpTest::normal(width, seed + 1);
-    beta = OpTest::normal(width, seed + 2);
-    dy = OpTest::normal(static_cast<int64_t>(s.y_size()), seed + 3);
-    dx = OpTest::normal(static_cast<int64_t>(s.x_size()), seed + 4);
-    d_gamma = OpTest::normal(width, seed + 5);
-    d_beta = OpTest::normal(width, seed + 6);
-    mean.resize(static_cast<size_t>(s.rows));
-    rstd.resize(static_cast<size_t>(s.rows));
-    forward();
-  }
-  std::vector<float> forward() {
-    std::vector<float> y(shape.y_size());
-    reference::layer_norm({.x = x.data(),
-                           .gamma = gamma.data(),
-                           .beta = beta.data(),
-                           .y = y.data(),
-                           .mean = mean.data(),
-                           .rstd = rstd.data(),
-                           .rows = shape.rows,
-                           .width = shape.width,
-                           .x_stride = shape.stride});
-    return y;
+  template <typename Args>
+  Args operator()(Args args) const {
+    args.rows = rows, args.width = width, args.x_stride = stride;
+    return args;
   }
 };
 
-struct Gradients {
-  std::vector<float> dx, d_gamma, d_beta, dx_sum;
-};
+// Each way of holding a row in registers, rows too long for registers, and strided rows.
+const std::vector<Shape> kShapes = {
+    {0, 64},   {1, 1},   {3, 7},   {5, 31},  {17, 32},  {16, 33},     {64, 64},           {270, 64},
+    {33, 127}, {9, 128}, {7, 129}, {5, 256}, {3, 384},  {2, 1023},    {3, 1024},          {2, 1025},
+    {4, 3072}, {4, 264}, {6, 72},  {3, 520}, {3, 5000}, {5, 64, 320}, {6, 33, 2 * 33 + 1}};
 
-Gradients reference_backward(const Inputs& in, bool accumulate_dx, bool accumulate) {
-  Gradients g{in.dx, in.d_gamma, in.d_beta, in.d_beta};
-  reference::layer_norm_backward({.x = in.x.data(),
-                                  .dy = in.dy.data(),
-                                  .gamma = in.gamma.data(),
-                                  .mean = in.mean.data(),
-                                  .rstd = in.rstd.data(),
-                                  .dx = g.dx.data(),
-                                  .d_gamma = g.d_gamma.data(),
-                                  .d_beta = g.d_beta.data(),
-                                  .dx_sum = g.dx_sum.data(),
-                                  .rows = in.shape.rows,
-                                  .width = in.shape.width,
-                                  .x_stride = in.shape.stride,
-                                  .accumulate_dx = accumulate_dx,
-                                  .accumulate = accumulate});
-  return g;
-}
+// The operands of both passes; mean and rstd are those of x.
+template <typename S>
+struct Operands {
+  Operand<float> x, gamma, beta, mean, rstd;
+  Operand<S> y, dy, dx_rounded;
+  Operand<float> dx, d_gamma, d_beta, dx_sum;
+
+  Operands(OpFixture& test, const Shape& s, int64_t misalign = 0)
+      : Operands(test, s, misalign, inputs(s), normal(s.width, 2), normal(s.width, 3)) {}
+  Operands(OpFixture& test, const Shape& s, int64_t misalign, const std::vector<float>& x_values,
+           const std::vector<float>& gamma_values, const std::vector<float>& beta_values)
+      : x(test, x_values, misalign),
+        gamma(test, gamma_values, misalign),
+        beta(test, beta_values, misalign),
+        mean(test, s.rows),
+        rstd(test, s.rows),
+        y(test, s.y_size(), misalign),
+        dy(test, normal(s.y_size(), 4), misalign),
+        dx_rounded(test, s.x_size(), misalign),
+        dx(test, normal(s.x_size(), 5), misalign),
+        d_gamma(test, normal(s.width, 6)),
+        d_beta(test, normal(s.width, 7)),
+        dx_sum(test, normal(s.width, 7)) {
+    reference::layer_norm(forward(OnHost{}, s));
+    mean.device.set(mean.host), rstd.device.set(rstd.host);
+  }
+  static std::vector<float> inputs(const Shape& s) {
+    auto values = normal(s.x_size(), 1, 2.0f);
+    for (float& v : values) v += 0.5f;
+    return values;
+  }
+  template <typename Side>
+  auto forward(Side on, const Shape& s) {
+    return s(LayerNorm{
+        .x = on(x), .gamma = on(gamma), .beta = on(beta), .y = on(y), .mean = on(mean), .rstd = on(rstd)});
+  }
+};
 
 class VitLayerNorm : public OpTest {
  public:
-  // {y, mean, rstd}
-  std::vector<std::vector<float>> forward(const Inputs& in, int64_t misalign) {
-    auto x = array(in.x, misalign), gamma = array(in.gamma, misalign), beta = array(in.beta, misalign);
-    auto y = array<float>(static_cast<int64_t>(in.shape.y_size()), misalign);
-    auto mean = array<float>(in.shape.rows), rstd = array<float>(in.shape.rows);
-    LayerNorm args{.x = x.data(),
-                   .gamma = gamma.data(),
-                   .beta = beta.data(),
-                   .y = y.data(),
-                   .mean = mean.data(),
-                   .rstd = rstd.data(),
-                   .rows = in.shape.rows,
-                   .width = in.shape.width,
-                   .x_stride = in.shape.stride};
-    GW_RUN(layer_norm, args);
-    y.expect_guards_intact("y");
-    mean.expect_guards_intact("mean");
-    rstd.expect_guards_intact("rstd");
-    return {y.host(), mean.host(), rstd.host()};
+  std::vector<float> forward(const Shape& s, const std::vector<float>& x) {
+    Operands<float> o(*this, s, 0, x, normal(s.width, 2), normal(s.width, 3));
+    GW_RUN(layer_norm, o.forward(OnDevice{}, s));
+    o.y.expect_close("y", 1e-5);
+    return o.y.got();
   }
-
-  Gradients backward(const Inputs& in, bool accumulate_dx, bool accumulate, int64_t misalign) {
-    auto x = array(in.x, misalign), dy = array(in.dy, misalign), gamma = array(in.gamma, misalign);
-    auto mean = array(in.mean), rstd = array(in.rstd);
-    auto dx = array(in.dx, misalign), d_gamma = array(in.d_gamma), d_beta = array(in.d_beta),
-         dx_sum = array(in.d_beta);
-    auto workspace = array<float>(layer_norm_backward_workspace(in.shape.rows, in.shape.width));
-    LayerNormBackward args{.x = x.data(),
-                           .dy = dy.data(),
-                           .gamma = gamma.data(),
-                           .mean = mean.data(),
-                           .rstd = rstd.data(),
-                           .dx = dx.data(),
-                           .d_gamma = d_gamma.data(),
-                           .d_beta = d_beta.data(),
-                           .dx_sum = dx_sum.data(),
-                           .workspace = workspace.data(),
-                           .rows = in.shape.rows,
-                           .width = in.shape.width,
-                           .x_stride = in.shape.stride,
-                           .accumulate_dx = accumulate_dx,
-                           .accumulate = accumulate};
-    GW_RUN(layer_norm_backward, args);
-    dx.expect_guards_intact("dx");
-    d_gamma.expect_guards_intact("d_gamma");
-    d_beta.expect_guards_intact("d_beta");
-    dx_sum.expect_guards_intact("dx_sum");
-    workspace.expect_guards_intact("workspace");
-    return {dx.host(), d_gamma.host(), d_beta.host(), dx_sum.host()};
+  template <typename S>
+  void expect_reference(const Operands<S>& o) {
+    o.y.expect_rounded("y", 3e-6, 1.0, 2e-5);
+    o.mean.expect_close("mean", 1e-6);
+    o.rstd.expect_close("rstd", 3e-6);
+  }
+  template <typename S>
+  void check_forward(const Shape& s, int64_t misalign) {
+    Operands<S> o(*this, s, misalign);
+    o.mean.device.poison(), o.rstd.device.poison();
+    GW_RUN(layer_norm, o.forward(OnDevice{}, s));
+    expect_reference(o);
+  }
+  // Adds a branch and its bias to x, in place of x, of the branch or of neither, and expects the bits of an
+  // addition before the op. Elements between strided rows are not written.
+  enum class Out { x, branch, other };
+  template <typename S>
+  void check_branch(const Shape& s, int64_t misalign, Out to) {
+    Operands<S> o(*this, s, misalign), alone(*this, s, misalign);
+    Operand<S> branch(*this, normal(s.x_size(), 21), misalign);
+    Operand<float> bias(*this, normal(s.width, 22), misalign), other(*this, normal(s.x_size(), 23), misalign);
+    Operand<float>& sum = [&]() -> Operand<float>& {
+      if constexpr (std::is_same_v<S, float>) {
+        if (to == Out::branch) return branch;
+      }
+      return to == Out::x ? o.x : other;
+    }();
+    GW_RUN_BOTH(layer_norm, [&](auto on) {
+      auto args = o.forward(on, s);
+      args.branch = on(branch), args.branch_bias = on(bias), args.sum = on(sum);
+      return args;
+    });
+    sum.expect_same_bits("sum");
+    expect_reference(o);
+    alone.x.device.set(sum.host);
+    GW_RUN(layer_norm, alone.forward(OnDevice{}, s));
+    expect_same_bits(o.y.got(), alone.y.got(), "y");
+    expect_same_bits(o.mean.got(), alone.mean.got(), "mean");
+    expect_same_bits(o.rstd.got(), alone.rstd.got(), "rstd");
+  }
+  template <typename S>
+  void run_backward(Operands<S>& o, const Shape& s, bool accumulate_dx, bool accumulate) {
+    Operand<float> workspace(*this, layer_norm_backward_workspace(s.rows, s.width));
+    GW_RUN_BOTH(layer_norm_backward, [&](auto on) {
+      auto args = s(LayerNormBackward{.x = on(o.x),
+                                      .dy = on(o.dy),
+                                      .gamma = on(o.gamma),
+                                      .mean = on(o.mean),
+                                      .rstd = on(o.rstd),
+                                      .dx = on(o.dx),
+                                      .d_gamma = on(o.d_gamma),
+                                      .d_beta = on(o.d_beta),
+                                      .dx_sum = on(o.dx_sum),
+                                      .workspace = on(workspace)});
+      if (!std::is_same_v<S, float>) args.dx_rounded = on(o.dx_rounded);
+      args.accumulate_dx = accumulate_dx, args.accumulate = accumulate;
+      return args;
+    });
+  }
+  template <typename S>
+  void check_backward(const Shape& s, int64_t misalign, bool accumulate_dx, bool accumulate) {
+    Operands<S> o(*this, s, misalign);
+    run_backward(o, s, accumulate_dx, accumulate);
+    // dx includes the gaps between strided rows, which must be unchanged. A row of one element has rstd 1000.
+    double scale = 1.0;
+    for (float r : o.rstd.host) scale = std::max<double>(scale, r);
+    const double sums = std::sqrt(1.0 + static_cast<double>(s.rows));
+    o.dx.expect_close("dx", 3e-6, scale);
+    o.d_gamma.expect_close("d_gamma", 1e-5, sums);
+    o.d_beta.expect_close("d_beta", 1e-5, sums);
+    o.dx_sum.expect_close("dx_sum", 1e-5, scale * sums);
+    if (!std::is_same_v<S, float> && s.stride == 0)
+      expect_same_bits(o.dx_rounded.got(), widened(narrowed<S>(o.dx.got())), "dx_rounded");
   }
 };
 
 TEST_P(VitLayerNorm, ForwardMatchesTheDoubleReference) {
-  for (const Shape& shape : kShapes) {
-    Inputs in(shape);
-    auto want = in.forward();
-    for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-      auto got = forward(in, misalign);
-      expect_close(got[0], want, 3e-6, "y");
-      expect_close(got[1], in.mean, 1e-6, "mean");
-      expect_close(got[2], in.rstd, 3e-6, "rstd");
-    }
-  }
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
+    check_forward<float>(s, misalign);
+    check_forward<Bf16>(s, misalign);
+  });
 }
 
 TEST_P(VitLayerNorm, FusedResidualAddMatchesASeparateOneBitForBit) {
-  for (const Shape& shape : kShapes) {
-    Inputs in(shape);
-    const auto count = static_cast<int64_t>(shape.x_size()), size = static_cast<int64_t>(shape.y_size());
-    const int64_t stride = shape.stride != 0 ? shape.stride : shape.width;
-    auto branch = normal(count, 21), bias = normal(shape.width, 22), gaps = normal(count, 23);
-    // Elements between strided rows are not written.
-    auto with_sums = [&](std::vector<float> into) {
-      for (int64_t row = 0; row < shape.rows; ++row) {
-        for (int64_t c = 0; c < shape.width; ++c) {
-          const auto i = static_cast<size_t>(row * stride + c);
-          into[i] = in.x[i] + (branch[i] + bias[static_cast<size_t>(c)]);
-        }
-      }
-      return into;
-    };
-    Inputs joined = in;
-    joined.x = with_sums(in.x);
-    for (int64_t misalign : {0, 1}) {
-      auto want = forward(joined, misalign);
-      for (bool in_place : {false, true}) {
-        SCOPED_TRACE(
-            fmt::format("{} misaligned by {}{}", shape.name(), misalign, in_place ? ", in place" : ""));
-        auto x = array(in.x, misalign), gamma = array(in.gamma, misalign), beta = array(in.beta, misalign);
-        auto y = array<float>(size, misalign), other = array(gaps, misalign);
-        auto mean = array<float>(shape.rows), rstd = array<float>(shape.rows);
-        auto product = array(branch, misalign), product_bias = array(bias, misalign);
-        auto& out = in_place ? product : other;
-        LayerNorm args{.x = x.data(),
-                       .gamma = gamma.data(),
-                       .beta = beta.data(),
-                       .y = y.data(),
-                       .mean = mean.data(),
-                       .rstd = rstd.data(),
-                       .rows = shape.rows,
-                       .width = shape.width,
-                       .x_stride = shape.stride,
-                       .branch = product.data(),
-                       .branch_bias = product_bias.data(),
-                       .sum = out.data()};
-        GW_RUN(layer_norm, args);
-        out.expect_guards_intact("sum");
-        y.expect_guards_intact("y");
-        expect_same_bits(out.host(), with_sums(in_place ? branch : gaps), "sum");
-        expect_same_bits(y.host(), want[0], "y");
-        expect_same_bits(mean.host(), want[1], "mean");
-        expect_same_bits(rstd.host(), want[2], "rstd");
-      }
-    }
-  }
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
+    for (Out to : {Out::x, Out::branch, Out::other}) check_branch<float>(s, misalign, to);
+    for (Out to : {Out::x, Out::other}) check_branch<Bf16>(s, misalign, to);
+  });
 }
 
 TEST_P(VitLayerNorm, ConstantRowsGiveBetaAndOffsetsCancel) {
-  Inputs in({2, 100});
-  for (size_t c = 0; c < 100; ++c) {
-    in.x[c] = 3.0f;
-    in.x[100 + c] = 4096.0f + static_cast<float>(c % 2);  // mean far above the deviation of 0.5
-  }
-  auto want = in.forward();
-  auto got = forward(in, 0);
-  expect_close(got[0], want, 1e-5, "y");
-  for (size_t c = 0; c < 100; ++c) EXPECT_EQ(got[0][c], in.beta[c]);
+  std::vector<float> x(200, 3.0f);
+  for (size_t c = 0; c < 100; ++c)  // mean far above the deviation of 0.5
+    x[100 + c] = 4096.0f + static_cast<float>(c % 2);
+  const auto got = forward({2, 100}, x), beta = normal(100, 3);
+  for (size_t c = 0; c < 100; ++c) EXPECT_EQ(got[c], beta[c]);
 }
 
 TEST_P(VitLayerNorm, NanStaysInItsRow) {
-  Inputs in({3, 65});
-  in.x[65 + 7] = std::numeric_limits<float>::quiet_NaN();
-  auto got = forward(in, 0)[0];
+  auto x = normal(3 * 65, 1);
+  x[65 + 7] = std::numeric_limits<float>::quiet_NaN();
+  const auto got = forward({3, 65}, x);
   for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(std::isnan(got[i]), i / 65 == 1) << i;
 }
 
 TEST_P(VitLayerNorm, BackwardMatchesTheDoubleReferenceWithEveryAccumulateFlag) {
-  for (const Shape& shape : kShapes) {
-    Inputs in(shape);
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
     for (int flags = 0; flags < 4; ++flags) {
-      SCOPED_TRACE(fmt::format("{} flags {}", shape.name(), flags));
-      bool accumulate_dx = (flags & 1) != 0, accumulate = (flags & 2) != 0;
-      auto want = reference_backward(in, accumulate_dx, accumulate);
-      auto got = backward(in, accumulate_dx, accumulate, flags % 2);
-      // dx includes the gaps between strided rows, which must be unchanged. A row of one element has rstd
-      // 1000.
-      double scale = 1.0;
-      for (float r : in.rstd) scale = std::max<double>(scale, r);
-      expect_close(got.dx, want.dx, 3e-6, "dx", scale);
-      expect_close(got.d_gamma, want.d_gamma, 1e-5, "d_gamma",
-                   std::sqrt(1.0 + static_cast<double>(shape.rows)));
-      expect_close(got.d_beta, want.d_beta, 1e-5, "d_beta", std::sqrt(1.0 + static_cast<double>(shape.rows)));
-      expect_close(got.dx_sum, want.dx_sum, 1e-5, "dx_sum",
-                   scale * std::sqrt(1.0 + static_cast<double>(shape.rows)));
+      SCOPED_TRACE(fmt::format("flags {}", flags));
+      check_backward<float>(s, misalign, (flags & 1) != 0, (flags & 2) != 0);
+      check_backward<Bf16>(s, misalign, (flags & 1) != 0, (flags & 2) != 0);
     }
-  }
+  });
 }
 
 TEST_P(VitLayerNorm, BackwardIsTheDerivativeOfForward) {
-  Inputs in({3, 19});
-  auto got = backward(in, false, false, 0);
-  auto loss = [&] { return dot(in.forward(), in.dy); };
-  for (size_t i = 0; i < in.x.size(); ++i)
-    EXPECT_NEAR(got.dx[i], central_difference(in.x, i, loss), 1e-3) << i;
-  for (size_t i = 0; i < in.gamma.size(); ++i) {
-    EXPECT_NEAR(got.d_gamma[i], central_difference(in.gamma, i, loss), 1e-3) << i;
-    EXPECT_NEAR(got.d_beta[i], central_difference(in.beta, i, loss), 1e-3) << i;
-  }
+  const Shape s{3, 19};
+  Operands<float> o(*this, s);
+  run_backward(o, s, false, false);
+  auto loss = [&] {
+    reference::layer_norm(o.forward(OnHost{}, s));
+    return dot(o.y.host, o.dy.host);
+  };
+  auto check = [&](std::vector<float>& values, const std::vector<float>& got) {
+    for (size_t i = 0; i < values.size(); ++i)
+      EXPECT_NEAR(got[i], central_difference(values, i, loss), 1e-3) << i;
+  };
+  check(o.x.host, o.dx.got());
+  check(o.gamma.host, o.d_gamma.got());
+  check(o.beta.host, o.d_beta.got());
 }
 
 TEST_P(VitLayerNorm, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
-  Inputs in({1500, 72});
-  const int before = host_threads();
-  auto first = backward(in, false, false, 0);
-  auto first_y = forward(in, 0)[0];
-  for (int threads : thread_counts()) {
-    set_host_threads(threads);
-    auto again = backward(in, false, false, 0);
-    expect_same_bits(again.dx, first.dx, "dx");
-    expect_same_bits(again.d_gamma, first.d_gamma, "d_gamma");
-    expect_same_bits(again.d_beta, first.d_beta, "d_beta");
-    expect_same_bits(forward(in, 0)[0], first_y, "y");
-  }
-  set_host_threads(before);
+  const Shape s{1500, 72};
+  expect_same_bits_with_any_threads([&] {
+    Operands<float> o(*this, s);
+    run_backward(o, s, false, false);
+    GW_RUN(layer_norm, o.forward(OnDevice{}, s));
+    return Arrays{o.dx.got(), o.d_gamma.got(), o.d_beta.got(), o.y.got()};
+  });
 }
 
 GW_INSTANTIATE_BACKENDS(VitLayerNorm);

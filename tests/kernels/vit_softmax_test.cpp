@@ -1,10 +1,6 @@
-#include <fmt/format.h>
-
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
@@ -14,60 +10,83 @@ struct Shape {
   float scale = 1.0f;
   int64_t size() const { return rows * ld; }
   std::string name() const { return fmt::format("{}x{} ld {}", rows, width, ld); }
+
+  template <typename Args>
+  Args operator()(Args args) const {
+    args.rows = rows, args.width = width, args.ld = ld, args.scale = scale;
+    return args;
+  }
+  // Returns normal draws with `padding` after each row.
+  std::vector<float> draws(uint32_t seed, float size, float padding) const {
+    auto values = normal(rows * ld, seed, size);
+    for (int64_t i = 0; i < std::ssize(values); ++i) {
+      if (i % ld >= width) values[static_cast<size_t>(i)] = padding;
+    }
+    return values;
+  }
 };
 
-const std::vector<Shape> kShapes = {{0, 17, 24},     {1, 1, 1},       {5, 1, 4},           {7, 7, 8, 0.5f},
-                                    {40, 17, 24},    {9, 16, 16},     {33, 31, 31},        {17, 32, 32},
-                                    {6, 33, 40},     {50, 50, 56},    {20, 50, 50, 0.25f}, {3, 65, 72},
-                                    {5, 127, 128},   {5, 129, 132},   {21, 197, 200},      {3, 257, 264},
-                                    {2, 1024, 1024}, {2, 1025, 1028}, {3, 2050, 2056}};
+const std::vector<Shape> kShapes = {
+    {0, 17, 24},         {1, 1, 1},       {5, 1, 4},       {7, 7, 8, 0.5f}, {40, 17, 24},
+    {9, 16, 16},         {33, 31, 31},    {17, 32, 32},    {6, 33, 40},     {50, 50, 56},
+    {20, 50, 50, 0.25f}, {3, 65, 72},     {5, 127, 128},   {5, 129, 132},   {21, 197, 200},
+    {3, 257, 264},       {2, 1024, 1024}, {2, 1025, 1028}, {3, 2050, 2056}, {3, 517, 520, 0.5f}};
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 std::vector<float> reference_softmax(std::vector<float> x, const Shape& s) {
-  reference::softmax(
-      {.x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale});
+  reference::softmax(s(Softmax{.x = x.data(), .y = x.data()}));
   return x;
 }
 
 class VitSoftmax : public OpTest {
  public:
-  std::vector<float> forward(const std::vector<float>& values, const Shape& s, int64_t misalign = 0) {
-    auto x = array(values, misalign);
-    Softmax args{
-        .x = x.data(), .y = x.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale};
-    GW_RUN(softmax, args);
-    x.expect_guards_intact("x");
-    return x.host();
+  std::vector<float> forward(const std::vector<float>& values, const Shape& s) {
+    Operand<float> x(*this, values);
+    GW_RUN_BOTH(softmax, [&](auto on) { return s(Softmax{.x = on(x), .y = on(x)}); });
+    return x.got();
   }
   std::vector<float> backward(const std::vector<float>& y_values, const std::vector<float>& dy_values,
-                              const Shape& s, int64_t misalign = 0) {
-    auto y = array(y_values, misalign), dy = array(dy_values, misalign);
-    SoftmaxBackward args{
-        .y = y.data(), .dy = dy.data(), .rows = s.rows, .width = s.width, .ld = s.ld, .scale = s.scale};
-    GW_RUN(softmax_backward, args);
-    dy.expect_guards_intact("dy");
-    return dy.host();
+                              const Shape& s) {
+    Operand<float> y(*this, y_values), dy(*this, dy_values);
+    GW_RUN_BOTH(softmax_backward, [&](auto on) { return s(SoftmaxBackward{.y = on(y), .dy = on(dy)}); });
+    return dy.got();
   }
-};
+  // FP32 scores are overwritten by the weights. The padding's old contents must not affect the results.
+  template <typename S>
+  void check(const Shape& s, int64_t misalign) {
+    Operand<float> x(*this, s.draws(3, 4.0f, kNan), misalign);
+    Operand<S> other(*this, s.size(), misalign), dy(*this, s.draws(4, 1.0f, kNan), misalign);
+    Operand<S>& y = [&]() -> Operand<S>& {
+      if constexpr (std::is_same_v<S, float>) return x;
+      return other;
+    }();
+    GW_RUN_BOTH(softmax, [&](auto on) { return s(Softmax{.x = on(x), .y = on(y)}); });
+    // A sum of 2050 terms in FP32, without FMA in sanitizer builds
+    y.expect_rounded("y", 6e-6, 1e-6, 1e-6);
+    expect_zero_padding(y, s);
+    y.host = y.got();
+    GW_RUN_BOTH(softmax_backward, [&](auto on) { return s(SoftmaxBackward{.y = on(y), .dy = on(dy)}); });
+    dy.expect_rounded("dx", 1e-6, 0.1, 1e-6);
+    expect_zero_padding(dy, s);
+  }
 
-TEST_P(VitSoftmax, ForwardMatchesTheDoubleReferenceAndZeroesThePadding) {
-  for (const Shape& shape : kShapes) {
-    for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-      auto x = normal(shape.size(), 3, 4.0f);
-      // The padding's old contents must not affect the result.
-      for (int64_t i = 0; i < shape.size(); ++i) {
-        if (i % shape.ld >= shape.width) x[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
-      }
-      auto got = forward(x, shape, misalign), want = reference_softmax(x, shape);
-      // A sum of 2050 terms in FP32, without FMA in sanitizer builds
-      expect_close(got, want, 6e-6, "y", 1e-6);
-      for (int64_t i = 0; i < shape.size(); ++i) {
-        if (i % shape.ld >= shape.width) {
-          ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f);
-        }
+ private:
+  template <typename S>
+  static void expect_zero_padding(const Operand<S>& x, const Shape& s) {
+    const auto got = x.got();
+    for (int64_t i = 0; i < s.size(); ++i) {
+      if (i % s.ld >= s.width) {
+        ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f) << i;
       }
     }
   }
+};
+
+TEST_P(VitSoftmax, MatchesTheDoubleReferenceAndZeroesThePadding) {
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
+    check<float>(s, misalign);
+    check<Bf16>(s, misalign);
+  });
 }
 
 TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
@@ -91,39 +110,13 @@ TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
 TEST_P(VitSoftmax, NanStaysInItsRow) {
   Shape shape{3, 17, 24};
   auto x = normal(shape.size(), 5);
-  x[24 + 2] = std::numeric_limits<float>::quiet_NaN();
+  x[24 + 2] = kNan;
   auto got = forward(x, shape);
   for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(std::isnan(got[i]), i / 24 == 1 && i % 24 < 17) << i;
 }
 
-TEST_P(VitSoftmax, BackwardMatchesTheDoubleReferenceAndZeroesThePadding) {
-  for (const Shape& shape : kShapes) {
-    for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(fmt::format("{} misaligned by {}", shape.name(), misalign));
-      auto y = reference_softmax(normal(shape.size(), 3, 2.0f), shape), dy = normal(shape.size(), 4);
-      for (int64_t i = 0; i < shape.size(); ++i) {
-        if (i % shape.ld >= shape.width) dy[static_cast<size_t>(i)] = std::numeric_limits<float>::quiet_NaN();
-      }
-      auto want = dy;
-      reference::softmax_backward({.y = y.data(),
-                                   .dy = want.data(),
-                                   .rows = shape.rows,
-                                   .width = shape.width,
-                                   .ld = shape.ld,
-                                   .scale = shape.scale});
-      auto got = backward(y, dy, shape, misalign);
-      expect_close(got, want, 1e-6, "dx", 0.1);
-      for (int64_t i = 0; i < shape.size(); ++i) {
-        if (i % shape.ld >= shape.width) {
-          ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f);
-        }
-      }
-    }
-  }
-}
-
 TEST_P(VitSoftmax, BackwardIsTheDerivativeOfForward) {
-  Shape shape{2, 11, 12, 0.7f};
+  const Shape shape{2, 11, 12, 0.7f};
   auto x = normal(shape.size(), 6), dy = normal(shape.size(), 7);
   auto got = backward(reference_softmax(x, shape), dy, shape);
   auto masked = dy;
@@ -135,16 +128,11 @@ TEST_P(VitSoftmax, BackwardIsTheDerivativeOfForward) {
 }
 
 TEST_P(VitSoftmax, AnyNumberOfThreadsGivesTheSameBits) {
-  Shape shape{4000, 17, 24, 0.25f};
-  auto x = normal(shape.size(), 8), dy = normal(shape.size(), 9);
-  const int before = host_threads();
-  auto y = forward(x, shape), dx = backward(y, dy, shape);
-  for (int threads : thread_counts()) {
-    set_host_threads(threads);
-    expect_same_bits(forward(x, shape), y, "y");
-    expect_same_bits(backward(y, dy, shape), dx, "dx");
-  }
-  set_host_threads(before);
+  const Shape s{4000, 17, 24, 0.25f};
+  expect_same_bits_with_any_threads([&] {
+    const auto y = forward(normal(s.size(), 8), s);
+    return Arrays{y, backward(y, normal(s.size(), 9), s)};
+  });
 }
 
 GW_INSTANTIATE_BACKENDS(VitSoftmax);

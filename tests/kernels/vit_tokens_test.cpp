@@ -1,44 +1,121 @@
-#include <fmt/format.h>
-
 #include "kernels/vit/tokens.h"
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/backend.h"
-#include "tests/kernels/compare.h"
+#include "tests/kernels/operand.h"
 
 namespace gradwire::testing {
 namespace {
 
-class VitTokens : public OpTest {};
+struct Image {
+  int64_t batch;
+  int32_t channels, image, patch;
+  std::string name() const { return fmt::format("image {} patch {}", image, patch); }
+};
 
-TEST_P(VitTokens, PatchifyMapsEveryPixelToItsPatch) {
-  struct Shape {
-    int64_t batch;
-    int32_t channels, image, patch;
-  };
-  for (Shape s :
-       {Shape{0, 1, 28, 7}, Shape{3, 1, 28, 7}, Shape{2, 3, 32, 4}, Shape{2, 3, 8, 8}, Shape{1, 3, 64, 32},
-        Shape{2, 2, 17, 5}, Shape{1, 1, 3, 4}, Shape{1, 1, 1, 1}, Shape{5, 3, 9, 1}}) {
-    SCOPED_TRACE(fmt::format("image {} patch {}", s.image, s.patch));
-    int64_t grid = s.image / s.patch, pixels = s.batch * s.channels * s.image * s.image;
-    int64_t count = s.batch * grid * grid * s.channels * s.patch * s.patch;
-    std::vector<float> values(static_cast<size_t>(pixels)), want(static_cast<size_t>(count));
-    for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i + 1);
-    Patchify args{.images = values.data(),
-                  .patches = want.data(),
-                  .batch = s.batch,
-                  .channels = s.channels,
-                  .image = s.image,
-                  .patch = s.patch};
-    reference::patchify(args);
-    for (int64_t misalign : {0, 1}) {
-      auto images = array(values, misalign), patches = array<float>(count, misalign);
-      args.images = images.data();
-      args.patches = patches.data();
-      GW_RUN(patchify, args);
-      patches.expect_guards_intact("patches");
-      expect_same_bits(patches.host(), want, "patches");
-    }
+struct Shape {
+  int64_t batch, tokens, width;
+  int64_t size() const { return batch * tokens * width; }
+  int64_t patches() const { return batch * std::max<int64_t>(0, tokens - 1) * width; }
+  std::string name() const { return fmt::format("{}x{}x{}", batch, tokens, width); }
+
+  template <typename Args>
+  Args operator()(Args args) const {
+    args.batch = batch, args.tokens = tokens, args.width = width;
+    return args;
   }
+};
+const std::vector<Shape> kShapes = {{0, 17, 64}, {1, 1, 1},   {1, 2, 7},    {3, 1, 33},   {5, 17, 64},
+                                    {2, 50, 31}, {33, 5, 65}, {2, 5, 1024}, {3, 4, 1023}, {2, 197, 48}};
+
+template <typename S>
+struct Assemble {
+  Operand<S> projected;
+  Operand<float> bias, class_token, position, x;
+
+  Assemble(OpFixture& test, const Shape& s, int64_t misalign = 0)
+      : projected(test, normal(s.patches(), 1), misalign),
+        bias(test, normal(s.width, 2), misalign),
+        class_token(test, normal(s.width, 3), misalign),
+        position(test, normal(s.tokens * s.width, 4), misalign),
+        x(test, s.size(), misalign) {}
+  template <typename Side>
+  auto args(Side on, const Shape& s) {
+    return s(AssembleTokens{.projected = on(projected),
+                            .bias = on(bias),
+                            .class_token = on(class_token),
+                            .position = on(position),
+                            .x = on(x)});
+  }
+};
+
+template <typename S>
+struct Backward {
+  Operand<float> dx;
+  Operand<S> d_projected;
+  Operand<float> d_bias, d_class_token, d_position;
+
+  Backward(OpFixture& test, const Shape& s, int64_t misalign = 0)
+      : dx(test, normal(s.size(), 11), misalign),
+        d_projected(test, s.patches(), misalign),
+        d_bias(test, normal(s.width, 12)),
+        d_class_token(test, normal(s.width, 13)),
+        d_position(test, normal(s.tokens * s.width, 14)) {}
+};
+
+class VitTokens : public OpTest {
+ public:
+  template <typename S>
+  void check_patchify(const Image& s, int64_t misalign) {
+    const int64_t grid = s.image / s.patch;
+    Operand<float> images(*this, normal(s.batch * s.channels * s.image * s.image, 20), misalign);
+    Operand<S> patches(*this, s.batch * grid * grid * s.channels * s.patch * s.patch, misalign);
+    GW_RUN_BOTH(patchify, [&](auto on) {
+      return Patchify{.images = on(images),
+                      .patches = on(patches),
+                      .batch = s.batch,
+                      .channels = s.channels,
+                      .image = s.image,
+                      .patch = s.patch};
+    });
+    patches.host = widened(narrowed<S>(patches.host));
+    patches.expect_same_bits("patches");
+  }
+  template <typename S>
+  void check_assemble(const Shape& s, int64_t misalign) {
+    Assemble<S> a(*this, s, misalign);
+    GW_RUN_BOTH(assemble_tokens, [&](auto on) { return a.args(on, s); });
+    a.x.expect_close("x", 3e-7);
+  }
+  template <typename S>
+  void run(Backward<S>& b, const Shape& s, bool accumulate) {
+    GW_RUN_BOTH(assemble_tokens_backward, [&](auto on) {
+      auto args = s(AssembleTokensBackward{.dx = on(b.dx),
+                                           .d_projected = on(b.d_projected),
+                                           .d_bias = on(b.d_bias),
+                                           .d_class_token = on(b.d_class_token),
+                                           .d_position = on(b.d_position)});
+      args.accumulate = accumulate;
+      return args;
+    });
+  }
+  template <typename S>
+  void check_backward(const Shape& s, int64_t misalign, bool accumulate) {
+    Backward<S> b(*this, s, misalign);
+    run(b, s, accumulate);
+    b.d_projected.host = widened(narrowed<S>(b.d_projected.host));
+    b.d_projected.expect_same_bits("d_projected");
+    b.d_bias.expect_close("d_bias", 3e-6, 3.0);
+    b.d_class_token.expect_close("d_class_token", 2e-6);
+    b.d_position.expect_close("d_position", 2e-6);
+  }
+};
+
+TEST_P(VitTokens, PatchifyMatchesTheReference) {
+  const std::vector<Image> images = {{0, 1, 28, 7},  {3, 1, 28, 7}, {2, 3, 32, 4}, {2, 3, 8, 8},
+                                     {1, 3, 64, 32}, {2, 2, 17, 5}, {1, 1, 3, 4},  {1, 1, 1, 1},
+                                     {5, 3, 9, 1},   {2, 2, 16, 8}};
+  for_shapes(images, [&](const Image& image, int64_t misalign) {
+    check_patchify<float>(image, misalign);
+    check_patchify<Bf16>(image, misalign);
+  });
 }
 
 TEST_P(VitTokens, PatchifyFollowsTheContractsFormula) {
@@ -64,146 +141,48 @@ TEST_P(VitTokens, PatchifyFollowsTheContractsFormula) {
           }
 }
 
-struct Shape {
-  int64_t batch, tokens, width;
-  int64_t size() const { return batch * tokens * width; }
-  int64_t patches() const { return batch * std::max<int64_t>(0, tokens - 1) * width; }
-  std::string name() const { return fmt::format("{}x{}x{}", batch, tokens, width); }
-};
-const std::vector<Shape> kShapes = {{0, 17, 64}, {1, 1, 1},   {1, 2, 7},    {3, 1, 33},   {5, 17, 64},
-                                    {2, 50, 31}, {33, 5, 65}, {2, 5, 1024}, {3, 4, 1023}, {2, 197, 48}};
-
 TEST_P(VitTokens, AssembleAddsClassTokenBiasAndPositions) {
-  for (const Shape& s : kShapes) {
-    auto projected = normal(s.patches(), 1), bias = normal(s.width, 2), class_token = normal(s.width, 3),
-         position = normal(s.tokens * s.width, 4);
-    std::vector<float> want(static_cast<size_t>(s.size()));
-    reference::assemble_tokens({.projected = projected.data(),
-                                .bias = bias.data(),
-                                .class_token = class_token.data(),
-                                .position = position.data(),
-                                .x = want.data(),
-                                .batch = s.batch,
-                                .tokens = s.tokens,
-                                .width = s.width});
-    for (int64_t misalign : {0, 1}) {
-      SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
-      auto d_projected = array(projected, misalign), d_bias = array(bias, misalign),
-           d_class_token = array(class_token, misalign), d_position = array(position, misalign);
-      auto x = array<float>(s.size(), misalign);
-      AssembleTokens args{.projected = d_projected.data(),
-                          .bias = d_bias.data(),
-                          .class_token = d_class_token.data(),
-                          .position = d_position.data(),
-                          .x = x.data(),
-                          .batch = s.batch,
-                          .tokens = s.tokens,
-                          .width = s.width};
-      GW_RUN(assemble_tokens, args);
-      x.expect_guards_intact("x");
-      expect_close(x.host(), want, 3e-7, "x");
-    }
-  }
-}
-
-struct Gradients {
-  std::vector<float> d_projected, d_bias, d_class_token, d_position;
-};
-
-Gradients start(const Shape& s) {
-  return {std::vector<float>(static_cast<size_t>(s.patches()), -7.0f), OpTest::normal(s.width, 12),
-          OpTest::normal(s.width, 13), OpTest::normal(s.tokens * s.width, 14)};
-}
-
-template <typename Run>
-void backward(const Run& run, const Shape& s, const float* dx, float* d_projected, float* d_bias,
-              float* d_class_token, float* d_position, bool accumulate) {
-  run(AssembleTokensBackward{.dx = dx,
-                             .d_projected = d_projected,
-                             .d_bias = d_bias,
-                             .d_class_token = d_class_token,
-                             .d_position = d_position,
-                             .batch = s.batch,
-                             .tokens = s.tokens,
-                             .width = s.width,
-                             .accumulate = accumulate});
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
+    check_assemble<float>(s, misalign);
+    check_assemble<Bf16>(s, misalign);
+  });
 }
 
 TEST_P(VitTokens, AssembleBackwardMatchesTheDoubleReference) {
-  for (const Shape& s : kShapes) {
+  for_shapes(kShapes, [&](const Shape& s, int64_t misalign) {
     for (bool accumulate : {false, true}) {
-      SCOPED_TRACE(s.name() + (accumulate ? " accumulating" : ""));
-      auto dx = normal(s.size(), 11);
-      Gradients want = start(s), in = start(s);
-      backward([](const auto& args) { reference::assemble_tokens_backward(args); }, s, dx.data(),
-               want.d_projected.data(), want.d_bias.data(), want.d_class_token.data(), want.d_position.data(),
-               accumulate);
-      auto d_dx = array(dx, accumulate ? 1 : 0), d_projected = array(in.d_projected, accumulate ? 1 : 0),
-           d_bias = array(in.d_bias), d_class_token = array(in.d_class_token),
-           d_position = array(in.d_position);
-      backward([this](const auto& args) { GW_RUN(assemble_tokens_backward, args); }, s, d_dx.data(),
-               d_projected.data(), d_bias.data(), d_class_token.data(), d_position.data(), accumulate);
-      for (auto* a : {&d_projected, &d_bias, &d_class_token, &d_position})
-        a->expect_guards_intact("a gradient");
-      expect_same_bits(d_projected.host(), want.d_projected, "d_projected");
-      expect_close(d_bias.host(), want.d_bias, 3e-6, "d_bias", 3.0);
-      expect_close(d_class_token.host(), want.d_class_token, 2e-6, "d_class_token");
-      expect_close(d_position.host(), want.d_position, 2e-6, "d_position");
+      check_backward<float>(s, misalign, accumulate);
+      check_backward<Bf16>(s, misalign, accumulate);
     }
-  }
+  });
 }
 
 TEST_P(VitTokens, AssembleBackwardIsTheDerivativeOfForward) {
-  Shape s{3, 4, 5};
-  auto projected = normal(s.patches(), 1), bias = normal(s.width, 2), class_token = normal(s.width, 3),
-       position = normal(s.tokens * s.width, 4), dx = normal(s.size(), 5);
+  const Shape s{3, 4, 5};
+  Assemble<float> a(*this, s);
+  Backward<float> b(*this, s);
+  run(b, s, false);
   auto loss = [&] {
-    std::vector<float> x(static_cast<size_t>(s.size()));
-    reference::assemble_tokens({.projected = projected.data(),
-                                .bias = bias.data(),
-                                .class_token = class_token.data(),
-                                .position = position.data(),
-                                .x = x.data(),
-                                .batch = s.batch,
-                                .tokens = s.tokens,
-                                .width = s.width});
-    return dot(x, dx);
+    reference::assemble_tokens(a.args(OnHost{}, s));
+    return dot(a.x.host, b.dx.host);
   };
-  auto d_dx = array(dx), d_projected = array<float>(s.patches()), d_bias = array<float>(s.width),
-       d_class_token = array<float>(s.width), d_position = array<float>(s.tokens * s.width);
-  backward([this](const auto& args) { GW_RUN(assemble_tokens_backward, args); }, s, d_dx.data(),
-           d_projected.data(), d_bias.data(), d_class_token.data(), d_position.data(), false);
   auto check = [&](std::vector<float>& values, const std::vector<float>& got) {
     for (size_t i = 0; i < values.size(); ++i)
       EXPECT_NEAR(got[i], central_difference(values, i, loss), 2e-4) << i;
   };
-  check(projected, d_projected.host());
-  check(bias, d_bias.host());
-  check(class_token, d_class_token.host());
-  check(position, d_position.host());
+  check(a.projected.host, b.d_projected.got());
+  check(a.bias.host, b.d_bias.got());
+  check(a.class_token.host, b.d_class_token.got());
+  check(a.position.host, b.d_position.got());
 }
 
 TEST_P(VitTokens, AnyNumberOfThreadsGivesTheSameBits) {
-  Shape s{40, 17, 200};
-  auto dx = array(normal(s.size(), 11)), d_projected = array<float>(s.patches()),
-       d_bias = array<float>(s.width), d_class_token = array<float>(s.width),
-       d_position = array<float>(s.tokens * s.width);
-  const int before = host_threads();
-  std::vector<float> first_bias, first_position;
-  auto counts = thread_counts();
-  counts.insert(counts.begin(), before);
-  for (int threads : counts) {
-    set_host_threads(threads);
-    backward([this](const auto& args) { GW_RUN(assemble_tokens_backward, args); }, s, dx.data(),
-             d_projected.data(), d_bias.data(), d_class_token.data(), d_position.data(), false);
-    if (first_bias.empty()) {
-      first_bias = d_bias.host();
-      first_position = d_position.host();
-    }
-    expect_same_bits(d_bias.host(), first_bias, "d_bias");
-    expect_same_bits(d_position.host(), first_position, "d_position");
-  }
-  set_host_threads(before);
+  const Shape s{40, 17, 200};
+  expect_same_bits_with_any_threads([&] {
+    Backward<float> b(*this, s);
+    run(b, s, false);
+    return Arrays{b.d_bias.got(), b.d_position.got()};
+  });
 }
 
 GW_INSTANTIATE_BACKENDS(VitTokens);
