@@ -79,9 +79,9 @@ host-check: build
 	@scripts/host_check.sh
 
 experiments: build
-	@$(PYTHON) bench/experiments/slow_links.py run
+	@$(PYTHON) bench/experiments/run.py slow_links
 	@if [ -x build/frameworks/python ]; then \
-	  $(PYTHON) bench/experiments/slow_links.py run --python build/frameworks/python --no-sweep --no-fast \
+	  $(PYTHON) bench/experiments/run.py slow_links --python build/frameworks/python --no-sweep --no-fast \
 	    --json build/experiments-today.json; \
 	else \
 	  echo "Not compared with PyTorch 2.15: scripts/frameworks.sh install sets it up (2.2 GB)"; \

@@ -269,7 +269,7 @@ part_training() {
   step train 50 "$bin/gradwire" train --model vit_b_32 --data synthetic --device cuda --steps 20 \
     --batch-size 32 --compression powersgd:rank=4
   needs bench-training "no PyTorch for ${python:-python3}" has_torch &&
-    step bench-training 360 "$python" bench/experiments/gpu_training.py --gradwire "$bin/gradwire" \
+    step bench-training 360 "$python" bench/experiments/run.py gpu_training --gradwire "$bin/gradwire" \
       --json "$out/training.json"
 }
 

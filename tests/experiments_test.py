@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""bench/experiments/slow_links.py: its arithmetic, and what it refuses; and the arithmetic of
-elastic_accuracy.py."""
+"""The arithmetic of bench/experiments, and bad input. What they measure takes minutes, and partly root."""
 import json
 import pathlib
 import shutil
@@ -13,14 +12,9 @@ ROOT = pathlib.Path()  # from the command line
 
 
 class Experiments(unittest.TestCase):
-    """The pure parts of bench/experiments/slow_links.py; what it measures needs root and minutes."""
-
     def setUp(self):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-experiments-"))
         self.addCleanup(shutil.rmtree, self.folder)
-        sys.path.insert(0, str(ROOT / "bench"))
-        self.addCleanup(sys.path.pop, 0)
-        sys.dont_write_bytecode = True
         from harness import report
         self.report = report
 
@@ -107,16 +101,29 @@ class Experiments(unittest.TestCase):
                          ([10, 30, 20], 2.0, 10.0, None))
 
     def test_accuracy_against_the_same_seed(self):
-        logs = [("fp32", 0, 0.88, 4e9, 1.0), ("fp32", 1, 0.90, 4e9, 1.0), ("bf16", 0, 0.881, 2e9, 2.0),
-                ("bf16", 1, 0.894, 2e9, 2.0), ("powersgd:rank=4", 1, 0.89, 1e9, 4.0),
-                ("powersgd:rank=4", 0, None, 0, None)]
-        rows = {row["spec"]: row for row in self.report.accuracy_rows(logs)}
+        import accuracy
+        items = [{"compression": spec, "seed": seed, "test_accuracy": value, "bytes": 1e9, "ratio": 2.0}
+                 for spec, seed, value in (("fp32", 0, 0.88), ("fp32", 1, 0.90), ("bf16", 0, 0.881),
+                                           ("bf16", 1, 0.894), ("powersgd:rank=4", 1, 0.89))]
+        rows = {row["spec"]: row for row in accuracy.by_spec(items)}
         self.assertEqual(list(rows), ["fp32", "bf16", "powersgd:rank=4"])
         self.assertAlmostEqual(sum(rows["bf16"]["differences"]), 0.001 - 0.006)
         self.assertEqual(len(rows["powersgd:rank=4"]["differences"]), 1)
-        told = self.report.accuracy_goals(list(rows.values()))
-        self.assertEqual([line.rsplit(", ", 1)[1] for line in told], ["met", "NOT MET", "NOT MET"])
-        self.assertEqual(len(self.report.accuracy_table(list(rows.values()))), 4)
+        self.assertEqual([line.rsplit(", ", 1)[1] for line in accuracy.goals(rows.values())],
+                         ["met", "NOT MET", "NOT MET"])
+        self.assertEqual(len(accuracy.table(rows.values())), 4)
+
+    def test_speeds_and_losses_relative_to_a_mode(self):
+        times = (("a", [10, 30, 20]), ("b", [10]), ("a", [40]), ("b", [20]))
+        items = [{"mode": mode, "step_ms": ms} for mode, ms in times]
+        self.assertEqual(self.report.speed_table(items, "a", "none"),
+                         [["", "ms", "x a", "x none", "range of repetitions, ms"],
+                          ["a", "30.0", "1.00", "-", "20.0 to 40.0"],
+                          ["b", "15.0", "2.00", "-", "10.0 to 20.0"]])
+        items = [{"mode": mode, "optimizer": "sgd", "seed": seed, "final_loss": loss}
+                 for mode, seed, loss in (("a", 0, 1.0), ("a", 1, 2.0), ("b", 0, 1.5), ("b", 1, 2.0))]
+        self.assertEqual(self.report.loss_table(items, "a")[2],
+                         ["b", "1.7500", "+0.2500", "+0.5000, +0.0000"])
 
     def test_only_the_marked_section_of_a_page_changes(self):
         page = "a\n<!-- results:begin -->\nold\n<!-- results:end -->\nb <!-- x:begin --><!-- x:end -->\n"
@@ -124,22 +131,32 @@ class Experiments(unittest.TestCase):
         with self.assertRaises(ValueError):
             self.report.replace_section(page, "accuracy", "new")
 
-    def test_what_the_command_refuses(self):
-        script = str(ROOT / "bench/experiments/slow_links.py")
-        run = lambda *a: subprocess.run([sys.executable, script, *map(str, a)], capture_output=True, text=
-                                        True, timeout=60)
-        result = run("run", "--gradwire", "/nowhere/gradwire")
-        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (2, 1), result.stderr)
-        self.assertIn("/nowhere/gradwire", result.stderr)
-        result = run("accuracy", "render", self.folder)
-        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (1, 1), result.stderr)
+    def test_shows_stored_results(self):
+        import ddp_loss
+        import ddp_speed
+        import fsdp_loss
+        import slow_links
+        for name, file in ((slow_links, "24-slow-links/experiments"), (ddp_loss, "23-ddp/loss"),
+                           (ddp_speed, "23-ddp/speed"), (fsdp_loss, "23-fsdp/loss")):
+            document = json.loads((ROOT / f"docs/results/2026-11-{file}.json").read_text())
+            self.assertGreater(len(name.tables(document).splitlines()), 5, file)
+            if name is slow_links:
+                page = slow_links.page_text(self.report.Result(document), ["fp32"])
+                self.assertIn("![One step: FP32]", page)
+
+    def test_rejects_bad_input(self):
+        script = str(ROOT / "bench/experiments/run.py")
+        for words, expected in ((["slow_links", "--gradwire", "/nowhere/gradwire"], "/nowhere/gradwire"),
+                                (["slow_lynx"], "Experiments: accuracy, "),
+                                (["joining", "--rank", "two"], "--ranks")):
+            result = subprocess.run([sys.executable, "-B", script, *words], capture_output=True, text=True,
+                                    timeout=60)
+            self.assertNotEqual(result.returncode, 0)
+            self.assertIn(expected, result.stderr)
 
 
 class ElasticAccuracy(unittest.TestCase):
     def setUp(self):
-        sys.path.insert(0, str(ROOT / "bench/experiments"))
-        self.addCleanup(sys.path.pop, 0)
-        sys.dont_write_bytecode = True
         import elastic_accuracy
         self.elastic = elastic_accuracy
 
@@ -148,7 +165,7 @@ class ElasticAccuracy(unittest.TestCase):
                 for fate, all_seeds in (("4 -> 3", (0.81, 0.82)), ("undisturbed", (0.80, 0.84)))
                 for seed, accuracy in enumerate(all_seeds)]
         self.assertEqual(
-            self.elastic.table(runs)[2:], [
+            self.elastic.tables({"items": runs}).splitlines()[2:], [
                 "| `int8` | undisturbed | 80.00, 84.00 | 82.00 | 2.83 | - |",
                 "| `int8` | 4 -> 3 | 81.00, 82.00 | 81.50 | 0.71 | -0.50 |"
             ])
@@ -169,4 +186,6 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: experiments_test.py ROOT_OF_THE_SOURCES [unittest arguments]")
     ROOT = pathlib.Path(sys.argv.pop(1))
+    sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "bench/experiments")]
+    sys.dont_write_bytecode = True
     unittest.main()

@@ -1,24 +1,14 @@
-#!/usr/bin/env python3
-"""A small allreduce with more ranks than cores: latency and CPU time of Gradwire and gloo, in turns.
-
-    small_allreduce.py [--ranks N] [--kib SIZE] [--json FILE]     N processes on this machine, one thread each
-"""
-import argparse
-import json
+"""A small allreduce with more ranks than cores: latency and CPU time of Gradwire and gloo, in turns."""
 import os
-import pathlib
-import platform
 import resource
-import statistics
-import subprocess
-import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-from harness import smoke  # noqa: E402
+from harness import report
 
-PAUSE_S = 3
+MODULES = ("torch",)
+OPTIONS = {"ranks": 2 * len(os.sched_getaffinity(0)), "kib": 64, "repetitions": 5}
+SMOKE = {"ranks": 2, "repetitions": 1, "rate": ""}
+CALLS, WARM_UP_CALLS, PAUSE_S = 300, 20, 3
 
 
 def cpu_s():
@@ -26,87 +16,45 @@ def cpu_s():
     return usage.ru_utime + usage.ru_stime
 
 
-def measure(call, calls=300):
-    for _ in range(20):
-        call()
-    times, before = [], cpu_s()
-    for _ in range(calls):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    cpu = (cpu_s() - before) / calls
-    times.sort()
-    return {
-        "median_ms": statistics.median(times) * 1e3, "p95_ms": times[int(0.95 * calls)] * 1e3,
-        "cpu_ms": cpu * 1e3
-    }
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2 * len(os.sched_getaffinity(0)))
-    parser.add_argument("--kib", type=int, default=64, help="of FP32 per rank")
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--json", type=pathlib.Path)
-    smoke.add(parser, ranks=2, repetitions=1)
-    arguments = parser.parse_args()
-    smoke.need(arguments, "torch")
-    if "RANK" not in os.environ:
-        sys.path.insert(0, str(ROOT / "tests/integrations"))
-        from launch import run_ranks
-        return max(map(abs, run_ranks(pathlib.Path(__file__), arguments.ranks, sys.argv[1:], 300)))
-
+def measure(options):
     import torch
     import torch.distributed as dist
 
-    import gradwire
     from gradwire.torch import communicator
-
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
     comm = communicator()
-    values = torch.ones(arguments.kib * 256)
-    calls = {
-        "gloo": lambda: dist.all_reduce(values), "gradwire": lambda: comm.allreduce_(values, "fp32", "avg")
-    }
-    found = {name: [] for name in calls}
-    for _ in range(arguments.repetitions):
-        for name, call in calls.items():
+    values = torch.ones(options.kib * 256)
+    calls = {"gloo": lambda: dist.all_reduce(values),
+             "gradwire": lambda: comm.allreduce_(values, "fp32", "avg")}
+    for _ in range(options.repetitions):
+        for mode, call in calls.items():
             dist.barrier()
-            found[name].append(measure(call))
-    idle = {}
-    for name, call in calls.items():
+            for _ in range(WARM_UP_CALLS):
+                call()
+            times, before = [], cpu_s()
+            for _ in range(CALLS):
+                begin = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - begin) * 1e3)
+            yield {"mode": mode, "step_ms": times, "cpu_ms": (cpu_s() - before) / CALLS * 1e3}
+    for mode, call in calls.items():  # rank 0 waits for the last rank, which pauses
         dist.barrier()
         before = cpu_s()
-        if rank == 0:
+        if dist.get_rank() == options.ranks - 1:
             time.sleep(PAUSE_S)
         call()
-        idle[name] = cpu_s() - before
-    if rank == arguments.ranks - 1:
-        for name, runs in found.items():
-            median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            print(
-                f"{name:9} {median['median_ms']:6.2f} ms, 95 % within {median['p95_ms']:6.2f} ms,"
-                f" {median['cpu_ms']:5.2f} ms of CPU per call; waiting takes {100 * idle[name] / PAUSE_S:.1f}"
-                " % of a core"
-            )
-        if arguments.json:
-            facts = {
-                "ranks": arguments.ranks, "cores": len(os.sched_getaffinity(0)), "kib": arguments.kib,
-                "torch": torch.__version__, "gradwire": gradwire.__version__,
-                "python": platform.python_version(),
-                "commit": subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True,
-                                         text=True, check=False).stdout.strip(), "repetitions": found,
-                "waiting_cpu_s": {**idle, "of": PAUSE_S}
-            }
-            arguments.json.write_text(json.dumps(facts, indent=1) + "\n")
+        yield {"mode": mode, "waiting_cores": (cpu_s() - before) / PAUSE_S}
     dist.barrier()
     comm.close()
     dist.destroy_process_group()
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def tables(document):
+    waiting = {i["mode"]: i["waiting_cores"] for i in document["items"] if "waiting_cores" in i}
+    rows = [["", "ms per call", "95 % of calls within, ms", "CPU ms per call", "cores while waiting"]]
+    for mode, items in report.by_mode([i for i in document["items"] if "step_ms" in i]).items():
+        rows.append([mode, f"{report.median(report.median(i['step_ms']) for i in items):.2f}",
+                     f"{report.median(sorted(i['step_ms'])[int(0.95 * CALLS)] for i in items):.2f}",
+                     f"{report.median(i['cpu_ms'] for i in items):.2f}", f"{waiting.get(mode, 0):.3f}"])
+    return report.markdown(rows)

@@ -28,7 +28,7 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from harness import report, smoke  # noqa: E402
+from harness import ranks, report, smoke  # noqa: E402
 
 BASELINES = ROOT / "docs" / "results" / "baselines.jsonl"
 DEADLINE_S = 300  # of one command
@@ -75,7 +75,7 @@ def read_cases(path, only="."):
 
 
 def without_demands(case):
-    """The case as a smoke run judges it: its row must exist, with a smoke run's size."""
+    """Returns the case for a smoke run: only its row must exist, with a smoke run's size."""
     changed = {"goal": None, "device": None}
     for key in ("where", "over"):
         if key in case:
@@ -161,15 +161,7 @@ def last_line(judgements):
 
 
 def device_name():
-    model = re.search(r"^model name\s*: (.*)$", pathlib.Path("/proc/cpuinfo").read_text(), re.M)
-    return f"{model[1] if model else 'unknown CPU'}, {os.cpu_count()} cores"
-
-
-def commit_name():
-    def git(*arguments):
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    name = git("rev-parse", "--short=12", "HEAD").stdout.strip() or "unknown"
-    return name + (", with changes" if git("diff", "--quiet", "HEAD").returncode else "")
+    return f"{ranks.cpu()}, {os.cpu_count()} cores"
 
 
 def run_step(step, command, folder):
@@ -208,7 +200,7 @@ def judge_folder(cases, folder, device):
 
 
 def run(cases, build, folder, retries, device, shrink=list):
-    """Judgements of the cases. `shrink` changes the words of each command."""
+    """Returns the verdicts on the cases. `shrink` changes the words of each command."""
     bench = str(build / "bin" / "gradwire-bench")
     if not os.access(bench, os.X_OK):
         raise BadInput(f"{bench} is missing; run make build")
@@ -241,7 +233,7 @@ def publish(path, cases, folder, device):
         if case["case"] in {c["case"] for c in cases}:
             try:
                 value = measured(case, read_rows(folder, case["step"]))
-                case.update(value=float(f"{value:.4g}"), commit=commit_name(), device=device)
+                case.update(value=float(f"{value:.4g}"), commit=ranks.commit(), device=device)
                 count += 1
             except NotMeasured as reason:
                 print(f"{case['case']}: unchanged: {reason}")

@@ -1,14 +1,14 @@
-"""Evaluates the measurements of bench/experiments/slow_links.py: rows, tables, and goals.
+"""Evaluates the measurements of bench/experiments: rows, tables, and the goals of slow_links.
 
-A result is {"settings": {...}, "items": [...]}; an item is one measurement of
-bench/experiments/slow_links_host.py. All output is computed from the items, so that a result can be rendered
-again.
+A result is {"settings": {...}, "items": [...]}; an item is one measurement. All output is computed from the
+items, so that a result can be shown again.
 """
 import json
 import pathlib
 import statistics
 import typing
 
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/results/slow-links.md"
 ONE_BUCKET_MB = 1 << 20
 RANKS = (1, 2, 4, 8)
 
@@ -305,66 +305,65 @@ def replace_section(page, name, text):
     return head + begin + "\n" + text.strip() + "\n" + end + rest.split(end, 1)[1]
 
 
-# Accuracy: runs of `gradwire train`, a log for each spec and seed.
+def put_section(name, text):
+    """Replaces a section of docs/results/slow-links.md."""
+    PAGE.write_text(replace_section(PAGE.read_text(), name, text))
+    print(f"Written: {PAGE}, section {name}")
 
-def accuracy_rows(logs):
-    """Returns per spec: accuracies, differences to FP32 by seed, bytes.
 
-    logs: (spec, seed, last test accuracy or None, bytes sent, ratio)
+# ---- Experiments that compare modes ------------------------------------------------------------------------
+
+
+def by_mode(items):
+    """Returns the items of each mode."""
+    found = {}
+    for item in items:
+        found.setdefault(item["mode"], []).append(item)
+    return found
+
+
+def speed_line(item):
+    return f"{item.get('what', ''):15}{item['mode']:44} {median(item['step_ms']):9.1f} ms"
+
+
+def speed_table(items, *bases, first=""):
+    """Returns a row per mode: the median of its repetitions' medians, and the speed relative to other modes.
+
+    Args:
+        items: with "mode", "step_ms" and, if bytes are of interest, "sent_bytes".
+        bases: the modes with which to compare.
+        first: the header of the modes.
     """
-    by_spec = {}
-    for spec, seed, accuracy, sent, ratio_ in logs:
-        if accuracy is not None:
-            by_spec.setdefault(spec, {})[seed] = (accuracy, sent, ratio_)
-    fp32 = by_spec.get("fp32", {})
-    rows = []
-    for spec, runs in sorted(by_spec.items(), key=lambda pair: (pair[0] != "fp32", pair[0])):
-        accuracies = [runs[s][0] for s in sorted(runs)]
-        differences = [runs[s][0] - fp32[s][0] for s in sorted(runs) if s in fp32]
-        rows.append({"spec": spec, "seeds": sorted(runs), "accuracies": accuracies,
-                     "mean": statistics.mean(accuracies), "spread": max(accuracies) - min(accuracies),
-                     "differences": differences, "bytes": median(r[1] for r in runs.values()),
-                     "ratio": median(r[2] for r in runs.values())})
-    return rows
-
-
-def read_accuracy_log(path):
-    """Returns (spec, seed, accuracy, bytes, ratio) and the run record, or None if the run has not ended."""
-    records = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
-    run = next((r for r in records if r["type"] == "run"), None)
-    summary = next((r for r in records if r["type"] == "summary"), None)
-    if run is None or summary is None:
-        return None
-    return (run["compression"], run["seed"], summary["test_accuracy"], summary["total_wire_bytes"],
-            summary["ratio"]), run
-
-
-ACCURACY_GOALS = {"bf16": 0.2, "powersgd:rank=4": 0.5}  # how far the mean may be below FP32's, in points
-
-
-def accuracy_table(rows):
-    table = [["compression", "accuracy by seed, %", "mean, %", "spread, points",
-              "difference to FP32 by seed, points", "mean difference", "sent per rank", "fewer bytes"]]
-    for row in rows:
-        per_seed = ", ".join(f"{100 * a:.2f}" for a in row["accuracies"])
-        differences = ", ".join(f"{100 * d:+.2f}" for d in row["differences"])
-        table.append([f"`{row['spec']}`", per_seed, f"{100 * row['mean']:.2f}", f"{100 * row['spread']:.2f}",
-                      "-" if row["spec"] == "fp32" else differences or "-",
-                      "-" if row["spec"] == "fp32" or not differences
-                      else f"{100 * statistics.mean(row['differences']):+.2f}",
-                      f"{row['bytes'] / 1e9:.3f} GB", f"{row['ratio']:.1f}x" if row["ratio"] else "-"])
+    modes = by_mode(items)
+    each = {mode: [median(i["step_ms"]) for i in found] for mode, found in modes.items()}
+    sent = any("sent_bytes" in i for i in items)
+    table = [[first, *(["MB sent"] if sent else []), "ms", *(f"x {base}" for base in bases),
+              "range of repetitions, ms"]]
+    for mode, ms in each.items():
+        megabytes = [f"{median(i['sent_bytes'] for i in modes[mode]) / 1e6:.1f}"] if sent else []
+        compared = [f"{median(each[base]) / median(ms):.2f}" if base in each else "-" for base in bases]
+        table.append([mode, *megabytes, f"{median(ms):.1f}", *compared, f"{min(ms):.1f} to {max(ms):.1f}"])
     return table
 
 
-def accuracy_goals(rows):
-    """Returns a line per goal: the goal, the result, the verdict."""
-    lines = []
-    for row in rows:
-        if row["spec"] == "fp32":
-            met = row["mean"] >= 0.88
-            lines.append(f"FP32 passes 88 %: {100 * row['mean']:.2f} %, {'met' if met else 'NOT MET'}")
-        elif row["spec"] in ACCURACY_GOALS and row["differences"]:
-            least, mean = ACCURACY_GOALS[row["spec"]], 100 * statistics.mean(row["differences"])
-            lines.append(f"{row['spec']} within {least} points of FP32 over {len(row['differences'])} seeds: "
-                         f"{mean:+.2f}, {'met' if mean >= -least else 'NOT MET'}")
-    return lines
+def loss_line(item):
+    return f"{item['optimizer']:6} {item['mode']:44} seed {item['seed']}: {item['final_loss']:.4f}"
+
+
+def loss_table(items, base):
+    """Returns a row per mode: for each optimizer the mean loss, and how far it is above `base` by seed."""
+    items = [{"optimizer": "sgd", **i} for i in items]
+    optimizers = list(dict.fromkeys(i["optimizer"] for i in items))
+    table = [["", *(f"{what}, {name}" for name in optimizers
+                    for what in ("final loss", "mean difference", f"above {base} of the same seed"))]]
+    bases = {(i["optimizer"], i["seed"]): i["final_loss"] for i in items if i["mode"] == base}
+    for mode, found in by_mode(items).items():
+        row = [mode]
+        for name in optimizers:
+            losses = {i["seed"]: i["final_loss"] for i in found if i["optimizer"] == name}
+            above = [loss - bases[name, seed] for seed, loss in losses.items() if (name, seed) in bases]
+            row += [f"{statistics.fmean(losses.values()):.4f}",
+                    f"{statistics.fmean(above):+.4f}" if above else "-",
+                    ", ".join(f"{a:+.4f}" for a in above)]
+        table.append(row)
+    return table

@@ -6,14 +6,17 @@
 A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or
 field that the script names does not exist. Its numbers mean nothing.
 """
-import argparse
-import importlib.util
+import importlib
 import os
 import pathlib
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
+from harness import ranks  # noqa: E402
+from harness.ranks import ROOT  # noqa: E402
+
 SKIPPED = 77  # ctest's SKIP_RETURN_CODE
 # The values of flags of gradwire-bench and gradwire train.
 TINY = {"--min-size": "64K", "--max-size": "64K", "--budget-ms": "0.1", "--steps": "1", "--batch-size": "1",
@@ -22,12 +25,6 @@ SIZE_BYTES = 64 << 10  # of a row that was measured with TINY
 SMALL_MODEL, SMALL_MODEL_OF_RANK_32 = "vit_tiny", "vit_s_16"
 # Cold timings write twice as many bytes before each sample. Threads that wait for each other spin.
 ENVIRONMENT = {"GRADWIRE_BENCH_FLUSH_BYTES": str(1 << 20), "GRADWIRE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-
-
-def links_are_possible():
-    """Whether bench/harness/shaped_link.sh works here: it needs root and network namespaces."""
-    link = [ROOT / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "true"]
-    return subprocess.run(link, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def check_model(program, model):
@@ -45,8 +42,8 @@ def tiny(command, more=()):
     the command's model does not exist."""
     values = {**TINY, **dict(more)}
     words = [str(word) for word in command]
-    if pathlib.Path(words[0]).name == "shaped_link.sh" and not links_are_possible():
-        print("smoke: no slow links here, so the ranks run without them", flush=True)
+    if pathlib.Path(words[0]).name == "shaped_link.sh" and ranks.no_links():
+        print("smoke: no slow links on this machine, so the ranks run without them", flush=True)
         words = words[words.index("--") + 1:]
     if "--min-size" in words and "--max-size" not in words:
         words += ["--max-size", ""]
@@ -59,21 +56,8 @@ def tiny(command, more=()):
     # Programs in Python, which have no flag for the device, or more to make small.
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     if words[script:] and pathlib.Path(words[script]).parent.name == "experiments":
-        words.insert(script + 1, "--smoke")
+        words.append("--smoke")
     return words[:script] + ["cpu" if word == "cuda" else word for word in words[script:]]
-
-
-class _Smoke(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        vars(namespace).update(self.const, smoke=True)
-
-
-def add(parser, **small):
-    """Adds --smoke to an experiment's parser, which sets the options in `small`."""
-    parser.set_defaults(smoke=False)
-    parser.add_argument("--smoke", action=_Smoke, nargs=0, const=small,
-                        help="seconds in place of minutes, to test this program: " +
-                        ", ".join(f"{name}={value}" for name, value in small.items()))
 
 
 def check_specs(specs):
@@ -88,16 +72,16 @@ def check_specs(specs):
         sys.exit(f"smoke: {known.stderr.strip() or known.stdout}")
 
 
-def need(arguments, *modules, specs=()):
-    """Checks the specs of a smoke run, then ends it as skipped where Python lacks one of the modules."""
-    if not arguments.smoke or "RANK" in os.environ:
-        return
+def need(modules, specs):
+    """Checks the specs of a smoke run, then ends it as skipped if Python lacks one of the modules."""
     if specs:
         check_specs(specs)
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    if missing:
-        print(f"NOT CHECKED: {sys.executable} has no {' and no '.join(missing)}")
-        sys.exit(SKIPPED)
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # PyTorch 1.13 raises ValueError on Python 3.11
+            print(f"NOT CHECKED: {sys.executable} has no {module}: {error}")
+            sys.exit(SKIPPED)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Draws the results of bench/experiments/slow_links.py."""
-from harness.report import Result, accuracy_rows, theirs_16bit
+"""Draws the results of the experiments slow_links and accuracy."""
+from harness.report import Result, theirs_16bit
 from plots.style import (FAINT, INK, RUN_COLORS, FuncFormatter, LogLocator, NullLocator, human_bytes, plt,
                          style)
 
@@ -80,18 +80,20 @@ def draw(document, path):
     plt.close(figure)
 
 
-def draw_accuracy(logs, runs, path):
-    """Draws accuracy by epoch of every run, and last accuracies by bytes. logs: see accuracy_rows."""
+def draw_accuracy(items, rows, path):
+    """Draws accuracy by epoch of every run, and last accuracies by bytes.
+
+    Args:
+        items, rows: measurements of bench/experiments/accuracy.py, and its by_spec() of them.
+        path: the picture to write.
+    """
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     figure, axes = plt.subplots(1, 2, figsize=(14, 5.2))
-    rows = accuracy_rows(logs)
     colors = dict(zip([row["spec"] for row in rows], RUN_COLORS))
     style(axes[0], "Test accuracy by epoch", "epoch", "%")
-    for run in runs:
-        if run.name not in colors:
-            continue
-        points = [(e["epoch"], 100 * e["test_accuracy"]) for e in run.evals]
-        axes[0].plot(*zip(*points), color=colors[run.name], linewidth=1.4, alpha=0.8)
+    for item in items:
+        points = [(e["epoch"], 100 * e["test_accuracy"]) for e in item["evals"]]
+        axes[0].plot(*zip(*points), color=colors[item["compression"]], linewidth=1.4, alpha=0.8)
     best = max(100 * a for row in rows for a in row["accuracies"])
     axes[0].set_ylim(best - 8, best + 1)
     axes[0].axhline(88, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
@@ -111,8 +113,8 @@ def draw_accuracy(logs, runs, path):
     axes[1].xaxis.set_major_formatter(FuncFormatter(human_bytes))
     axes[1].xaxis.set_minor_locator(NullLocator())
     axes[1].margins(x=0.25, y=0.6)
-    config = runs[0].config
-    seeds = len({run.config["seed"] for run in runs})
+    config = items[0]["run"]
+    seeds = len({item["seed"] for item in items})
     figure.text(0.045, 0.945, f"{config['model']['name']} on {config['data'].split(':')[0]}", fontsize=16,
                 fontweight="bold")
     figure.text(0.045, 0.893, f"{config['ranks']} ranks, batch {config['batch_size']} per rank, "

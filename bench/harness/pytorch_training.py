@@ -1,22 +1,13 @@
-"""One rank of bench/experiments/pytorch.py: a transformer in FSDP2 or DDP, with or without Gradwire.
+"""A transformer in FSDP2 or DDP, with or without Gradwire, for the experiments fsdp_* and ddp_*.
 
-    pytorch_host.py PLAN.json      with RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the environment
-
-PLAN.json: {"results": file to which rank 0 appends a line of JSON per item, "model": {width, depth, words,
-length}, "batch_size", "items": [...]}. The items, in order, on all ranks:
-
-    {"what": "step", "mode", "native": {"param_dtype", "reduce_dtype"} | "ours": {of compress()}, "warmup",
-    "steps"} {"what": "reduce_scatter", "mode", "elements", "native": true | "spec", "warmup", "steps"}
-    {"what": "loss", "mode", "seed", "steps", "lr", "optimizer", "native" | "ours" as above}
-
-With "wrap": "ddp", "native" is {} or {"hook", "rank", "start"}, and "ours" is {"spec"}.
+A mode is {"native": {...}} or {"ours": {...}}. FSDP2: "native" has param_dtype and reduce_dtype, "ours" the
+arguments of gradwire.fsdp.compress(). DDP: "native" has PyTorch's hook and its rank and start, "ours" the
+spec. Reduce-scatter alone: "native" is True, "ours" is the spec.
 """
 import gc
-import json
 import os
 import pathlib
 import statistics
-import sys
 import time
 
 import torch
@@ -26,13 +17,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "integrations" / "python"))
-from gradwire._process_group import communicator  # noqa: E402
-from gradwire.fsdp import compress  # noqa: E402
-from gradwire.torch import compress as compress_ddp  # noqa: E402
+from gradwire._process_group import communicator
+from gradwire.fsdp import compress
+from gradwire.torch import compress as compress_ddp
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TIMEOUT_S = 120
+SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
+LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
+SMOKE_MODEL = {"width": 32, "depth": 1, "words": 17, "length": 4}
 
 
 class Block(nn.Module):
@@ -96,11 +89,11 @@ def sent_bytes():
 class Run:
     """A model in one mode."""
 
-    def __init__(self, plan, item):
+    def __init__(self, size, batch_size, item):
         torch.manual_seed(item.get("seed", 0))
-        self.plan, self.item, self.words = plan, item, plan["model"]["words"]
-        wrap = replicate if item.get("wrap") == "ddp" else shard
-        self.model, self.handle = wrap(Transformer(**plan["model"]), item)
+        self.item, self.words, self.length, self.batch_size = item, size["words"], size["length"], batch_size
+        wrap = replicate if item["wrap"] == "ddp" else shard
+        self.model, self.handle = wrap(Transformer(**size), item)
         if item.get("optimizer") == "adamw":
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=item["lr"])
         else:
@@ -108,12 +101,11 @@ class Run:
                                              momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
-        """Returns (batch, length + 1) words. Each is a function of the previous word, with some noise."""
+        """Returns (batch_size, length + 1) words. Each is a function of the previous word, with noise."""
         generator = torch.Generator().manual_seed(self.item.get("seed", 0) * 1_000_003 + number * 64 + rank)
-        shape = (self.plan["batch_size"],)
-        tokens = [torch.randint(self.words, shape, generator=generator)]
-        while len(tokens) <= self.plan["model"]["length"]:
-            noise = torch.randint(3, shape, generator=generator)
+        tokens = [torch.randint(self.words, (self.batch_size,), generator=generator)]
+        while len(tokens) <= self.length:
+            noise = torch.randint(3, (self.batch_size,), generator=generator)
             tokens.append((7 * tokens[-1] + noise) % self.words)
         return torch.stack(tokens, dim=1)
 
@@ -133,74 +125,73 @@ class Run:
             self.handle.close()
 
 
-def timed(item, action):
-    """Returns the milliseconds of each of item["steps"] calls after the warm-up, and of this rank's cores
-    during them. All ranks begin together."""
+def timed(steps, warm_up, action):
+    """Returns the milliseconds of each of `steps` calls after the warm-up, the milliseconds of this rank's
+    cores, and the bytes sent per call. All ranks begin each call together."""
     times, cpu_ms = [], []
-    for i in range(item["warmup"] + item["steps"]):
+    for i in range(warm_up + steps):
         dist.barrier()
-        if i == item["warmup"]:
+        if i == warm_up:
             sent = sent_bytes()
         begin, cpu_begin = time.monotonic(), time.process_time()
         action(i)
-        if i >= item["warmup"]:
+        if i >= warm_up:
             times.append(1000 * (time.monotonic() - begin))
             cpu_ms.append(1000 * (time.process_time() - cpu_begin))
-    return {"step_ms": times, "cpu_ms": cpu_ms, "sent_bytes": (sent_bytes() - sent) / item["steps"]}
+    return {"step_ms": times, "cpu_ms": cpu_ms, "sent_bytes": (sent_bytes() - sent) / steps}
 
 
-def measure_step(plan, item):
-    run = Run(plan, item)
-    out = {**timed(item, run.step), "parameters": sum(p.numel() for p in run.model.parameters()),
-           "residual_bytes": getattr(run.handle, "residual_bytes", 0)}
-    run.close()
-    return out
-
-
-def measure_reduce_scatter(plan, item):
-    values = torch.randn(item["elements"], generator=torch.Generator().manual_seed(RANK))
-    output = torch.empty(item["elements"] // WORLD)
-    if item.get("native"):
-        return timed(item, lambda _: dist.reduce_scatter_single(output, values, op=dist.ReduceOp.AVG))
-    with communicator(timeout_s=TIMEOUT_S) as comm:
-        return timed(item, lambda _: comm.reduce_scatter(output, values, item["spec"]))
-
-
-def measure_loss(plan, item):
-    """Trains, and returns the loss on 16 held-out batches."""
-    run = Run(plan, item)
-    for number in range(item["steps"]):
-        loss = run.step(number)
-    with torch.no_grad():
-        held_out = statistics.fmean(float(run.loss(run.batch(1_000_000 + k, 0))) for k in range(16))
-    run.close()
-    return {"final_loss": held_out, "training_loss": loss}
-
-
-MEASURES = {"step": measure_step, "reduce_scatter": measure_reduce_scatter, "loss": measure_loss}
-
-
-def main():
-    plan = json.loads(pathlib.Path(sys.argv[1]).read_text())
+def _measured(options, items, measure_item):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for number, item in enumerate(plan["items"]):
-        result = {**item, **MEASURES[item["what"]](plan, item)}
+    for item in items:
+        yield {**item, **measure_item(item)}
         gc.collect()
-        if RANK == 0:
-            with open(plan["results"], "a") as out:
-                out.write(json.dumps(result) + "\n")
-            shown = (
-                f"{statistics.median(result['step_ms']):9.1f} ms, cores"
-                f" {statistics.median(result['cpu_ms']):9.1f} ms"
-                if "step_ms" in result
-                else f"loss {result['final_loss']:.4f}"
-            )
-            print(f"[{number + 1}/{len(plan['items'])}] {item['what']:15}{item['mode']:44} {shown}",
-                  flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def steps(options, wrap, modes, scatter_modes=None, elements=0):
+    """Measures training steps, and reduce-scatter alone, in turns in each repetition."""
+    def measure_item(item):
+        if item["what"] == "reduce_scatter":
+            values = torch.randn(item["elements"], generator=torch.Generator().manual_seed(RANK))
+            output = torch.empty(item["elements"] // WORLD)
+            if "native" in item:
+                return timed(options.steps, 1, lambda _: dist.reduce_scatter_single(
+                    output, values, op=dist.ReduceOp.AVG))
+            with communicator(timeout_s=TIMEOUT_S) as comm:
+                return timed(options.steps, 1, lambda _: comm.reduce_scatter(output, values, item["ours"]))
+        run = Run(SMOKE_MODEL if options.smoke else SPEED_MODEL, 1, item)
+        out = {**timed(options.steps, options.warm_up, run.step),
+               "parameters": sum(p.numel() for p in run.model.parameters()),
+               "residual_bytes": getattr(run.handle, "residual_bytes", 0)}
+        run.close()
+        return out
+
+    items = []
+    for repetition in range(options.repetitions):
+        items += [{"what": "step", "wrap": wrap, "mode": mode, "repetition": repetition, **how}
+                  for mode, how in modes.items()]
+        items += [{"what": "reduce_scatter", "mode": mode, "repetition": repetition,
+                   "elements": 6400 if options.smoke else elements, **how}
+                  for mode, how in (scatter_modes or {}).items()]
+    return _measured(options, items, measure_item)
+
+
+def losses(options, wrap, modes, optimizers):
+    """Trains, and measures the loss on 16 held-out batches."""
+    def measure_item(item):
+        run = Run(SMOKE_MODEL if options.smoke else LOSS_MODEL, 8, item)
+        for number in range(options.steps):
+            loss = run.step(number)
+        with torch.no_grad():
+            held_out = statistics.fmean(float(run.loss(run.batch(1_000_000 + k, 0))) for k in range(16))
+        run.close()
+        return {"final_loss": held_out, "training_loss": loss}
+
+    items = [{"what": "loss", "wrap": wrap, "mode": mode, "seed": seed, "steps": options.steps,
+              "optimizer": name, **optimizer, **how}
+             for seed in range(options.seeds) for name, optimizer in optimizers.items()
+             for mode, how in modes.items()]
+    return _measured(options, items, measure_item)
