@@ -138,7 +138,7 @@ class Experiments(unittest.TestCase):
         import slow_links
         for name, file in ((slow_links, "24-slow-links/experiments"), (ddp_loss, "23-ddp/loss"),
                            (ddp_speed, "23-ddp/speed"), (fsdp_loss, "23-fsdp/loss")):
-            document = json.loads((ROOT / f"docs/results/2026-11-{file}.json").read_text())
+            document = json.loads((ROOT / "docs/results" / f"2026-11-{file}.json").read_text())
             self.assertGreater(len(name.tables(document).splitlines()), 5, file)
             if name is slow_links:
                 page = slow_links.page_text(self.report.Result(document), ["fp32"])

@@ -6,7 +6,8 @@ SPECS = ("int8", "int4", "int4:rotate=hadamard", "int2")
 MODES = {NATIVE_FP32: {"native": {}}, NATIVE_BF16: BF16_SUMS,
          **{f"{spec}{'' if residual == 'fp32' else ', residual=' + residual}":
             {"ours": {"gradients": spec, "weights": "fp32", "residual": residual}}
-            for spec in SPECS for residual in ("fp32", "int8", "off") if spec != "int8" or residual != "int8"}}
+            for spec in SPECS for residual in ("fp32", "int8", "off")
+            if (spec, residual) != ("int8", "int8")}}
 # The best learning rate for FP32, out of 0.05 to 0.4.
 OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}}
 OPTIONS = {"ranks": 2, "steps": 300, "seeds": 3}

@@ -33,6 +33,7 @@ line = report.speed_line
 
 
 def tables(document):
-    steps, scatter = ([i for i in document["items"] if i["what"] == what] for what in ("step", "reduce_scatter"))
+    steps, scatter = ([i for i in document["items"] if i["what"] == what]
+                      for what in ("step", "reduce_scatter"))
     return (report.markdown(report.speed_table(steps, NATIVE_FP32, NATIVE_BF16, first="gradients / weights"))
             + "\n" + report.markdown(report.speed_table(scatter, "fp32", first="reduce-scatter of 25.6 MB")))

@@ -57,7 +57,8 @@ def parse(name, experiment, words):
             parser.add_argument(flag, action="append", type=type(default[0]),
                                 help=f"may be repeated; default: {' '.join(map(str, default))}")
         else:
-            parser.add_argument(flag, type=type(default), default=default, help=f"default: {default}" if default != "" else None)
+            parser.add_argument(flag, type=type(default), default=default,
+                                help=f"default: {default or 'none'}")
     options = parser.parse_args(words)
     for option, default in defaults.items():
         if isinstance(default, tuple) and not getattr(options, option):
