@@ -18,7 +18,7 @@ NAME = r"[A-Z][A-Z0-9_]+"
 # Section of the page, folders and files whose Python, shell, make and (for tests) C++ counts.
 SECTIONS = {
     "The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
-    "Tests": ["tests"]
+    "Tests": ["tests", "tools/checks"]
 }
 READS = {
     ".py": re.compile(
