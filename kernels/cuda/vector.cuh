@@ -84,10 +84,15 @@ __device__ __forceinline__ void for_each_vector(const VectorSplit& split, const 
 
 inline constexpr int kVectorThreads = 256;
 
-template <int W, typename Kernel>
-unsigned vector_grid(Kernel* kernel, const VectorSplit& split) {
-  int64_t single = split.count - split.vectors * W;
-  return grid_for(kernel, split.vectors > single ? split.vectors : single, kVectorThreads, kVectorThreads);
+// Launches `kernel`, which takes args and the split and runs for_each_vector<W>().
+template <int W, typename... Params, typename... Args>
+void launch_vectors(const char* name, void (*kernel)(Params...), CudaStream stream, const VectorSplit& split,
+                    const Args&... args) {
+  const int64_t single = split.count - split.vectors * W;
+  const unsigned blocks =
+      grid_for(kernel, split.vectors > single ? split.vectors : single, kVectorThreads, kVectorThreads);
+  launch(name, kernel, {.grid = dim3(blocks), .block = dim3(kVectorThreads), .stream = stream}, args...,
+         split);
 }
 
 template <int W>

@@ -73,20 +73,13 @@ __global__ void __launch_bounds__(kVectorThreads) adamw_step_kernel(AdamWStep a,
 void sgd_step(CudaStream stream, const SgdStep& a) {
   const auto split =
       Alignment(4).with(a.params).with(a.grads).with(a.velocity).with(a.rounded).split(a.count);
-  launch(
-      "sgd_step", sgd_step_kernel,
-      {.grid = dim3(vector_grid<4>(sgd_step_kernel, split)), .block = dim3(kVectorThreads), .stream = stream},
-      a, split);
+  launch_vectors<4>("sgd_step", sgd_step_kernel, stream, split, a);
 }
 
 void adamw_step(CudaStream stream, const AdamWStep& a) {
   const auto split =
       Alignment(4).with(a.params).with(a.grads).with(a.m).with(a.v).with(a.rounded).split(a.count);
-  launch("adamw_step", adamw_step_kernel,
-         {.grid = dim3(vector_grid<4>(adamw_step_kernel, split)),
-          .block = dim3(kVectorThreads),
-          .stream = stream},
-         a, split);
+  launch_vectors<4>("adamw_step", adamw_step_kernel, stream, split, a);
 }
 
 }  // namespace gradwire::cuda

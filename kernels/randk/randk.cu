@@ -130,11 +130,7 @@ void randk_gather(CudaStream stream, const RandKGather& op) {
           .stream = stream},
          a);
   const VectorSplit split = Alignment(kWidth).with(op.grad).with(op.residual).split(op.count);
-  launch("randk_gather", randk_keep_kernel,
-         {.grid = dim3(vector_grid<kWidth>(randk_keep_kernel, split)),
-          .block = dim3(kVectorThreads),
-          .stream = stream},
-         a, split);
+  launch_vectors<kWidth>("randk_gather", randk_keep_kernel, stream, split, a);
 }
 
 void randk_scatter(CudaStream stream, const RandKScatter& a) {

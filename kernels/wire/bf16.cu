@@ -31,28 +31,7 @@ __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t
   }
 }
 
-template <int W>
-__device__ __forceinline__ void load_wire(const void* wire, int64_t i, float (&x)[W]) {
-  uint16_t bits[W];
-  load_vector<W>(static_cast<const uint16_t*>(wire) + i, bits);
-#pragma unroll
-  for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
-}
-
-// Reads the vector at element i from global memory.
-struct InPlace {
-  int64_t i;
-  template <int W>
-  __device__ __forceinline__ void floats(const float* from, float (&x)[W]) {
-    load_vector<W>(from + i, x);
-  }
-  template <int W>
-  __device__ __forceinline__ void wire(const void* from, float (&x)[W]) {
-    load_wire<W>(from, i, x);
-  }
-};
-
-// Reads vectors from their copies in shared memory (read_ahead.cuh).
+// How a thread reads the vectors of a call (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kBf16ReadsAhead + 1, kPieces = 2;
   static constexpr bool kResidual = true;
@@ -67,25 +46,43 @@ struct Reads {
     begin_copy<8>(to.at(0), wire);
     begin_copy<8>(to.at(0) + 8, wire + kApart);
   }
-};
-template <typename Queue>
-struct Arrived {
-  Queue& queue;
-  template <int W>
-  __device__ __forceinline__ void floats(const float*, float (&x)[W]) {
-    const Pieces item = queue.next();
-    const float4 low = *reinterpret_cast<const float4*>(item.at(0)),
-                 high = *reinterpret_cast<const float4*>(item.at(1));
-    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
-    x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-  }
-  template <int W>
-  __device__ __forceinline__ void wire(const void*, float (&x)[W]) {
-    const uint4 bits = *reinterpret_cast<const uint4*>(queue.next().at(0));
-    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+
+  // Reads the vector at element i from global memory.
+  struct Direct {
+    int64_t i;
+    template <int W>
+    __device__ __forceinline__ void floats(const float* from, float (&x)[W]) {
+      load_vector<W>(from + i, x);
+    }
+    template <int W>
+    __device__ __forceinline__ void wire(const void* from, float (&x)[W]) {
+      uint16_t bits[W];
+      load_vector<W>(static_cast<const uint16_t*>(from) + i, bits);
 #pragma unroll
-    for (int k = 0; k < W; ++k) x[k] = bf16_to_float(static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2))));
-  }
+      for (int k = 0; k < W; ++k) x[k] = bf16_to_float(bits[k]);
+    }
+  };
+
+  // Takes the vectors from the queue's copies in shared memory.
+  template <typename Queue>
+  struct Queued {
+    Queue& queue;
+    template <int W>
+    __device__ __forceinline__ void floats(const float*, float (&x)[W]) {
+      const Pieces item = queue.next();
+      const float4 low = *reinterpret_cast<const float4*>(item.at(0)),
+                   high = *reinterpret_cast<const float4*>(item.at(1));
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
+      x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+    }
+    template <int W>
+    __device__ __forceinline__ void wire(const void*, float (&x)[W]) {
+      const uint4 bits = *reinterpret_cast<const uint4*>(queue.next().at(0));
+      const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+      for (int k = 0; k < W; ++k) x[k] = bf16_to_float(static_cast<uint16_t>(words[k / 2] >> (16 * (k % 2))));
+    }
+  };
 };
 
 // kSum: S has inputs, or its scale is not 1.
@@ -96,17 +93,11 @@ struct ReduceEncodeBody {
 
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
-    of<W>(i, InPlace{i});
+    at<W>(i, Reads::Direct{i});
   }
-  template <int W, typename Queue>
-  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
-    of<W>(i, Arrived<Queue>{queue});
-  }
-
- private:
   // Reads own, residual and inputs in the order of PartReads.
   template <int W, typename From>
-  __device__ __forceinline__ void of(int64_t i, From from) const {
+  __device__ __forceinline__ void at(int64_t i, From from) const {
     float s[W];
     from.template floats<W>(a.own, s);
     if (a.residual != nullptr) {
@@ -118,6 +109,7 @@ struct ReduceEncodeBody {
     finish<W>(i, s);
   }
 
+ private:
   // Turns s from this rank's part into the sum of all parts.
   template <int W, typename From>
   __device__ __forceinline__ void sum_all(From& from, float (&s)[W]) const {
@@ -172,16 +164,10 @@ struct DecodeBody {
   const Decode& a;
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
-    of<W>(i, InPlace{i});
+    at<W>(i, Reads::Direct{i});
   }
-  template <int W, typename Queue>
-  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
-    of<W>(i, Arrived<Queue>{queue});
-  }
-
- private:
   template <int W, typename From>
-  __device__ __forceinline__ void of(int64_t i, From from) const {
+  __device__ __forceinline__ void at(int64_t i, From from) const {
     float out[W];
     from.template wire<W>(a.wire, out);
     forget_not_finite<W>(out, a.residual == nullptr ? nullptr : a.residual + i);
@@ -192,22 +178,12 @@ struct DecodeBody {
 };
 
 template <Coding kCoding>
-struct Bf16Tiles {
-  static constexpr int kThreads = kVectorThreads, kBlocks = 2;
+struct Bf16Tiles : TilesAhead<Reads> {
   static constexpr bool kExact = false;
-  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
-  struct Form {
-    bool wide;  // the caller's arrays take 16-byte accesses
-  };
-  bool wide;
   uint64_t step;
-  unsigned char* shared_bytes;
   __device__ __forceinline__ Bf16Tiles(const Form& form, const FusedAllreduce& call)
-      : wide(form.wide), step(step_of(call.rounding)) {
-    GW_DYNAMIC_SHARED(unsigned char, shared);
-    shared_bytes = shared;
-  }
-  __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
+      : TilesAhead(form), step(step_of(call.rounding)) {}
+  __device__ __forceinline__ static int64_t tile() { return kThreads * kWidth; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
     for_each_in_tiles<kWidth>(wide, a.count, ReduceEncodeBody<kCoding, true, FusedPart>{a, step},
                               PartReads<Reads>(a), shared_bytes);
@@ -237,11 +213,6 @@ auto* kernel_for(Coding coding) {
                                      : bf16_reduce_encode_kernel<Coding::stochastic, kSum>;
 }
 
-template <typename Kernel>
-LaunchConfig config_for(Kernel* kernel, const VectorSplit& split, CudaStream stream) {
-  return {.grid = dim3(vector_grid<kWidth>(kernel, split)), .block = dim3(kVectorThreads), .stream = stream};
-}
-
 const uint16_t* wire_of(const void* data) {
   return static_cast<const uint16_t*>(data);
 }
@@ -254,12 +225,12 @@ void bf16_reduce_encode(CudaStream stream, const ReduceEncode& a) {
   auto split = alignment.split(a.count);
   const bool sum = a.num_inputs > 0 || a.own_scale * a.residual_scale != 1.0f;
   auto* kernel = sum ? kernel_for<true>(coding_of(a)) : kernel_for<false>(coding_of(a));
-  launch("bf16_reduce_encode", kernel, config_for(kernel, split, stream), a, split);
+  launch_vectors<kWidth>("bf16_reduce_encode", kernel, stream, split, a);
 }
 
 void bf16_decode(CudaStream stream, const Decode& a) {
   auto split = Alignment(kWidth).with(wire_of(a.wire)).with(a.out).split(a.count);
-  launch("bf16_decode", bf16_decode_kernel, config_for(bf16_decode_kernel, split, stream), a, split);
+  launch_vectors<kWidth>("bf16_decode", bf16_decode_kernel, stream, split, a);
 }
 
 void bf16_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {

@@ -45,21 +45,16 @@ __global__ void __launch_bounds__(kVectorThreads)
   for_each_vector<kWidth>(split, NarrowBody{a});
 }
 
-template <typename Kernel>
-LaunchConfig config_for(Kernel* kernel, const VectorSplit& split, CudaStream stream) {
-  return {.grid = dim3(vector_grid<kWidth>(kernel, split)), .block = dim3(kVectorThreads), .stream = stream};
-}
-
 }  // namespace
 
 void fp16_widen(CudaStream stream, const Fp16Widen& a) {
   const VectorSplit split = Alignment(kWidth).with(a.halves).with(a.out).split(a.count);
-  launch("fp16_widen", fp16_widen_kernel, config_for(fp16_widen_kernel, split, stream), a, split);
+  launch_vectors<kWidth>("fp16_widen", fp16_widen_kernel, stream, split, a);
 }
 
 void fp16_narrow(CudaStream stream, const Fp16Narrow& a) {
   const VectorSplit split = Alignment(kWidth).with(a.values).with(a.out).split(a.count);
-  launch("fp16_narrow", fp16_narrow_kernel, config_for(fp16_narrow_kernel, split, stream), a, split);
+  launch_vectors<kWidth>("fp16_narrow", fp16_narrow_kernel, stream, split, a);
 }
 
 }  // namespace gradwire::cuda

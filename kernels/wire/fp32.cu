@@ -12,16 +12,7 @@ namespace {
 
 constexpr int kWidth = 4;
 
-// Reads the vector at element i from global memory.
-struct InPlace {
-  int64_t i;
-  template <int W>
-  __device__ __forceinline__ void floats(const void* from, float (&x)[W]) {
-    load<W>(static_cast<const float*>(from) + i, x);
-  }
-};
-
-// Reads vectors from their copies in shared memory (read_ahead.cuh).
+// How a thread reads the vectors of a call (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kFp32ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = false;
@@ -32,14 +23,25 @@ struct Reads {
                                                     int64_t vector) {
     begin_floats(to, static_cast<const float*>(from), vector);
   }
-};
-template <typename Queue>
-struct Arrived {
-  Queue& queue;
-  template <int W>
-  __device__ __forceinline__ void floats(const void*, float (&x)[W]) {
-    load<W>(reinterpret_cast<const float*>(queue.next().at(0)), x);
-  }
+
+  // Reads the vector at element i from global memory.
+  struct Direct {
+    int64_t i;
+    template <int W>
+    __device__ __forceinline__ void floats(const void* from, float (&x)[W]) {
+      load<W>(static_cast<const float*>(from) + i, x);
+    }
+  };
+
+  // Takes the vectors from the queue's copies in shared memory.
+  template <typename Queue>
+  struct Queued {
+    Queue& queue;
+    template <int W>
+    __device__ __forceinline__ void floats(const void*, float (&x)[W]) {
+      load<W>(reinterpret_cast<const float*>(queue.next().at(0)), x);
+    }
+  };
 };
 
 // Sets s to the sum of all parts; reads own and inputs in the order of PartReads.
@@ -64,7 +66,7 @@ struct ReduceBody {
   template <int W>
   __device__ __forceinline__ void at(int64_t i) const {
     float s[W];
-    sum_all<W>(a, InPlace{i}, s);
+    sum_all<W>(a, Reads::Direct{i}, s);
 #pragma unroll
     for (int k = 0; k < W; ++k) s[k] *= a.scale;
     store<W>(a.out + i, s);
@@ -75,18 +77,8 @@ struct ReduceBody {
 struct FusedBody {
   const FusedPart& a;
 
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    of<W>(i, InPlace{i});
-  }
-  template <int W, typename Queue>
-  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
-    of<W>(i, Arrived<Queue>{queue});
-  }
-
- private:
   template <int W, typename From>
-  __device__ __forceinline__ void of(int64_t i, From from) const {
+  __device__ __forceinline__ void at(int64_t i, From from) const {
     float s[W];
     sum_all<W>(a, from, s);
 #pragma unroll
@@ -98,38 +90,18 @@ struct FusedBody {
 
 struct CopyBody {
   const Decode& a;
-  template <int W>
-  __device__ __forceinline__ void at(int64_t i) const {
-    of<W>(i, InPlace{i});
-  }
-  template <int W, typename Queue>
-  __device__ __forceinline__ void at(int64_t i, Queue& queue) const {
-    of<W>(i, Arrived<Queue>{queue});
-  }
-
- private:
   template <int W, typename From>
-  __device__ __forceinline__ void of(int64_t i, From from) const {
+  __device__ __forceinline__ void at(int64_t i, From from) const {
     float x[W];
     from.template floats<W>(a.wire, x);
     store_wide<W>(a.out + i, x);
   }
 };
 
-struct Fp32Tiles {
-  static constexpr int kThreads = kVectorThreads, kBlocks = 2;
+struct Fp32Tiles : TilesAhead<Reads> {
   static constexpr bool kExact = true;
-  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
-  struct Form {
-    bool wide;  // the caller's arrays take 16-byte accesses
-  };
-  bool wide;
-  unsigned char* shared_bytes;
-  __device__ __forceinline__ Fp32Tiles(const Form& form, const FusedAllreduce&) : wide(form.wide) {
-    GW_DYNAMIC_SHARED(unsigned char, shared);
-    shared_bytes = shared;
-  }
-  __device__ __forceinline__ static int64_t tile() { return kVectorThreads * kWidth; }
+  __device__ __forceinline__ Fp32Tiles(const Form& form, const FusedAllreduce&) : TilesAhead(form) {}
+  __device__ __forceinline__ static int64_t tile() { return kThreads * kWidth; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
     for_each_in_tiles<kWidth>(wide, a.count, FusedBody{a}, PartReads<Reads>(a), shared_bytes);
   }
@@ -149,11 +121,7 @@ void fp32_reduce(CudaStream stream, const Reduce& a) {
   auto alignment = Alignment(kWidth).with(a.own).with(a.out);
   for (int k = 0; k < a.num_inputs; ++k) alignment.with(a.inputs[k]);
   auto split = alignment.split(a.count);
-  launch("fp32_reduce", fp32_reduce_kernel,
-         {.grid = dim3(vector_grid<kWidth>(fp32_reduce_kernel, split)),
-          .block = dim3(kVectorThreads),
-          .stream = stream},
-         a, split);
+  launch_vectors<kWidth>("fp32_reduce", fp32_reduce_kernel, stream, split, a);
 }
 
 void fp32_fused_allreduce(CudaStream stream, const FusedAllreduce& a) {

@@ -14,7 +14,7 @@
 namespace gradwire::cuda {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kVectorThreads;
 constexpr int kWarps = kThreads / 32;
 constexpr int kPerLane = kFp8Block / 32;
 static_assert(kPerLane == 4);
@@ -62,10 +62,10 @@ __device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, f
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
-// Reads a lane's values of one block from global memory. Wires are 16-byte aligned and padded to 16 codes, so
+// Reads a lane's values of a block from global memory. Wires are 16-byte aligned and padded to 16 codes, so
 // a lane with any value may read its four codes as one word.
 template <bool kWhole>
-struct InPlace {
+struct Direct {
   const Lane& lane;
   int64_t count, block;
   __device__ __forceinline__ void floats(const float* from, float (&x)[kPerLane]) {
@@ -78,8 +78,8 @@ struct InPlace {
   }
 };
 
-// Reads values from their copies in shared memory (read_ahead.cuh). A vector is a lane's part of a block. A
-// wire's scale is copied with the word around it.
+// How a lane's values of a block are copied to shared memory (read_ahead.cuh): a vector is a lane's part of a
+// block, and a wire's scale is copied with the word around it.
 struct Reads {
   static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = true;
@@ -96,8 +96,9 @@ struct Reads {
     begin_copy<4>(to.at(0) + 4, wire + fp8_scales_offset(count) + block / 4 * 4);
   }
 };
+// Takes the values from the queue's copies in shared memory.
 template <typename Queue>
-struct Arrived {
+struct Queued {
   Queue& queue;
   int64_t block;
   __device__ __forceinline__ void floats(const float*, float (&x)[kPerLane]) {
@@ -216,11 +217,11 @@ struct ReduceEncodeBody {
   template <bool kWhole>
   __device__ __forceinline__ void at(int64_t block) const {
     const Lane lane = lane_of(block, a.count);
-    reduce_encode_block<kCoding, kWhole>(a, block, lane, step, InPlace<kWhole>{lane, a.count, block});
+    reduce_encode_block<kCoding, kWhole>(a, block, lane, step, Direct<kWhole>{lane, a.count, block});
   }
   template <typename Queue>
   __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
-    reduce_encode_block<kCoding, true>(a, block, lane_of(block, a.count), step, Arrived<Queue>{queue, block});
+    reduce_encode_block<kCoding, true>(a, block, lane_of(block, a.count), step, Queued<Queue>{queue, block});
   }
 };
 
@@ -248,11 +249,11 @@ struct DecodeBody {
   template <bool kWhole>
   __device__ __forceinline__ void at(int64_t block) const {
     const Lane lane = lane_of(block, a.count);
-    decode_block<kWhole>(a, lane, InPlace<kWhole>{lane, a.count, block});
+    decode_block<kWhole>(a, lane, Direct<kWhole>{lane, a.count, block});
   }
   template <typename Queue>
   __device__ __forceinline__ void at(int64_t block, Queue& queue) const {
-    decode_block<true>(a, lane_of(block, a.count), Arrived<Queue>{queue, block});
+    decode_block<true>(a, lane_of(block, a.count), Queued<Queue>{queue, block});
   }
 };
 
@@ -262,21 +263,11 @@ __global__ void __launch_bounds__(kThreads) fp8_decode_kernel(const __grid_const
 }
 
 template <Coding kCoding>
-struct Fp8Tiles {
-  static constexpr int kThreads = cuda::kThreads, kBlocks = 2;
+struct Fp8Tiles : TilesAhead<Reads> {
   static constexpr bool kExact = false;
-  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
-  struct Form {
-    bool wide;  // the caller's arrays take 16-byte accesses
-  };
-  bool wide;
   uint64_t step;
-  unsigned char* shared_bytes;
   __device__ __forceinline__ Fp8Tiles(const Form& form, const FusedAllreduce& call)
-      : wide(form.wide), step(step_of(call.rounding)) {
-    GW_DYNAMIC_SHARED(unsigned char, shared);
-    shared_bytes = shared;
-  }
+      : TilesAhead(form), step(step_of(call.rounding)) {}
   __device__ __forceinline__ static int64_t tile() { return kWarps * kFp8Block; }
   __device__ __forceinline__ void reduce_encode(const FusedPart& a) const {
     for_each_block_ahead(a.count, wide, ReduceEncodeBody<kCoding, FusedPart>{a, step}, PartReads<Reads>(a),

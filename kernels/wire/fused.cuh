@@ -75,8 +75,25 @@ struct WireReads : Format {
   }
 };
 
-// As for_each_vector() of vector.cuh, in tiles of kVectorThreads * W elements: calls body.at<W>(i, ReadAhead)
-// or body.at<1>(i).
+// Base of Tiles that read ahead. Reads: how to begin copies, and the readers Direct and Queued (as in
+// fp32.cu).
+template <typename Reads>
+struct TilesAhead {
+  static constexpr int kThreads = kVectorThreads, kBlocks = 2;
+  static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
+  struct Form {
+    bool wide;  // the caller's arrays take 16-byte accesses
+  };
+  bool wide;
+  unsigned char* shared_bytes;
+  __device__ __forceinline__ explicit TilesAhead(const Form& form) : wide(form.wide) {
+    GW_DYNAMIC_SHARED(unsigned char, shared);
+    shared_bytes = shared;
+  }
+};
+
+// As for_each_vector() of vector.cuh, in tiles of kVectorThreads * W elements: calls body.at<W>(i, Queued)
+// for vectors, body.at<1>(i, Direct) for single elements.
 template <int W, typename Reads, typename Body>
 __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body,
                                                   const Reads& reads, unsigned char* shared) {
@@ -85,13 +102,17 @@ __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, cons
   const int64_t first = int64_t{blockIdx.x} * kVectorThreads + threadIdx.x,
                 stride = int64_t{gridDim.x} * kVectorThreads;
   ReadAhead<Reads> ahead(reads, shared, first, stride, vectors);
-  for (int64_t v = first; v < vectors; v += stride) body.template at<W>(vector_begin<W>(v), ahead);
+  for (int64_t v = first; v < vectors; v += stride) {
+    body.template at<W>(vector_begin<W>(v), typename Reads::template Queued<ReadAhead<Reads>>{ahead});
+  }
   int64_t tile = vectors * W / kTile;  // the first with single elements
   tile += (int64_t{blockIdx.x} - tile % gridDim.x + gridDim.x) % gridDim.x;
   for (; tile * kTile < count; tile += gridDim.x) {
     const int64_t begin = vectors * W > tile * kTile ? vectors * W : tile * kTile;
     const int64_t end = count < (tile + 1) * kTile ? count : (tile + 1) * kTile;
-    for (int64_t i = begin + threadIdx.x; i < end; i += kVectorThreads) body.template at<1>(i);
+    for (int64_t i = begin + threadIdx.x; i < end; i += kVectorThreads) {
+      body.template at<1>(i, typename Reads::Direct{i});
+    }
   }
 }
 
