@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire.fsdp import compress
 
 from fsdp_training import (RANK, WORLD, Run, Transformer, check, difference, loss_of, new_model,

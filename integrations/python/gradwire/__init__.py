@@ -21,10 +21,12 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
-from gradwire._core import Communicator, Reducer, Request
+from gradwire._calls import Request
+from gradwire._communicator import Communicator
 from gradwire._formats import register_format
 from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
                               Unsupported, __version__)
+from gradwire._reducer import Reducer
 
 __all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
            "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "register_format"]

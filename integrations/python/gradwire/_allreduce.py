@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._core import Communicator, memory_of
+from gradwire._communicator import Communicator
+from gradwire._memory import memory_of
 from gradwire._process_group import Origin, communicator
 from gradwire._profile import during
 

@@ -6,8 +6,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 
 from gradwire import _native
-from gradwire._core import Reducer
 from gradwire._elastic import Copies
+from gradwire._reducer import Reducer
 from gradwire._spec import split
 
 # Types that the library reduces without conversion. The hook converts other types to float32 and back.
@@ -155,3 +155,20 @@ class Names:
 
     def all(self) -> List[str]:
         return list(self._of.values())
+
+
+def total_stats(buckets: Dict[int, Bucket]) -> Dict[str, Any]:
+    """Returns the sums of the buckets' Reducer.stats()."""
+    total: Dict[str, Any] = {"steps": 0, "wire_bytes": 0, "dense_bytes": 0, "comm_ms": 0.0, "extra_bytes": 0,
+                             "buckets": 0, "buckets_in_place": 0, "description": ""}
+    for index, bucket in sorted(buckets.items()):
+        if bucket.reducer is None:
+            continue
+        stats = bucket.reducer.stats()
+        if bucket.staging is not None:
+            stats["dense_bytes"] = stats["dense_bytes"] * bucket.element_size // 4
+        total["steps"] = max(total["steps"], stats["steps"])
+        for name in total.keys() - {"steps", "description"}:
+            total[name] += stats[name]
+        total["description"] += f"DDP {stats['description'].replace('bucket 0', f'bucket {index}', 1)}"
+    return total

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import torch
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire._state import State, TensorState, entries_of, unpack
 
 _log = logging.getLogger("gradwire")

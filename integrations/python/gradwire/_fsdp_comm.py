@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
 from gradwire._profile import during

@@ -125,6 +125,24 @@ def begin_missing(carried: State, layout: Layout, fresh: State, has_names: bool)
     return missing
 
 
+def taken(carried: State, layout: Layout, fresh: State) -> State:
+    """Removes a bucket's tensors from `carried`, and returns them as a state for the bucket's reducer.
+
+    Args:
+        carried: a state that has all tensors of the bucket; changed.
+        layout: the bucket.
+        fresh: the state of a new reducer for the bucket.
+    """
+    # "spec ...; rank ..." The hook has compared its spec; a reducer's depends on the gradients' type.
+    spec, separator, others = fresh.identity.partition("; ")
+    identity = spec + separator + (carried.identity.partition("; ")[2] or others)
+    tensors = {name: carried.tensors.pop(name) for name in layout.names}
+    # A state of a world of 1 has no entries: that world has no residuals or factors.
+    return State(identity, carried.steps, {
+        name: tensor._replace(entries=tensor.entries or fresh.tensors[name].entries)
+        for name, tensor in tensors.items()})
+
+
 # ---- All ranks' states -------------------------------------------------------------------------------------
 
 _PATIENCE_S = 10.0  # wait before a warning names the missing ranks

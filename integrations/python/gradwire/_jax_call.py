@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import weakref
-from typing import Any, Callable, Dict, FrozenSet, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, List, Sequence, Tuple
 
 import jax
 import jax.numpy as jnp

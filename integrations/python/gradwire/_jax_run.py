@@ -10,7 +10,8 @@ from typing import Any, Dict, List, Optional, Tuple
 import jax
 
 from gradwire import _jax_ffi, _native
-from gradwire._core import Communicator, call_options
+from gradwire._calls import call_options
+from gradwire._communicator import Communicator
 
 TARGET = "gradwire_average"
 DTYPES = {"float32": _native.FLOAT32, "bfloat16": _native.BFLOAT16, "float16": _native.FLOAT16}

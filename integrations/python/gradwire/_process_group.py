@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire._port import reserve_port
 
 # PyTorch's default, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint. A

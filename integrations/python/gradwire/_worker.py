@@ -12,7 +12,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 
 
 class Worker:

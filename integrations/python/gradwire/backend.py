@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire._process_group import communicator_of_store
 from gradwire._profile import until
 from gradwire._worker import Worker, shut_down

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._core import Communicator
+from gradwire._communicator import Communicator
 from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
                                  is_plain)
+from gradwire._fsdp_params import (fsdp_module_class, name_of, param_groups, plain_name, shards_of, unpadded,
+                                   whole_of)
 from gradwire._fsdp_residual import MODES, Residual
 from gradwire._loss_scale import follow
 from gradwire._process_group import TIMEOUT_S
@@ -67,7 +69,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
         BadArgument: the model is not fully_shard()ed, is compressed already, or a format is unknown.
         Unsupported: PyTorch is too old, or a format needs whole matrices (powersgd).
     """
-    module_class = _fsdp_module_class()
+    module_class = fsdp_module_class()
     if residual not in MODES:
         raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
     for argument, spec in (("gradients", gradients), ("weights", weights)):
@@ -94,9 +96,9 @@ class Compression:
         self._closed = False
         self._end_of_scaler: Optional[Callable[[], None]] = None
         self._alone: Any = None  # for HSDP: a process group of this rank only
-        prefixes = {id(module): _plain_name(name) for name, module in model.named_modules()}
-        for theirs in _param_groups(modules):
-            names = {id(p): _name_of(p, prefixes) for p in theirs.fsdp_params}
+        prefixes = {id(module): plain_name(name) for name, module in model.named_modules()}
+        for theirs in param_groups(modules):
+            names = {id(p): name_of(p, prefixes) for p in theirs.fsdp_params}
             self._check(theirs, next(iter(names.values())))
             ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups))
             self._groups.append(ours)
@@ -258,7 +260,7 @@ class Compression:
             rows = group.theirs.mesh_info.shard_mesh_size
             if group.residual is not None:
                 for name, flat in group.residual.state().items():
-                    whole = _whole(flat, self._params[name][0], rows)
+                    whole = whole_of(flat, self._params[name][0], rows)
                     tensors.setdefault(name, {"steps": group.residual.steps})["residual"] = whole
             if group.replica_residual is not None:
                 for name, flat in group.replica_residual.state().items():
@@ -355,7 +357,7 @@ class Compression:
             dim = self._params[name][0].fsdp_placement.dim
             flat = torch.zeros(rows, entry["replica_residual"].numel())
             flat[rank] = rows * entry["replica_residual"]
-            whole += _unpadded(flat, shape, dim)
+            whole += unpadded(flat, shape, dim)
         return whole
 
     def _load(self, tensors: Dict[str, Dict[str, Any]]) -> None:
@@ -364,60 +366,14 @@ class Compression:
             own = {n: e for n, e in tensors.items() if self._params[n][1] is group}
             steps = max([e["steps"] for e in own.values()], default=0)
             if group.residual is not None:
-                group.residual.load({n: _sharded(e["residual"], self._params[n][0], rows)
+                group.residual.load({n: shards_of(e["residual"], self._params[n][0], rows)
                                      for n, e in own.items() if "residual" in e}, steps)
             if group.replica_residual is not None:
                 group.replica_residual.load({n: e["replica_residual"] for n, e in own.items()
                                              if "replica_residual" in e}, steps)
 
 
-# ---- FSDP's side -------------------------------------------------------------------------------------------
-
-
-def _fsdp_module_class() -> Any:
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except Exception:  # PyTorch 1.13 raises ValueError on Python 3.11
-        FSDPModule = None
-    if not all(hasattr(FSDPModule, f"set_custom_{name}") for name in ("reduce_scatter", "all_gather")):
-        raise _native.Unsupported("gradwire.fsdp needs PyTorch 2.9 or later, with "
-                                  "set_custom_reduce_scatter() and set_custom_all_gather(); this is "
-                                  f"{torch.__version__}")
-    return FSDPModule
-
-
-def _param_groups(modules: Sequence[Any]) -> List[Any]:
-    """Returns the modules' parameter groups, without duplicates: fully_shard([a, b]) makes one for both."""
-    found: Dict[int, Any] = {}
-    for module in modules:
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        if len(groups) > 1:
-            raise _native.Unsupported(f"a {type(module).__name__} has {len(groups)} parameter groups on "
-                                      "different meshes (shard_placement_fn), for which PyTorch accepts no "
-                                      "custom collectives: call fully_shard() on its parts separately")
-        # A group is empty if all parameters belong to blocks that are sharded separately.
-        found.update({id(group): group for group in groups if group.fsdp_params})
-    return list(found.values())
-
-
-def _plain_name(name: str) -> str:
-    """Returns a name without the parts that torch.compile() and activation checkpointing insert."""
-    for inserted in ("_orig_mod", "_checkpoint_wrapped_module"):
-        name = ".".join(part for part in name.split(".") if part != inserted)
-    return name
-
-
-def _name_of(param: Any, prefixes: Dict[int, str]) -> str:
-    info = param._module_info
-    if id(info.module) not in prefixes:
-        raise _native.BadArgument(f"a parameter group has {info.param_name!r} of a "
-                                  f"{type(info.module).__name__} outside the model: pass compress() the "
-                                  "model that contains all modules of fully_shard([...])")
-    prefix = prefixes[id(info.module)]
-    return f"{prefix}.{info.param_name}" if prefix else str(info.param_name)
+# ---- The arguments of compress() --------------------------------------------------------------------------
 
 
 def _check_spec(argument: str, spec: str) -> None:
@@ -455,30 +411,3 @@ def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torc
         return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return rule
-
-
-# ---- A whole parameter, and its layout in FSDP's buffers: rows of padded shards ----------------------------
-
-
-def _unpadded(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """Returns (rows, padded shard) as a tensor of the parameter's shape."""
-    rows = flat.shape[0]
-    padded = list(shape)
-    padded[dim] = -(-shape[dim] // rows)
-    chunks = flat.view(rows, *padded)
-    if dim == 0:
-        return chunks.reshape(rows * padded[0], *shape[1:])[:shape[0]].clone()
-    return torch.cat(list(chunks), dim=dim)  # FSDP2 requires an even division of other dimensions
-
-
-def _whole(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
-    return _unpadded(flat.view(rows, -1), param._orig_size, param.fsdp_placement.dim)
-
-
-def _sharded(whole: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
-    """Inverts _whole(): returns (rows * padded shard,)."""
-    if param.fsdp_placement.dim == 0:
-        flat = torch.zeros(rows * param.padded_sharded_param_size.numel())
-        flat[:whole.numel()].copy_(whole.reshape(-1))
-        return flat
-    return torch.stack(torch.chunk(whole, rows, dim=param.fsdp_placement.dim)).reshape(-1)

@@ -24,13 +24,14 @@ from jax._src import core, distributed  # the axes of a trace and jax.distribute
 from jax.tree_util import keystr, tree_flatten_with_path, tree_unflatten
 
 from gradwire import _jax_call, _jax_codecs, _jax_run, _native
-from gradwire._core import Communicator, Reducer
+from gradwire._communicator import Communicator
 from gradwire._jax_run import DTYPES, ranks
 from gradwire._jax_state import CompressState as CompressState
 from gradwire._jax_state import check_state
 from gradwire._jax_state import partition_specs as partition_specs
 from gradwire._jax_state import rescale as rescale
 from gradwire._port import reserve_port
+from gradwire._reducer import Reducer
 from gradwire._spec import method_of, split, stays_dense
 
 TIMEOUT_S = 1800.0

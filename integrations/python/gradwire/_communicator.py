@@ -1,63 +1,15 @@
-"""Communicators and reducers, for numpy arrays and torch tensors."""
+"""Communicators, for numpy arrays and torch tensors."""
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import threading
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
 
 from gradwire import _native
+from gradwire._calls import Flag, Request, call_options, of_thread, op_of
 from gradwire._interrupt import Call, interruptible
-from gradwire._memory import TORCH_DTYPES, Handle, Memory, destroy
-from gradwire._memory import memory_of as memory_of
-
-
-def _op(op: str) -> int:
-    if op not in ("sum", "avg"):
-        raise ValueError(f"op must be 'sum' or 'avg', not {op!r}")
-    return _native.SUM if op == "sum" else _native.AVG
-
-
-class _Next(threading.local):
-    # Set by Communicator.start(): the communicator, and the handle for its next collective call on this
-    # thread.
-    request: "Optional[Tuple[Communicator, ctypes.c_void_p]]" = None
-    owner: Any = None  # see calls_of()
-
-
-_next = _Next()
-
-
-@contextlib.contextmanager
-def calls_of(owner: Any) -> Iterator[None]:
-    """Marks this thread's calls as made by `owner`: see Communicator._claim()."""
-    before, _next.owner = _next.owner, owner
-    try:
-        yield
-    finally:
-        _next.owner = before
-
-
-class _Flag:
-    """Cancels a call of another thread."""
-
-    def __init__(self) -> None:
-        self.value = ctypes.c_int32(0)
-
-    def set(self) -> None:
-        self.value.value = 1
-
-
-def call_options(
-        tag: str = "", residual: Optional[int] = None,
-        request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
-    """The gw_call_options of a call; None where all are the defaults."""
-    if not tag and residual is None and request is None:
-        return None
-    return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag")
-                               or None, residual=residual, request=request)
+from gradwire._memory import Handle, Memory, destroy, memory_of
 
 
 class Communicator(Handle):
@@ -103,7 +55,7 @@ class Communicator(Handle):
                      ranks_per_node=ranks_per_node)
 
     def _create(self, **fields: Any) -> None:
-        handle, cancelled = ctypes.c_void_p(), _Flag()
+        handle, cancelled = ctypes.c_void_p(), Flag()
         options = _native.CommOptions(size=ctypes.sizeof(_native.CommOptions),
                                       cancel=ctypes.pointer(cancelled.value), **fields)
         interruptible(("gw_comm_create", ctypes.byref(options), ctypes.byref(handle)), cancel=cancelled.set,
@@ -172,7 +124,7 @@ class Communicator(Handle):
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be greater than 0, not {timeout_s}")
         handle = ctypes.c_void_p()
-        ranks, cancelled = (ctypes.c_int32 * self.world)(), _Flag()
+        ranks, cancelled = (ctypes.c_int32 * self.world)(), Flag()
         interruptible(("gw_comm_shrink", self._handle, max(1, int(
             timeout_s * 1000)), ctypes.byref(cancelled.value), ctypes.byref(handle), ranks, self.world),
                       cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
@@ -262,7 +214,7 @@ class Communicator(Handle):
             Error: the errors that `call` raises for wrong arguments.
         """
         handle = ctypes.c_void_p()
-        _next.request = (self, handle)
+        of_thread.request = (self, handle)
         try:
             call(*arguments, **options)
             if not handle:
@@ -273,7 +225,7 @@ class Communicator(Handle):
             destroy("gw_request_destroy", handle)
             raise
         finally:
-            _next.request = None
+            of_thread.request = None
         return Request(handle, (arguments, options), self)
 
     def allreduce_(self, array: Any, spec: str = "fp32", op: str = "avg", stream: int = 0,
@@ -296,7 +248,7 @@ class Communicator(Handle):
             `array`.
         """
         memory = self._memory(array, "the tensor")
-        self._collective("gw_allreduce", memory.address, memory.count, memory.dtype, _op(op),
+        self._collective("gw_allreduce", memory.address, memory.count, memory.dtype, op_of(op),
                          _native.text(spec, "the spec"), stream or None, tag=tag,
                          residual=self._residual(residual, memory.count))
         return array
@@ -322,7 +274,7 @@ class Communicator(Handle):
         sizes = self._shards(counts, whole.count, part.count, "input", "output")
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
-        self._collective("gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, _op(op),
+        self._collective("gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, op_of(op),
                          _native.text(spec, "the spec"), stream or None, tag=tag,
                          residual=self._residual(residual, whole.count))
         return output
@@ -428,9 +380,9 @@ class Communicator(Handle):
 
     def _take_request(self) -> "Optional[ctypes._Pointer[ctypes.c_void_p]]":
         """Returns the handle for the request of the next collective call, inside start()."""
-        if _next.request is None or _next.request[0] is not self:
+        if of_thread.request is None or of_thread.request[0] is not self:
             return None
-        handle, _next.request = _next.request[1], None
+        handle, of_thread.request = of_thread.request[1], None
         return ctypes.pointer(handle)
 
     def _wait_for(self, call: Call) -> None:
@@ -438,7 +390,7 @@ class Communicator(Handle):
 
         A signal whose handler raises, such as Ctrl-C, aborts the communicator.
         """
-        self._refuse_others(_next.owner)
+        self._refuse_others(of_thread.owner)
         if self.device == _native.HOST:
             interruptible(call, cancel=self._interrupt)
         else:
@@ -491,169 +443,3 @@ class Communicator(Handle):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Request(Handle):
-    """A call started by Communicator.start(). close() blocks until the call is done."""
-
-    def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
-        super().__init__("gw_request_destroy", handle)
-        self._arrays = arrays  # keeps their memory alive
-        self._comm = comm
-
-    def done(self) -> bool:
-        """Whether the result is ready. Raises CommFailed if the call has failed."""
-        try:
-            _native.call("gw_request_wait", self._handle, 0)
-        except _native.NotDone:
-            return False
-        return True
-
-    def wait(self, timeout_s: Optional[float] = None) -> None:
-        """Blocks until the result is ready.
-
-        Args:
-            timeout_s: the longest wait. None: until the communicator's timeout.
-
-        Raises:
-            CommFailed: the call failed.
-            NotDone: timed out; the call is still running. A TimeoutError.
-        """
-        longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
-        self._comm._wait_for(("gw_request_wait", self._handle, longest))
-
-
-class Reducer(Handle):
-    """Reduces a model's gradients, or part of them, with compression and error feedback.
-
-    The constructor is collective.
-
-    Args:
-        comm: the ranks.
-        spec: "fp32", "bf16", "powersgd:rank=R[,...]": see docs/for-pytorch.md.
-        tensors: (name, rows, cols) of each gradient, in the order in which backward completes them. Vectors
-            have cols == 1.
-        bucket_bytes: the approximate size of a bucket of tensors that are reduced together; 0: 25 MiB.
-        op: "avg" or "sum".
-        seed: for stochastic rounding; the same on all ranks, which draw different numbers.
-        tag: names the reducer in error messages.
-        shard: each rank gets the mean of its shard only: see shards(). Wire formats then send half the bytes.
-        dtype: "float32", "bfloat16" or "float16". The library widens 16-bit gradients bucket by bucket, and
-            rounds the results.
-
-    Raises:
-        CommFailed: ranks differ in an argument, including tensor names and order. Raised on every rank.
-    """
-
-    def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
-                 bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "",
-                 shard: bool = False, dtype: str = "float32") -> None:
-        self._dtype = TORCH_DTYPES.get(f"torch.{dtype}", -1)
-        if self._dtype < 0:
-            raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'float16', not {dtype!r}")
-        self._dtype_name = dtype
-        array = (_native.Tensor * max(1, len(tensors)))()
-        for item, (name, rows, cols) in zip(array, tensors):
-            item.size = ctypes.sizeof(_native.Tensor)
-            item.name = _native.text(name, "the tensor's name")
-            item.rows, item.cols, item.dtype = rows, cols, self._dtype
-        options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
-                                         bucket_bytes=bucket_bytes, sum=int(_op(op) == _native.SUM),
-                                         shard=int(shard), tag=_native.text(tag, "the tag") or None)
-        handle = ctypes.c_void_p()
-        comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec,
-                                                                        "the spec"), array, len(tensors),
-                        ctypes.byref(options), ctypes.byref(handle)))
-        self._comm = comm
-        super().__init__("gw_reducer_destroy", handle)
-        self._counts = [rows * cols for _, rows, cols in tensors]
-        self._device = comm.device
-
-    def allreduce(self, gradients: Sequence[Any], stream: int = 0) -> None:
-        """Reduces tensors or arrays in place. Collective.
-
-        float32 tensors that are adjacent in memory are reduced in place; others are copied to a buffer and
-        back. Blocks on the host. On CUDA the work is enqueued, and the tensors must live until the stream has
-        completed it.
-
-        Args:
-            gradients: one per registered tensor, in order, of the reducer's dtype.
-            stream: for CUDA, the cudaStream_t as a number.
-        """
-        memories = [memory_of(g) for g in gradients]
-        for i, (memory, count) in enumerate(zip(memories, self._counts)):
-            if memory != (memory.address, count, self._dtype, self._device):
-                raise ValueError(f"gradient {i} has {memory.count} elements on device {memory.device} (-1: "
-                                 f"host); expected {count} of type {self._dtype_name} on device "
-                                 f"{self._device}")
-        self.allreduce_at(self.addresses_of([m.address for m in memories]), stream)
-
-    def allreduce_at(self, addresses: "ctypes.Array[ctypes.c_void_p]", stream: int = 0) -> None:
-        """Reduces gradients at `addresses`, from addresses_of(). See allreduce(). Memory is not checked."""
-        if len(addresses) != len(self._counts):
-            raise ValueError(f"got {len(addresses)} gradients; the reducer has {len(self._counts)} tensors, "
-                             "and takes one gradient for each")
-        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None,
-                              self._comm._take_request()))
-
-    @staticmethod
-    def addresses_of(addresses: Sequence[int]) -> "ctypes.Array[ctypes.c_void_p]":
-        """Returns a C array of addresses. It can be reused as long as the gradients do not move."""
-        return (ctypes.c_void_p * len(addresses))(*addresses)
-
-    def shards(self) -> List[Tuple[int, int, int]]:
-        """Returns the (tensor, begin, end) of the elements whose mean this rank has after allreduce().
-
-        All elements or, with shard=True, this rank's part of each bucket. Other elements are unspecified.
-        """
-        count = ctypes.c_int32()
-        _native.call("gw_reducer_shards", self._handle, None, 0, ctypes.byref(count))
-        ranges = (_native.Range * max(1, count.value))()
-        _native.call("gw_reducer_shards", self._handle, ranges, count.value, ctypes.byref(count))
-        return [(r.tensor, r.begin, r.end) for r in ranges[:count.value]]
-
-    def stats(self) -> Dict[str, Any]:
-        """Returns the fields of gw_stats: bytes and times of the last step, and memory in use."""
-        stats = _native.Stats(size=ctypes.sizeof(_native.Stats))
-        _native.call("gw_reducer_stats", self._handle, ctypes.byref(stats))
-        fields: List[str] = [name for name, *_ in _native.Stats._fields_ if name != "size"]
-        values = {name: getattr(stats, name) for name in fields}
-        values["description"] = values["description"].decode(errors="replace")
-        return values
-
-    def save_state(self, memory: Optional[bytearray] = None) -> bytearray:
-        """Returns this rank's residuals, factors and step count, in the layout of docs/checkpoints.md.
-
-        Args:
-            memory: an earlier result to overwrite, if it has the right size.
-        """
-        size = ctypes.c_size_t()
-        _native.call("gw_reducer_state_save", self._handle, None, 0, ctypes.byref(size))
-        state = memory if memory is not None and len(memory) == size.value else bytearray(size.value)
-        buffer = (ctypes.c_char * len(state)).from_buffer(state)
-        _native.call("gw_reducer_state_save", self._handle, buffer, len(state), ctypes.byref(size))
-        return state
-
-    def load_state(self, state: bytes) -> None:
-        """Restores this rank's save_state().
-
-        After Communicator.shrink() or .grow(), the state may be from the previous group. The whole residual
-        of this rank is loaded; the residuals of dead ranks are lost. The next step compares the ranks'
-        states, and raises CommFailed on every rank if two ranks have loaded the same state.
-
-        Raises:
-            BadArgument: the state is of another spec or model, or of another rank of an equal group.
-        """
-        _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
-
-    def load_states(self, states: Sequence[bytes]) -> None:
-        """Restores the save_state()s of all ranks of a run with any number of ranks.
-
-        Rank r of n loads the sum of the residuals of ranks r, r + n, r + 2n, ...
-
-        Raises:
-            BadArgument: see load_state(); or a state that this rank needs is missing.
-        """
-        blobs = [bytes(state) for state in states]
-        _native.call("gw_reducer_state_load_ranks", self._handle, (ctypes.c_char_p * len(blobs))(*blobs),
-                     (ctypes.c_size_t * len(blobs))(*map(len, blobs)), len(blobs))

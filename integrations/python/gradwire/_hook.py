@@ -1,0 +1,450 @@
+"""The state of the DistributedDataParallel hook: buckets, their reducers, and checkpoints."""
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+
+import torch
+import torch.distributed as dist
+
+from gradwire import _native
+from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, spec_for, total_stats
+from gradwire._calls import calls_of
+from gradwire._communicator import Communicator
+from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
+from gradwire._hook_state import (Checkpoint, Place, as_list, begin_missing, check_names, for_rank, from_dict,
+                                  gathered, taken, to_dict)
+from gradwire._loss_scale import LossScale
+from gradwire._process_group import TIMEOUT_S, Origin, communicator
+from gradwire._profile import during, until
+from gradwire._reducer import Reducer
+from gradwire._state import State, TensorState, pack, unpack
+from gradwire._worker import Worker, shut_down
+
+DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
+
+_log = logging.getLogger("gradwire")
+
+PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" calls a hook for one gradient at a time, inside a '
+    "compiled graph and without buckets: set it to True (its default) before wrapping the model in "
+    "DistributedDataParallel")
+
+
+class Hook:
+    """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
+
+    The constructor is not collective: the first gradient creates the communicator. Use one hook per model.
+
+    Gradients are reduced as float32; buckets of other floating-point types are converted to float32 and back.
+    bfloat16 buckets are sent as bfloat16 wherever the spec means FP32: all tensors with "fp32", dense
+    tensors, and factors of "powersgd" and values of "randk" without wire=. float16 buckets are sent as the
+    spec says: "fp32" is exact and doubles their bytes; "bf16" has as many bytes as float16.
+
+    A hook can be pickled between steps. The pickle contains its state_dict(). The copy uses the default
+    process group. If the names came from a model, call name_parameters(model) before DDP's first step.
+
+    Args:
+        spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
+            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
+            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and
+            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
+        process_group: DDP's process group. None: the group of `model`, or the default group.
+        model: provides the parameters' names for error messages and state_dict(). None: parameters are
+            numbered in the order of DDP's first buckets, which is the same in every run of the same model.
+        timeout_s: the longest wait for a peer that is connected but silent; by default half an hour, as in
+            PyTorch. Then backward() raises with the text of gradwire.CommFailed.
+        comm: a communicator to use in place of the process group's. Nothing else may use it until close().
+        seed: for stochastic rounding.
+        min_ranks: when ranks die, the others continue as long as this many are left, and backward() returns
+            the mean over them. 0: backward() raises. Host only; see docs/for-pytorch.md for requirements.
+
+    Raises:
+        BadArgument: an argument is invalid. The constructor checks the spec.
+    """
+
+    __module__ = "gradwire.torch"  # the name in pickles, and in messages
+
+    def __init__(self, spec: str = DEFAULT_SPEC, *, process_group: Any = None,
+                 model: Optional[torch.nn.Module] = None, timeout_s: float = TIMEOUT_S,
+                 comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
+        with Communicator() as alone:  # a wrong spec must fail here, not in backward
+            Reducer(alone, spec, []).close()
+        if min_ranks < 0 or (min_ranks > 0 and comm is not None):
+            raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
+                "the hook creates the communicators itself; pass no comm"
+                if comm is not None else "must be at least 1, or 0 to disable"))
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            if min_ranks > 0:
+                refuse_what_needs_all_ranks(model)
+            if process_group is None:
+                process_group = model.process_group
+            elif process_group != model.process_group:
+                raise _native.BadArgument("process_group differs from the DistributedDataParallel's, over "
+                                          "which the hook must average: leave process_group out")
+        self.spec = spec
+        self._process_group = process_group
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._comm = comm
+        self._names = Names()
+        if model is not None:
+            self.name_parameters(model)
+        self._buckets: Dict[int, Bucket] = {}
+        self._from_load = False  # the state in _carried was loaded; no warning about missing parameters yet
+        self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
+        self._failure: Optional[BaseException] = None
+        self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
+        self._scale: Optional[LossScale] = None
+        self._side_stream: Any = None
+        self._communicators: List[Communicator] = []
+        self._origin: Optional[Origin] = None  # of the communicator
+        self._worker = Worker(self._communicators)
+        if comm is not None:
+            comm._claim(self, "a Hook")
+            self._origin = Origin()
+        self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
+
+    # ---- The hook ------------------------------------------------------------------------------------------
+
+    def __call__(self, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
+        """Reduces a bucket. DDP calls it for every bucket, in the same order on every rank."""
+        if not self._finalizer.alive:
+            raise _native.BadHandle("the hook was closed: create another Hook for DDP")
+        if self._failure is not None:
+            raise _native.CommFailed(f"an earlier step failed: {self._failure}") from self._failure
+        if self._origin is not None and self._origin.ended():
+            raise _native.BadHandle(f"the hook can no longer be used: {self._origin.ended()}; create another "
+                                    "Hook for DDP")
+        if isinstance(bucket, tuple):
+            raise _native.Unsupported(PYTHON_REDUCER)
+        gradients = bucket.buffer()
+        if gradients.layout != torch.strided:
+            return self._pass_through(gradients)
+        buffer = real_view(gradients)
+        entry = self._entry_for(bucket, buffer)
+        if buffer.is_cuda:
+            return self._enqueue_cuda(entry, gradients, buffer)
+        done: "torch.futures.Future[Any]" = torch.futures.Future()
+        addresses = entry.addresses_in(buffer)
+
+        def job() -> Optional[BaseException]:
+            try:
+                self._reduce(entry, buffer, addresses, 0)
+            except BaseException as error:  # result() raises it
+                self._failure = error
+                return error
+            return None
+
+        def result(finished: "torch.futures.Future[Any]") -> torch.Tensor:
+            failure = finished.value()
+            if failure is not None:
+                raise failure
+            return gradients
+
+        if self._elastic is not None:
+            done = self._elastic.submit(self, entry, bucket, buffer, addresses)
+        else:
+            self._worker.submit(job, done)
+        return until(done.then(result), self.spec, f"DDP bucket {entry.index}", buffer)
+
+    def _pass_through(self, gradient: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        """Averages a sparse gradient over the process group, as DDP does without a hook."""
+        if self._elastic is not None:
+            raise _native.Unsupported("a gradient is sparse. Sparse gradients are averaged by the process "
+                                      "group, which cannot lose ranks: use sparse=False, or a hook without "
+                                      "min_ranks")
+        gradient.div_(dist.get_world_size(self._process_group))
+        work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    def _enqueue_cuda(self, entry: Bucket, gradients: torch.Tensor,
+                      buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
+        # A side stream, so that backward continues. DDP waits for an event of that stream in the future.
+        if self._comm is not None:
+            self._comm.check()  # an earlier step may have failed on its stream, which reports no errors
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream(buffer.device)
+        future: "torch.futures.Future[torch.Tensor]" = torch.futures.Future(devices=[buffer.device])
+        self._side_stream.wait_stream(torch.cuda.current_stream(buffer.device))
+        with torch.cuda.stream(self._side_stream), during(self.spec, f"DDP bucket {entry.index}", buffer):
+            addresses = entry.addresses_in(buffer)
+            try:
+                self._reduce(entry, buffer, addresses, self._side_stream.cuda_stream)
+            except BaseException as error:
+                self._failure = error
+                raise
+            buffer.record_stream(self._side_stream)
+            future.set_result(gradients)
+        return future
+
+    def _reduce(self, entry: Bucket, buffer: torch.Tensor, addresses: Any, stream: int) -> None:
+        with calls_of(self):
+            if entry.reducer is None:
+                entry.reducer = self._make_reducer(entry, buffer)
+            if self._scale is not None:
+                self._scale.keep(list(self._buckets.values()))
+            if entry.staging is not None:
+                entry.staging.copy_(buffer)
+            entry.reducer.allreduce_at(addresses, stream)
+        if entry.staging is not None:
+            buffer.copy_(entry.staging)
+
+    def _communicator(self, buffer: torch.Tensor) -> Communicator:
+        if self._comm is None:
+            device: "str | int" = buffer.device.index if buffer.is_cuda else "host"
+            self._origin = Origin(self._process_group)
+            self._take_communicator(communicator(self._process_group, device, self._timeout_s,
+                                                 shrinkable=self._elastic is not None))
+        return self._comm  # type: ignore[return-value]
+
+    def _take_communicator(self, comm: Communicator) -> None:
+        """Replaces the communicator. The reducers of the old one are closed already."""
+        comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
+        before, self._comm = self._comm, comm
+        self._communicators[:] = [comm]
+        if before is not None:
+            before.close()
+        elif self._elastic is not None:
+            self._elastic.ranks = list(range(comm.world))
+
+    @property
+    def ranks(self) -> List[int]:
+        """The process group's ranks over which backward() averages: all, or with min_ranks the survivors."""
+        if self._elastic is not None and self._elastic.ranks:
+            return list(self._elastic.ranks)
+        return list(range(place.world)) if (place := self._place()) is not None else []
+
+    # ---- Buckets -------------------------------------------------------------------------------------------
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Uses the model's parameter names, as Hook(model=model) does. Call it before the first step.
+
+        Raises:
+            BadArgument: another model's parameters have these names. A hook is for one model.
+        """
+        self._names.add_model(model)
+
+    def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
+        index, parameters = bucket.index(), bucket.parameters()
+        self._names.complete = self._names.complete or (index == 0 and 0 in self._buckets)
+        entry = self._buckets.get(index)
+        if entry is not None and len(entry.parameters) == len(parameters) and all(
+                a is b for a, b in zip(entry.parameters, parameters)):
+            return entry
+        if entry is not None:  # DDP rebuilds its buckets once, after the first step
+            self._dissolve(lambda i: i >= index)
+        self._communicator(buffer)  # in DDP's thread, because it uses the process group
+        names = self._names.of(parameters)
+        shapes = tuple(matrix(p) for p in parameters)
+        entry = self._buckets[index] = Bucket(
+            index, parameters, Layout(names, shapes), buffer.element_size())
+        return entry
+
+    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
+        layout = entry.layout
+        tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
+        # One reducer bucket per DDP bucket.
+        reducer = Reducer(self._communicator(buffer), spec_for(self.spec, buffer.dtype), tensors,
+                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
+                          dtype=NATIVE.get(buffer.dtype, "float32"))
+        carried = self._carried
+        if carried is None:
+            return reducer
+        fresh = unpack(reducer.save_state())
+        missing = begin_missing(carried, layout, fresh, self._names.are_a_models)
+        if missing and self._from_load:
+            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals "
+                         "begin at zero", len(missing), missing[0])
+            self._from_load = False
+        reducer.load_state(pack(taken(carried, layout, fresh)))
+        if not carried.tensors:
+            self._carried = None
+        return reducer
+
+    def _dissolve(self, which: Callable[[int], bool]) -> None:
+        """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
+        self._worker.drain()
+        collected = self._collect(which)
+        for index in [i for i in self._buckets if which(i)]:
+            reducer = self._buckets.pop(index).reducer
+            if reducer is not None:
+                reducer.close()
+        self._carried = collected
+
+    def _collect(self, which: Callable[[int], bool]) -> Optional[State]:
+        identity, steps, carried = self._carried or State("", 0, {})
+        tensors: Dict[str, TensorState] = dict(carried)
+        for index, entry in self._buckets.items():
+            if which(index) and entry.reducer is not None:
+                kept = entry.copies.before if self._elastic is not None else None
+                state = unpack(kept if kept is not None else entry.reducer.save_state())
+                identity, steps = state.identity, state.steps
+                tensors.update(state.tensors)
+        return State(identity, steps, tensors) if tensors else None
+
+    # ---- Checkpoints, statistics, closing ------------------------------------------------------------------
+
+    def state_dict(self, gather: bool = True) -> Dict[str, Any]:
+        """Returns each parameter's state, and the step count, for torch.save(). Call it between steps only.
+
+        Args:
+            gather: True: rank 0 gets the states of all ranks, whose residuals differ; other ranks get their
+                own state. Collective: call it on every rank, and save rank 0's result. False: this rank's
+                state, which every rank must save. With min_ranks or comm, and before the first step, always
+                this rank's state.
+
+        Returns:
+            {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind:
+            tensor}}}}, with 1-D CPU tensors of kind "residual" or PowerSGD's "factor"; and "others": [the
+            other ranks' states].
+
+        Raises:
+            CommFailed: a rank did not call it within timeout_s. After 10 s a warning names that rank.
+            BadHandle: the hook was closed.
+        """
+        if not self._finalizer.alive:
+            raise _native.BadHandle("the hook was closed and its state dropped: call state_dict() before "
+                                    "close()")
+        self._worker.drain()
+        state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
+        if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
+            return state
+        return gathered(state, self._process_group, self._comm._key, self._timeout_s)
+
+    def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
+        """Restores a state_dict(). With model and optimizer also restored, training continues bit for bit.
+
+        Call it between steps only. Parameters are found by name. A parameter that the state lacks, for
+        example because it was frozen when saved, begins without a residual, and a warning is logged (logging,
+        "gradwire").
+
+        Args:
+            state: rank 0's state_dict(); or this rank's state_dict(gather=False); or a list of states, in any
+                order, from a run with another world size m. Rank r of n then loads the sum of the residuals
+                of ranks r, r + n, r + 2n, ..., and needs only these states (if n > m, rank r % m). The sum
+                over all ranks is preserved.
+
+        Raises:
+            BadArgument: a state is of another version, spec or model, or a state that is needed is missing.
+        """
+        chosen = for_rank(as_list(state), self.spec, self._place())
+        if self._names.are_a_models:
+            check_names(chosen, self._names.all())
+        self._worker.drain()
+        for entry in self._buckets.values():
+            if entry.reducer is not None:
+                entry.reducer.close()
+        self._buckets.clear()
+        self._carried = from_dict(chosen)
+        self._from_load = True
+        if self._scale is not None:
+            self._scale.forget()
+
+    def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
+        """Rescales residuals when a GradScaler changes the gradients' scale. Call it before the first step.
+
+        When scaler.update() changes the scale, residuals are multiplied by new / old. When the optimizer
+        skips a step, because a gradient is infinite or NaN, residuals are first restored to their values
+        before the step, because no weight received the values sent. Every step therefore copies the state to
+        host memory. Does not support ddp.join().
+
+        Args:
+            scaler: the training loop's torch.amp.GradScaler, or an object with its get_scale() and update().
+            optimizer: the model's optimizer, if the scaler has several: they skip steps independently.
+
+        Raises:
+            BadArgument: `scaler` is not a scaler, or the hook has min_ranks.
+        """
+        if self._elastic is not None:
+            raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps "
+                                      "itself: use bfloat16, which needs no loss scale, or a hook without "
+                                      "min_ranks")
+        scale = LossScale(self, scaler, optimizer)
+        if self._scale is not None:
+            self._scale.end()
+        self._scale = scale
+
+    def checkpoint(self, load_from: Any = None) -> Checkpoint:
+        """Returns a Stateful for torch.distributed.checkpoint, with which every rank saves its own state.
+
+            dcp.save({"model": ..., "hook": hook.checkpoint()}, checkpoint_id=folder)
+            dcp.load({"model": ..., "hook": hook.checkpoint(load_from=folder)}, checkpoint_id=folder)
+
+        Args:
+            load_from: the folder, or a StorageReader, from which to read the saved world size. For another
+                world size see load_state_dict(). None: the current world size.
+        """
+        return Checkpoint(self, load_from)
+
+    def _place(self) -> Optional[Place]:
+        if self._comm is not None:
+            return Place(self._comm.rank, self._comm.world)
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        return Place(dist.get_rank(self._process_group), dist.get_world_size(self._process_group))
+
+    def __getstate__(self) -> Dict[str, Any]:
+        # A closed hook has no state. The state of a forked process belongs to its parent.
+        ended = not self._finalizer.alive or (self._origin is not None and self._origin.forked())
+        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed,
+                "state": (to_dict(State("", 0, {}), self.spec, None) if ended
+                          else self.state_dict(gather=False)),
+                "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
+
+    def __setstate__(self, pickled: Dict[str, Any]) -> None:
+        self.__init__(  # type: ignore[misc]
+            pickled["spec"], timeout_s=pickled["timeout_s"], seed=pickled["seed"],
+            min_ranks=pickled.get("min_ranks", 0))
+        self._carried = from_dict(pickled["state"])
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Hook":
+        """Returns a hook with a copy of the state.
+
+        A deep copy of a DDP has the copied hook in its list for logging only: its reducer has no hook.
+        """
+        _log.warning("a Hook was copied: the copy of a compressed DistributedDataParallel averages without "
+                     "compression until compress(copy, %r)", self.spec)
+        copied = Hook.__new__(Hook)
+        copied.__setstate__(self.__getstate__())
+        return copied
+
+    def check(self) -> None:
+        """Blocks until the last backward's communication is done. Raises CommFailed if it failed.
+
+        On the host backward() raises. On CUDA it cannot: streams do not report errors, and when a peer dies
+        the gradients are garbage. Without check() only the next backward() raises, after an optimizer.step()
+        with these gradients. Call it before optimizer.step(), or at least before writing a checkpoint.
+        """
+        self._worker.drain()
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
+        if self._failure is not None:
+            raise _native.CommFailed(f"the step failed: {self._failure}") from self._failure
+        if self._comm is not None:
+            self._comm.check()
+
+    def stats(self) -> Dict[str, Any]:
+        """Returns statistics of the last step, summed over buckets.
+
+        "wire_bytes": bytes that this rank sent; "dense_bytes": bytes that it would have sent uncompressed, in
+        the gradients' type; "comm_ms"; "extra_bytes" of memory; "buckets"; "buckets_in_place"; "description".
+        """
+        self._worker.drain()
+        if self._side_stream is not None:
+            self._side_stream.synchronize()
+        return total_stats(self._buckets)
+
+    def close(self) -> None:
+        """Stops the thread and closes the communicator; also done at exit. Do not use the hook afterwards."""
+        if self._finalizer.alive:
+            if self._scale is not None:
+                self._scale.end()
+            for entry in self._buckets.values():
+                if entry.reducer is not None and not self._worker.busy:
+                    entry.reducer.close()
+            self._buckets.clear()
+            self._finalizer()
+            if self._comm is not None:
+                self._comm._release(self)
