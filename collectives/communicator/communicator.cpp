@@ -27,7 +27,7 @@ std::unique_ptr<Communicator> Communicator::create_tcp(const TcpOptions& options
   return std::make_unique<Communicator>(make_tcp_transport(options));
 }
 
-std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const JoinOptions& join) {
+std::unique_ptr<Communicator> Communicator::join_tcp(const TcpOptions& options, const TcpJoinOptions& join) {
   return std::make_unique<Communicator>(join_tcp_transport(options, join));
 }
 

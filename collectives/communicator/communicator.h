@@ -14,7 +14,7 @@
 
 namespace gradwire {
 
-struct JoinOptions;
+struct TcpJoinOptions;
 struct TcpOptions;
 struct NcclOptions;
 class Transport;
@@ -30,7 +30,7 @@ class Communicator {
   // CommError at the timeout. See transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
   // Joins a running group as a new rank: see transport/tcp/tcp.h.
-  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const JoinOptions& join);
+  static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const TcpJoinOptions& join);
   // Creates one rank of a group of processes, on a GPU. Blocks until all ranks have joined. Throws CommError
   // at the timeout. See transport/nccl/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);

@@ -240,7 +240,7 @@ RANK_PROGRAM(TrainsElastically) {
       }).detach();
     }
     if (mine->what == "join-dies" || mine->what == "join-stops") {
-      const Invitation invitation = request_admission(
+      const Admitted admitted = request_admission(
           {.invitation = invitation_of(config.members), .about = about, .patience = me.timeout});
       raise(mine->what == "join-dies" ? SIGKILL : SIGSTOP);
     }

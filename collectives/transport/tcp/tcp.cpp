@@ -568,7 +568,7 @@ std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options) {
   return std::make_unique<TcpTransport>(options);
 }
 
-std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& asked, const JoinOptions& join) {
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& asked, const TcpJoinOptions& join) {
   TcpOptions joining = asked;
   read_listening(joining.group);
   const Admitted admitted = request_admission({.invitation = join.invitation,

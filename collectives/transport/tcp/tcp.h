@@ -35,7 +35,7 @@ struct TcpOptions {
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
 // How to find a group that admits new ranks, and this process's request to it.
-struct JoinOptions {
+struct TcpJoinOptions {
   // Returns the newest Transport::invitation() of any rank; "" while there is none.
   std::function<std::string()> invitation;
   std::string about = {};  // for the `validate` of Transport::open_admission()
@@ -45,6 +45,6 @@ struct JoinOptions {
 // Joins a running group as its highest rank, when the group calls Transport::grow(). Ignores rank, world and
 // rendezvous in `options.group`. Throws BadInput, with the reason, if the group rejects the request. Throws
 // CommError if no rank answers within the join timeout, the group has ended, or the new group does not form.
-std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const JoinOptions& join);
+std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const TcpJoinOptions& join);
 
 }  // namespace gradwire
