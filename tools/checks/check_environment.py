@@ -4,8 +4,9 @@
     check_environment.py GRADWIRE ROOT
 
 GRADWIRE is the command, whose `doctor --environment` prints the table in the code. Only
-runtime/util/environment.cpp calls getenv(), and its table has every variable that C++ asks it for. What Python,
-shell and the tests read is in sections of its own on the page, which list nothing else.
+runtime/util/environment.cpp may call getenv(), and its table must have every variable that C++ code reads. The
+page has separate sections for the variables of Python, shell and the tests; they must be complete and have no
+other variables.
 """
 import pathlib
 import re
@@ -15,7 +16,7 @@ import sys
 PRODUCT = ("runtime", "kernels", "collectives", "trainer", "bench", "integrations")
 READER = "runtime/util/environment.cpp"
 NAME = r"[A-Z][A-Z0-9_]+"
-# Section of the page, folders and files whose Python, shell, make and (for tests) C++ counts.
+# For each section of the page: the folders and files whose variables it lists. C++ counts in tests only.
 SECTIONS = {
     "The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
     "Tests": ["tests", "tools/checks"]
@@ -48,7 +49,7 @@ def getenv_elsewhere(root):
 
 
 def asked_for(root):
-    """(variable, place) of each literal name that C++ passes to environment()."""
+    """Yields (variable, place) of each literal name that C++ passes to environment()."""
     for top in PRODUCT:
         for path in files(root, top):
             if path.suffix in (".h", ".cpp"):
@@ -58,7 +59,7 @@ def asked_for(root):
 
 
 def read_by(root, places):
-    """variable -> a file that reads it."""
+    """Returns variable -> a file that reads it."""
     found = {}
     for place in places:
         for path in files(root, place):
@@ -71,7 +72,7 @@ def read_by(root, places):
 
 
 def sections(page):
-    """title -> text; the text before the first title has the key ""."""
+    """Returns title -> text; the text before the first title has the key ""."""
     parts = re.split(r"^## (.+)\n", page, flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
 
@@ -102,9 +103,9 @@ def problems(root, printed):
         for name in sorted(set(read) - on_page):
             yield f"docs/environment.md: section '{title}' lacks {name}, which {read[name]} reads"
         for name in sorted(on_page - set(read)):
-            yield f"docs/environment.md: section '{title}' has {name}, which nothing there reads"
+            yield f"docs/environment.md: section '{title}' has {name}, which none of {', '.join(places)} reads: remove it"
     for title in set(page) - set(printed) - set(SECTIONS):
-        yield f"docs/environment.md: what is section '{title}'?"
+        yield f"docs/environment.md: unknown section '{title}'; known: {', '.join([*printed, *SECTIONS])}"
 
 
 def main():

@@ -5,8 +5,8 @@
     check_filters.py BUILD [ROOT]        the filters of ctest's tests in BUILD, and those in ROOT's scripts,
                                          Makefile, CMake files, tests and pages
 
-A filter is several patterns, such as *Gemm*:Blas.*-*Large*. Each must match a test, also those after the
-minus. A filter in a text is for the program that the same command names before it, or for all programs.
+A filter has several patterns, such as *Gemm*:Blas.*-*Large*. Each must match a test, also the patterns after
+the minus. A filter in a text is for the program that the same command names before it, or for all programs.
 """
 import fnmatch
 import functools
@@ -20,13 +20,13 @@ import sys
 FILTER = re.compile(r"""--gtest_filter=(?:"([^"]*)"|'([^']*)'|([^\s"'`;)\]]+))""")
 PLACES = ("Makefile", "scripts", "tests", "docs", "README.md")
 SUFFIXES = {"", ".sh", ".py", ".md", ".txt", ".cmake"}
-# Filters with variables that only a run knows. Each script checks them itself in its --smoke run.
+# Scripts whose filters have variables of a run. Each script checks its filters in its --smoke run.
 BY_SMOKE = {"scripts/gpu_check.sh", "scripts/soak.sh"}
 
 
 @functools.lru_cache(maxsize=None)
 def tests_of(program):
-    """The full names of a program's tests."""
+    """Returns the full names of a program's tests."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("GTEST_")}
     listed = subprocess.run([program, "--gtest_list_tests"], capture_output=True, text=True, check=True,
                             env=environment).stdout
@@ -41,7 +41,7 @@ def tests_of(program):
 
 
 def unmatched(text, programs):
-    """The patterns of a filter that match no test of any of the programs."""
+    """Returns the patterns of a filter that match no test of any of the programs."""
     patterns = [p for half in text.split("-", 1) for p in half.split(":") if p]
     names = [name for program in programs for name in tests_of(program)]
     # GoogleTest knows * and ?, but no sets of characters.
@@ -49,7 +49,7 @@ def unmatched(text, programs):
 
 
 def filters_of_ctest(build):
-    """filter -> programs, of the tests that ctest would run in this build."""
+    """Returns filter -> programs, for the tests that ctest would run in this build."""
     shown = subprocess.run(["ctest", "--show-only=json-v1"], cwd=build, capture_output=True, text=True,
                            check=True).stdout
     found = {}
@@ -60,7 +60,7 @@ def filters_of_ctest(build):
         if not command or not os.access(command[0], os.X_OK):
             continue
         chosen = [w.partition("=")[2] for w in command if w.startswith("--gtest_filter=")]
-        # A test of its own for each case: ctest has found it.
+        # A ctest test of a single case: ctest found the case in the program.
         if len(chosen) == 1 and test["name"] == chosen[0]:
             continue
         if not chosen and "GTEST_FILTER" in environment:
@@ -71,7 +71,7 @@ def filters_of_ctest(build):
 
 
 def filters_of_texts(root, build):
-    """(place, filter, programs) of each filter in the tree's texts."""
+    """Yields (place, filter, programs) of each filter in the tree's texts."""
     programs = sorted(p for p in (build / "bin").iterdir()
                       if p.name.endswith("_tests") and p.name != "fuzz_tests")
     for path in sorted(p for place in PLACES

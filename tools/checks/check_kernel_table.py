@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the kernel table of docs/gpu.md against the kernels that exist and those that the tests ran.
+"""Checks the kernel table of docs/gpu.md against the kernels in the sources and the kernels that the tests ran.
 
     check_kernel_table.py ROOT
         fails when the table lacks a __global__ function, or names one that does not exist.
@@ -34,7 +34,7 @@ def cuda_sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
-    """Name of each __global__ function -> its file's name."""
+    """Returns the name of each __global__ function -> its file's name."""
     found: dict[str, str] = {}
     for path in [*cuda_sources(root), *sorted((root / "kernels").rglob("*.cuh"))]:
         text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ",
@@ -83,13 +83,13 @@ def compare(sources: dict[str, str], table: dict[str, Row]) -> list[str]:
 
 
 def base_name(symbol: str) -> str:
-    """The function's name in a demangled symbol: the first identifier with template or function arguments."""
+    """Returns the function's name in a demangled symbol: the first identifier with arguments."""
     match = re.search(r"(\w+)(?:<|\()", symbol.replace("(anonymous namespace)", "{anonymous}"))
     return match.group(1) if match else ""
 
 
 def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, str]:
-    """Address -> demangled name of each compiled instantiation of the kernels `names`."""
+    """Returns address -> demangled name of each compiled instantiation of the kernels `names`."""
     listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True,
                              check=True).stdout
     found = {}
@@ -108,7 +108,7 @@ class Launched:
 
 
 def read_logs(logs: pathlib.Path) -> dict[int, Launched]:
-    """Address -> what simt_tests launched there (see tests/simt/launch.cpp)."""
+    """Returns address -> the largest launch of that kernel by simt_tests (see tests/simt/launch.cpp)."""
     found: dict[int, Launched] = {}
     for log in sorted(logs.iterdir()):
         for line in log.read_text().splitlines():
@@ -125,12 +125,12 @@ def check_launched(table: dict[str, Row], logs: pathlib.Path, executable: str, n
     for name, row in table.items():
         mine = {address: full for address, full in compiled.items() if base_name(full) == name}
         if row.shim == "yes" and not mine:
-            wrong.append(f"docs/gpu.md says {name} runs under the shim, but simt_tests does not hold it")
+            wrong.append(f"docs/gpu.md says {name} runs under the shim, but simt_tests does not contain it")
         for address, full in mine.items():
             if row.shim == "yes" and address not in launched:
                 wrong.append(f"docs/gpu.md says {name} runs under the shim, but no test launched {full}")
             if row.shim != "yes" and address in launched:
-                wrong.append(f"{name} does run under the shim; docs/gpu.md says {row.shim!r}")
+                wrong.append(f"{name} runs under the shim, but docs/gpu.md says {row.shim!r}")
     return wrong
 
 
@@ -147,7 +147,7 @@ def main() -> int:
     wrong = compare(sources, table)
     if options.launched:
         wrong += check_launched(table, options.launched, options.executable, options.nm)
-    print("\n".join(wrong) or f"{len(sources)} kernels, and the table says the truth")
+    print("\n".join(wrong) or f"{len(sources)} kernels agree with the table")
     return 1 if wrong else 0
 
 

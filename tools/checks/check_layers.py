@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Fails when an include points the wrong way.
 
-Between the top folders: trainer -> collectives -> kernels -> runtime, never back. Between all folders below
-them, and those of bench and the integrations: no cycles, so that each can be read and tested after those that
-it depends on, in the order that `check_layers.py --print` shows. bench's Python counts too, and its modules
-have no cycles either. Also keeps the triple-chevron kernel launch in one file, runtime/device/launch.cuh.
+Between the top folders: trainer -> collectives -> kernels -> runtime, never back. The folders below them, and
+the folders of bench and the integrations, must not form cycles. `check_layers.py --print` shows their order:
+each folder can be read and tested after the folders that it includes. bench's Python counts also; its modules
+must not form cycles. The triple-chevron kernel launch must be in one file only, runtime/device/launch.cuh.
 """
 import ast
 import collections
@@ -12,7 +12,7 @@ import pathlib
 import re
 import sys
 
-LAYERS = {  # each top folder, and those that its files may include
+LAYERS = {  # each top folder, and the top folders that its files may include
     "runtime": set(),
     "kernels": {"runtime"},
     "collectives": {"kernels", "runtime"},
@@ -32,7 +32,7 @@ def sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
-    """The wrong lines; fills graph[folder][folder it includes] with one place where it does."""
+    """Yields the wrong lines. Fills graph[folder][included folder] with one place of such an include."""
     found = []
     for path in sources(root):
         name = path.relative_to(root).as_posix()
@@ -58,7 +58,7 @@ def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str
 
 
 def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
-    """The graph of bench's Python modules; adds their folders' arrows to `graph`."""
+    """Returns the graph of bench's Python modules. Adds the imports between their folders to `graph`."""
     modules: dict[str, dict[str, str]] = collections.defaultdict(dict)
     for path in sorted((root / "bench").rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -83,7 +83,7 @@ def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict
 
 
 def order(graph: dict[str, dict[str, str]]) -> tuple[list[str], list[str]]:
-    """Folders (or modules), each after those that it includes, and the cycles that prevent such an order."""
+    """Returns folders (or modules), each after its includes, and the cycles that prevent such an order."""
     done: list[str] = []
     cycles, path = [], []
 

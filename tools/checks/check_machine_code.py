@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Holds the machine code of every CUDA kernel, as the build has compiled it, to the budgets of
-kernel_budgets.tsv.
+"""Checks the machine code of every compiled CUDA kernel against the budgets in kernel_budgets.tsv.
 
     check_machine_code.py ROOT BUILD [--write] [--all]
 
-Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when any kernel uses local
-memory on any of them, when a wire format's kernels may contract products and additions, when a kernel loads
-without coherence what other GPUs write while it runs, and when, on sm_90, a kernel has more registers, fewer
-bytes in flight or more instructions per byte than its row of tools/checks/kernel_budgets.tsv allows, or a called
-subroutine, half-filled sectors or no 16-byte accesses in its hot loop without the row saying so. A row
-outside the limits that all kernels should keep must give its reason. docs/gpu.md says what the figures mean
-and holds them as a table; --write writes it, and the check fails when it is out of date. --all prints every
-instantiation.
+Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails when
+- a kernel uses local memory,
+- nvcc may contract products and additions in a kernel of a wire format,
+- a kernel that reads memory of other GPUs while they write to it has non-coherent loads,
+- on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
+  kernel_budgets.tsv allows,
+- on sm_90, its hot loop calls a subroutine, has half-filled sectors or lacks 16-byte accesses, and the row does
+  not allow that,
+- a row is outside the limits for all kernels without a reason, or
+- the table in docs/gpu.md, which explains the figures, is out of date. --write updates the table.
 
-Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, it ends with 77: skipped. What it reads is
-cached in BUILD.
+--all prints every instantiation. Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, the exit
+status is 77: skipped. BUILD has a cache of the results.
 """
 import argparse
 import dataclasses
@@ -34,18 +35,18 @@ from check_kernel_table import ROW, base_name  # noqa: E402
 SKIPPED = 77
 PINNED = "sm_90"
 REGISTERS, THREADS, BLOCKS, SHARED = 65536, 2048, 32, 228 * 1024  # of an sm_90 multiprocessor
-SHARED_PER_BLOCK = 1024  # the driver's own
-KB_NEEDED = 32           # of loads in flight on a multiprocessor, for full bandwidth (Little's law)
+SHARED_PER_BLOCK = 1024  # bytes that the driver uses
+KB_NEEDED = 32           # loads in flight on a multiprocessor for full bandwidth (Little's law)
 INSTRUCTIONS_PER_BYTE = 7.8  # what an H200 can issue while it copies; an H100: 11
-READS_PEERS = "fused_allreduce"  # in a kernel's name: other GPUs write what it reads, while it runs
-BEST = 92                # % of copy bandwidth that the best kernels reach
+READS_PEERS = "fused_allreduce"  # in names of kernels that read memory to which other GPUs write meanwhile
+BEST = 92                # % of copy bandwidth of the best kernels
 GENERATED = ("<!-- machine code: written by make machine-code -->", "<!-- end of machine code -->")
 
 
 @dataclasses.dataclass
 class Budget:
     threads: int            # of a block
-    dynamic_shared_kb: float  # of a block, at its largest
+    dynamic_shared_kb: float  # largest of a block
     registers: int
     kb_in_flight: float
     instructions_per_byte: float
@@ -83,7 +84,7 @@ def run(command: list[str]) -> str:
 
 
 def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Architecture -> mangled function -> REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`."""
+    """Returns architecture -> mangled function -> REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     architecture = name = ""
     for line in text.splitlines():
@@ -100,7 +101,7 @@ def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """One dictionary per function of an object and architecture."""
+    """Returns a dictionary for each function of an object and architecture."""
     stamp = hashlib.sha256(path.read_bytes() + pathlib.Path(machine_code.__file__).read_bytes()
                            + pathlib.Path(__file__).read_bytes()).hexdigest()
     kept = cache / (path.name + ".json")
@@ -123,7 +124,7 @@ def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
 
 
 def label(full: str) -> str:
-    """The kernel's name; with the op, where a kernel of kernels/cuda/columns.cuh runs different ones."""
+    """Returns the kernel's name, with the op for kernels of kernels/cuda/columns.cuh that run several."""
     name = base_name(full)
     op = re.search(r"namespace\)::(\w+)[<(,> ]", full.partition("<")[2])
     return f"{name}({op.group(1)})" if name in ("for_columns_kernel",
@@ -131,7 +132,7 @@ def label(full: str) -> str:
 
 
 def warps(function: dict, threads: int, dynamic_shared: float) -> int:
-    """Resident on a multiprocessor."""
+    """Returns the number of warps that are resident on a multiprocessor."""
     block_warps = (threads + 31) // 32
     by_registers = REGISTERS // ((function["REG"] * 32 + 255) // 256 * 256) // block_warps
     by_shared = int(SHARED // (function["SHARED"] + dynamic_shared + SHARED_PER_BLOCK))
@@ -140,11 +141,11 @@ def warps(function: dict, threads: int, dynamic_shared: float) -> int:
 
 @dataclasses.dataclass
 class Figures:
-    """Of one instantiation, or of all that use 16-byte accesses (the worst of each)."""
+    """The figures of one instantiation, or the worst of all instantiations with 16-byte accesses."""
     registers: int = 0
     warps: int = 64
     kb_in_flight: float = 1e9
-    kb_needed: float = 0.0  # reads' share of the traffic times KB_NEEDED
+    kb_needed: float = 0.0  # KB_NEEDED times the reads' share of the traffic
     instructions_per_byte: float = 0.0
     predicted: int = 100
     found: set[str] = dataclasses.field(default_factory=set)
@@ -198,17 +199,18 @@ def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
             "half-sector": "stores half sectors: two 16-byte stores of one thread are adjacent",
             "narrow": "has no 16-byte access in its hot loop"}
     wrong += [f"{name} {what[one]}" for one in sorted(is_.found - budget.allowed)]
-    wrong += [f"{name}: tools/checks/kernel_budgets.tsv allows {one}, which it no longer needs"
+    wrong += [f"{name}: tools/checks/kernel_budgets.tsv allows {one}, which it does not need: remove it"
               for one in sorted(budget.allowed - is_.found)]
     outside = (budget.allowed or budget.kb_in_flight < int(is_.kb_needed)
                or budget.instructions_per_byte > INSTRUCTIONS_PER_BYTE)
     if outside and not budget.reason:
-        wrong.append(f"{name}: tools/checks/kernel_budgets.tsv lets it outside the limits without a reason")
+        wrong.append(f"{name}: its row in tools/checks/kernel_budgets.tsv is outside the limits for all kernels: "
+                     "add a reason")
     return wrong
 
 
 def judge_any(function: dict) -> list[str]:
-    """What no kernel may do on any architecture."""
+    """Returns the errors of a function that are errors on every architecture."""
     where = f"{function['full']} on {function['architecture']}"
     wrong = []
     if function["local"] or function["STACK"] or function["LOCAL"]:
@@ -230,8 +232,11 @@ def proposed(name: str, is_: Figures) -> str:
 
 
 def measurements(page: str) -> dict[str, str]:
-    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels, and by
-    kernel and op, which only the table of machine code tells apart: there, such cells are written by hand."""
+    """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels.
+
+    For kernels with several ops, returns it by kernel and op, from the table of machine code, where these
+    cells are written by hand.
+    """
     found = {}
     for line in page.splitlines():
         if match := ROW.match(line):
@@ -281,8 +286,10 @@ def toolkit_of(build: pathlib.Path) -> str:
 
 
 def contracted(build: pathlib.Path) -> list[str]:
-    """The sources of wire formats and random-k that nvcc may round otherwise than the host: a product and an
-    addition at once."""
+    """Returns the sources of wire formats and random-k in which nvcc may contract a product and an addition.
+
+    The results would then differ from the host's.
+    """
     commands = json.loads((build / "compile_commands.json").read_text())
     exact = [
         entry for entry in commands
@@ -327,12 +334,12 @@ def main() -> int:
             print(f"{proposed(name, one)}\t{one.warps} warps\t{one.predicted} %\t{full}")
         best = worst.setdefault(name, Figures())
         if "narrow" in best.found and "narrow" not in one.found:
-            best = worst[name] = Figures()  # scalar forms are for arrays that cannot be aligned
+            best = worst[name] = Figures()  # ignore scalar forms, which are for unaligned arrays
         if "narrow" not in one.found or not best.instantiations or "narrow" in best.found:
             best.worst(one)
     for name, one in sorted(worst.items()):
         wrong += judge(name, one, budgets.get(name))
-    wrong += [f"tools/checks/kernel_budgets.tsv: there is no kernel {name}" for name in budgets
+    wrong += [f"tools/checks/kernel_budgets.tsv: no kernel has the name {name}" for name in budgets
               if name not in worst]
 
     page = options.root / "docs/gpu.md"

@@ -3,8 +3,8 @@
 
     check_paths.py ROOT
 
-Looks at every text file. A path counts when it begins with one of the top folders; * stands for anything,
-{h,cpp} for one of several, and a path without an extension for all files that begin with it. A file named
+Reads every text file. A path is a word that begins with one of the top folders. In a path * means any text
+and {h,cpp} one of several texts; a path without an extension means all files that begin with it. A file named
 without its folder (measure.h) must exist in some folder.
 """
 import fnmatch
@@ -19,13 +19,13 @@ SUFFIXES = {
 ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Not in the tree: other projects' headers and scripts, and users' files.
+# Outside the tree: headers and scripts of other projects, and files of users.
 ELSEWHERE = {"nccl.h", "cuda_runtime.h", "asan_interface_internal.h", "train.py", "result.png",
              "build/demo/report.png", "cublasLt.h"}
 
 
 def tracked(root):
-    """The tree's files, without build outputs."""
+    """The names of the tree's files and folders, without build outputs."""
     out = set()
     for path in root.rglob("*"):
         parts = path.relative_to(root).parts
@@ -37,7 +37,7 @@ def tracked(root):
 
 
 def comment_of(name, line):
-    """The part of a line to check: all of a doc's, the comment of code."""
+    """Returns the part of a line to check: in a doc the whole line, in code the comment."""
     if name.endswith(".md"):
         return line
     mark = "//" if name.endswith((".h", ".cpp", ".c", ".cu", ".cuh")) else "#"
@@ -55,7 +55,7 @@ class Tree:
         self.headings = {}
 
     def there(self, path):
-        """Whether there is such a file or folder, or one that begins so."""
+        """Returns whether a file or folder has this name, or a name that begins with it."""
         if match := re.search(r"{([^{}]*)}", path):
             return all(
                 self.there(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
@@ -68,7 +68,7 @@ class Tree:
         return not ended and any(f.startswith((path + ".", path + "_")) for f in self.files)
 
     def anchors(self, name):
-        """The link targets of a doc's headings."""
+        """Returns the link targets of a doc's headings."""
         if name not in self.headings:
             text = re.sub(r"^```.*?^```", "", (self.root / name).read_text(), flags=re.S | re.M)
             titles = re.findall(r"^#+ +(.+?)\s*$", text, re.M)
@@ -76,7 +76,7 @@ class Tree:
         return self.headings[name]
 
     def broken_link(self, name, target):
-        """Why a link of this doc leads nowhere; None when it does not."""
+        """Returns the reason why a link of a doc is broken; None if it is not."""
         if re.match(r"[a-z]+:", target):
             return None
         path, _, anchor = target.partition("#")
@@ -94,7 +94,7 @@ class Tree:
 
     def problems(self):
         for name in sorted(self.files):
-            # Records of old runs name files that have moved since; their links must still resolve.
+            # Records of old runs may name files that have moved; their links must resolve.
             record = name.startswith("docs/results/")
             if pathlib.PurePath(name).suffix not in SUFFIXES or (record and not name.endswith(".md")):
                 continue
@@ -105,10 +105,10 @@ class Tree:
             for number, line in enumerate(lines, 1):
                 for match in self.path.finditer("" if record else line):
                     if not self.there(match[0]):
-                        yield f"{name}:{number}: {match[0]} is not there"
+                        yield f"{name}:{number}: {match[0]} does not exist"
                 for match in BARE.finditer("" if record else comment_of(name, line)):
                     if match[0] not in self.tails and match[0] not in ELSEWHERE:
-                        yield f"{name}:{number}: there is no {match[0]}"
+                        yield f"{name}:{number}: no folder has a file {match[0]}"
                 if name.endswith(".md"):
                     for match in LINK.finditer(line):
                         if why := self.broken_link(name, match[1]):

@@ -3,12 +3,11 @@
 
     check_ptx.py ROOT [--nvcc nvcc] [--cache DIR] [--launched DIR --executable simt_tests] [--nm nm]
 
-For every .cu file of kernels/ and runtime/: one PTX file, assembled by ptxas for sm_80 and sm_90. Fails when
-a kernel spills registers or uses a stack, when its PTX lacks the 16-byte accesses to global memory that the
-table promises, or has them unannounced. With the logs that simt_tests wrote (GRADWIRE_SIMT_LOG), also fails
-when a test launched a kernel with more threads or shared memory than its compiled form can have on a GPU.
-Results are kept by the contents of each source and its headers, in the user's cache folder: for all clones,
-as ccache's are, and like those not with CCACHE_DISABLE set.
+Compiles every .cu file of kernels/ and runtime/ to PTX, which ptxas assembles for sm_80 and sm_90. Fails when
+a kernel spills registers or uses a stack, or when its 16-byte accesses to global memory are not those in the
+table. With the logs of simt_tests (GRADWIRE_SIMT_LOG), also fails when a test launched a kernel with more
+threads or shared memory than a GPU allows for its compiled form. The user's cache folder stores results by the
+contents of a source and its headers, so that all clones share them. CCACHE_DISABLE disables this cache.
 """
 import argparse
 import concurrent.futures
@@ -37,10 +36,11 @@ WIDE = {
         rf"^\s*(?:@\S+\s+)?{kind}\.(?:\w+\.)*?global(?:\.[\w:]+)*?\.(?:v4\.[bfus]32|v2\.[bfus]64)\b", re.M)
     for kind in ("ld", "st")
 }
-ASYNC_COPY = re.compile(r"^\s*(?:@\S+\s+)?cp\.async\.\w+\.shared\.global\s.*,\s*16\s*;", re.M)  # a wide load
-REGISTERS = 65536  # of a multiprocessor, and the most a block can have
+# A copy of 16 bytes to shared memory counts as a wide load.
+ASYNC_COPY = re.compile(r"^\s*(?:@\S+\s+)?cp\.async\.\w+\.shared\.global\s.*,\s*16\s*;", re.M)
+REGISTERS = 65536  # of a multiprocessor, and at most of a block
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
-# Launched only where the device says that it has the shared memory (fuses_attention()).
+# Launched only on devices with enough shared memory (fuses_attention()).
 ASK_FIRST = {"attention_kernel", "attention_backward_kernel"}
 ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(")
 
@@ -50,7 +50,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def wide_accesses(ptx: str) -> dict[str, list[str]]:
-    """Mangled entry -> which of ld and st access 16 bytes at a time."""
+    """Returns mangled entry -> which of ld and st access 16 bytes at a time."""
     starts = [(m.group(1), m.end()) for m in ENTRY.finditer(ptx)]
     bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
               for i, (name, begin) in enumerate(starts)}
@@ -64,7 +64,7 @@ def wide_accesses(ptx: str) -> dict[str, list[str]]:
 
 
 def thread_limits(ptx: str) -> dict[str, int]:
-    """Mangled entry -> threads that its __launch_bounds__ allow."""
+    """Returns mangled entry -> threads that its __launch_bounds__ allow."""
     found = {}
     for match in re.finditer(
             r"\.entry\s+(\w+)\s*\([^{]*?\)\s*(?:\.minnctapersm\s+\d+\s*)?\.maxntid\s+([\d, ]+)", ptx):
@@ -74,7 +74,7 @@ def thread_limits(ptx: str) -> dict[str, int]:
 
 
 def resources(text: str) -> dict[str, dict[str, int]]:
-    """Mangled entry -> numbers from `ptxas -v`."""
+    """Returns mangled entry -> numbers from `ptxas -v`."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in text.splitlines():
@@ -102,7 +102,7 @@ def digest(*parts: bytes) -> str:
 
 
 class Cache:
-    """Results by the contents of the source and of the headers it includes, so clones can share them."""
+    """Stores results by the contents of a source and its headers."""
     DAYS_KEPT = 30
 
     def __init__(self, folder: pathlib.Path, root: pathlib.Path, compiler: str):
@@ -135,7 +135,7 @@ class Cache:
         self._write(includes_file, includes)
 
     def _write(self, path: pathlib.Path, content: object) -> None:
-        """At once, because another clone's test may read it."""
+        """Writes a file in one step, because another clone's test may read it."""
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(content))
         part.rename(path)
@@ -147,7 +147,7 @@ class Cache:
 
 
 def compile_kernels(source: pathlib.Path, root: pathlib.Path, nvcc: str) -> tuple[dict, list[str]]:
-    """What the PTX and ptxas say, and the files of the repository that the source includes."""
+    """Returns the properties of a source's kernels, and the files of the repository that it includes."""
     with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as folder:
         ptx, includes = pathlib.Path(folder, "kernels.ptx"), pathlib.Path(folder, "includes")
         made = run([
@@ -209,7 +209,7 @@ def main() -> int:
         launched = {name: logs[address] for address, name in
                     instantiations(options.executable, options.nm, set(table)).items() if address in logs}
 
-    # whoever measures a cold build wants none
+    # A measurement of a cold build disables the cache.
     with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as empty:
         folder = pathlib.Path(empty) if os.environ.get("CCACHE_DISABLE") else options.cache
         cache = Cache(folder, root, run([options.nvcc, "--version"]).stdout)
@@ -246,7 +246,7 @@ def main() -> int:
                 if used and used.shared + use["shared"] > there:
                     wrong.append(
                         f"{full} on {architecture}: {used.shared + use['shared']} bytes of shared memory;"
-                        f" there are {there}"
+                        f" a block has at most {there}"
                     )
             print(f"{name:40} {'+'.join(wide) or '-':7} " + " ".join(f"{c:>29}" for c in cells))
     for name, row in table.items():

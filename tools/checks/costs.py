@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Core-seconds of each test of a build folder, the dearest first: user and system time of all its processes.
+"""Prints the core-seconds of each test of a build folder, most expensive first.
 
     costs.py BUILD [-R REGEX] [-E REGEX] [-j N]
 
-Unlike ctest's own times these hardly depend on what else the machine runs. GTEST_FILTER counts, as for ctest.
+Core-seconds are user and system time of all processes of a test. Unlike ctest's times they hardly depend on
+other programs on the machine. GTEST_FILTER has the same effect as for ctest.
 """
 import argparse
 import concurrent.futures
@@ -39,7 +40,7 @@ def main() -> int:
     listed = json.loads(subprocess.check_output(["ctest", "--show-only=json-v1"], cwd=options.build))["tests"]
     tests = [t for t in listed if "command" in t and re.search(options.only, t["name"])
              and not re.search(options.without, t["name"])]
-    # Those that read what others have written come last.
+    # Tests that read the files of other tests come last.
     tests.sort(key=lambda t: any(p["name"] == "FIXTURES_REQUIRED" for p in t.get("properties", [])))
     with concurrent.futures.ThreadPoolExecutor(max_workers=options.jobs) as pool:
         costs = sorted(pool.map(lambda t: cost(t, options.build), tests), reverse=True)

@@ -1,7 +1,7 @@
 """Reads the machine code (SASS) of CUDA kernels as cuobjdump prints it, and measures their hot loops.
 
-The figures are counted, not run: every instruction between a loop's first and last counts once, whichever way
-the branches inside go, and the turns of inner loops are not multiplied.
+The figures are counts, not measurements: every instruction between the first and last of a loop counts once,
+whether or not branches skip it, and inner loops count once.
 """
 import dataclasses
 import re
@@ -27,7 +27,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes that one thread moves."""
+        """The bytes that one thread moves."""
         parts = self.operation.split(".")
         for suffix, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
             if suffix in parts[1:]:
@@ -44,7 +44,7 @@ class Instruction:
         ]
 
     def written(self) -> list[int]:
-        """Registers that a load fills."""
+        """Returns the registers that a load fills."""
         first = self.registers(self.operands.split(",")[0])
         return [first[0] + i for i in range((self.bytes + 3) // 4)] if first else []
 
@@ -65,7 +65,7 @@ class Function:
 
 
 def functions(text: str) -> list[Function]:
-    """Every function in the output of `cuobjdump -sass`."""
+    """Returns every function in the output of `cuobjdump -sass`."""
     found: list[Function] = []
     architecture = ""
     for line in text.splitlines():
@@ -87,8 +87,11 @@ def moved(code: list[Instruction], names: tuple[str, ...] = (*LOADS, "STG"), onl
 
 
 def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
-    """The loop that moves most bytes to and from global memory in 16-byte accesses, of equal ones the
-    shortest; without one, all of the function up to its last exit. And whether it is a loop."""
+    """Returns the function's hot loop, and True; without a loop, the code up to the last exit, and False.
+
+    The hot loop moves the most bytes to and from global memory in 16-byte accesses. Of equal loops it is the
+    shortest.
+    """
     code = function.code
     index = {instruction.at: i for i, instruction in enumerate(code)}
     best: list[Instruction] = []
@@ -101,8 +104,7 @@ def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
         if moved(body) and (not best or rank > (moved(best, only_wide=True), moved(best), -len(best))):
             best = body
     if best:
-        # A loop that only fills shared memory or adds up a few sums is not where a straight kernel spends its
-        # time.
+        # A kernel without a main loop may have small loops, for example over a few partial sums.
         if 2 * moved(best, only_wide=True) >= moved(code, only_wide=True):
             return best, True
     exits = [i for i, instruction in enumerate(code) if instruction.name == "EXIT"]
@@ -110,11 +112,13 @@ def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
 
 
 def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
-    """Most bytes of global loads that a thread has on their way at once: a load ends, and with it those
-    before it, at the first instruction that reads what it loaded, since a thread issues in order. A loop is
-    gone through twice, so that what it fetches for its next turn counts. Copies to shared memory go in
-    groups, each of at least the shortest copy, and the loop waits until some number of groups are left
-    (DEPBAR)."""
+    """Returns the most bytes of global loads that a thread has in flight at once.
+
+    A load, and all earlier loads, end at the first instruction that reads the loaded register, because a
+    thread issues in order. The count covers two iterations of a loop, so that it includes prefetches. Copies
+    to shared memory form groups, each of at least the shortest copy; the loop waits until a number of groups
+    are left (DEPBAR).
+    """
     waiting: list[tuple[set[int], int]] = []
     copies = [i.bytes for i in body if i.name == "LDGSTS"]
     left = [int(match.group(1), 16) for i in body if i.name == "DEPBAR"
@@ -133,8 +137,10 @@ def bytes_in_flight(body: list[Instruction], is_loop: bool) -> int:
 
 
 def half_sector_stores(body: list[Instruction]) -> int:
-    """Pairs of 16-byte stores of one thread to adjacent places: a warp's store then leaves every other 16
-    bytes out, half of each 32-byte sector."""
+    """Returns the number of pairs of 16-byte stores of one thread to adjacent addresses.
+
+    Each store of a warp then skips every other 16 bytes: half of each 32-byte sector.
+    """
     places = set()
     pairs = 0
     for instruction in body:
@@ -151,7 +157,7 @@ def half_sector_stores(body: list[Instruction]) -> int:
 
 @dataclasses.dataclass
 class HotLoop:
-    loads: int            # bytes per thread and turn
+    loads: int            # bytes per thread and iteration
     stores: int
     instructions: int
     in_flight: int        # bytes per thread
@@ -166,7 +172,7 @@ class HotLoop:
 class Measured:
     hot: HotLoop
     local: int  # accesses to local memory
-    non_coherent: int  # loads that may return what another processor has since overwritten
+    non_coherent: int  # loads that may return values from before another processor's store
 
 
 def measure(function: Function) -> Measured:
