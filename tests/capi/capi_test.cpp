@@ -66,34 +66,24 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
   }
 }
 
-// More buffers than the library keeps programs for, of sizes that make the shared
-// workspace grow; each is used again later.
-TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
+TEST(CApi, HierarchicalSchedulesNeedTheNumberOfRanksPerNode) {
   capi::run_ranks(4, [](gw_comm comm, int rank) {
     std::vector<float> buffer(100, static_cast<float>(rank));
-    auto allreduce = [&] {
-      return gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
-                          "bf16:schedule=hierarchical,intra_node=fp32", nullptr, nullptr);
-    };
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "needs the number of ranks per node", allreduce());
+    auto allreduce = [&] { return capi::sum(comm, buffer, "bf16:schedule=hierarchical,intra_node=fp32"); };
+    GW_EXPECT_BAD("needs the number of ranks per node", allreduce());
   });
   const auto on_nodes_of = [](int ranks_per_node, const std::function<void(gw_comm_options&, int)>& body) {
     const std::string name = capi::fresh_name();
-    std::vector<std::thread> ranks;
-    for (int r = 0; r < 4; ++r) {
-      ranks.emplace_back([&, r] {
-        auto options = capi::comm_options(name.c_str(), r, 4);
-        options.ranks_per_node = ranks_per_node;
-        body(options, r);
-      });
-    }
-    for (auto& t : ranks) t.join();
+    capi::in_threads(4, [&](int rank) {
+      auto options = capi::comm_options(name.c_str(), rank, 4);
+      options.ranks_per_node = ranks_per_node;
+      body(options, rank);
+    });
   };
   for (int wrong : {3, -2}) {
     on_nodes_of(wrong, [&](gw_comm_options& options, int) {
       gw_comm comm = nullptr;
-      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, std::to_string(wrong) + " ranks per node do not divide",
-                      gw_comm_create(&options, &comm));
+      GW_EXPECT_BAD(std::to_string(wrong) + " ranks per node do not divide", gw_comm_create(&options, &comm));
     });
   }
   on_nodes_of(2, [&](gw_comm_options& options, int rank) {
@@ -101,13 +91,14 @@ TEST(CApi, NodesMustBeKnownForAHierarchicalSchedule) {
     GW_ASSERT_OK(gw_comm_create(&options, &comm));
     EXPECT_EQ(capi::query(comm).ranks_per_node, 2);
     std::vector<float> buffer(100, static_cast<float>(rank));
-    GW_EXPECT_OK(gw_allreduce(comm, buffer.data(), 100, GW_FLOAT32, GW_SUM,
-                              "bf16:schedule=hierarchical,intra_node=fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(comm, buffer, "bf16:schedule=hierarchical,intra_node=fp32"));
     EXPECT_EQ(buffer, std::vector<float>(100, 6.0f));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
 }
 
+// More buffers than the library keeps programs for, of sizes that make the shared workspace grow. Each is
+// used again later.
 TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<std::vector<float>> buffers;
@@ -115,8 +106,7 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
     for (int pass = 0; pass < 3; ++pass) {
       for (auto& b : buffers) {
         std::fill(b.begin(), b.end(), static_cast<float>(rank + pass));
-        GW_ASSERT_OK(gw_allreduce(comm, b.data(), static_cast<int64_t>(b.size()), GW_FLOAT32, GW_SUM, "fp32",
-                                  nullptr, nullptr));
+        GW_ASSERT_OK(capi::sum(comm, b));
         for (float v : b) ASSERT_EQ(v, 1.0f + 2 * pass);
       }
     }
@@ -125,7 +115,7 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
 
 // As the header says: 4 x 1.5e38 is not a float, a quarter of it is. Where a sum is not, nothing of it is
 // left for the next call.
-TEST(CApi, AnAverageIsFiniteWhereItsSumIsNotAndASumThatIsNotLeavesNothing) {
+TEST(CApi, AveragesOfOverflowingSumsAreFiniteAndLeaveNoResidual) {
   const int64_t count = 1000;
   for (const char* spec : {"fp32", "fp32:schedule=ring", "fp32:schedule=tree", "bf16", "bf16:schedule=ring",
                            "fp8", "int8", "fp32:transport=lsa", "bf16:transport=lsa"}) {
@@ -173,7 +163,7 @@ class EverySpec : public ::testing::TestWithParam<const char*> {};
 
 // Gradients packed as a framework packs them, scattered, and overlapped: the same bits on all ranks, however
 // they are handed over. With fp32 they are the mean.
-TEST_P(EverySpec, AllWaysOfHandingGradientsOverGiveTheSameBits) {
+TEST_P(EverySpec, PackedScatteredAndOverlappedGradientsGiveTheSameBits) {
   const Model model;
   constexpr int kSteps = 3, kWorld = 3;
   std::vector<std::vector<float>> results;
@@ -190,8 +180,7 @@ TEST_P(EverySpec, AllWaysOfHandingGradientsOverGiveTheSameBits) {
       auto tensors = model.tensors(flat.data());
       auto how = capi::options(16 << 10);
       gw_reducer reducer = nullptr;
-      GW_ASSERT_OK(gw_reducer_create(comm, GetParam(), tensors.data(), static_cast<int32_t>(tensors.size()),
-                                     &how, &reducer));
+      GW_ASSERT_OK(capi::create_reducer(comm, GetParam(), tensors, &how, &reducer));
       for (int s = 0; s < kSteps; ++s) {
         auto gradient = normal(model.elements(), static_cast<unsigned>(s * kWorld + rank));
         for (size_t i = 0, at = 0; i < pieces.size(); at += model.count(i++)) {
@@ -255,7 +244,7 @@ TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
       // A reducer that has already made steps, which loading must undo.
       capi::Reducer resumed(comm, GetParam(), model);
       step(resumed.handle, 77);
-      GW_ASSERT_OK(gw_reducer_state_load(resumed.handle, state.data(), state.size()));
+      GW_ASSERT_OK(resumed.load(state));
       EXPECT_EQ(stats_of(resumed.handle).steps, kBefore);
       EXPECT_EQ(stats_of(resumed.handle).wire_bytes, 0u);
       EXPECT_EQ(resumed.save(), state);
@@ -290,10 +279,9 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
     capi::Reducer first(comm, "powersgd:rank=2", model, 1),
         second(comm, "powersgd:rank=2", reversed, 1 << 20);
     auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
-    auto at = model.addresses(gradient.data());
-    GW_ASSERT_OK(gw_reducer_allreduce(first.handle, at.data(), nullptr, nullptr));
+    GW_ASSERT_OK(first.step(gradient));
     auto state = first.save();
-    GW_ASSERT_OK(gw_reducer_state_load(second.handle, state.data(), state.size()));
+    GW_ASSERT_OK(second.load(state));
 
     // Both make the next step with the same gradients; the sums over the ranks agree up to rounding.
     auto a = normal(model.elements(), 10u + static_cast<unsigned>(rank));
@@ -319,37 +307,31 @@ TEST(CApi, AStateFitsAReducerWithAnotherResidualFormat) {
   run_ranks(2, [&](gw_comm comm, int rank) {
     capi::Reducer fp32(comm, "fp8", model), int8(comm, "fp8:residual=int8", model), again(comm, "fp8", model);
     auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
-    auto at = model.addresses(gradient.data());
-    GW_ASSERT_OK(gw_reducer_allreduce(fp32.handle, at.data(), nullptr, nullptr));
+    GW_ASSERT_OK(fp32.step(gradient));
     const auto exact = fp32.save();
-    GW_ASSERT_OK(gw_reducer_state_load(int8.handle, exact.data(), exact.size()));
+    GW_ASSERT_OK(int8.load(exact));
     const auto rounded = int8.save();
     EXPECT_EQ(rounded.size(), exact.size());
     EXPECT_NE(rounded, exact);
-    GW_ASSERT_OK(gw_reducer_state_load(again.handle, rounded.data(), rounded.size()));
+    GW_ASSERT_OK(again.load(rounded));
     EXPECT_EQ(again.save(), rounded);
     capi::Reducer other(comm, "bf16", model);
-    EXPECT_EQ(gw_reducer_state_load(other.handle, exact.data(), exact.size()), GW_BAD_ARGUMENT);
+    EXPECT_EQ(other.load(exact), GW_BAD_ARGUMENT);
   });
 }
 
 TEST(CApi, AReducerOutlivesTheHandleOfItsCommunicator) {
   const std::string name = capi::fresh_name();
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < 2; ++r) {
-    ranks.emplace_back([&, r] {
-      gw_comm comm = nullptr;
-      GW_ASSERT_OK(capi::create(name.c_str(), r, 2, GW_HOST, 60'000, &comm));
-      const Model model;
-      capi::Reducer reducer(comm, "bf16", model);
-      GW_ASSERT_OK(gw_comm_destroy(comm));
-      auto gradient = normal(model.elements(), static_cast<unsigned>(r));
-      auto at = model.addresses(gradient.data());
-      GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, at.data(), nullptr, nullptr));
-      GW_EXPECT_FAILS(GW_BAD_HANDLE, "destroyed", gw_comm_abort(comm, "too late"));
-    });
-  }
-  for (auto& t : ranks) t.join();
+  capi::in_threads(2, [&](int rank) {
+    gw_comm comm = nullptr;
+    GW_ASSERT_OK(capi::create(name.c_str(), rank, 2, GW_HOST, 60'000, &comm));
+    const Model model;
+    capi::Reducer reducer(comm, "bf16", model);
+    GW_ASSERT_OK(gw_comm_destroy(comm));
+    auto gradient = normal(model.elements(), static_cast<unsigned>(rank));
+    GW_EXPECT_OK(reducer.step(gradient));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "destroyed", gw_comm_abort(comm, "too late"));
+  });
 }
 
 // Two reducers and an allreduce overlap on one communicator, and run in the order in which they were issued.
@@ -370,7 +352,7 @@ TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
         for (int32_t i = 0; i < n; ++i) GW_ASSERT_OK(gw_reducer_ready(reducers[k], i, nullptr));
       }
       float one = 1;
-      GW_ASSERT_OK(gw_allreduce(comm, &one, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+      GW_ASSERT_OK(capi::sum(comm, one));
       EXPECT_EQ(one, 3.0f);
       for (int k = 1; k >= 0; --k) GW_ASSERT_OK(gw_reducer_wait(reducers[k], nullptr, nullptr));
       for (int k = 0; k < 2; ++k) {

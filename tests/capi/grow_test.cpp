@@ -35,7 +35,7 @@ gw_status join(const std::string& invitation, int64_t timeout_ms, gw_comm* comm,
   return gw_comm_create(&options, comm);
 }
 
-// Calls, until somebody has joined.
+// Calls broadcasts until a joiner is waiting. Returns the grown communicator.
 gw_comm grown(gw_comm comm, int rank) {
   gw_comm next = nullptr;
   for (int call = 0; next == nullptr && call < 4000; ++call) {
@@ -54,163 +54,148 @@ gw_comm grown(gw_comm comm, int rank) {
 }
 
 void expect_sum(gw_comm comm, int rank, float sum) {
-  std::vector<float> data(1000, static_cast<float>(rank));
-  GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-  EXPECT_EQ(data[0], sum);
-  EXPECT_EQ(data[999], sum);
+  EXPECT_EQ(capi::sum_of(comm, static_cast<float>(rank)), sum);
   const capi::Model model;
   const capi::Reducer reducer(comm, "powersgd,rank=2", model);
   std::vector<float> gradients(model.elements(), static_cast<float>(rank));
-  GW_EXPECT_OK(
-      gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr, nullptr));
+  GW_EXPECT_OK(reducer.step(gradients));
 }
 
 // Two ranks become three, then four; the last joiner is admitted by a group that
 // includes a former joiner.
-TEST(CApiGrow, NewRanksTakePartInWhatComesNext) {
+TEST(CApiGrow, JoinersTakePartInLaterCalls) {
   const TemporaryFolder folder;
   const std::string name = "file://" + folder.path("meet");
   std::promise<std::string> first, second;
   std::shared_future<std::string> to_first = first.get_future(), to_second = second.get_future();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < 4; ++rank) {
-    threads.emplace_back([&, rank] {
-      gw_comm comm = nullptr;
-      if (rank < 2) {
-        comm = created(name, rank, 2);
-        GW_EXPECT_OK(gw_comm_admit(comm, 4));
-        float all_have = 0;  // also rank 0, which rejects earlier requests
-        GW_EXPECT_OK(gw_allreduce(comm, &all_have, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-        if (rank == 1) first.set_value(invitation_of(comm));
-      } else {
-        GW_ASSERT_OK(join((rank == 2 ? to_first : to_second).get(), 60'000, &comm));
-      }
-      for (int world = rank < 2 ? 2 : rank + 1; world <= 4; ++world) {
-        const gw_comm_info info = capi::query(comm);
-        EXPECT_EQ(info.rank, rank);
-        EXPECT_EQ(info.world, world);
-        expect_sum(comm, rank, static_cast<float>(world * (world - 1) / 2));
-        if (world == 4) break;
-        if (world == 3 && rank == 2) second.set_value(invitation_of(comm));
-        gw_comm next = grown(comm, rank);
-        GW_EXPECT_OK(gw_comm_destroy(comm));
-        comm = next;
-      }
-      // Smaller again: the last joiner continues with the others, without rank 0.
-      if (rank > 0) {
-        std::vector<float> data(10);
-        EXPECT_EQ(gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr),
-                  GW_COMM_FAILED);
-        gw_comm rest = nullptr;
-        int32_t ranks[4] = {};
-        GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 4));
-        EXPECT_EQ(ranks[2], 3);
-        expect_sum(rest, rank, 6);
-        GW_EXPECT_OK(gw_comm_destroy(rest));
-      }
+  capi::in_threads(4, [&](int rank) {
+    gw_comm comm = nullptr;
+    if (rank < 2) {
+      comm = created(name, rank, 2);
+      GW_EXPECT_OK(gw_comm_admit(comm, 4));
+      float all_have = 0;  // also rank 0, which rejects earlier requests
+      GW_EXPECT_OK(capi::sum(comm, all_have));
+      if (rank == 1) first.set_value(invitation_of(comm));
+    } else {
+      GW_ASSERT_OK(join((rank == 2 ? to_first : to_second).get(), 60'000, &comm));
+    }
+    for (int world = rank < 2 ? 2 : rank + 1; world <= 4; ++world) {
+      const gw_comm_info info = capi::query(comm);
+      EXPECT_EQ(info.rank, rank);
+      EXPECT_EQ(info.world, world);
+      expect_sum(comm, rank, static_cast<float>(world * (world - 1) / 2));
+      if (world == 4) break;
+      if (world == 3 && rank == 2) second.set_value(invitation_of(comm));
+      gw_comm next = grown(comm, rank);
       GW_EXPECT_OK(gw_comm_destroy(comm));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      comm = next;
+    }
+    // Smaller again: the last joiner continues with the others, without rank 0.
+    if (rank > 0) {
+      std::vector<float> data(10);
+      EXPECT_EQ(capi::sum(comm, data), GW_COMM_FAILED);
+      gw_comm rest = nullptr;
+      int32_t ranks[4] = {};
+      GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 4));
+      EXPECT_EQ(ranks[2], 3);
+      expect_sum(rest, rank, 6);
+      GW_EXPECT_OK(gw_comm_destroy(rest));
+    }
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
 }
 
 // The ranks load their states into reducers of the grown group; the new rank gets a copy of rank 0's state.
-TEST(CApiGrow, RanksLoadTheirStatesAndTheNewOneBeginsWithoutResidual) {
+TEST(CApiGrow, RanksLoadTheirStatesAndJoinersStartWithoutResidual) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     const TemporaryFolder folder;
     const std::string name = "file://" + folder.path("meet");
     std::promise<std::string> invitation;
     std::promise<std::vector<char>> of_rank0;
     std::vector<capi::StepRecord> records(3);
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < 3; ++rank) {
-      threads.emplace_back([&, rank] {
-        const capi::Model model;
-        gw_comm comm = nullptr;
-        std::vector<char> state;
-        if (rank < 2) {
-          comm = created(name, rank, 2);
-          GW_EXPECT_OK(gw_comm_admit(comm, 3));
-          {
-            const capi::Reducer reducer(comm, spec, model);
-            for (int step = 0; step < 3; ++step) {
-              auto gradient = capi::gradients_of(model, rank, step);
-              GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(),
-                                                nullptr, nullptr));
-            }
-            state = reducer.save();
-          }
-          if (rank == 0) {
-            of_rank0.set_value(state);
-            invitation.set_value(invitation_of(comm));
-          }
-          gw_comm next = grown(comm, rank);
-          GW_EXPECT_OK(gw_comm_destroy(comm));
-          comm = next;
-        } else {
-          GW_ASSERT_OK(join(invitation.get_future().get(), 60'000, &comm));
-          state = of_rank0.get_future().get();
-        }
+    capi::in_threads(3, [&](int rank) {
+      const capi::Model model;
+      gw_comm comm = nullptr;
+      std::vector<char> state;
+      if (rank < 2) {
+        comm = created(name, rank, 2);
+        GW_EXPECT_OK(gw_comm_admit(comm, 3));
         {
           const capi::Reducer reducer(comm, spec, model);
-          const void* const copies[] = {state.data()};
-          const size_t sizes[] = {state.size()};
-          GW_EXPECT_OK(rank < 2 ? gw_reducer_state_load(reducer.handle, state.data(), state.size())
-                                : gw_reducer_state_load_ranks(reducer.handle, copies, sizes, 1));
-          records[static_cast<size_t>(rank)] =
-              capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+          for (int step = 0; step < 3; ++step) {
+            auto gradient = capi::gradients_of(model, rank, step);
+            GW_EXPECT_OK(reducer.step(gradient));
+          }
+          state = reducer.save();
         }
+        if (rank == 0) {
+          of_rank0.set_value(state);
+          invitation.set_value(invitation_of(comm));
+        }
+        gw_comm next = grown(comm, rank);
         GW_EXPECT_OK(gw_comm_destroy(comm));
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
+        comm = next;
+      } else {
+        GW_ASSERT_OK(join(invitation.get_future().get(), 60'000, &comm));
+        state = of_rank0.get_future().get();
+      }
+      {
+        const capi::Reducer reducer(comm, spec, model);
+        const void* const copies[] = {state.data()};
+        const size_t sizes[] = {state.size()};
+        GW_EXPECT_OK(rank < 2 ? reducer.load(state)
+                              : gw_reducer_state_load_ranks(reducer.handle, copies, sizes, 1));
+        records[static_cast<size_t>(rank)] =
+            capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+      }
+      GW_EXPECT_OK(gw_comm_destroy(comm));
+    });
     EXPECT_GT(capi::norm_of(records[1].before), 0);
     EXPECT_EQ(capi::norm_of(records[2].before), 0);
     EXPECT_LT(capi::conservation_error(records), 1e-6) << spec;
   }
 }
 
-TEST(CApiGrow, WhoIsNotLetInIsToldWhy) {
+TEST(CApiGrow, TellsRejectedJoinersTheReason) {
   const TemporaryFolder folder;
   gw_comm alone = nullptr, comm = nullptr;
   std::thread other([&] { alone = created("file://" + folder.path("meet"), 1, 2); });
   gw_comm rank0 = created("file://" + folder.path("meet"), 0, 2);
   other.join();
   const std::string invitation = invitation_of(rank0);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "takes no new ranks", join(invitation, 5000, &comm));
+  GW_EXPECT_BAD("takes no new ranks", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_admit(rank0, 2));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "there are 2 ranks, and at most 2 are allowed",
-                  join(invitation, 5000, &comm));
+  GW_EXPECT_BAD("there are 2 ranks, and at most 2 are allowed", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_admit(rank0, 3));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "keeps this process waiting and has not admitted it",
                   join(invitation, 1000, &comm));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "give it the run's GRADWIRE_SECRET",
                   join(invitation, 5000, &comm, "a guess"));
   GW_EXPECT_OK(gw_comm_admit(rank0, 0));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no longer admits ranks", join(invitation, 5000, &comm));
+  GW_EXPECT_BAD("no longer admits ranks", join(invitation, 5000, &comm));
   GW_EXPECT_OK(gw_comm_destroy(alone));
   GW_EXPECT_OK(gw_comm_destroy(rank0));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank admits this process", join(invitation, 5000, &comm));
 }
 
-TEST(CApiGrow, SaysWhatIsWrong) {
+TEST(CApiGrow, RejectsInvalidArguments) {
   gw_comm comm = nullptr, single = nullptr;
   GW_EXPECT_OK(capi::create(nullptr, 0, 1, GW_HOST, 1000, &single));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no new ranks can join", gw_comm_admit(single, 2));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "most is -1", gw_comm_admit(single, -1));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "no new ranks can join", gw_comm_grow(single, &comm));
+  GW_EXPECT_BAD("no new ranks can join", gw_comm_admit(single, 2));
+  GW_EXPECT_BAD("most is -1", gw_comm_admit(single, -1));
+  GW_EXPECT_BAD("no new ranks can join", gw_comm_grow(single, &comm));
   EXPECT_EQ(capi::query(single).invitation, nullptr);
   EXPECT_EQ(capi::query(single).joiners, 0);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", join("x", 0, &comm));
+  GW_EXPECT_BAD("timeout_ms is 0", join("x", 0, &comm));
   GW_EXPECT_FAILS(GW_COMM_FAILED, "no rank has published its contact yet", join("", 300, &comm));
   auto options = capi::comm_options(nullptr, 0, 0);
   options.invitation = "x";
   options.world = 2;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 2; with gw_comm_options.invitation both must be 0",
-                  gw_comm_create(&options, &comm));
+  GW_EXPECT_BAD("world is 2; with gw_comm_options.invitation both must be 0",
+                gw_comm_create(&options, &comm));
   options.world = 0;
   options.ranks_per_node = 1;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ranks_per_node is 1", gw_comm_create(&options, &comm));
+  GW_EXPECT_BAD("ranks_per_node is 1", gw_comm_create(&options, &comm));
   options.ranks_per_node = 0;
   options.device = 0;
   GW_EXPECT_FAILS(GW_UNSUPPORTED, "device is 0", gw_comm_create(&options, &comm));

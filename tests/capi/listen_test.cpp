@@ -33,9 +33,7 @@ template <typename Body>
 void on_two_ranks(const Body& body) {
   const gradwire::testing::TemporaryFolder folder;
   const std::string name = "file://" + folder.path("meet");
-  std::thread other([&] { body(name, 1); });
-  body(name, 0);
-  other.join();
+  capi::in_threads(2, [&](int rank) { body(name, rank); });
 }
 
 gw_status create(gw_comm_options options, const char* interface, int first, int last, gw_comm* comm) {
@@ -53,7 +51,7 @@ int free_ports() {
   return first;
 }
 
-TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
+TEST(CApiListen, UsesTheChosenInterfaceAndPorts) {
   const int first = free_ports(), last = first + kPorts - 1;
   on_two_ranks([&](const std::string& name, int rank) {
     gw_comm comm = nullptr;
@@ -61,13 +59,12 @@ TEST(CApiListen, DataGoesThroughTheInterfaceAndThePortsThatWereChosen) {
     options.shrinkable = 1;  // so that a port is kept after joining
     GW_EXPECT_OK(create(options, "lo", first, last, &comm));
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(comm, x));
     EXPECT_EQ(x, 2.0f);
     if (rank == 0) {
       EXPECT_EQ(listeners(first, last), 3);  // one of each rank, and rank 0's store
     }
-    GW_EXPECT_OK(
-        gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));  // rank 0 has looked
+    GW_EXPECT_OK(capi::sum(comm, x));  // rank 0 has looked
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
 }
@@ -83,7 +80,7 @@ TEST(CApiListen, JoinerListensAtTheInterfaceAndPortsItChose) {
     GW_EXPECT_OK(create(options, "lo", first, last, &comm));
     EXPECT_EQ(listeners(first, last), 1);
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(comm, x));
     EXPECT_EQ(x, 3.0f);
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
@@ -104,14 +101,14 @@ TEST(CApiListen, JoinerListensAtTheInterfaceAndPortsItChose) {
       }
     }
     float x = 1;
-    GW_EXPECT_OK(gw_allreduce(grown, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(grown, x));
     GW_EXPECT_OK(gw_comm_destroy(grown));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
   joiner.join();
 }
 
-TEST(CApiListen, PortsThatAreTakenAreNamed) {
+TEST(CApiListen, NamesPortsInUse) {
   const int taken = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in any = {};
   any.sin_family = AF_INET;
@@ -134,10 +131,10 @@ TEST(CApiListen, RejectsInvalidPortRangesAndInterfaces) {
   gw_comm comm = nullptr;
   for (int world : {1, 2}) {
     const auto options = capi::comm_options("tcp://127.0.0.1:9", 0, world);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 9 to 8", create(options, nullptr, 9, 8, &comm));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 0 to 8", create(options, nullptr, 0, 8, &comm));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "ports 1 to 65536", create(options, nullptr, 1, 65536, &comm));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "nosuch", create(options, "nosuch", 0, 0, &comm));
+    GW_EXPECT_BAD("ports 9 to 8", create(options, nullptr, 9, 8, &comm));
+    GW_EXPECT_BAD("ports 0 to 8", create(options, nullptr, 0, 8, &comm));
+    GW_EXPECT_BAD("ports 1 to 65536", create(options, nullptr, 1, 65536, &comm));
+    GW_EXPECT_BAD("nosuch", create(options, "nosuch", 0, 0, &comm));
   }
   EXPECT_EQ(comm, nullptr);
 }

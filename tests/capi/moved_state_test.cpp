@@ -29,8 +29,7 @@ std::vector<State> trained(const std::string& spec, int world) {
     const capi::Reducer reducer(comm, spec, model);
     for (int step = 0; step < 3; ++step) {
       auto gradient = capi::gradients_of(model, rank, step);
-      GW_EXPECT_OK(
-          gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
+      GW_EXPECT_OK(reducer.step(gradient));
     }
     states[static_cast<size_t>(rank)] = reducer.save();
   });
@@ -38,7 +37,7 @@ std::vector<State> trained(const std::string& spec, int world) {
 }
 
 void load(const capi::Reducer& reducer, const State& state) {
-  GW_EXPECT_OK(gw_reducer_state_load(reducer.handle, state.data(), state.size()));
+  GW_EXPECT_OK(reducer.load(state));
 }
 void load_as_new_rank(const capi::Reducer& reducer, const State& state) {
   const void* const states[] = {state.data()};
@@ -100,8 +99,7 @@ TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
     auto all = model.tensors(gradient.data());
     auto how = capi::options();
     gw_reducer made = nullptr;
-    GW_EXPECT_OK(
-        gw_reducer_create(comm, "int8:dense=off", all.data(), static_cast<int32_t>(all.size()), &how, &made));
+    GW_EXPECT_OK(capi::create_reducer(comm, "int8:dense=off", all, &how, &made));
     const capi::Reducer overlapped(made);
     load(overlapped, alone);
     for (int i = 0; i < static_cast<int>(all.size()); ++i) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
@@ -164,9 +162,8 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
     const capi::Reducer reducer(comm, "int8:dense=off", model);
     load(reducer, states[2]);
     std::vector<float> gradient(model.elements(), 1.0f);
-    GW_EXPECT_FAILS(
-        GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
-        gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
+                    reducer.step(gradient));
   });
   // This also holds if one of them has it in a sum.
   run_ranks(2, [&](gw_comm comm, int rank) {
@@ -179,9 +176,7 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
       load(reducer, states[2]);
     }
     std::vector<float> gradient(model.elements(), 1.0f);
-    GW_EXPECT_FAILS(
-        GW_COMM_FAILED, "rank 2 of 3",
-        gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 2 of 3", reducer.step(gradient));
   });
 }
 

@@ -7,11 +7,11 @@
 #include <cstring>
 #include <functional>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include <gradwire/gradwire.h>
 #include "tests/support/normal.h"
+#include "tests/support/threads.h"
 
 #define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
 #define GW_ASSERT_OK(call) ASSERT_EQ(GW_OK, (call)) << gw_last_error()
@@ -21,9 +21,11 @@
     EXPECT_EQ(status, (call)) << gw_last_error();                                             \
     EXPECT_NE(std::string(gw_last_error()).find(part), std::string::npos) << gw_last_error(); \
   } while (false)
+#define GW_EXPECT_BAD(part, call) GW_EXPECT_FAILS(GW_BAD_ARGUMENT, part, call)
 
 namespace capi {
 
+using gradwire::testing::in_threads;
 using gradwire::testing::normal;
 
 inline std::string fresh_name() {
@@ -31,11 +33,18 @@ inline std::string fresh_name() {
   return "local://group" + std::to_string(next++);
 }
 
+// Returns a structure of the header with its size set and all other members zero.
+template <typename T>
+T sized() {
+  T t;
+  std::memset(&t, 0, sizeof t);
+  t.size = sizeof t;
+  return t;
+}
+
 inline gw_comm_options comm_options(const char* rendezvous, int rank, int world, int device = GW_HOST,
                                     int64_t timeout_ms = 60'000) {
-  gw_comm_options o;
-  std::memset(&o, 0, sizeof o);
-  o.size = sizeof o;
+  auto o = sized<gw_comm_options>();
   o.rendezvous = rendezvous;
   o.rank = rank;
   o.world = world;
@@ -50,9 +59,7 @@ inline gw_status create(const char* rendezvous, int rank, int world, int device,
 }
 
 inline gw_comm_info query(gw_comm comm) {
-  gw_comm_info info;
-  std::memset(&info, 0, sizeof info);
-  info.size = sizeof info;
+  auto info = sized<gw_comm_info>();
   GW_EXPECT_OK(gw_comm_query(comm, &info));
   return info;
 }
@@ -66,8 +73,6 @@ struct Call {
 class CallOptions {
  public:
   explicit CallOptions(const Call& c) {
-    std::memset(&options_, 0, sizeof options_);
-    options_.size = sizeof options_;
     options_.tag = c.tag;
     options_.residual = c.residual;
     options_.request = c.request;
@@ -75,10 +80,26 @@ class CallOptions {
   operator const gw_call_options*() const { return &options_; }  // NOLINT: as an argument
 
  private:
-  gw_call_options options_;
+  gw_call_options options_ = sized<gw_call_options>();
 };
 inline CallOptions call(const Call& c) {
   return CallOptions(c);
+}
+
+// Adds float32 values over the ranks, in place.
+inline gw_status sum(gw_comm comm, std::vector<float>& values, const std::string& spec = "fp32") {
+  return gw_allreduce(comm, values.data(), static_cast<int64_t>(values.size()), GW_FLOAT32, GW_SUM,
+                      spec.c_str(), nullptr, nullptr);
+}
+inline gw_status sum(gw_comm comm, float& value, const char* spec = "fp32") {
+  return gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_SUM, spec, nullptr, nullptr);
+}
+// Returns the sum of all ranks' `mine`, computed for 1000 equal elements.
+inline float sum_of(gw_comm comm, float mine) {
+  std::vector<float> values(1000, mine);
+  GW_EXPECT_OK(sum(comm, values));
+  EXPECT_EQ(values[0], values[999]);
+  return values[999];
 }
 
 inline gw_status state_size(gw_reducer reducer, size_t* size) {
@@ -91,18 +112,14 @@ inline gw_status save_state(gw_reducer reducer, void* state, size_t capacity) {
 
 inline void run_ranks_at(const std::string& name, int world, int64_t timeout_ms,
                          const std::function<void(gw_comm, int)>& body, int ranks_per_node = 0) {
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r] {
-      gw_comm comm = nullptr;
-      auto how = comm_options(name.c_str(), r, world, GW_HOST, timeout_ms);
-      how.ranks_per_node = ranks_per_node;
-      GW_ASSERT_OK(gw_comm_create(&how, &comm));
-      body(comm, r);
-      GW_EXPECT_OK(gw_comm_destroy(comm));
-    });
-  }
-  for (auto& t : threads) t.join();
+  in_threads(world, [&](int r) {
+    gw_comm comm = nullptr;
+    auto how = comm_options(name.c_str(), r, world, GW_HOST, timeout_ms);
+    how.ranks_per_node = ranks_per_node;
+    GW_ASSERT_OK(gw_comm_create(&how, &comm));
+    body(comm, r);
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
 }
 inline void run_ranks(int world, int64_t timeout_ms, const std::function<void(gw_comm, int)>& body) {
   run_ranks_at(fresh_name(), world, timeout_ms, body);
@@ -136,9 +153,7 @@ struct Model {
     std::vector<gw_tensor> all;
     auto at = addresses(flat);
     for (size_t i = 0; i < names.size(); ++i) {
-      gw_tensor t;
-      std::memset(&t, 0, sizeof t);
-      t.size = sizeof t;
+      auto t = sized<gw_tensor>();
       t.name = names[i].c_str();
       t.rows = rows[i];
       t.cols = cols[i];
@@ -151,17 +166,19 @@ struct Model {
 };
 
 inline gw_reducer_options options(int64_t bucket_bytes = 0) {
-  gw_reducer_options o;
-  std::memset(&o, 0, sizeof o);
-  o.size = sizeof o;
+  auto o = sized<gw_reducer_options>();
   o.bucket_bytes = bucket_bytes;
   return o;
 }
 
+inline gw_status create_reducer(gw_comm comm, const std::string& spec, const std::vector<gw_tensor>& tensors,
+                                const gw_reducer_options* how, gw_reducer* reducer) {
+  return gw_reducer_create(comm, spec.c_str(), tensors.data(), static_cast<int32_t>(tensors.size()), how,
+                           reducer);
+}
+
 inline gw_stats stats_of(gw_reducer reducer) {
-  gw_stats s;
-  std::memset(&s, 0, sizeof s);
-  s.size = sizeof s;
+  auto s = sized<gw_stats>();
   GW_EXPECT_OK(gw_reducer_stats(reducer, &s));
   return s;
 }
@@ -169,15 +186,21 @@ inline gw_stats stats_of(gw_reducer reducer) {
 // A reducer, destroyed at the end of its scope.
 struct Reducer {
   explicit Reducer(gw_reducer made) : handle(made) {}
-  Reducer(gw_comm comm, const std::string& spec, const Model& model, int64_t bucket_bytes = 16 << 10) {
-    auto tensors = model.tensors();
-    auto how = options(bucket_bytes);
-    GW_EXPECT_OK(gw_reducer_create(comm, spec.c_str(), tensors.data(), static_cast<int32_t>(tensors.size()),
-                                   &how, &handle));
+  Reducer(gw_comm comm, const std::string& spec, const Model& tensors, int64_t bucket_bytes = 16 << 10)
+      : model(tensors) {
+    const auto how = options(bucket_bytes);
+    GW_EXPECT_OK(create_reducer(comm, spec, model.tensors(), &how, &handle));
   }
   ~Reducer() { GW_EXPECT_OK(gw_reducer_destroy(handle)); }
   Reducer(const Reducer&) = delete;
 
+  // Averages the model's gradients, packed one after another, in place.
+  gw_status step(std::vector<float>& gradients) const {
+    return gw_reducer_allreduce(handle, model.addresses(gradients.data()).data(), nullptr, nullptr);
+  }
+  gw_status load(const std::vector<char>& state) const {
+    return gw_reducer_state_load(handle, state.data(), state.size());
+  }
   std::vector<char> save() const {
     size_t size = 0;
     GW_EXPECT_OK(state_size(handle, &size));
@@ -186,6 +209,7 @@ struct Reducer {
     return state;
   }
 
+  Model model;
   gw_reducer handle = nullptr;
 };
 

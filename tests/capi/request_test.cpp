@@ -40,7 +40,7 @@ TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
     GW_EXPECT_OK(gw_request_wait(request.handle, 0));
     EXPECT_EQ(values, std::vector<float>(1000, 3.0f));
     // The next call has none, and returns when it is done.
-    GW_EXPECT_OK(gw_allreduce(comm, other.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(comm, other));
     EXPECT_EQ(other[9], 3.0f);
   });
 }
@@ -109,17 +109,14 @@ TEST(CApiRequest, AStepOverlapsAndEndsInTheBackground) {
     std::vector<float> flat(model.elements(), 1.0f + static_cast<float>(rank));
     auto tensors = model.tensors(flat.data());
     gw_reducer made = nullptr;
-    GW_ASSERT_OK(gw_reducer_create(comm, "fp32", tensors.data(), static_cast<int32_t>(tensors.size()),
-                                   nullptr, &made));
+    GW_ASSERT_OK(capi::create_reducer(comm, "fp32", tensors, nullptr, &made));
     capi::Reducer reducer(made);
     if (rank == 1) started.arrive_and_wait();
     for (int i = static_cast<int>(tensors.size()); i-- > 0;) GW_EXPECT_OK(gw_reducer_ready(made, i, nullptr));
     Request request;
     GW_EXPECT_OK(gw_reducer_wait(made, nullptr, &request.handle));
     if (rank == 0) {
-      gw_stats stats;
-      std::memset(&stats, 0, sizeof stats);
-      stats.size = sizeof stats;
+      auto stats = capi::sized<gw_stats>();
       GW_EXPECT_FAILS(GW_DEVICE_FAILED, "in flight", gw_reducer_stats(made, &stats));
       started.arrive_and_wait();
     }
@@ -167,11 +164,11 @@ TEST(CApiRequest, RefusedCallsMakeNoRequest) {
                                  capi::call({.request = &request})));
     EXPECT_EQ(request, nullptr) << "outputs are written on success only";
     // A blocking call.
-    GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+    GW_EXPECT_OK(capi::sum(comm, value));
     EXPECT_EQ(value[0], 2.0f);
     GW_EXPECT_OK(gw_allreduce(comm, value.data(), 1, GW_FLOAT32, GW_SUM, "fp32", nullptr,
                               capi::call({.request = &request})));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is -1", gw_request_wait(request, -1));
+    GW_EXPECT_BAD("timeout_ms is -1", gw_request_wait(request, -1));
     GW_EXPECT_OK(gw_request_wait(request, kLong));
     EXPECT_EQ(value[0], 4.0f);
     GW_EXPECT_OK(gw_request_destroy(request));

@@ -115,50 +115,6 @@ TEST_P(CApiSharded, EveryScheduleReducesAndGathersShards) {
   }
 }
 
-// What the ranks got over several steps, and what they keep, is the sum of what they gave.
-TEST_P(CApiSharded, ResidualsKeepWhatRoundingLoses) {
-  constexpr int kSteps = 4;
-  for (int world : {2, 4, 5}) {
-    const Counts counts = counts_for(world)[1];
-    for (const char* spec : {"bf16", "fp8", "int8:schedule=ring", "int4:schedule=two_shot", "sign"}) {
-      std::vector<double> missing(static_cast<size_t>(sum(counts))), given(missing.size());
-      std::mutex mutex;
-      run(world, [&](gw_comm comm, int rank) {
-        Floats scattered_residual(missing.size());
-        Floats gathered_residual(static_cast<size_t>(counts[static_cast<size_t>(rank)]));
-        Floats reduced_residual(missing.size());
-        std::vector<double> mine(missing.size()), size(missing.size());
-        const auto first = static_cast<size_t>(before(counts, rank));
-        for (int step = 0; step < kSteps; ++step) {
-          const Floats in = normal(sum(counts), 100 * step + rank);
-          Floats out(gathered_residual.size()), all(in.size()), reduced = in;
-          GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_SUM, spec,
-                                         nullptr, capi::call({.residual = scattered_residual.data()})));
-          GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec, nullptr,
-                                     capi::call({.residual = gathered_residual.data()})));
-          GW_EXPECT_OK(gw_allreduce(comm, reduced.data(), sum(counts), GW_FLOAT32, GW_SUM, spec, nullptr,
-                                    capi::call({.residual = reduced_residual.data()})));
-          for (size_t i = 0; i < in.size(); ++i) {
-            mine[i] += 2.0 * in[i];
-            size[i] += 2.0 * std::abs(in[i]);
-            // Every rank has all of `all` and `reduced`, of which it takes its share.
-            mine[i] -= (double{all[i]} + reduced[i]) / world;
-          }
-        }
-        for (size_t i = 0; i < mine.size(); ++i) {
-          mine[i] -= double{scattered_residual[i]} + reduced_residual[i];
-        }
-        for (size_t i = 0; i < gathered_residual.size(); ++i) mine[first + i] -= gathered_residual[i];
-        std::lock_guard lock(mutex);
-        for (size_t i = 0; i < mine.size(); ++i) missing[i] += mine[i], given[i] += size[i];
-      });
-      double lost = 0, all = 0;
-      for (size_t i = 0; i < missing.size(); ++i) lost += missing[i] * missing[i], all += given[i] * given[i];
-      EXPECT_LT(std::sqrt(lost), 1e-6 * std::sqrt(all)) << spec << " between " << world;
-    }
-  }
-}
-
 TEST_P(CApiSharded, GatheredWeightsHaveTheSameBitsOnAllRanks) {
   for (int world : worlds()) {
     const Counts counts = counts_for(world)[1];
@@ -354,25 +310,24 @@ TEST(CApiShardedErrors, EveryArgumentIsChecked) {
       return gw_reduce_scatter(comm, from, to, sizes, dtype, op, spec, nullptr,
                                capi::call({.residual = residual}));
     };
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts is null", scatter(in, out, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "counts[1] is -4", scatter(in, out, negative));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "more elements than", scatter(in, out, huge));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "in is null", scatter(nullptr, out, counts));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "out is null", scatter(in, nullptr, counts));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "dtype 7", scatter(in, out, counts, 7));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "op 9", scatter(in, out, counts, GW_FLOAT32, 9));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "spec is null", scatter(in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
+    GW_EXPECT_BAD("counts is null", scatter(in, out, nullptr));
+    GW_EXPECT_BAD("counts[1] is -4", scatter(in, out, negative));
+    GW_EXPECT_BAD("more elements than", scatter(in, out, huge));
+    GW_EXPECT_BAD("in is null", scatter(nullptr, out, counts));
+    GW_EXPECT_BAD("out is null", scatter(in, nullptr, counts));
+    GW_EXPECT_BAD("dtype 7", scatter(in, out, counts, 7));
+    GW_EXPECT_BAD("op 9", scatter(in, out, counts, GW_FLOAT32, 9));
+    GW_EXPECT_BAD("spec is null", scatter(in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
     for (const char* spec : {"powersgd:rank=2", "randk:ratio=0.1"}) {
-      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "use a reducer", scatter(in, out, counts, GW_FLOAT32, GW_SUM, spec));
+      GW_EXPECT_BAD("use a reducer", scatter(in, out, counts, GW_FLOAT32, GW_SUM, spec));
     }
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "not aligned", scatter(in, reinterpret_cast<char*>(out) + 1, counts));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "residual is not aligned",
-                    scatter(in, out, counts, GW_FLOAT32, GW_SUM, "bf16",
-                            reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 2)));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "is not this rank's place in it",
-                    scatter(in, in + 1 + 4 * rank, counts));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "is not this rank's place in it",
-                    gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
+    GW_EXPECT_BAD("not aligned", scatter(in, reinterpret_cast<char*>(out) + 1, counts));
+    GW_EXPECT_BAD("residual is not aligned",
+                  scatter(in, out, counts, GW_FLOAT32, GW_SUM, "bf16",
+                          reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 2)));
+    GW_EXPECT_BAD("is not this rank's place in it", scatter(in, in + 1 + 4 * rank, counts));
+    GW_EXPECT_BAD("is not this rank's place in it",
+                  gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
     GW_EXPECT_FAILS(
         GW_BAD_ARGUMENT, "master overlaps replica",
         gw_all_gather_update(comm, in + 4 * rank, in, counts, GW_FLOAT32, "int8", nullptr, nullptr));
@@ -382,25 +337,24 @@ TEST(CApiShardedErrors, EveryArgumentIsChecked) {
         GW_BAD_ARGUMENT, "use a reducer",
         gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr, nullptr));
     for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
-      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "replicas would drift from their masters",
-                      gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr, nullptr));
+      GW_EXPECT_BAD("replicas would drift from their masters",
+                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr, nullptr));
     }
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "it needs block=128, or ef=off",
-                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "root is 2 in a world of 2",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "schedule=tree has no broadcast",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "count is -1",
-                    gw_allreduce(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
+    GW_EXPECT_BAD("it needs block=128, or ef=off",
+                  gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr, nullptr));
+    GW_EXPECT_BAD("root is 2 in a world of 2",
+                  gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr, nullptr));
+    GW_EXPECT_BAD("schedule=tree has no broadcast",
+                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr, nullptr));
+    GW_EXPECT_BAD("count is -1", gw_allreduce(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
     const auto kept = capi::call({.residual = out});
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_broadcast has no residual",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, kept));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_all_gather_update has no residual",
-                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "int8", nullptr, kept));
+    GW_EXPECT_BAD("gw_broadcast has no residual",
+                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, kept));
+    GW_EXPECT_BAD("gw_all_gather_update has no residual",
+                  gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "int8", nullptr, kept));
     const gw_call_options zeros = {};
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_call_options.size is 0",
-                    gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, &zeros));
+    GW_EXPECT_BAD("gw_call_options.size is 0",
+                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, &zeros));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, "null",
                     gw_broadcast(nullptr, in, 8, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
     // The communicator still works.

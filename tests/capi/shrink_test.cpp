@@ -19,18 +19,15 @@ gw_comm joined(const std::string& name, int rank, int world, bool shrinkable) {
 
 void run(int world, const std::function<void(const std::string& name, int rank)>& body) {
   const gradwire::testing::TemporaryFolder folder;
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) threads.emplace_back(body, "file://" + folder.path("meet"), r);
-  for (auto& thread : threads) thread.join();
+  capi::in_threads(world, [&](int rank) { body("file://" + folder.path("meet"), rank); });
 }
 
-TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
+TEST(CApiShrink, SurvivorsContinueAndLearnTheirOldRanks) {
   std::barrier<> finished(4);
   run(4, [&](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 4, true);
-    std::vector<float> data(1000, static_cast<float>(rank));
-    GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-    EXPECT_EQ(data[999], 6.0f);
+    EXPECT_EQ(capi::sum_of(comm, static_cast<float>(rank)), 6.0f);
+    std::vector<float> data(1000);
     std::vector<int> members = {0, 1, 2, 3};
     for (const int leaves : {0, 2}) {  // rank 0 first, which ran the store
       // Or a rank that misses it in its next call would end this one on the others.
@@ -40,13 +37,11 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
         GW_EXPECT_OK(gw_comm_destroy(comm));
         return;
       }
-      EXPECT_EQ(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr),
-                GW_COMM_FAILED);
+      EXPECT_EQ(capi::sum(comm, data), GW_COMM_FAILED);
       gw_comm rest = nullptr;
       int32_t ranks[4] = {-1, -1, -1, -1};
       GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 4));
-      GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "formed a new one already",
-                      gw_comm_shrink(comm, 20'000, nullptr, &rest, nullptr, 0));
+      GW_EXPECT_BAD("formed a new one already", gw_comm_shrink(comm, 20'000, nullptr, &rest, nullptr, 0));
       GW_EXPECT_OK(gw_comm_destroy(comm));
       comm = rest;
       const size_t left = members.size() - 1;
@@ -57,14 +52,11 @@ TEST(CApiShrink, RanksThatAreLeftGoOnWithNewReducersAndAreToldTheirOldRanks) {
       EXPECT_EQ(now, members);
       float sum = 0;
       for (const int r : members) sum += static_cast<float>(r);
-      data.assign(1000, static_cast<float>(rank));
-      GW_EXPECT_OK(gw_allreduce(comm, data.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-      EXPECT_EQ(data[0], sum);
+      EXPECT_EQ(capi::sum_of(comm, static_cast<float>(rank)), sum);
       const capi::Model model;
       const capi::Reducer reducer(comm, "powersgd,rank=2", model);
       std::vector<float> gradients(model.elements(), static_cast<float>(rank));
-      GW_EXPECT_OK(
-          gw_reducer_allreduce(reducer.handle, model.addresses(gradients.data()).data(), nullptr, nullptr));
+      GW_EXPECT_OK(reducer.step(gradients));
     }
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
@@ -85,8 +77,7 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
       for (const int leaves : {0, 1}) {
         for (int step = 0; step < 3; ++step) {
           auto gradient = capi::gradients_of(model, rank, step);
-          GW_EXPECT_OK(gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr,
-                                            nullptr));
+          GW_EXPECT_OK(reducer->step(gradient));
         }
         finished.arrive_and_wait();
         if (rank == leaves) {
@@ -96,9 +87,7 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
         const std::vector<char> state = reducer->save();
         auto gradient = capi::gradients_of(model, rank, 9);
         const auto copy = gradient;
-        EXPECT_EQ(
-            gw_reducer_allreduce(reducer->handle, model.addresses(gradient.data()).data(), nullptr, nullptr),
-            GW_COMM_FAILED);
+        EXPECT_EQ(reducer->step(gradient), GW_COMM_FAILED);
         gw_comm rest = nullptr;
         int32_t ranks[3] = {-1, -1, -1};
         GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 3));
@@ -109,7 +98,7 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
         ASSERT_NE(place, ranks + 3);
         now = static_cast<int>(place - ranks);
         reducer = std::make_unique<capi::Reducer>(comm, spec, model);
-        GW_EXPECT_OK(gw_reducer_state_load(reducer->handle, state.data(), state.size()));
+        GW_EXPECT_OK(reducer->load(state));
         EXPECT_GT(capi::norm_of(capi::residuals_of(state, model)), 0);
         EXPECT_EQ(capi::residuals_of(reducer->save(), model), capi::residuals_of(state, model));
         records[static_cast<size_t>(2 - leaves)][static_cast<size_t>(now)] =
@@ -126,7 +115,7 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
   }
 }
 
-TEST(CApiShrink, AnAbortedCommunicatorOfLivingRanksComesBackWhole) {
+TEST(CApiShrink, RestoresAnAbortedGroupWithoutLosses) {
   run(3, [](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 3, true), rest = nullptr;
     if (rank == 1) {
@@ -134,29 +123,25 @@ TEST(CApiShrink, AnAbortedCommunicatorOfLivingRanksComesBackWhole) {
     }
     // Rank 2 comes without having noticed.
     std::vector<float> data(10, 1.0f);
-    if (rank == 0) gw_allreduce(comm, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr);
+    if (rank == 0) capi::sum(comm, data);
     int32_t ranks[3];
     GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, ranks, 3));
     EXPECT_EQ(ranks[0], 0);
     EXPECT_EQ(ranks[2], 2);
-    data.assign(10, 1.0f);
-    GW_EXPECT_OK(gw_allreduce(rest, data.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-    EXPECT_EQ(data[0], 3.0f);
+    EXPECT_EQ(capi::sum_of(rest, 1), 3.0f);
     GW_EXPECT_OK(gw_comm_destroy(comm));
     GW_EXPECT_OK(gw_comm_destroy(rest));
   });
 }
 
-TEST(CApiShrink, SaysWhereItCannot) {
+TEST(CApiShrink, RejectsUnsupportedUsesAndInvalidArguments) {
   run(2, [](const std::string& name, int rank) {
     gw_comm comm = joined(name, rank, 2, false), rest = nullptr;
     int32_t ranks[1];
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_comm_options.shrinkable",
-                    gw_comm_shrink(comm, 1000, nullptr, &rest, nullptr, 0));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rest is null",
-                    gw_comm_shrink(comm, 1000, nullptr, nullptr, nullptr, 0));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "capacity is 1", gw_comm_shrink(comm, 1000, nullptr, &rest, ranks, 1));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", gw_comm_shrink(comm, 0, nullptr, &rest, nullptr, 0));
+    GW_EXPECT_BAD("gw_comm_options.shrinkable", gw_comm_shrink(comm, 1000, nullptr, &rest, nullptr, 0));
+    GW_EXPECT_BAD("rest is null", gw_comm_shrink(comm, 1000, nullptr, nullptr, nullptr, 0));
+    GW_EXPECT_BAD("capacity is 1", gw_comm_shrink(comm, 1000, nullptr, &rest, ranks, 1));
+    GW_EXPECT_BAD("timeout_ms is 0", gw_comm_shrink(comm, 0, nullptr, &rest, nullptr, 0));
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
   gw_comm comm = nullptr;

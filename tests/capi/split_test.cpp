@@ -7,12 +7,7 @@
 namespace {
 
 using capi::query;
-
-float sum_of_ones(gw_comm comm) {
-  std::vector<float> ones(1000, 1.0f);
-  GW_EXPECT_OK(gw_allreduce(comm, ones.data(), 1000, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-  return ones[999];
-}
+using capi::sum_of;
 
 class CApiSplit : public testing::TestWithParam<const char*> {
  protected:
@@ -37,11 +32,11 @@ TEST_P(CApiSplit, RanksOfAColorAreAGroupInTheOrderOfTheirKeys) {
       EXPECT_EQ(info.world, size);
       EXPECT_EQ(info.rank, size - 1 - rank / 2);
       EXPECT_EQ(info.device, GW_HOST);
-      EXPECT_EQ(sum_of_ones(part), static_cast<float>(size));
+      EXPECT_EQ(sum_of(part, 1), static_cast<float>(size));
       std::vector<float> first(1, static_cast<float>(rank));
       GW_EXPECT_OK(gw_broadcast(part, first.data(), 1, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
       EXPECT_EQ(first[0], static_cast<float>(rank % 2 + 2 * (size - 1)));
-      EXPECT_EQ(sum_of_ones(comm), static_cast<float>(world)) << "the whole goes on beside its parts";
+      EXPECT_EQ(sum_of(comm, 1), static_cast<float>(world)) << "the whole goes on beside its parts";
       EXPECT_EQ(query(part).bytes_sent > 0, size > 1);
       GW_EXPECT_OK(gw_comm_destroy(part));
     });
@@ -57,20 +52,19 @@ TEST_P(CApiSplit, APartOutlivesTheWholeAndIsSplitAgain) {
     EXPECT_EQ(none != nullptr, rank == 3);
     split.arrive_and_wait();  // on every rank, before one of them ends the whole
     GW_EXPECT_OK(gw_comm_abort(comm, "the whole is over"));
-    EXPECT_EQ(sum_of_ones(half), 2.0f);
+    EXPECT_EQ(sum_of(half, 1), 2.0f);
     GW_EXPECT_OK(gw_comm_split(half, rank, 0, &alone));
-    EXPECT_EQ(sum_of_ones(alone), 1.0f);
+    EXPECT_EQ(sum_of(alone, 1), 1.0f);
     for (gw_comm part : {half, alone, none}) GW_EXPECT_OK(gw_comm_destroy(part));
   });
 }
 
 TEST(CApiQuery, RefusesWhatItCannotFill) {
   capi::run_ranks(1, [](gw_comm comm, int) {
-    gw_comm_info info;
-    std::memset(&info, 0, sizeof info);
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_comm_info.size is 0", gw_comm_query(comm, &info));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "info is null", gw_comm_query(comm, nullptr));
-    GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "part is null", gw_comm_split(comm, 0, 0, nullptr));
+    gw_comm_info info = {};
+    GW_EXPECT_BAD("gw_comm_info.size is 0", gw_comm_query(comm, &info));
+    GW_EXPECT_BAD("info is null", gw_comm_query(comm, nullptr));
+    GW_EXPECT_BAD("part is null", gw_comm_split(comm, 0, 0, nullptr));
     info.size = sizeof info;
     GW_EXPECT_FAILS(GW_BAD_HANDLE, "null", gw_comm_query(nullptr, &info));
   });

@@ -67,8 +67,7 @@ struct StepRecord {
 
 inline StepRecord recorded_step(const Reducer& reducer, const Model& model, std::vector<float> gradient) {
   StepRecord record{.gradient = gradient, .before = residuals_of(reducer.save(), model)};
-  GW_EXPECT_OK(
-      gw_reducer_allreduce(reducer.handle, model.addresses(gradient.data()).data(), nullptr, nullptr));
+  GW_EXPECT_OK(reducer.step(gradient));
   record.mean = std::move(gradient);
   record.after = residuals_of(reducer.save(), model);
   return record;

@@ -1,4 +1,4 @@
-// gw_comm_options.store: ranks that meet through a key-value store of the caller's.
+// gw_comm_options.store: ranks connect through the caller's key-value store.
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -10,7 +10,7 @@
 
 namespace {
 
-// One rank's view of a store in this process; what is wrong with it is up to the test.
+// One rank's view of a store in this process. Tests make it fail or block.
 struct TestStore {
   struct Shared {
     std::mutex mutex;
@@ -21,9 +21,7 @@ struct TestStore {
   explicit TestStore(Shared& table) : shared(table) {}
 
   gw_store api(const char* prefix = nullptr) {
-    gw_store s;
-    std::memset(&s, 0, sizeof s);
-    s.size = sizeof s;
+    auto s = capi::sized<gw_store>();
     s.set = [](void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms) {
       return static_cast<TestStore*>(user)->set(key, {static_cast<const char*>(value), bytes}, timeout_ms);
     };
@@ -69,21 +67,11 @@ struct TestStore {
 
 constexpr int64_t kPatience_ms = 30'000;
 
-void on_ranks(int world, const std::function<void(TestStore&, int)>& body, TestStore::Shared& shared) {
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r] {
-      TestStore store(shared);
-      body(store, r);
-    });
-  }
-  for (auto& t : threads) t.join();
-}
-
-float ones_over(gw_comm comm) {
-  float x = 1;
-  GW_EXPECT_OK(gw_allreduce(comm, &x, 1, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
-  return x;
+void on_ranks(int world, TestStore::Shared& shared, const std::function<void(TestStore&, int)>& body) {
+  capi::in_threads(world, [&](int rank) {
+    TestStore store(shared);
+    body(store, rank);
+  });
 }
 
 gw_comm_options options_of(const gw_store& store, int rank, int world, int64_t timeout_ms = kPatience_ms) {
@@ -92,7 +80,7 @@ gw_comm_options options_of(const gw_store& store, int rank, int world, int64_t t
   return options;
 }
 
-// What one rank alone gets, with `timeout_ms`, in a world of 2.
+// Creates the communicator of one rank in a world of 2 whose other rank is missing.
 gw_status alone(TestStore& store, int rank, int64_t timeout_ms, const char* secret = nullptr) {
   const gw_store s = store.api();
   auto options = options_of(s, rank, 2, timeout_ms);
@@ -101,25 +89,22 @@ gw_status alone(TestStore& store, int rank, int64_t timeout_ms, const char* secr
   return gw_comm_create(&options, &comm);
 }
 
-TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
+TEST(CApiStore, ConnectsOneGroupPerPrefix) {
   for (int world : {1, 2, 4}) {
     TestStore::Shared shared;
-    on_ranks(
-        world,
-        [&](TestStore& store, int rank) {
-          gw_comm comms[2] = {};
-          for (int i = 0; i < 2; ++i) {
-            const std::string prefix = "group" + std::to_string(i) + "/";
-            const gw_store s = store.api(prefix.c_str());
-            const auto options = options_of(s, rank, world);
-            GW_ASSERT_OK(gw_comm_create(&options, &comms[i]));
-          }
-          for (gw_comm comm : comms) {
-            EXPECT_EQ(ones_over(comm), static_cast<float>(world));
-            GW_EXPECT_OK(gw_comm_destroy(comm));
-          }
-        },
-        shared);
+    on_ranks(world, shared, [&](TestStore& store, int rank) {
+      gw_comm comms[2] = {};
+      for (int i = 0; i < 2; ++i) {
+        const std::string prefix = "group" + std::to_string(i) + "/";
+        const gw_store s = store.api(prefix.c_str());
+        const auto options = options_of(s, rank, world);
+        GW_ASSERT_OK(gw_comm_create(&options, &comms[i]));
+      }
+      for (gw_comm comm : comms) {
+        EXPECT_EQ(capi::sum_of(comm, 1), static_cast<float>(world));
+        GW_EXPECT_OK(gw_comm_destroy(comm));
+      }
+    });
     EXPECT_EQ(shared.values.size(), world == 1 ? 0u : 2u) << "one key per group, which stays";
     if (world > 1) {
       EXPECT_EQ(shared.values.count("group1/gradwire/rendezvous"), 1u);
@@ -127,52 +112,46 @@ TEST(CApiStore, RanksMeetThroughTheCallersStoreAsOftenAsItHasPrefixes) {
   }
 }
 
-TEST(CApiStore, SecretsInterfacesAndShrinkingGoWithItAsWithAFile) {
+TEST(CApiStore, SupportsSecretsInterfacesAndShrinking) {
   TestStore::Shared shared;
   std::atomic<int> made{0};
   std::barrier summed(3);
-  on_ranks(
-      3,
-      [&](TestStore& store, int rank) {
-        const gw_store s = store.api();
-        auto options = options_of(s, rank, 3);
-        options.secret = "of this run";
-        options.interface = "lo";
-        options.shrinkable = 1;
-        gw_comm comm = nullptr, rest = nullptr;
-        GW_ASSERT_OK(gw_comm_create(&options, &comm));
-        EXPECT_EQ(ones_over(comm), 3.0f);
-        ++made;
-        summed.arrive_and_wait();  // no rank ends the group while another is in the call
-        if (rank > 0) {            // rank 0 leaves
-          GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, nullptr, &rest, nullptr, 0));
-          EXPECT_EQ(ones_over(rest), 2.0f);
-          GW_EXPECT_OK(gw_comm_destroy(rest));
-        }
-        GW_EXPECT_OK(gw_comm_destroy(comm));
-      },
-      shared);
+  on_ranks(3, shared, [&](TestStore& store, int rank) {
+    const gw_store s = store.api();
+    auto options = options_of(s, rank, 3);
+    options.secret = "of this run";
+    options.interface = "lo";
+    options.shrinkable = 1;
+    gw_comm comm = nullptr, rest = nullptr;
+    GW_ASSERT_OK(gw_comm_create(&options, &comm));
+    EXPECT_EQ(capi::sum_of(comm, 1), 3.0f);
+    ++made;
+    summed.arrive_and_wait();  // no rank ends the group while another is in the call
+    if (rank > 0) {            // rank 0 leaves
+      GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, nullptr, &rest, nullptr, 0));
+      EXPECT_EQ(capi::sum_of(rest, 1), 2.0f);
+      GW_EXPECT_OK(gw_comm_destroy(rest));
+    }
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
   EXPECT_EQ(made, 3);
   const std::string meeting = shared.values["gradwire/rendezvous"];
   EXPECT_NE(meeting.find(" 127.0.0.1\n"), std::string::npos) << meeting;
   EXPECT_EQ(meeting.find("of this run"), std::string::npos) << "the user's secret is not in the store";
 }
 
-TEST(CApiStore, WhoHasTheStoreButNotTheSecretIsRefused) {
+TEST(CApiStore, RejectsRanksWithAnotherSecret) {
   TestStore::Shared shared;
-  on_ranks(
-      2,
-      [&](TestStore& store, int rank) {
-        EXPECT_EQ(alone(store, rank, rank == 0 ? 4'000 : kPatience_ms, rank == 0 ? "right" : "wrong"),
-                  GW_COMM_FAILED);
-        const std::string said = gw_last_error(),
-                          expected = "the process there has another secret; give all ranks the same";
-        EXPECT_EQ(said.find(expected) != std::string::npos, rank == 1) << said;
-      },
-      shared);
+  on_ranks(2, shared, [&](TestStore& store, int rank) {
+    EXPECT_EQ(alone(store, rank, rank == 0 ? 4'000 : kPatience_ms, rank == 0 ? "right" : "wrong"),
+              GW_COMM_FAILED);
+    const std::string said = gw_last_error(),
+                      expected = "the process there has another secret; give all ranks the same";
+    EXPECT_EQ(said.find(expected) != std::string::npos, rank == 1) << said;
+  });
 }
 
-TEST(CApiStore, AStoreThatFailsIsNamedWithItsText) {
+TEST(CApiStore, ReportsTheStoresError) {
   TestStore::Shared shared;
   TestStore store(shared);
   store.fails = "the quorum is lost";
@@ -183,7 +162,7 @@ TEST(CApiStore, AStoreThatFailsIsNamedWithItsText) {
   EXPECT_EQ(shared.calls, 2) << "neither is tried again";
 }
 
-TEST(CApiStore, AStoreWithSomethingElseUnderTheKeyIsAnErrorAtOnce) {
+TEST(CApiStore, RejectsForeignValuesImmediately) {
   for (const std::string& garbage :
        {std::string("rank 0 was here"), std::string(1, '\0'), std::string(1 << 20, 'x'),
         std::string("gradwire-rendezvous-1"), std::string("gradwire-rendezvous-2\nsecret 1 127.0.0.1\n")}) {
@@ -196,14 +175,14 @@ TEST(CApiStore, AStoreWithSomethingElseUnderTheKeyIsAnErrorAtOnce) {
   }
 }
 
-TEST(CApiStore, AnAddressAtWhichNobodyIsEndsAtTheDeadline) {
+TEST(CApiStore, ReportsAnUnreachableAddressAtTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
   shared.values["gradwire/rendezvous"] = "gradwire-rendezvous-1\nsecret 1 127.0.0.1\n";
   GW_EXPECT_FAILS(GW_COMM_FAILED, "did not reach rank 0 through the caller's store", alone(store, 1, 300));
 }
 
-TEST(CApiStore, AKeyThatNobodySetsIsAnErrorAtTheDeadline) {
+TEST(CApiStore, ReportsAMissingKeyAtTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
   GW_EXPECT_FAILS(GW_COMM_FAILED, "rank 0 has not set 'gradwire/rendezvous' in the store within 200 ms",
@@ -211,7 +190,7 @@ TEST(CApiStore, AKeyThatNobodySetsIsAnErrorAtTheDeadline) {
   EXPECT_EQ(shared.calls, 1);
 }
 
-TEST(CApiStore, AStoreThatBlocksPastTheDeadlineIsNamed) {
+TEST(CApiStore, ReportsAStoreThatBlocksPastTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
   store.overtime_ms = 700;
@@ -219,24 +198,21 @@ TEST(CApiStore, AStoreThatBlocksPastTheDeadlineIsNamed) {
                   alone(store, 1, 100));
 }
 
-TEST(CApiStore, RanksWithAnotherWorldAreRefused) {
+TEST(CApiStore, RejectsRanksWithAnotherWorldSize) {
   TestStore::Shared shared;
-  on_ranks(
-      2,
-      [&](TestStore& store, int rank) {
-        const gw_store s = store.api();
-        gw_comm comm = nullptr;
-        const auto options = options_of(s, rank, 2 + rank, 2'000);
-        EXPECT_EQ(gw_comm_create(&options, &comm), GW_COMM_FAILED);
-        EXPECT_EQ(comm, nullptr);
-        if (rank == 1) {
-          EXPECT_NE(std::string(gw_last_error()).find("3"), std::string::npos) << gw_last_error();
-        }
-      },
-      shared);
+  on_ranks(2, shared, [&](TestStore& store, int rank) {
+    const gw_store s = store.api();
+    gw_comm comm = nullptr;
+    const auto options = options_of(s, rank, 2 + rank, 2'000);
+    EXPECT_EQ(gw_comm_create(&options, &comm), GW_COMM_FAILED);
+    EXPECT_EQ(comm, nullptr);
+    if (rank == 1) {
+      EXPECT_NE(std::string(gw_last_error()).find("3"), std::string::npos) << gw_last_error();
+    }
+  });
 }
 
-TEST(CApiStore, WhatIsNoStoreIsRefusedBeforeAnythingIsCalled) {
+TEST(CApiStore, RejectsInvalidStoresBeforeCallingThem) {
   TestStore::Shared shared;
   TestStore store(shared);
   const gw_store good = store.api();
@@ -249,19 +225,19 @@ TEST(CApiStore, WhatIsNoStoreIsRefusedBeforeAnythingIsCalled) {
   };
   gw_store bad = good;
   bad.size = 0;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.size is 0", make(bad));
+  GW_EXPECT_BAD("gw_store.size is 0", make(bad));
   bad = good, bad.set = nullptr;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.set is null", make(bad));
+  GW_EXPECT_BAD("gw_store.set is null", make(bad));
   bad = good, bad.get = nullptr;
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "gw_store.get is null", make(bad));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "rank is 2 in a world of 2", make(good, 2));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "world is 0", make(good, 0, 0));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "device -7", make(good, 0, 2, -7));
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "timeout_ms is 0", make(good, 0, 2, GW_HOST, 0));
+  GW_EXPECT_BAD("gw_store.get is null", make(bad));
+  GW_EXPECT_BAD("rank is 2 in a world of 2", make(good, 2));
+  GW_EXPECT_BAD("world is 0", make(good, 0, 0));
+  GW_EXPECT_BAD("device -7", make(good, 0, 2, -7));
+  GW_EXPECT_BAD("timeout_ms is 0", make(good, 0, 2, GW_HOST, 0));
   auto both = options_of(good, 0, 2);
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "comm is null", gw_comm_create(&both, nullptr));
+  GW_EXPECT_BAD("comm is null", gw_comm_create(&both, nullptr));
   both.rendezvous = "local://x";
-  GW_EXPECT_FAILS(GW_BAD_ARGUMENT, "2 of gw_comm_options.rendezvous, .store", gw_comm_create(&both, &comm));
+  GW_EXPECT_BAD("2 of gw_comm_options.rendezvous, .store", gw_comm_create(&both, &comm));
   EXPECT_EQ(shared.calls, 0);
 }
 

@@ -351,4 +351,14 @@ class HostCalls : public GpuCalls {
   std::shared_ptr<std::array<uint64_t, 2>> launches_;
 };
 
+// Returns the settings of a rank over the fake NCCL.
+inline NcclSetup fake_setup(FakeComm& comm, std::chrono::milliseconds timeout = std::chrono::seconds(20),
+                            const NcclApi& api = fake_nccl()) {
+  return {.api = &api,
+          .gpu = std::make_shared<HostCalls>(),
+          .comm = comm.handle(),
+          .device = Device::host(),
+          .timeout = timeout};
+}
+
 }  // namespace gradwire::testing

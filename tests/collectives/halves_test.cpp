@@ -14,14 +14,17 @@ namespace gradwire {
 namespace {
 
 using testing::allreduce;
+using testing::for_schedules;
 using testing::HalfOutcome;
 using testing::norm;
+using testing::normals;
 using testing::Outcome;
 using testing::run_half;
 using testing::same_bits;
 using testing::schedules;
 using testing::shard_of;
 using testing::thinned;
+using testing::Values;
 
 class HalvesTest : public ::testing::TestWithParam<Device> {
  protected:
@@ -31,106 +34,24 @@ class HalvesTest : public ::testing::TestWithParam<Device> {
 // With FP32, an allreduce equals its two halves bit for bit: each owner's shard is its part of the result,
 // and the gathered shards are the whole result. Nothing else is written, and the inputs are unchanged.
 TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
-  for (int world : thinned({1, 2, 3, 5, 8})) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (int64_t count : thinned(kCounts)) {
-        std::vector<std::vector<float>> inputs;
-        for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(count, 300 + r));
-        const Program::Options mean{.what = "test", .scale = 1.0f / static_cast<float>(world)};
-        const Outcome whole = allreduce(GetParam(), schedule, inputs, {}, mean);
-        const HalfOutcome scattered = run_half(GetParam(), reduce_scatter(schedule), count, inputs, {}, mean);
-        for (int r = 0; r < world; ++r) {
-          ASSERT_TRUE(same_bits(scattered.in[r], inputs[r])) << name(schedule.kind) << " n=" << world;
-          ASSERT_TRUE(same_bits(scattered.out[r], shard_of(schedule, r, whole.result[0], 8)))
-              << name(schedule.kind) << " n=" << world << " count=" << count << " rank " << r;
-        }
-        const HalfOutcome gathered =
-            run_half(GetParam(), all_gather(schedule), count, scattered.out, {}, {.what = "test"});
-        for (int r = 0; r < world; ++r) {
-          ASSERT_TRUE(same_bits(gathered.in[r], scattered.out[r]));
-          ASSERT_TRUE(same_bits(gathered.out[r], whole.result[0])) << name(schedule.kind) << " rank " << r;
-        }
+  const std::vector<Wire> fp32 = {kFp32};
+  for_schedules(thinned({1, 2, 3, 5, 8}), fp32, [&](const Schedule& schedule, Wire) {
+    for (int64_t count : thinned(kCounts)) {
+      const Values inputs = normals(schedule.world, count, 300);
+      const Program::Options mean{.what = "test", .scale = 1.0f / static_cast<float>(schedule.world)};
+      const Outcome whole = allreduce(GetParam(), schedule, inputs, {}, mean);
+      const HalfOutcome scattered = run_half(GetParam(), reduce_scatter(schedule), count, inputs, {}, mean);
+      const HalfOutcome gathered =
+          run_half(GetParam(), all_gather(schedule), count, scattered.out, {}, {.what = "test"});
+      for (int r = 0; r < schedule.world; ++r) {
+        SCOPED_TRACE(fmt::format("count {} rank {}", count, r));
+        ASSERT_TRUE(same_bits(scattered.in[r], inputs[r]));
+        ASSERT_TRUE(same_bits(scattered.out[r], shard_of(schedule, r, whole.result[0], 8)));
+        ASSERT_TRUE(same_bits(gathered.in[r], scattered.out[r]));
+        ASSERT_TRUE(same_bits(gathered.out[r], whole.result[0]));
       }
     }
-  }
-}
-
-// With every wire that rounds, the owners' shards plus all new residuals are the sum of the inputs. The owner
-// adds exactly, so its residual is zero in its shard.
-TEST_P(HalvesTest, ReduceScatterLosesNothing) {
-  for (Wire wire : thinned(wire_formats().subspan(1))) {
-    for (int world : thinned({1, 2, 3, 4, 8})) {
-      for (const Schedule& schedule : schedules(world)) {
-        for (bool fp32_intra_node : {false, true}) {
-          if (fp32_intra_node && schedule.kind != ScheduleKind::hierarchical) continue;
-          for (int64_t count : thinned({int64_t{1}, int64_t{1000}, int64_t{4099}}, 2)) {
-            std::vector<std::vector<float>> inputs, residuals;
-            for (int r = 0; r < world; ++r) {
-              inputs.push_back(testing::normal(count, 100 + r));
-              residuals.push_back(testing::normal(count, 200 + r, 0.01f));
-            }
-            const HalfOutcome outcome =
-                run_half(GetParam(), reduce_scatter(schedule), count, inputs, residuals,
-                         {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
-            std::vector<double> after(static_cast<size_t>(count));
-            for (int r = 0; r < world; ++r) {
-              size_t at = 0;
-              for (int c = 0; c < schedule.chunks; ++c) {
-                const ChunkRange range = chunk_range(count, schedule.chunks, c, wire->granularity);
-                for (int64_t i = range.begin; i < range.end; ++i) {
-                  after[i] += outcome.residual[r][i];
-                  if (schedule.owner[c] == r) after[i] += outcome.out[r][at++];
-                }
-              }
-            }
-            std::vector<double> difference = after, sizes(after.size());
-            for (size_t i = 0; i < after.size(); ++i) {
-              for (int r = 0; r < world; ++r) {
-                difference[i] -= double{inputs[r][i]} + residuals[r][i];
-                sizes[i] += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
-              }
-            }
-            ASSERT_LE(norm(difference), 1e-6 * norm(sizes))
-                << wire->name << " " << name(schedule.kind) << " n=" << world;
-          }
-        }
-      }
-    }
-  }
-}
-
-// Every rank ends with the same bits, and the owner's residual keeps the error of its one encode.
-TEST_P(HalvesTest, AllGatherLosesNothingAndAgrees) {
-  for (Wire wire : thinned(wire_formats().subspan(1))) {
-    for (int world : thinned({2, 3, 4, 8})) {
-      for (const Schedule& schedule : schedules(world)) {
-        const Schedule gather = all_gather(schedule);
-        const int64_t count = 1003;
-        const std::vector<float> values = testing::normal(count, 77);
-        std::vector<std::vector<float>> shards, residuals;
-        for (int r = 0; r < world; ++r) {
-          shards.push_back(shard_of(gather, r, values, wire->granularity));
-          residuals.push_back(testing::normal(std::ssize(shards[r]), 200 + r, 0.01f));
-        }
-        const HalfOutcome outcome =
-            run_half(GetParam(), gather, count, shards, residuals, {.what = "test", .wire = wire});
-        for (int r = 0; r < world; ++r) {
-          ASSERT_TRUE(same_bits(outcome.out[r], outcome.out[0])) << wire->name << " " << name(schedule.kind);
-        }
-        std::vector<size_t> kept(static_cast<size_t>(world));
-        for (int c = 0; c < gather.chunks; ++c) {
-          const int owner = gather.owner[c];
-          const ChunkRange range = chunk_range(count, gather.chunks, c, wire->granularity);
-          for (int64_t i = range.begin; i < range.end; ++i) {
-            const size_t k = kept[owner]++;
-            ASSERT_NEAR(double{outcome.out[0][i]} + outcome.residual[owner][k],
-                        double{values[i]} + residuals[owner][k], 1e-6)
-                << wire->name << " " << name(schedule.kind) << " element " << i;
-          }
-        }
-      }
-    }
-  }
+  });
 }
 
 // Slices change no bit of a half.
@@ -139,7 +60,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   for (const Schedule& whole : {ring(4), two_shot(4), hierarchical(2, 2)}) {
     for (const Schedule& half : {reduce_scatter(whole), all_gather(whole)}) {
       for (Wire wire : {kFp32, kBf16}) {
-        std::vector<std::vector<float>> inputs, residuals;
+        Values inputs, residuals;
         for (int r = 0; r < 4; ++r) {
           const bool gather = half.collective == Collective::all_gather;
           const int64_t shard = elements_owned(half, r, count, wire->granularity);
@@ -190,8 +111,7 @@ TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirRange) {
   for (int world : thinned({1, 2, 3, 5, 8})) {
     for (const Shards& shards : odd_shards(world)) {
       const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
-      std::vector<std::vector<float>> inputs;
-      for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(count, 300 + r));
+      const Values inputs = normals(world, count, 300);
       const Program::Options mean{.what = "test", .scale = 1.0f / static_cast<float>(world)};
       const Outcome whole = allreduce(GetParam(), two_shot(world), inputs, {}, mean);
       for (const Schedule& schedule : schedules_for_shards(world)) {
@@ -216,47 +136,61 @@ TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirRange) {
   }
 }
 
-// With every wire that rounds, and shards of any size: results plus residuals equal the inputs, in a
-// reduce-scatter and in an all-gather.
-TEST_P(HalvesTest, ShardsOfAnySizeLoseNothing) {
-  const int world = 4;
-  for (Wire wire : thinned(wire_formats().subspan(1))) {
-    for (const Shards& shards : odd_shards(world)) {
-      const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
-      for (const Schedule& schedule : schedules_for_shards(world)) {
-        const std::string what = fmt::format("{} {} count={}", wire->name, name(schedule.kind), count);
-        std::vector<std::vector<float>> inputs, residuals, kept, own;
-        for (int r = 0; r < world; ++r) {
-          inputs.push_back(testing::normal(count, 100 + r));
-          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
-          own.push_back(part(inputs[r], shards, r));
-          kept.push_back(part(residuals[r], shards, r));
+// With every wire that rounds, equal shards and shards of any size: results plus residuals equal the inputs,
+// in a reduce-scatter and in an all-gather. All ranks gather the same bits.
+TEST_P(HalvesTest, LoseNothing) {
+  auto check = [&](const Schedule& schedule, const Shards& shards, int64_t count, Program::Options options) {
+    const int world = schedule.world;
+    const int64_t granularity = options.wire->granularity;
+    auto part_of = [&](const std::vector<float>& whole, int rank) {
+      return shards.empty() ? shard_of(schedule, rank, whole, granularity) : part(whole, shards, rank);
+    };
+    const Values inputs = normals(world, count, 100), residuals = normals(world, count, 200, 0.01f);
+    Values kept, own;
+    for (int r = 0; r < world; ++r) {
+      own.push_back(part_of(inputs[r], r));
+      kept.push_back(part_of(residuals[r], r));
+    }
+    const HalfOutcome scattered =
+        run_half(GetParam(), reduce_scatter(schedule), count, inputs, residuals, options, shards);
+    const HalfOutcome gathered =
+        run_half(GetParam(), all_gather(schedule), count, own, kept, options, shards);
+    std::vector<double> lost, size, lost_gathering, size_gathering;
+    for (int r = 0; r < world; ++r) {
+      ASSERT_TRUE(same_bits(gathered.out[r], gathered.out[0]));
+      std::vector<double> sum(own[r].size());
+      for (int from = 0; from < world; ++from) {
+        const auto in = part_of(inputs[from], r), had = part_of(residuals[from], r),
+                   has = part_of(scattered.residual[from], r);
+        for (size_t i = 0; i < sum.size(); ++i) {
+          sum[i] += double{in[i]} + had[i] - has[i];
+          size.push_back(in[i]);
         }
-        const Program::Options options{.what = "test", .wire = wire};
-        const HalfOutcome scattered =
-            run_half(GetParam(), reduce_scatter(schedule), count, inputs, residuals, options, shards);
-        const HalfOutcome gathered =
-            run_half(GetParam(), all_gather(schedule), count, own, kept, options, shards);
-        std::vector<double> lost, all, lost_gathering, all_gathered;
-        int64_t begin = 0;
-        for (int r = 0; r < world; ++r) {
-          ASSERT_TRUE(same_bits(gathered.out[r], gathered.out[0])) << what;
-          for (int64_t i = 0; i < shards[r]; ++i) {
-            double sum = 0;
-            for (int from = 0; from < world; ++from) {
-              sum += double{inputs[from][begin + i]} + residuals[from][begin + i];
-              sum -= scattered.residual[from][begin + i];
-              all.push_back(inputs[from][begin + i]);
-            }
-            lost.push_back(sum - scattered.out[r][i]);
-            lost_gathering.push_back(double{own[r][i]} + kept[r][i] - gathered.out[0][begin + i] -
-                                     gathered.residual[r][i]);
-            all_gathered.push_back(own[r][i]);
-          }
-          begin += shards[r];
-        }
-        ASSERT_LE(norm(lost), 1e-6 * norm(all)) << what;
-        ASSERT_LE(norm(lost_gathering), 1e-6 * norm(all_gathered)) << what;
+      }
+      const auto all = part_of(gathered.out[0], r);
+      for (size_t i = 0; i < sum.size(); ++i) {
+        lost.push_back(sum[i] - scattered.out[r][i]);
+        lost_gathering.push_back(double{own[r][i]} + kept[r][i] - all[i] - gathered.residual[r][i]);
+        size_gathering.push_back(own[r][i]);
+      }
+    }
+    ASSERT_LE(norm(lost), 1e-6 * norm(size)) << "count " << count;
+    ASSERT_LE(norm(lost_gathering), 1e-6 * norm(size_gathering)) << "count " << count;
+  };
+  const auto rounding_wires = thinned(wire_formats().subspan(1));
+  for_schedules(thinned({1, 2, 3, 4, 8}), rounding_wires, [&](const Schedule& schedule, Wire wire) {
+    for (bool fp32_intra_node : {false, true}) {
+      if (fp32_intra_node && schedule.kind != ScheduleKind::hierarchical) continue;
+      for (int64_t count : thinned({int64_t{1}, int64_t{1000}, int64_t{4099}}, 2))
+        check(schedule, {}, count, {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
+    }
+  });
+  for (Wire wire : rounding_wires) {
+    for (const Shards& shards : odd_shards(4)) {
+      for (const Schedule& schedule : schedules_for_shards(4)) {
+        SCOPED_TRACE(fmt::format("{} {}, uneven shards", wire->name, name(schedule.kind)));
+        const int64_t count = std::accumulate(shards.begin(), shards.end(), int64_t{0});
+        check(schedule, shards, count, {.what = "test", .wire = wire});
       }
     }
   }
@@ -302,7 +236,7 @@ TEST_P(HalvesTest, BroadcastGivesAllRanksTheRootsValues) {
           const int root = schedule.owner[0];
           const std::string what = fmt::format("{} {} n={} root {} count {}", wire->name, name(schedule.kind),
                                                schedule.world, root, count);
-          std::vector<std::vector<float>> inputs(static_cast<size_t>(schedule.world)), residuals = inputs;
+          Values inputs(static_cast<size_t>(schedule.world)), residuals = inputs;
           inputs[root] = testing::normal(count, 7);
           residuals[root] = testing::normal(count, 8, 0.01f);
           const HalfOutcome outcome =
@@ -329,11 +263,10 @@ TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
   const int64_t count = 4096;
   auto error = [&](const Schedule& whole) {
     const Schedule schedule = reduce_scatter(whole);
-    std::vector<std::vector<float>> inputs;
+    const Values inputs = normals(schedule.world, count, 40);
     std::vector<double> exact(count), difference;
-    for (int r = 0; r < schedule.world; ++r) {
-      inputs.push_back(testing::normal(count, 40 + r));
-      for (int64_t i = 0; i < count; ++i) exact[i] += inputs[r][i];
+    for (const auto& input : inputs) {
+      for (int64_t i = 0; i < count; ++i) exact[i] += input[i];
     }
     const HalfOutcome outcome =
         run_half(GetParam(), schedule, count, inputs, {}, {.what = "test", .wire = kBf16});

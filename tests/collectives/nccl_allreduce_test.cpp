@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <thread>
 #include <tuple>
 
 #include "collectives/communicator/communicator.h"
@@ -12,8 +11,10 @@
 #include "collectives/program/program.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/program_runs.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/expect.h"
+#include "tests/support/threads.h"
 
 namespace gradwire::testing {
 namespace {
@@ -21,28 +22,10 @@ namespace {
 // Runs a body on every rank over the fake NCCL. Returns every rank's error, "" for none.
 std::vector<std::string> over_nccl(FakeWorld& world, std::chrono::milliseconds timeout,
                                    const std::function<void(Communicator&)>& body) {
-  std::vector<std::string> errors(world.comms.size());
-  std::vector<std::thread> threads;
-  for (size_t r = 0; r < world.comms.size(); ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        Communicator comm(std::make_unique<NcclTransport>(NcclSetup{.api = &fake_nccl(),
-                                                                    .gpu = std::make_shared<HostCalls>(),
-                                                                    .comm = world.comms[r]->handle(),
-                                                                    .device = Device::host(),
-                                                                    .timeout = timeout}));
-        body(comm);
-      } catch (const Error& error) {
-        errors[r] = error.what();
-      }
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  return errors;
-}
-
-std::vector<std::string> no_errors(int world) {
-  return std::vector<std::string>(static_cast<size_t>(world));
+  return errors_in_threads(static_cast<int>(world.comms.size()), [&](int rank) {
+    Communicator comm(std::make_unique<NcclTransport>(fake_setup(world[rank], timeout)));
+    body(comm);
+  });
 }
 
 double relative_distance(const std::vector<float>& a, const std::vector<float>& b) {
@@ -117,10 +100,7 @@ TEST(NcclAllreduce, AddsBf16BuffersInFp32) {
                             comm.transport(), nccl_allreduce(3),
                             {.in = data.data(), .out = data.data(), .count = 999, .dtype = DType::bf16},
                             {.what = "test"});
-                        Buffer workspace(Device::host(), program.workspace_bytes());
-                        program.bind(workspace.data());
-                        program.run(stream);
-                        stream.synchronize();
+                        run_once(program, stream);
                         EXPECT_EQ(data, std::vector<uint16_t>(999, 0x4040));  // 3
                       }),
             no_errors(3));
@@ -228,16 +208,10 @@ TEST(NcclAllreduce, UnsupportedUsesAreRejectedWithTheRemedy) {
   FakeWorld world(1);
   NcclApi old = fake_nccl();
   old.all_reduce = nullptr;
-  const NcclTransport lacking({.api = &old,
-                               .gpu = std::make_shared<HostCalls>(),
-                               .comm = world[0].handle(),
-                               .device = Device::host()});
+  const NcclTransport lacking(fake_setup(world[0], 20s, old));
   expect_has(lacking.library_obstacle(), {"lacks ncclAllReduce", "schedule=auto"});
   FakeWorld two(2);
-  NcclTransport transport({.api = &fake_nccl(),
-                           .gpu = std::make_shared<HostCalls>(),
-                           .comm = two[0].handle(),
-                           .device = Device::host()});
+  NcclTransport transport(fake_setup(two[0]));
   float data[8] = {};
   expect_error<BadInput>(
       [&] {
@@ -272,7 +246,6 @@ TEST(NcclAllreduce, AutoChoosesItWhenMeasuredMuchFaster) {
   EXPECT_NEAR(choice.predicted_us, 20 + 1.5 * 25e6 / 5000, 1);
   expect_has(choice.reason, {"fastest: 7.52 ms predicted", "two_shot 37"});
   EXPECT_EQ(choose("powersgd:rank=4", 4, fast, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
-
   EXPECT_EQ(choose("bf16", 4, fast, kMuch, kBf16).schedule.kind, ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 2, fast, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
   // Within 20 %, it chooses the schedule whose sums are in rank order.

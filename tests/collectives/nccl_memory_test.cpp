@@ -13,6 +13,7 @@
 #include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
 #include "tests/collectives/reducer_rank.h"
+#include "tests/support/threads.h"
 
 namespace gradwire::testing {
 namespace {
@@ -99,20 +100,12 @@ std::vector<std::vector<float>> trained(const NcclApi& api, const std::string& s
   constexpr int kWorld = 3;
   FakeWorld world(kWorld);
   std::vector<std::vector<float>> last(kWorld);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < kWorld; ++r) {
-    threads.emplace_back([&, r] {
-      Communicator comm(std::make_unique<NcclTransport>(NcclSetup{.api = &api,
-                                                                  .gpu = std::make_shared<HostCalls>(),
-                                                                  .comm = world[r].handle(),
-                                                                  .device = Device::host(),
-                                                                  .timeout = 20s}));
-      Rank rank(comm, spec, model(), 4096, 0);
-      for (int step = 0; step < 3; ++step) last[r] = rank.step(gradients_for(model(), 10 * step + r));
-      comm.check();
-    });
-  }
-  for (std::thread& t : threads) t.join();
+  in_threads(kWorld, [&](int r) {
+    Communicator comm(std::make_unique<NcclTransport>(fake_setup(world[r], 20s, api)));
+    Rank rank(comm, spec, model(), 4096, 0);
+    for (int step = 0; step < 3; ++step) last[r] = rank.step(gradients_for(model(), 10 * step + r));
+    comm.check();
+  });
   return last;
 }
 
@@ -152,10 +145,7 @@ TEST(NcclMemory, OnlySmallBuffersShareAllocationsAndNoneOverlap) {
   Registry registry;
   the_registry = &registry;
   FakeWorld world(2);
-  NcclTransport transport(NcclSetup{.api = &nccl_with_memory(),
-                                    .gpu = std::make_shared<HostCalls>(),
-                                    .comm = world[0].handle(),
-                                    .device = Device::host()});
+  NcclTransport transport(fake_setup(world[0], 20s, nccl_with_memory()));
   constexpr size_t kMib = size_t{1} << 20;
   std::vector<Buffer> pieces;
   for (size_t bytes : {size_t{1}, size_t{1000}, kMib, kMib / 2})
@@ -180,10 +170,7 @@ TEST(NcclMemory, DoesNotDeregisterFromADestroyedCommunicator) {
     Registry registry;
     the_registry = &registry;
     FakeWorld world(2);
-    auto transport = std::make_unique<NcclTransport>(NcclSetup{.api = &nccl_with_memory(),
-                                                               .gpu = std::make_shared<HostCalls>(),
-                                                               .comm = world[0].handle(),
-                                                               .device = Device::host()});
+    auto transport = std::make_unique<NcclTransport>(fake_setup(world[0], 20s, nccl_with_memory()));
     Buffer memory = transport->exchange_memory(1000);
     EXPECT_EQ(registry.registrations, 1);
     if (aborted) {

@@ -7,15 +7,16 @@
 #include <barrier>
 #include <functional>
 #include <numeric>
-#include <thread>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/program_runs.h"
 #include "tests/support/expect.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/threads.h"
 
 namespace gradwire::testing {
 namespace {
@@ -32,13 +33,9 @@ struct Meeting {
                              timeout};
     GroupOptions joining = group;
     joining.timeout = 20s;
-    NcclSetup setup{.api = &fake_nccl(),
-                    .gpu = std::make_shared<HostCalls>(),
-                    .comm = ranks[rank].handle(),
-                    .shrinkable = shrinkable,
-                    .device = Device::host(),
-                    .timeout = timeout,
-                    .group = std::make_unique<Membership>(joining)};
+    NcclSetup setup = fake_setup(ranks[rank], timeout);
+    setup.shrinkable = shrinkable;
+    setup.group = std::make_unique<Membership>(joining);
     const auto deadline = SteadyClock::now() + 20s;
     NcclQuorum mine{.quorum = nullptr, .group = group, .address = "127.0.0.1", .contacts = {}};
     if (shrinkable) mine.quorum = std::make_shared<Quorum>(mine.address, setup.group->key());
@@ -49,19 +46,7 @@ struct Meeting {
 
   // Runs `body` on every rank. Returns every rank's error, "" for none.
   std::vector<std::string> each(const std::function<void(int rank)>& body) const {
-    std::vector<std::string> errors(ranks.comms.size());
-    std::vector<std::thread> threads;
-    for (size_t r = 0; r < errors.size(); ++r) {
-      threads.emplace_back([&, r] {
-        try {
-          body(static_cast<int>(r));
-        } catch (const std::exception& error) {
-          errors[r] = error.what();
-        }
-      });
-    }
-    for (std::thread& t : threads) t.join();
-    return errors;
+    return errors_in_threads(static_cast<int>(ranks.comms.size()), body);
   }
 
   TemporaryFolder folder;
@@ -81,10 +66,7 @@ float sum_of(Communicator& comm, float mine) {
   std::vector<float> data(1000, mine);
   Program program(comm.transport(), ring(comm.world()), {data.data(), data.data(), nullptr, 1000},
                   {.what = "the gradients"});
-  Buffer workspace(Device::host(), program.workspace_bytes());
-  program.bind(workspace.data());
-  program.run(stream);
-  stream.synchronize();
+  run_once(program, stream);
   comm.check();
   float by_library = 0;
   comm.transport().allreduce(stream, &mine, &by_library, 1, false, 4, "allreduce");
@@ -125,7 +107,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhenAnyRanksLeave) {
       EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
       together.wait();
     });
-    for (const std::string& error : errors) EXPECT_EQ(error, "");
+    EXPECT_EQ(errors, no_errors(4));
   }
 }
 
@@ -144,7 +126,7 @@ TEST(NcclRegroup, RestoresTheGroupWhenEveryRankSurvives) {
     EXPECT_EQ(sum_of(*again, 1.0f), 3.0f);
     together.wait();
   });
-  for (const std::string& error : errors) EXPECT_EQ(error, "");
+  EXPECT_EQ(errors, no_errors(3));
 }
 
 TEST(NcclRegroup, RejectsRanksThatDifferInShrinkable) {

@@ -1,4 +1,4 @@
-// The NCCL transport without a GPU: its calls to NCCL, the detection of stuck exchanges, and its errors.
+// The NCCL transport without a GPU: its calls to NCCL, and its errors.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -10,9 +10,10 @@
 #include "runtime/device/graph.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/fake_nccl.h"
-#include "tests/collectives/group.h"
+#include "tests/collectives/program_runs.h"
 #include "tests/support/expect.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/threads.h"
 
 namespace gradwire {
 namespace {
@@ -20,86 +21,12 @@ namespace {
 using testing::expect_error;
 using testing::expect_has;
 using testing::fake_nccl;
+using testing::fake_setup;
 using testing::FakeComm;
 using testing::FakeWorld;
 using testing::HostCalls;
+using testing::no_errors;
 using namespace std::chrono_literals;
-using Time = ExchangesInFlight::Time;
-
-// --- which exchange is stuck ---
-
-struct ManualMark final : ExchangeMark {
-  struct State {
-    Progress progress = Progress::queued;
-    uint64_t runs = 0;
-  };
-  ManualMark(std::shared_ptr<State> s, bool captured) : state(std::move(s)), captured(captured) {}
-  void begin(const Stream&) override {}
-  void end(const Stream&) override {}
-  Progress poll() override { return state->progress; }
-  uint64_t runs() const override { return state->runs; }
-  bool repeats() const override { return captured; }
-  std::shared_ptr<State> state;
-  bool captured;
-};
-
-std::shared_ptr<ManualMark::State> add(ExchangesInFlight& all, WatchedExchange e, bool captured = false) {
-  auto state = std::make_shared<ManualMark::State>();
-  all.add(std::make_unique<ManualMark>(state, captured), std::move(e));
-  return state;
-}
-
-TEST(ExchangesInFlight, TheDeadlineStartsWhenTheExchangeStarts) {
-  ExchangesInFlight all(100ms);
-  const Time t{};
-  auto first =
-      add(all, {7, "allreduce of bucket 1, round 2 of 6", {{Transfer::Kind::receive, 3, nullptr, 8}}});
-  auto second = add(all, {8, "another"});
-  EXPECT_FALSE(all.overdue(t));
-  EXPECT_FALSE(all.overdue(t + 10h)) << "earlier kernels may take any time";
-  EXPECT_NE(all.standing().find("still computing before exchange 7"), std::string::npos) << all.standing();
-  first->progress = Progress::running;
-  EXPECT_FALSE(all.overdue(t + 11h));
-  EXPECT_FALSE(all.overdue(t + 11h + 100ms));
-  auto text = all.overdue(t + 11h + 101ms);
-  ASSERT_TRUE(text);
-  for (const char* part : {"exchange 7", "bucket 1, round 2 of 6", "no progress for 100 ms",
-                           "1 receive (8 bytes) from rank 3 pending"})
-    EXPECT_NE(text->find(part), std::string::npos) << *text;
-  EXPECT_NE(all.standing().find("in exchange 7"), std::string::npos);
-
-  first->progress = Progress::done;
-  second->progress = Progress::running;
-  EXPECT_FALSE(all.overdue(t + 12h)) << "the second has just started";
-  EXPECT_EQ(all.take_spare().size(), 1u);
-  second->progress = Progress::done;
-  EXPECT_FALSE(all.overdue(t + 13h));
-  EXPECT_FALSE(all.active());
-  EXPECT_NE(all.standing().find("its last was exchange 8"), std::string::npos) << all.standing();
-}
-
-TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
-  ExchangesInFlight all(100ms);
-  const Time t{};
-  auto mark = add(all, {1, "captured"}, true);
-  mark->progress = Progress::done;
-  EXPECT_FALSE(all.overdue(t));
-  EXPECT_TRUE(all.active()) << "the graph may be launched again";
-  mark->progress = Progress::running;
-  for (int launch = 0; launch < 10; ++launch) {  // running at every check, each time in another launch
-    ++mark->runs;
-    EXPECT_FALSE(all.overdue(t + 90ms * launch));
-  }
-  EXPECT_FALSE(all.overdue(t + 90ms * 9 + 100ms));
-  EXPECT_TRUE(all.overdue(t + 90ms * 9 + 101ms));
-}
-
-TEST(ExchangesInFlight, NeverExpireWithoutATimeout) {
-  ExchangesInFlight all(0ms);
-  add(all, {1, "x"})->progress = Progress::running;
-  all.overdue(Time{});
-  EXPECT_FALSE(all.overdue(Time{} + 100h));
-}
 
 // --- one rank per thread ---
 
@@ -109,39 +36,26 @@ struct NcclRank {
   Stream stream = Stream::create(Device::host(), "test");
 };
 
-NcclSetup setup(FakeComm& comm, std::chrono::milliseconds timeout = 20s) {
-  return {.api = &fake_nccl(),
-          .gpu = std::make_shared<HostCalls>(),
-          .comm = comm.handle(),
-          .device = Device::host(),
-          .timeout = timeout};
-}
-
 // Runs a body on every rank. Returns every rank's error, "" for none.
 std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& make,
                              const std::function<void(NcclRank&)>& body) {
-  std::vector<std::string> errors(world);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        NcclRank rank;
-        NcclSetup s = make(r);
-        rank.comm = &testing::fake(s.comm);
-        rank.transport = std::make_unique<NcclTransport>(std::move(s));
-        struct Drain {  // work in flight uses the transport
-          Stream& stream;
-          ~Drain() { stream.synchronize(); }
-        } drain{rank.stream};
-        body(rank);
-      } catch (const Error& error) {
-        errors[r] = error.what();
-        if (errors[r].empty()) errors[r] = "an error without a text";
-      }
-    });
-  }
-  for (auto& t : threads) t.join();
-  return errors;
+  return testing::errors_in_threads(world, [&](int r) {
+    NcclRank rank;
+    NcclSetup s = make(r);
+    rank.comm = &testing::fake(s.comm);
+    rank.transport = std::make_unique<NcclTransport>(std::move(s));
+    struct Drain {  // work in flight uses the transport
+      Stream& stream;
+      ~Drain() { stream.synchronize(); }
+    } drain{rank.stream};
+    body(rank);
+  });
+}
+// With the same settings on every rank.
+std::vector<std::string> run(FakeWorld& world, std::chrono::milliseconds timeout,
+                             const std::function<void(NcclRank&)>& body) {
+  return run(
+      static_cast<int>(world.comms.size()), [&](int r) { return fake_setup(world[r], timeout); }, body);
 }
 
 TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
@@ -154,7 +68,7 @@ TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
                                            {Transfer::Kind::receive, 1, buffer + 32, 1}};
   world[0].send_result = ncclSuccess;
   {
-    NcclTransport transport(setup(world[0]));
+    NcclTransport transport(fake_setup(world[0]));
     Stream stream = Stream::create(Device::host(), "test");
     transport.exchange(stream, transfers, {1, "mixed"});
     transport.exchange(stream, {}, {1, "nothing"});
@@ -196,10 +110,10 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
         FakeWorld world(n);
         for (auto& c : world.comms) c->busy_after_group = 3;  // as when NCCL connects in the background
         std::vector<std::vector<float>> got(n), expected(n);
-        auto errors = run(
-            n, [&](int r) { return setup(world[r]); },
-            [&](NcclRank& r) { got[r.transport->rank()] = allreduced(*r.transport, schedule, wire); });
-        for (auto& e : errors) EXPECT_EQ(e, "");
+        auto errors = run(world, 20s, [&](NcclRank& r) {
+          got[r.transport->rank()] = allreduced(*r.transport, schedule, wire);
+        });
+        EXPECT_EQ(errors, no_errors(n));
         testing::run_ranks(n, Device::host(), [&](Communicator& comm) {
           expected[comm.rank()] = allreduced(comm.transport(), schedule, wire);
         });
@@ -236,7 +150,7 @@ TEST(Nccl, ReusesMarks) {
   run(
       2,
       [&](int r) {
-        NcclSetup s = setup(world[r]);
+        NcclSetup s = fake_setup(world[r]);
         s.gpu = gpu[r];
         return s;
       },
@@ -252,23 +166,21 @@ TEST(Nccl, ReusesMarks) {
 TEST(Nccl, NamesASilentPeerAndAborts) {
   FakeWorld world(3);
   std::vector<std::thread::id> caller(3);
-  auto errors = run(
-      3, [&](int r) { return setup(world[r], 1000ms); },
-      [&](NcclRank& rank) {
-        caller[rank.transport->rank()] = std::this_thread::get_id();
-        if (rank.transport->rank() == 1) {
-          all_to_all(rank, 2);
-          // Rank 1 is still computing; the others wait for its third exchange.
-          while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
-          return;
-        }
-        try {
-          all_to_all(rank, 5);
-        } catch (const CommError&) {
-          EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails";
-          throw;
-        }
-      });
+  auto errors = run(world, 1000ms, [&](NcclRank& rank) {
+    caller[rank.transport->rank()] = std::this_thread::get_id();
+    if (rank.transport->rank() == 1) {
+      all_to_all(rank, 2);
+      // Rank 1 is still computing; the others wait for its third exchange.
+      while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
+      return;
+    }
+    try {
+      all_to_all(rank, 5);
+    } catch (const CommError&) {
+      EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails";
+      throw;
+    }
+  });
   EXPECT_EQ(errors[1], "");
   for (int r : {0, 2}) {
     expect_has(errors[r], {fmt::format("rank {}", r), "exchange 3", "step 2", "no progress for 1000 ms",
@@ -284,7 +196,7 @@ TEST(Nccl, NeitherAbortsNorDestroysAnAdoptedCommunicator) {
   auto errors = run(
       2,
       [&](int r) {
-        NcclSetup s = setup(world[r], 200ms);
+        NcclSetup s = fake_setup(world[r], 200ms);
         s.owned = false;
         return s;
       },
@@ -310,16 +222,14 @@ TEST(Nccl, NeitherAbortsNorDestroysAnAdoptedCommunicator) {
 
 TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
   FakeWorld world(2);
-  auto errors = run(
-      2, [&](int r) { return setup(world[r]); },
-      [&](NcclRank& rank) {
-        if (rank.transport->rank() == 1) return;
-        char byte = 0;
-        rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
-        rank.comm->async = ncclRemoteError;
-        rank.stream.synchronize();  // the abort ends it
-        rank.transport->check();
-      });
+  auto errors = run(world, 20s, [&](NcclRank& rank) {
+    if (rank.transport->rank() == 1) return;
+    char byte = 0;
+    rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
+    rank.comm->async = ncclRemoteError;
+    rank.stream.synchronize();  // the abort ends it
+    rank.transport->check();
+  });
   expect_has(errors[0], {"a receive", "remote process exited"});
   EXPECT_EQ(world[0].aborted, 1);
 }
@@ -327,7 +237,7 @@ TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
 TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
   FakeWorld world(2);
   world[0].send_result = ncclInvalidArgument;
-  NcclTransport transport(setup(world[0]));
+  NcclTransport transport(fake_setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
   expect_error<CommError>(
@@ -342,7 +252,7 @@ TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
 TEST(Nccl, ConnectingHasADeadline) {
   FakeWorld world(2);
   world[0].busy_after_group = 1 << 30;  // a nonblocking communicator
-  NcclTransport transport(setup(world[0], 200ms));
+  NcclTransport transport(fake_setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
   expect_error<CommError>(
@@ -363,7 +273,7 @@ TEST(Nccl, CallsThatBlockInsideNcclHaveADeadline) {
       NcclApi api = fake_nccl();
       if (old) api.revoke = nullptr;
       FakeWorld world(2);
-      NcclSetup s = setup(world[0], 300ms);
+      NcclSetup s = fake_setup(world[0], 300ms);
       s.api = &api;
       NcclTransport transport(std::move(s));
       Stream stream = Stream::create(Device::host(), "test");
@@ -399,7 +309,7 @@ TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
     auto errors = run(
         2,
         [&](int r) {
-          NcclSetup s = setup(world[r]);
+          NcclSetup s = fake_setup(world[r]);
           s.gpu = gpu[r];
           s.pause = [&slept_us, &met, r](std::chrono::microseconds time) {
             if (met[r]) slept_us += time.count();
@@ -452,18 +362,16 @@ TEST(Nccl, AStepMakesOneGroupPerRound) {
   const int n = 8;
   for (const Schedule& schedule : {two_shot(n), ring(n)}) {
     FakeWorld world(n);
-    auto errors = run(
-        n, [&](int r) { return setup(world[r]); },
-        [&](NcclRank& rank) {
-          const int64_t count = 1024;
-          std::vector<float> data(count, 1.0f);
-          Program program(*rank.transport, schedule, {data.data(), data.data(), nullptr, count},
-                          {.what = "test", .wire = kBf16});
-          Buffer workspace(Device::host(), program.workspace_bytes());
-          program.bind(workspace.data());
-          for (int step = 0; step < 3; ++step) program.run(rank.stream);
-          rank.stream.synchronize();
-        });
+    auto errors = run(world, 20s, [&](NcclRank& rank) {
+      const int64_t count = 1024;
+      std::vector<float> data(count, 1.0f);
+      Program program(*rank.transport, schedule, {data.data(), data.data(), nullptr, count},
+                      {.what = "test", .wire = kBf16});
+      Buffer workspace(Device::host(), program.workspace_bytes());
+      program.bind(workspace.data());
+      for (int step = 0; step < 3; ++step) program.run(rank.stream);
+      rank.stream.synchronize();
+    });
     const bool ring = schedule.kind == ScheduleKind::ring;
     for (int r = 0; r < n; ++r) {
       EXPECT_EQ(errors[r], "");
@@ -477,41 +385,39 @@ TEST(Nccl, AStepMakesOneGroupPerRound) {
 
 TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
   FakeWorld world(2);
-  auto errors = run(
-      2, [&](int r) { return setup(world[r], 500ms); },
-      [&](NcclRank& rank) {
-        const int me = rank.transport->rank();
-        int in = -1, out = me;
-        const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, &out, 4},
-                                                 {Transfer::Kind::receive, 1 - me, &in, 4}};
-        const ExchangeLabel first{1, "the first"}, label{2, "the captured one"};
-        rank.transport->exchange(rank.stream, transfers, first);
-        rank.stream.synchronize();
-        const Graph graph =
-            Graph::capture(rank.stream, [&] { rank.transport->exchange(rank.stream, transfers, label); });
-        for (int launch = 0; launch < 20; ++launch) {  // longer in total than the deadline
-          in = -1;
-          graph.launch();
-          rank.stream.synchronize();
-          rank.transport->check();
-          EXPECT_EQ(in, 1 - me);
-          std::this_thread::sleep_for(30ms);
-        }
-        if (me == 1) {
-          while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
-          return;
-        }
-        graph.launch();  // one rank alone
-        rank.stream.synchronize();
-        rank.transport->check();
-      });
+  auto errors = run(world, 500ms, [&](NcclRank& rank) {
+    const int me = rank.transport->rank();
+    int in = -1, out = me;
+    const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, &out, 4},
+                                             {Transfer::Kind::receive, 1 - me, &in, 4}};
+    const ExchangeLabel first{1, "the first"}, label{2, "the captured one"};
+    rank.transport->exchange(rank.stream, transfers, first);
+    rank.stream.synchronize();
+    const Graph graph =
+        Graph::capture(rank.stream, [&] { rank.transport->exchange(rank.stream, transfers, label); });
+    for (int launch = 0; launch < 20; ++launch) {  // longer in total than the deadline
+      in = -1;
+      graph.launch();
+      rank.stream.synchronize();
+      rank.transport->check();
+      EXPECT_EQ(in, 1 - me);
+      std::this_thread::sleep_for(30ms);
+    }
+    if (me == 1) {
+      while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
+      return;
+    }
+    graph.launch();  // one rank alone
+    rank.stream.synchronize();
+    rank.transport->check();
+  });
   expect_has(errors[0], {"the captured one", "no progress for 500 ms", "1 receive (4 bytes) from rank 1"});
   EXPECT_EQ(errors[1], "");
 }
 
 TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
   FakeWorld world(2);
-  NcclTransport transport(setup(world[0]));
+  NcclTransport transport(fake_setup(world[0]));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
   transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "pending"});
@@ -525,7 +431,7 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
   auto errors = run(
       4,
       [&](int r) {
-        NcclSetup s = setup(world[r], 1000ms);
+        NcclSetup s = fake_setup(world[r], 1000ms);
         s.shrinkable = true;
         return s;
       },
@@ -547,7 +453,7 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
         all_to_all(next, 3);
         next.transport->barrier();
       });
-  for (auto& e : errors) EXPECT_EQ(e, "");
+  EXPECT_EQ(errors, no_errors(4));
   EXPECT_EQ(world[0].revoked, 1);
   EXPECT_EQ(world[0].aborted, 0);
   EXPECT_EQ(world[0].destroyed, 1);
@@ -555,39 +461,37 @@ TEST(Nccl, SurvivorsShrinkAndContinue) {
 
 TEST(Nccl, PartsOutliveTheirParentGroup) {
   FakeWorld world(5);
-  auto errors = run(
-      5, [&](int r) { return setup(world[r], 1000ms); },
-      [&](NcclRank& rank) {
-        // Odd ranks in descending order; even ranks except the last, which joins no part.
-        const int r = rank.transport->rank();
-        const std::vector<int> members = r == 4       ? std::vector<int>{}
-                                         : r % 2 == 1 ? std::vector{3, 1}
-                                                      : std::vector{0, 2};
-        std::unique_ptr<Transport> part = rank.transport->split(members);
-        all_to_all(rank, 1);  // the parent group works while its parts exist
-        EXPECT_EQ(part == nullptr, r == 4);
-        if (part == nullptr) return;
-        NcclRank mine;
-        mine.transport.reset(dynamic_cast<NcclTransport*>(part.release()));
-        EXPECT_EQ(mine.transport->world(), 2);
-        EXPECT_EQ(mine.transport->rank(), members[0] == r ? 0 : 1);
-        rank.transport.reset();
-        all_to_all(mine, 2);
-        mine.transport->barrier();
-      });
-  for (auto& e : errors) EXPECT_EQ(e, "");
+  auto errors = run(world, 1000ms, [&](NcclRank& rank) {
+    // Odd ranks in descending order; even ranks except the last, which joins no part.
+    const int r = rank.transport->rank();
+    const std::vector<int> members = r == 4       ? std::vector<int>{}
+                                     : r % 2 == 1 ? std::vector{3, 1}
+                                                  : std::vector{0, 2};
+    std::unique_ptr<Transport> part = rank.transport->split(members);
+    all_to_all(rank, 1);  // the parent group works while its parts exist
+    EXPECT_EQ(part == nullptr, r == 4);
+    if (part == nullptr) return;
+    NcclRank mine;
+    mine.transport.reset(dynamic_cast<NcclTransport*>(part.release()));
+    EXPECT_EQ(mine.transport->world(), 2);
+    EXPECT_EQ(mine.transport->rank(), members[0] == r ? 0 : 1);
+    rank.transport.reset();
+    all_to_all(mine, 2);
+    mine.transport->barrier();
+  });
+  EXPECT_EQ(errors, no_errors(5));
 }
 
 TEST(Nccl, RejectsSplittingAFailedGroup) {
   FakeWorld world(2);
-  NcclTransport transport(setup(world[0]));
+  NcclTransport transport(fake_setup(world[0]));
   transport.abort("the disk is full");
   expect_error<CommError>([&] { transport.split({0, 1}); }, {"the disk is full"});
 }
 
 TEST(Nccl, RejectsShrinkingAnAbortedCommunicatorWithTheRemedy) {
   FakeWorld world(2);
-  NcclTransport transport(setup(world[0]));
+  NcclTransport transport(fake_setup(world[0]));
   transport.abort("enough");
   EXPECT_THROW(transport.check(), CommError);
   while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
@@ -598,7 +502,7 @@ TEST(Nccl, RejectsShrinkingAnAbortedCommunicatorWithTheRemedy) {
 
 struct Store {
   NcclSetup setup_with(FakeComm& comm, std::chrono::milliseconds timeout) const {
-    NcclSetup s = setup(comm, timeout);
+    NcclSetup s = fake_setup(comm, timeout);
     s.group = std::make_unique<Membership>(
         GroupOptions{"file://" + folder.path("store"), comm.rank, comm.world, timeout});
     return s;

@@ -13,6 +13,7 @@
 #include "tests/collectives/group.h"
 #include "tests/support/expect.h"
 #include "tests/support/temporary_folder.h"
+#include "tests/support/threads.h"
 
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
 #include <nccl_device/impl/comm__types.h>
@@ -117,31 +118,18 @@ std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
   the_fake().all.clear();  // earlier worlds may have had the same addresses
   the_fake().registrations.clear();
   FakeWorld fakes(world);
-  std::vector<std::string> errors(world);
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world; ++r) {
-    threads.emplace_back([&, r] {
-      this_rank = r;
-      try {
-        NcclSetup setup{.api = &nccl_with_windows(),
-                        .gpu = std::make_shared<RankCalls>(r),
-                        .comm = fakes[r].handle(),
-                        .device = Device::host(),
-                        .timeout = timeout};
-        if (!rendezvous.empty()) {
-          setup.group = std::make_unique<Membership>(GroupOptions{rendezvous, r, world, timeout});
-        }
-        NcclTransport transport(std::move(setup));
-        const Stream stream = Stream::create(Device::host(), "test");
-        body(transport, stream);
-        stream.synchronize();
-      } catch (const Error& error) {
-        errors[r] = error.what();
-      }
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  return errors;
+  return errors_in_threads(world, [&](int r) {
+    this_rank = r;
+    NcclSetup setup = fake_setup(fakes[r], timeout, nccl_with_windows());
+    setup.gpu = std::make_shared<RankCalls>(r);
+    if (!rendezvous.empty()) {
+      setup.group = std::make_unique<Membership>(GroupOptions{rendezvous, r, world, timeout});
+    }
+    NcclTransport transport(std::move(setup));
+    const Stream stream = Stream::create(Device::host(), "test");
+    body(transport, stream);
+    stream.synchronize();
+  });
 }
 
 Schedule in_one_kernel(int world) {

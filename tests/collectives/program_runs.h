@@ -1,8 +1,10 @@
 // Runs one program on every rank of a group of threads: whole allreduces and their halves.
 #pragma once
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <span>
 #include <vector>
 
@@ -12,15 +14,31 @@
 
 namespace gradwire::testing {
 
+using Values = std::vector<std::vector<float>>;  // [rank]
+
+// Returns normal draws for each rank.
+inline Values normals(int world, int64_t count, uint32_t seed, float scale = 1.0f) {
+  Values all;
+  for (int r = 0; r < world; ++r) all.push_back(normal(count, seed + static_cast<uint32_t>(r), scale));
+  return all;
+}
+
+// Runs the program once, in its own workspace, and waits for it.
+inline void run_once(Program& program, const Stream& stream) {
+  Buffer workspace(stream.device(), program.workspace_bytes());
+  program.bind(workspace.data());
+  program.run(stream);
+  stream.synchronize();
+}
+
 struct Outcome {
-  std::vector<std::vector<float>> result, residual;  // [rank]
+  Values result, residual;
   std::vector<uint64_t> bytes_sent;
 };
 
 // Runs one allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
-inline Outcome allreduce(Device device, const Schedule& schedule,
-                         const std::vector<std::vector<float>>& inputs,
-                         const std::vector<std::vector<float>>& residuals, const Program::Options& options) {
+inline Outcome allreduce(Device device, const Schedule& schedule, const Values& inputs,
+                         const Values& residuals, const Program::Options& options) {
   int world = schedule.world;
   Outcome outcome;
   outcome.result.resize(world);
@@ -42,9 +60,7 @@ inline Outcome allreduce(Device device, const Schedule& schedule,
     // Tests of slices require at least two.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
     EXPECT_TRUE(program.slices() > 1 || !sure);
-    Buffer workspace(device, program.workspace_bytes());
-    program.bind(workspace.data());
-    program.run(stream);
+    run_once(program, stream);
     outcome.result[r] = to_host(stream, data.as<const float>(), count);
     if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);
     outcome.bytes_sent[r] = comm.bytes_sent();
@@ -63,19 +79,37 @@ inline std::vector<Schedule> schedules(int world) {
   return all;
 }
 
+// Calls check(schedule, wire) for every schedule of these numbers of ranks and every wire.
+template <typename Wires, typename Check>
+void for_schedules(const std::vector<int>& worlds, const Wires& wires, const Check& check) {
+  for (int world : worlds) {
+    for (const Schedule& schedule : schedules(world)) {
+      for (Wire wire : wires) {
+        SCOPED_TRACE(fmt::format("{} of {} ranks, {}", name(schedule.kind), world, wire->name));
+        check(schedule, wire);
+        if (::testing::Test::HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// Adds up what the ranks put in and what they got: a collective that loses nothing has equal sums.
+struct Conservation {
+  double in = 0, out = 0, size = 0;
+  void put(double x) { in += x, size += std::abs(x); }
+};
+
 // The buffers of one half of an allreduce, poisoned where nothing was written.
 struct HalfOutcome {
-  std::vector<std::vector<float>> in, out, residual;  // [rank], after the run
+  Values in, out, residual;  // after the run
 };
 
 inline constexpr float kPoison = -1.5e33f;
 
 // Runs a reduce_scatter of inputs[rank] (`count` elements), or an all_gather or broadcast of inputs[rank]
 // (the rank's shard).
-inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count,
-                            const std::vector<std::vector<float>>& inputs,
-                            const std::vector<std::vector<float>>& residuals, Program::Options options,
-                            const Shards& shards = {}) {
+inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t count, const Values& inputs,
+                            const Values& residuals, Program::Options options, const Shards& shards = {}) {
   const int world = schedule.world;
   HalfOutcome outcome;
   outcome.in.resize(world), outcome.out.resize(world), outcome.residual.resize(world);
@@ -100,9 +134,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
     Program program(comm.transport(), schedule,
                     {in.data(), out.data(), residual.as<float>(), count, DType::f32, shards}, mine);
     EXPECT_EQ(program.shard_elements(), shard);
-    Buffer workspace(device, program.workspace_bytes());
-    program.bind(workspace.data());
-    program.run(stream);
+    run_once(program, stream);
     outcome.in[r] = to_host(stream, in.as<const float>(), std::ssize(inputs[r]));
     outcome.out[r] = to_host(stream, out.as<const float>(), outs + 4);
     if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), kept);

@@ -26,39 +26,67 @@ namespace gradwire {
 namespace {
 
 using testing::allreduce;
+using testing::Conservation;
 using testing::expect_has;
+using testing::for_schedules;
 using testing::norm;
+using testing::normals;
 using testing::Outcome;
+using testing::run_once;
 using testing::run_ranks;
 using testing::same_bits;
 using testing::schedules;
 using testing::thinned;
+using testing::Values;
 
 class AllreduceTest : public ::testing::TestWithParam<Device> {
  protected:
   static constexpr int64_t kCounts[] = {0, 1, 7, 64, 1000, 4099};
-};
 
-TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
-  for (int world : {1, 2, 3, 4, 5, 8}) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (int64_t count : kCounts) {
-        std::vector<std::vector<float>> inputs(world);
-        std::vector<float> expected(count, 0.0f);
-        for (int r = 0; r < world; ++r) {
-          for (int64_t i = 0; i < count; ++i) {
-            inputs[r].push_back(static_cast<float>((r + 1) * 1000 + i % 97));
-            expected[i] += inputs[r].back();
-          }
-        }
-        Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test"});
-        for (int r = 0; r < world; ++r) {
-          ASSERT_EQ(outcome.result[r], expected)
-              << name(schedule.kind) << " n=" << world << " count=" << count;
-        }
-      }
+  static Outcome run(const Schedule& schedule, const Values& inputs, const Values& residuals,
+                     const Program::Options& options) {
+    return allreduce(GetParam(), schedule, inputs, residuals, options);
+  }
+  // Calls check(options) for the wire everywhere and, in hierarchical schedules, between nodes only.
+  template <typename Check>
+  static void for_wires_in_nodes(const Schedule& schedule, Wire wire, const Check& check) {
+    for (bool fp32_intra_node : {false, true}) {
+      if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
+      check(Program::Options{.what = "test",
+                             .wire = wire,
+                             .fp32_intra_node = fp32_intra_node,
+                             .rounding = {wire->rounding, 42, nullptr, 0}});
     }
   }
+  // What all ranks had, and what they have, of element i.
+  static Conservation sums(const Outcome& outcome, const Values& inputs, const Values& residuals, size_t i,
+                           double scale = 1.0) {
+    Conservation sum{.out = outcome.result[0][i] / scale};
+    for (size_t r = 0; r < inputs.size(); ++r) {
+      sum.put(inputs[r][i]);
+      sum.put(residuals[r][i]);
+      sum.out += outcome.residual[r][i];
+    }
+    return sum;
+  }
+};
+const std::vector<Wire> kFp32Only = {kFp32};
+
+TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
+  for_schedules({1, 2, 3, 4, 5, 8}, kFp32Only, [&](const Schedule& schedule, Wire) {
+    for (int64_t count : kCounts) {
+      Values inputs(schedule.world);
+      std::vector<float> expected(count, 0.0f);
+      for (int r = 0; r < schedule.world; ++r) {
+        for (int64_t i = 0; i < count; ++i) {
+          inputs[r].push_back(static_cast<float>((r + 1) * 1000 + i % 97));
+          expected[i] += inputs[r].back();
+        }
+      }
+      for (const auto& result : run(schedule, inputs, {}, {.what = "test"}).result)
+        ASSERT_EQ(result, expected) << "count=" << count;
+    }
+  });
 }
 
 // Rank 1 starts each of three calls 30 ms late: the others wait at least that long for it, and it finds their
@@ -71,12 +99,9 @@ TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
     std::vector<float> data(1000, 1.0f);
     Program program(comm.transport(), two_shot(3), {data.data(), data.data(), nullptr, 1000},
                     {.what = "test"});
-    Buffer workspace(comm.device(), program.workspace_bytes());
-    program.bind(workspace.data());
     for (int call = 0; call < 3; ++call) {
       if (comm.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(30));
-      program.run(stream);
-      stream.synchronize();
+      run_once(program, stream);
     }
     const auto waited = comm.waited_s();
     total[static_cast<size_t>(comm.rank())] = std::accumulate(waited.begin(), waited.end(), 0.0);
@@ -84,163 +109,104 @@ TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
   EXPECT_EQ(std::min_element(total.begin(), total.end()) - total.begin(), 1);
 }
 
-TEST_P(AllreduceTest, EveryRankEndsWithTheSameBits) {
-  for (int world : thinned({2, 3, 5, 8})) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : thinned(wire_formats())) {
-        std::vector<std::vector<float>> inputs;
-        for (int r = 0; r < world; ++r) inputs.push_back(testing::normal(1003, 10 + r));
-        Outcome outcome = allreduce(GetParam(), schedule, inputs, {},
-                                    {.what = "test", .wire = wire, .scale = 1.0f / world});
-        for (int r = 1; r < world; ++r) {
-          ASSERT_TRUE(same_bits(outcome.result[r], outcome.result[0]))
-              << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
-        }
-      }
-    }
-  }
-}
-
 // sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
 // rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
-  for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
-    for (int world : thinned({2, 3, 4, 8}, 2)) {
-      for (const Schedule& schedule : schedules(world)) {
-        for (int64_t count : thinned(kCounts)) {
-          std::vector<std::vector<float>> inputs, residuals;
-          for (int r = 0; r < world; ++r) {
-            inputs.push_back(testing::normal(count, 100 + r));
-            residuals.push_back(testing::normal(count, 200 + r, 0.01f));
-          }
-          Outcome outcome =
-              allreduce(GetParam(), schedule, inputs, residuals,
-                        {.what = "test", .wire = kBf16, .rounding = {rounding, 42, nullptr, 0}});
-          for (int64_t i = 0; i < count; ++i) {
-            double before = 0, after = outcome.result[0][i], size = 0;
-            for (int r = 0; r < world; ++r) {
-              before += double{inputs[r][i]} + residuals[r][i];
-              after += outcome.residual[r][i];
-              size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
-            }
-            ASSERT_NEAR(after, before, 1e-6 * size)
-                << name(schedule.kind) << " n=" << world << " element " << i;
-          }
+  for_schedules(thinned({2, 3, 4, 8}, 2), std::vector<Wire>{kBf16}, [&](const Schedule& schedule, Wire wire) {
+    for (Rounding rounding : {Rounding::nearest, Rounding::stochastic}) {
+      for (int64_t count : thinned(kCounts)) {
+        const Values inputs = normals(schedule.world, count, 100),
+                     residuals = normals(schedule.world, count, 200, 0.01f);
+        const Outcome outcome = run(schedule, inputs, residuals,
+                                    {.what = "test", .wire = wire, .rounding = {rounding, 42, nullptr, 0}});
+        for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+          const Conservation sum = sums(outcome, inputs, residuals, i);
+          ASSERT_NEAR(sum.out, sum.in, 1e-6 * sum.size) << "element " << i;
         }
       }
     }
-  }
+  });
 }
 
-// The units in which an average is added do not change a bit of result and residual.
+// The units in which an average is added do not change a bit of result and residual. All ranks have the same
+// bits.
 TEST_P(AllreduceTest, AveragesMatchTheDividedSumBitForBit) {
   // Few worlds on a GPU, where starting a group takes a minute.
-  for (int world : GetParam().is_host() ? thinned({1, 2, 3, 4, 6}) : std::vector{3}) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : thinned(wire_formats())) {
-        for (bool fp32_intra_node : {false, true}) {
-          if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
-          std::vector<std::vector<float>> inputs, residuals;
-          for (int r = 0; r < world; ++r) {
-            inputs.push_back(testing::normal(531, 10 + r));
-            residuals.push_back(testing::normal(531, 50 + r, 0.01f));
-          }
-          Program::Options options{.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node};
-          options.rounding = {wire->rounding, 42, nullptr, 0};
-          const Outcome sum = allreduce(GetParam(), schedule, inputs, residuals, options);
-          options.scale = 1.0f / static_cast<float>(world);
-          const Outcome average = allreduce(GetParam(), schedule, inputs, residuals, options);
-          for (int r = 0; r < world; ++r) {
-            std::vector<float> divided = sum.result[r];
-            for (float& x : divided) x *= options.scale;
-            ASSERT_TRUE(same_bits(average.result[r], divided))
-                << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
-            ASSERT_TRUE(same_bits(average.residual[r], sum.residual[r]))
-                << name(schedule.kind) << " " << wire->name << " n=" << world << " rank " << r;
-          }
-        }
+  const std::vector<int> worlds = GetParam().is_host() ? thinned({1, 2, 3, 4, 5, 6, 8}) : std::vector{3};
+  for_schedules(worlds, thinned(wire_formats()), [&](const Schedule& schedule, Wire wire) {
+    for_wires_in_nodes(schedule, wire, [&](Program::Options options) {
+      const Values inputs = normals(schedule.world, 1003, 10),
+                   residuals = normals(schedule.world, 1003, 50, 0.01f);
+      const Outcome sum = run(schedule, inputs, residuals, options);
+      options.scale = 1.0f / static_cast<float>(schedule.world);
+      const Outcome average = run(schedule, inputs, residuals, options);
+      std::vector<float> divided = sum.result[0];
+      for (float& x : divided) x *= options.scale;
+      for (int r = 0; r < schedule.world; ++r) {
+        ASSERT_TRUE(same_bits(average.result[r], divided)) << "rank " << r;
+        ASSERT_TRUE(same_bits(average.residual[r], sum.residual[r])) << "rank " << r;
       }
-    }
-  }
+    });
+  });
 }
 
 // The sum itself overflows. The residual is also finite, and nothing is lost, except where a format sends so
 // little of a sum that the rest exceeds FP32. (int2 rounds up by up to half at each step, so its range is
 // that much smaller.)
 TEST_P(AllreduceTest, AveragesInFp32sRangeAreFinite) {
-  for (int world : thinned({2, 3, 4, 6}, 2)) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : thinned(wire_formats())) {
-        for (bool fp32_intra_node : {false, true}) {
-          if (fp32_intra_node && (schedule.kind != ScheduleKind::hierarchical || wire->exact)) continue;
-          const float size = std::string_view(wire->name) == "int2" ? 0.8e38f : 1.5e38f;
-          std::vector<std::vector<float>> inputs, residuals;
-          for (int r = 0; r < world; ++r) {
-            inputs.push_back(testing::normal(300, 10 + r, 1e36f));
-            for (float& x : inputs.back()) x += size;
-            residuals.push_back(std::vector<float>(300, 0.0f));
-          }
-          const Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
-                                            {.what = "test",
-                                             .wire = wire,
-                                             .fp32_intra_node = fp32_intra_node,
-                                             .scale = 1.0f / static_cast<float>(world),
-                                             .rounding = {wire->rounding, 42, nullptr, 0}});
-          for (size_t i = 0; i < 300; ++i) {
-            double before = 0, after = double{outcome.result[0][i]} * world;
-            for (int r = 0; r < world; ++r) {
-              before += inputs[r][i];
-              after += outcome.residual[r][i];
-              ASSERT_TRUE(std::isfinite(outcome.result[r][i]))
-                  << name(schedule.kind) << " " << wire->name << " n=" << world;
-              ASSERT_TRUE(std::isfinite(outcome.residual[r][i])) << name(schedule.kind) << " " << wire->name;
-            }
-            if (wire->selects || (world > 2 && wire->gaussian_error > 0.002)) continue;
-            ASSERT_NEAR(after / before, 1, 2e-6) << name(schedule.kind) << " " << wire->name << " n=" << world
-                                                 << " fp32_intra_node=" << fp32_intra_node << " " << i;
-          }
-        }
+  for_schedules(thinned({2, 3, 4, 6}, 2), thinned(wire_formats()), [&](const Schedule& schedule, Wire wire) {
+    const int world = schedule.world;
+    for_wires_in_nodes(schedule, wire, [&](Program::Options options) {
+      Values inputs = normals(world, 300, 10, 1e36f);
+      for (auto& input : inputs) {
+        for (float& x : input) x += std::string_view(wire->name) == "int2" ? 0.8e38f : 1.5e38f;
       }
-    }
-  }
+      const Values zeros(world, std::vector<float>(300));
+      options.scale = 1.0f / static_cast<float>(world);
+      const Outcome outcome = run(schedule, inputs, zeros, options);
+      for (size_t i = 0; i < 300; ++i) {
+        for (int r = 0; r < world; ++r) {
+          ASSERT_TRUE(std::isfinite(outcome.result[r][i]));
+          ASSERT_TRUE(std::isfinite(outcome.residual[r][i]));
+        }
+        if (wire->selects || (world > 2 && wire->gaussian_error > 0.002)) continue;
+        const Conservation sum = sums(outcome, inputs, zeros, i, 1.0 / world);
+        ASSERT_NEAR(sum.out / sum.in, 1, 2e-6)
+            << "fp32_intra_node=" << options.fp32_intra_node << " element " << i;
+      }
+    });
+  });
 }
 
 // A sum that overflows on the way, or a NaN on one rank together with large values on the others: the result
 // shows it, and the ranks' rounding errors of such parts are cleared; otherwise they would dominate the next
 // step.
 TEST_P(AllreduceTest, NonFiniteResultsClearTheResidualsOfAllRanks) {
-  for (int world : {2, 3, 4}) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (Wire wire : thinned(wire_formats().subspan(1))) {  // formats that round
-        for (bool nan : {false, true}) {
-          std::vector<std::vector<float>> inputs, residuals;
-          for (int r = 0; r < world; ++r) {
-            inputs.push_back(testing::normal(300, 10 + r, 1e36f));
-            for (size_t i = 0; i < 300; i += 7) {
-              inputs.back()[i] = nan && r == world - 1 ? std::numeric_limits<float>::quiet_NaN()
-                                                       : 2.5e38f + static_cast<float>(r) * 1e35f;
-            }
-            residuals.push_back(std::vector<float>(300, 0.0f));
-          }
-          const Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
-                                            {.what = "test",
-                                             .wire = wire,
-                                             .scale = nan ? 1.0f / static_cast<float>(world) : 1.0f,
-                                             .rounding = {wire->rounding, 42, nullptr, 0}});
-          int not_finite = 0;
-          for (size_t i = 0; i < 300; ++i) {
-            if (std::isfinite(outcome.result[0][i])) continue;
-            ++not_finite;
-            int keepers = 0;
-            for (int r = 0; r < world; ++r) keepers += outcome.residual[r][i] != 0.0f ? 1 : 0;
-            ASSERT_EQ(keepers, 0) << name(schedule.kind) << " " << wire->name << " n=" << world << " element "
-                                  << i;
-          }
-          ASSERT_TRUE(not_finite > 0 || !nan) << name(schedule.kind) << " " << wire->name << " n=" << world;
+  const auto rounding_wires = thinned(wire_formats().subspan(1));
+  for_schedules({2, 3, 4}, rounding_wires, [&](const Schedule& schedule, Wire wire) {
+    const int world = schedule.world;
+    for (bool nan : {false, true}) {
+      Values inputs = normals(world, 300, 10, 1e36f);
+      for (int r = 0; r < world; ++r) {
+        for (size_t i = 0; i < 300; i += 7) {
+          inputs[r][i] = nan && r == world - 1 ? std::numeric_limits<float>::quiet_NaN()
+                                               : 2.5e38f + static_cast<float>(r) * 1e35f;
         }
       }
+      const Outcome outcome = run(schedule, inputs, Values(world, std::vector<float>(300)),
+                                  {.what = "test",
+                                   .wire = wire,
+                                   .scale = nan ? 1.0f / static_cast<float>(world) : 1.0f,
+                                   .rounding = {wire->rounding, 42, nullptr, 0}});
+      int not_finite = 0;
+      for (size_t i = 0; i < 300; ++i) {
+        if (std::isfinite(outcome.result[0][i])) continue;
+        ++not_finite;
+        for (int r = 0; r < world; ++r) ASSERT_EQ(outcome.residual[r][i], 0.0f) << "element " << i;
+      }
+      ASSERT_TRUE(not_finite > 0 || !nan);
     }
-  }
+  });
 }
 
 // With intra_node=fp32 nothing is lost either, and all ranks agree. Links between nodes carry the wire format
@@ -253,34 +219,26 @@ TEST_P(AllreduceTest, HierarchicalUsesTheWireOnSlowLinksOnly) {
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
         SCOPED_TRACE(fmt::format("{}x{} {} {}", nodes, per_node, name(between), wire->name));
-        std::vector<std::vector<float>> inputs, residuals;
-        for (int r = 0; r < world; ++r) {
-          inputs.push_back(testing::normal(count, 100 + r));
-          residuals.push_back(testing::normal(count, 200 + r, 0.01f));
-        }
+        const Values inputs = normals(world, count, 100), residuals = normals(world, count, 200, 0.01f);
         double lost[2] = {};  // by rounding, in this step; [exact inside]
         for (bool fp32_intra_node : {false, true}) {
-          Outcome outcome = allreduce(GetParam(), schedule, inputs, residuals,
+          const Outcome outcome = run(schedule, inputs, residuals,
                                       {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
-          std::vector<double> difference(static_cast<size_t>(count)), sizes(difference.size());
-          for (int64_t i = 0; i < count; ++i) {
-            double before = 0, after = outcome.result[0][i], size = 0;
-            for (int r = 0; r < world; ++r) {
-              before += double{inputs[r][i]} + residuals[r][i];
-              after += outcome.residual[r][i];
-              size += std::abs(inputs[r][i]) + std::abs(residuals[r][i]);
-              // A rank that rounded nothing keeps its residual.
-              lost[fp32_intra_node] +=
-                  outcome.residual[r][i] == residuals[r][i] ? 0 : std::abs(outcome.residual[r][i]);
+          std::vector<double> difference, sizes;
+          for (size_t i = 0; i < static_cast<size_t>(count); ++i) {
+            const Conservation sum = sums(outcome, inputs, residuals, i);
+            difference.push_back(sum.out - sum.in);
+            sizes.push_back(sum.size);
+            for (int r = 0; r < world; ++r) {  // a rank that rounded nothing keeps its residual
+              if (outcome.residual[r][i] != residuals[r][i])
+                lost[fp32_intra_node] += std::abs(outcome.residual[r][i]);
             }
-            difference[i] = after - before;
-            sizes[i] = size;
           }
           EXPECT_LT(norm(difference), 1e-6 * norm(sizes));
-          CheckReport report = check(schedule);
+          const CheckReport report = check(schedule);
+          const int64_t chunk = count / schedule.chunks;
           for (int r = 0; r < world; ++r) {
             EXPECT_TRUE(same_bits(outcome.result[r], outcome.result[0])) << "rank " << r;
-            const int64_t chunk = count / schedule.chunks;
             EXPECT_EQ(outcome.bytes_sent[r],
                       static_cast<uint64_t>(report.sent_inter_node[r] * wire->bytes(chunk) +
                                             report.sent_intra_node[r] *
@@ -306,12 +264,10 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   const int64_t count = 4099;
   for (const Schedule& schedule : schedules(world)) {
     for (Wire wire : {kFp32, kBf16, kFp8}) {
-      std::vector<std::vector<float>> inputs;
-      for (int r = 0; r < world; ++r) {
-        inputs.push_back(testing::normal(count, 60 + r));
-        for (float& v : inputs.back()) {  // exact in all types
+      Values inputs = normals(world, count, 60);
+      for (auto& input : inputs) {
+        for (float& v : input)  // exact in all types
           v = fp16_to_float(float_to_fp16(bf16_to_float(float_to_bf16_nearest(v))));
-        }
       }
       const Program::Options options{.what = "test", .wire = wire, .scale = 0.25f};
       const Outcome expected = allreduce(GetParam(), schedule, inputs, {}, options);
@@ -321,9 +277,7 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
         Buffer in = make_buffer<float>(GetParam(), count), out = make_buffer<float>(GetParam(), count);
         to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
         Program apart(comm.transport(), schedule, {in.data(), out.data(), nullptr, count}, options);
-        Buffer workspace(GetParam(), apart.workspace_bytes());
-        apart.bind(workspace.data());
-        apart.run(stream);
+        run_once(apart, stream);
         EXPECT_TRUE(same_bits(to_host(stream, in.as<const float>(), count), inputs[r]));
         EXPECT_TRUE(same_bits(to_host(stream, out.as<const float>(), count), expected.result[r]))
             << name(schedule.kind) << " " << wire->name;
@@ -336,9 +290,7 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
           to_device(stream, half.as<uint16_t>(), std::span<const uint16_t>(narrow));
           Program program(comm.transport(), schedule, {half.data(), half.data(), nullptr, count, dtype},
                           options);
-          Buffer scratch(GetParam(), program.workspace_bytes());
-          program.bind(scratch.data());
-          program.run(stream);
+          run_once(program, stream);
           const auto got = to_host(stream, half.as<const uint16_t>(), count);
           for (int64_t i = 0; i < count; ++i) {
             ASSERT_EQ(got[i], round(expected.result[r][i])) << name(schedule.kind) << " " << i;
@@ -349,80 +301,60 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   }
 }
 
-TEST_P(AllreduceTest, SendsTheMinimumOfBytes) {
-  for (int world : {2, 3, 4, 8}) {
-    for (const Schedule& schedule : {ring(world), two_shot(world)}) {
-      for (Wire wire : {kFp32, kBf16}) {
-        int64_t count = 8 * world * 100;  // divides evenly
-        std::vector<std::vector<float>> inputs(world, std::vector<float>(count, 1.0f));
-        Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = wire});
-        for (int r = 0; r < world; ++r) {
-          EXPECT_EQ(outcome.bytes_sent[r], 2u * (world - 1) * count / world * (wire == kBf16 ? 2 : 4));
-        }
-      }
-    }
-  }
-}
-
+// A ring and a two-shot send the minimum.
 TEST_P(AllreduceTest, SendsTheScheduledBytes) {
-  for (int world : {1, 2, 5, 6}) {
-    for (const Schedule& schedule : schedules(world)) {
-      for (int64_t count : kCounts) {
-        std::vector<std::vector<float>> inputs(world, std::vector<float>(count, 1.0f));
-        Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = kBf16});
-        for (int r = 0; r < world; ++r) {
-          EXPECT_EQ(outcome.bytes_sent[r], 2u * elements_sent(schedule, r, count)) << name(schedule.kind);
+  for_schedules({1, 2, 5, 6}, std::vector<Wire>{kFp32, kBf16}, [&](const Schedule& schedule, Wire wire) {
+    const int world = schedule.world, bytes = wire == kBf16 ? 2 : 4;
+    for (int64_t count : {int64_t{0}, int64_t{7}, int64_t{4099}, int64_t{800} * world}) {
+      const Values inputs(world, std::vector<float>(count, 1.0f));
+      const Outcome outcome = run(schedule, inputs, {}, {.what = "test", .wire = wire});
+      const bool minimal = schedule.kind == ScheduleKind::ring || schedule.kind == ScheduleKind::two_shot;
+      for (int r = 0; r < world; ++r) {
+        EXPECT_EQ(outcome.bytes_sent[r], static_cast<uint64_t>(bytes * elements_sent(schedule, r, count)));
+        if (minimal && count % (8 * world) == 0) {
+          EXPECT_EQ(outcome.bytes_sent[r], static_cast<uint64_t>(bytes * 2 * (world - 1) * count / world));
         }
       }
     }
-  }
+  });
 }
 
 // A slice of a chunk undergoes the same additions in the same order as the whole chunk, at the same offsets
 // of the buffer: neither slice size nor transfers concurrent with kernels change a bit of a result or a
 // residual. (A world of 6 has every kind of schedule, with nodes of several shapes.)
 TEST_P(AllreduceTest, SlicesChangeNoBit) {
-  std::vector<Schedule> all = schedules(6);
 #ifdef GRADWIRE_SANITIZED
   const std::vector<int64_t> counts = {20011}, sizes = {500};
 #else
   const std::vector<int64_t> counts = {7, 1000, 20011}, sizes = {64, 500, 5000};
 #endif
-  for (int64_t count : counts) {
-    std::vector<std::vector<float>> inputs, residuals;
-    for (int r = 0; r < 6; ++r) {
-      inputs.push_back(testing::normal(count, 10 + r));
-      residuals.push_back(testing::normal(count, 20 + r, 0.01f));
-    }
-    for (const Schedule& schedule : all) {
-      for (auto [wire, rounding] :
-           {std::pair{kFp32, Rounding::nearest}, {kBf16, Rounding::stochastic}, {kFp8, Rounding::nearest}}) {
-        Program::Options options{.what = "test",
-                                 .wire = wire,
-                                 .fp32_intra_node = count == 1000,
-                                 .scale = 1.0f / 6,
-                                 .rounding = {rounding, 42, nullptr, 0}};
-        Outcome whole = allreduce(GetParam(), schedule, inputs, residuals, options);
-        for (int64_t slice_bytes : sizes) {
-          options.slice_bytes = slice_bytes;
-          Outcome sliced = allreduce(GetParam(), schedule, inputs, residuals, options);
-          for (int r = 0; r < 6; ++r) {
-            ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
-                        same_bits(whole.residual[r], sliced.residual[r]))
-                << name(schedule.kind) << " " << wire->name << " count=" << count << " slices of "
-                << slice_bytes << ", rank " << r;
-          }
+  for_schedules({6}, std::vector<Wire>{kFp32, kBf16, kFp8}, [&](const Schedule& schedule, Wire wire) {
+    for (int64_t count : counts) {
+      const Values inputs = normals(6, count, 10), residuals = normals(6, count, 20, 0.01f);
+      const Rounding rounding = wire == kBf16 ? Rounding::stochastic : Rounding::nearest;
+      Program::Options options{.what = "test",
+                               .wire = wire,
+                               .fp32_intra_node = count == 1000,
+                               .scale = 1.0f / 6,
+                               .rounding = {rounding, 42, nullptr, 0}};
+      const Outcome whole = run(schedule, inputs, residuals, options);
+      for (int64_t slice_bytes : sizes) {
+        options.slice_bytes = slice_bytes;
+        const Outcome sliced = run(schedule, inputs, residuals, options);
+        for (int r = 0; r < 6; ++r) {
+          ASSERT_TRUE(same_bits(whole.result[r], sliced.result[r]) &&
+                      same_bits(whole.residual[r], sliced.residual[r]))
+              << "count=" << count << " slices of " << slice_bytes << ", rank " << r;
         }
       }
     }
-  }
+  });
 }
 
 TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   auto error = [&](const Schedule& schedule) {
-    std::vector<std::vector<float>> inputs;
-    for (int r = 0; r < schedule.world; ++r) inputs.push_back(testing::normal(4000, 300 + r));
-    Outcome outcome = allreduce(GetParam(), schedule, inputs, {}, {.what = "test", .wire = kBf16});
+    const Values inputs = normals(schedule.world, 4000, 300);
+    const Outcome outcome = run(schedule, inputs, {}, {.what = "test", .wire = kBf16});
     double difference = 0, size = 0;
     for (size_t i = 0; i < inputs[0].size(); ++i) {
       double exact = 0;
@@ -475,10 +407,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
                   Stream stream = Stream::create(Device::host(), "test");
                   float* data = results[comm.rank()].data();
                   Program program(comm.transport(), s, {data, data, nullptr, count}, {.what = "test"});
-                  std::vector<std::byte> workspace(program.workspace_bytes());
-                  program.bind(workspace.data());
-                  program.run(stream);
-                  stream.synchronize();
+                  run_once(program, stream);
                 });
       for (const auto& result : results) {
         if (result != expected) failure = "a wrong sum";
@@ -501,10 +430,7 @@ TEST(LocalTransport, NamesAMissingRankWithinTheDeadline) {
       std::vector<float> data(100, 1.0f);
       Program program(comm.transport(), ring(3), {data.data(), data.data(), nullptr, 100},
                       {.what = "the test's buffer"});
-      std::vector<std::byte> workspace(program.workspace_bytes());
-      program.bind(workspace.data());
-      program.run(stream);
-      stream.synchronize();
+      run_once(program, stream);
     });
     FAIL() << "no error";
   } catch (const CommError& error) {
@@ -528,10 +454,7 @@ TEST(LocalTransport, ReportsRanksThatDisagree) {
             if (comm.rank() == 2 && call == 3) change(count, schedule, options);
             std::vector<float> data(count, 1.0f);
             Program program(comm.transport(), schedule, {data.data(), data.data(), nullptr, count}, options);
-            std::vector<std::byte> workspace(program.workspace_bytes());
-            program.bind(workspace.data());
-            program.run(stream);
-            stream.synchronize();
+            run_once(program, stream);
             EXPECT_EQ(data, std::vector<float>(count, 4.0f)) << "call " << call;
           }
         } catch (const CommError& error) {
