@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch import register_backend
 
-from fsdp_training import RANK, WORLD, check, say
+from rank import RANK, WORLD, check, say
 
 
 def model() -> nn.Module:

@@ -9,37 +9,16 @@ from __future__ import annotations
 import pathlib
 import sys
 
-try:
-    import torch
-except ImportError as error:
-    sys.exit(f"FAILED: {error}. This test needs PyTorch; this is {sys.executable}.")
-
 import launch
-
-
-def old() -> int:
-    import gradwire
-    from gradwire.torch import register_backend
-    try:
-        register_backend()
-    except gradwire.Unsupported as error:
-        missing = [text for text in ("2.9", torch.__version__) if text not in str(error)]
-        print(f"FAILED: {missing} not in: {error}" if missing else f"PASSED: {error}")
-        return 1 if missing else 0
-    print(f"FAILED: PyTorch {torch.__version__} was accepted")
-    return 1
 
 
 def main() -> int:
     if sys.argv[1] == "old":
-        return old()
+        from gradwire.torch import register_backend
+        return launch.needs_newer_pytorch(register_backend)
     world = int(sys.argv[1])
-    codes = launch.run_ranks(
-        pathlib.Path(__file__).with_name("backend_ranks.py"), world, sys.argv[2:], timeout_s=400)
-    for rank, code in enumerate(codes):
-        if code != 0:
-            print(f"FAILED: rank {rank} of {world} ended with {code}")
-    return 1 if any(codes) else 0
+    script = pathlib.Path(__file__).with_name("backend_ranks.py")
+    return launch.report(world, launch.run_ranks(script, world, sys.argv[2:], timeout_s=400))
 
 
 if __name__ == "__main__":

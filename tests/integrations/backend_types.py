@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from gradwire.torch import register_backend
 
-from fsdp_training import RANK, WORLD, check, say
+from rank import RANK, WORLD, check, say
 
 COUNT = 4096  # elements, of which every rank gets the same part
 Make = Callable[[], torch.Tensor]

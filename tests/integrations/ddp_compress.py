@@ -1,7 +1,7 @@
 """gradwire.torch.compress(): one line in place of two, under torch.compile() too; and what it refuses."""
 from __future__ import annotations
 
-from typing import Any, Callable, List
+from typing import Callable, List
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.torch import Hook, allreduce_hook, compress
 
-from ddp_training import RANK, WORLD, check, same_on_all_ranks, say
+from ddp_training import same_on_all_ranks
+from rank import RANK, WORLD, check, refused, say
 
 TODAY = hasattr(torch, "compile")  # else PyTorch 1.13, which has neither that nor FSDP2
 
@@ -120,16 +121,6 @@ def it_finds_the_one_ddp() -> None:
             "DataParallel(Sequential) is not a DistributedDataParallel")
     refused(lambda: compress(torch.optim.SGD(model().parameters(), lr=1.0)), bad, "SGD is not a model")
     say("compress() finds the one DDP in what it is given, and names what it got where there is none")
-
-
-def refused(what: Callable[[], Any], error: type, *words: str) -> None:
-    try:
-        what()
-    except error as said:
-        missing = [word for word in words if word not in str(said)]
-        check(not missing, f"{missing} not in: {said}")
-        return
-    check(False, f"accepted, though it should have said {words}")
 
 
 def the_profiler_shows_each_bucket() -> None:

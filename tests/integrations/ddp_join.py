@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch import compress
 
-from ddp_training import RANK, WORLD, check, same_on_all_ranks, say
+from ddp_training import same_on_all_ranks
+from rank import RANK, WORLD, check, say
 
 
 def model() -> nn.Module:

@@ -1,11 +1,10 @@
 """What outlives its process group, process or model: communicators, hooks and their threads."""
 from __future__ import annotations
 
+import functools
 import copy
 import datetime
-import os
 import signal
-import sys
 import threading
 import time
 from typing import Any, Callable, List, Optional
@@ -19,22 +18,11 @@ import gradwire
 from gradwire.torch import Hook, allreduce_hook, compress
 
 import launch
+import rank
 from launch import in_a_fork
-from ddp_training import RANK, WORLD, check, say
+from rank import RANK, WORLD, check, say
 
-DEADLINE_S = 20.0
-
-
-def refused(call: Callable[[], Any], error: type, *words: str) -> None:
-    begin = time.monotonic()
-    try:
-        call()
-    except error as said:
-        missing = [word for word in words if word not in str(said)]
-        check(not missing, f"{missing} not in: {said}")
-        check(time.monotonic() - begin < DEADLINE_S, f"raised after {time.monotonic() - begin:.0f} s: {said}")
-        return
-    check(False, f"accepted, though it should have said {words}")
+refused = functools.partial(rank.refused, within_s=20)
 
 
 def ports(count: int) -> List[int]:

@@ -14,8 +14,8 @@ from gradwire._loss_scale import follow
 from gradwire.torch import Hook, compress
 
 import loss_scale
-from ddp_training import RANK, check, say
-from ddp_states import equal, refused, residuals
+from rank import RANK, check, refused, say
+from ddp_states import equal, residuals
 
 SPECS = [
     "int4:schedule=ring", "int8:schedule=tree", "bf16:schedule=ring", "powersgd:rank=2,schedule=ring",

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch import Hook, allreduce_hook
 
-from ddp_training import RANK, WORLD, say, check, TASKS, Run, same_on_all_ranks
+from ddp_training import TASKS, Run, same_on_all_ranks
+from rank import RANK, WORLD, check, say
 
 
 class FakeBucket:

@@ -18,7 +18,7 @@ import gradwire
 from gradwire import _hook_state
 from gradwire.torch import Hook, allreduce_hook, compress
 
-from ddp_training import RANK, WORLD, check, say
+from rank import RANK, WORLD, check, refused, say
 
 SPEC = "int4:schedule=ring,dense=off"
 
@@ -33,16 +33,6 @@ def train(ddp: nn.Module, steps: int = 3) -> None:
     for _ in range(steps):
         ddp.zero_grad()
         ddp(torch.randn(8, 16, generator=generator)).square().mean().backward()
-
-
-def refused(call: Callable[[], Any], error: type, *words: str) -> None:
-    try:
-        call()
-    except error as said:
-        missing = [word for word in words if word not in str(said)]
-        check(not missing, f"{missing} not in: {said}")
-        return
-    check(False, f"accepted, though it should have said {words}")
 
 
 def residuals(state: Dict[str, Any]) -> Dict[str, torch.Tensor]:

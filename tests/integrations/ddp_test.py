@@ -17,11 +17,7 @@ MODULES = ["torch", "torchvision"]
 
 def ranks(world: int, scenarios: List[str], **environment: str) -> int:
     script = pathlib.Path(__file__).with_name("ddp_ranks.py")
-    codes = launch.fork_ranks(script, world, scenarios, 500, MODULES, environment)
-    for rank, code in enumerate(codes):
-        if code != 0:
-            print(f"FAILED: rank {rank} of {world} ended with {code}")
-    return 1 if any(codes) else 0
+    return launch.report(world, launch.fork_ranks(script, world, scenarios, 500, MODULES, environment))
 
 
 def checkpoint(world: int, loading: List[int]) -> int:

@@ -1,7 +1,6 @@
 """What the scenarios of ddp_ranks.py share: this rank, checks, models and a training run with a hook."""
 from __future__ import annotations
 
-import os
 from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
@@ -14,17 +13,8 @@ from torchvision.models.vision_transformer import VisionTransformer
 
 from gradwire.torch import allreduce_hook
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+from rank import RANK, WORLD, check
 
-
-def say(text: str) -> None:
-    if RANK == 0:
-        print(text, flush=True)
-
-
-def check(condition: bool, text: str) -> None:
-    if not condition:
-        raise AssertionError(f"rank {RANK} of {WORLD}: {text}")
 
 
 class Task(NamedTuple):

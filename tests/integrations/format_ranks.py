@@ -14,7 +14,8 @@ import gradwire.torch
 from gradwire import _state
 from gradwire.torch import Hook
 
-from ddp_training import RANK, TASKS, WORLD, Run, check, same_on_all_ranks, say
+from ddp_training import TASKS, Run, same_on_all_ranks
+from rank import RANK, WORLD, check, say
 from launch import chosen
 from four_bits import BLOCK, BYTES, decode, encode
 

@@ -6,7 +6,6 @@ import unittest.mock
 from typing import Any, Dict, Optional
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,8 +14,8 @@ from torch.distributed.tensor import Shard
 from gradwire._communicator import Communicator
 from gradwire.fsdp import compress
 
-from fsdp_training import (RANK, WORLD, Run, Transformer, check, difference, loss_of, new_model,
-                           residual_sums, say)
+from fsdp_training import Run, Transformer, difference, loss_of, new_model, residual_sums
+from rank import WORLD, check, say
 from fsdp_numbers import PLAIN, violation
 
 

@@ -21,13 +21,8 @@ import launch
 
 
 def ranks(world: int, scenarios: List[str], **environment: str) -> int:
-    codes = launch.run_ranks(
-        pathlib.Path(__file__).with_name("fsdp_ranks.py"), world, scenarios, timeout_s=500,
-        environment=environment)
-    for rank, code in enumerate(codes):
-        if code != 0:
-            print(f"FAILED: rank {rank} of {world} ended with {code}")
-    return 1 if any(codes) else 0
+    script = pathlib.Path(__file__).with_name("fsdp_ranks.py")
+    return launch.report(world, launch.run_ranks(script, world, scenarios, 500, environment))
 
 
 def reshape() -> int:
@@ -41,24 +36,10 @@ def reshape() -> int:
     return failed
 
 
-def old() -> int:
-    """Imports everywhere, and says which PyTorch it needs and which this is."""
-    import gradwire
-    from gradwire.fsdp import compress
-    try:
-        compress(torch.nn.Linear(2, 2))
-    except gradwire.Unsupported as error:
-        wanted = ("2.9", torch.__version__)
-        missing = [text for text in wanted if text not in str(error)]
-        print(f"FAILED: {missing} not in: {error}" if missing else f"PASSED: {error}")
-        return 1 if missing else 0
-    print(f"FAILED: PyTorch {torch.__version__} was accepted")
-    return 1
-
-
 def main() -> int:
     if sys.argv[1] == "old":
-        return old()
+        from gradwire.fsdp import compress
+        return launch.needs_newer_pytorch(lambda: compress(torch.nn.Linear(2, 2)))
     if sys.argv[1] == "reshape":
         return reshape()
     return ranks(int(sys.argv[1]), sys.argv[2:])

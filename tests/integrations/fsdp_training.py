@@ -2,7 +2,6 @@
 without Gradwire."""
 from __future__ import annotations
 
-import os
 from typing import Any, Callable, Dict, List, Optional
 
 import torch
@@ -13,18 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from gradwire.fsdp import Compression, compress
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+from rank import RANK, WORLD, check
+
 WORDS, WIDTH, LENGTH, BATCH = 60, 64, 16, 4
-
-
-def say(text: str) -> None:
-    if RANK == 0:
-        print(text, flush=True)
-
-
-def check(condition: bool, text: str) -> None:
-    if not condition:
-        raise AssertionError(f"rank {RANK} of {WORLD}: {text}")
 
 
 class Block(nn.Module):

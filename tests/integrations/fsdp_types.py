@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from gradwire.fsdp import compress
 
-from fsdp_training import RANK, WORLD, check, say, whole
+from fsdp_training import whole
+from rank import RANK, WORLD, check, say
 
 ROWS, COLUMNS = 24, 50  # not dense by default
 

@@ -20,8 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import gradwire.jax
 import jax_types
 import jax_world
+from jax_world import refused
+from rank import RANK, WORLD
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SCENARIOS: Dict[str, Callable[[], None]] = {**jax_types.SCENARIOS, **jax_world.SCENARIOS}
 SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard",
          "int2", "mxfp8", "nvfp4", "natural", "sign", "topk")
@@ -262,14 +263,6 @@ def types_and_shapes() -> None:
 
 @scenario
 def what_cannot_work_is_refused() -> None:
-    def refused(kind: type, words: str, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except kind as error:
-            assert words in str(error), error
-        else:
-            raise AssertionError(f"no error that says '{words}'")
-
     x = jnp.ones((3, 4))
     refused(TypeError, "['a'] is int32", lambda: gradwire.jax.pmean({"a": jnp.arange(3)}))
     refused(TypeError, "after jax.grad", lambda: jax.grad(lambda y: gradwire.jax.pmean(y).sum())(x))

@@ -93,6 +93,29 @@ def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s
     return codes if server.wait() == 0 and len(codes) == world else [-1] * world
 
 
+def report(world: int, codes: List[int]) -> int:
+    """Prints the ranks that failed. Returns the test's exit code."""
+    for rank, code in enumerate(codes):
+        if code != 0:
+            print(f"FAILED: rank {rank} of {world} ended with {code}")
+    return 1 if any(codes) else 0
+
+
+def needs_newer_pytorch(call: Callable[[], object]) -> int:
+    """Expects gradwire.Unsupported, with the required version of PyTorch and this one. Returns the test's exit
+    code."""
+    import gradwire
+    import torch
+    try:
+        call()
+    except gradwire.Unsupported as error:
+        missing = [text for text in ("2.9", torch.__version__) if text not in str(error)]
+        print(f"FAILED: {missing} not in: {error}" if missing else f"PASSED: {error}")
+        return 1 if missing else 0
+    print(f"FAILED: PyTorch {torch.__version__} was accepted")
+    return 1
+
+
 def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
     """Runs `body` in a forked process, which must end within the deadline. Raises AssertionError."""
     child = os.fork()

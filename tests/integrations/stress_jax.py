@@ -4,7 +4,6 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-import sys
 from typing import Any, Callable, Dict, List, Tuple
 
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")

@@ -14,7 +14,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
