@@ -22,7 +22,7 @@ std::vector<std::vector<double>> all_gather(Transport& transport, const Stream& 
   const Call call{label.tag, what};
   const FinishOnError finish(stream);
   copy(stream, own, mine.data(), mine.size() * sizeof(double));
-  transport.begin(stream, call);
+  transport.begin_call(stream, call);
   transport.exchange(stream, transfers, label);
   const std::vector<double> flat = to_host(stream, all.as<const double>(), count * world);
   transport.check();

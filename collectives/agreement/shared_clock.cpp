@@ -23,7 +23,7 @@ class TimeExchange {
                                              : Stream::create(transport.device(), "clock alignment")),
         value_(make_buffer<int64_t>(transport.device(), 1)) {
     fill_zero(stream_, value_.data(), value_.bytes());
-    transport_.begin(stream_, call_);
+    transport_.begin_call(stream_, call_);
   }
 
   int64_t receive(int from) {

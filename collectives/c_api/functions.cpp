@@ -81,8 +81,11 @@ gw_status gw_comm_admit(gw_comm comm, int32_t most) {
     require(most >= 0 && most <= kMostRanks, "most is {}; it must be from 0 to {}", most, kMostRanks);
     LockedComm locked(comm);
     Transport& transport = locked->communicator->transport();
-    if (most == 0) return transport.close_admission();
-    transport.open_admission(most, [](const std::string& about) {
+    if (most == 0) {
+      if (transport.admission() != nullptr) transport.admission()->close_admission();
+      return;
+    }
+    require_admission(transport).open_admission(most, [](const std::string& about) {
       return about == kAbout ? "" : fmt::format("it is {} there, {} here", about, kAbout);
     });
   });
@@ -103,7 +106,8 @@ gw_status gw_comm_query(gw_comm comm, gw_comm_info* info) {
     LockedComm locked(comm);
     Communicator& group = *locked->communicator;
     const Device device = group.device();
-    const std::string invitation = group.transport().invitation();
+    Admission* const admission = group.transport().admission();
+    const std::string invitation = admission != nullptr ? admission->invitation() : "";
     const gw_comm_info found{.size = sizeof(gw_comm_info),
                              .rank = group.rank(),
                              .world = group.world(),
@@ -112,7 +116,7 @@ gw_status gw_comm_query(gw_comm comm, gw_comm_info* info) {
                              .bytes_sent = group.bytes_sent(),
                              .transport = group.transport().name(),
                              .invitation = invitation.empty() ? nullptr : locked->kept(invitation),
-                             .joiners = group.transport().waiting_joiners()};
+                             .joiners = admission != nullptr ? admission->waiting_joiners() : 0};
     write_struct(found, info, "gw_comm_info");
   });
 }

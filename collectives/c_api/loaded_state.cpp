@@ -16,7 +16,7 @@ void ApiReducer::announce_loaded_state() {
   if (!loaded_.unannounced) return;
   loaded_.unannounced = false;
   if (comm->communicator->world() == 1) return;
-  comm->communicator->transport().begin(comm->stream, loaded_.call);
+  comm->communicator->transport().begin_call(comm->stream, loaded_.call);
   refuse_residuals_loaded_twice();
 }
 

@@ -79,10 +79,10 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
 void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
   // May be another group's costs, as in a checkpoint.
-  link_costs_->library_measured = costs.library_measured && transport_->library_obstacle().empty();
+  link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
 }
 std::string Communicator::lsa_obstacle(ScheduleKind kind) {
-  return transport_->peer_obstacle(kind == ScheduleKind::hierarchical ? ranks_per_node_ : 0);
+  return transport_->peer_access_obstacle(kind == ScheduleKind::hierarchical ? ranks_per_node_ : 0);
 }
 const Stream& Communicator::transfers() {
   if (!transfers_) transfers_ = Stream::create(device(), "transfers", Stream::Priority::high);
@@ -107,15 +107,12 @@ std::vector<double> Communicator::waited_s() const {
 void Communicator::check() {
   transport_->check();
 }
-std::unique_ptr<Communicator> Communicator::shrink(const std::vector<int>& excluded) {
-  return std::make_unique<Communicator>(transport_->shrink(excluded));
-}
 std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
                                                     std::vector<int>& survivors) {
-  return std::make_unique<Communicator>(transport_->regroup(timeout, survivors));
+  return std::make_unique<Communicator>(require_elastic(*transport_).regroup(timeout, survivors));
 }
 std::unique_ptr<Communicator> Communicator::grow() {
-  auto grown = transport_->grow();
+  auto grown = require_admission(*transport_).grow();
   return grown ? std::make_unique<Communicator>(std::move(grown)) : nullptr;
 }
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
@@ -140,10 +137,10 @@ void Communicator::barrier() {
   transport_->barrier();
 }
 void Communicator::send_message(const std::string& message) {
-  transport_->send_message(message);
+  require_messages(*transport_).send_message(message);
 }
 std::string Communicator::take_message(int from) {
-  return transport_->take_message(from);
+  return require_messages(*transport_).take_message(from);
 }
 
 }  // namespace gradwire

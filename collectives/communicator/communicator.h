@@ -83,15 +83,11 @@ class Communicator {
   void check();
   // Returns how long this rank has waited for data of each rank, in seconds; empty if not measured.
   std::vector<double> waited_s() const;
-  // Returns a new communicator of the remaining ranks, in their order. `excluded`: the lost ranks, identical
-  // on every remaining rank. Afterwards this communicator can only be destroyed. NCCL only; after a failure
-  // only if created `shrinkable`.
-  std::unique_ptr<Communicator> shrink(const std::vector<int>& excluded);
   // Returns a communicator of a failed group's survivors, which determine their members themselves: see
-  // Transport::regroup(). TCP and NCCL, if created `shrinkable`. Afterwards this communicator can only be
+  // ElasticGroup::regroup(). TCP and NCCL, if created `shrinkable`. Afterwards this communicator can only be
   // destroyed.
   std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
-  // Returns a new group of these ranks and the waiting joiners, or null: see Transport::grow(). TCP only, if
+  // Returns a new group of these ranks and the waiting joiners, or null: see Admission::grow(). TCP only, if
   // created `shrinkable`. After a success this communicator can only be destroyed.
   std::unique_ptr<Communicator> grow();
   // Returns a group of the ranks that pass the same `color`, ordered by `key`, then by their rank here; null
@@ -100,7 +96,7 @@ class Communicator {
   std::unique_ptr<Communicator> split(int color, int key);
   // Blocks until all ranks have called it. For set-up and between epochs, not in a step.
   void barrier();
-  // Short messages to rank 0 for reports, between processes only: see Transport.
+  // Short messages to rank 0 for reports, between processes only: see MessagesToRankZero.
   void send_message(const std::string& message);
   std::string take_message(int from);
 

@@ -36,7 +36,7 @@ class Meter {
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
         label_{call_.hash, call_.what} {
     fill_zero(stream, out_.data(), out_.bytes());
-    transport.begin(stream, call_);
+    transport.begin_call(stream, call_);
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
@@ -56,8 +56,9 @@ class Meter {
     return fit([](size_t all) { return all / 4 * 4; }, bytes,
                [&](size_t size) {
                  return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
-                   transport_.allreduce(stream_, out_.as<float>(), in_.as<float>(),
-                                        static_cast<int64_t>(size / 4), false, sent, label_.what);
+                   transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
+                                                            static_cast<int64_t>(size / 4), false, sent,
+                                                            label_.what);
                  };
                });
   }
@@ -128,7 +129,7 @@ class Meter {
          all_gather(transport_, stream_, {mine}, "agreeing on the bytes to measure with")) {
       slowest = std::max(slowest, theirs[0]);
     }
-    transport_.begin(stream_, call_);
+    transport_.begin_call(stream_, call_);
     return slowest;
   }
 
@@ -183,7 +184,7 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
       costs.intra_node = meter.measure(here, here);
       costs.inter_node = meter.measure(alike, alike);
     }
-    costs.library_measured = transport.library_obstacle().empty();
+    costs.library_measured = transport.native_allreduce() != nullptr;
     if (costs.library_measured) costs.library = meter.measure_library();
   }
   const Device device = transport.device();

@@ -47,7 +47,7 @@ Program::Compiler::Compiler(Program& program, const float* in, float* out, std::
 // Exchange 0 is the reduce-scatter inside the node, whose parts are in the first half. The last one is the
 // all-gather.
 void* Program::Compiler::in_window_of(int rank, int k, const ChunkState& chunk) const {
-  std::byte* const window = node_->memory.windows[rank - node_->first];
+  std::byte* const window = node_->memory.windows[rank - node_->first_rank];
   return window + kPeerHeaderBytes + (k == 0 ? 0 : node_->memory.half_bytes) + chunk.place;
 }
 

@@ -92,7 +92,7 @@ class Program::Compiler {
   const int rank_;
   const float part_scale_, result_scale_;  // for parts while adding, and for their sum
   const uintptr_t base_;
-  const PeerWindows* const node_;  // null: everything is sent
+  const MappedPeers* const node_;  // null: everything is sent
   std::vector<ChunkState> chunks_;
   size_t reserved_ = 0, slot_bytes_ = 0;
   std::vector<int> free_slots_;  // a slot is free again once the kernel that reads it is emitted

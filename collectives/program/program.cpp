@@ -132,26 +132,26 @@ FusedAllreduce Program::fused_call(const Transport& transport, const Schedule& s
   return call;
 }
 
-std::shared_ptr<PeerWindows> Program::open_windows(Transport& transport, const Schedule& schedule,
+std::shared_ptr<MappedPeers> Program::open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options) {
   if (schedule.carrier == Carrier::messages || schedule.carrier == Carrier::library || transport.world() == 1)
     return nullptr;
   if (schedule.carrier == Carrier::node_windows) {
     if (schedule.kind != ScheduleKind::hierarchical || schedule.collective != Collective::allreduce)
       throw BadInput(fmt::format("{}: windows inside nodes are for hierarchical allreduces", options.what));
-    if (schedule.per_node == 1 || !transport.peer_obstacle(schedule.per_node).empty()) return nullptr;
+    if (schedule.per_node == 1 || !transport.peer_access_obstacle(schedule.per_node).empty()) return nullptr;
     const auto chunks = chunk_ranges(schedule, buffers.count, buffers.shards, options.wire->granularity);
-    return transport.peer_windows(places_in_windows(chunks, options).back(),
-                                  static_cast<bool>(options.transfers), schedule.per_node);
+    return transport.peer_access()->open(places_in_windows(chunks, options).back(),
+                                         static_cast<bool>(options.transfers), schedule.per_node);
   }
-  if (!transport.peer_obstacle().empty()) return nullptr;
+  if (!transport.peer_access_obstacle().empty()) return nullptr;
   if (schedule.collective != Collective::allreduce || schedule.kind != ScheduleKind::two_shot ||
       schedule.world != transport.world()) {
     throw BadInput(fmt::format(
         "{}: one kernel carries out a two-shot allreduce of all ranks, and nothing else", options.what));
   }
   FusedAllreduce call = fused_call(transport, schedule, buffers, options);
-  return transport.peer_windows(lay_out(call, options.wire), static_cast<bool>(options.transfers));
+  return transport.peer_access()->open(lay_out(call, options.wire), static_cast<bool>(options.transfers));
 }
 
 std::vector<int64_t> Program::places_in_windows(const std::vector<ChunkRange>& chunks,
@@ -170,7 +170,7 @@ bool Program::left_to_library(Transport& transport, const Schedule& schedule, co
         fmt::format("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
                     options.what, options.wire->name));
   }
-  if (const std::string obstacle = transport.library_obstacle(); !obstacle.empty())
+  if (const std::string obstacle = transport.native_allreduce_obstacle(); !obstacle.empty())
     throw BadInput(fmt::format("{}: schedule=nccl: {}", options.what, obstacle));
   return true;
 }
@@ -323,7 +323,7 @@ void Program::label_exchanges(int bucket) {
 }
 
 void Program::run_fused(const Stream& stream, const FusedAllreduce& call) {
-  transport_.run_over_peers(
+  transport_.peer_access()->run_kernel(
       stream, *windows_, static_cast<uint64_t>(info_.bytes_sent), call_.what,
       [wire = options_.wire, call](const Stream& on) { wire->fused_allreduce(on, call); });
 }
@@ -338,17 +338,17 @@ void Program::run_over_node_windows(const Stream& stream) {
     } else {
       uint64_t bytes = 0;
       for (const Transfer& t : exchange->transfers) bytes += t.kind == Transfer::Kind::send ? t.bytes : 0;
-      transport_.run_over_peers(stream, *windows_, bytes, exchange->label.what,
-                                [barrier = stream_barrier(windows_->memory)](const Stream& on) {
-                                  kFp32->fused_allreduce(on, barrier);
-                                });
+      transport_.peer_access()->run_kernel(stream, *windows_, bytes, exchange->label.what,
+                                           [barrier = stream_barrier(windows_->memory)](const Stream& on) {
+                                             kFp32->fused_allreduce(on, barrier);
+                                           });
     }
   }
 }
 
 void Program::run_library(const Stream& stream, const LibraryAllreduce& call) {
-  transport_.allreduce(stream, call.in, call.out, buffers_.count, call.mean,
-                       static_cast<uint64_t>(info_.bytes_sent), call_.what);
+  transport_.native_allreduce()->allreduce(stream, call.in, call.out, buffers_.count, call.mean,
+                                           static_cast<uint64_t>(info_.bytes_sent), call_.what);
   if (call.scale != 1.0f) {
     fp32_reduce(stream, {.own = call.out, .out = call.out, .scale = call.scale, .count = buffers_.count});
   }
@@ -377,7 +377,8 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     start_.record(stream);
     transfers.wait(start_);
   }
-  transport_.begin(transfers, call_);
+  transport_.begin_call(transfers, call_);
+  EarlyExchange* const early = transport_.early_exchange();
   if (over_node_windows()) {
     enter(Phase::communicate);
     run_over_node_windows(transfers);
@@ -392,7 +393,7 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
   int awaited = -1;               // the last exchange that `stream` has waited for
   auto finish_until = [&](int count) {
     for (; finished < count; ++finished) {
-      transport_.finish(transfers);
+      if (early != nullptr) early->end_exchange(transfers);
       const int next = finished + 1;
       // Close the span before the event that readers of the span wait for.
       if (next == info_.exchanges || next % group == 0) span.reset();
@@ -420,9 +421,13 @@ void Program::run(const Stream& stream, BucketPhases* phases) {
     }
     if (const auto* exchange = std::get_if<Exchange>(&operation.work)) {
       if (started == 0) enter(Phase::communicate);
-      if (!operation.early || !transport_.starts_early()) finish_until(started);
+      if (!operation.early || early == nullptr) finish_until(started);
       if (started == finished) open_span(started);
-      transport_.start(transfers, exchange->transfers, exchange->label);
+      if (early != nullptr) {
+        early->begin_exchange(transfers, exchange->transfers, exchange->label);
+      } else {
+        transport_.exchange(transfers, exchange->transfers, exchange->label);
+      }
       finish_until(started++);
       continue;
     }

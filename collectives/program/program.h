@@ -50,6 +50,7 @@
 
 #include "collectives/program/phases.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/transport/peer_access.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/formats.h"
 #include "kernels/wire/fp32.h"
@@ -165,7 +166,7 @@ class Program {
   // Returns the call over peer windows that replaces operations; without addresses.
   static FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule,
                                    const ProgramBuffers& buffers, const Options& options);
-  static std::shared_ptr<PeerWindows> open_windows(Transport& transport, const Schedule& schedule,
+  static std::shared_ptr<MappedPeers> open_windows(Transport& transport, const Schedule& schedule,
                                                    const ProgramBuffers& buffers, const Options& options);
   static bool left_to_library(Transport& transport, const Schedule& schedule, const Options& options);
   // Returns whether peer windows replace messages inside nodes.
@@ -186,7 +187,7 @@ class Program {
 
   Transport& transport_;
   const Options options_;
-  const std::shared_ptr<PeerWindows> windows_;  // null: messages
+  const std::shared_ptr<MappedPeers> windows_;  // null: messages
   const bool whole_;                            // the transport's own allreduce
   int slices_ = 1;
   const bool overlapped_;  // exchanges have their own stream

@@ -2,31 +2,35 @@
 // exchange is an error.
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
 
-class PlannedTransport : public Transport {
+class PlannedTransport final : public Transport, public NativeAllreduce {
  public:
-  PlannedTransport(int rank, int world, Device device) : rank_(rank), world_(world), device_(device) {}
+  PlannedTransport(int rank, int world, Device device) : Transport("planned", {rank, world, device}) {}
 
-  int rank() const override { return rank_; }
-  int world() const override { return world_; }
-  Device device() const override { return device_; }
-  const char* name() const override { return "planned"; }
-  void begin(const Stream&, const Call&) override {}
+  void begin_call(const Stream&, const Call&) override {}
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel& label) override {
-    throw Error("a planned group moves nothing: " + label.what);
+    refuse(label.what);
   }
-  std::string library_obstacle() const override { return ""; }
-  void barrier() override { throw Error("a planned group has no other ranks to meet"); }
+  NativeAllreduce* native_allreduce() override { return this; }
+  void allreduce(const Stream&, const float*, float*, int64_t, bool, uint64_t,
+                 const std::string& what) override {
+    refuse(what);
+  }
+  void barrier() override { refuse("barrier"); }
   void abort(const std::string&) override {}
   void check() override {}
 
  private:
-  int rank_, world_;
-  Device device_;
+  [[noreturn]] static void refuse(const std::string& what) {
+    throw Error(what + ": a planned group has no other ranks and moves no data");
+  }
 };
 
 }  // namespace gradwire

@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-bool run_beside(std::function<void()> call, RunningClock::time_point deadline,
-                const std::function<bool()>& stop) {
+bool run_with_deadline(std::function<void()> call, RunningClock::time_point deadline,
+                       const std::function<bool()>& stop) {
   constexpr std::chrono::milliseconds kLookEvery{5};
   struct State {
     std::mutex mutex;

@@ -205,11 +205,6 @@ TEST(NcclAllreduce, UnsupportedUsesAreRejectedWithTheRemedy) {
         },
         {"schedule=nccl is NCCL's allreduce", "reduce-scatter", "schedule=auto"});
   });
-  FakeWorld world(1);
-  NcclApi old = fake_nccl();
-  old.all_reduce = nullptr;
-  const NcclTransport lacking(fake_setup(world[0], 20s, old));
-  expect_has(lacking.library_obstacle(), {"lacks ncclAllReduce", "schedule=auto"});
   FakeWorld two(2);
   NcclTransport transport(fake_setup(two[0]));
   float data[8] = {};

@@ -426,39 +426,6 @@ TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
   expect_error<CommError>([&] { transport.check(); }, {"rank 0 gave up: the disk is full"});
 }
 
-TEST(Nccl, SurvivorsShrinkAndContinue) {
-  FakeWorld world(4);
-  auto errors = run(
-      4,
-      [&](int r) {
-        NcclSetup s = fake_setup(world[r], 1000ms);
-        s.shrinkable = true;
-        return s;
-      },
-      [&](NcclRank& rank) {
-        if (rank.transport->rank() == 2) {
-          all_to_all(rank, 1);
-          for (int r : {0, 1, 3}) {
-            while (world[r].revoked == 0) std::this_thread::sleep_for(1ms);
-          }
-          return;
-        }
-        EXPECT_THROW(all_to_all(rank, 2), CommError);
-        EXPECT_THROW(rank.transport->shrink({rank.transport->rank()}), BadInput);
-        EXPECT_THROW(rank.transport->shrink({}), BadInput);
-        NcclRank next;
-        auto smaller = rank.transport->shrink({2, 2});
-        next.transport.reset(dynamic_cast<NcclTransport*>(smaller.release()));
-        EXPECT_EQ(next.transport->world(), 3);
-        all_to_all(next, 3);
-        next.transport->barrier();
-      });
-  EXPECT_EQ(errors, no_errors(4));
-  EXPECT_EQ(world[0].revoked, 1);
-  EXPECT_EQ(world[0].aborted, 0);
-  EXPECT_EQ(world[0].destroyed, 1);
-}
-
 TEST(Nccl, PartsOutliveTheirParentGroup) {
   FakeWorld world(5);
   auto errors = run(world, 1000ms, [&](NcclRank& rank) {
@@ -489,15 +456,6 @@ TEST(Nccl, RejectsSplittingAFailedGroup) {
   expect_error<CommError>([&] { transport.split({0, 1}); }, {"the disk is full"});
 }
 
-TEST(Nccl, RejectsShrinkingAnAbortedCommunicatorWithTheRemedy) {
-  FakeWorld world(2);
-  NcclTransport transport(fake_setup(world[0]));
-  transport.abort("enough");
-  EXPECT_THROW(transport.check(), CommError);
-  while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
-  expect_error<BadInput>([&] { transport.shrink({1}); }, {"shrinkable"});
-}
-
 // --- with a store ---
 
 struct Store {
@@ -519,9 +477,9 @@ TEST(Nccl, ReportsDifferingCallsBeforeAnyExchange) {
         const Call same{11, "allreduce of bucket 1"};
         const Call other{rank.transport->rank() == 1 ? 13u : 12u,
                          rank.transport->rank() == 1 ? "allreduce, bf16" : "allreduce, fp32"};
-        rank.transport->begin(rank.stream, same);
-        rank.transport->begin(rank.stream, same);
-        rank.transport->begin(rank.stream, other);
+        rank.transport->begin_call(rank.stream, same);
+        rank.transport->begin_call(rank.stream, same);
+        rank.transport->begin_call(rank.stream, other);
       });
   for (int r : {1, 2}) expect_has(errors[r], {"ranks disagree", "call 3", "bf16"});
   expect_has(errors[1] + errors[2], {"fp32"});

@@ -161,7 +161,7 @@ TEST(NcclWindows, AllreduceIsOneKernel) {
   const int freed = the_fake().freed, deregistered = the_fake().deregistered;
   for (int world : {2, 4, 8}) {
     const auto errors = run(world, 20s, [](NcclTransport& t, const Stream& s) {
-      EXPECT_EQ(t.peer_obstacle(), "");
+      EXPECT_EQ(t.peer_access_obstacle(), "");
       expect_sum(t, s, Carrier::two_shot_kernel);
     });
     EXPECT_EQ(errors, std::vector<std::string>(world)) << errors[0];
@@ -173,7 +173,8 @@ TEST(NcclWindows, AllreduceIsOneKernel) {
 TEST(NcclWindows, SendsMessagesUnlessAllRanksAreReachable) {
   the_fake().reachable = 2;
   const auto errors = run(4, 20s, [](NcclTransport& t, const Stream& s) {
-    EXPECT_NE(t.peer_obstacle().find("ranks reach 2 of 4"), std::string::npos) << t.peer_obstacle();
+    EXPECT_NE(t.peer_access_obstacle().find("ranks reach 2 of 4"), std::string::npos)
+        << t.peer_access_obstacle();
     expect_sum(t, s, Carrier::messages);
   });
   the_fake().reachable = 0;
@@ -208,10 +209,11 @@ TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
       return data;
     };
     const auto errors = run(8, 20s, [&](NcclTransport& t, const Stream& s) {
-      EXPECT_EQ(t.peer_obstacle(2), "");
-      expect_has(t.peer_obstacle(), {fmt::format("ranks reach {} of 8", reachable)});
+      EXPECT_EQ(t.peer_access_obstacle(2), "");
+      expect_has(t.peer_access_obstacle(), {fmt::format("ranks reach {} of 8", reachable)});
       if (reachable == 2)
-        expect_has(t.peer_obstacle(4), {"ranks reach 2 by loads and stores, which are not nodes of 4"});
+        expect_has(t.peer_access_obstacle(4),
+                   {"ranks reach 2 by loads and stores, which are not nodes of 4"});
       Schedule schedule = hierarchical(4, 2);
       schedule.carrier = Carrier::node_windows;
       got[t.rank()] = allreduced(t, s, schedule);
@@ -234,7 +236,7 @@ TEST(NcclWindows, RejectsOtherNcclVersions) {
                            .gpu = std::make_shared<RankCalls>(0),
                            .comm = fakes[0].handle(),
                            .device = Device::host()});
-  EXPECT_EQ(transport.peer_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
+  EXPECT_EQ(transport.peer_access_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
 }
 
 TEST(NcclWindows, NamesAMissingRank) {

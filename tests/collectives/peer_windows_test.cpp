@@ -338,8 +338,9 @@ TEST(PeerWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
         });
       });
       for (const std::string& error : errors) {
-        expect_has(error, {fmt::format("after 2 calls rank {} opens windows, as transport=lsa needs", alone),
-                           "makes call 3, allreduce of gradients", "give all ranks the same spec"});
+        expect_has(error,
+                   {fmt::format("after 2 calls rank {} maps peer memory, as transport=lsa needs", alone),
+                    "makes call 3, allreduce of gradients", "give all ranks the same spec"});
       }
     }
   }

@@ -428,7 +428,7 @@ class Reducers(unittest.TestCase):
         with gradwire.Communicator() as alone:
             with self.assertRaisesRegex(ValueError, "timeout_s must be greater than 0, not 0"):
                 alone.shrink(timeout_s=0)
-            with self.assertRaisesRegex(gradwire.BadArgument, "cannot find out which of them are left"):
+            with self.assertRaisesRegex(gradwire.BadArgument, "cannot continue when ranks die"):
                 alone.shrink()
 
     def test_where_to_listen_is_checked(self) -> None:

@@ -41,7 +41,7 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
   std::vector<double> mine(static_cast<size_t>(2 * world));
   const Call call{0x6c696e6d, "measuring each link"};
   const ExchangeLabel label{call.hash, call.what};
-  comm.transport().begin(stream, call);
+  comm.transport().begin_call(stream, call);
   // Neighbours check the call at their first exchange, and a pair measured below need not be neighbours.
   const std::vector<Transfer> round{
       {Transfer::Kind::send, (rank + 1) % world, out.data(), kSmallBytes},

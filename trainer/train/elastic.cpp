@@ -55,7 +55,8 @@ Elastic::Elastic(const TrainConfig& config)
       kept_(!from_checkpoints_) {}
 
 Elastic::~Elastic() {
-  if (first_ != nullptr || group_) comm().transport().close_admission();
+  if (first_ == nullptr && !group_) return;
+  if (Admission* admission = comm().transport().admission()) admission->close_admission();
 }
 
 TrainConfig Elastic::config_for(int world) const {
@@ -285,13 +286,14 @@ Elastic::Changes Elastic::resumed() {
 // ---- New ranks
 
 void Elastic::open_admission(std::function<std::string(const std::string&)> validate) {
-  comm().transport().open_admission(launched_.elastic.most, std::move(validate));
+  require_admission(comm().transport()).open_admission(launched_.elastic.most, std::move(validate));
 }
 
 void Elastic::post_members() {
   if (launched_.members.empty() || comm().rank() != 0) return;
   try {
-    write_private_file(launched_.members, members_text(launched_.ranks(), comm().transport().invitation()));
+    const std::string invitation = require_admission(comm().transport()).invitation();
+    write_private_file(launched_.members, members_text(launched_.ranks(), invitation));
   } catch (const Error& error) {
     warn_once(fmt::format("{}; the run continues, and no rank can join it with --join", error.what()));
   }

@@ -52,7 +52,7 @@ class HandOver {
     const ExchangeLabel label{mix(0x68616e64, pieces_++), "the state of a rank that joins"};
     const Call call{mix(label.tag, piece.size()), label.what};
     const Stream now = Stream::immediate_host();
-    transport_.begin(now, call);
+    transport_.begin_call(now, call);
     transport_.exchange(now, transfers, label);
   }
 

@@ -67,7 +67,9 @@ void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
   Slot::Told* const told = slot.told.data();
   Transport& transport = rank.comm.transport();
   stream.submit([&slot, &mine = told[me], &transport] {
-    mine = {slot.codecs.residual_norm(), static_cast<double>(transport.waiting_joiners())};
+    Admission* const admission = transport.admission();
+    mine = {slot.codecs.residual_norm(),
+            static_cast<double>(admission != nullptr ? admission->waiting_joiners() : 0)};
   });
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {
@@ -76,7 +78,7 @@ void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
     slot.transfers.push_back({Transfer::Kind::receive, peer, told + peer, sizeof(Slot::Told)});
   }
   slot.call = {slot.label.tag, slot.label.what};
-  transport.begin(stream, slot.call);
+  transport.begin_call(stream, slot.call);
   transport.exchange(stream, slot.transfers, slot.label);
 }
 

@@ -39,8 +39,8 @@ struct NcclOptions {
   // With "nccl://" there is no store: errors name fewer ranks, and calls are not compared.
   GroupOptions group;
   int device = 0;  // CUDA device
-  // On failure, revoke the communicator (NCCL 2.28.7) instead of aborting it, so that shrink() or regroup()
-  // can follow. regroup() needs a store. Must be the same on every rank.
+  // On failure, revoke the communicator (NCCL 2.28.7) instead of aborting it, so that regroup() can follow,
+  // which needs a store. Must be the same on every rank.
   bool shrinkable = false;
 };
 

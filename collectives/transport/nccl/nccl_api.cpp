@@ -54,7 +54,7 @@ NcclApi load() {
   find(handle, api.send, "ncclSend");
   find(handle, api.receive, "ncclRecv");
   find(handle, api.split, "ncclCommSplit");
-  find(handle, api.all_reduce, "ncclAllReduce", false);
+  find(handle, api.all_reduce, "ncclAllReduce");
   find(handle, api.last_error, "ncclGetLastError", false);
   find(handle, api.shrink, "ncclCommShrink", false);
   find(handle, api.revoke, "ncclCommRevoke", false);

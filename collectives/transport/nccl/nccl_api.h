@@ -32,8 +32,8 @@ struct NcclApi {
   decltype(&ncclSend) send = nullptr;
   decltype(&ncclRecv) receive = nullptr;
   decltype(&ncclCommSplit) split = nullptr;
-  // Optional: null in versions without them.
   decltype(&ncclAllReduce) all_reduce = nullptr;
+  // Optional: null in versions without them.
   decltype(&ncclGetLastError) last_error = nullptr;
   ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
   ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // 2.28.7

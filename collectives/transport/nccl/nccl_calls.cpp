@@ -80,7 +80,7 @@ ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, i
     joining->done = true;
     if (joining->given_up && comm != nullptr) api.abort(comm);  // no other owner
   };
-  run_beside(std::move(join), deadline + std::chrono::milliseconds(100));
+  run_with_deadline(std::move(join), deadline + std::chrono::milliseconds(100));
   std::lock_guard lock(joining->mutex);
   if (joining->done && joining->result == ncclSuccess) return joining->comm;
   joining->given_up = true;

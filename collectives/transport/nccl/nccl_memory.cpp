@@ -47,7 +47,7 @@ std::shared_ptr<NcclMemory> NcclTransport::registered_memory(size_t bytes) {
 // Registration is local to this rank. Falls back to ordinary memory if NCCL refuses. NCCL allocates at least
 // 2 MiB, so small buffers, such as a bucket's factors of about 64 KiB, share an allocation.
 Buffer NcclTransport::exchange_memory(size_t bytes) {
-  const bool can = setup_.owned && watched_ && world_ > 1 && bytes > 0 && api_.comm_register != nullptr &&
+  const bool can = setup_.owned && watched_ && world() > 1 && bytes > 0 && api_.comm_register != nullptr &&
                    api_.comm_deregister != nullptr;
   if (!can) return Transport::exchange_memory(bytes);
   detail::make_current(setup_.device);

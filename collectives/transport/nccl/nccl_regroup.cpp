@@ -51,7 +51,7 @@ std::unique_ptr<Transport> NcclTransport::regroup(std::chrono::milliseconds time
                           auto contacts = exchange_contacts(*group, mine.quorum.get(),
                                                             SteadyClock::now() + rest.join_timeout());
                           std::vector<int> lost;
-                          for (int r = 0; r < world_; ++r) {
+                          for (int r = 0; r < world(); ++r) {
                             if (!std::binary_search(ranks.begin(), ranks.end(), r)) lost.push_back(r);
                           }
                           NcclSetup next = lost.empty() ? again() : without(std::move(lost));

@@ -40,16 +40,23 @@ void NcclTransport::Use::leave() {
   if (waiting > 0) changed.notify_all();
 }
 
+Transport::Place NcclTransport::place_of(const NcclSetup& setup) {
+  int rank = 0, world = 1;
+  if (setup.api->user_rank(setup.comm, &rank) != ncclSuccess ||
+      setup.api->count(setup.comm, &world) != ncclSuccess) {
+    throw BadInput("this is not a working NCCL communicator; pass one that has not failed");
+  }
+  return {rank, world, setup.device};
+}
+
 NcclTransport::NcclTransport(NcclSetup setup)
-    : setup_(std::move(setup)),
+    : Transport("nccl", place_of(setup)),
+      setup_(std::move(setup)),
       api_(*setup_.api),
       watched_(setup_.timeout.count() > 0),
       comm_(setup_.comm),
       in_flight_(setup_.timeout) {
-  if (api_.user_rank(comm_, &rank_) != ncclSuccess || api_.count(comm_, &world_) != ncclSuccess) {
-    throw BadInput("this is not a working NCCL communicator");
-  }
-  met_.resize(static_cast<size_t>(world_));
+  met_.resize(static_cast<size_t>(world()));
   standing_ = in_flight_.standing();
   if (watched_) watcher_ = Thread("the thread that watches NCCL", [this] { watch(); });
   try {
@@ -72,7 +79,7 @@ void NcclTransport::join_watches() {
   }
   if (setup_.regrouping) {
     setup_.regrouping->quorum->enter(
-        rank_, setup_.regrouping->contacts, [this](const std::string& why) { heard(why, true); },
+        rank(), setup_.regrouping->contacts, [this](const std::string& why) { heard(why, true); },
         [this](const std::string& line) { return setup_.group->store().note(line); });
   }
 }
@@ -91,7 +98,7 @@ NcclTransport::~NcclTransport() {
     if (!use_->changed.wait_for(lock, kFarewell, [&] { return use_->ended; })) watcher_.detach();
   }
   watcher_.join();
-  shared_windows_.clear();  // while the communicator exists
+  release_shared();  // while the communicator exists
   {
     std::lock_guard lock(use_->mutex);
     use_->closed = true;  // memory may outlive the transport
@@ -113,7 +120,7 @@ NcclTransport::~NcclTransport() {
       api.abort(comm);
     }
   };
-  run_beside(std::move(farewell), SteadyClock::now() + 2 * kFarewell);
+  run_with_deadline(std::move(farewell), SteadyClock::now() + 2 * kFarewell);
 }
 
 // Returns whether all exchanges have ended. Finalizing would wait for them without a limit.
@@ -140,7 +147,7 @@ void NcclTransport::throw_if_failed(const std::string& what) {
   std::unique_lock lock(mutex_);
   // Wait for the final text of a failure that is still being handled.
   changed_.wait(lock, [&] { return !cause_ || !failure_.empty(); });
-  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank_, what, failure_));
+  if (!failure_.empty()) throw CommError(fmt::format("rank {}: {}: {}", rank(), what, failure_));
 }
 
 void NcclTransport::heard(const std::string& cause, bool from_group) {
@@ -158,7 +165,7 @@ void NcclTransport::heard(const std::string& cause, bool from_group) {
 void NcclTransport::give_up(const std::string& what, const std::string& cause) {
   heard(fmt::format("{}: {}", what, cause), false);
   throw_if_failed(what);
-  throw CommError(fmt::format("rank {}: {}: {}", rank_, what, cause));
+  throw CommError(fmt::format("rank {}: {}: {}", rank(), what, cause));
 }
 
 // Compares this call with the predecessor's; around the ring, that compares all ranks. If the predecessor had
@@ -171,11 +178,11 @@ void NcclTransport::compare(const Call& call) {
   } comparing(comparing_);
   const std::string mine = fmt::format("{} {}", rolling_, call.what);
   StoreClient& store = setup_.group->store();
-  const int previous = (rank_ + world_ - 1) % world_;
+  const int previous = (rank() + world() - 1) % world();
   std::string theirs;
   try {
-    store.set(fmt::format("call/{}", calls_), fmt::format("{} {} {}", rolling_, rank_, call.what));
-    store.set(fmt::format("call/{}/{}", calls_, rank_), mine);
+    store.set(fmt::format("call/{}", calls_), fmt::format("{} {} {}", rolling_, rank(), call.what));
+    store.set(fmt::format("call/{}/{}", calls_, rank()), mine);
     theirs = store.get(fmt::format("call/{}/{}", calls_, previous), SteadyClock::now() + setup_.timeout,
                        fmt::format("waiting for rank {} to make this call", previous));
   } catch (const CommError& error) {
@@ -208,7 +215,7 @@ std::string NcclTransport::other_call(const WatchedExchange& stalled) {
 
 void NcclTransport::begin_set_up(const std::string& what) {
   throw_if_failed(what);
-  if (world_ == 1) return;
+  if (world() == 1) return;
   ++calls_;
   call_ = what;
   uint64_t hash = 0x736574;
@@ -217,8 +224,8 @@ void NcclTransport::begin_set_up(const std::string& what) {
   if (setup_.group) compare({hash, what});
 }
 
-void NcclTransport::begin(const Stream&, const Call& call) {
-  if (world_ == 1) return;
+void NcclTransport::begin_call(const Stream&, const Call& call) {
+  if (world() == 1) return;
   throw_if_failed(call.what);
   ++calls_;
   rolling_ = mix(rolling_, call.hash);
@@ -243,8 +250,8 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
                              const ExchangeLabel& label) {
   if (transfers.empty()) return;
   for (const Transfer& t : transfers) {
-    if (t.peer < 0 || t.peer >= world_ || t.peer == rank_) {
-      throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer));
+    if (t.peer < 0 || t.peer >= world() || t.peer == rank()) {
+      throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank(), t.peer));
     }
   }
   uint64_t bytes = 0;
@@ -257,14 +264,10 @@ void NcclTransport::exchange(const Stream& stream, const std::vector<Transfer>& 
        });
 }
 
-std::string NcclTransport::library_obstacle() const {
-  return api_.all_reduce != nullptr ? "" : "the NCCL that is loaded lacks ncclAllReduce; use schedule=auto";
-}
-
 void NcclTransport::allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
                               uint64_t bytes, const std::string& what) {
   const bool first = !std::exchange(met_library_, true);
-  post(stream, what, from_all(0, world_, bytes), bytes, first,
+  post(stream, what, from_all(0, world(), bytes), bytes, first,
        [&api = api_, native = setup_.gpu->native(stream), in, out, count, mean](
            ncclComm_t comm, const NcclPatience& patience) {
          return run_nccl_allreduce(api, comm, native, in, out, count, mean, patience);
@@ -274,7 +277,7 @@ void NcclTransport::allreduce(const Stream& stream, const float* in, float* out,
 std::vector<Transfer> NcclTransport::from_all(int first, int ranks, uint64_t bytes) const {
   std::vector<Transfer> transfers;
   for (int peer = first; peer < first + ranks; ++peer) {
-    if (peer == rank_) continue;
+    if (peer == rank()) continue;
     transfers.push_back({Transfer::Kind::receive, peer, nullptr, bytes / static_cast<uint64_t>(ranks - 1)});
   }
   return transfers;
@@ -298,7 +301,7 @@ void NcclTransport::post(const Stream& stream, const std::string& what_for,
   if (result != ncclSuccess) {
     give_up(what, fmt::format("NCCL: {}: {}", api_.text(result, nullptr), pending_text(transfers)));
   }
-  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
+  count_sent(bytes);
   if (!mark) return;
   mark->end(stream);
   keep_watch(std::move(mark), what, transfers);
@@ -349,7 +352,7 @@ ncclResult_t NcclTransport::enqueue(const std::string& what, const std::vector<T
       meeting->result = call(
           comm, {.deadline = deadline, .stop = [&] { return meeting->given_up.load(); }, .pause = pause});
     };
-    const bool returned = run_beside(std::move(meet), deadline, [this] { return failing(); });
+    const bool returned = run_with_deadline(std::move(meet), deadline, [this] { return failing(); });
     if (returned) return meeting->result;
     meeting->given_up = true;
     return ncclInProgress;
@@ -379,25 +382,25 @@ void NcclTransport::barrier() {
     }
     return;
   }
-  if (world_ == 1) return;
+  if (world() == 1) return;
   // One byte from every rank to every other.
   const Stream stream = Stream::create(setup_.device, "barrier");
-  Buffer bytes(setup_.device, static_cast<size_t>(world_));
+  Buffer bytes(setup_.device, static_cast<size_t>(world()));
   fill_zero(stream, bytes.data(), bytes.bytes());
   std::vector<Transfer> transfers;
-  for (int peer = 0; peer < world_; ++peer) {
-    if (peer == rank_) continue;
-    transfers.push_back({Transfer::Kind::send, peer, bytes.as<char>() + rank_, 1});
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank()) continue;
+    transfers.push_back({Transfer::Kind::send, peer, bytes.as<char>() + rank(), 1});
     transfers.push_back({Transfer::Kind::receive, peer, bytes.as<char>() + peer, 1});
   }
   exchange(stream, transfers, {mix(0, 0x626172), "barrier"});
-  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // not payload
+  uncount_sent(static_cast<uint64_t>(world() - 1));
   stream.synchronize();  // cannot hang: the watching thread or the communicator's owner aborts it
   throw_if_failed("at a barrier");
 }
 
 void NcclTransport::abort(const std::string& reason) {
-  heard(fmt::format("rank {} gave up: {}", rank_, reason), false);
+  heard(fmt::format("rank {} gave up: {}", rank(), reason), false);
 }
 
 void NcclTransport::check() {
@@ -413,7 +416,6 @@ void NcclTransport::check() {
 }
 
 void NcclTransport::send_message(const std::string& message) {
-  if (!setup_.group) return Transport::send_message(message);
   try {
     setup_.group->send_message(message);
   } catch (const CommError& error) {
@@ -422,7 +424,6 @@ void NcclTransport::send_message(const std::string& message) {
 }
 
 std::string NcclTransport::take_message(int from) {
-  if (!setup_.group) return Transport::take_message(from);
   try {
     return setup_.group->take_message(from);
   } catch (const CommError& error) {
@@ -430,34 +431,8 @@ std::string NcclTransport::take_message(int from) {
   }
 }
 
-std::unique_ptr<Transport> NcclTransport::shrink(const std::vector<int>& excluded) {
-  if (api_.shrink == nullptr)
-    throw BadInput(fmt::format("shrink needs NCCL 2.27; this is {}", api_.version()));
-  std::vector<int> out = excluded;
-  std::sort(out.begin(), out.end());
-  out.erase(std::unique(out.begin(), out.end()), out.end());
-  if (out.empty() || out.front() < 0 || out.back() >= world_ || static_cast<int>(out.size()) >= world_) {
-    throw BadInput(
-        fmt::format("shrink: the excluded ranks must be some, but not all, of 0 to {}", world_ - 1));
-  }
-  if (std::binary_search(out.begin(), out.end(), rank_)) {
-    throw BadInput(fmt::format("shrink: rank {} is excluded; only the remaining ranks call it", rank_));
-  }
-  // Usually called because of a failure: wait until that has been handled.
-  try {
-    throw_if_failed("shrinking");
-  } catch (const CommError&) {
-  }
-  if (comm_ == nullptr) {
-    throw BadInput(
-        "shrink: the communicator was aborted; create it with NcclOptions::shrinkable so that a failure "
-        "leaves it usable for this");
-  }
-  return std::make_unique<NcclTransport>(without(std::move(out)));
-}
-
 NcclSetup NcclTransport::without(std::vector<int> excluded) {
-  return *derive(fmt::format("shrinking to {} ranks", world_ - static_cast<int>(excluded.size())),
+  return *derive(fmt::format("shrinking to {} ranks", world() - static_cast<int>(excluded.size())),
                  [&api = api_, excluded](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) mutable {
                    return api.shrink(parent, excluded.data(), static_cast<int>(excluded.size()), child,
                                      config, 0);
@@ -466,9 +441,9 @@ NcclSetup NcclTransport::without(std::vector<int> excluded) {
 
 std::unique_ptr<Transport> NcclTransport::split(const std::vector<int>& members) {
   throw_if_failed("splitting the group");
-  const auto me = std::find(members.begin(), members.end(), rank_);
+  const auto me = std::find(members.begin(), members.end(), rank());
   const int color = members.empty() ? NCCL_SPLIT_NOCOLOR : members.front();
-  auto part = derive(fmt::format("making a group of {} of {} ranks", members.size(), world_),
+  auto part = derive(fmt::format("making a group of {} of {} ranks", members.size(), world()),
                      [&api = api_, color, key = static_cast<int>(me - members.begin())](
                          ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
                        return api.split(parent, color, key, child, config);
@@ -477,8 +452,8 @@ std::unique_ptr<Transport> NcclTransport::split(const std::vector<int>& members)
 }
 
 NcclSetup NcclTransport::again() {
-  return *derive(fmt::format("making a new group of all {} ranks", world_),
-                 [&api = api_, rank = rank_](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
+  return *derive(fmt::format("making a new group of all {} ranks", world()),
+                 [&api = api_, rank = rank()](ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config) {
                    return api.split(parent, 0, rank, child, config);
                  });
 }
@@ -489,7 +464,7 @@ std::optional<NcclSetup> NcclTransport::derive(
   const auto deadline = SteadyClock::now() + std::max(setup_.timeout, milliseconds(1000));
   const ncclComm_t parent = comm_;
   if (parent == nullptr)
-    throw CommError(fmt::format("rank {}: {}: the communicator was aborted", rank_, doing));
+    throw CommError(fmt::format("rank {}: {}: the communicator was aborted", rank(), doing));
   struct Deriving {
     ncclComm_t child = nullptr;
     ncclResult_t result = ncclInProgress;
@@ -514,12 +489,12 @@ std::optional<NcclSetup> NcclTransport::derive(
     if (result == ncclSuccess && deriving->child != nullptr)
       result = settle_nccl(api, deriving->child, ncclInProgress, patience);
   };
-  const bool returned = run_beside(std::move(call), deadline + kGrace);
+  const bool returned = run_with_deadline(std::move(call), deadline + kGrace);
   if (!returned || deriving->result != ncclSuccess) {
     if (returned && deriving->child != nullptr) api_.abort(deriving->child);
     const bool late = !returned || deriving->result == ncclInProgress;
     throw CommError(
-        fmt::format("rank {}: {}: {}", rank_, doing,
+        fmt::format("rank {}: {}: {}", rank(), doing,
                     late ? "no progress until the deadline" : api_.text(deriving->result, parent)));
   }
   if (deriving->child == nullptr) return std::nullopt;

@@ -18,6 +18,7 @@
 #include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/nccl/nccl_calls.h"
 #include "collectives/transport/nccl/nccl_memory.h"
+#include "collectives/transport/peer_access.h"
 #include "collectives/transport/transport.h"
 #include "runtime/threads/thread.h"
 
@@ -65,17 +66,21 @@ struct NcclSetup {
   };
 };
 
-class NcclTransport final : public Transport {
+class NcclTransport final : public Transport,
+                            public NativeAllreduce,
+                            public MessagesToRankZero,
+                            public ElasticGroup,
+                            public PeerAccess {
  public:
   explicit NcclTransport(NcclSetup setup);
   ~NcclTransport() override;
 
-  int rank() const override { return rank_; }
-  int world() const override { return world_; }
-  Device device() const override { return setup_.device; }
-  const char* name() const override { return "nccl"; }
+  PeerAccess* peer_access() override { return this; }
+  NativeAllreduce* native_allreduce() override { return this; }
+  MessagesToRankZero* messages() override { return setup_.group ? this : nullptr; }
+  ElasticGroup* elastic() override { return this; }
 
-  void begin(const Stream& stream, const Call& call) override;
+  void begin_call(const Stream& stream, const Call& call) override;
   void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                 const ExchangeLabel& label) override;
   void barrier() override;
@@ -83,24 +88,23 @@ class NcclTransport final : public Transport {
   void check() override;
   void send_message(const std::string& message) override;
   std::string take_message(int from) override;
-  std::unique_ptr<Transport> shrink(const std::vector<int>& excluded) override;
   std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
                                      std::vector<int>& survivors) override;  // in nccl_regroup.cpp
-  // The part has no store, as after a shrink: errors name fewer ranks, and calls are not compared.
+  // The part has no store: errors name fewer ranks, and calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
   Buffer exchange_memory(size_t bytes) override;  // in nccl_memory.cpp
-  std::string library_obstacle() const override;
   void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean, uint64_t bytes,
                  const std::string& what) override;
-  // In nccl_windows.cpp. The first peer_obstacle() is collective and blocks.
-  std::string peer_obstacle(int group = 0) override;
-  void run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes, const std::string& what,
-                      const std::function<void(const Stream&)>& work) override;
+  // In nccl_windows.cpp. The first obstacle() is collective and blocks.
+  std::string obstacle(int group) override;
+  void run_kernel(const Stream& stream, MappedPeers& peers, uint64_t bytes, const std::string& what,
+                  const std::function<void(const Stream&)>& work) override;
 
  protected:
-  std::shared_ptr<PeerWindows> make_peer_windows(int64_t half_bytes, int group) override;
+  std::shared_ptr<MappedPeers> map_peers(int64_t half_bytes, int group) override;
 
  private:
+  static Place place_of(const NcclSetup& setup);
   std::string doing(const std::string& what) const;
   // Fails the group with `cause`, waits until the watching thread has notified the peers, then throws.
   [[noreturn]] void give_up(const std::string& what, const std::string& cause);
@@ -187,7 +191,6 @@ class NcclTransport final : public Transport {
   const NcclApi& api_;
   const bool watched_;
   const std::shared_ptr<Use> use_ = std::make_shared<Use>();
-  int rank_ = 0, world_ = 1;
 
   // Used only by the thread that makes calls.
   uint64_t calls_ = 0, exchanges_ = 0, rolling_ = 0;
@@ -210,7 +213,7 @@ class NcclTransport final : public Transport {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::weak_ptr<PeerWindows>> windows_;
+  std::vector<std::weak_ptr<MappedPeers>> windows_;
   ExchangesInFlight in_flight_;
   // The NCCL call in progress on the caller's thread.
   struct InNccl {

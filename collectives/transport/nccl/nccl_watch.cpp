@@ -96,7 +96,7 @@ std::string NcclTransport::nccl_error(milliseconds patience) {
 std::string NcclTransport::tell_the_group(const std::string& cause) {
   std::string text = cause;
   const std::optional<std::string> first =
-      setup_.group->store().report(fmt::format("rank {}: {}", rank_, cause));
+      setup_.group->store().report(fmt::format("rank {}: {}", rank(), cause));
   if (!first) return text + "; no answer from rank 0, which runs the store";
   if (first->find(cause) == std::string::npos) text += "; the first to fail: " + *first;
   const RollCall roll = setup_.group->store().roll_call();

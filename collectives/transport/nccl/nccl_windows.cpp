@@ -5,7 +5,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <new>
 
 #include "collectives/transport/nccl/nccl_transport.h"
 #include "collectives/transport/run_with_deadline.h"
@@ -51,7 +50,7 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank,
   return "";
 }
 
-std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
+std::shared_ptr<MappedPeers> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
                                                int group, int64_t half_bytes,
                                                std::chrono::nanoseconds patience, WhileAlive alive,
                                                std::shared_ptr<NcclMemory> memory) {
@@ -75,21 +74,14 @@ std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t co
         fmt::format("rank {}: NCCL {} describes a window of another layout", rank, api.version()));
   }
 
-  auto made = std::make_shared<PeerWindows>();
-  made->report = Buffer::pinned(device, sizeof(PeerReport));
-  new (made->report.data()) PeerReport();
+  auto made = std::make_shared<MappedPeers>(device, mine, group, half_bytes, patience);
   PeerMemory& m = made->memory;
   for (int r = 0; r < group; ++r) {
     const auto distance = static_cast<int64_t>(where.stride4G) * (where.lsaRank - mine + r) << 32;
     m.windows[r] = reinterpret_cast<std::byte*>(where.lsaFlatBase) + distance;
   }
-  made->first = rank - mine;
-  m.rank = mine;
-  m.world = group;
+  made->first_rank = rank - mine;
   if (device.is_cuda()) m.blocks = peer_blocks(multiprocessors(device), 1);  // the same on GPUs of one kind
-  m.half_bytes = half_bytes;
-  m.report = made->report.as<PeerReport>();
-  m.patience_ns = patience.count();
   made->keep = std::move(memory);
   return made;
 }
@@ -102,7 +94,7 @@ std::string nccl_windows_obstacle(const NcclApi&, ncclComm_t, int, int, int) {
       NCCL_MINOR, NCCL_PATCH);
 }
 
-std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi&, ncclComm_t, Device, int, int, int64_t,
+std::shared_ptr<MappedPeers> make_nccl_windows(const NcclApi&, ncclComm_t, Device, int, int, int64_t,
                                                std::chrono::nanoseconds, WhileAlive,
                                                std::shared_ptr<NcclMemory>) {
   return nullptr;
@@ -119,28 +111,28 @@ bool NcclTransport::ask_nccl(std::function<void(ncclComm_t)> call) const {
     gpu->enter_thread();
     call(comm);
   };
-  return run_beside(std::move(ask), SteadyClock::now() + setup_.timeout, [this] {
+  return run_with_deadline(std::move(ask), SteadyClock::now() + setup_.timeout, [this] {
     std::lock_guard lock(mutex_);
     return cause_.has_value() || !failure_.empty();
   });
 }
 
-std::string NcclTransport::peer_obstacle(int group) {
+std::string NcclTransport::obstacle(int group) {
   if (const auto known = peer_obstacles_.find(group); known != peer_obstacles_.end()) return known->second;
   // A program's own communicator is used for exchanges only.
   if (!setup_.owned || !watched_) return "the communicator is the program's own";
   begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
   const bool asked =
-      ask_nccl([answer, &api = api_, rank = rank_, world = world_, ranks = group > 0 ? group : world_](
+      ask_nccl([answer, &api = api_, rank = rank(), world = world(), ranks = group > 0 ? group : world()](
                    ncclComm_t comm) { *answer = nccl_windows_obstacle(api, comm, rank, world, ranks); });
   if (!asked)
-    throw CommError(fmt::format("rank {}: asking NCCL for peer memory: no answer for {} ms", rank_,
+    throw CommError(fmt::format("rank {}: asking NCCL for peer memory: no answer for {} ms", rank(),
                                 setup_.timeout.count()));
   return peer_obstacles_[group] = *answer;
 }
 
-std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes, int group) {
+std::shared_ptr<MappedPeers> NcclTransport::map_peers(int64_t half_bytes, int group) {
   begin_set_up("opening windows (transport=lsa, which must be in every rank's spec)");
   detail::make_current(setup_.device);
   std::shared_ptr<NcclMemory> memory =
@@ -148,12 +140,12 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
   // Registering waits for all ranks, even if one has no memory to register, so agree first.
   if (!agreed(memory != nullptr)) return nullptr;
   struct Made {
-    std::shared_ptr<PeerWindows> windows;
+    std::shared_ptr<MappedPeers> windows;
     std::string error;
   };
   const auto made = std::make_shared<Made>();
   const bool returned = ask_nccl([made, alive = while_alive(), &api = api_, device = setup_.device,
-                                  rank = rank_, ranks = group > 0 ? group : world_, half_bytes,
+                                  rank = rank(), ranks = group > 0 ? group : world(), half_bytes,
                                   patience = setup_.timeout, memory = std::move(memory)](ncclComm_t comm) {
     try {
       made->windows = make_nccl_windows(api, comm, device, rank, ranks, half_bytes, patience, alive, memory);
@@ -174,26 +166,26 @@ std::shared_ptr<PeerWindows> NcclTransport::make_peer_windows(int64_t half_bytes
 bool NcclTransport::agreed(bool mine) {
   const Stream stream =
       setup_.device.is_host() ? Stream::immediate_host() : Stream::create(setup_.device, "set-up");
-  Buffer all(setup_.device, static_cast<size_t>(world_));
+  Buffer all(setup_.device, static_cast<size_t>(world()));
   const auto word = static_cast<uint8_t>(mine ? 1 : 0);
-  store(stream, all.as<uint8_t>() + rank_, &word, 1);
+  store(stream, all.as<uint8_t>() + rank(), &word, 1);
   std::vector<Transfer> transfers;
-  for (int peer = 0; peer < world_; ++peer) {
-    if (peer == rank_) continue;
-    transfers.push_back({Transfer::Kind::send, peer, all.as<uint8_t>() + rank_, 1});
+  for (int peer = 0; peer < world(); ++peer) {
+    if (peer == rank()) continue;
+    transfers.push_back({Transfer::Kind::send, peer, all.as<uint8_t>() + rank(), 1});
     transfers.push_back({Transfer::Kind::receive, peer, all.as<uint8_t>() + peer, 1});
   }
   exchange(stream, transfers, {mix(0, 0x70656572), "agreeing on peer memory"});
-  bytes_sent_.fetch_sub(static_cast<uint64_t>(world_ - 1), std::memory_order_relaxed);  // not payload
-  std::vector<uint8_t> answers(static_cast<size_t>(world_));
+  uncount_sent(static_cast<uint64_t>(world() - 1));
+  std::vector<uint8_t> answers(static_cast<size_t>(world()));
   copy(stream, answers.data(), all.data(), answers.size());
   stream.synchronize();
   throw_if_failed("agreeing on peer memory");
   return std::all_of(answers.begin(), answers.end(), [](uint8_t answer) { return answer != 0; });
 }
 
-void NcclTransport::run_over_peers(const Stream& stream, PeerWindows& windows, uint64_t bytes,
-                                   const std::string& what, const std::function<void(const Stream&)>& work) {
+void NcclTransport::run_kernel(const Stream& stream, MappedPeers& peers, uint64_t bytes,
+                               const std::string& what, const std::function<void(const Stream&)>& work) {
   ++exchanges_;
   const std::string here = doing(what);
   throw_if_failed(here);
@@ -201,8 +193,8 @@ void NcclTransport::run_over_peers(const Stream& stream, PeerWindows& windows, u
   mark->begin(stream);
   work(stream);
   mark->end(stream);
-  bytes_sent_.fetch_add(bytes, std::memory_order_relaxed);
-  keep_watch(std::move(mark), here, from_all(windows.first, windows.memory.world, bytes));
+  count_sent(bytes);
+  keep_watch(std::move(mark), here, from_all(peers.first_rank, peers.memory.world, bytes));
 }
 
 std::string NcclTransport::reported_by_kernels() {

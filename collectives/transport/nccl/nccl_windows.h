@@ -1,4 +1,4 @@
-// Peer windows (peer_windows.h) over NCCL: memory that ranks have mapped for each other, over NVLink.
+// Peer windows (peer_access.h) over NCCL: memory that ranks have mapped for each other, over NVLink.
 //
 // The addresses come from a structure of NCCL's device API whose layout may change between versions. So only
 // the version whose headers this was compiled with is used. With any other, exchanges send messages.
@@ -11,7 +11,7 @@
 
 #include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/nccl/nccl_memory.h"
-#include "collectives/transport/peer_windows.h"
+#include "collectives/transport/peer_access.h"
 
 namespace gradwire {
 
@@ -21,7 +21,7 @@ std::string nccl_windows_obstacle(const NcclApi& api, ncclComm_t comm, int rank,
 
 // Returns this rank's window in `memory`, of peer_window_bytes(half_bytes), and those of its group; null if
 // NCCL refuses. Collective.
-std::shared_ptr<PeerWindows> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
+std::shared_ptr<MappedPeers> make_nccl_windows(const NcclApi& api, ncclComm_t comm, Device device, int rank,
                                                int group, int64_t half_bytes,
                                                std::chrono::nanoseconds patience, WhileAlive alive,
                                                std::shared_ptr<NcclMemory> memory);

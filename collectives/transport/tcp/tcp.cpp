@@ -32,12 +32,19 @@ using std::chrono::milliseconds;
 
 using namespace tcp_messages;
 
-class TcpTransport final : public Transport {
+class TcpTransport final : public Transport,
+                           public EarlyExchange,
+                           public MessagesToRankZero,
+                           public ElasticGroup,
+                           public Admission {
  public:
   // `enters`: the quorum belongs to this group at once; otherwise from enter_quorum() on.
   explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> quorum = nullptr,
                         bool enters = true)
-      : options_(options), quorum_(std::move(quorum)), waits_(options.group.world), group_(options.group) {
+      : Transport("tcp", {options.group.rank, options.group.world, Device::host(), true}),
+        options_(options),
+        quorum_(std::move(quorum)),
+        group_(options.group) {
     options_.group.callbacks.reset();  // its group may end before this one
     auto deadline = SteadyClock::now() + options.group.join_timeout();
     group_.store().watch([this](const std::string& cause) { group_failed(cause); },
@@ -59,12 +66,12 @@ class TcpTransport final : public Transport {
     group_.leave();
   }
 
-  int rank() const override { return group_.rank(); }
-  int world() const override { return group_.world(); }
-  Device device() const override { return Device::host(); }
-  const char* name() const override { return "tcp"; }
+  EarlyExchange* early_exchange() override { return this; }
+  MessagesToRankZero* messages() override { return this; }
+  ElasticGroup* elastic() override { return this; }
+  Admission* admission() override { return this; }
 
-  void begin(const Stream& stream, const Call& call) override {
+  void begin_call(const Stream& stream, const Call& call) override {
     if (world() > 1) stream.submit([this, &call] { enter(call); });
   }
 
@@ -72,22 +79,21 @@ class TcpTransport final : public Transport {
                 const ExchangeLabel& label) override {
     if (transfers.empty()) return;
     stream.submit([this, &transfers, &label] {
-      begin_exchange(transfers, label);
-      end_exchange();
+      post_exchange(transfers, label);
+      await_exchange();
     });
   }
 
-  void start(const Stream& stream, const std::vector<Transfer>& transfers,
-             const ExchangeLabel& label) override {
+  void begin_exchange(const Stream& stream, const std::vector<Transfer>& transfers,
+                      const ExchangeLabel& label) override {
     stream.submit([this, &transfers, &label] {
-      begin_exchange(transfers, label);
+      post_exchange(transfers, label);
       links_->hand_over();
     });
   }
 
-  bool starts_early() const override { return true; }
-  void finish(const Stream& stream) override {
-    stream.submit([this] { end_exchange(); });
+  void end_exchange(const Stream& stream) override {
+    stream.submit([this] { await_exchange(); });
   }
 
   void barrier() override {
@@ -192,8 +198,6 @@ class TcpTransport final : public Transport {
       give_up("admitting new ranks", error.what());
     }
   }
-
-  std::vector<double> waited_s() const override { return waits_.seconds(); }
 
   void send_message(const std::string& message) override {
     try {
@@ -395,11 +399,11 @@ class TcpTransport final : public Transport {
     return text;
   }
 
-  // From here to the end of end_exchange(): runs on the stream's thread.
+  // From here to the end of await_exchange(): runs on the stream's thread.
   void enter(const Call& call) {
     if (unannounced_) {  // the previous call moved nothing; compare its header now
-      begin_exchange({}, {0, call_.what});
-      end_exchange();
+      post_exchange({}, {0, call_.what});
+      await_exchange();
     }
     call_ = call;
     ++sequence_;
@@ -412,7 +416,7 @@ class TcpTransport final : public Transport {
     return sequence_ == 0 ? what : fmt::format("call {}, {}", sequence_, what);
   }
 
-  void begin_exchange(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
+  void post_exchange(const std::vector<Transfer>& transfers, const ExchangeLabel& label) {
     const uint64_t tag = mix(rolling_, label.tag);
     InFlight& e = *in_flight_.emplace_back(std::make_unique<InFlight>());
     e.here = named(label.what);
@@ -465,7 +469,7 @@ class TcpTransport final : public Transport {
     }
   }
 
-  void end_exchange() {
+  void await_exchange() {
     if (in_flight_.empty()) throw CommError("the group has failed before: " + failure());
     InFlight& e = *in_flight_.front();
     const auto deadline = SteadyClock::now() + group_.timeout();
@@ -486,7 +490,7 @@ class TcpTransport final : public Transport {
     } catch (const std::exception& error) {
       fail(e, at, error, deadline);
     }
-    bytes_sent_.fetch_add(e.bytes, std::memory_order_relaxed);
+    count_sent(e.bytes);
     leave();
     in_flight_.pop_front();
     if (!in_flight_.empty()) links_->hand_over();
@@ -550,7 +554,6 @@ class TcpTransport final : public Transport {
   std::string final_error_;  // thrown by give_up()
   std::string where_ = "joining";
   std::atomic<int> waiting_for_{-1};
-  Waits waits_;
   // The current call. Used only by the thread that runs exchanges.
   Call call_;
   uint64_t sequence_ = 0, rolling_ = 0;

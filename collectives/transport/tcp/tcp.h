@@ -26,7 +26,7 @@ struct TcpOptions {
   // Adds a checksum after each message, so that corruption in transit is an error. Also
   // GRADWIRE_VERIFY_PAYLOAD=1. Each rank decides for the messages it sends.
   bool verify_payload = false;
-  // Whether survivors can continue after a failure (Transport::regroup()). Must be the same on every rank.
+  // Whether survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
   bool shrinkable = false;
 };
 
@@ -36,13 +36,13 @@ std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
 // How to find a group that admits new ranks, and this process's request to it.
 struct TcpJoinOptions {
-  // Returns the newest Transport::invitation() of any rank; "" while there is none.
+  // Returns the newest Admission::invitation() of any rank; "" while there is none.
   std::function<std::string()> invitation;
-  std::string about = {};  // for the `validate` of Transport::open_admission()
+  std::string about = {};  // for the `validate` of Admission::open_admission()
   // How long to wait for admission; 0: no limit while the group keeps this process waiting.
   std::chrono::milliseconds longest{0};
 };
-// Joins a running group as its highest rank, when the group calls Transport::grow(). Ignores rank, world and
+// Joins a running group as its highest rank, when the group calls Admission::grow(). Ignores rank, world and
 // rendezvous in `options.group`. Throws BadInput, with the reason, if the group rejects the request. Throws
 // CommError if no rank answers within the join timeout, the group has ended, or the new group does not form.
 std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const TcpJoinOptions& join);

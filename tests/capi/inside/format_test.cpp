@@ -205,11 +205,8 @@ TEST(RegisteredFormats, TheTableCanBeReadWhileItGrows) {
 // The host's transport, as if it were a GPU's.
 class OnCuda final : public Transport {
  public:
-  int rank() const override { return 0; }
-  int world() const override { return 2; }
-  Device device() const override { return Device::cuda(0); }
-  const char* name() const override { return "none"; }
-  void begin(const Stream&, const Call&) override {}
+  OnCuda() : Transport("none", {0, 2, Device::cuda(0)}) {}
+  void begin_call(const Stream&, const Call&) override {}
   void exchange(const Stream&, const std::vector<Transfer>&, const ExchangeLabel&) override {}
   void barrier() override {}
   void abort(const std::string&) override {}

@@ -1,0 +1,131 @@
+// State that the ranks of one process share, and how they wait for each other.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/transport/peer_access.h"
+#include "collectives/transport/transport.h"
+#include "runtime/device/device.h"
+#include "runtime/threads/running_clock.h"
+
+namespace gradwire {
+
+// One lock suffices: exchanges are few, and copies happen without the lock.
+class LocalHub {
+ public:
+  // A pending send. Lives in the sender's exchange until it is finished or withdrawn.
+  struct Offer {
+    const void* data = nullptr;
+    size_t bytes = 0;
+    const ExchangeLabel* label = nullptr;
+    enum class State { waiting, copying, finished } state = State::waiting;
+    Event ready;  // CUDA: recorded when the data is complete
+    Event taken;  // CUDA: recorded after the copy
+  };
+
+  // The peer memory of all ranks. Vectors are indexed by rank.
+  struct PeerGroup {
+    explicit PeerGroup(int world)
+        : memory(static_cast<size_t>(world)),
+          calls_before(memory.size()),
+          arrived(memory.size()),
+          arrivals(memory.size()) {}
+    std::vector<Buffer> memory;
+    // How many calls the rank had begun when it arrived; empty until then, or if unknown.
+    std::vector<std::optional<uint64_t>> calls_before;
+    std::vector<bool> arrived;
+    int ready = 0, taken = 0;
+    std::vector<uint64_t> arrivals;  // at rendezvous()
+  };
+
+  LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout);
+
+  // Waits until `condition` holds. Throws if the group failed. Fails the group and throws at the deadline;
+  // `pending` then describes the wait. Requires the lock.
+  template <typename Condition, typename Pending>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
+    const auto deadline = RunningClock::now() + timeout;
+    while (!condition()) {
+      throw_if_failed(rank, pending);
+      const bool late = changed_[rank].wait_until(lock, deadline) == std::cv_status::timeout;
+      if (late && !condition() && failure_.empty()) {
+        fail_and_throw(no_progress(rank, pending()));
+      }
+    }
+  }
+  void barrier(int rank);
+  // Blocks until all ranks have arrived as often as this rank. `what` is for error texts.
+  void rendezvous(PeerGroup& group, int rank, const std::string& what);
+  void wait_for_copy(std::unique_lock<std::mutex>& lock, int rank, const Offer& offer) {
+    changed_[rank].wait(lock, [&] { return offer.state != Offer::State::copying; });
+  }
+  // Records that `rank` makes its call number `number`. The first rank to arrive defines the call.
+  void begin_call(int rank, uint64_t number, const Call& call);
+  // Throws CommError once the group has failed, which includes kernels that report a missing rank.
+  void check(int rank);
+
+  // The methods below require the lock.
+
+  std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
+  // Fails the group if one rank maps peer memory (transport=lsa in its spec) and another rank, without it,
+  // has continued to its next call. Detects this before either deadline.
+  void compare_peer_memory();
+  void fail(const std::string& reason);
+  [[noreturn]] void fail_and_throw(const std::string& text);
+  const std::string& failure() const { return failure_; }
+  void wake(int rank) { changed_[rank].notify_all(); }
+  void wake_all();
+
+  const int world;
+  const std::chrono::milliseconds timeout;
+  const std::vector<Device> devices;  // by rank
+  std::mutex mutex;
+  // By split and first member: transports not yet fetched by their ranks.
+  std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
+  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until all ranks have fetched theirs
+  std::vector<std::weak_ptr<MappedPeers>> mapped;         // of all ranks, for stop()
+
+ private:
+  // A call not yet made by all ranks.
+  struct OpenCall {
+    uint64_t hash;
+    int rank;  // the first to make it
+    int arrived;
+    std::string what;
+  };
+  // The latest call begun by a rank.
+  struct LatestCall {
+    uint64_t number = 0;
+    std::string what;
+  };
+
+  template <typename Pending>
+  void throw_if_failed(int rank, Pending pending) const {
+    if (!failure_.empty()) throw_failed(rank, pending());
+  }
+  [[noreturn]] void throw_failed(int rank, const std::string& doing) const;
+  std::string no_progress(int rank, const std::string& doing) const;
+
+  const RunningClock::Watch watch_;
+  std::string failure_;
+  int at_barrier_ = 0;
+  uint64_t barriers_ = 0;
+  std::vector<LatestCall> latest_;  // by rank
+  // One per rank, so that a message wakes only its receiver.
+  std::vector<std::condition_variable> changed_;
+  std::deque<OpenCall> open_;
+  uint64_t first_open_ = 1;  // the number of open_[0]
+  std::vector<std::deque<Offer*>> offers_;
+};
+
+}  // namespace gradwire
