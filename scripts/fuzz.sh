@@ -80,7 +80,7 @@ mapfile -t libraries < <(ninja -C $build -t commands bin/fuzz_tests | tail -n 1 
 status=0
 for target in "${targets[@]}"; do
   program=$folder/fuzz-$target
-  ln -sf fuzz "$program"  # it finds its target in its name
+  ln -sf fuzz "$program"  # the program's name selects the target
   mkdir -p "$folder/found/$target" "$folder/seeds/$target"
   $build/bin/fuzz_tests "$target" --mutations 0 --write-seeds "$folder/seeds/$target"
   corpus=("$folder/found/$target" "$folder/seeds/$target")

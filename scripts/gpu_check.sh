@@ -249,7 +249,7 @@ has_torch() { [ -n "$torch" ]; }
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
   step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
-  # The test device is its smoke run.
+  # Not in smoke runs: ctest's test `device` is the same test without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/device_test.py 2 cuda

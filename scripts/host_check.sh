@@ -68,7 +68,7 @@ step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collec
   echo
   sed 's/^/    /' "$out/machine.txt"
   echo
-  $python bench/harness/check.py judge "$out" --markdown ${smoke:+--smoke} || failed=$((failed + 1))
+  $python bench/harness/check.py compare "$out" --markdown ${smoke:+--smoke} || failed=$((failed + 1))
 } > "$out/README.md"
 echo
 cat "$out/README.md"

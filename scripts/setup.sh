@@ -7,7 +7,7 @@ set -uo pipefail
 
 # package:feature that is disabled without it. The build needs the first group.
 required=(
-  "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the front door"
+  "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the commands in README"
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
   "nlohmann-json3-dev:the gradwire command" "zlib1g-dev:reading data sets" "python3:the scripts"
 )

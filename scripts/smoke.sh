@@ -20,7 +20,7 @@ build_targets() {
   fi
 }
 
-# not_checked WHY: ends a smoke run that lacks something here. ctest counts it as skipped.
+# not_checked REASON: ends a smoke run that this machine cannot complete. ctest counts it as skipped.
 not_checked() {
   echo "NOT CHECKED: $*"
   exit 77

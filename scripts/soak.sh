@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# make soak: random tests for as long as one likes.
+# make soak: random tests for a given time.
 #
 #   scripts/soak.sh faults [SECONDS [SEED]]     faults of every kind between ranks; 600 seconds, seed 1
 #   scripts/soak.sh elastic [SECONDS [SEED]]    runs whose ranks are killed, stopped and joined; the same

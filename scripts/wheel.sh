@@ -32,10 +32,10 @@ if [ -n "$smoke" ]; then
   cp -L build/lib/libgradwire.so "$folder/library/lib"
 else
   cmake --build "$folder/library" --target gradwire_shared
-  # It must not search folders of this machine.
+  # The library must not search folders of this machine.
   patchelf --remove-rpath "$folder/library/lib/libgradwire.so"
 fi
-# From a copy, because pip builds in the folder, and packs what an earlier build has left there.
+# From a copy, because pip builds in the folder, and packs files of earlier builds.
 cp -r integrations/python "$folder/package"
 rm -rf "$folder"/package/{build,*.egg-info}
 GRADWIRE_LIBRARY=$folder/library/lib/libgradwire.so \

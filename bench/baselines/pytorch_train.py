@@ -1,4 +1,4 @@
-"""The baseline of bench/experiments/slow_links.py: PyTorch's DDP over gloo, one process per rank.
+"""The baseline of the experiment slow_links: PyTorch's DDP over gloo, one process per rank.
 
 argv[1] is JSON: {"rendezvous": a file shared by all ranks, "threads", "model": {image_size, patch, depth,
 heads, width, mlp, classes}, "batch_size", "lr", "momentum", "timeout_s"}; RANK and WORLD_SIZE are in the

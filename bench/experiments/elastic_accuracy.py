@@ -28,7 +28,7 @@ RESUMES = True
 
 
 class Run:
-    """One training run, and the fate of its ranks."""
+    """One training run, in which a rank may be killed and another may join."""
 
     def __init__(self, gradwire, folder, spec, fate, seed, steps, data="fashion-mnist"):
         self.folder, self.fate = folder, fate

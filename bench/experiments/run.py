@@ -7,7 +7,7 @@
     run.py NAME --smoke                     seconds in place of minutes, to test the experiment itself
 
 An experiment with the option --ranks runs in as many processes of this machine. With --rate 1gbit each process
-is on a host of its own, and links of this rate connect the hosts (bench/harness/shaped_link.sh; needs root).
+runs on a separate host, and links of this rate connect the hosts (bench/harness/shaped_link.sh; needs root).
 
 The other modules of this folder are the experiments. A module has
     OPTIONS            {option: default}; a tuple: the option may be repeated; False: a flag
@@ -15,9 +15,14 @@ The other modules of this folder are the experiments. A module has
     measure(options)   a generator of measurements, which are dictionaries; on every rank. options.done: the
                        measurements that the file has already, if RESUMES is True
     tables(document)   the text for {"settings": {...}, "items": [measurements]}
-and may have MODULES and SPECS (Python modules and specs that a smoke run requires), ENVIRONMENT (variables of
-the ranks), line(item) (a measurement in one line), settings(options, items) (more settings of the document),
-render(document, path, options) and ERRORS_ARE_RESULTS (True: measurements with an "error" do not fail the experiment).
+and may have
+    MODULES, SPECS     Python modules and specs that a smoke run requires
+    ENVIRONMENT        variables of the ranks
+    RESUMES            True: keeps the measurements of the result file
+    ERRORS_ARE_RESULTS True: measurements with an "error" do not fail the experiment
+    line(item)         a measurement in one line
+    settings(options, items)            more settings of the document
+    render(document, path, options)     writes the result's page
 """
 import argparse
 import importlib
@@ -70,7 +75,7 @@ def parse(name, experiment, words):
 
 
 def settings(name, experiment, options, items):
-    """Returns what a result depends on, except for the measurements."""
+    """Returns the machine, versions and options of a result."""
     versions = {module: getattr(sys.modules.get(module), "__version__", None)
                 for module in ("gradwire", "jax", "torch")}
     chosen = {option: getattr(options, option) for option in experiment.OPTIONS}

@@ -3,13 +3,13 @@
 
     check.py run [--only REGEX] [--out FOLDER]   measures and checks the cases (make bench-check)
     check.py run --smoke                         measures tiny sizes; only a missing row is a failure
-    check.py judge FOLDER                        checks existing results, STEP.json (scripts/host_check.sh)
+    check.py compare FOLDER                      checks existing results, STEP.json (scripts/host_check.sh)
     check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
 Compares only ratios between measurements of one run, never times; higher is always better. A case fails when
 it is below its goal, or below the published value on the same device, by more than its noise, or when its
-row is missing from what the bench wrote. A faster result never fails. Exit status: 0 when no case
-fails, 1 when one does, 2 for bad input.
+row is missing in the results. A faster result never fails. Exit status: 0: no case failed; 1: a case failed;
+2: bad input.
 
 baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
 "where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
@@ -127,7 +127,7 @@ def least(case, device):
     return sorted(demands, reverse=True)
 
 
-def judge(case, rows, device):
+def verdict_of(case, rows, device):
     """Returns {"case", "measured" or None, "verdict", "why"}."""
     try:
         value = measured(case, rows)
@@ -140,13 +140,13 @@ def judge(case, rows, device):
 
 
 def better(first, second):
-    """Returns the better of two judgements of a case: noise on a shared machine can only slow it down."""
+    """Returns the better of two verdicts on a case: noise on a shared machine can only slow it down."""
     return max(first, second, key=lambda j: -1 if j["measured"] is None else j["measured"])
 
 
-def table(cases, judgements, device):
+def table(cases, verdicts, device):
     rows = [["case", "measured", "goal", "published", "noise", ""]]
-    for case, j in zip(cases, judgements):
+    for case, j in zip(cases, verdicts):
         published = f"{case['value']:.3g}" + ("" if case["device"] == device else " elsewhere")
         rows.append([case["case"], "-" if j["measured"] is None else f"{j['measured']:.3g}",
                      "-" if case["goal"] is None else f"{case['goal']:g}", published,
@@ -154,9 +154,9 @@ def table(cases, judgements, device):
     return rows
 
 
-def last_line(judgements):
-    failed = [j for j in judgements if j["verdict"] in FAILING]
-    text = f"bench-check: {len(judgements) - len(failed)} of {len(judgements)} cases ok"
+def last_line(verdicts):
+    failed = [j for j in verdicts if j["verdict"] in FAILING]
+    text = f"bench-check: {len(verdicts) - len(failed)} of {len(verdicts)} cases ok"
     return text + (f", {len(failed)} FAILED" if failed else "")
 
 
@@ -194,9 +194,9 @@ def read_rows(folder, step):
         raise BadInput(f"{path}: not JSON: {error}") from None
 
 
-def judge_folder(cases, folder, device):
+def verdicts_of_folder(cases, folder, device):
     rows = {step: read_rows(folder, step) for step in {case["step"] for case in cases}}
-    return [judge(case, rows[case["step"]], device) for case in cases]
+    return [verdict_of(case, rows[case["step"]], device) for case in cases]
 
 
 def run(cases, build, folder, retries, device, shrink=list):
@@ -205,9 +205,9 @@ def run(cases, build, folder, retries, device, shrink=list):
     if not os.access(bench, os.X_OK):
         raise BadInput(f"{bench} is missing; run make build")
     print(f"{len(cases)} cases on {device}, load {os.getloadavg()[0]:.1f}", flush=True)
-    judgements = []
+    verdicts = []
     for attempt in range(1 + retries):
-        failing = [j["verdict"] in FAILING for j in judgements] or [True] * len(cases)
+        failing = [j["verdict"] in FAILING for j in verdicts] or [True] * len(cases)
         steps = {case["step"]: case["command"] for case, again in zip(cases, failing) if again}
         if not steps:
             break
@@ -219,10 +219,11 @@ def run(cases, build, folder, retries, device, shrink=list):
                                         for word in command), folder)
             for step, command in steps.items()
         }
-        now = [judge(case, rows[case["step"]], device) if case["step"] in rows else None for case in cases]
-        judgements = [new if not judgements else better(judgements[i], new) if new else judgements[i]
-                      for i, new in enumerate(now)]
-    return judgements
+        now = [verdict_of(case, rows[case["step"]], device) if case["step"] in rows else None
+               for case in cases]
+        verdicts = [new if not verdicts else better(verdicts[i], new) if new else verdicts[i]
+                    for i, new in enumerate(now)]
+    return verdicts
 
 
 def publish(path, cases, folder, device):
@@ -249,18 +250,18 @@ def main():
     common.add_argument("--only", default=".", metavar="REGEX", help="cases whose name matches")
     common.add_argument("--baselines", type=pathlib.Path, default=BASELINES)
     commands = parser.add_subparsers(dest="action", required=True)
-    running = commands.add_parser("run", parents=[common], help="measure, and judge")
+    running = commands.add_parser("run", parents=[common], help="measure and compare")
     running.add_argument("--out", type=pathlib.Path, help="folder to keep the results in (default: none)")
     running.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
     running.add_argument("--retries", type=int, default=1,
                          help="how often to repeat a failing case (default: 1)")
-    judging = commands.add_parser("judge", parents=[common], help="judge existing results")
-    judging.add_argument("--markdown", action="store_true")
-    for command in (running, judging):
+    comparing = commands.add_parser("compare", parents=[common], help="compare existing results")
+    comparing.add_argument("--markdown", action="store_true")
+    for command in (running, comparing):
         command.add_argument("--smoke", action="store_true",
                              help="tiny sizes; a case fails only if its row is missing")
     publishing = commands.add_parser("publish", parents=[common], help="make results the published values")
-    for command in (judging, publishing):
+    for command in (comparing, publishing):
         command.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()
 
@@ -272,16 +273,16 @@ def main():
     if arguments.action == "publish":
         publish(arguments.baselines, cases, arguments.folder, device)
         return 0
-    if arguments.action == "judge":
-        judgements = judge_folder(cases, arguments.folder, device)
+    if arguments.action == "compare":
+        verdicts = verdicts_of_folder(cases, arguments.folder, device)
     else:
         with tempfile.TemporaryDirectory(prefix="gradwire-check-") as scratch:
             folder = arguments.out or pathlib.Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
-            judgements = run(cases, arguments.build, folder.resolve(), retries, device, shrink)
-    shape = report.markdown if arguments.action == "judge" and arguments.markdown else report.plain
-    print("\n" + shape(table(cases, judgements, device)).rstrip() + "\n\n" + last_line(judgements))
-    return 1 if any(j["verdict"] in FAILING for j in judgements) else 0
+            verdicts = run(cases, arguments.build, folder.resolve(), retries, device, shrink)
+    shape = report.markdown if arguments.action == "compare" and arguments.markdown else report.plain
+    print("\n" + shape(table(cases, verdicts, device)).rstrip() + "\n\n" + last_line(verdicts))
+    return 1 if any(j["verdict"] in FAILING for j in verdicts) else 0
 
 
 if __name__ == "__main__":

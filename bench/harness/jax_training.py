@@ -10,7 +10,7 @@ try:
     import numpy as np
     from jax.sharding import NamedSharding, PartitionSpec
 except ImportError:
-    jax = None  # run.py lists the options all the same
+    jax = None  # run.py shows the options even without JAX
 
 GLOO = "jax.lax.pmean, Gloo"
 SMOKE_MODES = (GLOO, "int8")  # each takes ten seconds to compile

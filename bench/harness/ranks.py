@@ -52,7 +52,7 @@ def run(command, count, rate, deadline_s, environment=None):
     Args:
         command: the words of the command.
         count: the number of ranks.
-        rate: of the links between the ranks, each on a host of its own, such as "1gbit". "": the ranks are
+        rate: of the links between the ranks, each on a separate host, such as "1gbit". "": the ranks are
             processes of this machine.
         deadline_s: when to kill the ranks.
         environment: more variables for the ranks.

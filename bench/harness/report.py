@@ -69,8 +69,8 @@ def progress_line(number, count, item, result):
         what = theirs_16bit([item])
     buckets = f", buckets of {item['bucket_mb']} MB" if item.get("bucket_mb") else ""
     where = {"threads": ", threads"}.get(item["ranks_are"], "")
-    told = result.get("error") or (f"{median(result['step_ms']):.1f} ms" if "step_ms" in result else "?")
-    return f"[{number}/{count}] {who} {what}{buckets}{where}: {told}"
+    shown = result.get("error") or (f"{median(result['step_ms']):.1f} ms" if "step_ms" in result else "?")
+    return f"[{number}/{count}] {who} {what}{buckets}{where}: {shown}"
 
 
 class Cell:

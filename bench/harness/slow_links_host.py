@@ -76,17 +76,17 @@ class Host:
     def __init__(self, plan):
         self.plan, self.folder = plan, pathlib.Path(plan["folder"])
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.child, self.children, self.meetings = None, 0, 0
+        self.child, self.children, self.barriers = None, 0, 0
 
-    def meet(self, why="", seconds=90):
+    def barrier(self, why="", seconds=90):
         """Waits for the other hosts. Returns the error of any host, or an empty text."""
-        self.meetings += 1
+        self.barriers += 1
         note = self.folder / f"note.{self.rank}"
         note.write_text(why)
-        note.rename(self.folder / f"at.{self.meetings}.{self.rank}")
+        note.rename(self.folder / f"at.{self.barriers}.{self.rank}")
         deadline = time.monotonic() + seconds
         for other in range(self.world):
-            path = self.folder / f"at.{self.meetings}.{other}"
+            path = self.folder / f"at.{self.barriers}.{other}"
             while not path.exists():
                 if time.monotonic() > deadline:
                     raise SystemExit(f"experiments: host {other} did not arrive within {seconds} s")
@@ -132,12 +132,12 @@ class Host:
 
     def work(self, number, item):
         result, why = {}, ""
-        self.meet()
+        self.barrier()
         try:
             result = self.gradwire(item, number) if item["who"] == "gradwire" else self.pytorch(item)
         except Failed as reason:
             why = str(reason)
-        why = self.meet(why, item["deadline_s"] + 90)
+        why = self.barrier(why, item["deadline_s"] + 90)
         if why:
             result = {"error": why}
             if item["who"] == "pytorch" and self.child is not None:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Makes a measurement small, for the `--smoke` runs that `make test` makes of every script that measures.
+"""Shrinks measurements for the `--smoke` runs, with which `make test` tests every script that measures.
 
     smoke.py COMMAND [ARGUMENT...]   runs COMMAND with tiny sizes, on the host
 
-A smoke run goes through the code of the whole script in seconds. It fails when a flag, op, model, spec or
+A smoke run executes the code of the whole script in seconds. It fails when a flag, op, model, spec or
 field that the script names does not exist. Its numbers mean nothing.
 """
 import importlib
@@ -38,8 +38,10 @@ def check_model(program, model):
 
 
 def tiny(command, more=()):
-    """Returns the command with the values of TINY and `more` for its flags, and with a small model. Exits if
-    the command's model does not exist."""
+    """Returns the command with the values of TINY and `more` for its flags, and with a small model.
+
+    Exits if the command's model does not exist.
+    """
     values = {**TINY, **dict(more)}
     words = [str(word) for word in command]
     if pathlib.Path(words[0]).name == "shaped_link.sh" and ranks.no_links():
@@ -53,7 +55,7 @@ def tiny(command, more=()):
             check_model(program, words[i + 1])
             words[i + 1] = SMALL_MODEL if "orthonormalize" not in words else SMALL_MODEL_OF_RANK_32
         words[i + 1] = values.get(word, words[i + 1])
-    # Programs in Python, which have no flag for the device, or more to make small.
+    # Python programs name the host "cpu"; experiments have a flag for a smoke run.
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
     if words[script:] and pathlib.Path(words[script]).parent.name == "experiments":
         words.append("--smoke")

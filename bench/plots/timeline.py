@@ -114,17 +114,17 @@ def draw(trace, step, path):
     first = ranks[0]
     communication = timeline.busy(first, "compress", "communicate", "decompress")
     waited = timeline.sum(first, "wait")
-    told = ""
+    overlap = ""
     if communication:
         overlapped = 100 * (1 - min(1, waited / communication))
-        told = f", communication {communication:.1f} ms, {overlapped:.0f} % of it overlapped with backward"
+        overlap = f", communication {communication:.1f} ms, {overlapped:.0f} % of it overlapped with backward"
     figure.text(0.02, 1 - 0.36 / height,
                 f"One step of {about['model']} on {len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'}",
                 fontsize=16, fontweight="bold", va="center")
     figure.text(0.02, 1 - 0.68 / height,
                 f"{about['compression']}, {buckets}, batch {about['batch_size']} per rank, "
                 f"on {about['device']} ({about['ranks_are']});  "
-                f"step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}{told}",
+                f"step {timeline.step}: {timeline.step_ms[first]:.1f} ms on rank {first}{overlap}",
                 fontsize=10.5, color=FAINT, va="center")
     shown = [kind for kind in KINDS if any(kind == s[0] for spans in timeline.spans.values() for s in spans)]
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=KINDS[kind][1], linewidth=0,

@@ -37,7 +37,7 @@ class Check(unittest.TestCase):
         self.addCleanup(shutil.rmtree, self.folder)
 
     def verdict(self, the_case, rows):
-        return check.judge(the_case, rows, HERE)["verdict"]
+        return check.verdict_of(the_case, rows, HERE)["verdict"]
 
     def test_the_goal_counts_everywhere_less_the_noise(self):
         for speedup, verdict in ((5.0, "ok"), (4.51, "ok"), (4.49, "NOT MET"), (0.1, "NOT MET")):
@@ -61,7 +61,7 @@ class Check(unittest.TestCase):
                           ([row(9, spec="fp8")], "no row"), ([row(None)], "speedup is null"),
                           ([{"spec": "bf16"}], "speedup is null"), ([row(float("nan"))], "NaN"),
                           ([row(0)], "speedup is 0"), ([row("fast")], '"fast"')):
-            judged = check.judge(case(), rows, HERE)
+            judged = check.verdict_of(case(), rows, HERE)
             self.assertEqual((judged["verdict"], judged["measured"]), ("NOT MEASURED", None))
             self.assertIn(why, judged["why"])
 
@@ -91,11 +91,11 @@ class Check(unittest.TestCase):
                           case(case="absent", step="nothing"))
         results = self.folder / "hook.json"
         results.write_text(json.dumps([row(7), row(1, spec="fp8")]))
-        done = self.command("judge", self.folder, "--baselines", path)
+        done = self.command("compare", self.folder, "--baselines", path)
         self.assertEqual((done.returncode, done.stderr), (1, ""))
         for text in ("NOT MET", "NOT MEASURED: its command failed", "1 of 3 cases ok, 2 FAILED"):
             self.assertIn(text, done.stdout)
-        done = self.command("judge", self.folder, "--baselines", path, "--only", "^hook$", "--markdown")
+        done = self.command("compare", self.folder, "--baselines", path, "--only", "^hook$", "--markdown")
         self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertIn("| hook | 7 | 5 | 6 elsewhere | 10 % | ok |", done.stdout)
 
@@ -143,7 +143,7 @@ class Check(unittest.TestCase):
     def test_a_missing_row_is_an_error_that_names_the_most_similar_rows(self):
         rows = [{"op": f"int{bits}_decode", "cache": "warm", "speedup": 9} for bits in range(20)]
         rows.append({"op": "bf16_reduce_encode", "cache": "cold", "speedup": 9})
-        judged = check.judge(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
+        judged = check.verdict_of(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
         self.assertEqual(judged["verdict"], "NOT MEASURED")
         self.assertTrue(
             judged["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
@@ -173,10 +173,10 @@ class Check(unittest.TestCase):
     def test_bad_input(self):
         path = self.write(case())
         unknown, two = dict(case(), gaol=3), case(case="b", command=["other"])
-        for arguments, *parts in ((["judge", self.folder, "--baselines",
+        for arguments, *parts in ((["compare", self.folder, "--baselines",
                                     "/nowhere"], "/nowhere", "No such file"),
-                                  (["judge", self.folder, "--baselines", path, "--only", "zip"],
-                                   "--only zip"), (["judge", self.folder, "--baselines", path, "--only",
+                                  (["compare", self.folder, "--baselines", path, "--only", "zip"],
+                                   "--only zip"), (["compare", self.folder, "--baselines", path, "--only",
                                                     "("], "--only ("),
                                   (["run", "--baselines", path, "--build",
                                     self.folder / "none"], "make build")):
@@ -185,11 +185,11 @@ class Check(unittest.TestCase):
             for part in parts:
                 self.assertIn(part, done.stderr)
         for bad, part in ((unknown, "gaol"), ({"case": "x"}, "command")):
-            done = self.command("judge", self.folder, "--baselines", self.write(bad))
+            done = self.command("compare", self.folder, "--baselines", self.write(bad))
             self.assertEqual(done.returncode, 2)
             self.assertIn(part, done.stderr)
         self.assertIn("two commands",
-                      self.command("judge", self.folder, "--baselines", self.write(case(), two)).stderr)
+                      self.command("compare", self.folder, "--baselines", self.write(case(), two)).stderr)
 
     def test_publishing_changes_what_was_measured_and_nothing_else(self):
         path = self.write(case(), case(case="other", where={"spec": "fp8"}))

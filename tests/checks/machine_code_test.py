@@ -86,7 +86,7 @@ class MachineCodeTest(unittest.TestCase):
     def test_a_non_coherent_load_is_refused_where_peers_write_and_nowhere_else(self):
         def judged(kernel: str, load: str) -> list[str]:
             measured = machine_code.measure(function(f"{load} R8, desc[UR4][R2.64]", "EXIT"))
-            return check_machine_code.judge_any({
+            return check_machine_code.violations_on_any({
                 "full": f"void gradwire::cuda::(anonymous namespace)::{kernel}<4>(int)",
                 "architecture": "sm_80", "STACK": 0, "LOCAL": 0, **dataclasses.asdict(measured)
             })

@@ -181,7 +181,7 @@ def figures(function: dict, threads: int, dynamic_shared: float) -> Figures:
     return one
 
 
-def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
+def violations(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     if budget is None:
         return [f"{name} has no row in tools/checks/kernel_budgets.tsv; now: {proposed(name, is_)}"]
     wrong = []
@@ -209,7 +209,7 @@ def judge(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     return wrong
 
 
-def judge_any(function: dict) -> list[str]:
+def violations_on_any(function: dict) -> list[str]:
     """Returns the errors of a function that are errors on every architecture."""
     where = f"{function['full']} on {function['architecture']}"
     wrong = []
@@ -323,7 +323,7 @@ def main() -> int:
     wrong, worst = contracted(options.build), {}
     for function in read:
         full, architecture = function["full"], function["architecture"]
-        wrong += judge_any(function)
+        wrong += violations_on_any(function)
         if architecture != PINNED:
             continue
         name = label(full)
@@ -338,7 +338,7 @@ def main() -> int:
         if "narrow" not in one.found or not best.instantiations or "narrow" in best.found:
             best.worst(one)
     for name, one in sorted(worst.items()):
-        wrong += judge(name, one, budgets.get(name))
+        wrong += violations(name, one, budgets.get(name))
     wrong += [f"tools/checks/kernel_budgets.tsv: no kernel has the name {name}" for name in budgets
               if name not in worst]
 

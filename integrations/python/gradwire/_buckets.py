@@ -109,7 +109,7 @@ _NUMBER = "parameter "  # followed by the number of an unnamed parameter
 
 
 def is_number(name: str) -> bool:
-    """Whether the name is a number that Names assigned."""
+    """Returns whether the name is a number that Names assigned."""
     return name.startswith(_NUMBER) and name[len(_NUMBER):].isdigit()
 
 

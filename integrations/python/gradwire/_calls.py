@@ -73,7 +73,7 @@ class Request(Handle):
         self._comm = comm
 
     def done(self) -> bool:
-        """Whether the result is ready. Raises CommFailed if the call has failed."""
+        """Returns whether the result is ready. Raises CommFailed if the call has failed."""
         try:
             _native.call("gw_request_wait", self._handle, 0)
         except _native.NotDone:

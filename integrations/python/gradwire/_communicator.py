@@ -136,7 +136,7 @@ class Communicator(Handle):
         """Accepts requests to join, up to a world of `most` ranks. Needs shrinkable=True.
 
             comm.admit(4)                        # on every rank, including admitted ranks
-            invitation = comm.invitation()   # for the new process: Communicator.join(invitation)
+            invitation = comm.invitation()       # for the new process: Communicator.join(invitation)
             ...
             if waiting:                          # comm.waiting on rank 0, broadcast to all ranks
                 grown = comm.grow()              # on every rank; then send the state to the new ranks

@@ -184,7 +184,7 @@ class Elastic:
         return _joined(before), _joined(after)
 
     def _others_have_all(self, comm: Communicator) -> bool:
-        """Whether every rank has the means of this rank's step, so that no rank repeats it."""
+        """Returns whether every rank has the means of this rank's step, so that no rank repeats it."""
         mine = torch.tensor([float(self._step % _STEPS), float(self._has_all)])
         everybody = torch.empty(2 * comm.world)
         comm.all_gather(everybody, mine, "fp32", tag="how far the ranks are")

@@ -135,7 +135,7 @@ class ParamGroup:
             self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
 
     def keeps(self, name: str, param: Any) -> bool:
-        """Whether a parameter has a residual after its first gradient."""
+        """Returns whether a parameter has a residual after its first gradient."""
         return (self.residual is not None and bool(param.sharded_param.requires_grad)
                 and not self._options.dense_gradients(name, param._orig_size))
 

@@ -175,7 +175,7 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
     """Blocks until all ranks call it. With the store errors name ranks, and the group stays usable."""
     store = dist.distributed_c10d._get_default_store()
     mine = store.add(f"{key}/{rank}", 1)
-    waited, told, pause = 0.0, False, 0.001
+    waited, warned, pause = 0.0, False, 0.001
     missing = [r for r in range(world) if r != rank]
     while True:
         missing = [r for r in missing if store.add(f"{key}/{r}", 0) < mine]
@@ -187,9 +187,9 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
         if waited > timeout_s:
             store.add(f"{key}/{rank}", -1)
             raise _native.CommFailed(text)
-        if waited > _PATIENCE_S and not told:
+        if waited > _PATIENCE_S and not warned:
             _log.warning("%s", text)
-            told = True
+            warned = True
         begin = time.monotonic()
         time.sleep(pause)
         # During a much longer pause this process was stopped: do not count that time.

@@ -53,7 +53,10 @@ def varying(x: Any) -> Any:
 
 
 def same_on_every_device(x: Any) -> bool:
-    """Whether jax.shard_map has proved that x is the same on every device. False if it does not check."""
+    """Returns whether jax.shard_map has proved that x is the same on every device.
+
+    False if jax.shard_map does not check this.
+    """
     axes = manual_axes()
     return bool(axes) and not _varying_axes(x) and bool(_varying_axes(jax.lax.axis_index(axes[0])))
 
@@ -195,7 +198,7 @@ def branch(predicate: Any, yes: Callable[..., Any], no: Callable[..., Any], *ope
 
 
 def alone(what: str) -> bool:
-    """Whether a codec is traced in a world of 1, in which it changes nothing.
+    """Returns whether a codec is traced in a world of 1, in which it changes nothing.
 
     Such a program fails in a larger world. init() makes JAX trace it again.
     """

@@ -26,7 +26,7 @@ class Ranks:
         self.communicators: Dict[int, Tuple[Communicator, threading.Lock]] = {}  # by _jax_ffi.Call.device
         self.world = 0
         self.generation = 0  # counts init() and shutdown()
-        # Whether the codecs' traced programs are for a world of 1; None: no program was traced.
+        # True if the traced programs of codecs are for a world of 1; None: no program was traced.
         self.traced_alone: Optional[bool] = None
 
     def set(self, communicators: Dict[int, Communicator], world: int) -> None:

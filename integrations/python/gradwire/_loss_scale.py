@@ -41,7 +41,7 @@ class _Update:
         return result
 
     def _skipped(self, optimizer: Any) -> Optional[bool]:
-        """Whether the scaler skipped this optimizer's step; None: unknown."""
+        """Returns whether the scaler skipped this optimizer's step; None: unknown."""
         found = getattr(self.scaler, "_found_inf_per_device", None)
         enabled = getattr(self.scaler, "is_enabled", None)  # a disabled GradScaler skips no step
         if (optimizer is None or optimizer() is None or found is None

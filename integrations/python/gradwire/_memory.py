@@ -68,7 +68,7 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
+        """True if close() was called."""
         return not self._finalizer.alive
 
 

@@ -39,7 +39,7 @@ class Origin:
         self._own = process_group
 
     def forked(self) -> bool:
-        """Whether this process is a fork of the communicator's process."""
+        """Returns whether this process is a fork of the communicator's process."""
         return self._process != os.getpid()
 
     def ended(self) -> str:

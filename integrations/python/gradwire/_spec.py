@@ -22,11 +22,11 @@ def method_of(spec: str) -> str:
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether dense=auto means a tensor of this shape."""
+    """Returns whether dense=auto means a tensor of this shape."""
     elements = math.prod(shape)
     return elements <= LONGEST_VECTOR if len(shape) <= 1 else elements < _SMALL_MATRIX
 
 
 def stays_dense(shape: Sequence[int], spec: str) -> bool:
-    """Whether a tensor of this shape is sent uncompressed."""
+    """Returns whether a tensor of this shape is sent uncompressed."""
     return method_of(spec) not in _WIDE and is_small(shape)

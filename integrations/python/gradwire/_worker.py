@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """Whether the thread, its jobs and communicators belong to another process."""
+        """True if the thread, its jobs and communicators belong to another process."""
         return self._process not in (0, os.getpid())
 
     def _run(self) -> None:
