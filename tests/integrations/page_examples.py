@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Every example of a page runs as printed, by ranks that then train with it, or says here why not.
+"""Runs every example of a page as printed, by ranks that then train with it.
 
-usage: page_examples.py PAGE [FOLDER]    PAGE: one of PAGES; by the Python that has its framework, if it has
-                                         one FOLDER: with the programs and libgradwire.so, for pages that need
-                                         them
+    page_examples.py PAGE [FOLDER]    PAGE: one of PAGES; FOLDER: a build folder, for pages that need programs
 
-What a page leaves to its reader (a model, a rank, an address) is in the sessions of page_*.py: a session is
-some of a page's examples in one set of ranks. An example that is neither run nor excused fails the test.
+A session runs some of a page's examples in one set of ranks. It defines the names that an example expects
+from the reader, such as a model, a rank or an address. The test fails for an example that belongs to no
+session and is not in NOT_RUN, which gives the reason why an example does not run.
 """
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ PAGES = {
 
 
 def examples(page: str) -> List[str]:
-    """The page's indented and fenced blocks. A fenced one with commands is one example for each."""
+    """Returns the page's indented and fenced blocks. In a fenced block of commands each is an example."""
     found: List[str] = []
     indented: List[str] = []
     fenced: "List[str] | None" = None
@@ -55,10 +54,10 @@ def examples(page: str) -> List[str]:
 
 
 def find(first: str, all_examples: List[str]) -> str:
-    """The example that begins so."""
+    """Returns the example that begins with `first`."""
     matching = [e for e in all_examples if e.startswith(first)]
     if len(matching) != 1:
-        raise SystemExit(f"{len(matching)} examples begin with {first!r}; the sessions are out of date")
+        raise SystemExit(f"{len(matching)} examples begin with {first!r}, expected 1: update the sessions")
     return matching[0]
 
 
@@ -67,7 +66,7 @@ def main() -> int:
     path, module = PAGES[page]
     loaded = importlib.import_module(module)
     sessions: Dict[str, Session] = loaded.SESSIONS
-    excused: List[Tuple[str, str]] = loaded.NOT_RUN
+    not_run: List[Tuple[str, str]] = loaded.NOT_RUN
     printed = examples(path)
     if "RANK" in os.environ:
         session = sessions[sys.argv[2]]
@@ -75,9 +74,9 @@ def main() -> int:
         session.run([find(first, printed) for first in session.examples], f"127.0.0.1:{sys.argv[4]}")
         return 0
     taken = [find(first, printed) for session in sessions.values() for first in session.examples]
-    reasons = {find(first, printed): reason for first, reason in excused}
-    failures = [f"nobody runs or excuses: {e}" for e in printed if e not in taken and e not in reasons]
-    failures += [f"both run and excused: {e}" for e in reasons if e in taken]
+    reasons = {find(first, printed): reason for first, reason in not_run}
+    failures = [f"neither run nor in NOT_RUN: {e}" for e in printed if e not in taken and e not in reasons]
+    failures += [f"both run and in NOT_RUN: {e}" for e in reasons if e in taken]
     ran: Set[str] = set()
     with tempfile.TemporaryDirectory() as folder:
         for name, session in sessions.items():

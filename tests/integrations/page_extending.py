@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: one C program of those of the C ABI, on 4 ranks."""
+"""The examples of docs/extending.md: a C program with all examples of the C ABI, on 4 ranks."""
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ from page_sessions import Session
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORLD = 4
 
-# What the page's examples leave to their reader; %s: an example.
+# The program around the examples; %s: an example.
 PROGRAM = """
 #define _POSIX_C_SOURCE 200809L
 #include <gradwire/gradwire.h>
@@ -127,7 +127,7 @@ int main(int argc, char** argv) {
     fail("shrinkable", gw_last_error());
   fill(gradients, 256 * 512, (float)rank + 1);
   if (gw_reducer_allreduce(reducer, grads, NULL, NULL) != GW_OK) fail("the first step", gw_last_error());
-  /* A rank that has ended its step may have what another still waits for. */
+  /* Rank 0 must not end while another rank waits for its data of the first step. */
   char key[16], byte = 0;
   snprintf(key, sizeof key, "stepped%%d", rank);
   my_set(my_client, key, &byte, 1, 60000);
@@ -142,7 +142,7 @@ int main(int argc, char** argv) {
   expect(comm, gradients, 256 * 512, 3, "the step after gw_comm_shrink");
   gw_stats stats = {.size = sizeof stats};
   gw_reducer_stats(reducer, &stats);
-  if (stats.steps != 2) fail("gw_reducer_state_load", "the steps before it do not count");
+  if (stats.steps != 2) fail("gw_reducer_state_load", "the count of steps is not restored");
   gw_reducer_destroy(reducer);
   gw_comm_destroy(comm);
   return 0;

@@ -7,7 +7,7 @@ from page_sessions import RANK, Session, needs_torch, same_on_all_ranks, torch_m
 
 
 def names(**more: Any) -> Dict[str, Any]:
-    """What a reader of the page has: a model, a rank, and PyTorch's own names."""
+    """Returns the names that an example expects: a model, a rank, and PyTorch's."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -89,9 +89,9 @@ def from_powersgd_hook(examples: List[str], _: str) -> None:
     exec(before, given)
     train_torch(given["ddp_model"])
     given["model"] = torch_model()
-    given["ddp_model"] = given["DistributedDataParallel"](given["model"])  # takes one hook
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])  # a DDP accepts one hook only
     exec(comment + after, given)
-    trains(given, ratio=1)  # its first 1000 steps are FP32's
+    trains(given, ratio=1)  # the first 1000 steps are uncompressed
 
 
 def distributed_checkpoint(examples: List[str], _: str) -> None:
@@ -142,7 +142,7 @@ SESSIONS = {
                                              ['hook = compress(ddp_model, "int8", min_ranks=2)']),
     "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
-    # Its first example again, which a checkpoint needs.
+    # A checkpoint needs the first example also.
     "torch.distributed.checkpoint": Session(
         2, distributed_checkpoint,
         ["from gradwire.torch import compress", "from torch.distributed import checkpoint"],

@@ -9,8 +9,7 @@ from typing import Dict, List
 from page_sessions import Session
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# Shorter than printed: a run of 3 epochs takes a minute, and the page leaves a comparison's model to its
-# reader.
+# Replaces long commands: a run of 3 epochs takes a minute. The page omits a comparison's model.
 SHORTER: Dict[str, str] = {
     "--epochs 3": "--steps 8",
     "compare ...": "compare --model vit_tiny --data fashion-mnist --ranks 2 --steps 4"
@@ -39,7 +38,7 @@ SESSIONS = {
 }
 NOT_RUN = [
     ("make demo", "trains for minutes; scripts/demo.sh is `gradwire compare`, which the next example runs"),
-    ("vit_tiny on fashion-mnist", "what that prints"),
+    ("vit_tiny on fashion-mnist", "the output of the command above"),
     ("build/bin/gradwire compare ... --preset",
      "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
     ("build/bin/gradwire doctor", "measures for half a minute; tests/cli/doctor_test.py runs it"),

@@ -1,4 +1,4 @@
-"""What the sessions of page_examples.py share: their type, and training in PyTorch."""
+"""The sessions of page_examples.py: their type, and training in PyTorch."""
 from __future__ import annotations
 
 import os
@@ -9,13 +9,19 @@ STEPS = 30
 
 
 class Session(NamedTuple):
-    """Some examples of a page, which run in one set of ranks."""
+    """Some examples of a page, which run in one set of ranks.
 
-    world: int  # ranks; 0: none, the test itself runs it
-    # (the examples' texts, HOST:PORT where ranks may meet); for world 0 (texts, the build folder)
+    Attributes:
+        world: the number of ranks; 0: runs in the test's process.
+        run: (the examples' texts, HOST:PORT for a rendezvous); for world 0 (texts, the build folder).
+        examples: the beginning of each example.
+        missing: returns why the session cannot run with this version of the framework; "" if it can.
+    """
+
+    world: int
     run: Callable[..., None]
-    examples: List[str]  # how each begins
-    missing: Callable[[], str] = lambda: ""  # why it cannot run with this version of the framework
+    examples: List[str]
+    missing: Callable[[], str] = lambda: ""
 
 
 def needs_torch(*oldest: int) -> Callable[[], str]:
@@ -50,10 +56,10 @@ def torch_model() -> Any:
 
 
 def train_torch(model: Any) -> None:
-    """A model that has learned already does not get worse."""
+    """Trains, and checks that the loss falls or stays small."""
     import torch
     optimizer = torch.optim.Adam(model.parameters(), 0.002)
-    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(RANK))  # each its own examples
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(RANK))  # different on every rank
 
     def step(_: int) -> float:
         loss = torch.nn.functional.mse_loss(model(x), x[:, :1])
