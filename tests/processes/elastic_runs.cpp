@@ -17,6 +17,7 @@
 #include "collectives/net/joiner.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
+#include "tests/trainer/runs.h"
 #include "trainer/config/members.h"
 #include "trainer/log/run_log.h"
 
@@ -74,17 +75,6 @@ std::vector<std::string> lines_with(const std::string& word, const std::string& 
   return found;
 }
 
-namespace {
-
-VitConfig tiny_model() {
-  VitConfig model{.name = "tiny"};
-  model.image = 4, model.patch = 2, model.channels = 1, model.classes = 4;
-  model.width = 8, model.depth = 1, model.heads = 2, model.mlp = 16;
-  return model;
-}
-
-}  // namespace
-
 DataSplits tiny_data() {
   return make_synthetic(tiny_model(), 200, 10, 1);
 }
@@ -105,12 +95,9 @@ TrainConfig tiny_run(int world, const std::string& spec, int64_t steps) {
 }
 
 std::vector<double> undisturbed_losses(const TrainConfig& config) {
-  struct Losses : RunObserver {
-    void on_step(const StepRecord& step) override { all.push_back(step.loss); }
-    std::vector<double> all;
-  } losses;
-  run_training(config, tiny_data(), losses);
-  return losses.all;
+  Recorder recorder;
+  run_training(config, tiny_data(), recorder);
+  return recorder.losses;
 }
 
 namespace {

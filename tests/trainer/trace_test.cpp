@@ -11,8 +11,7 @@
 #include "runtime/util/error.h"
 #include "tests/support/devices.h"
 #include "tests/trainer/files.h"
-#include "trainer/config/run.h"
-#include "trainer/data/dataset.h"
+#include "tests/trainer/runs.h"
 #include "trainer/log/trace_file.h"
 
 namespace gradwire {
@@ -57,15 +56,7 @@ class TraceTest : public ::testing::TestWithParam<Device> {
  protected:
   TrainConfig config(int ranks, const char* spec) const {
     TrainConfig config;
-    config.model = {.name = "small",
-                    .image = 8,
-                    .channels = 1,
-                    .patch = 4,
-                    .width = 16,
-                    .depth = 1,
-                    .heads = 2,
-                    .mlp = 32,
-                    .classes = 4};
+    config.model = testing::small_model(1);
     config.devices.assign(static_cast<size_t>(ranks), GetParam());
     config.compression = CompressionSpec::parse(spec);
     config.bucket_mb = 0;  // a bucket for each tensor

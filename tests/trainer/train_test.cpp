@@ -1,4 +1,5 @@
 // Properties of the training loop, over ranks.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -12,8 +13,8 @@
 #include "tests/support/devices.h"
 #include "tests/support/expect.h"
 #include "tests/support/thinned.h"
-#include "trainer/config/run.h"
-#include "trainer/data/dataset.h"
+#include "tests/support/threads.h"
+#include "tests/trainer/runs.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/deferred_update.h"
 #include "trainer/train/memory.h"
@@ -26,38 +27,15 @@ namespace gradwire {
 namespace {
 
 using testing::expect_error;
+using testing::Recorder;
+using testing::small_model;
 using testing::thinned;
 
-struct Recorder : RunObserver {
-  void on_run(const RunInfo& i) override { info = i, ++runs; }
-  void on_step(const StepRecord& s) override { steps.push_back(s); }
-  void on_eval(const EvalRecord& e) override {
-    evals.push_back(e);
-    steps_before_eval.push_back(steps.size());
-  }
-  void on_end(const EndRecord& e) override { hash = e.parameter_hash, memory_bytes = e.memory_bytes, ++ends; }
-
-  RunInfo info;
-  int runs = 0, ends = 0;
-  std::vector<StepRecord> steps;
-  std::vector<EvalRecord> evals;
-  std::vector<size_t> steps_before_eval;
-  uint64_t hash = 0;
-  int64_t memory_bytes = 0;
-};
-
-VitConfig small_model() {
-  VitConfig model;
-  model.name = "small";
-  model.image = 8;
-  model.channels = 1;
-  model.patch = 4;
-  model.width = 16;
-  model.depth = 2;
-  model.heads = 2;
-  model.mlp = 32;
-  model.classes = 4;
-  return model;
+// Expects the same losses, evaluations and weights.
+void expect_same_run(const Recorder& got, const Recorder& want, const std::string& what) {
+  EXPECT_EQ(got.losses, want.losses) << what;
+  EXPECT_EQ(got.eval_losses, want.eval_losses) << what;
+  EXPECT_EQ(got.hash, want.hash) << what;
 }
 
 class TrainTest : public ::testing::TestWithParam<Device> {
@@ -81,12 +59,6 @@ class TrainTest : public ::testing::TestWithParam<Device> {
     run_training(config, data_, recorder);
     return recorder;
   }
-  static std::vector<double> losses(const Recorder& recorder) {
-    std::vector<double> values;
-    for (const StepRecord& s : recorder.steps) values.push_back(s.loss);
-    return values;
-  }
-
   const DataSplits data_ = make_synthetic(small_model(), 192, 50, 1);
 };
 GW_INSTANTIATE_ON_DEVICES(TrainTest);
@@ -128,9 +100,7 @@ TEST_P(TrainTest, SameConfigSameBits) {
     Recorder c = train(config(3, spec));
     set_host_threads(before);
     for (const Recorder* other : {&b, &c}) {
-      EXPECT_EQ(a.hash, other->hash) << spec;
-      EXPECT_EQ(losses(a), losses(*other)) << spec;
-      EXPECT_EQ(a.evals.back().test_loss, other->evals.back().test_loss) << spec;
+      expect_same_run(*other, a, spec);
       EXPECT_EQ(a.evals.back().test_accuracy, other->evals.back().test_accuracy) << spec;
     }
     TrainConfig other_seed = config(3, spec);
@@ -156,10 +126,7 @@ TEST_P(TrainTest, GraphsGiveTheSameBits) {
     const Recorder plain = train(c);
     c.graph = true;
     const Recorder graph = train(c);
-    EXPECT_EQ(losses(plain), losses(graph)) << spec;
-    EXPECT_EQ(plain.hash, graph.hash) << spec;
-    ASSERT_EQ(plain.evals.size(), graph.evals.size());
-    EXPECT_EQ(plain.evals.back().test_loss, graph.evals.back().test_loss) << spec;
+    expect_same_run(graph, plain, spec);
     for (size_t s = 0; s < plain.steps.size(); ++s) {
       EXPECT_EQ(plain.steps[s].wire_bytes, graph.steps[s].wire_bytes) << spec << ", step " << s;
       EXPECT_EQ(plain.steps[s].lr, graph.steps[s].lr);
@@ -191,12 +158,7 @@ TEST_P(TrainTest, OverlappingForwardGivesTheSameBits) {
     const Recorder plain = train(c);
     c.overlap_forward = true;
     const Recorder overlapped = train(c);
-    EXPECT_EQ(losses(plain), losses(overlapped)) << spec;
-    EXPECT_EQ(plain.hash, overlapped.hash) << spec;
-    ASSERT_EQ(plain.evals.size(), overlapped.evals.size());
-    for (size_t i = 0; i < plain.evals.size(); ++i) {
-      EXPECT_EQ(plain.evals[i].test_loss, overlapped.evals[i].test_loss) << spec;
-    }
+    expect_same_run(overlapped, plain, spec);
     for (size_t s = 0; s < plain.steps.size(); ++s) {
       const StepRecord& step = overlapped.steps[s];
       EXPECT_EQ(plain.steps[s].wire_bytes, step.wire_bytes) << spec << ", step " << s;
@@ -208,59 +170,23 @@ TEST_P(TrainTest, OverlappingForwardGivesTheSameBits) {
   }
 }
 
-// With five buckets: the buckets that fit in backward's time as they fill, then the others from the last.
-TEST(ExchangeOrder, SendsTheFullBucketThatForwardNeedsFirst) {
-  std::vector<BucketRange> buckets;
-  for (int b = 0; b < 5; ++b) buckets.push_back({b, b + 1, 100 * b, 100 * (b + 1)});
-  using Order = std::vector<int>;
-  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{4, 3, 2, 1, 0}));  // all are full at once
-  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));  // the others once the first has been sent
-  EXPECT_EQ(exchange_order(buckets, 0.3), (Order{0, 3, 4, 2, 1}));
-  EXPECT_EQ(exchange_order(buckets, 0.6), (Order{0, 1, 3, 4, 2}));
-  EXPECT_EQ(exchange_order(buckets, 1.0), (Order{0, 1, 2, 3, 4}));
-  EXPECT_EQ(exchange_order(buckets, 7), (Order{0, 1, 2, 3, 4}));
-  EXPECT_EQ(exchange_order({}, 0.5), Order{});
-}
-
-// Every rank holds a part of the moments and updates its part of the weights.
+// Every rank holds a part of the moments, and maybe of gradients and weights, and updates its part.
 TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
-  for (const char* spec : {"fp32:schedule=two_shot", "powersgd:rank=2,schedule=two_shot"}) {
+  for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring",
+                           "powersgd:rank=2,schedule=two_shot", "powersgd:rank=2"}) {
+    const bool two_shot = std::string(spec).find("two_shot") != std::string::npos;
     for (int ranks : thinned({1, 2, 3, 5, 8})) {
       TrainConfig c = config(ranks, spec);
       if (ranks > 4) c.batch_size = 2;
       c.bucket_mb = ranks == 5 ? 25 : ranks == 8 ? 0.0001 : 0.003;  // 0.0001: a bucket per block
       c.optimizer = ranks == 2 ? OptimizerKind::sgd : OptimizerKind::adamw;
-      c.precision = ranks == 3 ? Precision::bf16 : Precision::fp32;
+      c.precision = ranks == 3 && two_shot ? Precision::bf16 : Precision::fp32;
       const Recorder whole = train(c);
-      for (Sharding shard : {Sharding::gradients, Sharding::full}) {
+      for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+        if (shard != Sharding::optimizer && !two_shot) continue;
         c.shard = shard;
-        const Recorder divided = train(c);
-        EXPECT_EQ(losses(whole), losses(divided)) << spec << ", " << ranks << ", " << name(shard);
-        EXPECT_EQ(whole.hash, divided.hash) << spec << ", " << ranks << ", " << name(shard);
-        ASSERT_EQ(whole.evals.size(), divided.evals.size());
-        for (size_t i = 0; i < whole.evals.size(); ++i)
-          EXPECT_EQ(whole.evals[i].test_loss, divided.evals[i].test_loss);
-      }
-    }
-  }
-}
-
-TEST_P(TrainTest, ShardedOptimizersMatchUnshardedOnesBitForBit) {
-  for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring", "powersgd:rank=2"}) {
-    for (int ranks : thinned({1, 2, 3, 4, 8})) {
-      TrainConfig c = config(ranks, spec);
-      if (ranks == 8) c.batch_size = 2;
-      c.bucket_mb = 0.003;  // many buckets
-      if (ranks % 2 == 0) c.optimizer = OptimizerKind::sgd;
-      const Recorder whole = train(c);
-      c.shard = Sharding::optimizer;
-      const Recorder divided = train(c);
-      EXPECT_EQ(losses(whole), losses(divided)) << spec << ", " << ranks;
-      EXPECT_EQ(whole.hash, divided.hash) << spec << ", " << ranks;
-      if (ranks == 3) {
-        c.accumulate = 1;
-        c.graph = GetParam().is_host();
-        EXPECT_EQ(whole.hash, train(c).hash) << spec;
+        c.graph = shard == Sharding::optimizer && ranks == 3 && GetParam().is_host();
+        expect_same_run(train(c), whole, fmt::format("{}, {}, {}", spec, ranks, name(shard)));
       }
     }
   }
@@ -470,12 +396,7 @@ TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
       if (s.step == 4) throw BadInput("enough");
     }
   } thrower;
-  try {
-    run_training(config(4, "bf16"), data_, thrower);
-    FAIL() << "nothing was thrown";
-  } catch (const BadInput& error) {
-    EXPECT_STREQ(error.what(), "enough");
-  }
+  EXPECT_EQ(expect_error<BadInput>([&] { run_training(config(4, "bf16"), data_, thrower); }, {}), "enough");
 }
 
 TEST_P(TrainTest, FailuresInSetUpEndTheOtherRanks) {
@@ -506,27 +427,15 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   LocalRankReports reports(3, std::chrono::seconds(60));
   InitialWeights initial(c.seed);
   Recorder recorder;
-  std::array<std::string, 2> reasons;
-  std::vector<std::jthread> threads;
-  for (int rank = 0; rank < 3; ++rank) {
-    threads.emplace_back([&, rank] {
-      const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
-      auto trainer = std::make_unique<RankTrainer>(shared, *comms[static_cast<size_t>(rank)]);
-      try {
-        trainer->run();
-        if (rank == 2) {
-          for (auto& comm : comms) comm->abort("rank 2 went home");
-          reports.abort("rank 2 went home");
-        }
-      } catch (const CommError& error) {
-        if (rank < 2) reasons[static_cast<size_t>(rank)] = error.what();
-      }
-      trainer.reset();
-    });
-  }
-  threads.clear();  // joins, which must take far less than the timeout
-  for (const std::string& reason : reasons)
-    EXPECT_NE(reason.find("rank 2 went home"), std::string::npos) << reason;
+  // Ends far sooner than the timeout.
+  const auto reasons = testing::errors_in_threads(3, [&](int rank) {
+    const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
+    RankTrainer(shared, *comms[static_cast<size_t>(rank)]).run();
+    if (rank != 2) return;
+    for (auto& comm : comms) comm->abort("rank 2 went home");
+    reports.abort("rank 2 went home");
+  });
+  for (int rank : {0, 1}) testing::expect_has(reasons[static_cast<size_t>(rank)], {"rank 2 went home"});
 }
 
 TEST_P(TrainTest, RejectsInvalidConfigurations) {
@@ -540,66 +449,6 @@ TEST_P(TrainTest, RejectsInvalidConfigurations) {
     spoil(c);
     EXPECT_THROW(run_training(c, data_, recorder), BadInput);
   }
-}
-
-TEST(LearningRate, WarmsUpThenFollowsHalfACosine) {
-  TrainConfig c;
-  c.lr = 2.0;
-  c.warmup_steps = 4;
-  c.steps = 104;
-  EXPECT_DOUBLE_EQ(learning_rate(c, 0), 0.5);
-  EXPECT_DOUBLE_EQ(learning_rate(c, 3), 2.0);
-  EXPECT_DOUBLE_EQ(learning_rate(c, 4), 2.0);
-  EXPECT_NEAR(learning_rate(c, 54), 1.0, 1e-12);
-  EXPECT_NEAR(learning_rate(c, 104), 0.0, 1e-12);
-  for (int64_t s = 5; s < 104; ++s) EXPECT_LT(learning_rate(c, s), learning_rate(c, s - 1));
-  c.warmup_steps = c.steps;  // all warm-up
-  EXPECT_DOUBLE_EQ(learning_rate(c, 103), 2.0);
-}
-
-TEST(ParameterHash, SeesEveryBitAndTheOrder) {
-  std::vector<float> values(100);
-  std::iota(values.begin(), values.end(), 1.0f);
-  const uint64_t hash = parameter_hash(values);
-  std::vector<float> other = values;
-  other[57] = std::nextafter(other[57], 1e9f);
-  EXPECT_NE(parameter_hash(other), hash);
-  other = values;
-  std::swap(other[3], other[4]);
-  EXPECT_NE(parameter_hash(other), hash);
-  other = values;
-  other[0] = -0.0f;
-  std::vector<float> zero = values;
-  zero[0] = 0.0f;
-  EXPECT_NE(parameter_hash(other), parameter_hash(zero));
-  EXPECT_EQ(hex(0x1f), "000000000000001f");
-}
-
-TEST(RankReports, RoundsKeepTheirOrderAndAbortEndsTheWait) {
-  LocalRankReports reports(2, std::chrono::seconds(60));
-  reports.post(1, {.loss = 10});
-  reports.post(1, {.loss = 20});
-  reports.post(0, {.loss = 1});
-  reports.post(0, {.loss = 2});
-  EXPECT_EQ(reports.collect()[1].loss, 10);
-  std::vector<RankReports::Report> second = reports.collect();
-  EXPECT_EQ(second[0].loss, 2);
-  EXPECT_EQ(second[1].loss, 20);
-  std::thread aborter([&] { reports.abort("rank 1 failed"); });
-  try {
-    reports.collect();
-    ADD_FAILURE() << "collected a report that was not posted";
-  } catch (const CommError& error) {
-    EXPECT_STREQ(error.what(), "rank 1 failed");
-  }
-  aborter.join();
-}
-
-TEST(RankReports, NamesTheLateRank) {
-  LocalRankReports reports(3, std::chrono::milliseconds(20));
-  reports.post(0, {});
-  reports.post(2, {});
-  expect_error<CommError>([&] { reports.collect(); }, {"rank 1"});
 }
 
 }  // namespace

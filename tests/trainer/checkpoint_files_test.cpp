@@ -1,0 +1,288 @@
+// The files of checkpoints: their contents, the folder, and the rejection of damaged files.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <random>
+
+#include "tests/support/devices.h"
+#include "tests/support/thinned.h"
+#include "tests/trainer/checkpoint_fixture.h"
+#include "tests/trainer/files.h"
+#include "trainer/checkpoint/safetensors.h"
+#include "trainer/log/json.h"
+
+namespace gradwire {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::Bytes;
+using testing::CheckpointedRank;
+using testing::expect_bad_input;
+using testing::read_bytes;
+using testing::Recorder;
+using testing::restore;
+using testing::Restored;
+using testing::TemporaryFolder;
+using testing::tiny_model;
+using testing::write_bytes;
+
+class CheckpointFiles : public testing::CheckpointFixture {};
+GW_INSTANTIATE_ON_DEVICES(CheckpointFiles);
+
+std::vector<float> weights_of(const std::string& path) {
+  const auto parameters = vit_parameters(tiny_model());
+  const ParameterLayout layout = packed_layout(parameters);
+  std::vector<float> values(static_cast<size_t>(layout.elements));
+  load_weights(path, parameters, layout, true, values);
+  return values;
+}
+
+// Each rank writes its part, and no rank needs memory for the whole.
+TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
+  constexpr int kRanks = 3;
+  TrainConfig c = config(kRanks, "fp32");
+  c.bucket_mb = 0.003;
+  c.shard = Sharding::optimizer;
+  c.checkpoint_directory = folder_.path("run");
+  const auto parameters = vit_parameters(c.model);
+  std::array<uint64_t, kRanks> bytes{};
+  testing::run_ranks(kRanks, GetParam(), [&](Communicator& comm) {
+    CheckpointedRank rank(comm, c, reducer_options(c));
+    const Optimizer optimizer(c, rank.stream, rank.reducer.owned());
+    // The value of an element is its index in the layout. The elements of other ranks are wrong here.
+    std::vector<float> mine(static_cast<size_t>(rank.layout.elements), -1.0f), moments;
+    for (const ElementRange& part : rank.reducer.owned()) {
+      for (int64_t e = part.begin; e < part.end; ++e) {
+        mine[static_cast<size_t>(e)] = static_cast<float>(e);
+        moments.push_back(static_cast<float>(-e));
+      }
+    }
+    to_device(rank.stream, rank.weights.as<float>(), std::span<const float>(mine));
+    for (const FlatState& moment : optimizer.moments())
+      to_device(rank.stream, moment.values.data, std::span<const float>(moments));
+    RankState rank_state = rank.state();
+    rank_state.moments = optimizer.moments();
+    rank_state.parts = rank.reducer.owned();
+    rank_state.divided = true;
+    const SavedCheckpoint saved = save_checkpoint(rank_state, c, {.step = 1});
+    bytes[static_cast<size_t>(comm.rank())] = saved.bytes;
+    if (comm.rank() != 0) return;
+    const SafetensorsReader model(weights_path(saved.path)), state(state_path(saved.path, 0, kRanks));
+    model.verify(true), state.verify(true);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const std::string& name = parameters[i].name;
+      std::vector<float> weight(static_cast<size_t>(parameters[i].elements())), m(weight.size());
+      model.read(*model.find(name), 0, weight);
+      state.read(*state.find("optimizer.m." + name), 0, m);
+      for (size_t e = 0; e < weight.size(); ++e) {
+        const float index = static_cast<float>(rank.layout.offsets[i]) + static_cast<float>(e);
+        ASSERT_EQ(weight[e], index) << name << ", element " << e;
+        ASSERT_EQ(m[e], -index) << name << ", element " << e;
+      }
+    }
+  });
+  const auto whole = static_cast<double>(3 * sizeof(float) * count_elements(parameters));
+  for (uint64_t written : bytes) {
+    EXPECT_GT(static_cast<double>(written), 0.9 * whole / kRanks);
+    EXPECT_LT(static_cast<double>(written), 1.1 * whole / kRanks + 30e3) << "headers included";
+  }
+}
+
+// Twice the expected number of bytes, in a file with a correct checksum.
+TEST_P(CheckpointFiles, RejectsMomentsOfAnotherType) {
+  const TrainConfig c = config(1, "fp32");
+  train_and_save(c);
+  const std::string path = state_path(checkpoint(4), 0, 1);
+  const SafetensorsReader good(path);
+  std::vector<SafetensorsWriter::Entry> entries;
+  uint64_t bytes = 0;
+  for (const SafetensorsReader::Tensor& tensor : good.tensors()) {
+    entries.push_back({tensor.name, tensor.shape, DType::f64});
+    bytes += 2 * tensor.bytes;
+  }
+  auto metadata = good.metadata();
+  metadata.erase("crc32");
+  fs::remove(path);
+  SafetensorsWriter writer(path, metadata, entries);
+  writer.write(std::vector<std::byte>(bytes));
+  writer.finish();
+  expect_bad_input([&] { train_from(c, checkpoint(4)); }, {"of F64, expected"});
+}
+
+TEST_P(CheckpointFiles, InitializesARunWithTheWeightsOfACheckpoint) {
+  TrainConfig c = config(2, "fp32");
+  train_and_save(c);
+  c.init = weights_path(checkpoint(7));
+  c.lr = 0, c.weight_decay = 0, c.steps = 1, c.eval_every = 0;
+  c.checkpoint_directory = folder_.path("again");
+  c.checkpoint_every = 1;
+  train(c);
+  EXPECT_EQ(weights_of(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
+            weights_of(c.init));
+
+  VitConfig other = c.model;
+  other.mlp = 24, other.depth = 2;
+  expect_bad_input(
+      [&] { check_weights(c.init, other); },
+      {c.init, "missing", "encoder_layer_1", "mlp.0.weight (16x8 in the file, 24x8 in the model)"});
+  other = c.model;
+  other.depth = 0;
+  expect_bad_input([&] { check_weights(c.init, other); },
+                   {c.init, "unexpected: encoder.layers.encoder_layer_0."});
+}
+
+TEST_P(CheckpointFiles, KeepsTheLatestAndSkipsUnfinishedOnes) {
+  TrainConfig c = config(2, "bf16");
+  const std::string run = folder_.path("run");
+  c.checkpoint_directory = run;
+  c.checkpoint_every = 2;
+  c.checkpoint_keep = 2;
+  fs::create_directories(run + "/step-000000002.tmp");  // left by a killed run
+  fs::create_directories(run + "/not-ours");
+  train(c);
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(run)) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  EXPECT_EQ(names, (std::vector<std::string>{"lock", "not-ours", "step-000000006", "step-000000007"}));
+
+  fs::create_directories(run + "/step-000000008.tmp");
+  fs::remove(state_path(run + "/step-000000007", 1, 2));
+  const FoundCheckpoint found = find_checkpoint(run);
+  EXPECT_EQ(found.path, run + "/step-000000006");
+  ASSERT_EQ(found.ignored.size(), 2u);
+  EXPECT_NE(found.ignored[0].find("step-000000008.tmp: it was not finished"), std::string::npos);
+  EXPECT_NE(found.ignored[1].find("step-000000007: incomplete"), std::string::npos);
+  EXPECT_EQ(find_checkpoint(run + "/step-000000006").path, run + "/step-000000006");
+  EXPECT_FALSE(find_checkpoint(run + "/not-ours").path);
+  expect_bad_input([&] { find_checkpoint(run + "/nowhere"); }, {"nowhere", "no such folder"});
+  expect_bad_input([&] { read_head(run + "/step-000000007"); }, {"step-000000007", "not a complete"});
+}
+
+TEST(CheckpointHead, KeepsLinkCosts) {
+  LinkCosts links;
+  links.measured = true;
+  links.neighbour = {1, 2}, links.all_pairs = {3, 4}, links.intra_node = {5, 6}, links.inter_node = {7, 8};
+  links.peer_memory = {9, 10};
+  EXPECT_EQ(links_of(links_json(links)), links);
+  links.library_measured = true;
+  links.library = {11, 12};
+  EXPECT_EQ(links_of(links_json(links)), links);
+  Json old = links_json(links);
+  old.erase(5), old.erase(4);  // the format of the first version
+  ASSERT_TRUE(links_of(old));
+  EXPECT_EQ(links_of(old)->inter_node, links.inter_node);
+  EXPECT_FALSE(links_of(old)->library_measured);
+  for (const Json& wrong : {Json::array(), Json("fast"), Json{{1, 2}, {3, 4}, {5, 6}, {"7", 8}}}) {
+    EXPECT_FALSE(links_of(wrong)) << wrong;
+  }
+}
+
+TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
+  TrainConfig c = config(1, "fp32");
+  train_and_save(c);
+  auto refused = [&](const std::function<void(TrainConfig&)>& change, const std::vector<std::string>& parts) {
+    TrainConfig other = c;
+    other.resume = checkpoint(4);
+    change(other);
+    expect_bad_input([&] { train(other); }, parts);
+  };
+  refused([](TrainConfig& t) { t.model.mlp = 24; }, {"model", "\"mlp\":16", "\"mlp\":24", "--init"});
+  refused([](TrainConfig& t) { t.model.gelu = Gelu::tanh; }, {"model", "\"gelu\":\"tanh\"", "--init"});
+  refused([](TrainConfig& t) { t.optimizer = OptimizerKind::sgd; }, {"optimizer", "adamw", "sgd"});
+  refused([](TrainConfig& t) { t.steps = 3; }, {"at step 4", "ends at 3", "--steps"});
+  c.resume = checkpoint(4);
+  EXPECT_TRUE(compare_with_head(c, read_head(checkpoint(4))).empty());
+  c.lr = 0.5;
+  const auto notes = compare_with_head(c, read_head(checkpoint(4)));
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
+}
+
+// Bits are flipped anywhere, and the file is truncated anywhere.
+TEST_P(CheckpointFiles, RejectsEveryDamagedFile) {
+  const TrainConfig c = config(1, "bf16");
+  TrainConfig saved = c;
+  saved.devices.resize(2, GetParam());
+  train_and_save(saved);
+  const std::string from = checkpoint(2);
+  std::mt19937 random(7);
+  int refused = 0;
+  const int trials = testing::short_sweeps() ? 20 : 60;
+  for (const std::string& path : {weights_path(from), state_path(from, 0, 2), state_path(from, 1, 2)}) {
+    const Bytes good = read_bytes(path);
+    for (int t = 0; t < trials; ++t) {
+      Bytes bad = good;
+      // Half of the damage is in the first bytes, which contain the structure.
+      const size_t at = random() % (t % 2 == 0 ? good.size() : std::min<size_t>(good.size(), 200));
+      if (t % 3 == 2) {
+        bad.resize(at);
+      } else {
+        bad[at] ^= static_cast<uint8_t>(1u << random() % 8);
+      }
+      write_bytes(path, bad);
+      try {
+        restore(c, 1, Device::host(), from);
+        ADD_FAILURE() << path << ": trial " << t << ", byte " << at << ", was not detected";
+      } catch (const BadInput& error) {
+        ++refused;
+        EXPECT_NE(std::string(error.what()).find(from), std::string::npos) << error.what();
+      }
+    }
+    write_bytes(path, good);
+  }
+  EXPECT_EQ(refused, 3 * trials);
+  EXPECT_NO_THROW(restore(c, 1, Device::host(), from));
+}
+
+// 1,000 checkpoints with one bit flipped in any file. If a change is accepted, it has no effect: a checksum's
+// digits may be upper-case.
+TEST(Checkpoint, OneFlippedBitIsRejectedOrChangesNothing) {
+  TrainConfig c;
+  c.model = tiny_model();
+  c.devices.assign(2, Device::host());
+  c.compression = CompressionSpec::parse("int8");
+  c.batch_size = 4, c.steps = 2, c.eval_batch_size = 8;
+  const TemporaryFolder folder;
+  c.checkpoint_directory = folder.path("run");
+  c.checkpoint_every = 2;
+  Recorder recorder;
+  run_training(c, make_synthetic(c.model, 38, 10, 1), recorder);
+  const std::string from = NewCheckpoint::final_path(folder.path("run"), 2);
+  std::vector<std::string> paths;
+  size_t bytes = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(from)) {
+    if (!entry.is_regular_file()) continue;
+    paths.push_back(entry.path());
+    bytes += entry.file_size();
+  }
+  std::sort(paths.begin(), paths.end());
+  const std::vector<Restored> sound = restore(c, 1, Device::host(), from);
+  std::mt19937 random(17);
+  const int kTrials = testing::short_sweeps() ? 100 : 1000;
+  int refused = 0, unchanged = 0;
+  for (int trial = 0; trial < kTrials; ++trial) {
+    size_t at = random() % bytes, file = 0;
+    for (; at >= fs::file_size(paths[file]); ++file) at -= fs::file_size(paths[file]);
+    const Bytes good = read_bytes(paths[file]);
+    Bytes bad = good;
+    bad[at] ^= static_cast<uint8_t>(1u << random() % 8);
+    write_bytes(paths[file], bad);
+    try {
+      EXPECT_TRUE(restore(c, 1, Device::host(), from) == sound)
+          << paths[file] << ": a bit of byte " << at << " changed what was restored";
+      ++unchanged;
+    } catch (const BadInput& error) {
+      ++refused;
+    }
+    write_bytes(paths[file], good);
+  }
+  EXPECT_EQ(refused + unchanged, kTrials);
+  EXPECT_GE(refused, kTrials * 9 / 10);
+  std::printf("%d checkpoints of %zu bytes with one flipped bit: %d refused, %d unchanged\n", kTrials, bytes,
+              refused, unchanged);
+}
+
+}  // namespace
+}  // namespace gradwire
