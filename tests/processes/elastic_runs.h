@@ -11,8 +11,8 @@
 
 #include "collectives/communicator/communicator.h"
 #include "tests/processes/processes.h"
-#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
+#include "trainer/train/run.h"
 
 namespace gradwire::testing {
 

@@ -13,6 +13,7 @@
 #include "tests/trainer/files.h"
 #include "tests/trainer/runs.h"
 #include "trainer/log/trace_file.h"
+#include "trainer/train/run.h"
 
 namespace gradwire {
 namespace {

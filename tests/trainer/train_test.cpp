@@ -21,6 +21,7 @@
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank.h"
 #include "trainer/train/rank_reports.h"
+#include "trainer/train/run.h"
 #include "trainer/train/schedule.h"
 
 namespace gradwire {

@@ -19,7 +19,7 @@
 #include "trainer/cli/options.h"
 #include "trainer/cli/session.h"
 #include "trainer/cli/top.h"
-#include "trainer/config/run.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
 #include "trainer/train/memory.h"
 

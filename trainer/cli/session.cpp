@@ -13,6 +13,7 @@
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"
 #include "trainer/train/memory.h"
+#include "trainer/train/run.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,8 @@
 #include <string>
 
 #include "trainer/cli/options.h"
-#include "trainer/config/run.h"
+#include "trainer/config/config.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
 
 namespace gradwire {

@@ -5,7 +5,8 @@
 #include <cstdio>
 #include <string>
 
-#include "trainer/config/run.h"
+#include "trainer/config/config.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
 
 namespace gradwire {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "trainer/config/config.h"
-#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
 
 namespace gradwire {

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "trainer/config/run.h"
+#include "trainer/log/observer.h"
 
 namespace gradwire {
 

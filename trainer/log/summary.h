@@ -6,7 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "trainer/config/run.h"
+#include "trainer/config/config.h"
+#include "trainer/log/observer.h"
 
 namespace gradwire {
 

@@ -36,7 +36,8 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
-#include "trainer/config/run.h"
+#include "trainer/config/config.h"
+#include "trainer/log/observer.h"
 #include "trainer/train/kept_steps.h"
 
 namespace gradwire {

@@ -17,9 +17,10 @@
 #include "runtime/device/graph.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/gradients.h"
-#include "trainer/config/run.h"
+#include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/loader.h"
+#include "trainer/log/observer.h"
 #include "trainer/log/trace_file.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
@@ -30,6 +31,7 @@
 #include "trainer/train/optimizer.h"
 #include "trainer/train/profiling.h"
 #include "trainer/train/rank_reports.h"
+#include "trainer/train/run_reporter.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
@@ -85,6 +87,7 @@ class RankTrainer {
   // Returns `step`, counted as if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
+  void create_slots();
   bool leads() const { return comm_.rank() == 0; }
   // Return whether an evaluation or a checkpoint is due after `step`.
   bool evaluation_follows(int64_t step) const;
@@ -109,8 +112,6 @@ class RankTrainer {
   // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
   // began; null if no step follows directly.
   void harvest(Slot& slot, const Event* next_start);
-  void report(const Slot& slot, const Event& end);
-  void report_waits(const Slot& slot, const std::vector<RankReports::Report>& reports);
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
   RankState state();  // for checkpoints
@@ -131,11 +132,11 @@ class RankTrainer {
   Optimizer optimizer_;
   std::optional<WeightShards> shards_;      // empty unless state is sharded
   std::optional<DeferredUpdate> deferred_;  // --overlap-forward
-  double before_ms_ = 0;                    // of the latest reported update inside the next forward
   std::optional<GradientDump> dump_;        // empty on ranks and in runs that write no gradients
   std::optional<Evaluator> evaluator_;      // empty if the run never evaluates
   const int64_t images_;                    // of this rank per micro-batch
-  int64_t steps_per_epoch_;
+  RunReporter reporter_;
+  const int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step launched as a graph
   float* gradients_;          // in gradient_layout_
   Buffer totals_;             // device: two doubles
@@ -143,10 +144,6 @@ class RankTrainer {
   bool joiners_wait_ = false;  // after the latest harvested step
   bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // those residuals, if they do not fit into the gradient buffer
-  // Time of this rank's next report of waits. On rank 0 also: each rank's latest report, and the first time.
-  std::chrono::steady_clock::time_point waits_due_ = {};
-  std::vector<std::vector<double>> latest_waits_;
-  std::optional<std::chrono::steady_clock::time_point> first_waits_;
 };
 
 }  // namespace gradwire

@@ -1,5 +1,5 @@
 // A run: one thread or one process per rank. When one fails, all stop; with --elastic the others continue.
-#include "trainer/config/run.h"
+#include "trainer/train/run.h"
 
 #include <fmt/format.h>
 #include <zlib.h>

@@ -1,19 +1,12 @@
-// The interface of the training loop: its settings and its reports.
+// The records of a run, and the observer that receives them.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "trainer/config/config.h"
-
 namespace gradwire {
-
-class Communicator;  // collectives/communicator/communicator.h
-struct DataSplits;   // trainer/data/dataset.h
 
 // Known before the first step, once the model and the reducer exist.
 struct RunInfo {
@@ -130,24 +123,5 @@ class RunObserver {
   virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}
 };
-
-// Trains from fresh weights, a weight file (config.init) or a checkpoint (config.resume) on config.ranks()
-// ranks, one thread each. Returns after reporting the last evaluation. Throws the first failing rank's
-// exception, after all other ranks have stopped. The same config gives the same bits.
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer);
-
-// Trains as rank comm.rank() of ranks that are processes. Collective. Every process must pass the same
-// config, which is checked. Returns when all ranks are done, with the same bits as ranks in one process.
-// Throws on every rank when one fails. With config.elastic, `comm` must be shrinkable, and the current rank 0
-// calls its `observer`.
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm);
-
-// Joins a running job that was started with config.elastic. `config`: the job's settings, with as many ranks
-// as at launch. `join_group` (Communicator::join_tcp()) sends `about`, the description of this process's
-// settings and data, and blocks until the job admits the process. Returns and throws as above; throws
-// BadInput if the job rejects the process.
-void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                   const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group);
 
 }  // namespace gradwire

@@ -1,0 +1,170 @@
+// One step of a rank: its work is enqueued, and its results are read a step later.
+#include <fmt/format.h>
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <utility>
+
+#include "runtime/device/nvtx.h"
+#include "runtime/util/error.h"
+#include "trainer/train/rank.h"
+#include "trainer/train/schedule.h"
+
+namespace gradwire {
+
+void RankTrainer::enqueue_step(int64_t step) {
+  Slot& slot = slots_[static_cast<size_t>(step % 2)];
+  profile(config_, comm_, stream_, step);
+  if (Tracer* tracer = trace_.tracer()) tracer->begin_step(step, step < graph_from_);
+  slot.enqueue_begin = std::chrono::steady_clock::now();
+  slot.step = step;
+  slot.lr = learning_rate(config_, step);
+  if (!deferred_) optimizer_.prepare(stream_, step, slot.lr);
+  slot.micros.front().data.record(stream_);
+  if (shards_) shards_->begin_step();
+  if (config_.graph) {
+    enqueue_graph(slot);
+  } else {
+    enqueue_work(slot);
+  }
+  if (shards_) slot.weights = shards_->sent();
+  copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
+  if (!deferred_) slot.end.record(stream_);
+  if (shared_.elastic != nullptr) {
+    keep(step + 1);
+    slot.kept.record(stream_);
+  }
+  slot.enqueue_end = std::chrono::steady_clock::now();
+}
+
+// A graph contains the marks of its slot and the addresses of its batches, so there are two graphs: for even
+// and odd steps.
+void RankTrainer::enqueue_graph(Slot& slot) {
+  std::vector<Loader::Batch> batches;
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) batches.push_back(next_batch(slot.step));
+  const bool replays = static_cast<bool>(slot.graph);
+  for (size_t micro = 0; replays && micro < batches.size(); ++micro) {
+    if (batches[micro].images != slot.batches[micro].images)
+      throw Error("the loader's slots are out of step");
+  }
+  slot.batches = std::move(batches);
+  if (slot.step < graph_from_) {
+    enqueue_work(slot);
+  } else {
+    if (!replays) {
+      slot.graph = Graph::capture(stream_, [&] { enqueue_work(slot); });
+      slot.captured = slot.step;
+    }
+    slot.graph.launch();
+    if (replays) reducer_.replayed(slot.captured);
+  }
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) loader_.release(stream_);
+}
+
+void RankTrainer::enqueue_work(Slot& slot) {
+  const int64_t step = slot.step;
+  // The mean over this rank's images, or its share of the mean over all images. The reducer divides by the
+  // number of ranks.
+  const float grad_scale = static_cast<float>(comm_.world()) / static_cast<float>(config_.global_batch());
+  const bool dumps = dump_ && step == config_.gradients_step;
+  if (dumps && carried_) {
+    throw BadInput(
+        fmt::format("--dump-gradients: after --resume with another compression or number of ranks, the "
+                    "gradients of step {} begin with the checkpoint's residuals; dump a later step",
+                    step));
+  }
+  const std::function<void(int)> ready = [&](int i) {
+    if (dumps) dump_->take(stream_, i, gradients_ + gradient_layout_.offsets[static_cast<size_t>(i)]);
+    reducer_.ready(i, stream_);
+    if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
+      carry(reducer_.bucket_of(i + 1));
+    }
+  };
+
+  for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
+    TrainingMarks::Micro& marks = slot.micros[static_cast<size_t>(micro)];
+    if (micro > 0) marks.data.record(stream_);
+    std::optional<NvtxRange> range;
+    const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
+    marks.forward.record(stream_);
+    range.emplace(Activity::forward, step);
+    // backward() adds to gradients that were carried over, and to the totals along with them.
+    if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
+    model_.forward(batch.images, batch.count);
+    if (deferred_) deferred_->finish();  // of the previous step
+    range.reset();
+    marks.backward.record(stream_);
+    // Only the last micro-batch completes a gradient.
+    bool completes = micro + 1 == config_.accumulate;
+    range.emplace(Activity::backward, step);
+    if (left_over_) carry(0);
+    model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients_, micro > 0 || carried_,
+                    completes ? ready : std::function<void(int)>());
+    range.reset();
+    marks.done.record(stream_);
+    if (!config_.graph) loader_.release(stream_);
+  }
+  carried_ = false;
+  if (deferred_) return deferred_->begin(slot, gradients_, slot.lr);
+  enqueue_update(slot);
+}
+
+void RankTrainer::enqueue_update(Slot& slot) {
+  reducer_.wait(stream_);
+  if (left_over_) {
+    stream_.synchronize();
+    left_over_ = {};
+  }
+  slot.reduced.record(stream_);
+  NvtxRange range(Activity::optimizer, slot.step);
+  if (shards_) {
+    const Buffer& own = reducer_.shard();
+    shards_->step(optimizer_,
+                  own ? Parts<const float>{own.as<float>(), true} : Parts<const float>{gradients_});
+  } else {
+    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients_}, model_.rounded_weights());
+  }
+}
+
+void RankTrainer::carry(int bucket) {
+  const BucketRange& range = reducer_.ranges()[static_cast<size_t>(bucket)];
+  copy(stream_, reducer_.gradient(range.first_tensor), left_over_.as<float>() + range.begin,
+       static_cast<size_t>(range.elements()) * sizeof(float));
+}
+
+Loader::Batch RankTrainer::next_batch(int64_t step) {
+  NvtxRange range(Activity::batch, step);
+  const Loader::Batch batch = loader_.next(stream_);
+  if (batch.count != images_) {
+    throw Error(
+        fmt::format("the loader gave a training batch of {} images, expected {}", batch.count, images_));
+  }
+  return batch;
+}
+
+void RankTrainer::harvest(Slot& slot, const Event* next_start) {
+  const Event& end = next_start != nullptr ? *next_start : slot.end;
+  slot.wait_begin = std::chrono::steady_clock::now();
+  end.synchronize();
+  if (deferred_) slot.end.synchronize();  // inside the next step
+  // Report only steps that will not be repeated.
+  if (shared_.elastic != nullptr) {
+    slot.kept.synchronize();
+    comm_.check();
+    joiners_wait_ = shared_.elastic->joiners_wait(slot.step + 1);
+  }
+  slot.wait_end = std::chrono::steady_clock::now();
+  comm_.check();
+  if (dump_ && slot.step == config_.gradients_step) dump_->write();
+  reporter_.report_step({.marks = slot,
+                         .end = end,
+                         .totals = slot.totals.as<double>(),
+                         .epoch = data_step(slot.step) / steps_per_epoch_,
+                         .lr = slot.lr,
+                         .weights = slot.weights});
+  if (deferred_) deferred_->measured(slot.backward_ms(), reducer_.stats(slot.step).comm_ms);
+  trace_.add(slot, end, stream_.name(), reducer_);
+}
+
+}  // namespace gradwire
