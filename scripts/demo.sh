@@ -22,11 +22,12 @@ if [ "$files" -gt 0 ]; then
 fi
 cmake --build --preset release --target gradwire
 mkdir -p build/demo
+rm -f build/demo/compare.*.jsonl  # compare would skip these runs
 echo "demo: training three times, about a minute each on two cores"
 build/bin/gradwire compare --model vit_tiny --data fashion-mnist --ranks 4 \
   --batch-size 64 --epochs 3 --optimizer adamw --lr 2e-3 --log-every 100 \
   --compression fp32 --compression bf16 --compression powersgd:rank=4 \
-  --again --json build/demo/compare.json "$@"
+  --json build/demo/compare.json "$@"
 if "$python" -c 'import matplotlib' 2> /dev/null; then
   "$python" bench/plots/plot.py build/demo/compare.json -o build/demo/report.png
 else

@@ -56,7 +56,7 @@ class Compare(CommandTest):
 
     def test_continues_an_interrupted_comparison(self):
         out, whole = self.compare(*self.specs("fp32", "bf16", "fp8"))
-        self.assertNotIn("done before", out)
+        self.assertNotIn("already done", out)
         before = self.contents()
         # The state after a kill: no table, and the second log ends within a line.
         (self.folder / "out.json").unlink()
@@ -64,10 +64,10 @@ class Compare(CommandTest):
         out, again = self.compare(*self.specs("fp32", "bf16", "fp8"))
         after = self.contents()
         self.assertIn(
-            "2 of 3 runs: done before with the same settings, and not run again; --again repeats them", out)
-        self.assertIn("[1/3] fp32: done before, see out.0.jsonl", out)
+            "2 of 3 runs are already done with the same settings and are skipped; remove their logs", out)
+        self.assertIn("[1/3] fp32: already done, see out.0.jsonl", out)
         self.assertRegex(
-            out, r"\[2/3\] bf16; an earlier run was cut short \(out.1.jsonl\), starting over; about .* left")
+            out, r"\[2/3\] bf16; an earlier run did not finish \(out.1.jsonl\); starting over; about .* left")
         self.assertEqual([after[f"out.{i}.jsonl"] == before[f"out.{i}.jsonl"] for i in range(3)],
                          [True, False, True])
         figures = lambda rows: [(r["compression"], r["final_loss"], r["test_accuracy"], r["wire_bytes"], r[
@@ -89,19 +89,17 @@ class Compare(CommandTest):
         self.assertEqual([self.records(row["seeds"][0]["log"])[0]["compression"] for row in rows],
                          ["fp32", "fp8", "bf16", "bf16"])
         out, _ = self.compare(*self.specs("fp32", "bf16"), "--lr", 0.5)
-        self.assertNotIn("done before", out)
+        self.assertNotIn("already done", out)
         self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
-        out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--again")
-        self.assertNotIn("done before", out)
         # a trace requires a run
         out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")
-        self.assertNotIn("done before", out)
+        self.assertNotIn("already done", out)
         self.assertTrue((self.folder / "trace.0.json").exists())
 
     def test_each_of_several_seeds_equals_a_single_run(self):
         self.compare(*self.specs("fp32", "bf16"), "--seed", 7)
         out, rows = self.compare(*self.specs("fp32", "bf16"), "--seed", 7, "--seeds", 3)
-        self.assertIn("2 of 6 runs: done before", out)
+        self.assertIn("2 of 6 runs are already done", out)
         self.assertIn("[4/6] bf16, seed 8", out)
         self.assertIn("mean and standard deviation over 3 seeds", out)
         self.assertEqual([[s["seed"] for s in row["seeds"]] for row in rows], [[7, 8, 9]] * 2)
@@ -139,9 +137,7 @@ class Compare(CommandTest):
     def test_bad_input(self):
         for arguments, parts in (([], ["--compression SPEC",
                                        "--preset shelf"]), (["--preset", "shelves"], ["--preset", "shelf"]),
-                                 (["--compression", "fp32", "--seeds",
-                                   0], ["--seeds"]), (["--compression", "fp32",
-                                                       "--again"], ["--again requires --json"]),
+                                 (["--compression", "fp32", "--seeds", 0], ["--seeds"]),
                                  (["--preset", "shelf", "--compression", "zip"], ["unknown method 'zip'"])):
             self.assert_refused(self.run_command("compare", *SYNTHETIC, *arguments), *parts)
 

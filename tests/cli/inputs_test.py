@@ -153,7 +153,7 @@ class Inputs(CommandTest):
         for _ in range(2):
             result = self.run_within(60, *words)
             self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertIn("done before", result.stdout)
+        self.assertIn("already done", result.stdout)
         self.assertTrue((self.folder / "c.1.jsonl").is_file())
 
 

@@ -60,25 +60,16 @@ class Paths(CommandTest):
                                       f"--memory-limit={size}")
             self.assertEqual(result.returncode, 0, result.stderr)
 
-    def test_the_memory_limit_counts_evaluation_by_batches_no_larger_than_the_test_set(self):
+    def test_the_memory_limit_counts_evaluation(self):
         run = ["train", *synthetic("--data", "synthetic:640", "--steps", 2)]
-        self.assert_refused(self.run_command(*run, "--memory-limit", "1M", "--eval-batch-size", 80),
-                            "evaluation", "--eval-batch-size")
+        self.assert_refused(self.run_command(*run, "--memory-limit", "1M"),
+                            "evaluation", "--eval-every")
         self.assertEqual(self.run_command(*run, "--memory-limit", "1M", "--eval-every", 0).returncode, 0)
-        for size in (1, 80):
-            plan, end = (self.run_command(*run, "--eval-batch-size", size, *extra).stdout
-                         for extra in (("--dry-run", ), ()))
-            planned = sum(
-                bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
-            peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("Memory:")))
-            self.assertLess(abs(planned - peak), 0.05 * peak, (plan, end))
-        plans = [
-            self.run_command(*run, "--dry-run", "--eval-batch-size", size).stdout for size in (80, 1000000)
-        ]
-        plans = [[line for line in plan.splitlines() if line.startswith("Memory per rank")] for plan in plans]
-        self.assertEqual(plans[0], plans[1])
-        self.assertEqual(
-            self.run_command(*run, "--eval-batch-size", 1000000, "--memory-limit", "1G").returncode, 0)
+        plan, end = (self.run_command(*run, *extra).stdout for extra in (("--dry-run", ), ()))
+        planned = sum(
+            bytes_in(next(line for line in plan.splitlines() if line.startswith("Memory per rank"))))
+        peak, = bytes_in(next(line for line in end.splitlines() if line.startswith("Memory:")))
+        self.assertLess(abs(planned - peak), 0.05 * peak, (plan, end))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class Processes(CommandTest):
         first = self.numbers("out.0.jsonl")
         (self.folder / "out.0.jsonl").unlink()
         ends = compare()
-        self.assertIn("[2/2] bf16: done before", ends[0][0])
+        self.assertIn("[2/2] bf16: already done", ends[0][0])
         self.assertEqual(ends[1][:2], ("", ""), "only rank 0 prints")
         self.assertEqual(self.numbers("out.0.jsonl"), first)
 

@@ -20,7 +20,7 @@ import tempfile
 
 DEADLINE_S = 60
 SMALL = [
-    "--data", "synthetic:16", "--batch-size", "4", "--eval-batch-size", "4", "--width", "16", "--depth", "1",
+    "--data", "synthetic:16", "--batch-size", "4", "--width", "16", "--depth", "1",
     "--heads", "2", "--mlp", "16", "--steps", "2", "--timeout-s", "10"
 ]
 # name: (ranks, flags, error)

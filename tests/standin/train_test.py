@@ -14,7 +14,7 @@ import sys
 import tempfile
 
 SMALL = [
-    "--data", "synthetic:64", "--batch-size", "8", "--eval-batch-size", "16", "--width", "16", "--depth", "2",
+    "--data", "synthetic:64", "--batch-size", "8", "--width", "16", "--depth", "2",
     "--heads", "2", "--mlp", "32", "--steps", "3"
 ]
 # (ranks, flags, run by ctest)

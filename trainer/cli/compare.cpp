@@ -27,10 +27,10 @@ namespace fs = std::filesystem;
 // second, and within a seed by the order of the table.
 struct PlannedRun {
   TrainConfig config;
-  std::string title;                       // distinguishes it from the other runs
+  std::string title;                       // unique among the runs
   std::string log = {};                    // file; "": none
   std::optional<RunSummary> earlier = {};  // from an earlier call
-  bool half = false;                       // an earlier call started it
+  bool half = false;                       // an earlier call started the run and did not finish it
 };
 
 // Returns a run's file: demo/compare.json -> demo/compare.2.jsonl.
@@ -156,7 +156,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
     const PlannedRun& run = runs[i];
     const std::string label = fmt::format("[{}/{}] ", i + 1, runs.size());
     if (run.earlier) {
-      if (speaks) say(fmt::format("\n{}{}: done before, see {}", label, run.title, run.log));
+      if (speaks) say(fmt::format("\n{}{}: already done, see {}", label, run.title, run.log));
       summaries.push_back(*run.earlier);
       continue;
     }
@@ -171,11 +171,11 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
     }
     say(fmt::format(
         "\n{}{}{}{}", label, run.title,
-        run.half ? fmt::format("; an earlier run was cut short ({}), starting over", run.log) : "",
+        run.half ? fmt::format("; an earlier run did not finish ({}); starting over", run.log) : "",
         time_left(runs, i, seconds)));
     summaries.push_back(
         run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
-    if (std::exchange(first, false)) seconds.clear();  // this machine's times are the better estimate
+    if (std::exchange(first, false)) seconds.clear();  // earlier calls may have run on another machine
     seconds.push_back(summaries.back().seconds);
   }
   return summaries;
@@ -204,8 +204,9 @@ void say_earlier(const std::vector<PlannedRun>& runs) {
   const auto done = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
   if (done == 0) return;
   say(fmt::format(
-      "{} of {} runs: done before with the same settings, and not run again; --again repeats them", done,
-      runs.size()));
+      "{} of {} runs are already done with the same settings and are skipped; remove their logs to repeat "
+      "them",
+      done, runs.size()));
 }
 
 }  // namespace
@@ -234,19 +235,19 @@ void compare(const Options& given) {
   const bool speaks = leads(options);
   if (speaks && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
     throw BadInput(fmt::format(
-        "--trace {}: not a regular file; compare writes a trace for each run beside this name, so "
-        "name a file, which may be new",
+        "--trace {}: not a regular file; compare writes a trace of each run next to this name, so "
+        "name a regular file; it need not exist",
         options.trace));
   }
   if (speaks && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
       // A run without a trace must be repeated to get its trace.
-      const bool reuses = !options.again && options.trace.empty() && !options.profile_steps;
+      const bool reuses = options.trace.empty() && !options.profile_steps;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);
     } else {
       run.notes.push_back(
-          fmt::format("{} is not a regular file: the runs are not logged beside it", options.json));
+          fmt::format("{} is not a regular file: the runs are not logged next to it", options.json));
     }
   }
   if (speaks) {

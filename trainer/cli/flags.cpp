@@ -188,8 +188,6 @@ void add_training_flags(CLI::App& command, Options& o) {
       ->group(group);
   add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000})
       ->group(group);
-  add_number(command, "--eval-batch-size", o.eval_batch_size, "Images per rank in evaluation", kBatches)
-      ->group(group);
 }
 
 void add_output_flags(CLI::App& command, Options& o) {
@@ -365,14 +363,10 @@ void add_compare_flags(CLI::App& command, Options& o) {
              "Run each so often, with --seed, --seed + 1, ...: the table has mean and standard deviation",
              {1, 1000})
       ->group("Training");
-  CLI::Option* json =
-      add_path(
-          command, "--json", o.json, "FILE",
-          "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); called again, "
-          "skip the runs that are there with the same settings")
-          ->group("Output");
-  command.add_flag("--again", o.again, "Repeat runs that an earlier call finished")
-      ->needs(json)
+  add_path(
+      command, "--json", o.json, "FILE",
+      "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); skip runs whose "
+      "records exist with the same settings")
       ->group("Output");
 }
 

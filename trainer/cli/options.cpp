@@ -410,7 +410,6 @@ Resolved resolve_machine(const Options& o) {
   config.seed = o.seed;
   config.timeout_s = o.timeout_s;
   config.eval_every = o.eval_every;
-  config.eval_batch_size = o.eval_batch_size;
   resolve_devices(o, out);
   resolve_nodes(o, out);
   resolve_elastic(o, out);

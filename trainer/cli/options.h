@@ -35,7 +35,6 @@ struct Options {
   std::vector<double> bucket_mb;         // train: at most one; compare: one run each
   std::string preset;                    // compare: a list of specs, before those of `compression`
   int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
-  bool again = false;                    // compare: repeats finished runs
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
   Sharding shard = Sharding::none;
@@ -51,7 +50,7 @@ struct Options {
   std::optional<int64_t> warmup;
   uint64_t seed = 0;
   double timeout_s = 60;
-  int64_t eval_every = 1, eval_batch_size = 250;
+  int64_t eval_every = 1;
   std::string log, json;
   std::string trace;
   std::optional<std::string> trace_steps, profile_steps;

@@ -69,7 +69,7 @@ void check_memory_limit(const TrainConfig& config) {
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const RunMemory memory = plan_memory(config);
   if (memory.total() <= config.memory_limit) return;
-  std::string remedy = "; give it more ranks, a smaller --batch-size, --eval-batch-size or model";
+  std::string remedy = "; give it more ranks, a smaller --batch-size or model, or --eval-every 0";
   TrainConfig sharded = config;
   for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
     if (shard <= config.shard || config.ranks() == 1) continue;

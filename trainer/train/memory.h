@@ -15,7 +15,7 @@ struct RunMemory {
   int64_t optimizer = 0;      // moments and, with --gather-weights, the rank's own FP32 weights
   ReducerMemory compression;  // in addition to the gradients
   int64_t kept = 0;           // --elastic: snapshots of the last two steps
-  int64_t evaluation = 0;     // activations of a batch of --eval-batch-size, and loaded images
+  int64_t evaluation = 0;     // activations of an evaluation batch, and loaded images
 
   int64_t total() const { return model + gradients + optimizer + compression.total() + kept + evaluation; }
 };
