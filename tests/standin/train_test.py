@@ -45,7 +45,7 @@ VARIANTS = [
     (4, "--precision bf16", False),
 ]
 REFUSED = [
-    (2, "--graph", "ranks of one process on GPUs meet on the host"),
+    (2, "--graph", "GPU ranks of one process synchronize on the host"),
     (2, "--elastic 1:2", "--elastic"),
 ]
 

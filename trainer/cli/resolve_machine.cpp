@@ -1,0 +1,321 @@
+// Resolves the options that concern the machine and the model.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "collectives/codec/dense.h"
+#include "collectives/communicator/communicator.h"
+#include "collectives/transport/nccl/nccl.h"
+#include "runtime/threads/thread_pool.h"
+#include "runtime/util/error.h"
+#include "trainer/cli/options.h"
+
+namespace gradwire {
+namespace {
+
+VitConfig resolve_model(const Options& o) {
+  VitConfig model = named_model(o.model);
+  auto override_with = [](int32_t& field, const std::optional<int32_t>& given) {
+    if (given) field = *given;
+  };
+  override_with(model.image, o.image_size);
+  override_with(model.patch, o.patch);
+  override_with(model.width, o.width);
+  override_with(model.depth, o.depth);
+  override_with(model.heads, o.heads);
+  override_with(model.mlp, o.mlp);
+  model.gelu = o.gelu;
+  return model;
+}
+
+// Returns the settings that follow from options of the same name, or from their defaults.
+TrainConfig training_settings(const Options& o) {
+  const bool adamw = o.optimizer == OptimizerKind::adamw;
+  if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw uses beta1 and beta2");
+  TrainConfig config;
+  config.data = DataSpec::parse(o.data);
+  config.augment = Augmentation::parse(o.augment);
+  config.optimizer = o.optimizer;
+  config.precision = o.precision;
+  config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);
+  config.momentum = o.momentum.value_or(0.9);
+  config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
+  config.overlap_forward = o.overlap_forward;
+  config.shard = o.shard;
+  config.memory_limit = static_cast<int64_t>(std::min<uint64_t>(o.memory_limit, int64_t{1} << 60));
+  config.graph = o.graph;
+  config.batch_size = o.batch_size;
+  config.accumulate = o.accumulate;
+  config.seed = o.seed;
+  config.timeout_s = o.timeout_s;
+  config.eval_every = o.eval_every;
+  return config;
+}
+
+// Returns the number of ranks: one per process, or --ranks threads of a single process. Several processes
+// with several ranks each are not supported.
+int resolve_ranks(const Options& o, Resolved& out) {
+  if (!o.launch || o.launch->world == 1) return o.ranks.value_or(1);
+  const int world = o.launch->world;
+  if (o.ranks.value_or(world) != world) {
+    throw BadInput(
+        fmt::format("--ranks {}, but {} started {} processes ({}), and each process is one rank; omit "
+                    "--ranks, or start one process",
+                    *o.ranks, o.launch->launcher, world, o.launch->variables));
+  }
+  out.config.processes = true;
+  return world;
+}
+
+// Call after the ranks are known.
+void resolve_nodes(const Options& o, Resolved& out) {
+  TrainConfig& config = out.config;
+  const int ranks = config.ranks();
+  if (o.ranks_per_node) {
+    if (ranks % *o.ranks_per_node != 0) {
+      throw BadInput(fmt::format("--ranks-per-node {} does not divide the {} ranks into equal nodes",
+                                 *o.ranks_per_node, ranks));
+    }
+    config.ranks_per_node = *o.ranks_per_node;
+  } else if (config.processes) {
+    config.ranks_here = o.launch->local_world;
+  }
+  for (const CompressionSpec& spec : out.compressions) {
+    if (spec.schedule == ScheduleKind::hierarchical && config.ranks_per_node == 0 && config.ranks_here == 0) {
+      throw BadInput("--compression " + spec.to_string() +
+                     ": schedule=hierarchical needs the number of ranks per node; add --ranks-per-node N");
+    }
+  }
+}
+
+// Call after the devices are known.
+void check_schedules(const Resolved& out) {
+  const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
+  for (const CompressionSpec& spec : out.compressions) {
+    if (spec.schedule != ScheduleKind::nccl) continue;
+    if (!nccl && out.config.ranks() > 1) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl needs a process with a GPU for each rank (start it with torchrun, srun or "
+          "mpirun); or use schedule=auto");
+    }
+    if (out.config.shard != Sharding::none) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl is NCCL's allreduce, and --shard needs a reduce-scatter; use schedule=auto");
+    }
+  }
+}
+
+void resolve_devices(const Options& o, Resolved& out) {
+  const int count = resolve_ranks(o, out);
+  const bool processes = out.config.processes;
+  int gpus = o.device == DeviceChoice::host ? 0 : cuda_device_count();
+  // Ranks on this machine, if known.
+  const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
+  if (processes && gpus > 0) {
+    std::string obstacle = nccl_unavailable_reason();
+    if (obstacle.empty() && o.device == DeviceChoice::automatic && here > gpus) {
+      obstacle = fmt::format("{} processes share {}{}, which NCCL does not support", here, gpus,
+                             gpus == 1 ? " GPU" : " GPUs");
+    }
+    if (!obstacle.empty() && o.device == DeviceChoice::cuda) {
+      throw BadInput(fmt::format(
+          "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
+    }
+    if (!obstacle.empty()) {
+      out.notes.push_back("Note: training on the host, although the machine has a GPU: " + obstacle);
+      gpus = 0;
+    }
+  }
+  if (o.device == DeviceChoice::cuda && gpus == 0) {
+    const std::string reason = cuda_unavailable_reason();  // empty if a second query succeeds
+    throw BadInput("--device cuda: " + (reason.empty() ? "cudaGetDeviceCount failed" : reason) +
+                   "; use --device host, or see gradwire doctor");
+  }
+  std::string ranks = fmt::format("{}{}", count, count == 1 ? " rank" : " ranks");
+  if (processes) ranks += ", a process each";
+  if (gpus == 0) {
+    out.config.devices.assign(static_cast<size_t>(count), Device::host());
+    int threads = host_threads();
+    out.device_line =
+        fmt::format("Device: host, {}{}{}", threads, threads == 1 ? " thread, " : " threads, ", ranks);
+    if (o.device == DeviceChoice::automatic && out.notes.empty())
+      out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
+    return;
+  }
+  // Other machines are assumed to be numbered the same way. join() determines this rank's device exactly.
+  for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
+  if (processes) {
+    out.device_line =
+        fmt::format("Device: cuda, {} through NCCL {}, {}{} on this machine", ranks, nccl_version(),
+                    std::min(gpus, here), std::min(gpus, here) == 1 ? " GPU" : " GPUs");
+    return;
+  }
+  out.device_line = fmt::format("Device: cuda, {} on {} of {}{}", ranks, std::min(gpus, count), gpus,
+                                gpus == 1 ? " GPU" : " GPUs");
+  if (count > gpus) out.device_line += ", several ranks share one";
+}
+
+Wire gather_format(const Options& o) {
+  const CompressionSpec spec = CompressionSpec::parse(o.gather_weights);
+  CompressionSpec format;
+  format.wire = spec.wire;
+  format.dense = spec.dense;  // on by default below 8 bits
+  if (spec.method != CompressionSpec::Method::wire || !(spec == format)) {
+    throw BadInput(
+        fmt::format("--gather-weights {} must be a wire format, optionally with its options, such as fp32, "
+                    "bf16 or int8:block=64",
+                    o.gather_weights));
+  }
+  if (o.shard == Sharding::none && !spec.wire->exact) {
+    throw BadInput("--gather-weights needs --shard; otherwise every rank updates all weights");
+  }
+  return spec.wire;
+}
+
+// Checks --shard gradients and full: the memory of a bucket's gradients is reused within a step.
+void check_shard(const Options& o) {
+  if (o.shard < Sharding::gradients) return;
+  const std::string flag = fmt::format("--shard {}", name(o.shard));
+  if (o.accumulate > 1) {
+    throw BadInput(
+        fmt::format("--accumulate {} needs all gradients until the last micro-batch, and {} keeps only a few "
+                    "buckets; use --shard optimizer, or a larger --batch-size",
+                    o.accumulate, flag));
+  }
+  if (o.graph) {
+    throw BadInput(fmt::format("--graph and {} cannot be combined; use --shard optimizer", flag));
+  }
+}
+
+// Call after the ranks and devices are known.
+void resolve_gradient_group(const Options& o, Resolved& out) {
+  if (!o.gradient_group) return;
+  if (o.shard >= Sharding::gradients) {
+    throw BadInput(
+        fmt::format("--gradient-group and --shard {} cannot be combined: divided gradients are reduced layer "
+                    "by layer, to "
+                    "save memory; use --shard optimizer",
+                    name(o.shard)));
+  }
+  out.config.gradient_group = *o.gradient_group;
+  if (out.config.devices.front().is_host())
+    out.notes.emplace_back(
+        "Note: --gradient-group has no effect on the host, which computes each layer's gradients separately");
+  else if (out.config.ranks() == 1)
+    out.notes.emplace_back("Note: --gradient-group has no effect on a single rank, which sends no gradients");
+}
+
+// Checks --overlap-forward, with which a step ends inside the next step.
+void check_overlap(const Options& o) {
+  if (!o.overlap_forward) return;
+  if (o.graph)
+    throw BadInput("--overlap-forward and --graph cannot be combined: a graph contains one whole step");
+  if (o.shard != Sharding::none) {
+    throw BadInput(
+        fmt::format("--overlap-forward and --shard {} cannot be combined; --shard full already gathers "
+                    "weights during forward",
+                    name(o.shard)));
+  }
+}
+
+// Call after the ranks and devices are known.
+void resolve_elastic(const Options& o, Resolved& out) {
+  if (!o.elastic) return;
+  TrainConfig& config = out.config;
+  config.elastic = ElasticRange::parse(*o.elastic);
+  config.elastic_batch = o.elastic_batch;
+  config.members = o.join.empty() ? o.members : o.join;
+  const std::string flag = "--elastic " + *o.elastic;
+  if (!config.processes) {
+    throw BadInput(flag +
+                   ": the ranks must be processes; start a process for each rank, with RANK, WORLD_SIZE, "
+                   "MASTER_ADDR and "
+                   "MASTER_PORT set (docs/running.md)");
+  }
+  if (config.devices[0].is_cuda()) {
+    throw BadInput(
+        flag +
+        ": a run on GPUs cannot continue after a rank fails; use --device host, or --checkpoint and "
+        "--resume");
+  }
+  if (config.ranks() < config.elastic.least || config.ranks() > config.elastic.most) {
+    throw BadInput(
+        fmt::format("{}: {} processes were started, which is outside the range", flag, config.ranks()));
+  }
+  if (config.elastic_batch == ElasticBatch::keep_global && config.micro_batch() < config.elastic.most) {
+    throw BadInput(fmt::format("{}: the {} images of a batch over all ranks cannot be divided among {} ranks",
+                               flag, config.micro_batch(), config.elastic.most));
+  }
+  if (o.shard != Sharding::none && o.checkpoint.empty()) {
+    throw BadInput(
+        fmt::format("{} and --shard {}: only a checkpoint holds the optimizer's state of a lost rank; add "
+                    "--checkpoint DIR, "
+                    "or use --shard none",
+                    flag, name(o.shard)));
+  }
+  if (o.overlap_forward) {
+    throw BadInput(
+        flag +
+        " and --overlap-forward cannot be combined: the next step would begin before a step is complete");
+  }
+  if (config.compression.schedule == ScheduleKind::hierarchical) {
+    throw BadInput(
+        fmt::format("{} and --compression {}: a lost rank leaves nodes of unequal size; use schedule=auto",
+                    flag, config.compression.to_string()));
+  }
+}
+
+}  // namespace
+
+Resolved resolve_machine(const Options& o) {
+  Resolved out;
+  TrainConfig& config = out.config;
+  config = training_settings(o);
+  config.model = resolve_model(o);
+  for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
+  if (out.compressions.empty()) out.compressions.emplace_back();
+  std::vector<std::string> tensors;
+  for (const VitParameter& p : vit_parameters(config.model)) tensors.push_back(p.name);
+  for (const CompressionSpec& spec : out.compressions) check_dense_names(spec, tensors);
+  config.compression = out.compressions[0];
+  out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
+  config.bucket_mb = out.buckets_mb[0];
+  check_overlap(o);
+  config.gather_weights = gather_format(o);
+  check_shard(o);
+  resolve_devices(o, out);
+  resolve_nodes(o, out);
+  resolve_elastic(o, out);
+  check_schedules(out);
+  resolve_gradient_group(o, out);
+  if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
+    throw BadInput(
+        "--graph: GPU ranks of one process synchronize on the host in each step, which a graph cannot "
+        "contain; "
+        "start a process for each rank (torchrun, srun or mpirun)");
+  }
+  if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
+    out.notes.emplace_back("Note: --precision tf32 has no effect on the host, which computes in fp32");
+  }
+  check_model(config.model);
+  return out;
+}
+
+JoinOptions join_options(const Options& o) {
+  return {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
+}
+
+std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
+  if (!o.launch || o.launch->world == 1) return nullptr;
+  Device device = config.devices[static_cast<size_t>(o.launch->rank)];
+  if (device.is_cuda() && o.launch->local_rank >= 0) {
+    device = Device::cuda(o.launch->local_rank % cuda_device_count());
+  }
+  JoinOptions how = join_options(o);
+  how.shrinkable = static_cast<bool>(config.elastic);
+  return join(*o.launch, how, device);
+}
+
+}  // namespace gradwire
