@@ -44,8 +44,7 @@ double hash_of(const std::vector<float>& values) {
   return static_cast<double>(hash >> 12);
 }
 
-// Returns whether a block of integers up to `most`, whatever its largest one is, decodes to the same
-// integers.
+// Returns whether every block of integers from -most to `most` decodes to the same integers.
 bool represents_integers(Wire wire, int most) {
   if (wire->exact) return true;
   std::vector<float> values(static_cast<size_t>(2 * wire->granularity)), decoded(values.size());
@@ -146,43 +145,45 @@ const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t coun
   return means_;
 }
 
-CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
-  struct Mine {
-    double time_us, wire_bytes, fp32_bytes, wrong, error2, norm2;
-    double hash;  // 52 bits, so that a double represents it exactly
-  } mine{};
+// Checks the first step's results: of normally distributed values and, if the format represents them exactly,
+// of integers.
+void CollectiveRank::check_results(const CollectiveCase& c, Measured& mine) {
   const int64_t count = c.size_bytes / 4;
-  const bool exact = c.spec.method == CompressionSpec::Method::wire &&
-                     represents_integers(c.spec.wire, std::min(15, comm_.world()));
   auto result_of_first_step = [&](Values kind) {
     fill(kind, count);
     Program program(*this, c);
     program.run();
     return to_host(stream_, data_.as<const float>(), count);
   };
-  if (settings_.check) {
-    std::vector<float> result = result_of_first_step(Values::normal);
-    mine.hash = hash_of(result);
-    const std::vector<double>& means = exact_means(Values::normal, count);
-    for (int64_t i = 0; i < count; ++i) {
-      double difference = result[i] - means[i];
-      mine.error2 += difference * difference;
-      mine.norm2 += means[i] * means[i];
-      mine.wrong += std::isfinite(result[i]) ? 0 : 1;
-    }
+  const std::vector<float> result = result_of_first_step(Values::normal);
+  mine.hash = hash_of(result);
+  const std::vector<double>& means = exact_means(Values::normal, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const double difference = result[i] - means[i];
+    mine.error2 += difference * difference;
+    mine.norm2 += means[i] * means[i];
+    mine.wrong += std::isfinite(result[i]) ? 0 : 1;
   }
-  if (settings_.check && exact) {
-    std::vector<float> result = result_of_first_step(Values::integers);
-    const std::vector<double>& means = exact_means(Values::integers, count);
-    for (int64_t i = 0; i < count; ++i) mine.wrong += result[i] == static_cast<float>(means[i]) ? 0 : 1;
-  }
+  const bool exact = c.spec.method == CompressionSpec::Method::wire &&
+                     represents_integers(c.spec.wire, std::min(15, comm_.world()));
+  if (!exact) return;
+  const std::vector<float> integers = result_of_first_step(Values::integers);
+  const std::vector<double>& mean_integers = exact_means(Values::integers, count);
+  for (int64_t i = 0; i < count; ++i)
+    mine.wrong += integers[i] == static_cast<float>(mean_integers[i]) ? 0 : 1;
+}
+
+CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
+  Measured mine{};
+  const int64_t count = c.size_bytes / 4;
+  if (settings_.check) check_results(c, mine);
   fill(Values::normal, count);
   Program program(*this, c);
   for (int i = 0; i < settings_.warmup; ++i) program.run();
   stream_.synchronize();
   comm_.barrier();
-  uint64_t sent_before = comm_.bytes_sent();
-  auto start = std::chrono::steady_clock::now();
+  const uint64_t sent_before = comm_.bytes_sent();
+  const auto start = std::chrono::steady_clock::now();
   for (int i = 0; i < settings_.iterations; ++i) program.run();
   stream_.synchronize();
   mine.time_us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
@@ -196,7 +197,7 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
       {mine.time_us, mine.wire_bytes, mine.fp32_bytes, mine.wrong, mine.error2, mine.norm2, mine.hash},
       "results of the benchmark");
   for (const std::vector<double>& numbers : ranks) {
-    const Mine r{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
+    const Measured r{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
     all.time_us = std::max(all.time_us, r.time_us);
     all.wire_bytes = std::max(all.wire_bytes, r.wire_bytes);
     all.fp32_bytes = std::max(all.fp32_bytes, r.fp32_bytes);

@@ -42,11 +42,17 @@ class CollectiveRank {
 
  private:
   class Program;
+  // This rank's part of a result.
+  struct Measured {
+    double time_us, wire_bytes, fp32_bytes, wrong, error2, norm2;
+    double hash;  // 52 bits, so that a double represents the value exactly
+  };
   // The ranks' data: small integers, whose sums are exact in every wire format, or normally distributed
   // values.
   enum class Values { integers, normal };
   float value(Values kind, int rank, int64_t i) const;
   void fill(Values kind, int64_t count);
+  void check_results(const CollectiveCase& c, Measured& mine);
   const std::vector<double>& exact_means(Values kind, int64_t count);
 
   Communicator& comm_;

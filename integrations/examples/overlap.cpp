@@ -31,7 +31,7 @@ const Layer kLayers[] = {{"head.weight", 10, 256},
                          {"body.bias", 256, 1},
                          {"stem.weight", 512, 64}};
 
-void run(const char* rendezvous, int rank, int world) {
+gw_comm connect(const char* rendezvous, int rank, int world) {
   gw_comm comm = nullptr;
   gw_comm_options group{};
   group.size = sizeof group;
@@ -41,13 +41,12 @@ void run(const char* rendezvous, int rank, int world) {
   group.device = GW_HOST;
   group.timeout_ms = 60'000;
   check(gw_comm_create(&group, &comm));
+  return comm;
+}
 
-  // One flat buffer with contiguous tensors is reduced in place, without copies.
-  int64_t elements = 0;
-  for (const Layer& l : kLayers) elements += l.rows * l.cols;
-  std::vector<float> gradients(elements);
+// Returns the tensors of one flat buffer. Contiguous tensors are reduced in place, without copies.
+std::vector<gw_tensor> describe(float* gradients) {
   std::vector<gw_tensor> tensors;
-  float* at = gradients.data();
   for (const Layer& l : kLayers) {
     gw_tensor t{};
     t.size = sizeof t;
@@ -55,10 +54,50 @@ void run(const char* rendezvous, int rank, int world) {
     t.rows = l.rows;
     t.cols = l.cols;
     t.dtype = GW_FLOAT32;
-    t.grad = at;
+    t.grad = gradients;
     tensors.push_back(t);
-    at += l.rows * l.cols;
+    gradients += l.rows * l.cols;
   }
+  return tensors;
+}
+
+// Replaces the backward of a layer: writes values that differ between ranks and have low rank.
+void compute_gradient(const gw_tensor& tensor, int rank, int step) {
+  auto* gradient = static_cast<float*>(tensor.grad);
+  for (int64_t r = 0; r < tensor.rows; ++r) {
+    for (int64_t c = 0; c < tensor.cols; ++c) {
+      gradient[r * tensor.cols + c] =
+          std::sin(static_cast<float>(r + rank)) * std::cos(static_cast<float>(c + step));
+    }
+  }
+}
+
+// Checks the averaged gradient of body.weight. It has rank 2, so PowerSGD of rank 4 is exact but for
+// rounding.
+void check_average(const gw_tensor& tensor, int world, int step) {
+  for (int64_t r = 0; r < tensor.rows; ++r) {
+    double mean = 0;
+    for (int k = 0; k < world; ++k) mean += std::sin(static_cast<double>(r + k)) / world;
+    const float want = static_cast<float>(mean * std::cos(static_cast<double>(step)));
+    const float got = static_cast<float*>(tensor.grad)[r * tensor.cols];
+    if (std::abs(got - want) > 1e-3f) throw std::runtime_error("row " + std::to_string(r) + " is wrong");
+  }
+}
+
+void save_and_load_state(gw_reducer reducer) {
+  size_t size = 0;
+  check(gw_reducer_state_save(reducer, nullptr, 0, &size));
+  std::vector<char> checkpoint(size);
+  check(gw_reducer_state_save(reducer, checkpoint.data(), checkpoint.size(), &size));
+  check(gw_reducer_state_load(reducer, checkpoint.data(), checkpoint.size()));
+}
+
+void run(const char* rendezvous, int rank, int world) {
+  gw_comm comm = connect(rendezvous, rank, world);
+  int64_t elements = 0;
+  for (const Layer& l : kLayers) elements += l.rows * l.cols;
+  std::vector<float> gradients(elements);
+  const std::vector<gw_tensor> tensors = describe(gradients.data());
   gw_reducer_options options{};
   options.size = sizeof options;
   options.bucket_bytes = 256 << 10;
@@ -66,29 +105,16 @@ void run(const char* rendezvous, int rank, int world) {
   check(gw_reducer_create(comm, "powersgd:rank=4", tensors.data(), static_cast<int32_t>(tensors.size()),
                           &options, &reducer));
 
-  for (int step = 0; step < 20; ++step) {
+  const int steps = 20;
+  for (int step = 0; step < steps; ++step) {
     for (size_t i = 0; i < tensors.size(); ++i) {
-      // "Backward" of layer i: values that differ between ranks and have low rank.
-      auto* gradient = static_cast<float*>(tensors[i].grad);
-      for (int64_t r = 0; r < tensors[i].rows; ++r) {
-        for (int64_t c = 0; c < tensors[i].cols; ++c) {
-          gradient[r * tensors[i].cols + c] =
-              std::sin(static_cast<float>(r + rank)) * std::cos(static_cast<float>(c + step));
-        }
-      }
+      compute_gradient(tensors[i], rank, step);
       check(gw_reducer_ready(reducer, static_cast<int32_t>(i), nullptr));  // does not block
     }
     check(gw_reducer_wait(reducer, nullptr, nullptr));
     // The gradients are now averaged, with the same bits on every rank.
   }
-  // The gradients have rank 2, so PowerSGD of rank 4 loses nothing.
-  for (int64_t r = 0; r < 256; ++r) {
-    double mean = 0;
-    for (int k = 0; k < world; ++k) mean += std::sin(static_cast<double>(r + k)) / world;
-    const float want = static_cast<float>(mean * std::cos(19.0));
-    const float got = static_cast<float*>(tensors[2].grad)[r * 512];
-    if (std::abs(got - want) > 1e-3f) throw std::runtime_error("row " + std::to_string(r) + " is wrong");
-  }
+  check_average(tensors[2], world, steps - 1);
 
   gw_stats stats{};
   stats.size = sizeof stats;
@@ -96,13 +122,7 @@ void run(const char* rendezvous, int rank, int world) {
   std::printf("rank %d: %lld steps, %llu bytes sent in the last one, %llu without compression\n", rank,
               static_cast<long long>(stats.steps), static_cast<unsigned long long>(stats.wire_bytes),
               static_cast<unsigned long long>(stats.dense_bytes));
-
-  size_t size = 0;
-  check(gw_reducer_state_save(reducer, nullptr, 0, &size));
-  std::vector<char> checkpoint(size);
-  check(gw_reducer_state_save(reducer, checkpoint.data(), checkpoint.size(), &size));
-  check(gw_reducer_state_load(reducer, checkpoint.data(), checkpoint.size()));
-
+  save_and_load_state(reducer);
   check(gw_reducer_destroy(reducer));
   check(gw_comm_destroy(comm));
 }

@@ -161,26 +161,14 @@ SafetensorsReader::SafetensorsReader(std::string path)
 }
 
 void SafetensorsReader::read_header() {
-  auto not_ours = [&](const std::string& why) {
-    std::vector<uint8_t> head(std::min<uint64_t>(file_bytes_, kFileKindBytes));
-    read_at(0, head.data(), head.size());
-    const std::string kind = foreign_kind(head);
-    if (kind.empty()) refuse(why);
-    refuse(
-        fmt::format("not a safetensors file but {}{}", kind,
-                    kind.starts_with("a zip")
-                        ? ", or, if torch.save() wrote it, load it in Python and write its state_dict with "
-                          "safetensors.torch.save_file()"
-                        : ""));
-  };
   uint64_t length = 0;
   if (file_bytes_ < sizeof length) {
-    not_ours(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
+    refuse_kind(fmt::format("too short to be a safetensors file: {} bytes", file_bytes_));
   }
   read_at(0, &length, sizeof length);
   if (length > kMostHeaderBytes || length > file_bytes_ - sizeof length) {
-    not_ours(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}", length,
-                         file_bytes_));
+    refuse_kind(fmt::format("truncated, or not a safetensors file: a header of {} bytes in a file of {}",
+                            length, file_bytes_));
   }
   header_.resize(length);
   read_at(sizeof length, header_.data(), length);
@@ -190,7 +178,7 @@ void SafetensorsReader::read_header() {
   try {
     header = SortedJson::parse(header_);
   } catch (const SortedJson::parse_error& error) {
-    not_ours(
+    refuse_kind(
         fmt::format("corrupt, or not a safetensors file: its header is not JSON at byte {}", error.byte));
   } catch (const SortedJson::out_of_range&) {
     refuse("corrupt: its header holds a number that is too large");
@@ -207,9 +195,24 @@ void SafetensorsReader::read_header() {
       add_tensor(name, &value);
     }
   }
-  // The tensors must cover the data without gaps or overlaps, which detects truncated and shifted files.
+  index_tensors();
+}
+
+void SafetensorsReader::refuse_kind(const std::string& why) const {
+  std::vector<uint8_t> head(std::min<uint64_t>(file_bytes_, kFileKindBytes));
+  read_at(0, head.data(), head.size());
+  const std::string kind = foreign_kind(head);
+  if (kind.empty()) refuse(why);
+  refuse(fmt::format("not a safetensors file but {}{}", kind,
+                     kind.starts_with("a zip")
+                         ? ", or, if torch.save() wrote it, load it in Python and write its state_dict with "
+                           "safetensors.torch.save_file()"
+                         : ""));
+}
+
+void SafetensorsReader::index_tensors() {
   std::sort(tensors_.begin(), tensors_.end(), [](const Tensor& a, const Tensor& b) {
-    return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);  // empty ones first
+    return std::pair(a.begin, a.bytes) < std::pair(b.begin, b.bytes);  // empty tensors first
   });
   uint64_t end = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {

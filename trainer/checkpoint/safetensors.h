@@ -96,8 +96,13 @@ class SafetensorsReader {
  private:
   void read_header();
   void add_tensor(const std::string& name, const void* json);
+  // Sorts the tensors, and checks that they cover the data without gaps or overlaps. This detects truncated
+  // and shifted files.
+  void index_tensors();
   void read_at(uint64_t at, void* out, size_t bytes) const;
   [[noreturn]] void refuse(const std::string& why) const;
+  // Names the file's actual kind, if recognized; otherwise `why`.
+  [[noreturn]] void refuse_kind(const std::string& why) const;
 
   std::string path_;
   FileDescriptor file_;

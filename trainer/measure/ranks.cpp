@@ -18,7 +18,7 @@ constexpr double kProbeMs = 150;  // about one forward and backward of the probe
 constexpr double kProbeBudgetMs = 700, kCodecBudgetMs = 150;
 constexpr double kOptimizerBytes = 28;  // AdamW reads four floats per parameter and writes three
 
-// Every exchange returns immediately without data, so only a codec's kernels take time.
+// Exchanges return immediately and transfer nothing, so only a codec's kernels take time.
 class SilentTransport final : public PlannedTransport {
  public:
   using PlannedTransport::PlannedTransport;
@@ -97,6 +97,50 @@ double codec_ns(const Stream& stream, const std::string& spec, const std::vector
   return ms * 1e6 / static_cast<double>(reducer.elements());
 }
 
+// Measures the training speed and the codecs of all ranks concurrently, as in training. Uses means, not
+// minima: the fastest run may have had the machine to itself.
+void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig& config, double patience,
+                    RanksReport& report) {
+  std::vector<double> mine;
+  comm.barrier();
+  mine.push_back(
+      training_tflops(stream, report.probe, report.probe_batch, config.precision, patience * kProbeBudgetMs));
+  const std::vector<std::string> specs = candidate_specs();
+  for (const std::string& spec : specs) {
+    comm.barrier();
+    mine.push_back(comm.world() == 1 ? 0
+                                     : codec_ns(stream, spec, layer_gradients(config.model), comm.world(),
+                                                report.links, patience * kCodecBudgetMs));
+  }
+  const auto all = all_gather(comm.transport(), stream, mine, "speed of each rank");
+  report.rank_tflops = all[0][0];
+  for (const auto& rank : all) {
+    report.rank_tflops = std::min(report.rank_tflops, rank[0]);
+    for (size_t i = 0; i < specs.size(); ++i) {
+      double& ns = report.costs.codec_ns[specs[i]];
+      ns = std::max(ns, rank[i + 1]);
+    }
+  }
+}
+
+// Computes the costs of a step from the measurements.
+void fill_costs(const Communicator& comm, const TrainConfig& config, int sharing, RanksReport& report) {
+  StepCosts& costs = report.costs;
+  const std::vector<VitParameter> parameters = vit_parameters(config.model);
+  for (const VitParameter& p : parameters) costs.tensors.push_back({p.name, p.shape});
+  report.parameters = count_elements(parameters);
+  report.batch_size = config.batch_size;
+  report.flops_per_image = training_flops_per_image(config.model);
+  report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
+  costs.world = comm.world();
+  costs.ranks_per_node = comm.ranks_per_node();
+  costs.links = report.links;
+  costs.compute_ms =
+      report.flops_per_image * static_cast<double>(report.batch_size) / (report.rank_tflops * 1e9);
+  costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
+  costs.shared_cores = comm.device().is_host();
+}
+
 }  // namespace
 
 RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience) {
@@ -104,7 +148,6 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   report.world = comm.world();
   report.transport = comm.transport().name();
   const Stream stream = Stream::create(comm.device(), "doctor");
-  const VitConfig& model = config.model;
 
   comm.barrier();
   report.links = measure_link_costs(comm.transport(), stream, comm.ranks_per_node());
@@ -117,53 +160,17 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
                                 "peaks of rank 0's device");
   report.peaks.tflops = peaks[0][0], report.peaks.copy_gb_per_s = peaks[0][1];
 
-  report.probe = model;
-  report.probe.depth = std::min(model.depth, 2);
+  report.probe = config.model;
+  report.probe.depth = std::min(config.model.depth, 2);
   report.probe_batch = config.batch_size;
   if (comm.device().is_host()) {
     const double share = report.peaks.tflops / sharing;  // a rank's share of the cores
     const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
     report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
   }
-  // From here on all ranks measure concurrently, as in training. Use means, not minima: the fastest run may
-  // have had the machine to itself.
-  std::vector<double> mine;
-  comm.barrier();
-  mine.push_back(
-      training_tflops(stream, report.probe, report.probe_batch, config.precision, patience * kProbeBudgetMs));
-  const std::vector<std::string> specs = candidate_specs();
-  for (const std::string& spec : specs) {
-    comm.barrier();
-    const bool alone = comm.world() == 1;
-    mine.push_back(alone ? 0
-                         : codec_ns(stream, spec, layer_gradients(model), comm.world(), report.links,
-                                    patience * kCodecBudgetMs));
-  }
-  const auto all = all_gather(comm.transport(), stream, mine, "speed of each rank");
-  StepCosts& costs = report.costs;
-  report.rank_tflops = all[0][0];
-  for (const auto& theirs : all) {
-    report.rank_tflops = std::min(report.rank_tflops, theirs[0]);
-    for (size_t i = 0; i < specs.size(); ++i) {
-      double& ns = costs.codec_ns[specs[i]];
-      ns = std::max(ns, theirs[i + 1]);
-    }
-  }
-
-  const std::vector<VitParameter> parameters = vit_parameters(model);
-  for (const VitParameter& p : parameters) costs.tensors.push_back({p.name, p.shape});
-  report.parameters = count_elements(parameters);
-  report.batch_size = config.batch_size;
-  report.flops_per_image = training_flops_per_image(model);
-  report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
-  costs.world = comm.world();
-  costs.ranks_per_node = comm.ranks_per_node();
-  costs.links = report.links;
-  costs.compute_ms =
-      report.flops_per_image * static_cast<double>(report.batch_size) / (report.rank_tflops * 1e9);
-  costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
-  costs.shared_cores = comm.device().is_host();
-  report.recommendation = recommend(costs);
+  measure_speeds(comm, stream, config, patience, report);
+  fill_costs(comm, config, sharing, report);
+  report.recommendation = recommend(report.costs);
   return report;
 }
 
