@@ -70,6 +70,27 @@ int train(const Options& options) {
   return kDone;
 }
 
+void run_doctor(const Options& options, bool show_environment) {
+  if (show_environment) {
+    std::fputs(environment_text().c_str(), stdout);
+  } else {
+    doctor(options);
+  }
+}
+
+// Detects this process's launcher for train and compare.
+void detect_launch(Options& options) {
+  options.launch = detect_launcher();
+  if (options.launch) share_cores(*options.launch);
+  if (!options.join.empty()) options.launch = launch_of_joiner(options.join);
+  if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
+    throw BadInput("--rendezvous " + options.rendezvous +
+                   ": there is only one process; start several with torchrun, srun or mpirun, or set RANK "
+                   "and WORLD_SIZE "
+                   "for each");
+  }
+}
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app{
       "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
@@ -79,27 +100,24 @@ int parse_and_run(int argc, char** argv) {
 
   Options options, doctor_options = doctor_defaults();
   bool show_environment = false;
+  TopOptions top_options;
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
   add_train_flags(*train_command, options);
   CLI::App* compare_command = app.add_subcommand(
       "compare", "Train once per --compression and seed, everything else the same, and print one table");
   add_compare_flags(*compare_command, options);
-  CLI::App* doctor_command =
-      app.add_subcommand("doctor",
-                         "Show devices, versions, and what is off and why; with several ranks measure their "
-                         "links, and say which compression would pay for --model");
+  CLI::App* doctor_command = app.add_subcommand("doctor",
+                                                "Show devices, versions, and disabled features with the "
+                                                "reason; with several ranks, measure their links "
+                                                "and recommend a compression for --model");
   add_doctor_flags(*doctor_command, doctor_options, show_environment);
-  TopOptions top_options;
-  CLI::App* top_command =
-      app.add_subcommand("top",
-                         "Follow a run by the log that it writes (train --log): its progress, and which rank "
-                         "holds the others up, by how much and since when");
+  CLI::App* top_command = app.add_subcommand(
+      "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
   add_top_flags(*top_command, top_options);
 
-  std::string first = argc > 1 ? argv[1] : "";
-  if (!first.empty() && first[0] != '-' && first != "train" && first != "compare" && first != "doctor" &&
-      first != "top") {
-    throw BadInput("unknown command '" + first + "'; there are train, compare, doctor and top");
+  const std::string first = argc > 1 ? argv[1] : "";
+  if (!first.empty() && first[0] != '-' && app.get_subcommand_no_throw(first) == nullptr) {
+    throw BadInput("unknown command '" + first + "'; use train, compare, doctor or top");
   }
   try {
     app.parse(argc, argv);
@@ -110,27 +128,13 @@ int parse_and_run(int argc, char** argv) {
   }
   if (top_command->parsed()) {
     top(top_options);
-    return kDone;
+  } else if (doctor_command->parsed()) {
+    run_doctor(doctor_options, show_environment);
+  } else {
+    detect_launch(options);
+    if (train_command->parsed()) return train(options);
+    compare(options);
   }
-  if (doctor_command->parsed()) {
-    if (show_environment) {
-      std::fputs(environment_text().c_str(), stdout);
-      return kDone;
-    }
-    doctor(doctor_options);
-    return kDone;
-  }
-  options.launch = detect_launcher();
-  if (options.launch) share_cores(*options.launch);
-  if (!options.join.empty()) options.launch = launch_of_joiner(options.join);
-  if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
-    throw BadInput(
-        "--rendezvous " + options.rendezvous +
-        ": nothing says that there are several processes; start them with torchrun, srun or mpirun, "
-        "or set RANK and WORLD_SIZE for each");
-  }
-  if (!compare_command->parsed()) return train(options);
-  compare(options);
   return kDone;
 }
 
@@ -144,7 +148,8 @@ int cli_main(int argc, char** argv) {
     // A full disk is detected here at the latest. Incomplete output must not look like success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
     return report(
-        "standard output could not be written: its disk is full, or its reader is gone. All else is done",
+        "standard output could not be written: its disk is full, or its reader is gone; all other work is "
+        "done",
         kFailed);
   } catch (const BadInput& error) {
     return report(error.what(), kBadInput);
