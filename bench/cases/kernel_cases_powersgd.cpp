@@ -64,53 +64,46 @@ double product(const Matrices& m) {
   return flops;
 }
 
-template <int kRank>
-Problem project(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem project(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdProject args{m.table, m.grad, m.residual, m.pending, m.q, m.p};
   return {[args](const Stream& s) { powersgd_project(s, args); }, passes(m, 12), 2 * product(m), m.shape};
 }
 
-template <int kRank>
-Problem back_project(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem back_project(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdBackProject args{m.table, m.residual, m.p, m.q, m.flags};
   return {[args](const Stream& s) { powersgd_back_project(s, args); }, passes(m, 4), product(m), m.shape};
 }
 
-template <int kRank>
-Problem project_onto(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem project_onto(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdProjectOnto args{m.table, m.grad, m.residual, m.pending, m.p, m.q};
   return {[args](const Stream& s) { powersgd_project_onto(s, args); }, passes(m, 12), 2 * product(m),
           m.shape};
 }
 
-template <int kRank>
-Problem reconstruct(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem reconstruct(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdReconstruct args{.table = m.table, .p = m.p, .q = m.q, .grad = m.grad, .flags = m.flags};
   return {[args](const Stream& s) { powersgd_reconstruct(s, args); }, passes(m, 4), product(m), m.shape};
 }
 
-template <int kRank>
-Problem settle(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem settle(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdSettle args{.table = m.table, .residual = m.residual, .pending = m.pending};
   return {[args](const Stream& s) { powersgd_settle(s, args); }, passes(m, 8), product(m), m.shape};
 }
 
-template <int kRank>
-Problem form(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem form(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   PowerSgdForm args{m.table, m.grad, m.residual, m.pending, m.flags};
   return {[args](const Stream& s) { powersgd_form(s, args); }, passes(m, 12), product(m), m.shape};
 }
 
 // Overwrites every matrix, which is the maximum work.
-template <int kRank>
-Problem overwrite(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem overwrite(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // all are nonzero
   PowerSgdOverwrite args{.table = m.table, .marks = marks, .p = m.p};
   double bytes = 0;
@@ -121,45 +114,22 @@ Problem overwrite(Arena& arena, int64_t size) {
 // The same products with the BLAS library, one call per matrix, for comparison with the passes above. The
 // library reads M once more: the passes form M while they multiply.
 enum class Product { project, back_project, residual };
-template <Product kProduct, int kRank>
-Problem by_library(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+template <Product kProduct>
+Problem by_library(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   std::vector<Gemm> calls;
   for (const MatrixDescriptor& d : m.table->host()) {
     float *matrix = m.residual + d.offset, *p = m.p + d.p_offset, *q = m.q + d.q_offset;
-    Gemm g{.m = d.rows,
-           .n = d.rank,
-           .k = d.cols,
-           .a = matrix,
-           .lda = d.cols,
-           .b = q,
-           .ldb = d.rank,
-           .c = p,
-           .ldc = d.rank};
+    Gemm g{.m = d.rows, .n = d.rank, .k = d.cols};
+    g.a = matrix, g.lda = d.cols, g.b = q, g.ldb = d.rank, g.c = p, g.ldc = d.rank;
     if constexpr (kProduct == Product::back_project) {
-      g = {.transpose_a = true,
-           .m = d.cols,
-           .n = d.rank,
-           .k = d.rows,
-           .a = matrix,
-           .lda = d.cols,
-           .b = p,
-           .ldb = d.rank};
-      g.c = q;
-      g.ldc = d.rank;
+      g.transpose_a = true;
+      g.m = d.cols, g.k = d.rows, g.b = p, g.c = q;
     } else if constexpr (kProduct == Product::residual) {
-      g = {.transpose_b = true,
-           .m = d.rows,
-           .n = d.cols,
-           .k = d.rank,
-           .a = p,
-           .lda = d.rank,
-           .b = q,
-           .ldb = d.rank};
+      g.transpose_b = true;
+      g.n = d.cols, g.k = d.rank, g.a = p, g.lda = d.rank, g.c = matrix, g.ldc = d.cols;
       g.alpha = -1e-6f;
       g.beta = 1.0f;
-      g.c = matrix;
-      g.ldc = d.cols;
     }
     calls.push_back(g);
   }
@@ -171,51 +141,50 @@ Problem by_library(Arena& arena, int64_t size) {
 }
 
 // Orthonormalizes all P of these matrices. Random columns take one pass.
-template <int kRank>
-Problem orthonormal(Arena& arena, int64_t size) {
-  Matrices m = matrices(arena, size, kRank);
+Problem orthonormal(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
   float* out = arena.zeros<float>(m.table->p_elements());
   Orthonormalize args{.table = m.table, .which = Factor::p, .in = m.p, .out = out, .flags = m.flags};
   return {[args](const Stream& s) { orthonormalize(s, args); },
           12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
 }
 
-const KernelCase kPowerSgdCases[] = {
-    {"powersgd_project", "rank 1", "powersgd", project<1>},
-    {"powersgd_project", "rank 4", "powersgd", project<4>},
-    {"powersgd_project", "rank 32", "powersgd", project<32>},
-    {"powersgd_project", "rank 64", "powersgd", project<64>},
-    {"powersgd_back_project", "rank 1", "powersgd", back_project<1>},
-    {"powersgd_back_project", "rank 4", "powersgd", back_project<4>},
-    {"powersgd_back_project", "rank 32", "powersgd", back_project<32>},
-    {"powersgd_back_project", "rank 64", "powersgd", back_project<64>},
-    {"powersgd_project_onto", "rank 1", "powersgd", project_onto<1>},
-    {"powersgd_project_onto", "rank 4", "powersgd", project_onto<4>},
-    {"powersgd_project_onto", "rank 32", "powersgd", project_onto<32>},
-    {"powersgd_reconstruct", "rank 1", "powersgd", reconstruct<1>},
-    {"powersgd_reconstruct", "rank 4", "powersgd", reconstruct<4>},
-    {"powersgd_reconstruct", "rank 32", "powersgd", reconstruct<32>},
-    {"powersgd_reconstruct", "rank 64", "powersgd", reconstruct<64>},
-    {"powersgd_settle", "rank 1", "powersgd", settle<1>},
-    {"powersgd_settle", "rank 4", "powersgd", settle<4>},
-    {"powersgd_form", "rank 1", "powersgd", form<1>},
-    {"powersgd_form", "rank 32", "powersgd", form<32>},
-    {"powersgd_overwrite", "rank 32", "powersgd", overwrite<32>},
-    {"gemm", "P = M Q, rank 32", "powersgd-blas", by_library<Product::project, 32>},
-    {"gemm", "P = M Q, rank 64", "powersgd-blas", by_library<Product::project, 64>},
-    {"gemm", "Q = M^T P, rank 32", "powersgd-blas", by_library<Product::back_project, 32>},
-    {"gemm", "Q = M^T P, rank 64", "powersgd-blas", by_library<Product::back_project, 64>},
-    {"gemm", "E -= P Q^T, rank 32", "powersgd-blas", by_library<Product::residual, 32>},
-    {"gemm", "E -= P Q^T, rank 64", "powersgd-blas", by_library<Product::residual, 64>},
-    {"orthonormalize", "rank 1", "orthonormalize", orthonormal<1>},
-    {"orthonormalize", "rank 4", "orthonormalize", orthonormal<4>},
-    {"orthonormalize", "rank 32", "orthonormalize", orthonormal<32>},
+struct CasesByRank {
+  const char *op, *prefix, *family;
+  Problem (*make)(Arena& arena, int64_t size, int rank);
+  std::vector<int> ranks;
 };
+
+std::vector<KernelCase> make_powersgd_cases() {
+  const CasesByRank table[] = {
+      {"powersgd_project", "", "powersgd", project, {1, 4, 32, 64}},
+      {"powersgd_back_project", "", "powersgd", back_project, {1, 4, 32, 64}},
+      {"powersgd_project_onto", "", "powersgd", project_onto, {1, 4, 32}},
+      {"powersgd_reconstruct", "", "powersgd", reconstruct, {1, 4, 32, 64}},
+      {"powersgd_settle", "", "powersgd", settle, {1, 4}},
+      {"powersgd_form", "", "powersgd", form, {1, 32}},
+      {"powersgd_overwrite", "", "powersgd", overwrite, {32}},
+      {"gemm", "P = M Q, ", "powersgd-blas", by_library<Product::project>, {32, 64}},
+      {"gemm", "Q = M^T P, ", "powersgd-blas", by_library<Product::back_project>, {32, 64}},
+      {"gemm", "E -= P Q^T, ", "powersgd-blas", by_library<Product::residual>, {32, 64}},
+      {"orthonormalize", "", "orthonormalize", orthonormal, {1, 4, 32}},
+  };
+  std::vector<KernelCase> all;
+  for (const CasesByRank& cases : table) {
+    for (int rank : cases.ranks) {
+      all.push_back(
+          {cases.op, fmt::format("{}rank {}", cases.prefix, rank), cases.family,
+           [make = cases.make, rank](Arena& arena, int64_t size) { return make(arena, size, rank); }});
+    }
+  }
+  return all;
+}
 
 }  // namespace
 
 std::span<const KernelCase> powersgd_cases() {
-  return kPowerSgdCases;
+  static const std::vector<KernelCase> cases = make_powersgd_cases();
+  return cases;
 }
 
 }  // namespace gradwire::bench
