@@ -61,7 +61,7 @@ test-frameworks: setup
 faults: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release --target processes_tests
-	@GRADWIRE_KILLS=200 build/bin/processes_tests --gtest_filter='*FaultMatrix*:TcpFaults.*:Shrink.*:Elastic.*' --gtest_brief=1
+	@GRADWIRE_FULL_SWEEPS=1 build/bin/processes_tests --gtest_filter='*FaultMatrix*:TcpFaults.*:Shrink.*:Elastic.*' --gtest_brief=1
 
 machine-code: setup
 	@PYTHON=$(PYTHON) scripts/machine_code.sh

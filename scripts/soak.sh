@@ -20,7 +20,7 @@ soak() { # KIND [SECONDS [SEED]]
       ;;
   esac
   build_targets processes_tests
-  GRADWIRE_SOAK_S=${2:-600} GRADWIRE_SOAK_SEED=${3:-1} build/bin/processes_tests --gtest_brief=1 \
+  GRADWIRE_SOAK_S=${2:-600} GRADWIRE_TEST_SEED=${3:-1} build/bin/processes_tests --gtest_brief=1 \
     --gtest_filter="$filter" | tee "$place/soak.log"
   grep -q '^\[  PASSED  \] [1-9]' "$place/soak.log" && return
   echo "soak: no test has the name $filter" >&2

@@ -18,7 +18,7 @@ for gpus in 1 2 4; do
 done
 for seed in 1 2 3 4; do
   echo "== the Python package, seed $seed"
-  GRADWIRE_STANDIN_SEED=$seed ctest --test-dir build -R '^standin_python$' --output-on-failure || failed=1
+  GRADWIRE_TEST_SEED=$seed ctest --test-dir build -R '^standin_python$' --output-on-failure || failed=1
 done
 echo "== training, compared with the host"
 "$python" tests/standin/train_test.py build/standin/gradwire || failed=1

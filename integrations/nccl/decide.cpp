@@ -79,7 +79,6 @@ Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
     off("schedule=nccl is what a call of ncclAllReduce is without the interposer; name another schedule");
   }
   s.dry_run = flag("GRADWIRE_NCCL_DRY_RUN");
-  s.quiet = flag("GRADWIRE_NCCL_QUIET");
   return s;
 }
 

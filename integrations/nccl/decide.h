@@ -20,7 +20,7 @@ struct Settings {
   int64_t min_bytes = 1 << 20;
   int64_t max_state_bytes = int64_t{4} << 30;
   int ranks_per_node = 0;
-  bool dry_run = false, quiet = false;
+  bool dry_run = false;
 
   // Never throws: invalid settings turn the interposer off, with a reason in why_off.
   static Settings read(const std::function<const char*(const char*)>& lookup);

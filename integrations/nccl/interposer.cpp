@@ -59,9 +59,7 @@ struct Interposer {
     }
   }
   void say_once(std::once_flag& flag, const std::string& text) {
-    std::call_once(flag, [&] {
-      if (!settings.quiet) print_error_line(text);
-    });
+    std::call_once(flag, [&] { print_error_line(text); });
   }
 };
 
@@ -93,7 +91,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
     all.say_once(all.capture_said, "large calls of ncclAllReduce captured in a CUDA graph stay uncompressed");
   }
   if (all.settings.dry_run) {
-    if (path == Path::compressed && !all.settings.quiet)
+    if (path == Path::compressed)
       print_error_line(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
                                    all.settings.spec.to_string()));
   }
@@ -112,8 +110,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
       int device = 0;
       if (device_of == nullptr || device_of(comm, &device) != ncclSuccess) return false;
       auto made = std::make_unique<CompressedAllReduce>(comm, device, all.settings);
-      if (made->rank() == 0 && !made->description().empty() && !all.settings.quiet)
-        print_error_line(made->description());
+      if (made->rank() == 0 && !made->description().empty()) print_error_line(made->description());
       if (made->usable()) entry->compressed = std::move(made);
     }
     if (!entry->compressed || path != Path::compressed || all.settings.dry_run) return false;

@@ -56,7 +56,6 @@ constexpr EnvironmentVariable kInterposer[] = {
     {"GRADWIRE_NCCL_RANKS_PER_NODE", "unknown",
      "For schedule=hierarchical: rank = node x this + local index"},
     {"GRADWIRE_NCCL_DRY_RUN", "off", "1: change nothing, say what would be done"},
-    {"GRADWIRE_NCCL_QUIET", "off", "1: no log lines but errors"},
 };
 
 constexpr EnvironmentVariable kLaunchers[] = {

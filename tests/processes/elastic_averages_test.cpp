@@ -411,11 +411,11 @@ Drawn draw(uint32_t seed) {
   return drawn;
 }
 
-// GRADWIRE_SOAK_S and GRADWIRE_SOAK_SEED set the duration and the first seed; see make soak.
+// GRADWIRE_SOAK_S and GRADWIRE_TEST_SEED set the duration and the first seed; see make soak.
 TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
-  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_SOAK_SEED", 1));
+  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1));
   size_t runs = 0, kills = 0, stops = 0, joins = 0;
   Slowest slowest;
   while (!HasFailure() && (runs < 3 || std::chrono::steady_clock::now() < until)) {

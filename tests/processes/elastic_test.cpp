@@ -88,9 +88,9 @@ TEST(Elastic, AStoppedRankIsLeftBehindAfterTheDeadline) {
   }
 }
 
-// GRADWIRE_KILLS: number of runs.
+// GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
-  const int runs = number_from_environment("GRADWIRE_KILLS", 3);
+  const int runs = random_runs(3);
   const char* specs[] = {"int8", "powersgd:rank=2", "fp32"};
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));

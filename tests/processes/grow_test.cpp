@@ -156,9 +156,10 @@ TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
   EXPECT_TRUE(named[0].ends_with(": wrong secret")) << named[0];
 }
 
-// Launched ranks die at any time, including while others join. GRADWIRE_KILLS: number of runs.
+// Launched ranks die at any time, including while others join. GRADWIRE_FULL_SWEEPS: more
+// runs.
 TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
-  const int runs = number_from_environment("GRADWIRE_KILLS", 2);
+  const int runs = random_runs(2);
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int launched = 2 + static_cast<int>(random() % 2), joins = 1 + static_cast<int>(random() % 2);

@@ -18,11 +18,18 @@
 #include <string>
 #include <vector>
 
+#include "tests/support/thinned.h"
+
 namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Returns a variable's value: how often, how long, or from which seed a test runs.
+// Returns the number of runs of a randomized test.
+inline int random_runs(int runs) {
+  return full_sweeps() ? 10 * runs : runs;
+}
+
+// Returns a variable's value: the duration or the first seed of a test.
 inline int number_from_environment(const char* name, int otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::stoi(text);

@@ -25,6 +25,7 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
+#include "tests/support/thinned.h"
 
 // Kills the process at its n-th call of connect() or send() from now on.
 static std::atomic<int> calls_to_live = -1;
@@ -44,7 +45,6 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
-using testing::number_from_environment;
 using testing::Outcome;
 using testing::run_processes;
 using namespace std::chrono_literals;
@@ -217,10 +217,10 @@ TEST(Shrink, LeavesOutRanksThatDieWhileRegrouping) {
   }
 }
 
-// The others have less time than a group gives to one of its ranks. GRADWIRE_KILLS: all steps.
+// The others have less time than a group gives to one of its ranks. GRADWIRE_FULL_SWEEPS: all steps.
 TEST(Shrink, DetectsDeathsAtAnyStepOfRegroupingImmediately) {
   std::vector<int> steps = {1, 4, 8, 12, 16, 20, 24};
-  if (std::getenv("GRADWIRE_KILLS") != nullptr) {
+  if (testing::full_sweeps()) {
     steps.resize(30);
     std::iota(steps.begin(), steps.end(), 1);
   }
@@ -269,7 +269,7 @@ TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   };
   const std::vector<Case> cases = {{3, {0}, "1000"},    {3, {0}, "1500"},    {3, {0}, "2000"},
                                    {5, {0, 1}, "2000"}, {5, {0, 1}, "3000"}, {5, {0, 1}, "8000"}};
-  const int runs = std::getenv("GRADWIRE_FULL_SWEEPS") == nullptr ? 1 : 8;
+  const int runs = testing::full_sweeps() ? 8 : 1;
   for (int run = 0; run < runs; ++run) {
     for (size_t first = 0; first < cases.size(); first += 3) {
       std::vector<std::thread> together;  // they mostly wait
@@ -304,9 +304,9 @@ TEST(Shrink, MinorityStops) {
   }
 }
 
-// GRADWIRE_KILLS: number of runs.
+// GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
-  const int runs = number_from_environment("GRADWIRE_KILLS", 12);
+  const int runs = testing::random_runs(12);
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int world = 3 + static_cast<int>(random() % 3);

@@ -200,7 +200,7 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
 TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
-  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_SOAK_SEED", 1));
+  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1));
   constexpr uint32_t kAtLeast = std::size(kKinds);
   std::atomic<uint32_t> next = 0;
   std::mutex mutex;

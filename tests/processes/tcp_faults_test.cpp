@@ -27,7 +27,6 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
-using testing::number_from_environment;
 using testing::Outcome;
 using testing::run_processes;
 using namespace std::chrono_literals;
@@ -207,9 +206,10 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
-// Kills any rank at any time, under any schedule. GRADWIRE_KILLS: number of runs; `make faults` makes 200.
+// Kills any rank at any time, under any schedule. GRADWIRE_FULL_SWEEPS: more
+// runs.
 TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
-  const int runs = number_from_environment("GRADWIRE_KILLS", 10);
+  const int runs = testing::random_runs(10);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;
   std::mutex mutex;
   std::vector<std::thread> workers;

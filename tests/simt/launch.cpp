@@ -78,7 +78,7 @@ void install_handlers() {
 
 // --- log ---
 
-// GRADWIRE_SIMT_LOG=FILE: at exit FILE gets one line for each kernel that completed, tab-separated: where the
+// GRADWIRE_TEST_LOG=FILE: at exit FILE gets one line for each kernel that completed, tab-separated: where the
 // function begins in the executable (as nm prints it, hexadecimal), the name given to launch(), launches,
 // most threads in a block, most dynamic shared memory. tools/checks/check_kernel_table.py reads it.
 struct Record {
@@ -95,11 +95,11 @@ std::map<const void*, Record>& records() {
 extern "C" const char executable_begin[] __asm__("__ehdr_start");
 
 void write_log() {
-  const char* path = std::getenv("GRADWIRE_SIMT_LOG");
+  const char* path = std::getenv("GRADWIRE_TEST_LOG");
   if (path == nullptr || *path == '\0') return;
   std::FILE* file = std::fopen(path, "w");
   if (file == nullptr) {
-    std::fprintf(stderr, "simt: cannot write GRADWIRE_SIMT_LOG=%s\n", path);
+    std::fprintf(stderr, "simt: cannot write GRADWIRE_TEST_LOG=%s\n", path);
     _exit(1);
   }
   for (const auto& [address, record] : records()) {
@@ -306,7 +306,7 @@ thread_local Together* together = nullptr;
 }  // namespace
 
 Options& options() {
-  static Options chosen{.seed = from_environment("GRADWIRE_SIMT_SEED", 1)};
+  static Options chosen{.seed = from_environment("GRADWIRE_TEST_SEED", 1)};
   return chosen;
 }
 

@@ -35,7 +35,7 @@ class Failure : public std::runtime_error {
 };
 
 struct Options {
-  uint64_t seed = 1;        // GRADWIRE_SIMT_SEED
+  uint64_t seed = 1;        // GRADWIRE_TEST_SEED
   int schedules = 2;        // runs per launch; 1 for a kernel whose result may vary
   int multiprocessors = 1;  // few, so that grid-stride loops do loop
   // Plants a bug: no thread waits at this barrier of each kernel over several ranks.

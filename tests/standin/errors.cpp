@@ -62,7 +62,7 @@ const Name* find_name(cudaError_t error) {
 
 extern "C" const char executable_begin[] __asm__("__ehdr_start");
 
-// The planted failure, and how many calls there were. At exit GRADWIRE_STANDIN_LOG=FILE gets both, and the
+// The planted failure, and how many calls there were. At exit GRADWIRE_TEST_LOG=FILE gets both, and the
 // stack of the call that failed, as offsets in the executable for addr2line.
 struct Plan {
   int64_t number = 0;  // 0: none
@@ -116,9 +116,9 @@ Plan& plan() {
   static Plan& only = []() -> Plan& {
     static auto* const made = new Plan();
     read_plan(*made);
-    if (const char* path = std::getenv("GRADWIRE_STANDIN_LOG"); path != nullptr && *path != '\0') {
+    if (const char* path = std::getenv("GRADWIRE_TEST_LOG"); path != nullptr && *path != '\0') {
       std::atexit([] {
-        std::FILE* const file = std::fopen(std::getenv("GRADWIRE_STANDIN_LOG"), "w");
+        std::FILE* const file = std::fopen(std::getenv("GRADWIRE_TEST_LOG"), "w");
         if (file == nullptr) return;
         std::fprintf(file, "calls %lld\nfailed %s\nstack%s\n", static_cast<long long>(made->calls.load()),
                      made->failed.c_str(), made->stack.c_str());

@@ -56,7 +56,7 @@ def run(gradwire, name, number, folder):
     """Returns (calls, failed call, its callers, exit status or None after the deadline, stderr, losses)."""
     ranks, flags, error = RUNS[name]
     log, records = pathlib.Path(folder) / f"{name}-{number}", pathlib.Path(folder) / f"{name}-{number}.jsonl"
-    environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks), GRADWIRE_STANDIN_LOG=str(log))
+    environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks), GRADWIRE_TEST_LOG=str(log))
     if number:
         environment["GRADWIRE_STANDIN_FAIL"] = f"{number}:{error}"
     try:

@@ -62,7 +62,7 @@ Machine& machine() {
       std::_Exit(2);
     }
     made->connections = static_cast<int>(connections);
-    made->random.seed(number_from_environment("GRADWIRE_STANDIN_SEED", 1));
+    made->random.seed(number_from_environment("GRADWIRE_TEST_SEED", 1));
     return *made;
   }();
   return only;

@@ -5,7 +5,7 @@
         fails when the table lacks a __global__ function, or names one that does not exist.
     check_kernel_table.py ROOT --launched DIR --executable simt_tests [--nm nm]
         fails when simt_tests did not launch a kernel that runs under the shim according to the table, or did
-        not launch all instantiations of its template. DIR holds simt_tests' logs (GRADWIRE_SIMT_LOG).
+        not launch all instantiations of its template. DIR holds simt_tests' logs (GRADWIRE_TEST_LOG).
 """
 import argparse
 import dataclasses
