@@ -116,7 +116,7 @@ int64_t Elastic::reached() const {
 }
 
 // Returns to the newest checkpoint. It belongs to this run: a run does not start in a folder with other
-// checkpoints (cli/resolve_machine.cpp).
+// checkpoints (cli/resolve_run.cpp).
 void Elastic::go_back_to_checkpoint() {
   const std::string& folder = launched_.checkpoint_directory;
   double found = -1;
