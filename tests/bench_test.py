@@ -78,7 +78,7 @@ class Step(BenchTest):
 
     def test_bad_input(self):
         self.refuse(["step", "--model", "vit"], "unknown model 'vit'")
-        self.refuse(["step", "--batch-size", 0], "--batch-size 0")
+        self.refuse(["step", "--batch-size", 0], "--batch-size")
         self.refuse(["step", "--compression", "zip"], "unknown method 'zip'")
 
 
@@ -133,7 +133,7 @@ class Kernels(BenchTest):
     def test_bad_input(self):
         self.refuse(["kernels", "--filter", "zip"], "zip", "--list")
         self.refuse(["kernels", "--filter", "pack", "--filter", "bf16_encode"], "bf16_encode", "--list")
-        self.refuse(["kernels", "--device", "tpu"], "tpu", "auto, host or cuda")
+        self.refuse(["kernels", "--device", "tpu"], "tpu", "auto,host,cuda")
         self.refuse(["kernels", "--device", "cuda"], "--device cuda", "--device host",
                     env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse(["kernels", "--min-size", "1M", "--max-size", "4K"], "--max-size 4K", "--min-size 1M")
@@ -416,13 +416,13 @@ class Collectives(BenchTest):
         if not pathlib.Path("/dev/nvidia0").exists():
             self.refuse(["collectives", "--transport", "nccl"], "cuda")
         self.refuse(["collectives", "-b", "1M", "-e", "4K"], "-e 4K", "-b 1M")
-        self.refuse(["collectives", "--schedule", "star"], "'star'", "hierarchical")
+        self.refuse(["collectives", "--schedule", "star"], "star", "hierarchical")
         self.refuse(["collectives", "--schedule", "nccl", "--compression", "bf16"], "add --compression fp32")
         self.refuse(["collectives", "--schedule", "nccl"], "--transport local", "--transport nccl")
         self.refuse(["collectives", "--schedule", "hierarchical", "--ranks", "3"], "hierarchical", "3 ranks")
         self.refuse(["collectives", "--per-node", "3"], "--per-node 3", "4 ranks")
         self.refuse(["collectives", "--compression", "zip"], "unknown method 'zip'")
-        self.refuse(["collectives", "--transport", "pigeon"], "'pigeon'", "local, tcp or nccl")
+        self.refuse(["collectives", "--transport", "pigeon"], "pigeon", "local,tcp,nccl")
         self.refuse(["collectives", "--device", "cuda"], "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse(["collectives", "--transport", "local"], "--transport local", "WORLD_SIZE=2",
                     env={"RANK": "0", "WORLD_SIZE": "2"})

@@ -70,12 +70,6 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
       continue;
     }
     for (const std::string& schedule : o.schedules.empty() ? kAllSchedules : o.schedules) {
-      const bool known =
-          std::find(kAllSchedules.begin(), kAllSchedules.end(), schedule) != kAllSchedules.end();
-      if (!known && schedule != "nccl") {
-        throw BadInput(
-            fmt::format("--schedule '{}': use ring, tree, two_shot, hierarchical or nccl", schedule));
-      }
       if (schedule == "nccl" && !spec.wire->exact) continue;
       bool possible = schedule != "hierarchical" || per_node_of(o, world) > 0;
       if (!possible && o.schedules.empty()) continue;
@@ -90,7 +84,7 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
     }
   }
   if (specs.empty())
-    throw BadInput("--schedule nccl adds FP32, and no --compression sends it; add --compression fp32");
+    throw BadInput("--schedule nccl needs a --compression that sends FP32; add --compression fp32");
   std::vector<CollectiveCase> cases;
   for (int64_t size : sizes_of(o)) {
     for (const CompressionSpec& spec : specs) {
@@ -251,11 +245,9 @@ int run(CollectivesOptions o) {
     o.transports.push_back("tcp");
   }
   for (const std::string& transport : o.transports) {
-    if (transport != "local" && transport != "tcp" && transport != "nccl")
-      throw BadInput(fmt::format("--transport '{}': use local, tcp or nccl", transport));
     if (transport == "local" && launched) {
       throw BadInput(
-          fmt::format("--transport local: its ranks are threads of one process, but {} started {} processes "
+          fmt::format("--transport local: ranks are threads of one process, but {} started {} processes "
                       "({}); use --transport tcp",
                       launch->launcher, launch->world, launch->variables));
     }
@@ -267,20 +259,18 @@ int run(CollectivesOptions o) {
   }
   const bool speaks = !launched || launch->rank == 0;
   OutputFile json = speaks ? OutputFile(o.json) : OutputFile();
-  if (o.device != "host" && o.device != "cuda")
-    throw BadInput(fmt::format("--device '{}': use host or cuda", o.device));
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
   for (const std::string& transport : o.transports) {
-    const bool left_to_nccl = std::any_of(cases.begin(), cases.end(), [](const CollectiveCase& c) {
+    const bool uses_nccl_schedule = std::any_of(cases.begin(), cases.end(), [](const CollectiveCase& c) {
       return c.spec.schedule == ScheduleKind::nccl;
     });
-    if (left_to_nccl && transport != "nccl")
-      throw BadInput(fmt::format("schedule nccl: there is no NCCL over --transport {}; use --transport nccl",
-                                 transport));
+    if (uses_nccl_schedule && transport != "nccl")
+      throw BadInput(
+          fmt::format("schedule nccl: --transport {} does not use NCCL; use --transport nccl", transport));
   }
   if (speaks && !o.child) {
-    fmt::print("# {} ranks; mean of {} calls after {}; baseline: gloo's or NCCL's own allreduce, FP32\n",
+    fmt::print("# {} ranks; mean of {} calls after {}; baseline: allreduce of gloo or NCCL, FP32\n",
                launched ? launch->world : o.ranks, o.iterations, o.warmup);
     print_header();
   }
@@ -318,16 +308,20 @@ void add_collectives(CLI::App& app, int& exit_code) {
   command->add_option("-f,--stepfactor", o->factor, "Factor from one size to the next")
       ->check(CLI::Range(2, 1 << 20));
   command->add_option("-n,--iters", o->iterations, "Timed calls")->check(CLI::Range(1, 1000000));
-  command->add_option("-w,--warmup_iters", o->warmup, "Warm-up calls before them")
-      ->check(CLI::Range(0, 1000000));
+  command->add_option("-w,--warmup_iters", o->warmup, "Warm-up calls")->check(CLI::Range(0, 1000000));
   command->add_option("-c,--check", o->check, "0: do not check the results")->check(CLI::Range(0, 1));
-  command->add_option("--schedule", o->schedules,
-                      "ring, tree, two_shot or hierarchical (default: all of these), or nccl, for NCCL's own "
-                      "allreduce of what is sent in FP32; repeatable");
+  command
+      ->add_option(
+          "--schedule", o->schedules,
+          "ring, tree, two_shot or hierarchical (default: all of them), or nccl: NCCL's allreduce, for "
+          "specs that send FP32; repeatable")
+      ->check(CLI::IsMember({"ring", "tree", "two_shot", "hierarchical", "nccl"}));
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_option("--transport", o->transports,
-                      "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
-                      "(default: local and tcp)");
+  command
+      ->add_option("--transport", o->transports,
+                   "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
+                   "(default: local and tcp)")
+      ->check(CLI::IsMember({"local", "tcp", "nccl"}));
   command->add_option("--ranks", o->ranks, "Number of ranks, unless a launcher started several")
       ->check(CLI::Range(1, 256));
   command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
@@ -336,17 +330,18 @@ void add_collectives(CLI::App& app, int& exit_code) {
       ->add_option("--slice", o->slice_bytes,
                    "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
                    "no overlap")
-      ->transform(size_value(false));
-  command->add_option("--device", o->device, "Device of local ranks: host or cuda");
+      ->transform(size_value(false))
+      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 36));
+  command->add_option("--device", o->device, "Device of local ranks")->check(CLI::IsMember({"host", "cuda"}));
   command
       ->add_option("--rendezvous", o->rendezvous,
-                   "Where launched ranks meet: tcp://host:port or file:///path (default: the launcher's)")
+                   "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
       ->check(path_value("file://"));
-  command->add_option("--timeout-s", o->timeout_s, "How long a rank waits for a peer")
+  command->add_option("--timeout-s", o->timeout_s, "Time for which a rank waits for a peer")
       ->check(CLI::PositiveNumber);
-  command->add_flag("--no-baseline", o->no_baseline, "Do not run gloo's or NCCL's own allreduce");
+  command->add_flag("--no-baseline", o->no_baseline, "Do not run the allreduce of gloo or NCCL");
   command->add_flag("--child", o->child)->group("");
-  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
+  add_json(*command, o->json);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

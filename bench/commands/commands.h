@@ -3,6 +3,9 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <string>
+
+#include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 
@@ -14,6 +17,17 @@ void add_numerics(CLI::App& app, int& exit_code);
 void add_orthonormalize(CLI::App& app, int& exit_code);
 void add_schedules(CLI::App& app, int& exit_code);
 void add_step(CLI::App& app, int& exit_code);
+
+// Adds --device: "auto" selects all devices. devices_for() parses the value.
+inline CLI::Option* add_device(CLI::App& command, std::string& device) {
+  return command.add_option("--device", device, "auto (all devices), host or cuda")
+      ->check(CLI::IsMember({"auto", "host", "cuda"}));
+}
+
+inline CLI::Option* add_json(CLI::App& command, std::string& path,
+                             const std::string& about = "Write the table to FILE") {
+  return command.add_option("--json", path, about)->check(path_value());
+}
 
 // Returns the default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more
 // than one node; 0 if there is none.

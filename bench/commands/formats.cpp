@@ -250,9 +250,7 @@ void add_formats(CLI::App& app, int&) {
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));
   command->add_option("--budget-ms", o->budget_ms, "Time to spend on each timing")
       ->check(CLI::PositiveNumber);
-  command->add_option("--json", o->json, "Write all figures to FILE; of gradients those of each tensor")
-      ->excludes(list)
-      ->check(path_value());
+  add_json(*command, o->json, "Write all figures to FILE, for gradients of each tensor")->excludes(list);
   command->callback([o] {
     if (o->list) return list_formats();
     measure_formats(*o);

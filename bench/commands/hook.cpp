@@ -21,7 +21,6 @@
 #include "kernels/wire/formats.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/output_file.h"
-#include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 namespace {
@@ -261,7 +260,7 @@ void add_hook(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "hook", "The cost of compression alone per step on a model's gradients, compared with PyTorch's hook");
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
-  command->add_option("--device", o->device, "auto (all devices), host or cuda");
+  add_device(*command, o->device);
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command->add_flag("--baseline", o->baseline, "Also run PyTorch's own hook, in turns with ours");
   command->add_option("--python", o->python, "A Python interpreter with torch");
@@ -270,7 +269,7 @@ void add_hook(CLI::App& app, int& exit_code) {
       ->add_option("--threads", o->threads,
                    "Host threads of both sides (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
-  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
+  add_json(*command, o->json);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

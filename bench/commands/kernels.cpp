@@ -167,7 +167,7 @@ void add_kernels(CLI::App& app, int& exit_code) {
       "Time, bandwidth and fraction of the device's copy bandwidth of every kernel, host and CUDA");
   command->add_option("--filter", o->filter,
                       "Only kernels with this in their name, or of this family; repeatable");
-  command->add_option("--device", o->device, "auto (all devices), host or cuda");
+  add_device(*command, o->device);
   command->add_option("--cache", o->cache, "warm, cold or both; sizes that fit no cache are always cold")
       ->check(CLI::IsMember({"warm", "cold", "both"}));
   command->add_option("--min-size", o->min_size, "Smallest size of the op's main array, e.g. 4K")
@@ -183,7 +183,7 @@ void add_kernels(CLI::App& app, int& exit_code) {
   command->add_option("--budget-ms", o->budget_ms, "Time to spend on each measurement")
       ->check(CLI::PositiveNumber);
   command->add_flag("--list", o->list, "List the cases and exit");
-  command->add_option("--json", o->json, "Write all measurements to FILE")->check(path_value());
+  add_json(*command, o->json, "Write all measurements to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

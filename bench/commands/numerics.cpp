@@ -17,7 +17,6 @@
 #include "collectives/spec/spec.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
-#include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 namespace {
@@ -167,8 +166,7 @@ void add_numerics(CLI::App& app, int&) {
                    "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)")
       ->expected(1)
       ->take_all();
-  command->add_option("--json", o->json, "Write the table to FILE; bench/plots/plot.py draws it")
-      ->check(path_value());
+  add_json(*command, o->json, "Write the table to FILE; bench/plots/plot.py draws it");
   command->callback([o] {
     const std::vector<Format> chosen = formats(o->specs);
     run(*o, chosen);

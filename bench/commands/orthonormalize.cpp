@@ -17,7 +17,6 @@
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
-#include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 namespace {
@@ -139,13 +138,13 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "orthonormalize", "All P factors of a model in one launch, compared with torch.linalg.qr");
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
-  command->add_option("--device", o->device, "auto (all devices), host or cuda");
+  add_device(*command, o->device);
   command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
       ->check(CLI::Range(1, kMaxPowerSgdRank));
   command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, in turns with ours");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
-  command->add_option("--json", o->json, "Write the table to FILE")->check(path_value());
+  add_json(*command, o->json);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

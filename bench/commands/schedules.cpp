@@ -12,7 +12,6 @@
 #include "kernels/wire/formats.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
-#include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 namespace {
@@ -200,8 +199,7 @@ void add_schedules(CLI::App& app, int& exit_code) {
   command->add_option("--max-ranks", o->max_ranks, "Largest world of --check")->check(CLI::Range(1, 1024));
   command->add_flag("--damage", o->damage,
                     "With --check: drop one transfer of each schedule, to test the checker");
-  command->add_option("--json", o->json, "Write the table, or what --check found, to FILE")
-      ->check(path_value());
+  add_json(*command, o->json, "Write the table, or the result of --check, to FILE");
   command->callback([o, &exit_code] {
     OutputFile json(o->json);
     exit_code = o->check ? check_all(*o, json) : print_table(*o, json);

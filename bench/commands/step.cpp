@@ -18,7 +18,6 @@
 #include "runtime/device/graph.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
-#include "trainer/cli/values.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/summary.h"
 #include "trainer/model/vit.h"
@@ -144,9 +143,6 @@ void run(const StepOptions& options) {
   config.model = named_model(options.model);
   config.batch_size = options.batch_size;
   OutputFile json(options.json);
-  if (options.batch_size < 1) {
-    throw BadInput(fmt::format("--batch-size {}: must be at least 1", options.batch_size));
-  }
   std::vector<std::string> specs = options.compression;
   if (specs.empty()) specs = {"fp32", "powersgd:rank=4"};
   nlohmann::ordered_json document = nlohmann::ordered_json::array();
@@ -185,15 +181,19 @@ void add_step(CLI::App& app, int&) {
       "step",
       "A training step in a world of 1: through the reducer, with the reducer bypassed, and as a graph");
   command->add_option("--model", options->model, "A model of `gradwire train`")->capture_default_str();
-  command->add_option("--device", options->device, "auto (all devices), host or cuda")->capture_default_str();
-  command->add_option("--batch-size", options->batch_size, "Images per step")->capture_default_str();
+  add_device(*command, options->device)->capture_default_str();
+  command->add_option("--batch-size", options->batch_size, "Images per step")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
   command
       ->add_option("--compression", options->compression,
                    "Compression spec; repeatable (default: fp32, powersgd:rank=4)")
       ->expected(1)
       ->take_all();
-  command->add_option("--seconds", options->seconds, "How long to measure each spec")->capture_default_str();
-  command->add_option("--json", options->json, "Write the results to this file")->check(path_value());
+  command->add_option("--seconds", options->seconds, "Time to measure each spec")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  add_json(*command, options->json);
   command->callback([options] { run(*options); });
 }
 
