@@ -52,15 +52,15 @@ TEST(LiveRun, NamesTheStragglerWithItsDelayAndStart) {
     }
     run.read(waits_record(record));
     if (second == 4) {
-      expect_has(run.text(), {"No rank holds the others up."});
+      expect_has(run.text(), {"No rank is a straggler."});
     }
   }
-  expect_has(run.text(),
-             {"step 400 of 1,000 (40 %)  loss 0.5000  40.0 ms per step  2,400 images/s  sent 1.00 MB (4.00x)",
-              "Rank 2 holds the others up: each waits 16.0 ms per step longer than it does (40 % of the "
-              "time), since "
-              "step 200, 7.0 s",
-              "rank 2,"});
+  expect_has(
+      run.text(),
+      {"step 400 of 1,000 (40 %)  loss 0.5000  40.0 ms per step  2,400 images/s  sent 1.00 MB (4.00x)",
+       "Rank 2 is the straggler: each other rank waits 16.0 ms longer per step (40 % of the time), since "
+       "step 200, 7.0 s",
+       "rank 2,"});
   run.read(R"({"type":"summary"})");
   EXPECT_TRUE(run.finished());
 }

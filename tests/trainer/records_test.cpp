@@ -235,7 +235,7 @@ TEST(Records, StragglerIsTheRankThatWaitsLeast) {
     return straggler_text(summary);
   };
   EXPECT_EQ(text({{0, 0, 21}, {21, 0, 0}, {0, 1, 0}}),
-            "Rank 2 held the others up: each waited 20.0 s longer than it did (20 % of the run)");
+            "Rank 2 was the straggler: each other rank waited 20.0 s longer (20 % of the run)");
   EXPECT_EQ(text({{0, 5}, {4, 0}}), "");
   EXPECT_EQ(text({}), "");
 }

@@ -110,7 +110,7 @@ void add_model_flags(CLI::App& command, Options& o) {
   add_choice<Precision>(
       command, "--precision", o.precision,
       {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}, {"bf16", Precision::bf16}},
-      "Of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
+      "Precision of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
       "(operands stored as BF16; weights, gradients and the residual stream stay FP32)")
       ->group("Training");
 }
@@ -123,23 +123,21 @@ void add_rank_flags(CLI::App& command, Options& o) {
              {1, 1024})
       ->group(group);
   add_text(command, "--rendezvous", o.rendezvous, "URL",
-           "Where processes meet: tcp://HOST:PORT, rank 0's, or file:///PATH, shared by all (default: what "
-           "the launcher says, or MASTER_ADDR and MASTER_PORT)")
+           "Rendezvous of processes: tcp://HOST:PORT of rank 0, or file:///PATH, shared by all (default: the "
+           "launcher's, or MASTER_ADDR and MASTER_PORT)")
       ->check(path_value("file://"))
       ->group(group);
-  add_number(
-      command, "--ranks-per-node", o.ranks_per_node,
-      "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: what the launcher "
-      "says)",
-      {1, 1024})
+  add_number(command, "--ranks-per-node", o.ranks_per_node,
+             "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: the launcher's)",
+             {1, 1024})
       ->group(group);
   add_choice<DeviceChoice>(
       command, "--device", o.device,
       {{"auto", DeviceChoice::automatic}, {"host", DeviceChoice::host}, {"cuda", DeviceChoice::cuda}},
-      "What the ranks run on")
+      "Device of the ranks")
       ->group(group);
-  add_number(command, "--timeout-s", o.timeout_s, "How long a rank waits for a peer before all give up",
-             {0.001, 1e6})
+  add_number(command, "--timeout-s", o.timeout_s,
+             "Time for which a rank waits for a peer before all ranks stop", {0.001, 1e6})
       ->group(group);
 }
 
@@ -148,10 +146,10 @@ void add_data_flags(CLI::App& command, Options& o) {
   add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")
       ->check(path_value(":"))
       ->group(group);
-  add_text(
-      command, "--augment", o.augment, "WORDS",
-      "none, flip, crop (from a border of an eighth of the side) or flip,crop: of training images, drawn "
-      "from the seed")
+  add_text(command, "--augment", o.augment, "WORDS",
+           "Augmentation of training images, drawn from the seed: none, flip, crop (with padding of an "
+           "eighth of the "
+           "side) or flip,crop")
       ->group(group);
 }
 
@@ -175,15 +173,16 @@ void add_training_flags(CLI::App& command, Options& o) {
              "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)",
              {0, kSteps.most})
       ->group(group);
-  add_number(command, "--momentum", o.momentum, "Of sgd (default: 0.9)", {0, 1})->group(group);
-  add_number(command, "--weight-decay", o.weight_decay, "Default: 0.01 for adamw, 0 for sgd", {0, 1e6})
+  add_number(command, "--momentum", o.momentum, "Momentum of sgd (default: 0.9)", {0, 1})->group(group);
+  add_number(command, "--weight-decay", o.weight_decay, "Weight decay (default: 0.01 for adamw, 0 for sgd)",
+             {0, 1e6})
       ->group(group);
   command
       .add_flag("--graph", o.graph,
-                "Capture the step once, launch it as a graph from then on (a CUDA graph, or on the host a "
-                "recorded program); the same bits")
+                "Capture the step once and launch it as a graph afterwards (a CUDA graph, or on the host a "
+                "recorded program); same results")
       ->group(group);
-  add_number(command, "--seed", o.seed, "Of weights, shuffling and rounding",
+  add_number(command, "--seed", o.seed, "Seed of weights, shuffling and rounding",
              {0, std::numeric_limits<uint64_t>::max()})
       ->group(group);
   add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000})
@@ -192,22 +191,23 @@ void add_training_flags(CLI::App& command, Options& o) {
 
 void add_output_flags(CLI::App& command, Options& o) {
   const char* group = "Output";
-  add_number(command, "--log-every", o.log_every, "Off a terminal: steps between lines", kSteps)
+  add_number(command, "--log-every", o.log_every, "Steps between log lines when output is not a terminal",
+             kSteps)
       ->group(group);
   CLI::Option* trace =
       add_path(command, "--trace", o.trace, "FILE",
-               "Write what each rank's streams did, and when, for ui.perfetto.dev or bench/plots/plot.py")
+               "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py")
           ->group(group);
   add_text(command, "--trace-steps", o.trace_steps, "A:B",
-           "Trace steps A up to, but without, B, counted from 0 (default: ten steps after the first five)")
+           "Trace steps A to B - 1, counted from 0 (default: ten steps after the first five)")
       ->needs(trace)
       ->group(group);
   add_text(command, "--profile-steps", o.profile_steps, "A:B",
-           "CUDA: let a profiler see steps A up to, but without, B (docs/training.md has nsys's flags)")
+           "CUDA: limit a profiler to steps A to B - 1 (docs/training.md has nsys's flags)")
       ->group(group);
   command
       .add_flag("--dry-run", o.dry_run,
-                "Check everything, print the resolved configuration and the memory it takes, do not train")
+                "Check all settings, print the resolved configuration and the required memory, and exit")
       ->group(group);
 }
 
@@ -222,8 +222,8 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
                 "before it uses them; same results")
       ->group("Ranks");
   add_number(command, "--gradient-group", o.gradient_group,
-             "Layers whose weight gradients GPUs compute, and send, together: fewer and larger launches, but "
-             "an exchange begins later (default: 2)",
+             "Layers whose weight gradients GPUs compute and send together: fewer and larger launches, but "
+             "exchanges begin later (default: 2)",
              {1, GradientGroups::kMost})
       ->group("Ranks");
   add_data_flags(command, o);
@@ -235,23 +235,23 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
 }
 
 void add_elastic_flags(CLI::App& command, Options& o) {
-  CLI::Option* elastic = add_text(command, "--elastic", o.elastic, "MIN:MAX",
-                                  "Go on without ranks (processes on the host) that die or stop answering, "
-                                  "as long as MIN are left; the "
-                                  "step that broke is done again. MAX: how many there may be")
-                             ->group("Ranks");
+  CLI::Option* elastic =
+      add_text(command, "--elastic", o.elastic, "MIN:MAX",
+               "Continue when ranks (processes on the host) die or hang, down to MIN ranks; "
+               "the interrupted step is repeated. MAX: maximum number of ranks")
+          ->group("Ranks");
   add_choice<ElasticBatch>(
       command, "--elastic-batch", o.elastic_batch,
       {{"keep-global", ElasticBatch::keep_global}, {"keep-local", ElasticBatch::keep_local}},
-      "With fewer ranks: keep-global, as many images per step, divided among those left; keep-local, as many "
-      "per rank, "
-      "and a learning rate smaller by as much as the step")
+      "With fewer ranks: keep-global keeps the images per step; keep-local keeps the images per rank, and "
+      "scales "
+      "the learning rate with the images per step")
       ->needs(elastic)
       ->group("Ranks");
   CLI::Option* members =
       add_path(command, "--members", o.members, "FILE",
-               "Keep in this file where the run's ranks are, so that new ones can join (default: members, in "
-               "the folder of --checkpoint)")
+               "Write the addresses of the run's ranks to this file, so that new ranks can join (default: "
+               "members, in the folder of --checkpoint)")
           ->needs(elastic)
           ->group("Ranks");
   add_path(
@@ -273,13 +273,13 @@ void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
              "Steps between checkpoints (default: an epoch); the last step always makes one", kSteps)
       ->needs(checkpoint)
       ->group(group);
-  add_number(command, "--checkpoint-keep", o.checkpoint_keep, "How many of them stay (default: 3)",
+  add_number(command, "--checkpoint-keep", o.checkpoint_keep, "Checkpoints to keep (default: 3)",
              {1, 1'000'000})
       ->needs(checkpoint)
       ->group(group);
   add_path(command, "--resume", o.resume, "DIR",
-           "Go on from the newest complete checkpoint there; with the same folder as --checkpoint a run that "
-           "has none yet starts from the beginning")
+           "Continue from the newest complete checkpoint in DIR; if DIR is also --checkpoint and contains no "
+           "checkpoint, start from the beginning")
       ->excludes(init)
       ->group(group);
 }
@@ -292,17 +292,18 @@ void add_shard_flags(CLI::App& command, Options& o) {
        {"optimizer", Sharding::optimizer},
        {"gradients", Sharding::gradients},
        {"full", Sharding::full}},
-      "What is divided among the ranks: optimizer (its moments; gradients are reduce-scattered, and "
-      "each rank updates its part of the weights), gradients too (whole for three buckets only), or full "
-      "(weights too, gathered as layers need them)")
+      "State to divide among the ranks: optimizer (its moments; gradients are reduce-scattered, and each "
+      "rank "
+      "updates its part of the weights), gradients (and moments; only three buckets are in memory), or full "
+      "(weights as well, gathered as layers need them)")
       ->group(group);
   add_text(command, "--gather-weights", o.gather_weights, "FORMAT",
-           "With --shard: the wire format in which ranks get each other's new weights (default: fp32)")
+           "With --shard: wire format in which ranks exchange new weights (default: fp32)")
       ->group(group);
   command
       .add_option(
           "--memory-limit", o.memory_limit,
-          "Refuse a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)")
+          "Reject a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)")
       ->transform(size_value(true))
       ->type_name("SIZE")
       ->group(group);
@@ -341,9 +342,9 @@ void add_train_flags(CLI::App& command, Options& o) {
   add_checkpoint_flags(command, o, init);
   add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
       ->group("Output");
-  // The steps of a graph do not pass the host, which copies each gradient before it is sent.
+  // A graph's steps run without the host, which would have to copy each gradient before it is sent.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
-           "Write rank 0's own gradients of that step (counted from 0), before they are sent, to DIR: "
+           "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")
       ->check(path_value(":"))
       ->excludes(command.get_option("--graph"))
@@ -360,7 +361,7 @@ void add_compare_flags(CLI::App& command, Options& o) {
       ->check(CLI::IsMember({"shelf"}))
       ->group("Ranks");
   add_number(command, "--seeds", o.seeds,
-             "Run each so often, with --seed, --seed + 1, ...: the table has mean and standard deviation",
+             "Repeat each run with --seed, --seed + 1, ...: the table has mean and standard deviation",
              {1, 1000})
       ->group("Training");
   add_path(
@@ -374,16 +375,16 @@ void add_top_flags(CLI::App& command, TopOptions& o) {
   command.add_option("RUN", o.log, "The run's log")->required()->check(path_value());
   command.add_flag(
       "--prometheus", o.prometheus,
-      "Print the figures once as Prometheus's text format, for node_exporter's textfile collector");
+      "Print the figures once in Prometheus's text format, for node_exporter's textfile collector");
 }
 
 void add_doctor_flags(CLI::App& command, Options& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
-  add_path(command, "--json", o.json, "FILE", "Write everything to FILE, too")->group("Output");
+  add_path(command, "--json", o.json, "FILE", "Also write the report to FILE")->group("Output");
   command
       .add_flag("--environment", show_environment,
-                "Show every environment variable that is read, its default and meaning, and nothing else")
+                "Show every environment variable that Gradwire reads, with default and meaning, and exit")
       ->group("Output");
 }
 

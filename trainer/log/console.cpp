@@ -105,19 +105,19 @@ void Console::on_shrink(const ShrinkRecord& shrink) {
     who += fmt::format("{}rank {}", i == 0 ? "Lost " : ", ", shrink.lost[i]);
     if (norm > 0) who += fmt::format(" and its residual of norm {:.4g}", norm);
   }
-  print(fmt::format("{}. Going {} step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
-                    shrink.goes_back ? "back to" : "on after", shrink.step, shrink.ranks.size(),
+  print(fmt::format("{}. {} step {} with {} rank{} ({}), {} images per step, after {}: {}", who,
+                    shrink.goes_back ? "Returning to" : "Continuing after", shrink.step, shrink.ranks.size(),
                     shrink.ranks.size() == 1 ? "" : "s", fmt::join(shrink.ranks, ", "),
                     human_count(static_cast<double>(shrink.global_batch)), human_seconds(shrink.seconds),
                     shrink.why));
 }
 
 void Console::on_grow(const GrowRecord& grow) {
-  print(
-      fmt::format("Rank{} {} joined. Going on after step {} with {} ranks ({}), {} images per step, after {}",
-                  grow.joined.size() == 1 ? "" : "s", fmt::join(grow.joined, ", "), grow.step,
-                  grow.ranks.size(), fmt::join(grow.ranks, ", "),
-                  human_count(static_cast<double>(grow.global_batch)), human_seconds(grow.seconds)));
+  print(fmt::format(
+      "Rank{} {} joined. Continuing after step {} with {} ranks ({}), {} images per step, after {}",
+      grow.joined.size() == 1 ? "" : "s", fmt::join(grow.joined, ", "), grow.step, grow.ranks.size(),
+      fmt::join(grow.ranks, ", "), human_count(static_cast<double>(grow.global_batch)),
+      human_seconds(grow.seconds)));
 }
 
 void Console::on_eval(const EvalRecord& eval) {
@@ -180,7 +180,7 @@ std::string summary_line(const RunSummary& summary) {
 std::string straggler_text(const RunSummary& summary) {
   const auto found = find_straggler(summary.waited_s, summary.seconds);
   if (!found) return "";
-  return fmt::format("Rank {} held the others up: each waited {} longer than it did ({:.0f} % of the run)",
+  return fmt::format("Rank {} was the straggler: each other rank waited {} longer ({:.0f} % of the run)",
                      found->rank, human_seconds(found->behind_s), 100 * found->share);
 }
 

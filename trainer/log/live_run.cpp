@@ -13,7 +13,7 @@
 namespace gradwire {
 namespace {
 
-constexpr size_t kMostRows = 32;  // ranks shown: those with the shortest waits
+constexpr size_t kMostRows = 32;  // of the ranks with the shortest waits
 
 // Returns a square matrix with a row per rank; empty for any other JSON.
 std::vector<std::vector<double>> waits_in(const Json& json) {
@@ -46,7 +46,7 @@ void LiveRun::read(const std::string& line) {
   const Json json = parse_json(line);
   const std::string type = json.is_object() ? field<std::string>(json, "type").value_or("") : "";
   if (!begun_) {
-    if (type != "run") throw BadInput("it is not the log of a run; give the file of `gradwire train --log`");
+    if (type != "run") throw BadInput("not the log of a run; name the file of `gradwire train --log`");
     begun_ = true;
     const auto model = json.find("model");
     const auto text = [&](const char* key) { return field<std::string>(json, key).value_or("?"); };
@@ -107,13 +107,12 @@ std::string LiveRun::text() const {
   if (const auto& finding = waits_.finding()) {
     const Straggler& s = finding->straggler;
     text += fmt::format(
-        "Rank {} holds the others up: each waits {} ms per step longer than it does ({:.0f} % of the time), "
-        "since "
+        "Rank {} is the straggler: each other rank waits {} ms longer per step ({:.0f} % of the time), since "
         "step {}, {}\n",
         s.rank, per_step_ms(s.behind_s), 100 * s.share, human_count(static_cast<double>(finding->since_step)),
         human_seconds(waits_.finding_age_s()));
   } else {
-    text += "No rank holds the others up.\n";
+    text += "No rank is a straggler.\n";
   }
   text += fmt::format("\nof the last {}     waits   most of it for         is waited for\n",
                       human_seconds(seconds));
@@ -137,7 +136,7 @@ std::string LiveRun::text() const {
         waits[r][most] > 0 ? fmt::format("rank {}, {} ms per step", most, per_step_ms(waits[r][most])) : "",
         percent_of(awaited[r], seconds * static_cast<double>(world - 1)));
   }
-  if (world > kMostRows) text += fmt::format("({} ranks more, which wait longer)\n", world - kMostRows);
+  if (world > kMostRows) text += fmt::format("({} more ranks, which wait longer)\n", world - kMostRows);
   return text;
 }
 
@@ -153,21 +152,24 @@ std::string LiveRun::metrics() const {
   if (done_ > 0) {
     add("gradwire_loss", "gauge", "Mean training loss of the last step", loss_);
     add("gradwire_step_seconds", "gauge", "Time of the last step", step_ms_ * 1e-3);
-    add("gradwire_images_per_second", "gauge", "Of all ranks, in the last step", images_per_s_);
+    add("gradwire_images_per_second", "gauge", "Images per second of all ranks in the last step",
+        images_per_s_);
     add("gradwire_sent_bytes_total", "counter", "Sent by rank 0 in the steps of this log", total_wire_bytes_);
   }
   if (waited_s_.empty()) return text;
   const char* name = "gradwire_waited_seconds_total";
-  text += fmt::format("# HELP {0} How long rank has waited for data of peer\n# TYPE {0} counter\n", name);
+  text +=
+      fmt::format("# HELP {0} Time for which rank has waited for data of peer\n# TYPE {0} counter\n", name);
   for (size_t r = 0; r < waited_s_.size(); ++r) {
     for (size_t p = 0; p < waited_s_.size(); ++p) {
       if (p != r) text += fmt::format("{}{{rank=\"{}\",peer=\"{}\"}} {}\n", name, r, p, waited_s_[r][p]);
     }
   }
   const auto& finding = waits_.finding();
-  add("gradwire_straggler_rank", "gauge", "The rank that holds the others up; -1: none does",
+  add("gradwire_straggler_rank", "gauge", "The straggler's rank; -1: none",
       finding ? finding->straggler.rank : -1);
-  add("gradwire_straggler_share", "gauge", "The part of the time that the others wait longer than it does",
+  add("gradwire_straggler_share", "gauge",
+      "The fraction of the time for which other ranks wait longer than the straggler",
       finding ? finding->straggler.share : 0);
   return text;
 }
