@@ -32,7 +32,7 @@ readers=(
   collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/net/handshake.cpp collectives/net/store.cpp collectives/spec/spec.cpp
   kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
-  trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/file.cpp
+  trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/dataset_file.cpp
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
 )
 for reader in "${readers[@]}"; do

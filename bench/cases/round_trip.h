@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "bench/cases/rows.h"
+#include "bench/cases/test_rows.h"
 #include "collectives/spec/spec.h"
 
 namespace gradwire::bench {

@@ -14,7 +14,7 @@
 
 #include "bench/cases/kernel_cases.h"
 #include "bench/cases/round_trip.h"
-#include "bench/cases/rows.h"
+#include "bench/cases/test_rows.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
 #include "collectives/codec/examples.h"

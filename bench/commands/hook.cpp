@@ -13,7 +13,7 @@
 #include "bench/cases/models.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
-#include "bench/harness/text.h"
+#include "bench/harness/size_text.h"
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/buckets.h"

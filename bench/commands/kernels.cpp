@@ -7,7 +7,7 @@
 
 #include "bench/cases/kernel_cases.h"
 #include "bench/commands/commands.h"
-#include "bench/harness/text.h"
+#include "bench/harness/size_text.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"

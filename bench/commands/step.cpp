@@ -22,7 +22,7 @@
 #include "trainer/log/summary.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 
 namespace gradwire::bench {
 namespace {

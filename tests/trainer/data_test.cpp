@@ -9,7 +9,7 @@
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/data/dataset.h"
-#include "trainer/data/statistics.h"
+#include "trainer/data/normalization.h"
 
 namespace gradwire {
 namespace {

@@ -7,7 +7,7 @@
 #include "runtime/device/graph.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 
 namespace gradwire {
 namespace {

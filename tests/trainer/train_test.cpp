@@ -17,12 +17,12 @@
 #include "tests/trainer/runs.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/deferred_update.h"
-#include "trainer/train/memory.h"
+#include "trainer/train/learning_rate.h"
+#include "trainer/train/memory_plan.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank.h"
 #include "trainer/train/rank_reports.h"
 #include "trainer/train/run.h"
-#include "trainer/train/schedule.h"
 
 namespace gradwire {
 namespace {

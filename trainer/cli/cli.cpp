@@ -21,7 +21,7 @@
 #include "trainer/cli/top.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
-#include "trainer/train/memory.h"
+#include "trainer/train/memory_plan.h"
 
 namespace gradwire {
 namespace {

@@ -12,7 +12,7 @@
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"
-#include "trainer/train/memory.h"
+#include "trainer/train/memory_plan.h"
 #include "trainer/train/run.h"
 
 namespace gradwire {

@@ -121,7 +121,7 @@ struct TrainConfig {
   double epochs = 0;       // steps as passes over the training set, for display
 
   OptimizerKind optimizer = OptimizerKind::adamw;
-  double lr = 1e-3;  // peak (trainer/train/schedule.h)
+  double lr = 1e-3;  // peak (trainer/train/learning_rate.h)
   int64_t warmup_steps = 0;
   double momentum = 0.9;                          // sgd
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw

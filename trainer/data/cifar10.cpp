@@ -5,9 +5,9 @@
 
 #include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
-#include "trainer/data/file.h"
+#include "trainer/data/dataset_file.h"
 #include "trainer/data/file_kind.h"
-#include "trainer/data/statistics.h"
+#include "trainer/data/normalization.h"
 
 namespace gradwire {
 namespace {

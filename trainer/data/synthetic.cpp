@@ -8,7 +8,7 @@
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "trainer/data/dataset.h"
-#include "trainer/data/statistics.h"
+#include "trainer/data/normalization.h"
 
 namespace gradwire {
 namespace {

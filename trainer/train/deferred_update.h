@@ -15,7 +15,7 @@
 #include "collectives/reducer/reducer.h"
 #include "runtime/device/device.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 #include "trainer/train/training_marks.h"
 
 namespace gradwire {

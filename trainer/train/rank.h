@@ -28,7 +28,7 @@
 #include "trainer/train/elastic.h"
 #include "trainer/train/evaluator.h"
 #include "trainer/train/initial_weights.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 #include "trainer/train/profiling.h"
 #include "trainer/train/rank_reports.h"
 #include "trainer/train/run_reporter.h"

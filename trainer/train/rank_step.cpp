@@ -8,8 +8,8 @@
 
 #include "runtime/device/nvtx.h"
 #include "runtime/util/error.h"
+#include "trainer/train/learning_rate.h"
 #include "trainer/train/rank.h"
-#include "trainer/train/schedule.h"
 
 namespace gradwire {
 

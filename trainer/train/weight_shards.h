@@ -19,7 +19,7 @@
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/config/config.h"
 #include "trainer/model/vit.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 #include "trainer/train/weight_window.h"
 
 namespace gradwire {

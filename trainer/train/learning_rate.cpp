@@ -1,4 +1,4 @@
-#include "trainer/train/schedule.h"
+#include "trainer/train/learning_rate.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "trainer/train/memory.h"
+#include "trainer/train/memory_plan.h"
 
 #include <fmt/format.h>
 

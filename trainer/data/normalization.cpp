@@ -1,4 +1,4 @@
-#include "trainer/data/statistics.h"
+#include "trainer/data/normalization.h"
 
 #include <array>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "bench/harness/text.h"
+#include "bench/harness/size_text.h"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 
 #include <cmath>
 

@@ -1,4 +1,4 @@
-#include "bench/cases/rows.h"
+#include "bench/cases/test_rows.h"
 
 #include <fmt/format.h>
 

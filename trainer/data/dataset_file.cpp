@@ -1,4 +1,4 @@
-#include "trainer/data/file.h"
+#include "trainer/data/dataset_file.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
