@@ -141,7 +141,7 @@ class BadInput(CommandTest):
     def test_launchers_with_incomplete_variables(self):
         for env in ({"RANK": "0", "WORLD_SIZE": "4"}, {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"},
                     {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}):
-            self.refuse(SYNTHETIC, "nothing says where they meet", "MASTER_ADDR", "--rendezvous", env=env)
+            self.refuse(SYNTHETIC, "the rendezvous is unknown", "MASTER_ADDR", "--rendezvous", env=env)
         self.refuse(synthetic("--ranks", 1), "--ranks 1", "started 4 processes",
                     env={"RANK": "0", "WORLD_SIZE": "4"})
         self.refuse(SYNTHETIC, "each process would train alone", env={

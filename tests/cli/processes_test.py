@@ -264,7 +264,8 @@ class Processes(CommandTest):
         out, error = processes[1].communicate(timeout=240)
         self.assertEqual(processes[1].returncode, 0, error)
         self.assertRegex(out,
-                         "Rank 2 joined. Continuing after step [0-9]+ with 2 ranks .1, 2., 32 images per step")
+                         "Rank 2 joined. Continuing after step [0-9]+ with 2 ranks .1, 2., 32 images per "
+                         "step")
         records = self.records()
         self.assertEqual([(r["joined"], r["ranks"]) for r in records if r["type"] == "grow"], [([2], [1, 2])])
         self.assertTrue((self.folder / "saved" / "step-000001500" / "state-1-of-2.safetensors").exists())

@@ -172,8 +172,9 @@ const std::vector<Environment> kEnvironments = {
     {"PyTorchJob with one rank in each pod", joined({{"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}}, kPod),
      "1/2 local 0/1 tcp://job-master-0:23456"},
     {"PyTorchJob beside a service named master", joined({{"MASTER_PORT", kService}}, kPod),
-     "error: MASTER_PORT=tcp://10.96.0.7:2222 in the environment is no port, but what Kubernetes sets for a "
-     "service named 'master'; set"},
+     "error: MASTER_PORT=tcp://10.96.0.7:2222 in the environment is not a port; Kubernetes sets the variable "
+     "for "
+     "a service named 'master'. Set MASTER_PORT"},
     {"one pod beside a service named master",
      {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_PORT", kService}},
      "0/1 local -1/0 alone"},

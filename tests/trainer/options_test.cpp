@@ -408,7 +408,7 @@ TEST(Launcher, RejectsContradictions) {
   expect_bad_input([] { launched_with({{"RANK", "4"}, {"WORLD_SIZE", "4"}}); }, {"RANK=4", "WORLD_SIZE=4"});
   expect_bad_input([] { launched_with({{"RANK", "0"}, {"WORLD_SIZE", "four"}}); }, {"WORLD_SIZE='four'"});
   expect_bad_input([] { launched_with({{"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE=0"});
-  expect_bad_input([] { launched_with({{"WORLD_SIZE", "2"}}); }, {"WORLD_SIZE=2", "no RANK"});
+  expect_bad_input([] { launched_with({{"WORLD_SIZE", "2"}}); }, {"WORLD_SIZE=2", "not RANK"});
   expect_bad_input(
       [] {
         launched_with({{"RANK", "0"}, {"WORLD_SIZE", "2147483647"}});

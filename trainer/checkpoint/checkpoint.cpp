@@ -328,7 +328,7 @@ void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vec
   }
 }
 
-// Sets each residual to the sum of the residuals in `files`. Returns true if some went to left_over().
+// Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to left_over().
 bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
                        const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   std::vector<const TensorState*> residual(rank.parameters.size());

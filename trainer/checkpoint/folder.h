@@ -36,8 +36,8 @@ void check_output_directory(const std::string& flag, const std::string& director
 // ends. Creates `directory`. Throws BadInput, which names the run that holds the lock.
 class FolderLock {
  public:
-  // `displaces`: takes the lock from its holder, which must not write any more: the run's previous rank 0,
-  // which may be stopped without having ended.
+  // `displaces`: takes the lock from its holder, the run's previous rank 0, which must not write afterwards.
+  // The holder may be a stopped process.
   explicit FolderLock(const std::string& directory, bool displaces = false);
 
  private:

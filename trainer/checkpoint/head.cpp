@@ -146,7 +146,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
                           "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
                           "precision", "seed", "bucket_mb", "device"}) {
     const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    if (!theirs.contains(key)) continue;  // an earlier version's
+    if (!theirs.contains(key)) continue;  // absent in checkpoints of earlier versions
     if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
   }
   // An allreduce encodes the sum, a reduce-scatter does not. In an exact format this makes no difference.

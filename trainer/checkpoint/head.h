@@ -27,7 +27,8 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
-  // The measurements on which schedule=auto based its choice, if any. New ones could change the schedule.
+  // The measurements on which schedule=auto based its choice, if any. New measurements could change the
+  // schedule.
   std::optional<LinkCosts> links;
   std::string config;  // of the run, as JSON text
   std::string parts;   // common to all files of the checkpoint, as JSON text
@@ -40,7 +41,7 @@ CheckpointHead read_head(const std::string& checkpoint);
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
 // Convert measured link costs to and from JSON: latency and rate of four patterns, of peer memory reads and,
-// if the transport has one, of its own allreduce. Any other JSON gives nullopt.
+// if the transport has one, of the library's allreduce. Any other JSON gives nullopt.
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 

@@ -5,8 +5,9 @@
 //                    NAME: {"dtype": "F32", "shape": [..], "data_offsets": [begin, end]}}
 //   data      the tensors in order, without gaps
 //
-// Files written here have a CRC-32 (zlib's) in their metadata, so that no run continues from a damaged file.
-// It covers header and data, with the checksum's digits taken as zeros. Other readers ignore it.
+// Files written by this module have a CRC-32 (zlib's) in their metadata, so that no run continues from a
+// damaged file. The CRC covers header and data, with the checksum's digits taken as zeros. Other readers
+// ignore the CRC.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The `gradwire` command: train, compare, doctor.
+// The `gradwire` command: train, compare, doctor, top.
 #pragma once
 
 namespace gradwire {

@@ -1,5 +1,5 @@
-// `gradwire doctor` reports which features this machine and this build support, and why others are off. With
-// several ranks, also the speed of their links and which compression pays.
+// `gradwire doctor` reports which features this machine and this build support, and why other features
+// are off. With several ranks, also reports the speed of their links and recommends a compression.
 #pragma once
 
 #include "trainer/cli/options.h"

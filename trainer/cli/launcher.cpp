@@ -84,9 +84,9 @@ int master_port(const Lookup& lookup) {
   const std::string text = value_of(lookup, "MASTER_PORT");
   if (text.find("://") != std::string::npos) {
     throw BadInput(fmt::format(
-        "MASTER_PORT={} in the environment is no port, but what Kubernetes sets for a service named "
-        "'master'; set "
-        "MASTER_PORT to a free port on rank 0's machine, or give the pod enableServiceLinks: false",
+        "MASTER_PORT={} in the environment is not a port; Kubernetes sets the variable for a service named "
+        "'master'. Set MASTER_PORT to a free port on rank 0's machine, or give the pod enableServiceLinks: "
+        "false",
         text));
   }
   const int port = text.empty() ? 0 : parse("MASTER_PORT", text);
@@ -188,8 +188,8 @@ Launch read(const Variables& v, const Lookup& lookup) {
   launch.variables = fmt::format("{}={}", v.world, world);
   launch.world = parse(v.world, world);
   if (rank.empty() && launch.world > 1) {
-    throw BadInput(fmt::format("{} is set in the environment, but no {}; set it to this process's rank",
-                               launch.variables, v.rank));
+    throw BadInput(fmt::format("{} is set in the environment, but not {}; set {} to this process's rank",
+                               launch.variables, v.rank, v.rank));
   }
   if (!rank.empty()) {
     launch.rank = parse(v.rank, rank);
@@ -265,20 +265,20 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     Launch launch = read(v, lookup);
     if (found && found->world == 1 && launch.world > 1) {
       throw BadInput(
-          fmt::format("each process would train alone: {} ({}) says that there is one process, but {} "
+          fmt::format("each process would train alone: {} ({}) reports one process, but {} "
                       "started {} ({}); {}",
                       found->variables, found->launcher, launch.launcher, launch.world, launch.variables,
                       found->launcher == "torchrun" ? "give torchrun all nodes (--nnodes)"
-                                                    : "unset the variables that are wrong"));
+                                                    : "unset the wrong variables"));
     }
     if (!found) found = launch;
   }
   // Only PRRTE's prun does not provide a number of ranks.
   if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
-    throw BadInput(
-        fmt::format("each process would train alone: PMIX_RANK={} in the environment, but nothing says how "
-                    "many ranks there are; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset it",
-                    rank));
+    throw BadInput(fmt::format(
+        "each process would train alone: PMIX_RANK={} in the environment, but no variable has the "
+        "number of ranks; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset PMIX_RANK",
+        rank));
   }
   return found;
 }
@@ -292,7 +292,7 @@ std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) 
   if (!launch.no_rendezvous.empty()) throw BadInput(launch.no_rendezvous);
   if (!launch.rendezvous.empty()) return launch.rendezvous;
   throw BadInput(
-      fmt::format("started by {} as one of {} processes ({}), but nothing says where they meet; set "
+      fmt::format("started by {} as one of {} processes ({}), but the rendezvous is unknown; set "
                   "MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port there, or give "
                   "--rendezvous tcp://HOST:PORT or file:///PATH",
                   launch.launcher, launch.world, launch.variables));
@@ -319,8 +319,8 @@ std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                            text.find("did not reach rank 0") != std::string::npos;
     if (!how.rendezvous.empty() || launch.assumed_from.empty() || !not_there) throw;
     throw CommError(
-        fmt::format("{}; rank 0 is assumed to be on the first node of {}: if it is on another, set "
-                    "MASTER_ADDR to that, on every rank",
+        fmt::format("{}; rank 0 is assumed to be on the first node of {}: if rank 0 is on another node, set "
+                    "MASTER_ADDR to that node on every rank",
                     text, launch.assumed_from));
   }
 }
@@ -356,7 +356,7 @@ int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
 
 void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
-  // Under Slurm: the job's cores on this machine, which may have more.
+  // Under Slurm: the job's cores on this machine. The machine may have more cores.
   const char* of_job = launch.launcher == "Slurm" ? environment("SLURM_CPUS_ON_NODE") : nullptr;
   const int of = of_job != nullptr ? parse("SLURM_CPUS_ON_NODE", of_job)
                                    : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));

@@ -1,4 +1,5 @@
-// The file through which a process that joins a running job (--join) finds it: --members, written by rank 0.
+// The file of --members, which rank 0 writes. Processes that join a running job (--join) read the ranks'
+// addresses from this file.
 #pragma once
 
 #include <string>

@@ -15,7 +15,7 @@ struct SeedRun {
   std::string log;  // file name; "": none
 };
 
-// One compression with one bucket size, and its runs, one per seed. There is at least one.
+// One compression with one bucket size, and its runs: one per seed, at least one.
 struct ComparedRun {
   std::string compression;
   std::vector<SeedRun> seeds = {};

@@ -49,7 +49,8 @@ class Console final : public RunObserver {
 
 // Returns a finished run in one line.
 std::string summary_line(const RunSummary& summary);
-// Returns the straggler and the time for which the other ranks waited for it; empty if it hardly mattered.
+// Returns the straggler and the time for which the other ranks waited for it; empty if the time was
+// negligible.
 std::string straggler_text(const RunSummary& summary);
 // Returns the shares of the step time: a line of parts that add up to 100 % and, if there was communication,
 // a line for the parts that ran in parallel.

@@ -23,8 +23,8 @@ struct RunInfo {
   std::string slow_products;  // a warning, or empty
   std::string products;       // the host's BLAS (measure/products.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
-  // --elastic: a ShrinkRecord follows. Either this rank takes over reporting from a lost rank, from
-  // first_step on; or this rank's reports after first_step are void because the run goes back to it.
+  // --elastic: a ShrinkRecord follows. Either this rank reports from first_step on, in place of a lost rank;
+  // or this rank's reports after first_step are void, because the run returns to first_step.
   bool takes_over = false;
 };
 
@@ -48,7 +48,7 @@ struct StepRecord {
   double tflops = 0;  // on rank 0's device: FLOPs of the products of all its ranks / step time
 };
 
-// An evaluation of the whole test set, by all ranks.
+// An evaluation of the whole test set on all ranks.
 struct EvalRecord {
   int64_t step = 0;  // optimizer steps done
   double epoch = 0;  // passes over the training set
@@ -73,22 +73,22 @@ struct ShrinkRecord {
   std::vector<int> lost = {};  // ascending
   // L2 norm of each lost rank's residual after these steps. These residuals are lost.
   std::vector<double> lost_residual_norms = {};
-  std::vector<int> ranks = {};  // survivors; from here on, rank r of the group is ranks[r]
-  int64_t global_batch = 0;     // images per step from here on
-  double lr = 0;                // peak, from here on
+  std::vector<int> ranks = {};  // survivors; afterwards rank r of the group is ranks[r]
+  int64_t global_batch = 0;     // images per step afterwards
+  double lr = 0;                // peak rate afterwards
   double seconds = 0;      // from rank 0's error to this record, when all ranks are ready to repeat the step
   std::string why = {};    // rank 0's error
-  bool goes_back = false;  // to the newest checkpoint (--shard), or if there is none to the run's start
+  bool goes_back = false;  // --shard: the run returns to the newest checkpoint, or to its start without one
 };
 
 // --elastic: new ranks take part. They get the next unused numbers.
 struct GrowRecord {
   int64_t step = 0;  // optimizer steps done; the next step is the first with the new ranks
   std::vector<int> joined = {};
-  std::vector<int> ranks = {};  // all current ranks; from here on, rank r of the group is ranks[r]
-  int64_t global_batch = 0;     // images per step from here on
-  double lr = 0;                // peak, from here on
-  double seconds = 0;           // from the end of the last step without them until all are ready for the next
+  std::vector<int> ranks = {};  // all current ranks; afterwards rank r of the group is ranks[r]
+  int64_t global_batch = 0;     // images per step afterwards
+  double lr = 0;                // peak rate afterwards
+  double seconds = 0;  // from the end of the last step without the new ranks to the start of the next
 };
 
 // Times for which ranks have waited for each other so far, about once a second. Not measured on CUDA.
@@ -99,9 +99,9 @@ struct WaitRecord {
   std::vector<std::vector<double>> waited_s = {};
 };
 
-// Reported after the last step and evaluation. All ranks' parameters have this hash; otherwise the run fails.
+// Reported after the last step and evaluation.
 struct EndRecord {
-  uint64_t parameter_hash = 0;
+  uint64_t parameter_hash = 0;  // the same on all ranks; otherwise the run fails
   // As in WaitRecord, over the whole run. Empty if not measured, and with one rank.
   std::vector<std::vector<double>> waited_s = {};
   // Peak device memory of rank 0, in bytes: weights, activations, gradients, moments, residuals and buffers.
@@ -109,8 +109,8 @@ struct EndRecord {
   int64_t memory_bytes = 0;
 };
 
-// Called only by rank 0, one call at a time, in order. The host does not wait for steps, so their reports may
-// be late, but they precede the next evaluation. An exception from an observer ends the run.
+// Called only by rank 0, one call at a time, in order. The host does not wait for steps, so reports of steps
+// may be late, but they precede the next evaluation. An exception from an observer ends the run.
 class RunObserver {
  public:
   virtual ~RunObserver() = default;

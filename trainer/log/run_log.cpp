@@ -59,7 +59,8 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
 
 // Returns the records of the old log before this run's first step; "" if there is no old log.
 std::string RunLog::kept_until(const RunInfo& info) const {
-  // A run that resumes after its last step repeats its evaluation. A rank that takes over may owe one.
+  // A run that resumes after its last step repeats its evaluation. A rank that replaces rank 0 may repeat an
+  // overdue evaluation.
   const bool evaluates = info.takes_over || info.first_step == config_.steps;
   std::ifstream old(path_, std::ios::binary);
   std::string kept, line;

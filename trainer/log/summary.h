@@ -13,7 +13,7 @@ namespace gradwire {
 
 // Fractions of the total step time.
 struct StepShares {
-  // On the compute stream, in sequence: these add up to 1.
+  // On the compute stream, in sequence. The sum is 1.
   double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
   // On the communication stream, in parallel.
   double compress = 0, communicate = 0, decompress = 0;
@@ -48,7 +48,7 @@ struct RunSummary {
 
 constexpr int64_t kFinalLossSteps = 20;
 
-// Returns the median, ignoring NaN values (not measured). NaN if there are no others.
+// Returns the median, ignoring NaN values (not measured). NaN if no value was measured.
 double median(std::vector<double> values);
 
 // Collects a run's records.

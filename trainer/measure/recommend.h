@@ -7,7 +7,7 @@
 // full bucket is compressed and reduced after the previous buckets, while backward continues. This takes
 // `codec` for its kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces.
 // Exposed is the time that remains after backward. On the host, kernels and backward share the cores: a
-// bucket's kernels delay backward by their own time, and take twice as long while backward runs.
+// bucket's kernels delay backward by the kernels' time, and take twice as long while backward runs.
 #pragma once
 
 #include <cstdint>

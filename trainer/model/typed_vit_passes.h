@@ -47,7 +47,7 @@ class GradientOutput {
     report(finished);
   }
   void add_partial(const PartialSums& sums) { partial_.of[partial_count_++] = sums; }
-  // Reports gradient i in flush(), where its op is enqueued by then.
+  // Leaves gradient i to flush(). Its op must be enqueued before flush().
   void defer(int i) { deferred_.push_back(i); }
   void flush(const Stream& stream) {
     if (partial_count_ > 0) combine_sums(stream, partial_);
@@ -116,7 +116,7 @@ class TypedVitPasses final : public VitPasses {
     S* ln2;                // (rows, C)
     float *mean2, *rstd2;  // (rows)
     S *pre, *gelu;         // (rows, F)
-    S* d_pre;              // (rows, F) in place of pre; with fused_gelu, of the pre of the layer above
+    S* d_pre;  // (rows, F) in place of pre; with fused_gelu, in place of the pre of the layer above
   };
   struct Activations {
     S* patches;  // (B, T-1, channels * patch^2)
@@ -144,7 +144,7 @@ class TypedVitPasses final : public VitPasses {
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
     float *head_bias_sums, *head_norm_sums;
     // Unused if S is float (kInPlace): see branch_of() and scores_of().
-    S* branch;      // (rows, C) a residual branch before it is added
+    S* branch;      // (rows, C) a residual branch before the addition
     float* scores;  // (B, H, T, Tp) before softmax
   };
 

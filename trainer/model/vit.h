@@ -3,7 +3,7 @@
 // The same code runs on host and CUDA: every call only enqueues on the model's stream. The constructor
 // allocates all memory. Deterministic: same input, same bits.
 //
-// On CUDA attention is one kernel forward and one backward, which store no matrices
+// On CUDA attention is one kernel forward and one backward, which do not store the attention matrices
 // (kernels/vit/attention.h).
 //
 // Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Without

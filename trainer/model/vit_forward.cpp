@@ -22,7 +22,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                         .patch = config_.patch});
   const int embedding = block_of(0) + 1;
   enter_block(embedding, block_of(0));
-  // The projection goes to a_.qkv, a scratch buffer that is free here.
+  // The projection goes to a_.qkv, a scratch buffer that is not in use yet.
   product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
   assemble_tokens<S>(stream_, {.projected = a_.qkv,
                                .bias = weight(index_.conv_bias),

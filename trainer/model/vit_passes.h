@@ -14,17 +14,17 @@
 namespace gradwire {
 
 // Called before the first op of each block of vit_blocks(), once all ops of the previous block are enqueued.
-// Until the next call, ops use no weights but those of `block`. `next`: the block of the next call; -1: no
-// further block. Weights need to be in memory only while they are used.
+// Until the next call, ops use only the weights of `block`. `next`: the block of the next call, or -1.
+// Weights need to be in memory only while they are used.
 using EnterBlock = std::function<void(int block, int next)>;
 
 // Adjacent layers whose weight gradients are computed together, in one batched product of each kind. This
-// fills a GPU and saves launches. A group's gradients are reported at its end.
+// fills a GPU and saves launches. A group's gradients are reported after its last layer.
 struct GradientGroups {
   static constexpr int64_t kMost = 8;
   int64_t layers = 1;  // layers in a group, 1 to kMost
-  // Gradients are exchanged as they become ready. The gradients of the last two layers are then not delayed,
-  // because little computation follows to hide their exchange.
+  // True if gradients are exchanged as they become ready. Layers 1 and 0, the last of backward, are then
+  // groups of one layer, because little computation follows to hide their exchange.
   bool awaited = true;
 };
 
@@ -50,7 +50,7 @@ class VitPasses {
   virtual void evaluate(const int32_t* labels, double* totals) = 0;
   virtual void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
                         bool accumulate, const std::function<void(int)>& ready) = 0;
-  virtual int64_t bytes() const = 0;  // of the activations
+  virtual int64_t bytes() const = 0;  // device memory of the activations
 };
 
 // Returns whether attention is one op on the device (kernels/vit/attention.h).

@@ -12,7 +12,7 @@
 namespace gradwire {
 namespace {
 
-// Bytes per exchange, so that each has its own deadline.
+// Bytes per exchange. Each exchange has a separate deadline.
 constexpr size_t kPieceBytes = size_t{32} << 20;
 
 class HandOver {

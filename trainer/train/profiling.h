@@ -18,7 +18,7 @@ namespace gradwire {
 // Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 
-// --trace: the spans of this rank's steps, from the marks that the log needs in any case.
+// --trace: the spans of this rank's steps, from the same marks as the log.
 class RankTrace {
  public:
   // `file`: null without --trace; the class then does nothing. `instant`: time 0 of the trace.
@@ -28,7 +28,7 @@ class RankTrace {
   Tracer* tracer() { return tracer_ ? &*tracer_ : nullptr; }
   // Adds a finished step, which ended at `end`. The last traced step sends all spans to the trace file.
   void add(const TrainingMarks& marks, const Event& end, const std::string& row, const Reducer& reducer);
-  // After a failure: sends the trace file the spans that it does not have yet.
+  // After a failure: adds the spans to the trace file, unless they were already added.
   void keep();
 
  private:

@@ -31,7 +31,7 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
 }
 
 // Returns the first step to capture: a step can be captured after one normal run (kernels loaded, connections
-// open), once it no longer changes.
+// open), and once all later steps are alike.
 int64_t first_graph_step(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
                          int64_t first_step) {
   if (!config.graph) return config.steps;
@@ -227,7 +227,7 @@ void RankTrainer::announce() {
 void RankTrainer::keep(int64_t steps_done) {
   if (shared_.elastic == nullptr) return;
   const int64_t last = steps_done - 1;
-  const bool first = steps_done == start_.step;  // nothing is due before the first step
+  const bool first = steps_done == start_.step;  // no work is due before the first step
   shared_.elastic->keep(
       state(), position(steps_done),
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});

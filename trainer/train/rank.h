@@ -1,4 +1,5 @@
-// One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread.
+// One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread. The class
+// has one member for each of these parts, so it has more than 15.
 //
 // The thread only enqueues. It runs at most one step ahead of its device: after enqueuing step s it waits for
 // step s-1, to read that step's loss and times. The host never waits between backward and the optimizer.
@@ -52,14 +53,15 @@ struct SharedRun {
 class RankTrainer {
  public:
   RankTrainer(const SharedRun& shared, Communicator& comm);
-  // Waits for all enqueued work. After a failure, abort the communicator first, or this waits for a peer.
+  // Waits for all enqueued work. After a failure, abort the communicator first; otherwise the destructor
+  // waits for a peer.
   ~RankTrainer();
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
   // Runs to the end of the run or, with --elastic, until the group has grown.
   void run();
-  // After a failure: sends the trace file the spans that it does not have yet.
+  // After a failure: adds this rank's spans to the trace file, unless they were already added.
   void keep_trace() { trace_.keep(); }
 
  private:
@@ -79,7 +81,7 @@ class RankTrainer {
   // checkpoint or snapshot.
   struct Start {
     std::optional<CheckpointHead> from;
-    const Elastic::Start* again = nullptr;  // set after ranks were lost or have joined
+    const Elastic::Start* again = nullptr;  // set after ranks were lost or joined
     int64_t step = 0;
     int64_t data_step = 0;  // steps of the current global batch that would use as much data
   };
@@ -142,8 +144,8 @@ class RankTrainer {
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
   bool joiners_wait_ = false;  // after the latest harvested step
-  bool carried_ = false;  // the gradient buffer holds a checkpoint's residuals; the first step adds to them
-  Buffer left_over_;      // those residuals, if they do not fit into the gradient buffer
+  bool carried_ = false;  // the gradients begin with a checkpoint's residuals; the first step adds to them
+  Buffer left_over_;      // these residuals, if they do not fit into the gradient buffer
 };
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// One step of a rank: its work is enqueued, and its results are read a step later.
+// One step of a rank: enqueues the work of a step, and reads the results of the previous step.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -89,7 +89,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
     marks.forward.record(stream_);
     range.emplace(Activity::forward, step);
-    // backward() adds to gradients that were carried over, and to the totals along with them.
+    // backward() adds to the residuals in the gradient buffer, and also to the totals.
     if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
     if (deferred_) deferred_->finish();  // of the previous step

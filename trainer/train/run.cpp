@@ -1,4 +1,5 @@
-// A run: one thread or one process per rank. When one fails, all stop; with --elastic the others continue.
+// A run: one thread or one process per rank. When a rank fails, all ranks stop; with --elastic the other
+// ranks continue.
 #include "trainer/train/run.h"
 
 #include <fmt/format.h>
@@ -91,7 +92,7 @@ uint32_t checksum(const Dataset& data) {
   return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
 }
 
-// Describes a rank's arithmetic. If it differs, weights that each rank updates itself diverge.
+// Describes a rank's arithmetic. Ranks with different arithmetic would compute different weights.
 std::string arithmetic(const TrainConfig& config) {
   if (!config.devices[0].is_host()) return "the GPU's";
   return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);
@@ -142,7 +143,8 @@ void check_agreement(const TrainConfig& config, const std::string& data, Communi
   }
 }
 
-// Locks the checkpoint folder; rank 0 holds the lock while it may write. `takes_over`: from a lost rank 0.
+// Locks the checkpoint folder. Rank 0 holds the lock while it may write. `takes_over`: takes the lock from a
+// lost rank 0.
 std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes_over = false) {
   if (config.checkpoint_directory.empty()) return std::nullopt;
   return std::optional<FolderLock>(std::in_place, config.checkpoint_directory, takes_over);
@@ -240,7 +242,8 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
     } catch (const NoRankAnswers&) {
       throw;
     } catch (const CommError&) {
-      // A joiner without state is expendable; with state it was part of the run, which has failed.
+      // A joiner without state is expendable and retries. The failure of a joiner with state is a failure of
+      // the run.
       begun = elastic.has_begun();
       if (begun || attempt == kAttempts) throw;
     }
