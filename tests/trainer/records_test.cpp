@@ -79,7 +79,7 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["schedule"], "ring");
   EXPECT_EQ(run["model"]["name"], "vit_tiny");
   EXPECT_EQ(run["gradient_group"], 2);
-  EXPECT_FALSE(run["model"].contains("gelu"));  // exact, as in records of earlier versions
+  EXPECT_FALSE(run["model"].contains("gelu"));  // exact
   TrainConfig approximate = config();
   approximate.model.gelu = Gelu::tanh;
   EXPECT_EQ(json::parse(run_record(approximate, data(), info("ring")))["model"]["gelu"], "tanh");

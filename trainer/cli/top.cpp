@@ -27,7 +27,7 @@ class LogReader {
   void read_into(LiveRun& run) {
     struct stat status {};
     if (stat(path_.c_str(), &status) != 0) fail(std::strerror(errno));
-    if (!S_ISREG(status.st_mode)) fail("it is not a file");
+    if (!S_ISREG(status.st_mode)) fail("not a regular file");
     if (status.st_ino != inode_ || status.st_size < read_) {
       run = {};
       read_ = 0;
@@ -46,7 +46,7 @@ class LogReader {
         fail(error.what());
       }
     }
-    if (read_ == 0) fail("it is empty");
+    if (read_ == 0) fail("the file is empty");
   }
   double idle_s() const { return std::difftime(std::time(nullptr), written_); }
 

@@ -24,11 +24,11 @@ Members read_members(const std::string& path) {
   std::string text;
   try {
     text = read_regular_file(path);
-    if (text.empty()) throw BadInput(path + ": it is empty");
+    if (text.empty()) throw BadInput(path + ": the file is empty");
   } catch (const BadInput& error) {
     throw BadInput(
         fmt::format("{}; name the file that the run's --members names, or that is in its "
-                    "--checkpoint folder; it is there from the first step to the end",
+                    "--checkpoint folder; the file exists from the first step to the end",
                     error.what()));
   }
   std::istringstream lines(text);
@@ -37,7 +37,7 @@ Members read_members(const std::string& path) {
   lines >> magic >> members.launched;
   lines.ignore();  // end of line
   if (magic != kMagic || members.launched < 1 || members.launched > kMostRanks) {
-    throw BadInput(path + ": this is not a list of a run's ranks; name the file of the run's --members");
+    throw BadInput(path + ": not a list of a run's ranks; name the file of the run's --members");
   }
   members.invitation.assign(std::istreambuf_iterator<char>(lines), {});
   return members;
