@@ -257,8 +257,8 @@ int run(CollectivesOptions o) {
         throw BadInput(fmt::format("--transport nccl: {}", why));
     }
   }
-  const bool speaks = !launched || launch->rank == 0;
-  OutputFile json = speaks ? OutputFile(o.json) : OutputFile();
+  const bool prints = !launched || launch->rank == 0;
+  OutputFile json = prints ? OutputFile(o.json) : OutputFile();
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
   for (const std::string& transport : o.transports) {
@@ -269,7 +269,7 @@ int run(CollectivesOptions o) {
       throw BadInput(
           fmt::format("schedule nccl: --transport {} does not use NCCL; use --transport nccl", transport));
   }
-  if (speaks && !o.child) {
+  if (prints && !o.child) {
     fmt::print("# {} ranks; mean of {} calls after {}; baseline: allreduce of gloo or NCCL, FP32\n",
                launched ? launch->world : o.ranks, o.iterations, o.warmup);
     print_header();
@@ -284,7 +284,7 @@ int run(CollectivesOptions o) {
       run_processes(o, transport, rows);
     }
   }
-  if (!speaks) return 0;
+  if (!prints) return 0;
   json.write(rows.dump(1) + "\n");
   bool all_right = std::all_of(rows.begin(), rows.end(),
                                [](const auto& row) { return row["wrong"].is_null() || row["wrong"] == 0.0; });

@@ -88,7 +88,8 @@ struct FormatSpeed {
 };
 
 double fraction_of_copy(DeviceUnderTest& device, const Problem& problem, double& copy_gbps) {
-  const BesideCopy timed = device.time_beside_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
+  const TimingWithCopy timed =
+      device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
   copy_gbps = timed.copy_gbps;
   return problem.bytes / timed.work.median_us / 1e3 / timed.copy_gbps;
 }

@@ -110,11 +110,11 @@ class WirePath final : public Path {
     decode_ = {.wire = wire_.data(), .out = set.gradients.as<float>(), .count = set.layout.elements};
   }
   void run(const Stream& stream) override {
-    BucketPhases nobody;
-    residual_.load(stream, nobody);
+    BucketPhases no_phases;
+    residual_.load(stream, no_phases);
     format_->reduce_encode(stream, encode_);
     format_->decode(stream, decode_);
-    residual_.store(stream, nobody);
+    residual_.store(stream, no_phases);
   }
   int64_t extra_bytes() const override {
     return residual_.bytes() + static_cast<int64_t>(workspace_.bytes() + wire_.bytes());
@@ -171,7 +171,7 @@ std::unique_ptr<Path> make_path(const CompressionSpec& spec, const GradientSet& 
   return std::make_unique<CodecPath>(spec, set, stream);
 }
 
-double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
+double run_us(Path& path, const GradientSet& set, const Stream& stream) {
   set.restore(stream);
   auto start = Clock::now();
   path.run(stream);
@@ -182,46 +182,51 @@ double run_ours_us(Path& path, const GradientSet& set, const Stream& stream) {
 nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec, const GradientSet& set,
                                DeviceUnderTest& device, PyTorchBaseline* baseline) {
   constexpr int kWarmUp = 3;
-  // OpenMP's threads spin for a moment after their work. Wait until they stop.
+  // OpenMP's threads spin for a moment after work. Wait until the threads stop.
   constexpr std::chrono::milliseconds kPause{20};
   const Stream& stream = device.stream();
   std::unique_ptr<Path> path = make_path(spec, set, stream);
   std::string baseline_name;
   if (baseline != nullptr && PyTorchBaseline::has(spec)) baseline_name = baseline->prepare(spec);
-  std::vector<double> ours, theirs, copies;  // before, halfway, after
+  std::vector<double> times_us, baseline_us, copies;  // before, halfway, after
   const int64_t like_powersgd = 24 * set.elements;
   for (int step = -kWarmUp; step < o.steps; ++step) {
     std::this_thread::sleep_for(kPause);
     if (step == 0 || step == o.steps / 2) copies.push_back(device.copy_gbps(like_powersgd, true));
-    double us = run_ours_us(*path, set, stream);
+    double us = run_us(*path, set, stream);
     if (step < 0) continue;
-    ours.push_back(us);
-    if (!baseline_name.empty()) theirs.push_back(baseline->run_ms() * 1e3);
+    times_us.push_back(us);
+    if (!baseline_name.empty()) baseline_us.push_back(baseline->run_ms() * 1e3);
   }
   copies.push_back(device.copy_gbps(like_powersgd, true));
   std::sort(copies.begin(), copies.end());
   const double copy_gbps = copies[copies.size() / 2];
-  Timing our = summarize(ours), their = summarize(theirs);
+  Timing timing = summarize(times_us), baseline_timing = summarize(baseline_us);
   double floor_ms = path->floor_bytes() * static_cast<double>(set.elements) / copy_gbps / 1e6;
-  nlohmann::ordered_json row = {{"spec", spec.to_string()},  {"device", device.device().name()},
-                                {"model", o.model},          {"elements", set.elements},
-                                {"ms", our.median_us / 1e3}, {"floor_ms", floor_ms},
-                                {"copy_gbps", copy_gbps},    {"extra_bytes", path->extra_bytes()},
-                                {"baseline", nullptr},       {"baseline_ms", nullptr},
+  nlohmann::ordered_json row = {{"spec", spec.to_string()},
+                                {"device", device.device().name()},
+                                {"model", o.model},
+                                {"elements", set.elements},
+                                {"ms", timing.median_us / 1e3},
+                                {"floor_ms", floor_ms},
+                                {"copy_gbps", copy_gbps},
+                                {"extra_bytes", path->extra_bytes()},
+                                {"baseline", nullptr},
+                                {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
-  std::string their_text = "-", their_least = "-", ratio = "-";
+  std::string baseline_text = "-", baseline_min = "-", ratio = "-";
   if (!baseline_name.empty()) {
-    double speedup = their.median_us / our.median_us;
+    double speedup = baseline_timing.median_us / timing.median_us;
     row["baseline"] = baseline_name;
-    row["baseline_ms"] = their.median_us / 1e3;
+    row["baseline_ms"] = baseline_timing.median_us / 1e3;
     row["speedup"] = speedup;
-    their_text = fmt::format("{:.2f}", their.median_us / 1e3);
-    their_least = fmt::format("{:.2f}", their.min_us / 1e3);
+    baseline_text = fmt::format("{:.2f}", baseline_timing.median_us / 1e3);
+    baseline_min = fmt::format("{:.2f}", baseline_timing.min_us / 1e3);
     ratio = fmt::format("{:.2f}x", speedup);
   }
   fmt::print("{:<28} {:>9.2f} {:>9.2f} {:>9.2f} {:>8.1f} {:>10} {:>9} {:>9} {:>8}  {}\n", spec.to_string(),
-             our.median_us / 1e3, our.min_us / 1e3, floor_ms, copy_gbps, size_text(path->extra_bytes()),
-             their_text, their_least, ratio, baseline_name);
+             timing.median_us / 1e3, timing.min_us / 1e3, floor_ms, copy_gbps, size_text(path->extra_bytes()),
+             baseline_text, baseline_min, ratio, baseline_name);
   std::fflush(stdout);
   return row;
 }
@@ -262,7 +267,7 @@ void add_hook(CLI::App& app, int& exit_code) {
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
   add_device(*command, o->device);
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command->add_flag("--baseline", o->baseline, "Also run PyTorch's own hook, in turns with ours");
+  command->add_flag("--baseline", o->baseline, "Also run PyTorch's hook, alternating with Gradwire");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured steps")->check(CLI::Range(1, 100000));
   command

@@ -88,8 +88,7 @@ bool too_long(const DeviceUnderTest& device, const Problem& problem) {
 
 nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem,
                                int64_t size, bool cold) {
-  auto [timing, copy_gbps] =
-      device.time_beside_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
+  auto [timing, copy_gbps] = device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
   double gbps = problem.bytes / timing.median_us / 1e3;
   std::string rate = "-";
   nlohmann::ordered_json gflops = nullptr;

@@ -82,33 +82,33 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
     baseline.emplace(o.python, device.device(), host_threads(), factors.shapes, factors.values);
     baseline_name = baseline->prepare_qr();
   }
-  std::vector<double> ours, theirs;
+  std::vector<double> times_us, baseline_us;
   for (int step = -kWarmUp; step < o.steps; ++step) {
     double us = device.time_once_us([&](const Stream& s) { orthonormalize(s, args); });
     if (step < 0) continue;
-    ours.push_back(us);
-    if (baseline) theirs.push_back(baseline->run_ms() * 1e3);
+    times_us.push_back(us);
+    if (baseline) baseline_us.push_back(baseline->run_ms() * 1e3);
   }
-  const Timing our = summarize(ours);
+  const Timing timing = summarize(times_us);
   nlohmann::ordered_json row = {{"model", o.model},
                                 {"device", device.device().name()},
                                 {"rank", rank},
                                 {"matrices", table.count()},
-                                {"ms", our.median_us / 1e3},
+                                {"ms", timing.median_us / 1e3},
                                 {"baseline", nullptr},
                                 {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
-  std::string their_text = "-", ratio = "-";
+  std::string baseline_text = "-", ratio = "-";
   if (baseline) {
-    const Timing their = summarize(theirs);
+    const Timing baseline_timing = summarize(baseline_us);
     row["baseline"] = baseline_name;
-    row["baseline_ms"] = their.median_us / 1e3;
-    row["speedup"] = their.median_us / our.median_us;
-    their_text = fmt::format("{:.3f}", their.median_us / 1e3);
-    ratio = fmt::format("{:.1f}x", their.median_us / our.median_us);
+    row["baseline_ms"] = baseline_timing.median_us / 1e3;
+    row["speedup"] = baseline_timing.median_us / timing.median_us;
+    baseline_text = fmt::format("{:.3f}", baseline_timing.median_us / 1e3);
+    ratio = fmt::format("{:.1f}x", baseline_timing.median_us / timing.median_us);
   }
-  fmt::print("{:>4} {:>9} {:>10.3f} {:>10} {:>8}  {}\n", rank, table.count(), our.median_us / 1e3, their_text,
-             ratio, baseline_name);
+  fmt::print("{:>4} {:>9} {:>10.3f} {:>10} {:>8}  {}\n", rank, table.count(), timing.median_us / 1e3,
+             baseline_text, ratio, baseline_name);
   std::fflush(stdout);
   return row;
 }
@@ -141,7 +141,7 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
   add_device(*command, o->device);
   command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
       ->check(CLI::Range(1, kMaxPowerSgdRank));
-  command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, in turns with ours");
+  command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, alternating with Gradwire");
   command->add_option("--python", o->python, "A Python interpreter with torch");
   command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
   add_json(*command, o->json);

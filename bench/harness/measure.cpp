@@ -47,7 +47,7 @@ int64_t available_host_bytes() {
 }
 
 // Returns GRADWIRE_BENCH_FLUSH_BYTES, or 0.
-int64_t flush_bytes_asked_for() {
+int64_t requested_flush_bytes() {
   const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES");
   if (text == nullptr) return 0;
   if (const auto bytes = parse_number<int64_t>(text, 4096, int64_t{1} << 36)) return *bytes;
@@ -86,7 +86,7 @@ DeviceUnderTest::DeviceUnderTest(Device device, double budget_ms)
 #endif
   }
   large_copy_bytes_ = std::max<int64_t>(int64_t{256} << 20, flush_bytes_);
-  if (const int64_t asked = flush_bytes_asked_for()) flush_bytes_ = large_copy_bytes_ = asked;
+  if (const int64_t bytes = requested_flush_bytes()) flush_bytes_ = large_copy_bytes_ = bytes;
 }
 
 int64_t DeviceUnderTest::free_bytes() const {
@@ -187,13 +187,13 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
   return ways;
 }
 
-BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bool cold) {
+TimingWithCopy DeviceUnderTest::time_with_copy(const Work& work, int64_t bytes, bool cold) {
   // Larger than the caches, the bandwidth is constant. Below a page, clock resolution dominates.
   const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes_);
   std::vector<Work> works = {work};
   for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));
   std::vector<Timing> timings = time(works, cold);
-  BesideCopy result{timings[0], 0};
+  TimingWithCopy result{timings[0], 0};
   for (size_t i = 1; i < timings.size(); ++i) {
     result.copy_gbps =
         std::max(result.copy_gbps, 2.0 * static_cast<double>(each) / timings[i].median_us / 1e3);
@@ -202,7 +202,7 @@ BesideCopy DeviceUnderTest::time_beside_copy(const Work& work, int64_t bytes, bo
 }
 
 double DeviceUnderTest::copy_gbps(int64_t bytes, bool cold) {
-  return time_beside_copy([](const Stream&) {}, bytes, cold).copy_gbps;
+  return time_with_copy([](const Stream&) {}, bytes, cold).copy_gbps;
 }
 
 std::string DeviceUnderTest::describe_copies() {

@@ -22,7 +22,7 @@ Timing summarize(std::vector<double> samples_us);
 
 using Work = std::function<void(const Stream&)>;
 
-struct BesideCopy {
+struct TimingWithCopy {
   Timing work;
   double copy_gbps = 0;  // read plus written bytes / median time
 };
@@ -49,7 +49,7 @@ class DeviceUnderTest {
 
   // Times `work` and copies of a buffer that read and write about `bytes` in total, in one measurement. Host:
   // the fastest copy of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
-  BesideCopy time_beside_copy(const Work& work, int64_t bytes, bool cold);
+  TimingWithCopy time_with_copy(const Work& work, int64_t bytes, bool cold);
   // Measures only the copies.
   double copy_gbps(int64_t bytes, bool cold);
   // Returns GB/s of each way to copy a buffer larger than the caches, e.g. "memcpy 33.0, vector stores 29.5".

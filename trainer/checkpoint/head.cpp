@@ -111,30 +111,31 @@ CheckpointHead read_head(const std::string& checkpoint) {
 }
 
 void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file) {
-  const Json ours = Json::parse(head.parts), theirs = shared_part(about_of(file));
-  for (const auto& [key, value] : ours.items()) {
-    if (theirs[key] == value) continue;
+  const Json current = Json::parse(head.parts), saved = shared_part(about_of(file));
+  for (const auto& [key, value] : current.items()) {
+    if (saved[key] == value) continue;
     throw BadInput(fmt::format(
         "{}: the file is from another checkpoint than {}: {} is {}, not {}; restore the folder, or remove "
         "the "
         "folder and resume from the previous checkpoint",
-        file.path(), state_path(head.path, 0, head.world), key, theirs[key].dump(), value.dump()));
+        file.path(), state_path(head.path, 0, head.world), key, saved[key].dump(), value.dump()));
   }
 }
 
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
-  const Json theirs = Json::parse(head.config), ours = Json::parse(config_text(config));
+  const Json saved = Json::parse(head.config), current = Json::parse(config_text(config));
   std::vector<std::string> notes, differences;
   for (const char* key : {"model", "optimizer", "momentum"}) {
-    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
+    const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
     // Only the existence of a momentum buffer matters.
     auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
-    const bool fits = std::string(key) == "momentum" ? zero(there) == zero(here) : there == here;
+    const bool fits =
+        std::string(key) == "momentum" ? zero(old_value) == zero(new_value) : old_value == new_value;
     if (!fits) {
       throw BadInput(
           fmt::format("--resume {}: the checkpoint has {} {}, this run has {}; to load only the weights, "
                       "use --init",
-                      head.path, key, there.dump(), here.dump()));
+                      head.path, key, old_value.dump(), new_value.dump()));
     }
   }
   if (head.position.step > config.steps) {
@@ -145,13 +146,14 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
   for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
                           "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
                           "precision", "seed", "bucket_mb", "device"}) {
-    const Json there = theirs.value(key, Json()), here = ours.value(key, Json());
-    if (there != here) differences.push_back(fmt::format("{} {}, now {}", key, there.dump(), here.dump()));
+    const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
+    if (old_value != new_value)
+      differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));
   }
   // An allreduce encodes the sum, a reduce-scatter does not. In an exact format this makes no difference.
-  if (const Json there = theirs.value("shard", Json("none"));
-      there != ours["shard"] && !config.compression.wire->exact) {
-    differences.push_back(fmt::format("shard {}, now {}", there.dump(), ours["shard"].dump()));
+  if (const Json old_value = saved.value("shard", Json("none"));
+      old_value != current["shard"] && !config.compression.wire->exact) {
+    differences.push_back(fmt::format("shard {}, now {}", old_value.dump(), current["shard"].dump()));
   }
   if (head.world != config.ranks()) {
     notes.push_back(

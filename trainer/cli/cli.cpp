@@ -64,8 +64,8 @@ int train(const Options& options) {
   if (leads(options) || run.config.elastic) {
     run_once(run.config, run.data, output, {comm.get()});
   } else {
-    RunObserver nobody;
-    train_part(run.config, run.data, nobody, {comm.get()});
+    RunObserver silent;
+    train_part(run.config, run.data, silent, {comm.get()});
   }
   return kDone;
 }

@@ -144,7 +144,7 @@ std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const st
 // seed are drawn again.
 std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Options& options, DataSplits data,
                                 Communicator* comm) {
-  const bool speaks = leads(options);
+  const bool prints = leads(options);
   std::vector<RunSummary> summaries;
   std::vector<double> seconds;  // of the runs so far; initially of earlier calls
   for (const PlannedRun& run : runs) {
@@ -156,7 +156,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
     const PlannedRun& run = runs[i];
     const std::string label = fmt::format("[{}/{}] ", i + 1, runs.size());
     if (run.earlier) {
-      if (speaks) say(fmt::format("\n{}{}: already done, see {}", label, run.title, run.log));
+      if (prints) say(fmt::format("\n{}{}: already done, see {}", label, run.title, run.log));
       summaries.push_back(*run.earlier);
       continue;
     }
@@ -164,9 +164,9 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Optio
       seed = run.config.seed;
       data = load_data(run.config.data, run.config.model, seed, run.config.global_batch());
     }
-    if (!speaks) {
-      RunObserver nobody;
-      train_part(run.config, data, nobody, {comm});
+    if (!prints) {
+      RunObserver silent;
+      train_part(run.config, data, silent, {comm});
       continue;
     }
     say(fmt::format(
@@ -232,14 +232,14 @@ void compare(const Options& given) {
   options.compression = compared_specs(given);
   Resolved run = resolve(options);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);
-  const bool speaks = leads(options);
-  if (speaks && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
+  const bool prints = leads(options);
+  if (prints && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
     throw BadInput(fmt::format(
         "--trace {}: not a regular file; compare writes a trace of each run next to this name, so "
         "name a regular file; it need not exist",
         options.trace));
   }
-  if (speaks && !options.json.empty()) {
+  if (prints && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
       // A run without a trace must be repeated to get its trace.
       const bool reuses = options.trace.empty() && !options.profile_steps;
@@ -250,7 +250,7 @@ void compare(const Options& given) {
           fmt::format("{} is not a regular file: the runs are not logged next to it", options.json));
     }
   }
-  if (speaks) {
+  if (prints) {
     for (const PlannedRun& planned : runs) {
       if (!planned.config.trace.empty()) check_writable(planned.config.trace);
     }
@@ -259,16 +259,16 @@ void compare(const Options& given) {
   }
   if (options.dry_run) {
     for (const PlannedRun& planned : runs) {
-      if (speaks) say_plan(planned.config);
+      if (prints) say_plan(planned.config);
     }
     return;
   }
-  OutputFile json = speaks ? OutputFile(options.json) : OutputFile();
+  OutputFile json = prints ? OutputFile(options.json) : OutputFile();
   const std::unique_ptr<Communicator> comm = join(options, run.config);
   agree_on_earlier_runs(runs, comm.get());
   const TrainConfig& config = run.config;
   const std::vector<RunSummary> summaries = run_all(runs, options, std::move(run.data), comm.get());
-  if (!speaks) return;
+  if (!prints) return;
   const std::vector<ComparedRun> compared = by_seed(runs, summaries, static_cast<size_t>(options.seeds));
   say(fmt::format(
       "\n{}{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,

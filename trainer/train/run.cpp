@@ -109,8 +109,8 @@ std::string described(const TrainConfig& config, const std::string& data) {
 }
 
 // Returns the first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
-std::string first_difference(const std::string& theirs, const std::string& ours) {
-  std::istringstream left(theirs), right(ours);
+std::string first_difference(const std::string& remote, const std::string& local) {
+  std::istringstream left(remote), right(local);
   std::string a, b;
   auto trimmed = [](const std::string& line) {
     size_t begin = line.find_first_not_of(' ');
@@ -127,18 +127,18 @@ std::string first_difference(const std::string& theirs, const std::string& ours)
   }
 }
 
-// Checks that all ranks train with the same settings and data. Each process has its own flags, and gradients
+// Checks that all ranks train with the same settings and data. Processes have separate flags, and gradients
 // of different trainings must not be averaged.
 void check_agreement(const TrainConfig& config, const std::string& data, Communicator& comm) {
-  const std::string mine = described(config, data);
-  if (comm.rank() != 0) return comm.send_message(mine);
+  const std::string local = described(config, data);
+  if (comm.rank() != 0) return comm.send_message(local);
   for (int rank = 1; rank < comm.world(); ++rank) {
-    std::string theirs = comm.take_message(rank);
-    if (theirs != mine) {
+    std::string remote = comm.take_message(rank);
+    if (remote != local) {
       throw BadInput(fmt::format(
           "rank {} was started with other settings or data than rank 0: {}; give all processes the "
           "same flags and data",
-          rank, first_difference(theirs, mine)));
+          rank, first_difference(remote, local)));
     }
   }
 }
@@ -200,12 +200,12 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
 // Runs to the end of the run, over successive groups.
 void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
                    RunObserver& observer) {
-  elastic.open_admission([mine = described(elastic.launched(), about_data)](const std::string& theirs) {
-    return theirs == mine ? ""
-                          : fmt::format(
-                                "it was started with other settings or data than this run: {}; give "
-                                "it the same flags and data",
-                                first_difference(theirs, mine));
+  elastic.open_admission([local = described(elastic.launched(), about_data)](const std::string& remote) {
+    return remote == local ? ""
+                           : fmt::format(
+                                 "it was started with other settings or data than this run: {}; give "
+                                 "it the same flags and data",
+                                 first_difference(remote, local));
   });
   while (true) {
     try {
