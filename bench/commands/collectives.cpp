@@ -75,8 +75,8 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
       if (!possible && o.schedules.empty()) continue;
       if (!possible) {
         throw BadInput(fmt::format(
-            "--schedule hierarchical: {} ranks cannot be divided into several nodes of several ranks; "
-            "use --ranks 4, 6, 8, ...",
+            "--schedule hierarchical: {} ranks cannot be divided into several nodes of several ranks; use "
+            "--ranks 4, 6, 8, ...",
             world));
       }
       spec.schedule = CompressionSpec::parse(fmt::format("fp32:schedule={}", schedule)).schedule;
@@ -313,8 +313,8 @@ void add_collectives(CLI::App& app, int& exit_code) {
   command
       ->add_option(
           "--schedule", o->schedules,
-          "ring, tree, two_shot or hierarchical (default: all of them), or nccl: NCCL's allreduce, for "
-          "specs that send FP32; repeatable")
+          "ring, tree, two_shot or hierarchical (default: all of them), or nccl: NCCL's allreduce, for specs "
+          "that send FP32; repeatable")
       ->check(CLI::IsMember({"ring", "tree", "two_shot", "hierarchical", "nccl"}));
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command

@@ -234,8 +234,8 @@ void add_formats(CLI::App& app, int&) {
       ->take_all();
   CLI::Option* gradients = command->add_option(
       "--gradients", o->gradients,
-      "Take the tensors of this folder's *.safetensors instead of random values; gradwire "
-      "train --dump-gradients STEP:DIR writes them");
+      "Take the tensors of this folder's *.safetensors instead of random values; gradwire train "
+      "--dump-gradients STEP:DIR writes them");
   gradients->check(path_value());
   command->add_option("--rows", o->rows, "Rows of random values")
       ->check(CLI::Range(1, 1 << 20))

@@ -67,8 +67,7 @@ std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& d
   if (largest > fits) {
     throw BadInput(
         fmt::format("--max-size {} is too large for {}: cases take up to {} times that, and may use half of "
-                    "the {} that are "
-                    "free; use --max-size {}",
+                    "the {} that are free; use --max-size {}",
                     size_text(largest), device.device().name(), kArenaPerSize, size_text(device.free_bytes()),
                     size_text(fits >> 20 << 20)));
   }

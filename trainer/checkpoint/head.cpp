@@ -116,8 +116,7 @@ void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& 
     if (saved[key] == value) continue;
     throw BadInput(fmt::format(
         "{}: the file is from another checkpoint than {}: {} is {}, not {}; restore the folder, or remove "
-        "the "
-        "folder and resume from the previous checkpoint",
+        "the folder and resume from the previous checkpoint",
         file.path(), state_path(head.path, 0, head.world), key, saved[key].dump(), value.dump()));
   }
 }

@@ -86,8 +86,7 @@ void detect_launch(Options& options) {
   if (!options.rendezvous.empty() && (!options.launch || options.launch->world == 1)) {
     throw BadInput("--rendezvous " + options.rendezvous +
                    ": there is only one process; start several with torchrun, srun or mpirun, or set RANK "
-                   "and WORLD_SIZE "
-                   "for each");
+                   "and WORLD_SIZE for each");
   }
 }
 
@@ -108,8 +107,8 @@ int parse_and_run(int argc, char** argv) {
   add_compare_flags(*compare_command, options);
   CLI::App* doctor_command = app.add_subcommand("doctor",
                                                 "Show devices, versions, and disabled features with the "
-                                                "reason; with several ranks, measure their links "
-                                                "and recommend a compression for --model");
+                                                "reason; with several ranks, measure their links and "
+                                                "recommend a compression for --model");
   add_doctor_flags(*doctor_command, doctor_options, show_environment);
   CLI::App* top_command = app.add_subcommand(
       "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");

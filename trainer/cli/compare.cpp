@@ -235,8 +235,8 @@ void compare(const Options& given) {
   const bool prints = leads(options);
   if (prints && !options.trace.empty() && !OutputFile::would_be_regular(options.trace)) {
     throw BadInput(fmt::format(
-        "--trace {}: not a regular file; compare writes a trace of each run next to this name, so "
-        "name a regular file; it need not exist",
+        "--trace {}: not a regular file; compare writes a trace of each run next to this name, so name a "
+        "regular file; it need not exist",
         options.trace));
   }
   if (prints && !options.json.empty()) {

@@ -89,203 +89,170 @@ CLI::Option* add_path(CLI::App& command, const std::string& flag, Target& target
   return add_text(command, flag, target, type, about)->check(path_value());
 }
 
+// Sets the group of the flags that are added afterwards.
+void set_group(CLI::App& command, const char* group) {
+  command.option_defaults()->group(group);
+}
+
 constexpr Limits<int64_t> kBatches{1, 1 << 20}, kSteps{1, 1'000'000'000};
 
 void add_model_flags(CLI::App& command, Options& o) {
-  const char* group = "Model";
+  set_group(command, "Model");
   add_text(command, "--model", o.model, "WORD",
-           "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32")
-      ->group(group);
-  add_number(command, "--image-size", o.image_size, "Side of the square images")->group(group);
-  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size")->group(group);
-  add_number(command, "--width", o.width, "Width of the encoder")->group(group);
-  add_number(command, "--depth", o.depth, "Encoder layers")->group(group);
-  add_number(command, "--heads", o.heads, "Attention heads; divide the width")->group(group);
-  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer")->group(group);
+           "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32");
+  add_number(command, "--image-size", o.image_size, "Side of the square images");
+  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size");
+  add_number(command, "--width", o.width, "Width of the encoder");
+  add_number(command, "--depth", o.depth, "Encoder layers");
+  add_number(command, "--heads", o.heads, "Attention heads; divide the width");
+  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer");
   add_choice<Gelu>(
       command, "--gelu", o.gelu, {{"exact", Gelu::exact}, {"tanh", Gelu::tanh}},
-      "GELU by erf, as in torchvision, or its tanh approximation, which CUDA computes inside products")
-      ->group(group);
-  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch", kBatches)->group("Training");
+      "GELU by erf, as in torchvision, or its tanh approximation, which CUDA computes inside products");
+  set_group(command, "Training");
+  add_number(command, "--batch-size", o.batch_size, "Images per rank and batch", kBatches);
   add_choice<Precision>(
       command, "--precision", o.precision,
       {{"fp32", Precision::fp32}, {"tf32", Precision::tf32}, {"bf16", Precision::bf16}},
       "Precision of the model's products: fp32, tf32 (CUDA's tensor cores on FP32 operands), or bf16\n"
-      "(operands stored as BF16; weights, gradients and the residual stream stay FP32)")
-      ->group("Training");
+      "(operands stored as BF16; weights, gradients and the residual stream stay FP32)");
 }
 
 void add_rank_flags(CLI::App& command, Options& o) {
-  const char* group = "Ranks";
+  set_group(command, "Ranks");
   add_number(command, "--ranks", o.ranks,
              "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process "
              "is one rank)",
-             {1, 1024})
-      ->group(group);
+             {1, 1024});
   add_text(command, "--rendezvous", o.rendezvous, "URL",
            "Rendezvous of processes: tcp://HOST:PORT of rank 0, or file:///PATH, shared by all (default: the "
            "launcher's, or MASTER_ADDR and MASTER_PORT)")
-      ->check(path_value("file://"))
-      ->group(group);
+      ->check(path_value("file://"));
   add_number(command, "--ranks-per-node", o.ranks_per_node,
              "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: the launcher's)",
-             {1, 1024})
-      ->group(group);
+             {1, 1024});
   add_choice<DeviceChoice>(
       command, "--device", o.device,
       {{"auto", DeviceChoice::automatic}, {"host", DeviceChoice::host}, {"cuda", DeviceChoice::cuda}},
-      "Device of the ranks")
-      ->group(group);
+      "Device of the ranks");
   add_number(command, "--timeout-s", o.timeout_s,
-             "Time for which a rank waits for a peer before all ranks stop", {0.001, 1e6})
-      ->group(group);
+             "Time for which a rank waits for a peer before all ranks stop", {0.001, 1e6});
 }
 
 void add_data_flags(CLI::App& command, Options& o) {
-  const char* group = "Data";
+  set_group(command, "Data");
   add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")
-      ->check(path_value(":"))
-      ->group(group);
+      ->check(path_value(":"));
   add_text(command, "--augment", o.augment, "WORDS",
            "Augmentation of training images, drawn from the seed: none, flip, crop (with padding of an "
-           "eighth of the "
-           "side) or flip,crop")
-      ->group(group);
+           "eighth of the side) or flip,crop");
 }
 
 void add_training_flags(CLI::App& command, Options& o) {
-  const char* group = "Training";
-  add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged", kBatches)
-      ->group(group);
+  set_group(command, "Training");
+  add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged", kBatches);
   CLI::Option* epochs =
       add_number(command, "--epochs", o.epochs,
-                 fmt::format("Passes over the training set (default: {})", kDefaultEpochs), {1e-6, 1e6})
-          ->group(group);
-  add_number(command, "--steps", o.steps, "Optimizer steps, instead of --epochs", kSteps)
-      ->excludes(epochs)
-      ->group(group);
+                 fmt::format("Passes over the training set (default: {})", kDefaultEpochs), {1e-6, 1e6});
+  add_number(command, "--steps", o.steps, "Optimizer steps, instead of --epochs", kSteps)->excludes(epochs);
   add_choice<OptimizerKind>(command, "--optimizer", o.optimizer,
-                            {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}}, "The optimizer")
-      ->group(group);
-  add_number(command, "--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)", {0, 1e6})
-      ->group(group);
+                            {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}}, "The optimizer");
+  add_number(command, "--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)", {0, 1e6});
   add_number(command, "--warmup", o.warmup,
              "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)",
-             {0, kSteps.most})
-      ->group(group);
-  add_number(command, "--momentum", o.momentum, "Momentum of sgd (default: 0.9)", {0, 1})->group(group);
+             {0, kSteps.most});
+  add_number(command, "--momentum", o.momentum, "Momentum of sgd (default: 0.9)", {0, 1});
   add_number(command, "--weight-decay", o.weight_decay, "Weight decay (default: 0.01 for adamw, 0 for sgd)",
-             {0, 1e6})
-      ->group(group);
-  command
-      .add_flag("--graph", o.graph,
-                "Capture the step once and launch it as a graph afterwards (a CUDA graph, or on the host a "
-                "recorded program); same results")
-      ->group(group);
+             {0, 1e6});
+  command.add_flag(
+      "--graph", o.graph,
+      "Capture the step once and launch it as a graph afterwards (a CUDA graph, or on the host a recorded "
+      "program); same results");
   add_number(command, "--seed", o.seed, "Seed of weights, shuffling and rounding",
-             {0, std::numeric_limits<uint64_t>::max()})
-      ->group(group);
-  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000})
-      ->group(group);
+             {0, std::numeric_limits<uint64_t>::max()});
+  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000});
 }
 
 void add_output_flags(CLI::App& command, Options& o) {
-  const char* group = "Output";
+  set_group(command, "Output");
   add_number(command, "--log-every", o.log_every, "Steps between log lines when output is not a terminal",
-             kSteps)
-      ->group(group);
+             kSteps);
   CLI::Option* trace =
       add_path(command, "--trace", o.trace, "FILE",
-               "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py")
-          ->group(group);
+               "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py");
   add_text(command, "--trace-steps", o.trace_steps, "A:B",
            "Trace steps A to B - 1, counted from 0 (default: ten steps after the first five)")
-      ->needs(trace)
-      ->group(group);
+      ->needs(trace);
   add_text(command, "--profile-steps", o.profile_steps, "A:B",
-           "CUDA: limit a profiler to steps A to B - 1 (docs/training.md has nsys's flags)")
-      ->group(group);
-  command
-      .add_flag("--dry-run", o.dry_run,
-                "Check all settings, print the resolved configuration and the required memory, and exit")
-      ->group(group);
+           "CUDA: limit a profiler to steps A to B - 1 (docs/training.md has nsys's flags)");
+  command.add_flag("--dry-run", o.dry_run,
+                   "Check all settings, print the resolved configuration and the required memory, and exit");
 }
 
 // Adds the flags that train and compare share. Returns --init.
 CLI::Option* add_run_flags(CLI::App& command, Options& o) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
-  command
-      .add_flag("--overlap-forward", o.overlap_forward,
-                "Begin the next forward while gradients are still in transfer, and update each layer's "
-                "weights just "
-                "before it uses them; same results")
-      ->group("Ranks");
+  set_group(command, "Ranks");
+  command.add_flag("--overlap-forward", o.overlap_forward,
+                   "Begin the next forward while gradients are still in transfer, and update each layer's "
+                   "weights just before it uses them; same results");
   add_number(command, "--gradient-group", o.gradient_group,
              "Layers whose weight gradients GPUs compute and send together: fewer and larger launches, but "
              "exchanges begin later (default: 2)",
-             {1, GradientGroups::kMost})
-      ->group("Ranks");
+             {1, GradientGroups::kMost});
   add_data_flags(command, o);
   add_training_flags(command, o);
   add_output_flags(command, o);
+  set_group(command, "Checkpoints");
   return add_path(command, "--init", o.init, "FILE",
-                  "Start from these weights: safetensors, with torchvision's names")
-      ->group("Checkpoints");
+                  "Start from these weights: safetensors, with torchvision's names");
 }
 
 void add_elastic_flags(CLI::App& command, Options& o) {
+  set_group(command, "Ranks");
   CLI::Option* elastic =
       add_text(command, "--elastic", o.elastic, "MIN:MAX",
-               "Continue when ranks (processes on the host) die or hang, down to MIN ranks; "
-               "the interrupted step is repeated. MAX: maximum number of ranks")
-          ->group("Ranks");
+               "Continue when ranks (processes on the host) die or hang, down to MIN ranks; the interrupted "
+               "step is repeated. MAX: maximum number of ranks");
   add_choice<ElasticBatch>(
       command, "--elastic-batch", o.elastic_batch,
       {{"keep-global", ElasticBatch::keep_global}, {"keep-local", ElasticBatch::keep_local}},
       "With fewer ranks: keep-global keeps the images per step; keep-local keeps the images per rank, and "
-      "scales "
-      "the learning rate with the images per step")
-      ->needs(elastic)
-      ->group("Ranks");
+      "scales the learning rate with the images per step")
+      ->needs(elastic);
   CLI::Option* members =
       add_path(command, "--members", o.members, "FILE",
                "Write the addresses of the run's ranks to this file, so that new ranks can join (default: "
                "members, in the folder of --checkpoint)")
-          ->needs(elastic)
-          ->group("Ranks");
+          ->needs(elastic);
   add_path(
       command, "--join", o.join, "FILE",
       "Join a run that was started with --elastic and whose --members is FILE, between two of its steps; all "
       "other flags as in that run")
       ->needs(elastic)
-      ->excludes(members)
-      ->group("Ranks");
+      ->excludes(members);
 }
 
 void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
-  const char* group = "Checkpoints";
+  set_group(command, "Checkpoints");
   CLI::Option* checkpoint =
       add_path(command, "--checkpoint", o.checkpoint, "DIR",
-               "Write checkpoints into this folder: weights, optimizer, residuals, factors, position")
-          ->group(group);
+               "Write checkpoints into this folder: weights, optimizer, residuals, factors, position");
   add_number(command, "--checkpoint-every", o.checkpoint_every,
              "Steps between checkpoints (default: an epoch); the last step always makes one", kSteps)
-      ->needs(checkpoint)
-      ->group(group);
+      ->needs(checkpoint);
   add_number(command, "--checkpoint-keep", o.checkpoint_keep, "Checkpoints to keep (default: 3)",
              {1, 1'000'000})
-      ->needs(checkpoint)
-      ->group(group);
+      ->needs(checkpoint);
   add_path(command, "--resume", o.resume, "DIR",
            "Continue from the newest complete checkpoint in DIR; if DIR is also --checkpoint and contains no "
            "checkpoint, start from the beginning")
-      ->excludes(init)
-      ->group(group);
+      ->excludes(init);
 }
 
 void add_shard_flags(CLI::App& command, Options& o) {
-  const char* group = "Ranks";
+  set_group(command, "Ranks");
   add_choice<Sharding>(
       command, "--shard", o.shard,
       {{"none", Sharding::none},
@@ -293,20 +260,16 @@ void add_shard_flags(CLI::App& command, Options& o) {
        {"gradients", Sharding::gradients},
        {"full", Sharding::full}},
       "State to divide among the ranks: optimizer (its moments; gradients are reduce-scattered, and each "
-      "rank "
-      "updates its part of the weights), gradients (and moments; only three buckets are in memory), or full "
-      "(weights as well, gathered as layers need them)")
-      ->group(group);
+      "rank updates its part of the weights), gradients (and moments; only three buckets are in memory), or "
+      "full (weights as well, gathered as layers need them)");
   add_text(command, "--gather-weights", o.gather_weights, "FORMAT",
-           "With --shard: wire format in which ranks exchange new weights (default: fp32)")
-      ->group(group);
+           "With --shard: wire format in which ranks exchange new weights (default: fp32)");
   command
       .add_option(
           "--memory-limit", o.memory_limit,
           "Reject a run that needs more memory per rank: bytes, or 500M, 8G, 8GiB (default: no limit)")
       ->transform(size_value(true))
-      ->type_name("SIZE")
-      ->group(group);
+      ->type_name("SIZE");
 }
 
 // `several`: each flag may be given more than once.
@@ -319,13 +282,12 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
     o.bucket_mb.clear();
     for (const std::string& text : texts) o.bucket_mb.push_back(*parse_number<double>(text));
   };
-  CLI::Option* compression =
-      command.add_option("--compression", o.compression, spec)->type_name("SPEC")->group("Ranks");
+  set_group(command, "Ranks");
+  CLI::Option* compression = command.add_option("--compression", o.compression, spec)->type_name("SPEC");
   CLI::Option* bucket_mb = command.add_option_function<std::vector<std::string>>("--bucket-mb", set, size)
                                ->type_name("NUMBER")
                                ->default_str(fmt::format("{}", kDefaultBucketMb))
-                               ->check(number_within<double>(mb))
-                               ->group("Ranks");
+                               ->check(number_within<double>(mb));
   for (CLI::Option* option : {compression, bucket_mb}) {
     option->expected(1);
     if (several) option->take_all();
@@ -340,35 +302,34 @@ void add_train_flags(CLI::App& command, Options& o) {
   add_shard_flags(command, o);
   add_elastic_flags(command, o);
   add_checkpoint_flags(command, o, init);
-  add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line")
-      ->group("Output");
+  set_group(command, "Output");
+  add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line");
   // A graph's steps run without the host, which would have to copy each gradient before it is sent.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
            "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")
       ->check(path_value(":"))
-      ->excludes(command.get_option("--graph"))
-      ->group("Output");
+      ->excludes(command.get_option("--graph"));
 }
 
 void add_compare_flags(CLI::App& command, Options& o) {
   add_run_flags(command, o);
   add_compression_flags(command, o, true);
+  set_group(command, "Ranks");
   command
       .add_option("--preset", o.preset,
                   "shelf: every wire format, nearest and stochastic, and PowerSGD; --compression adds to it")
       ->type_name("WORD")
-      ->check(CLI::IsMember({"shelf"}))
-      ->group("Ranks");
+      ->check(CLI::IsMember({"shelf"}));
+  set_group(command, "Training");
   add_number(command, "--seeds", o.seeds,
              "Repeat each run with --seed, --seed + 1, ...: the table has mean and standard deviation",
-             {1, 1000})
-      ->group("Training");
+             {1, 1000});
+  set_group(command, "Output");
   add_path(
       command, "--json", o.json, "FILE",
       "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); skip runs whose "
-      "records exist with the same settings")
-      ->group("Output");
+      "records exist with the same settings");
 }
 
 void add_top_flags(CLI::App& command, TopOptions& o) {
@@ -381,11 +342,10 @@ void add_top_flags(CLI::App& command, TopOptions& o) {
 void add_doctor_flags(CLI::App& command, Options& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
-  add_path(command, "--json", o.json, "FILE", "Also write the report to FILE")->group("Output");
-  command
-      .add_flag("--environment", show_environment,
-                "Show every environment variable that Gradwire reads, with default and meaning, and exit")
-      ->group("Output");
+  set_group(command, "Output");
+  add_path(command, "--json", o.json, "FILE", "Also write the report to FILE");
+  command.add_flag("--environment", show_environment,
+                   "Show every environment variable that Gradwire reads, with default and meaning, and exit");
 }
 
 }  // namespace gradwire

@@ -276,8 +276,8 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
   // Only PRRTE's prun does not provide a number of ranks.
   if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
     throw BadInput(fmt::format(
-        "each process would train alone: PMIX_RANK={} in the environment, but no variable has the "
-        "number of ranks; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset PMIX_RANK",
+        "each process would train alone: PMIX_RANK={} in the environment, but no variable has the number of "
+        "ranks; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset PMIX_RANK",
         rank));
   }
   return found;

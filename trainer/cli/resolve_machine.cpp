@@ -195,8 +195,7 @@ void resolve_gradient_group(const Options& o, Resolved& out) {
   if (o.shard >= Sharding::gradients) {
     throw BadInput(
         fmt::format("--gradient-group and --shard {} cannot be combined: divided gradients are reduced layer "
-                    "by layer, to "
-                    "save memory; use --shard optimizer",
+                    "by layer, to save memory; use --shard optimizer",
                     name(o.shard)));
   }
   out.config.gradient_group = *o.gradient_group;
@@ -231,8 +230,7 @@ void resolve_elastic(const Options& o, Resolved& out) {
   if (!config.processes) {
     throw BadInput(flag +
                    ": the ranks must be processes; start a process for each rank, with RANK, WORLD_SIZE, "
-                   "MASTER_ADDR and "
-                   "MASTER_PORT set (docs/running.md)");
+                   "MASTER_ADDR and MASTER_PORT set (docs/running.md)");
   }
   if (config.devices[0].is_cuda()) {
     throw BadInput(
@@ -251,8 +249,7 @@ void resolve_elastic(const Options& o, Resolved& out) {
   if (o.shard != Sharding::none && o.checkpoint.empty()) {
     throw BadInput(
         fmt::format("{} and --shard {}: only a checkpoint holds the optimizer's state of a lost rank; add "
-                    "--checkpoint DIR, "
-                    "or use --shard none",
+                    "--checkpoint DIR, or use --shard none",
                     flag, name(o.shard)));
   }
   if (o.overlap_forward) {
@@ -293,8 +290,7 @@ Resolved resolve_machine(const Options& o) {
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
         "--graph: GPU ranks of one process synchronize on the host in each step, which a graph cannot "
-        "contain; "
-        "start a process for each rank (torchrun, srun or mpirun)");
+        "contain; start a process for each rank (torchrun, srun or mpirun)");
   }
   if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
     out.notes.emplace_back("Note: --precision tf32 has no effect on the host, which computes in fp32");

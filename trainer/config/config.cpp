@@ -36,8 +36,8 @@ VitConfig named_model(const std::string& name) {
     if (model.name == name) return model;
   }
   throw BadInput(fmt::format(
-      "unknown model '{}'; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp "
-      "change its shape",
+      "unknown model '{}'; use one of {}; --image-size, --patch, --width, --depth, --heads and --mlp change "
+      "its shape",
       name, fmt::join(model_names(), ", ")));
 }
 

@@ -51,8 +51,7 @@ class Loader::Impl {
         global_batch(options) > options.batch_size * options.world) {
       throw BadInput(
           fmt::format("Loader: invalid options: rank {} of {}, batches of {} ({} over all) in groups of {}, "
-                      "{} slots, first "
-                      "batch {}",
+                      "{} slots, first batch {}",
                       options.rank, options.world, options.batch_size, options.global_batch, options.group,
                       options.slots, options.first_batch));
     }

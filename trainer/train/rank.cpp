@@ -115,8 +115,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   if (shared.elastic != nullptr && start_.from && carried_ && !shared.elastic->from_checkpoints()) {
     throw BadInput(fmt::format(
         "--elastic: the run cannot keep the residuals in checkpoint {}: they go into the gradients of the "
-        "first "
-        "step, which could then not be repeated; resume without --elastic up to the next checkpoint",
+        "first step, which could then not be repeated; resume without --elastic up to the next checkpoint",
         start_.from->path));
   }
   if (!snapshot) keep(start_.step);

@@ -136,8 +136,8 @@ void check_agreement(const TrainConfig& config, const std::string& data, Communi
     std::string remote = comm.take_message(rank);
     if (remote != local) {
       throw BadInput(fmt::format(
-          "rank {} was started with other settings or data than rank 0: {}; give all processes the "
-          "same flags and data",
+          "rank {} was started with other settings or data than rank 0: {}; give all processes the same "
+          "flags and data",
           rank, first_difference(remote, local)));
     }
   }
@@ -203,8 +203,8 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
   elastic.open_admission([local = described(elastic.launched(), about_data)](const std::string& remote) {
     return remote == local ? ""
                            : fmt::format(
-                                 "it was started with other settings or data than this run: {}; give "
-                                 "it the same flags and data",
+                                 "it was started with other settings or data than this run: {}; give it the "
+                                 "same flags and data",
                                  first_difference(remote, local));
   });
   while (true) {
