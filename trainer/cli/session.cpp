@@ -22,32 +22,21 @@ namespace {
 class Fan final : public RunObserver {
  public:
   explicit Fan(std::vector<RunObserver*> observers) : observers_(std::move(observers)) {}
-  void on_run(const RunInfo& info) override {
-    for (auto* observer : observers_) observer->on_run(info);
-  }
-  void on_step(const StepRecord& step) override {
-    for (auto* observer : observers_) observer->on_step(step);
-  }
-  void on_waits(const WaitRecord& waits) override {
-    for (auto* observer : observers_) observer->on_waits(waits);
-  }
-  void on_shrink(const ShrinkRecord& shrink) override {
-    for (auto* observer : observers_) observer->on_shrink(shrink);
-  }
-  void on_grow(const GrowRecord& grow) override {
-    for (auto* observer : observers_) observer->on_grow(grow);
-  }
-  void on_eval(const EvalRecord& eval) override {
-    for (auto* observer : observers_) observer->on_eval(eval);
-  }
-  void on_checkpoint(const CheckpointRecord& checkpoint) override {
-    for (auto* observer : observers_) observer->on_checkpoint(checkpoint);
-  }
-  void on_end(const EndRecord& end) override {
-    for (auto* observer : observers_) observer->on_end(end);
-  }
+  void on_run(const RunInfo& record) override { pass(&RunObserver::on_run, record); }
+  void on_step(const StepRecord& record) override { pass(&RunObserver::on_step, record); }
+  void on_waits(const WaitRecord& record) override { pass(&RunObserver::on_waits, record); }
+  void on_shrink(const ShrinkRecord& record) override { pass(&RunObserver::on_shrink, record); }
+  void on_grow(const GrowRecord& record) override { pass(&RunObserver::on_grow, record); }
+  void on_eval(const EvalRecord& record) override { pass(&RunObserver::on_eval, record); }
+  void on_checkpoint(const CheckpointRecord& record) override { pass(&RunObserver::on_checkpoint, record); }
+  void on_end(const EndRecord& record) override { pass(&RunObserver::on_end, record); }
 
  private:
+  template <typename Record>
+  void pass(void (RunObserver::*on)(const Record&), const Record& record) {
+    for (RunObserver* observer : observers_) (observer->*on)(record);
+  }
+
   std::vector<RunObserver*> observers_;
 };
 

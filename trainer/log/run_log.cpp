@@ -71,28 +71,6 @@ std::string RunLog::kept_until(const RunInfo& info) const {
   return kept;
 }
 
-void RunLog::on_step(const StepRecord& step) {
-  write(step_record(step));
-}
-void RunLog::on_waits(const WaitRecord& waits) {
-  write(waits_record(waits));
-}
-void RunLog::on_shrink(const ShrinkRecord& shrink) {
-  write(shrink_record(shrink));
-}
-void RunLog::on_grow(const GrowRecord& grow) {
-  write(grow_record(grow));
-}
-void RunLog::on_eval(const EvalRecord& eval) {
-  write(eval_record(eval));
-}
-void RunLog::on_checkpoint(const CheckpointRecord& checkpoint) {
-  write(checkpoint_record(checkpoint));
-}
-void RunLog::write_summary(const RunSummary& summary) {
-  write(summary_record(summary));
-}
-
 void RunLog::write(const std::string& record) {
   if (!file_) return;  // the log was lost
   struct stat before {};

@@ -27,13 +27,13 @@ class RunLog final : public RunObserver {
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;
-  void on_step(const StepRecord& step) override;
-  void on_waits(const WaitRecord& waits) override;
-  void on_shrink(const ShrinkRecord& shrink) override;
-  void on_grow(const GrowRecord& grow) override;
-  void on_eval(const EvalRecord& eval) override;
-  void on_checkpoint(const CheckpointRecord& checkpoint) override;
-  void write_summary(const RunSummary& summary);
+  void on_step(const StepRecord& step) override { write(step_record(step)); }
+  void on_waits(const WaitRecord& waits) override { write(waits_record(waits)); }
+  void on_shrink(const ShrinkRecord& shrink) override { write(shrink_record(shrink)); }
+  void on_grow(const GrowRecord& grow) override { write(grow_record(grow)); }
+  void on_eval(const EvalRecord& eval) override { write(eval_record(eval)); }
+  void on_checkpoint(const CheckpointRecord& checkpoint) override { write(checkpoint_record(checkpoint)); }
+  void write_summary(const RunSummary& summary) { write(summary_record(summary)); }
 
  private:
   void write(const std::string& record);
