@@ -115,7 +115,8 @@ int parse_and_run(int argc, char** argv) {
   add_top_flags(*top_command, top_options);
 
   const std::string first = argc > 1 ? argv[1] : "";
-  if (!first.empty() && first[0] != '-' && app.get_subcommand_no_throw(first) == nullptr) {
+  const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
+  if (!first.empty() && first[0] != '-' && named.empty()) {
     throw BadInput("unknown command '" + first + "'; use train, compare, doctor or top");
   }
   try {
