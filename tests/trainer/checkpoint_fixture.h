@@ -18,7 +18,7 @@
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/head.h"
 #include "trainer/train/layout.h"
-#include "trainer/train/optimizer.h"
+#include "trainer/train/optimizer_state.h"
 
 namespace gradwire::testing {
 

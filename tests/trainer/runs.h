@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
+#include "trainer/train/run.h"
 
 namespace gradwire::testing {
 

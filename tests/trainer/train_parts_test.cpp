@@ -9,11 +9,11 @@
 
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
-#include "trainer/config/run.h"
 #include "trainer/train/deferred_update.h"
+#include "trainer/train/learning_rate.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/rank_reports.h"
-#include "trainer/train/schedule.h"
+#include "trainer/train/run.h"
 
 namespace gradwire {
 namespace {
