@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-class PlannedTransport final : public Transport, public NativeAllreduce {
+class PlannedTransport : public Transport, public NativeAllreduce {
  public:
   PlannedTransport(int rank, int world, Device device) : Transport("planned", {rank, world, device}) {}
 
