@@ -71,9 +71,9 @@ struct GradientSet {
 };
 
 // The compress and decompress path of one spec.
-class Path {
+class CompressionPath {
  public:
-  virtual ~Path() = default;
+  virtual ~CompressionPath() = default;
   virtual void run(const Stream& stream) = 0;
   virtual int64_t extra_bytes() const = 0;
   // Returns the minimum bytes per element.
@@ -92,7 +92,7 @@ BucketContext one_bucket(Communicator& comm, const CompressionSpec& spec, const 
 
 // A wire format: gradient + residual -> wire, residual; wire -> gradient. Two passes, because in a real run
 // the encoded data are sent in between.
-class WirePath final : public Path {
+class WirePath final : public CompressionPath {
  public:
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
       : format_(spec.wire),
@@ -134,7 +134,7 @@ class WirePath final : public Path {
 };
 
 // The codec that the reducer runs for a bucket, on a transport without peers.
-class CodecPath final : public Path {
+class CodecPath final : public CompressionPath {
  public:
   CodecPath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
       : comm_(Communicator::create_single(stream.device())),
@@ -164,14 +164,15 @@ class CodecPath final : public Path {
   int64_t steps_ = 0;
 };
 
-std::unique_ptr<Path> make_path(const CompressionSpec& spec, const GradientSet& set, const Stream& stream) {
+std::unique_ptr<CompressionPath> make_path(const CompressionSpec& spec, const GradientSet& set,
+                                           const Stream& stream) {
   if (spec.method == CompressionSpec::Method::wire && !spec.wire->exact) {
     return std::make_unique<WirePath>(spec, set, stream);
   }
   return std::make_unique<CodecPath>(spec, set, stream);
 }
 
-double run_us(Path& path, const GradientSet& set, const Stream& stream) {
+double run_us(CompressionPath& path, const GradientSet& set, const Stream& stream) {
   set.restore(stream);
   auto start = Clock::now();
   path.run(stream);
@@ -185,7 +186,7 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
   // OpenMP's threads spin for a moment after work. Wait until the threads stop.
   constexpr std::chrono::milliseconds kPause{20};
   const Stream& stream = device.stream();
-  std::unique_ptr<Path> path = make_path(spec, set, stream);
+  std::unique_ptr<CompressionPath> path = make_path(spec, set, stream);
   std::string baseline_name;
   if (baseline != nullptr && PyTorchBaseline::has(spec)) baseline_name = baseline->prepare(spec);
   std::vector<double> times_us, baseline_us, copies;  // before, halfway, after

@@ -28,7 +28,7 @@ struct SchedulesOptions {
   std::string json;
 };
 
-struct Named {
+struct NamedSchedule {
   std::string name;
   Schedule schedule;
 };
@@ -40,8 +40,9 @@ Schedule of_collective(Schedule allreduce, Collective collective) {
 }
 
 // Returns all schedules, with hierarchical schedules in these shapes.
-std::vector<Named> schedules_of(int world, const std::vector<int>& per_nodes, const SchedulesOptions& o) {
-  std::vector<Named> all;
+std::vector<NamedSchedule> schedules_of(int world, const std::vector<int>& per_nodes,
+                                        const SchedulesOptions& o) {
+  std::vector<NamedSchedule> all;
   if (o.collective == Collective::broadcast) {
     const int root = std::min(o.root, world - 1);
     for (ScheduleKind kind : {ScheduleKind::ring, ScheduleKind::two_shot}) {
@@ -62,7 +63,7 @@ std::vector<Named> schedules_of(int world, const std::vector<int>& per_nodes, co
       }
     }
   }
-  for (Named& n : all) n.schedule = pipelined(of_collective(n.schedule, o.collective), o.slices);
+  for (NamedSchedule& n : all) n.schedule = pipelined(of_collective(n.schedule, o.collective), o.slices);
   return all;
 }
 
@@ -96,7 +97,7 @@ int check_all(const SchedulesOptions& o, OutputFile& json) {
     for (int nodes = 1; nodes <= n; ++nodes) {
       if (n % nodes == 0) per_nodes.push_back(n / nodes);
     }
-    for (Named& named : schedules_of(n, per_nodes, o)) {
+    for (NamedSchedule& named : schedules_of(n, per_nodes, o)) {
       prove(fmt::format("{} of {}", named.name, n), std::move(named.schedule));
     }
   }
@@ -125,7 +126,7 @@ int print_table(const SchedulesOptions& o, OutputFile& json) {
     const int per_node = o.per_node > 0 ? o.per_node : usual_per_node(world);
     std::vector<int> per_nodes;
     if (per_node > 0 && world % per_node == 0) per_nodes.push_back(per_node);
-    for (const Named& n : schedules_of(world, per_nodes, o)) {
+    for (const NamedSchedule& n : schedules_of(world, per_nodes, o)) {
       const Schedule& s = n.schedule;
       CheckReport report = check(s);
       all_ok = all_ok && report.ok;

@@ -36,11 +36,11 @@ struct StepOptions {
   double seconds = 20;
 };
 
-class Step {
+class TrainingStep {
  public:
   enum Way { reduced, bypassed, graphed };
 
-  Step(const TrainConfig& config, Communicator& comm)
+  TrainingStep(const TrainConfig& config, Communicator& comm)
       : comm_(comm),
         stream_(Stream::create(comm.device(), "step")),
         reducer_(comm, config.compression, gradient_tensors(config.model), {}),
@@ -115,22 +115,22 @@ struct Result {
   double reducer_ratio = 0, graph_ratio = 0;
 };
 
-Result measure(Step& step, double seconds) {
+Result measure(TrainingStep& step, double seconds) {
   std::vector<double> ms[3], reducer_ratios, graph_ratios;
   const auto end = Clock::now() + std::chrono::duration<double>(seconds);
   Result result;
   for (bool warm = false; Clock::now() < end || result.rounds < 3; warm = true) {
     double sums[3] = {};
-    for (Step::Way way :
-         {Step::reduced, Step::bypassed, Step::graphed, Step::graphed, Step::bypassed, Step::reduced}) {
+    for (TrainingStep::Way way : {TrainingStep::reduced, TrainingStep::bypassed, TrainingStep::graphed,
+                                  TrainingStep::graphed, TrainingStep::bypassed, TrainingStep::reduced}) {
       const double taken = step.run_ms(way);
       sums[way] += taken;
       if (warm) ms[way].push_back(taken);
     }
     if (!warm) continue;
     ++result.rounds;
-    reducer_ratios.push_back(sums[Step::reduced] / sums[Step::bypassed]);
-    graph_ratios.push_back(sums[Step::graphed] / sums[Step::reduced]);
+    reducer_ratios.push_back(sums[TrainingStep::reduced] / sums[TrainingStep::bypassed]);
+    graph_ratios.push_back(sums[TrainingStep::graphed] / sums[TrainingStep::reduced]);
   }
   for (int way = 0; way < 3; ++way) result.ms[way] = median(ms[way]);
   result.reducer_ratio = median(reducer_ratios);
@@ -152,20 +152,20 @@ void run(const StepOptions& options) {
     for (const std::string& spec : specs) {
       config.compression = CompressionSpec::parse(spec);
       auto comm = Communicator::create_single(device);
-      Step step(config, *comm);
+      TrainingStep step(config, *comm);
       const Result r = measure(step, options.seconds);
       fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12.3f} {:>12.3f} {:>12.3f} {:>8.4f}x {:>8.4f}x\n",
-                 options.model, device.name(), spec, r.rounds, r.ms[Step::reduced], r.ms[Step::bypassed],
-                 r.ms[Step::graphed], r.reducer_ratio, r.graph_ratio);
+                 options.model, device.name(), spec, r.rounds, r.ms[TrainingStep::reduced],
+                 r.ms[TrainingStep::bypassed], r.ms[TrainingStep::graphed], r.reducer_ratio, r.graph_ratio);
       std::fflush(stdout);
       document.push_back({{"model", options.model},
                           {"device", device.name()},
                           {"batch_size", options.batch_size},
                           {"compression", config.compression.to_string()},
                           {"rounds", r.rounds},
-                          {"reducer_ms", r.ms[Step::reduced]},
-                          {"bypassed_ms", r.ms[Step::bypassed]},
-                          {"graph_ms", r.ms[Step::graphed]},
+                          {"reducer_ms", r.ms[TrainingStep::reduced]},
+                          {"bypassed_ms", r.ms[TrainingStep::bypassed]},
+                          {"graph_ms", r.ms[TrainingStep::graphed]},
                           {"reducer_ratio", r.reducer_ratio},
                           {"graph_ratio", r.graph_ratio}});
     }

@@ -20,8 +20,8 @@ namespace {
 
 using testing::expect_bad_input;
 
-Options synthetic() {
-  Options o;
+RunOptions synthetic() {
+  RunOptions o;
   o.data = "synthetic:400";
   o.device = DeviceChoice::host;
   o.ranks = 4;
@@ -81,7 +81,7 @@ TEST(Resolve, DefaultsDependOnTheOptimizerAndTheEpoch) {
   EXPECT_EQ(run.config.warmup_steps, 3);
   EXPECT_EQ(run.config.lr, 1e-3);
   EXPECT_EQ(run.config.compression.to_string(), "fp32");
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.optimizer = OptimizerKind::sgd;
   o.steps = 7;
   o.accumulate = 2;
@@ -95,7 +95,7 @@ TEST(Resolve, DefaultsDependOnTheOptimizerAndTheEpoch) {
 TEST(Resolve, ChannelsAndClassesMatchTheImages) {
   testing::TemporaryFolder folder;
   testing::write_cifar10(folder);
-  Options o;
+  RunOptions o;
   o.device = DeviceChoice::host;
   o.data = "cifar10:" + folder.path();
   o.image_size = 32;
@@ -110,7 +110,7 @@ TEST(Resolve, ChannelsAndClassesMatchTheImages) {
 }
 
 TEST(Resolve, BatchesLargerThanTheShardNameTheRemedy) {
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.batch_size = 101;
   expect_bad_input([&] { resolve(o); }, {"--batch-size 101", "400 training images", "100 for each of 4 ranks",
                                          "--batch-size 100"});
@@ -124,9 +124,9 @@ TEST(Resolve, BatchesLargerThanTheShardNameTheRemedy) {
 }
 
 // Parses a command line. Throws BadInput with CLI11's text if it is rejected.
-Options parsed(std::vector<std::string> words) {
+RunOptions parsed(std::vector<std::string> words) {
   CLI::App app;
-  Options o;
+  RunOptions o;
   add_train_flags(app, o);
   std::reverse(words.begin(), words.end());  // the order expected by CLI11
   try {
@@ -138,8 +138,9 @@ Options parsed(std::vector<std::string> words) {
 }
 
 TEST(Flags, ParseEveryKindOfValue) {
-  const Options o = parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer",
-                            "sgd", "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
+  const RunOptions o =
+      parsed({"--ranks", "010", "--lr", "1e-2", "--seed", "18446744073709551615", "--optimizer", "sgd",
+              "--device", "host", "--bucket-mb", "0.5", "--gelu", "tanh"});
   EXPECT_EQ(o.gelu, Gelu::tanh);
   EXPECT_EQ(parsed({}).gelu, Gelu::exact);
   EXPECT_EQ(o.ranks, 10);
@@ -153,7 +154,7 @@ TEST(Flags, ParseEveryKindOfValue) {
 
 TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
   EXPECT_EQ(resolve(synthetic()).config.gradient_group, 2);
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.gradient_group = parsed({"--gradient-group", "4"}).gradient_group;
   const Resolved four = resolve(o);
   EXPECT_EQ(four.config.gradient_group, 4);
@@ -166,7 +167,7 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
 }
 
 TEST(Resolve, OverlappedStepsExcludeGraphsAndShards) {
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.overlap_forward = true;
   EXPECT_TRUE(resolve(o).config.overlap_forward);
   o.graph = true;
@@ -204,31 +205,31 @@ TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
 }
 
 TEST(Resolve, NamesEachInvalidValue) {
-  auto refuse = [](const std::function<void(Options&)>& change, const std::vector<std::string>& parts) {
-    Options o = synthetic();
+  auto refuse = [](const std::function<void(RunOptions&)>& change, const std::vector<std::string>& parts) {
+    RunOptions o = synthetic();
     change(o);
     expect_bad_input([&] { resolve(o); }, parts);
   };
-  refuse([](Options& o) { o.model = "resnet"; }, {"unknown model 'resnet'"});
-  refuse([](Options& o) { o.warmup = 31; }, {"--warmup 31", "30 steps"});
-  refuse([](Options& o) { o.momentum = 0.5; }, {"--momentum", "sgd"});
-  refuse([](Options& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
-  refuse([](Options& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
-  refuse([](Options& o) { o.ranks_per_node = 3; }, {"--ranks-per-node 3", "4 ranks"});
-  refuse([](Options& o) { o.ranks_per_node = 8; }, {"--ranks-per-node 8"});
+  refuse([](RunOptions& o) { o.model = "resnet"; }, {"unknown model 'resnet'"});
+  refuse([](RunOptions& o) { o.warmup = 31; }, {"--warmup 31", "30 steps"});
+  refuse([](RunOptions& o) { o.momentum = 0.5; }, {"--momentum", "sgd"});
+  refuse([](RunOptions& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
+  refuse([](RunOptions& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
+  refuse([](RunOptions& o) { o.ranks_per_node = 3; }, {"--ranks-per-node 3", "4 ranks"});
+  refuse([](RunOptions& o) { o.ranks_per_node = 8; }, {"--ranks-per-node 8"});
   refuse(
-      [](Options& o) {
+      [](RunOptions& o) {
         o.compression = {"fp32", "bf16:schedule=hierarchical"};
       },
       {"bf16:schedule=hierarchical", "--ranks-per-node"});
-  refuse([](Options& o) { o.patch = 5; }, {"--patch"});
+  refuse([](RunOptions& o) { o.patch = 5; }, {"--patch"});
   if (cuda_device_count() == 0) {
-    refuse([](Options& o) { o.device = DeviceChoice::cuda; }, {"--device cuda", "--device host"});
+    refuse([](RunOptions& o) { o.device = DeviceChoice::cuda; }, {"--device cuda", "--device host"});
   }
 }
 
 TEST(Resolve, NamesTheDeviceAndExplainsAFallback) {
-  Options o = synthetic();
+  RunOptions o = synthetic();
   EXPECT_EQ(resolve(o).device_line.substr(0, 12), "Device: host");
   o.device = DeviceChoice::automatic;
   Resolved run = resolve(o);
@@ -249,7 +250,7 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
 }
 
 TEST(Elastic, RejectsUnsupportedConfigurations) {
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.elastic = "2:4";
   expect_bad_input([&] { resolve(o); }, {"--elastic 2:4", "start a process for each rank"});
   o.ranks.reset();
@@ -267,7 +268,7 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
     expect_bad_input([&] { resolve(o); }, {fmt::format("--elastic {}: 4 processes", text)});
   }
   o.elastic = "1:4";
-  Options sharded = o, overlapped = o, hierarchical = o;
+  RunOptions sharded = o, overlapped = o, hierarchical = o;
   sharded.shard = Sharding::optimizer;
   overlapped.overlap_forward = true;
   hierarchical.compression = {"fp32:schedule=hierarchical"};
@@ -289,7 +290,7 @@ TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
   expect_bad_input([&] { launch_of_joiner(members); }, {members, "not a list of a run's ranks"});
   std::ofstream(members) << members_text(4, "-\n127.0.0.1 1 a\n");
   EXPECT_EQ(read_members(members).invitation, "-\n127.0.0.1 1 a\n");
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.ranks.reset();
   o.elastic = "2:4";
   o.join = members;
@@ -392,7 +393,7 @@ TEST(Launcher, RejectsAWorldOfOneUnderALauncherOfMoreRanks) {
             {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}});
       },
       {"each process would train alone", "WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"});
-  Options o = synthetic();
+  RunOptions o = synthetic();
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
   EXPECT_EQ(resolve(o).config.ranks(), 4);
   EXPECT_TRUE(resolve(o).config.processes);

@@ -39,7 +39,7 @@ int report(const char* text, int code) {
   return code;
 }
 
-int train(const Options& options) {
+int train(const RunOptions& options) {
   if (leads(options) && !options.log.empty()) check_writable(options.log);
   if (leads(options) && !options.trace.empty()) check_writable(options.trace);
   if (leads(options) && !options.members.empty())
@@ -70,7 +70,7 @@ int train(const Options& options) {
   return kDone;
 }
 
-void run_doctor(const Options& options, bool show_environment) {
+void run_doctor(const RunOptions& options, bool show_environment) {
   if (show_environment) {
     std::fputs(environment_text().c_str(), stdout);
   } else {
@@ -79,7 +79,7 @@ void run_doctor(const Options& options, bool show_environment) {
 }
 
 // Detects this process's launcher for train and compare.
-void detect_launch(Options& options) {
+void detect_launch(RunOptions& options) {
   options.launch = detect_launcher();
   if (options.launch) share_cores(*options.launch);
   if (!options.join.empty()) options.launch = launch_of_joiner(options.join);
@@ -97,7 +97,7 @@ int parse_and_run(int argc, char** argv) {
   app.set_version_flag("--version", "gradwire " GRADWIRE_VERSION);
   app.require_subcommand(1);
 
-  Options options, doctor_options = doctor_defaults();
+  RunOptions options, doctor_options = doctor_defaults();
   bool show_environment = false;
   TopOptions top_options;
   CLI::App* train_command = app.add_subcommand("train", "Train a model");

@@ -142,8 +142,8 @@ std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const st
 
 // Runs all runs without a result. `data`: data of the first seed; for other seeds, data that depend on the
 // seed are drawn again.
-std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const Options& options, DataSplits data,
-                                Communicator* comm) {
+std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOptions& options,
+                                DataSplits data, Communicator* comm) {
   const bool prints = leads(options);
   std::vector<RunSummary> summaries;
   std::vector<double> seconds;  // of the runs so far; initially of earlier calls
@@ -211,7 +211,7 @@ void say_earlier(const std::vector<PlannedRun>& runs) {
 
 }  // namespace
 
-std::vector<std::string> compared_specs(const Options& options) {
+std::vector<std::string> compared_specs(const RunOptions& options) {
   std::vector<std::string> all;
   if (options.preset == "shelf") all = shelf_specs();
   for (const std::string& text : options.compression) {
@@ -227,8 +227,8 @@ std::vector<std::string> compared_specs(const Options& options) {
   return all;
 }
 
-void compare(const Options& given) {
-  Options options = given;
+void compare(const RunOptions& given) {
+  RunOptions options = given;
   options.compression = compared_specs(given);
   Resolved run = resolve(options);
   std::vector<PlannedRun> runs = plan_runs(run, options.seeds);

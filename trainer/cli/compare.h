@@ -6,10 +6,10 @@
 namespace gradwire {
 
 // Returns the specs of --preset, then those of --compression. Throws BadInput if there are none.
-std::vector<std::string> compared_specs(const Options& options);
+std::vector<std::string> compared_specs(const RunOptions& options);
 
 // Runs the comparison. Throws BadInput before the first run starts, and the exceptions of a run. Skips runs
 // that an earlier call with the same --json finished with the same settings.
-void compare(const Options& options);
+void compare(const RunOptions& options);
 
 }  // namespace gradwire

@@ -305,15 +305,15 @@ RanksReport examine_processes(const TrainConfig& config, Communicator& comm) {
 
 }  // namespace
 
-Options doctor_defaults() {
-  Options options;
+RunOptions doctor_defaults() {
+  RunOptions options;
   options.model = "vit_b_32";
   options.batch_size = 32;
   options.timeout_s = 10;
   return options;
 }
 
-void doctor(Options options) {
+void doctor(RunOptions options) {
   std::string launcher = "none";
   try {
     options.launch = detect_launcher();

@@ -7,10 +7,10 @@
 namespace gradwire {
 
 // Returns defaults that differ from those of train: vit_b_32, batches of 32, a timeout of 10 s.
-Options doctor_defaults();
+RunOptions doctor_defaults();
 
 // Prints the report on rank 0 and, with options.json, writes it to a file. Collective if a launcher has
 // started several processes. Blocks for seconds. Throws CommError when a rank does not answer in time.
-void doctor(Options options);
+void doctor(RunOptions options);
 
 }  // namespace gradwire

@@ -96,7 +96,7 @@ void set_group(CLI::App& command, const char* group) {
 
 constexpr Limits<int64_t> kBatches{1, 1 << 20}, kSteps{1, 1'000'000'000};
 
-void add_model_flags(CLI::App& command, Options& o) {
+void add_model_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Model");
   add_text(command, "--model", o.model, "WORD",
            "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32");
@@ -118,7 +118,7 @@ void add_model_flags(CLI::App& command, Options& o) {
       "(operands stored as BF16; weights, gradients and the residual stream stay FP32)");
 }
 
-void add_rank_flags(CLI::App& command, Options& o) {
+void add_rank_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Ranks");
   add_number(command, "--ranks", o.ranks,
              "Ranks in this process, a thread each (default: 1; under torchrun, srun or mpirun each process "
@@ -139,7 +139,7 @@ void add_rank_flags(CLI::App& command, Options& o) {
              "Time for which a rank waits for a peer before all ranks stop", {0.001, 1e6});
 }
 
-void add_data_flags(CLI::App& command, Options& o) {
+void add_data_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Data");
   add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")
       ->check(path_value(":"));
@@ -148,7 +148,7 @@ void add_data_flags(CLI::App& command, Options& o) {
            "eighth of the side) or flip,crop");
 }
 
-void add_training_flags(CLI::App& command, Options& o) {
+void add_training_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Training");
   add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged", kBatches);
   CLI::Option* epochs =
@@ -173,7 +173,7 @@ void add_training_flags(CLI::App& command, Options& o) {
   add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000});
 }
 
-void add_output_flags(CLI::App& command, Options& o) {
+void add_output_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Output");
   add_number(command, "--log-every", o.log_every, "Steps between log lines when output is not a terminal",
              kSteps);
@@ -190,7 +190,7 @@ void add_output_flags(CLI::App& command, Options& o) {
 }
 
 // Adds the flags that train and compare share. Returns --init.
-CLI::Option* add_run_flags(CLI::App& command, Options& o) {
+CLI::Option* add_run_flags(CLI::App& command, RunOptions& o) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
   set_group(command, "Ranks");
@@ -209,7 +209,7 @@ CLI::Option* add_run_flags(CLI::App& command, Options& o) {
                   "Start from these weights: safetensors, with torchvision's names");
 }
 
-void add_elastic_flags(CLI::App& command, Options& o) {
+void add_elastic_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Ranks");
   CLI::Option* elastic =
       add_text(command, "--elastic", o.elastic, "MIN:MAX",
@@ -234,7 +234,7 @@ void add_elastic_flags(CLI::App& command, Options& o) {
       ->excludes(members);
 }
 
-void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
+void add_checkpoint_flags(CLI::App& command, RunOptions& o, CLI::Option* init) {
   set_group(command, "Checkpoints");
   CLI::Option* checkpoint =
       add_path(command, "--checkpoint", o.checkpoint, "DIR",
@@ -251,7 +251,7 @@ void add_checkpoint_flags(CLI::App& command, Options& o, CLI::Option* init) {
       ->excludes(init);
 }
 
-void add_shard_flags(CLI::App& command, Options& o) {
+void add_shard_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Ranks");
   add_choice<Sharding>(
       command, "--shard", o.shard,
@@ -273,7 +273,7 @@ void add_shard_flags(CLI::App& command, Options& o) {
 }
 
 // `several`: each flag may be given more than once.
-void add_compression_flags(CLI::App& command, Options& o, bool several) {
+void add_compression_flags(CLI::App& command, RunOptions& o, bool several) {
   const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
              *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
                              : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
@@ -296,7 +296,7 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
 
 }  // namespace
 
-void add_train_flags(CLI::App& command, Options& o) {
+void add_train_flags(CLI::App& command, RunOptions& o) {
   CLI::Option* init = add_run_flags(command, o);
   add_compression_flags(command, o, false);
   add_shard_flags(command, o);
@@ -312,7 +312,7 @@ void add_train_flags(CLI::App& command, Options& o) {
       ->excludes(command.get_option("--graph"));
 }
 
-void add_compare_flags(CLI::App& command, Options& o) {
+void add_compare_flags(CLI::App& command, RunOptions& o) {
   add_run_flags(command, o);
   add_compression_flags(command, o, true);
   set_group(command, "Ranks");
@@ -339,7 +339,7 @@ void add_top_flags(CLI::App& command, TopOptions& o) {
       "Print the figures once in Prometheus's text format, for node_exporter's textfile collector");
 }
 
-void add_doctor_flags(CLI::App& command, Options& o, bool& show_environment) {
+void add_doctor_flags(CLI::App& command, RunOptions& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
   set_group(command, "Output");

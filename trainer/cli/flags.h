@@ -10,9 +10,9 @@ class App;
 
 namespace gradwire {
 
-void add_train_flags(CLI::App& command, Options& options);
-void add_compare_flags(CLI::App& command, Options& options);
+void add_train_flags(CLI::App& command, RunOptions& options);
+void add_compare_flags(CLI::App& command, RunOptions& options);
 void add_top_flags(CLI::App& command, TopOptions& options);
-void add_doctor_flags(CLI::App& command, Options& options, bool& show_environment);
+void add_doctor_flags(CLI::App& command, RunOptions& options, bool& show_environment);
 
 }  // namespace gradwire

@@ -17,7 +17,7 @@ enum class DeviceChoice : uint8_t { automatic, host, cuda };
 
 // Flags as given, each within its range (trainer/cli/flags.cpp). Flags that were not given are empty and get
 // defaults in resolve().
-struct Options {
+struct RunOptions {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
   Gelu gelu = Gelu::exact;
@@ -76,13 +76,13 @@ struct Resolved {
 
 // Resolves the options that concern only the machine and the model: ranks, devices, model, compression,
 // precision. Throws BadInput.
-Resolved resolve_machine(const Options& options);
+Resolved resolve_machine(const RunOptions& options);
 
 // Connects to the other processes if this is one of several; returns null otherwise.
-JoinOptions join_options(const Options& options);
-std::unique_ptr<Communicator> join(const Options& options, const TrainConfig& config);
+JoinOptions join_options(const RunOptions& options);
+std::unique_ptr<Communicator> join(const RunOptions& options, const TrainConfig& config);
 
 // Checks everything that can be checked without running, and loads the data. Throws BadInput.
-Resolved resolve(const Options& options);
+Resolved resolve(const RunOptions& options);
 
 }  // namespace gradwire

@@ -13,7 +13,7 @@
 namespace gradwire {
 namespace {
 
-VitConfig resolve_model(const Options& o) {
+VitConfig resolve_model(const RunOptions& o) {
   VitConfig model = named_model(o.model);
   auto override_with = [](int32_t& field, const std::optional<int32_t>& given) {
     if (given) field = *given;
@@ -29,7 +29,7 @@ VitConfig resolve_model(const Options& o) {
 }
 
 // Returns the settings that follow from options of the same name, or from their defaults.
-TrainConfig training_settings(const Options& o) {
+TrainConfig training_settings(const RunOptions& o) {
   const bool adamw = o.optimizer == OptimizerKind::adamw;
   if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw uses beta1 and beta2");
   TrainConfig config;
@@ -54,7 +54,7 @@ TrainConfig training_settings(const Options& o) {
 
 // Returns the number of ranks: one per process, or --ranks threads of a single process. Several processes
 // with several ranks each are not supported.
-int resolve_ranks(const Options& o, Resolved& out) {
+int resolve_ranks(const RunOptions& o, Resolved& out) {
   if (!o.launch || o.launch->world == 1) return o.ranks.value_or(1);
   const int world = o.launch->world;
   if (o.ranks.value_or(world) != world) {
@@ -68,7 +68,7 @@ int resolve_ranks(const Options& o, Resolved& out) {
 }
 
 // Call after the ranks are known.
-void resolve_nodes(const Options& o, Resolved& out) {
+void resolve_nodes(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int ranks = config.ranks();
   if (o.ranks_per_node) {
@@ -107,7 +107,7 @@ void check_schedules(const Resolved& out) {
   }
 }
 
-void resolve_devices(const Options& o, Resolved& out) {
+void resolve_devices(const RunOptions& o, Resolved& out) {
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
   int gpus = o.device == DeviceChoice::host ? 0 : cuda_device_count();
@@ -157,7 +157,7 @@ void resolve_devices(const Options& o, Resolved& out) {
   if (count > gpus) out.device_line += ", several ranks share one";
 }
 
-Wire gather_format(const Options& o) {
+Wire gather_format(const RunOptions& o) {
   const CompressionSpec spec = CompressionSpec::parse(o.gather_weights);
   CompressionSpec format;
   format.wire = spec.wire;
@@ -175,7 +175,7 @@ Wire gather_format(const Options& o) {
 }
 
 // Checks --shard gradients and full: the memory of a bucket's gradients is reused within a step.
-void check_shard(const Options& o) {
+void check_shard(const RunOptions& o) {
   if (o.shard < Sharding::gradients) return;
   const std::string flag = fmt::format("--shard {}", name(o.shard));
   if (o.accumulate > 1) {
@@ -190,7 +190,7 @@ void check_shard(const Options& o) {
 }
 
 // Call after the ranks and devices are known.
-void resolve_gradient_group(const Options& o, Resolved& out) {
+void resolve_gradient_group(const RunOptions& o, Resolved& out) {
   if (!o.gradient_group) return;
   if (o.shard >= Sharding::gradients) {
     throw BadInput(
@@ -207,7 +207,7 @@ void resolve_gradient_group(const Options& o, Resolved& out) {
 }
 
 // Checks --overlap-forward, with which a step ends inside the next step.
-void check_overlap(const Options& o) {
+void check_overlap(const RunOptions& o) {
   if (!o.overlap_forward) return;
   if (o.graph)
     throw BadInput("--overlap-forward and --graph cannot be combined: a graph contains one whole step");
@@ -220,7 +220,7 @@ void check_overlap(const Options& o) {
 }
 
 // Call after the ranks and devices are known.
-void resolve_elastic(const Options& o, Resolved& out) {
+void resolve_elastic(const RunOptions& o, Resolved& out) {
   if (!o.elastic) return;
   TrainConfig& config = out.config;
   config.elastic = ElasticRange::parse(*o.elastic);
@@ -266,7 +266,7 @@ void resolve_elastic(const Options& o, Resolved& out) {
 
 }  // namespace
 
-Resolved resolve_machine(const Options& o) {
+Resolved resolve_machine(const RunOptions& o) {
   Resolved out;
   TrainConfig& config = out.config;
   config = training_settings(o);
@@ -299,11 +299,11 @@ Resolved resolve_machine(const Options& o) {
   return out;
 }
 
-JoinOptions join_options(const Options& o) {
+JoinOptions join_options(const RunOptions& o) {
   return {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
 }
 
-std::unique_ptr<Communicator> join(const Options& o, const TrainConfig& config) {
+std::unique_ptr<Communicator> join(const RunOptions& o, const TrainConfig& config) {
   if (!o.launch || o.launch->world == 1) return nullptr;
   Device device = config.devices[static_cast<size_t>(o.launch->rank)];
   if (device.is_cuda() && o.launch->local_rank >= 0) {

@@ -45,7 +45,7 @@ bool same_folder(const std::string& a, const std::string& b) {
 }
 
 // Call after all other options are known, because the checkpoint is compared with them.
-void resolve_checkpoints(const Options& o, int64_t steps_per_epoch, Resolved& out) {
+void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved& out) {
   TrainConfig& config = out.config;
   // A joiner gets its state from the other ranks, even if they started from a checkpoint.
   const bool joins = !o.join.empty();
@@ -98,7 +98,7 @@ int64_t first_step(const TrainConfig& config) {
 constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
 
 // Call after the steps and the first step of a resumed run are known.
-void resolve_trace(const Options& o, Resolved& out) {
+void resolve_trace(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int64_t first = first_step(config);
   auto check = [&](const char* flag, const std::string& text) {
@@ -124,7 +124,7 @@ void resolve_trace(const Options& o, Resolved& out) {
 }
 
 // Parses STEP:DIR. The file name contains the step, so that one folder can hold several dumps.
-void resolve_gradients(const Options& o, Resolved& out) {
+void resolve_gradients(const RunOptions& o, Resolved& out) {
   if (!o.dump_gradients) return;
   TrainConfig& config = out.config;
   const std::string& text = *o.dump_gradients;
@@ -149,7 +149,7 @@ void resolve_gradients(const Options& o, Resolved& out) {
 
 }  // namespace
 
-Resolved resolve(const Options& o) {
+Resolved resolve(const RunOptions& o) {
   Resolved out = resolve_machine(o);
   TrainConfig& config = out.config;
   out.data = load_data(config.data, config.model, config.seed, config.global_batch());

@@ -47,11 +47,11 @@ void say(const std::string& text) {
   std::fflush(stdout);
 }
 
-bool leads(const Options& o) {
+bool leads(const RunOptions& o) {
   return !o.launch || o.launch->rank == 0;
 }
 
-void say_start(const Resolved& run, const Options& o) {
+void say_start(const Resolved& run, const RunOptions& o) {
   say(run.device_line);
   if (run.config.devices.front().is_host()) say("Products: " + host_products_text());
   if (o.launch) {
@@ -73,7 +73,8 @@ void say_plan(const TrainConfig& config) {
   say(memory_text(config, plan_memory(config)));
 }
 
-void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part) {
+void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                const RunPart& part) {
   if (part.join_group) {
     join_training(config, data, observer, part.join_group);
   } else if (part.comm != nullptr) {
@@ -84,7 +85,7 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
 }
 
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const Part& part) {
+                    const RunPart& part) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
   std::vector<RunObserver*> observers;

@@ -16,18 +16,19 @@ namespace gradwire {
 // Prints a line on stdout and flushes it.
 void say(const std::string& text);
 // Returns whether this process prints. Of ranks that are processes, only rank 0 prints, except for errors.
-bool leads(const Options& options);
-void say_start(const Resolved& run, const Options& options);
+bool leads(const RunOptions& options);
+void say_start(const Resolved& run, const RunOptions& options);
 // Prints the plan for --dry-run.
 void say_plan(const TrainConfig& config);
 
 // This process's part of a run: all of it, one launched rank, or a joiner.
-struct Part {
+struct RunPart {
   Communicator* comm = nullptr;
   // Joins a running job.
   std::function<std::unique_ptr<Communicator>(const std::string& about)> join_group = {};
 };
-void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer, const Part& part);
+void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                const RunPart& part);
 
 struct RunOutput {
   std::string log = {};    // file; "": none
@@ -37,6 +38,6 @@ struct RunOutput {
 // Trains, with a log and a report on stdout on rank 0. With --elastic, call it on every rank, because each
 // may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
-                    const Part& part);
+                    const RunPart& part);
 
 }  // namespace gradwire
