@@ -19,12 +19,12 @@ struct CollectiveCase {
 struct CollectiveSettings {
   int warmup = 5, iterations = 20;
   bool check = true;
-  int per_node = 0;  // for hierarchical schedules
+  int per_node = 0;  // ranks per node of hierarchical schedules
   int64_t slice_bytes = ReducerOptions{}.slice_bytes;
 };
 
 struct CollectiveResult {
-  double time_us = 0;     // of the slowest rank; mean over the iterations
+  double time_us = 0;     // the slowest rank's time; mean over the iterations
   double wire_bytes = 0;  // sent by the busiest rank per iteration, measured at the transport
   double fp32_bytes = 0;  // bytes that the same schedule sends in FP32
   double wrong = 0;       // wrong elements, summed over ranks
@@ -59,7 +59,7 @@ class CollectiveRank {
   CollectiveSettings settings_;
   Stream stream_;
   Buffer data_;
-  std::vector<double> means_;  // of values of means_kind_, means_.size() elements
+  std::vector<double> means_;  // exact means of values of means_kind_
   Values means_kind_ = Values::integers;
 };
 

@@ -58,7 +58,7 @@ inline constexpr int64_t kArenaPerSize = 9;
 struct Problem {
   Work launch;
   double bytes = 0;  // read and written by one launch, according to the op's header
-  double flops = 0;  // of products; 0 for memory-bound ops
+  double flops = 0;  // FLOPs of products; 0 for memory-bound ops
   std::string shape;
 };
 

@@ -19,9 +19,9 @@ struct RowError {
 
 struct RowSetError {
   std::vector<RowError> rows;
-  double mean = 0, standard_error = 0;  // of `error` over the rows; NaN with a single row
+  double mean = 0, standard_error = 0;  // statistics of `error` over the rows; NaN for a single row
   double total = 0;                     // sum of squared errors / sum of squared norms
-  double bias = 0, by_chance = 0;       // of all rows combined
+  double bias = 0, by_chance = 0;       // bias of all rows combined
   bool random = false;
   double bytes_per_element = 0;
   size_t worst = 0;  // the row with the largest error

@@ -93,8 +93,8 @@ RowSet gradient_rows(const std::string& directory) {
     }
   }
   if (set.rows.empty()) {
-    throw BadInput(
-        fmt::format("--gradients {}: every value is zero, or there are none; dump a later step", directory));
+    throw BadInput(fmt::format(
+        "--gradients {}: the tensors are empty or all values are zero; dump a later step", directory));
   }
   return set;
 }

@@ -36,7 +36,7 @@ struct NumericsOptions {
 };
 
 struct Case {
-  std::string name;  // in the picture
+  std::string name;  // label in the picture
   Schedule schedule;
   bool fp32_intra_node = false;
 };

@@ -1,5 +1,5 @@
 // gradwire-bench step: the cost of the reducer, and the savings of a graph, in a training step in a world of
-// 1, where there is nothing to reduce.
+// 1, which has no gradients to reduce.
 //
 // Compares three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through
 // the reducer, as in `gradwire train`; (B) without the reducer, gradients directly to the optimizer; (G) A as

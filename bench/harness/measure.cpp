@@ -160,7 +160,7 @@ std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool c
   if (cold) {
     repeat(all, budget_ms_ * static_cast<double>(works.size()));
   } else {
-    for (size_t i : all) repeat({i}, budget_ms_);  // in turns they would evict each other from the caches
+    for (size_t i : all) repeat({i}, budget_ms_);  // alternating works would evict each other from the caches
   }
   std::vector<Timing> timings;
   for (Samples& s : samples) timings.push_back(summarize(std::move(s.us)));

@@ -23,14 +23,14 @@ struct Position {
 };
 
 struct CheckpointHead {
-  std::string path;  // of the checkpoint's folder
+  std::string path;  // the checkpoint's folder
   Position position;
   int world = 1;
   std::string compression;
   // The measurements on which schedule=auto based its choice, if any. New measurements could change the
   // schedule.
   std::optional<LinkCosts> links;
-  std::string config;  // of the run, as JSON text
+  std::string config;  // the run's settings as JSON text
   std::string parts;   // common to all files of the checkpoint, as JSON text
 };
 

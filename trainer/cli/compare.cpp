@@ -29,7 +29,7 @@ struct PlannedRun {
   TrainConfig config;
   std::string title;                       // unique among the runs
   std::string log = {};                    // file; "": none
-  std::optional<RunSummary> earlier = {};  // from an earlier call
+  std::optional<RunSummary> earlier = {};  // result of an earlier call
   bool half = false;                       // an earlier call started the run and did not finish it
 };
 
@@ -146,7 +146,8 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
                                 DataSplits data, Communicator* comm) {
   const bool prints = leads(options);
   std::vector<RunSummary> summaries;
-  std::vector<double> seconds;  // of the runs so far; initially of earlier calls
+  std::vector<double>
+      seconds;  // durations of this call's runs; until the first run ends, of earlier calls' runs
   for (const PlannedRun& run : runs) {
     if (run.earlier) seconds.push_back(run.earlier->seconds);
   }

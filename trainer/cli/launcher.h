@@ -41,7 +41,7 @@ std::optional<Launch> detect_launcher(const std::function<const char*(const char
 std::optional<Launch> detect_launcher();
 
 // Returns the rendezvous of the ranks: `rendezvous` unless empty, otherwise the launcher's. Throws BadInput
-// if there is none.
+// if neither is known.
 std::string rendezvous_for(const Launch& launch, const std::string& rendezvous);
 
 // How a process connects to the others, from its flags. The fields are those of GroupOptions and TcpOptions.

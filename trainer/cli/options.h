@@ -27,7 +27,7 @@ struct RunOptions {
   std::string rendezvous;              // empty: the launcher's
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  std::string members;                // for joiners; empty: a file in the checkpoint folder, if there is one
+  std::string members;                // file for joiners; empty: a file in the checkpoint folder, if any
   std::string join;                   // the `members` file of the run that this process joins
   std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
   DeviceChoice device = DeviceChoice::automatic;

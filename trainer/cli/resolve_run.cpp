@@ -20,7 +20,7 @@ namespace {
 // Measuring the peak takes 0.2 s, too long for a run with fewer FLOPs.
 constexpr double kPeakRunFlops = 1e12;
 
-// Returns the number of optimizer steps in an epoch. Throws if there is not even one.
+// Returns the number of optimizer steps in an epoch. Throws BadInput if an epoch has no step.
 int64_t steps_per_epoch(const TrainConfig& config, const Dataset& train) {
   int64_t per_rank = train.count() / config.ranks();
   int64_t wanted = config.batch_size * config.accumulate;

@@ -19,7 +19,7 @@ struct VitConfig {
   int32_t image = 28, channels = 1, patch = 7;
   int32_t width = 64, depth = 4, heads = 4, mlp = 256;
   int32_t classes = 10;
-  Gelu gelu = Gelu::exact;  // of the MLPs; exact: as in torchvision
+  Gelu gelu = Gelu::exact;  // the MLPs' form of GELU; exact: as in torchvision
 
   int32_t grid() const { return image / patch; }
   int32_t tokens() const { return grid() * grid() + 1; }  // patches and the class token
@@ -92,7 +92,7 @@ struct TrainConfig {
   DataSpec data;
   Augmentation augment;
 
-  std::vector<Device> devices;  // of each rank; several ranks may share one
+  std::vector<Device> devices;  // each rank's device; several ranks may share a device
   bool processes = false;       // one process per rank; otherwise ranks are threads of this process
   int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's value, if all ranks agree
   int ranks_here = 0;           // ranks on this machine, from the launcher; 0: unknown

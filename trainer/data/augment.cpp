@@ -8,7 +8,7 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kAugmentStream = 0x4155'0001;  // of the random generator
+constexpr uint64_t kAugmentStream = 0x4155'0001;  // stream of the random generator
 
 GW_SIMD void normalize(const uint8_t* from, int64_t count, float scale, float shift, float* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]) * scale + shift;

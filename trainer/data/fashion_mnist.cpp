@@ -156,7 +156,7 @@ std::string default_fashion_mnist_directory() {
   std::string found = folder_in(root);
   if (!holds_fashion_mnist(found)) {
     throw BadInput(fmt::format(
-        "GRADWIRE_DATA is '{}', where there is no train-{}.gz, nor in its folders fashion-mnist, raw, "
+        "GRADWIRE_DATA is '{}', which does not contain train-{}.gz, nor do its folders fashion-mnist, raw, "
         "FashionMNIST/raw and MNIST/raw; name the folder with the four IDX files, or unset it to use {}",
         root, kImages, kDebianDirectory));
   }

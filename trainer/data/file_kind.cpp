@@ -8,7 +8,7 @@ namespace gradwire {
 namespace {
 
 struct Kind {
-  size_t at;  // of the signature in the file
+  size_t at;  // offset of the signature in the file
   std::string_view signature;
   const char* text;
 };

@@ -17,7 +17,7 @@
 namespace gradwire {
 namespace {
 
-constexpr uint64_t kShuffleStream = 0x5348'0001;  // of the random generator
+constexpr uint64_t kShuffleStream = 0x5348'0001;  // stream of the random generator
 
 int64_t global_batch(const LoaderOptions& options) {
   return options.global_batch > 0 ? options.global_batch : options.batch_size * options.world;

@@ -36,7 +36,7 @@ struct LoaderOptions {
   bool shuffle = true;
   bool drop_last = true;
   Augmentation augment = {};
-  uint64_t seed = 0;               // for the order and augmentation
+  uint64_t seed = 0;               // seed of the order and augmentation
   int64_t first_batch = 0;         // batches to skip, counted across epochs
   int64_t slots = 2;               // batches in flight; at least 2, to load one while another trains
   Device device = Device::host();  // memory of the batches

@@ -13,7 +13,7 @@
 namespace gradwire {
 namespace {
 
-constexpr size_t kMostRows = 32;  // of the ranks with the shortest waits
+constexpr size_t kMostRows = 32;  // maximum ranks shown: the ranks with the shortest waits
 
 // Returns a square matrix with a row per rank; empty for any other JSON.
 std::vector<std::vector<double>> waits_in(const Json& json) {

@@ -13,7 +13,7 @@ struct RunInfo {
   int64_t parameters = 0;
   int64_t tensors = 0;
   int buckets = 0;                  // 0 with one rank
-  std::string schedule;             // in use: "ring", "two_shot", ...; "none" with one rank
+  std::string schedule;             // "ring", "two_shot", ...; "none" with one rank
   std::string schedule_reason;      // Reducer::schedule_reason()
   std::string reducer;              // Reducer::describe()
   int64_t reducer_extra_bytes = 0;  // device memory per rank for residuals, factors and staging
@@ -31,15 +31,16 @@ struct RunInfo {
 // One optimizer step on rank 0. Times that were not measured are NaN.
 struct StepRecord {
   int64_t step = 0;          // counted from 0
-  int64_t epoch = 0;         // of the step's first image, counted from 0
+  int64_t epoch = 0;         // epoch of the step's first image, counted from 0
   double loss = 0;           // mean over the global batch, before the update
-  double lr = 0;             // of this update
+  double lr = 0;             // learning rate of this update
   double step_ms = 0;        // from the start of this step to the start of the next
   double images_per_s = 0;   // over all ranks: global batch / step_ms
   uint64_t wire_bytes = 0;   // sent by rank 0, measured at the transport
   uint64_t dense_bytes = 0;  // bytes of the same schedule in FP32
   double comm_ms = 0;        // on the reducer's stream, compression included
-  double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;  // of comm_ms (collectives/program/phases.h)
+  double compress_ms = 0, communicate_ms = 0,
+         decompress_ms = 0;    // parts of comm_ms (collectives/program/phases.h)
   double exposed_comm_ms = 0;  // time for which the optimizer waited for communication
   double data_ms = 0;          // time for which the device waited for the batch
   double forward_ms = 0;
@@ -60,8 +61,8 @@ struct EvalRecord {
 // A complete checkpoint on disk.
 struct CheckpointRecord {
   int64_t step = 0;    // optimizer steps done
-  std::string path;    // of its folder
-  uint64_t bytes = 0;  // of rank 0's files
+  std::string path;    // the checkpoint's folder
+  uint64_t bytes = 0;  // size of rank 0's files
   double save_ms = 0;  // from the end of the step to the end of writing
 };
 

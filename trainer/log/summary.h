@@ -26,7 +26,7 @@ struct RunSummary {
   int64_t steps = 0;
   double seconds = 0;     // from the first step to the end of the last evaluation
   double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
-  std::optional<double> test_loss;      // of the last evaluation; empty if there was none
+  std::optional<double> test_loss;      // from the last evaluation; empty without evaluations
   std::optional<double> test_accuracy;  // 0 to 1
   // Medians over the steps.
   double step_ms = 0, images_per_s = 0;
@@ -36,11 +36,11 @@ struct RunSummary {
   double tflops = 0;                    // per device
   double data_wait_share = 0;           // the device's wait for batches / total step time
   std::optional<double> peak_fraction;  // tflops / the measured peak; empty if not measured
-  uint64_t total_wire_bytes = 0;        // of rank 0, over the whole run
+  uint64_t total_wire_bytes = 0;        // sent by rank 0 over the whole run
   std::optional<double> ratio;          // dense_bytes / wire_bytes; empty if nothing was sent
   StepShares shares;
   std::string schedule;
-  int64_t parameters = 0;  // of the model
+  int64_t parameters = 0;  // the model's parameters
   // As in EndRecord; empty for a run read from its log.
   std::vector<std::vector<double>> waited_s;
   int64_t memory_bytes = 0;  // per rank; 0 for a run read from its log

@@ -10,7 +10,7 @@ namespace gradwire {
 
 // NaN: not measured.
 struct Peaks {
-  double tflops = std::numeric_limits<double>::quiet_NaN();         // of a large product of random matrices
+  double tflops = std::numeric_limits<double>::quiet_NaN();  // speed of a large product of random matrices
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read plus bytes written
   double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
 };

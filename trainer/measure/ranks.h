@@ -17,9 +17,9 @@ struct RanksReport {
   int world = 1;
   std::string transport;  // "local", "tcp", "nccl"
   LinkCosts links;
-  std::optional<LinkMatrix> matrix;  // for worlds of up to kMatrixRanks
-  Peaks peaks;                       // of rank 0's device
-  double rank_tflops = 0;            // of the slowest rank, while all ranks train
+  std::optional<LinkMatrix> matrix;  // empty for worlds above kMatrixRanks
+  Peaks peaks;                       // peaks of rank 0's device
+  double rank_tflops = 0;            // the slowest rank's speed while all ranks train
   VitConfig probe;                   // the model that was trained to measure rank_tflops: fewer layers
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;

@@ -35,8 +35,8 @@ struct Prediction {
   std::string spec;
   int64_t bucket_mb = 0;
   int buckets = 0;
-  std::string schedule = {};  // of the largest bucket's largest allreduce
-  double sent_bytes = 0;      // by the busiest rank
+  std::string schedule = {};  // schedule of the largest bucket's largest allreduce
+  double sent_bytes = 0;      // bytes sent by the busiest rank
   double dense_bytes = 0;     // the gradients in FP32
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
 };

@@ -240,7 +240,7 @@ class TypedVitPasses final : public VitPasses {
   const int64_t group_layers_;  // maximum
   Buffer arena_;
   Activations a_{};
-  int64_t batch_ = 0;  // of the last forward
+  int64_t batch_ = 0;  // images in the last forward
 };
 
 template <typename S>

@@ -34,7 +34,7 @@ struct VitPassesOptions {
   bool training = true;
   Buffer weights;             // layout.elements floats
   Buffer rounded_weights;     // BF16 copy; only with Precision::bf16
-  ParameterLayout gradients;  // of the gradients
+  ParameterLayout gradients;  // layout of the gradients
   EnterBlock enter_block;     // may be empty
   bool fused_attention = false;
   bool fused_gelu = false;

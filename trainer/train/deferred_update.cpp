@@ -97,7 +97,7 @@ void DeferredUpdate::order_exchanges() {
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share) {
   std::vector<int> order;
   std::vector<int> full;  // not yet sent
-  double now = 0;         // in elements sent on the link
+  double now = 0;         // time, in elements sent on the link
   for (size_t b = 0; b < buckets.size() || !full.empty();) {
     auto full_at = [&] { return share * static_cast<double>(buckets[b].end); };
     if (full.empty()) now = std::max(now, full_at());

@@ -50,9 +50,9 @@ class DeferredUpdate {
   Reducer& reducer_;
   Optimizer& optimizer_;
   Vit& model_;
-  std::vector<std::vector<int>> buckets_of_;  // by block
-  std::vector<bool> due_;                     // by bucket: update pending
-  TrainingMarks* marks_ = nullptr;            // of the step whose update is pending
+  std::vector<std::vector<int>> buckets_of_;  // buckets of each block
+  std::vector<bool> due_;                     // per bucket: the update is pending
+  TrainingMarks* marks_ = nullptr;            // marks of the step whose update is pending
   const float* gradients_ = nullptr;
   int measured_steps_ = -kWarmUpSteps;
   double backward_ms_ = 0, communication_ms_ = 0;

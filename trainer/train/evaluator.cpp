@@ -10,7 +10,7 @@ Vit::Options vit_options(const TrainConfig& config, const Vit& model) {
       .max_batch = config.eval_batch_size, .precision = config.precision, .training = false, .share = &model};
 }
 
-constexpr int64_t kBatches = 2;  // in flight
+constexpr int64_t kBatches = 2;  // batches in flight
 
 }  // namespace
 

@@ -33,8 +33,8 @@ class KeptSteps {
   struct Kept {
     Position position;
     Due due;
-    std::vector<int> ranks;              // of the group, by launch number
-    std::vector<double> residual_norms;  // of each of `ranks`
+    std::vector<int> ranks;              // launch numbers of the group's ranks
+    std::vector<double> residual_norms;  // residual norm of each rank of `ranks`
     bool joiners = false;                // joiners were waiting at the end of the step
   };
 

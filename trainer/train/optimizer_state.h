@@ -30,7 +30,7 @@ class Optimizer {
   // Returns the state for a checkpoint: the parts, one after another.
   std::vector<FlatState> moments() const;
   const std::vector<ElementRange>& parts() const { return parts_; }
-  int64_t elements() const { return elements_; }  // of all parts
+  int64_t elements() const { return elements_; }  // elements of all parts
 
  private:
   void step_part(const Stream& stream, float* params, const float* grads, Bf16* rounded, int64_t first,

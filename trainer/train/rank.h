@@ -136,14 +136,14 @@ class RankTrainer {
   std::optional<DeferredUpdate> deferred_;  // --overlap-forward
   std::optional<GradientDump> dump_;        // empty on ranks and in runs that write no gradients
   std::optional<Evaluator> evaluator_;      // empty if the run never evaluates
-  const int64_t images_;                    // of this rank per micro-batch
+  const int64_t images_;                    // images of this rank per micro-batch
   RunReporter reporter_;
   const int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step launched as a graph
-  float* gradients_;          // in gradient_layout_
+  float* gradients_;          // laid out as gradient_layout_
   Buffer totals_;             // device: two doubles
   std::array<Slot, 2> slots_;
-  bool joiners_wait_ = false;  // after the latest harvested step
+  bool joiners_wait_ = false;  // joiners wait since the latest harvested step
   bool carried_ = false;  // the gradients begin with a checkpoint's residuals; the first step adds to them
   Buffer left_over_;      // these residuals, if they do not fit into the gradient buffer
 };

@@ -22,8 +22,8 @@ class RankReports {
     double loss = 0;     // sum over the images
     double correct = 0;  // correct answers
     int64_t images = 0;
-    uint64_t hash = 0;                  // of the parameters
-    std::vector<double> waited_s = {};  // for each rank, so far; empty if this report has none
+    uint64_t hash = 0;                  // hash of the parameters
+    std::vector<double> waited_s = {};  // wait for each rank so far; may be empty
   };
 
   virtual ~RankReports() = default;

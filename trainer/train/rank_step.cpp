@@ -92,7 +92,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     // backward() adds to the residuals in the gradient buffer, and also to the totals.
     if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
-    if (deferred_) deferred_->finish();  // of the previous step
+    if (deferred_) deferred_->finish();  // ends the previous step
     range.reset();
     marks.backward.record(stream_);
     // Only the last micro-batch completes a gradient.

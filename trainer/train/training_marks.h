@@ -22,7 +22,7 @@ struct TrainingMarks {
   SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // on the thread
   std::vector<Micro> micros;                                    // config.accumulate of them
   Event reduced, end;                                           // gradients averaged; parameters updated
-  std::vector<Update> updates;                                  // by bucket; empty without --overlap-forward
+  std::vector<Update> updates;      // one per bucket; empty without --overlap-forward
   bool updated_in_forward = false;  // updated inside the next forward, not after this step's backward
 
   double backward_ms() const {

@@ -66,7 +66,7 @@ class WeightShards {
   Vit& model_;
   const std::vector<ElementRange> owned_;
   Buffer masters_;                      // FP32 shards; empty if updated in place
-  Programs gathers_;                    // by bucket
+  Programs gathers_;                    // one program per bucket
   const Programs dense_;                // the same in FP32, to count its bytes; never run
   Buffer workspace_;                    // sized for the largest gather
   std::optional<WeightWindow> window_;  // --shard full
