@@ -13,6 +13,11 @@
 namespace gradwire {
 namespace {
 
+// Returns "1 rank" or "2 ranks".
+std::string counted(int count, const char* noun) {
+  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
+}
+
 VitConfig resolve_model(const RunOptions& o) {
   VitConfig model = named_model(o.model);
   auto override_with = [](int32_t& field, const std::optional<int32_t>& given) {
@@ -107,39 +112,40 @@ void check_schedules(const Resolved& out) {
   }
 }
 
-void resolve_devices(const RunOptions& o, Resolved& out) {
-  const int count = resolve_ranks(o, out);
-  const bool processes = out.config.processes;
-  int gpus = o.device == DeviceChoice::host ? 0 : cuda_device_count();
-  // Ranks on this machine, if known.
-  const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
-  if (processes && gpus > 0) {
-    std::string obstacle = nccl_unavailable_reason();
-    if (obstacle.empty() && o.device == DeviceChoice::automatic && here > gpus) {
-      obstacle = fmt::format("{} processes share {}{}, which NCCL does not support", here, gpus,
-                             gpus == 1 ? " GPU" : " GPUs");
-    }
-    if (!obstacle.empty() && o.device == DeviceChoice::cuda) {
-      throw BadInput(fmt::format(
-          "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
-    }
-    if (!obstacle.empty()) {
-      out.notes.push_back("Note: training on the host, although the machine has a GPU: " + obstacle);
-      gpus = 0;
-    }
-  }
-  if (o.device == DeviceChoice::cuda && gpus == 0) {
+// Returns the number of GPUs for `count` ranks, of which `here` are on this machine; 0: train on the host.
+int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
+  if (o.device == DeviceChoice::host) return 0;
+  const bool required = o.device == DeviceChoice::cuda;
+  const int gpus = cuda_device_count();
+  if (gpus == 0 && required) {
     const std::string reason = cuda_unavailable_reason();  // empty if a second query succeeds
     throw BadInput("--device cuda: " + (reason.empty() ? "cudaGetDeviceCount failed" : reason) +
                    "; use --device host, or see gradwire doctor");
   }
-  std::string ranks = fmt::format("{}{}", count, count == 1 ? " rank" : " ranks");
-  if (processes) ranks += ", a process each";
+  if (gpus == 0 || !out.config.processes) return gpus;
+  std::string obstacle = nccl_unavailable_reason();
+  if (obstacle.empty() && !required && here > gpus) {
+    obstacle = fmt::format("{} processes share {}, which NCCL does not support", here, counted(gpus, "GPU"));
+  }
+  if (obstacle.empty()) return gpus;
+  if (required) {
+    throw BadInput(fmt::format(
+        "--device cuda: {}; or start one process with --ranks {}, or use --device host", obstacle, count));
+  }
+  out.notes.push_back("Note: training on the host, although the machine has a GPU: " + obstacle);
+  return 0;
+}
+
+void resolve_devices(const RunOptions& o, Resolved& out) {
+  const int count = resolve_ranks(o, out);
+  const bool processes = out.config.processes;
+  // Ranks on this machine, if known.
+  const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
+  const int gpus = usable_gpus(o, count, here, out);
+  const std::string ranks = counted(count, "rank") + (processes ? ", a process each" : "");
   if (gpus == 0) {
     out.config.devices.assign(static_cast<size_t>(count), Device::host());
-    int threads = host_threads();
-    out.device_line =
-        fmt::format("Device: host, {}{}{}", threads, threads == 1 ? " thread, " : " threads, ", ranks);
+    out.device_line = fmt::format("Device: host, {}, {}", counted(host_threads(), "thread"), ranks);
     if (o.device == DeviceChoice::automatic && out.notes.empty())
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
@@ -147,13 +153,12 @@ void resolve_devices(const RunOptions& o, Resolved& out) {
   // Other machines are assumed to be numbered the same way. join() determines this rank's device exactly.
   for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
   if (processes) {
-    out.device_line =
-        fmt::format("Device: cuda, {} through NCCL {}, {}{} on this machine", ranks, nccl_version(),
-                    std::min(gpus, here), std::min(gpus, here) == 1 ? " GPU" : " GPUs");
+    out.device_line = fmt::format("Device: cuda, {} through NCCL {}, {} on this machine", ranks,
+                                  nccl_version(), counted(std::min(gpus, here), "GPU"));
     return;
   }
-  out.device_line = fmt::format("Device: cuda, {} on {} of {}{}", ranks, std::min(gpus, count), gpus,
-                                gpus == 1 ? " GPU" : " GPUs");
+  out.device_line =
+      fmt::format("Device: cuda, {} on {} of {}", ranks, std::min(gpus, count), counted(gpus, "GPU"));
   if (count > gpus) out.device_line += ", several ranks share one";
 }
 
