@@ -15,12 +15,12 @@ namespace {
 // Bytes per exchange. Each exchange has a separate deadline.
 constexpr size_t kPieceBytes = size_t{32} << 20;
 
-class HandOver {
+class StateTransfer {
  public:
-  HandOver(const RankState& rank, const std::vector<int>& joiners)
+  StateTransfer(const RankState& rank, const std::vector<int>& joiners)
       : transport_(rank.comm.transport()), joiners_(joiners) {
     for (int r = 0; r < transport_.world(); ++r) {
-      if (!is_new(r)) givers_.push_back(r);
+      if (!is_new(r)) senders_.push_back(r);
     }
   }
 
@@ -38,12 +38,12 @@ class HandOver {
 
   void send_piece(std::span<std::byte> piece) {
     std::vector<Transfer> transfers;
-    for (size_t g = 0; g < givers_.size(); ++g) {
-      const size_t begin = piece.size() * g / givers_.size(), end = piece.size() * (g + 1) / givers_.size();
+    for (size_t s = 0; s < senders_.size(); ++s) {
+      const size_t begin = piece.size() * s / senders_.size(), end = piece.size() * (s + 1) / senders_.size();
       if (begin == end) continue;
       if (joins()) {
-        transfers.push_back({Transfer::Kind::receive, givers_[g], piece.data() + begin, end - begin});
-      } else if (givers_[g] == transport_.rank()) {
+        transfers.push_back({Transfer::Kind::receive, senders_[s], piece.data() + begin, end - begin});
+      } else if (senders_[s] == transport_.rank()) {
         for (const int to : joiners_) {
           transfers.push_back({Transfer::Kind::send, to, piece.data() + begin, end - begin});
         }
@@ -58,7 +58,7 @@ class HandOver {
 
   Transport& transport_;
   const std::vector<int>& joiners_;
-  std::vector<int> givers_;
+  std::vector<int> senders_;
   uint64_t pieces_ = 0;
 };
 
@@ -69,11 +69,11 @@ std::span<std::byte> bytes_of(float* values, int64_t count) {
 }  // namespace
 
 void hand_over(const RankState& rank, const std::vector<int>& joiners) {
-  HandOver way(rank, joiners);
-  way.send(bytes_of(rank.weights.data, rank.layout.elements));
+  StateTransfer transfer(rank, joiners);
+  transfer.send(bytes_of(rank.weights.data, rank.layout.elements));
   int64_t owned = 0;
   for (const ElementRange& part : rank.parts) owned += part.count();
-  for (const FlatState& moment : rank.moments) way.send(bytes_of(moment.values.data, owned));
+  for (const FlatState& moment : rank.moments) transfer.send(bytes_of(moment.values.data, owned));
 
   std::vector<TensorState> states = rank.reducer.tensor_state();
   std::erase_if(states, [](const TensorState& state) { return !state.same_on_all_ranks; });
@@ -90,11 +90,11 @@ void hand_over(const RankState& rank, const std::vector<int>& joiners) {
     }
     rank.stream.synchronize();
   };
-  if (!way.joins()) {
+  if (!transfer.joins()) {
     each([&](const TensorState& state, std::span<std::byte> to) { state.read(rank.stream, 0, to); });
   }
-  way.send(values);
-  if (way.joins()) {
+  transfer.send(values);
+  if (transfer.joins()) {
     each([&](const TensorState& state, std::span<std::byte> from) { state.write(rank.stream, 0, from); });
   }
 }

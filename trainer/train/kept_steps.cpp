@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-int64_t moments_per_kind(const RankState& rank) {
+int64_t moment_elements(const RankState& rank) {
   int64_t elements = 0;
   for (const ElementRange& part : rank.parts) elements += part.count();
   return elements;
@@ -24,7 +24,7 @@ void KeptSteps::copy_state(Slot& slot, const RankState& rank) {
   copy(stream, slot.weights.data(), rank.weights.data, slot.weights.size() * sizeof(float));
   slot.moments.resize(rank.moments.size());
   for (size_t i = 0; i < rank.moments.size(); ++i) {
-    slot.moments[i].resize(static_cast<size_t>(moments_per_kind(rank)));
+    slot.moments[i].resize(static_cast<size_t>(moment_elements(rank)));
     copy(stream, slot.moments[i].data(), rank.moments[i].values.data, slot.moments[i].size() * sizeof(float));
   }
   slot.codecs.take(stream, rank.reducer, rank.comm.world());
@@ -40,42 +40,42 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
   slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(step)),
                 fmt::format("the norms of the residuals after {} steps", step)};
   if (states_) {
-    tell(slot, rank, stream);
+    exchange_status(slot, rank, stream);
   } else {  // this rank's next forward may still be gathering weights
     if (!slot.ended) slot.ended = Event::create(stream.device());
     if (!slot.exchanged) slot.exchanged = Event::create(stream.device());
     const Stream& exchanges = rank.comm.transfers();
     slot.ended.record(stream);
     exchanges.wait(slot.ended);
-    tell(slot, rank, exchanges);
+    exchange_status(slot, rank, exchanges);
     slot.exchanged.record(exchanges);
     stream.wait(slot.exchanged);
   }
   stream.submit([&slot, ranks, position, due] {
     slot.kept = {position, due, ranks, {}, false};
-    for (const Slot::Told& theirs : slot.told) {
-      slot.kept.residual_norms.push_back(theirs.residual_norm);
-      slot.kept.joiners = slot.kept.joiners || theirs.joiners > 0;
+    for (const Slot::RankStatus& status : slot.statuses) {
+      slot.kept.residual_norms.push_back(status.residual_norm);
+      slot.kept.joiners = slot.kept.joiners || status.joiners > 0;
     }
     slot.step = position.step;
   });
 }
 
-void KeptSteps::tell(Slot& slot, const RankState& rank, const Stream& stream) {
+void KeptSteps::exchange_status(Slot& slot, const RankState& rank, const Stream& stream) {
   const int me = rank.comm.rank(), world = rank.comm.world();
-  slot.told.resize(static_cast<size_t>(world));
-  Slot::Told* const told = slot.told.data();
+  slot.statuses.resize(static_cast<size_t>(world));
+  Slot::RankStatus* const statuses = slot.statuses.data();
   Transport& transport = rank.comm.transport();
-  stream.submit([&slot, &mine = told[me], &transport] {
+  stream.submit([&slot, &status = statuses[me], &transport] {
     Admission* const admission = transport.admission();
-    mine = {slot.codecs.residual_norm(),
-            static_cast<double>(admission != nullptr ? admission->waiting_joiners() : 0)};
+    status = {slot.codecs.residual_norm(),
+              static_cast<double>(admission != nullptr ? admission->waiting_joiners() : 0)};
   });
   slot.transfers.clear();
   for (int peer = 0; peer < world; ++peer) {
     if (peer == me) continue;
-    slot.transfers.push_back({Transfer::Kind::send, peer, told + me, sizeof(Slot::Told)});
-    slot.transfers.push_back({Transfer::Kind::receive, peer, told + peer, sizeof(Slot::Told)});
+    slot.transfers.push_back({Transfer::Kind::send, peer, statuses + me, sizeof(Slot::RankStatus)});
+    slot.transfers.push_back({Transfer::Kind::receive, peer, statuses + peer, sizeof(Slot::RankStatus)});
   }
   slot.call = {slot.label.tag, slot.label.what};
   transport.begin_call(stream, slot.call);
@@ -104,9 +104,8 @@ const KeptSteps::Slot& KeptSteps::find(int64_t step) const {
   for (const Slot& slot : slots_) {
     if (step >= 0 && slot.step == step) return slot;
   }
-  throw Error(
-      fmt::format("the state after step {} is to be gone back to, and this rank kept those after {} and {}",
-                  step, slots_[0].step.load(), slots_[1].step.load()));
+  throw Error(fmt::format("cannot return to step {}: this rank has snapshots after steps {} and {}", step,
+                          slots_[0].step.load(), slots_[1].step.load()));
 }
 
 void KeptSteps::go_back_to(int64_t step) {

@@ -71,10 +71,10 @@ class KeptSteps {
     std::vector<std::vector<float>> moments;
     ReducerSnapshot codecs;
     // The exchange. The stream has passed the previous exchange before the host prepares the next.
-    struct Told {
+    struct RankStatus {
       double residual_norm = 0, joiners = 0;  // number of joiners waiting
     };
-    std::vector<Told> told;  // by rank
+    std::vector<RankStatus> statuses;  // one per rank
     Call call;
     ExchangeLabel label;
     std::vector<Transfer> transfers;
@@ -82,7 +82,7 @@ class KeptSteps {
   };
   Slot& slot_of(int64_t step) { return slots_[static_cast<size_t>(step) % kSlots]; }
   static void copy_state(Slot& slot, const RankState& rank);
-  void tell(Slot& slot, const RankState& rank, const Stream& stream);
+  void exchange_status(Slot& slot, const RankState& rank, const Stream& stream);
   const Slot& find(int64_t step) const;
 
   const bool states_;

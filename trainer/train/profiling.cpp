@@ -63,7 +63,7 @@ void RankTrace::add(const TrainingMarks& marks, const Event& end, const std::str
     add(label(Activity::optimizer), marks.reduced, marks.end);
   }
   reducer.trace(marks.step, *tracer_);
-  if (tracer_->ends_with(marks.step)) hand_over();
+  if (tracer_->ends_with(marks.step)) send_spans();
 }
 
 std::string RankTrace::text() {
@@ -73,23 +73,23 @@ std::string RankTrace::text() {
 
 // Sends the spans of a process to rank 0: first the number of messages, then messages of limited size. All
 // ranks do this after the same step's report, so rank 0 takes the right messages.
-void RankTrace::hand_over() {
+void RankTrace::send_spans() {
   constexpr size_t kMessageBytes = 512 << 10;
-  std::string mine = text();
+  std::string spans = text();
   if (config_.processes && comm_.rank() != 0) {
-    comm_.send_message(fmt::format("{}", (mine.size() + kMessageBytes - 1) / kMessageBytes));
-    for (size_t at = 0; at < mine.size(); at += kMessageBytes) {
-      comm_.send_message(mine.substr(at, kMessageBytes));
+    comm_.send_message(fmt::format("{}", (spans.size() + kMessageBytes - 1) / kMessageBytes));
+    for (size_t at = 0; at < spans.size(); at += kMessageBytes) {
+      comm_.send_message(spans.substr(at, kMessageBytes));
     }
     return;
   }
-  file_->add(comm_.rank(), std::move(mine));
+  file_->add(comm_.rank(), std::move(spans));
   for (int rank = 1; config_.processes && rank < comm_.world(); ++rank) {
-    std::string theirs;
+    std::string received;
     for (int left = parse_number<int>(comm_.take_message(rank)).value_or(0); left > 0; --left) {
-      theirs += comm_.take_message(rank);
+      received += comm_.take_message(rank);
     }
-    file_->add(rank, std::move(theirs));
+    file_->add(rank, std::move(received));
   }
 }
 

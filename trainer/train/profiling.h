@@ -33,7 +33,7 @@ class RankTrace {
 
  private:
   std::string text();
-  void hand_over();
+  void send_spans();
 
   const TrainConfig& config_;
   Communicator& comm_;

@@ -118,7 +118,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
         "first step, which could then not be repeated; resume without --elastic up to the next checkpoint",
         start_.from->path));
   }
-  if (!snapshot) keep(start_.step);
+  if (!snapshot) take_snapshot(start_.step);
   stream_.synchronize();
 }
 
@@ -143,7 +143,7 @@ RankTrainer::~RankTrainer() {
 }
 
 void RankTrainer::run() {
-  begin();
+  start_run();
   Slot* pending = nullptr;
   auto catch_up = [&] {
     if (deferred_) deferred_->finish();
@@ -176,7 +176,7 @@ void RankTrainer::run() {
   }
   catch_up();
   if (config_.profile_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
-  finish();
+  finish_run();
 }
 
 bool RankTrainer::evaluation_follows(int64_t step) const {
@@ -189,7 +189,7 @@ bool RankTrainer::checkpoint_follows(int64_t step) const {
   return step + 1 == config_.steps || (step + 1) % config_.checkpoint_every == 0;
 }
 
-void RankTrainer::begin() {
+void RankTrainer::start_run() {
   if (start_.again == nullptr) {
     if (leads()) announce();
     // If the checkpoint was saved after the last step, only the final evaluation remains.
@@ -223,7 +223,7 @@ void RankTrainer::announce() {
   if (shared_.elastic != nullptr) shared_.elastic->announced();
 }
 
-void RankTrainer::keep(int64_t steps_done) {
+void RankTrainer::take_snapshot(int64_t steps_done) {
   if (shared_.elastic == nullptr) return;
   const int64_t last = steps_done - 1;
   const bool first = steps_done == start_.step;  // no work is due before the first step
@@ -302,7 +302,7 @@ void RankTrainer::restore() {
   }
 }
 
-void RankTrainer::finish() {
+void RankTrainer::finish_run() {
   uint64_t hash = kNoParameters;
   auto add = [&](const float* weights, int64_t count) {
     hash = parameter_hash(to_host(stream_, weights, count), hash);

@@ -97,15 +97,15 @@ class RankTrainer {
   // Returns the position after `steps_done` steps.
   Position position(int64_t steps_done) const;
   // Reports the run and does overdue evaluations and checkpoints before the first step.
-  void begin();
+  void start_run();
   void announce();
   // --elastic: enqueues a snapshot of the state after `steps_done` steps.
-  void keep(int64_t steps_done);
+  void take_snapshot(int64_t steps_done);
   void enqueue_step(int64_t step);
   EnterBlock enter_block();
   void load(std::span<const float> weights);
   // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
-  void carry(int bucket);
+  void add_residuals(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
   void enqueue_update(Slot& slot);
@@ -118,7 +118,7 @@ class RankTrainer {
   void save(int64_t steps_done);
   RankState state();  // for checkpoints
   void restore();
-  void finish();
+  void finish_run();
 
   const SharedRun& shared_;
   const TrainConfig& config_;
