@@ -105,7 +105,7 @@ class RankTrainer {
   EnterBlock enter_block();
   void load(std::span<const float> weights);
   // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
-  void add_residuals(int bucket);
+  void load_residuals(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
   void enqueue_update(Slot& slot);

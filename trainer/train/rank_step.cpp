@@ -78,7 +78,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     if (dumps) dump_->take(stream_, i, gradients_ + gradient_layout_.offsets[static_cast<size_t>(i)]);
     reducer_.ready(i, stream_);
     if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
-      add_residuals(reducer_.bucket_of(i + 1));
+      load_residuals(reducer_.bucket_of(i + 1));
     }
   };
 
@@ -98,7 +98,7 @@ void RankTrainer::enqueue_work(Slot& slot) {
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
     range.emplace(Activity::backward, step);
-    if (left_over_) add_residuals(0);
+    if (left_over_) load_residuals(0);
     model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients_, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     range.reset();
@@ -127,7 +127,7 @@ void RankTrainer::enqueue_update(Slot& slot) {
   }
 }
 
-void RankTrainer::add_residuals(int bucket) {
+void RankTrainer::load_residuals(int bucket) {
   const BucketRange& range = reducer_.ranges()[static_cast<size_t>(bucket)];
   copy(stream_, reducer_.gradient(range.first_tensor), left_over_.as<float>() + range.begin,
        static_cast<size_t>(range.elements()) * sizeof(float));
