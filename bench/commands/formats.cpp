@@ -172,10 +172,12 @@ void say_values(const FormatsOptions& o, const std::vector<RowSet>& sets) {
     fmt::print("{} tensors of {} that are not zero. ", sets[0].rows.size(), o.gradients);
   }
   fmt::print(
-      "Errors: squared, over the squared norm, of one encode and decode; mean over\nrows with its standard "
-      "error. Bias: norm of the mean error of {} draws over the norm ({}); by chance: what\nunbiased "
-      "rounding "
-      "would show. Encode with residual, decode: bytes per second on the host, as a share of copying.\n\n",
+      "Errors: squared, over the squared norm, of one encode and decode; mean over\n"
+      "rows with its standard error. Bias: norm of the mean error of {} draws over the norm ({}); by chance: "
+      "the\n"
+      "bias of an unbiased rounding. Encode with residual, decode: bytes per second on the host, as a share "
+      "of "
+      "copying.\n\n",
       o.draws, sets[0].name);
   std::fflush(stdout);
 }
