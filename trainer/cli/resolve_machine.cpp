@@ -9,6 +9,7 @@
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "trainer/cli/options.h"
+#include "trainer/model/parameters.h"
 
 namespace gradwire {
 namespace {
