@@ -129,8 +129,9 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
        .fp32_intra_node = spec.fp32_intra_node,
        .collective = call.collective,
        .root = call.root,
-       .lsa = spec.lsa,
-       .lsa_obstacle = spec.lsa != Lsa::off ? communicator->lsa_obstacle(spec.schedule) : ""},
+       .peer_access = spec.peer_access,
+       .peer_access_obstacle =
+           spec.peer_access != PeerAccessMode::off ? communicator->peer_access_obstacle(spec.schedule) : ""},
       world, communicator->ranks_per_node(), world > 1 ? communicator->link_costs(stream) : LinkCosts{},
       kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);

@@ -30,7 +30,7 @@ struct BucketTensor {
 
 // Returns the part of a spec that the planner needs.
 inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
-  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .lsa = spec.lsa};
+  return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .peer_access = spec.peer_access};
 }
 
 // [begin, end) of a bucket.

@@ -81,7 +81,7 @@ void Communicator::set_link_costs(const LinkCosts& costs) {
   // May be another group's costs, as in a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
 }
-std::string Communicator::lsa_obstacle(ScheduleKind kind) {
+std::string Communicator::peer_access_obstacle(ScheduleKind kind) {
   return transport_->peer_access_obstacle(kind == ScheduleKind::hierarchical ? ranks_per_node_ : 0);
 }
 const Stream& Communicator::transfers() {

@@ -64,7 +64,7 @@ class Communicator {
 
   // Returns why ranks cannot read each other's memory where transport=lsa would let a schedule of this kind
   // do so: inside nodes, or everywhere. Empty if they can. Collective; blocks.
-  std::string lsa_obstacle(ScheduleKind kind);
+  std::string peer_access_obstacle(ScheduleKind kind);
 
   // The stream for exchanges that overlap with kernels, shared by all users of this communicator. A transport
   // makes a rank's exchanges in the order in which they were enqueued, and so does an NCCL communicator, on

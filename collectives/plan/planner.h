@@ -38,9 +38,10 @@ struct ScheduleRequest {
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
   // Whether an allreduce runs as one kernel or, if hierarchical, without messages inside nodes, where ranks
-  // can read each other's memory. lsa_obstacle: why they cannot (Communicator::lsa_obstacle()).
-  Lsa lsa = Lsa::off;
-  std::string lsa_obstacle = {};
+  // can read each other's memory. peer_access_obstacle: why they cannot
+  // (Communicator::peer_access_obstacle()).
+  PeerAccessMode peer_access = PeerAccessMode::off;
+  std::string peer_access_obstacle = {};
 };
 
 class SchedulePlanner {

@@ -86,7 +86,8 @@ void Reducer::build_buckets() {
   auto plan = [&](Collective collective, std::optional<SchedulePlanner>& planner) {
     ScheduleRequest request = schedule_request(spec_);
     request.collective = collective;
-    if (spec_.lsa != Lsa::off) request.lsa_obstacle = comm_.lsa_obstacle(spec_.schedule);
+    if (spec_.peer_access != PeerAccessMode::off)
+      request.peer_access_obstacle = comm_.peer_access_obstacle(spec_.schedule);
     planner.emplace(request, comm_.world(), comm_.ranks_per_node(), costs, options_.slice_bytes);
   };
   plan(Collective::allreduce, planner_);

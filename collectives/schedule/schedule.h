@@ -60,7 +60,7 @@ enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, node_
 
 // Whether ranks may read each other's memory instead of sending messages: never, wherever possible, or where
 // predicted to be faster.
-enum class Lsa : uint8_t { off, on, automatic };
+enum class PeerAccessMode : uint8_t { off, on, automatic };
 
 // How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
 struct Topology {

@@ -53,8 +53,8 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
-const std::vector<std::pair<std::string_view, Lsa>> kTransports{
-    {"messages", Lsa::off}, {"lsa", Lsa::on}, {"auto", Lsa::automatic}};
+const std::vector<std::pair<std::string_view, PeerAccessMode>> kTransports{
+    {"messages", PeerAccessMode::off}, {"lsa", PeerAccessMode::on}, {"auto", PeerAccessMode::automatic}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
@@ -199,7 +199,7 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     spec.schedule = choose(text, "schedule", v, schedules());
   };
   options["transport"] = [&spec, text](std::string_view v) {
-    spec.lsa = choose(text, "transport", v, kTransports);
+    spec.peer_access = choose(text, "transport", v, kTransports);
   };
   options["intra_node"] = [&spec, text](std::string_view v) {
     spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
@@ -318,13 +318,13 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
   }
-  if (spec.lsa != Lsa::off && spec.schedule != ScheduleKind::automatic &&
+  if (spec.peer_access != PeerAccessMode::off && spec.schedule != ScheduleKind::automatic &&
       spec.schedule != ScheduleKind::two_shot && spec.schedule != ScheduleKind::hierarchical) {
     bad(text,
         fmt::format(
             "transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries out a "
             "two-shot, and memory that is read takes the place of messages inside nodes",
-            word_for(kTransports, spec.lsa), name(spec.schedule)));
+            word_for(kTransports, spec.peer_access), name(spec.schedule)));
   }
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,
@@ -366,7 +366,7 @@ std::string CompressionSpec::to_string() const {
   add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
-  add(lsa != defaults.lsa, fmt::format("transport={}", word_for(kTransports, lsa)));
+  add(peer_access != defaults.peer_access, fmt::format("transport={}", word_for(kTransports, peer_access)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
   return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
 }

@@ -31,7 +31,7 @@ struct CompressionSpec {
   // transport=lsa: where ranks can read each other's memory, an allreduce is one kernel (LSA is NCCL's term:
   // load/store-accessible) or, with schedule=hierarchical, nothing is sent inside nodes. Otherwise messages
   // are sent. transport=auto: only where the planner predicts that to be faster.
-  Lsa lsa = Lsa::off;
+  PeerAccessMode peer_access = PeerAccessMode::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 

@@ -34,11 +34,12 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
     comm_->set_ranks_per_node(settings.ranks_per_node);
   try {
     planner_.emplace(
-        ScheduleRequest{
-            .kind = settings.spec.schedule,
-            .fp32_intra_node = settings.spec.fp32_intra_node,
-            .lsa = settings.spec.lsa,
-            .lsa_obstacle = settings.spec.lsa != Lsa::off ? comm_->lsa_obstacle(settings.spec.schedule) : ""},
+        ScheduleRequest{.kind = settings.spec.schedule,
+                        .fp32_intra_node = settings.spec.fp32_intra_node,
+                        .peer_access = settings.spec.peer_access,
+                        .peer_access_obstacle = settings.spec.peer_access != PeerAccessMode::off
+                                                    ? comm_->peer_access_obstacle(settings.spec.schedule)
+                                                    : ""},
         world, comm_->ranks_per_node(), comm_->link_costs(setup_), kAutomaticSlices);
   } catch (const BadInput& error) {  // the same on every rank
     description_ = fmt::format("off on this communicator: {}", error.what());

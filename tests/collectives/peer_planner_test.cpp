@@ -12,14 +12,15 @@ namespace gradwire::testing {
 namespace {
 
 TEST(TransportLsa, IsAnOptionOfASpec) {
-  EXPECT_EQ(CompressionSpec::parse("bf16:transport=lsa").lsa, Lsa::on);
-  EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").lsa, Lsa::off);
-  EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").lsa, Lsa::automatic);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=lsa").peer_access, PeerAccessMode::on);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").peer_access, PeerAccessMode::off);
+  EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").peer_access, PeerAccessMode::automatic);
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=auto").to_string(), "bf16:transport=auto");
   EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,transport=lsa").to_string(),
             "powersgd:rank=2,transport=lsa");
   EXPECT_EQ(CompressionSpec::parse("bf16:transport=messages").to_string(), "bf16");
-  EXPECT_EQ(CompressionSpec::parse("bf16:schedule=hierarchical,transport=lsa,intra_node=fp32").lsa, Lsa::on);
+  EXPECT_EQ(CompressionSpec::parse("bf16:schedule=hierarchical,transport=lsa,intra_node=fp32").peer_access,
+            PeerAccessMode::on);
   for (const char* schedule : {"ring", "tree", "nccl"}) {
     for (const char* transport : {"lsa", "auto"}) {
       EXPECT_THROW(CompressionSpec::parse(fmt::format("bf16:transport={},schedule={}", transport, schedule)),
@@ -30,7 +31,7 @@ TEST(TransportLsa, IsAnOptionOfASpec) {
 
 SchedulePlanner::Choice choose_lsa(int world, int64_t count, Wire wire, const std::string& obstacle = "") {
   ScheduleRequest request = schedule_request(CompressionSpec::parse("bf16:transport=lsa"));
-  request.lsa_obstacle = obstacle;
+  request.peer_access_obstacle = obstacle;
   LinkCosts costs;
   costs.peer_memory = {.latency_us = 4, .bytes_per_us = 300e3};
   return SchedulePlanner(request, world, 0, costs, kSliceBytes).choose(count, wire);
@@ -54,7 +55,7 @@ TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   costs.peer_memory = {4, 300e3};
   const auto plan = [&](const std::string& spec, const std::string& obstacle, int per_node) {
     ScheduleRequest request = schedule_request(CompressionSpec::parse(spec));
-    request.lsa_obstacle = obstacle;
+    request.peer_access_obstacle = obstacle;
     return SchedulePlanner(request, 8, per_node, costs, 0).choose(1'000'000, kFp32);
   };
   const auto messages = plan("fp32:schedule=hierarchical", "", 4);
