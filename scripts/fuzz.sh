@@ -29,7 +29,9 @@ if ! command -v "$clang" > /dev/null; then
   exit 1
 fi
 readers=(
-  collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/net/handshake.cpp collectives/net/store.cpp collectives/spec/spec.cpp
+  collectives/c_api/state.cpp collectives/codec/powersgd_choice.cpp collectives/net/handshake.cpp
+  collectives/net/joiner.cpp collectives/net/message.cpp collectives/net/store.cpp
+  collectives/net/survivors.cpp collectives/spec/spec.cpp
   kernels/gemm/tuning.cpp
   trainer/checkpoint/checkpoint.cpp trainer/checkpoint/folder.cpp trainer/checkpoint/safetensors.cpp
   trainer/config/config.cpp trainer/data/cifar10.cpp trainer/data/fashion_mnist.cpp trainer/data/dataset_file.cpp

@@ -5,7 +5,7 @@
 #include <string>
 
 #include <gradwire/gradwire.h>
-#include "collectives/net/membership.h"
+#include "collectives/net/rendezvous.h"
 
 namespace gradwire::c_api {
 

@@ -8,6 +8,8 @@
 
 #include "collectives/c_api/caller_store.h"
 #include "collectives/c_api/errors.h"
+#include "collectives/net/interfaces.h"
+#include "collectives/net/listener.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"

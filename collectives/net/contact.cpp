@@ -8,6 +8,10 @@
 #include <fstream>
 #include <sstream>
 
+#include "collectives/net/interfaces.h"
+#include "collectives/net/listener.h"
+#include "runtime/util/parse.h"
+
 namespace gradwire {
 
 std::string Contact::text() const {
@@ -17,9 +21,12 @@ std::string Contact::text() const {
 
 std::optional<Contact> Contact::parse(const std::string& text) {
   std::istringstream words(text);
-  std::string where, address;
+  std::string where, port, address;
   Contact contact;
-  if (!(words >> where >> contact.port >> contact.name)) return std::nullopt;
+  if (!(words >> where >> port >> contact.name)) return std::nullopt;
+  const auto number = parse_number(port, 1, 65535);
+  if (!number) return std::nullopt;
+  contact.port = *number;
   if (const size_t at = where.find('@'); at != std::string::npos) {
     contact.host = where.substr(at + 1);
     where.resize(at);
@@ -28,7 +35,7 @@ std::optional<Contact> Contact::parse(const std::string& text) {
   while (std::getline(list, address, ',')) {
     if (!address.empty()) contact.addresses.push_back(address);
   }
-  if (contact.addresses.empty() || contact.port < 1 || contact.port > 65535) return std::nullopt;
+  if (contact.addresses.empty()) return std::nullopt;
   return contact;
 }
 

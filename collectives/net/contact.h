@@ -17,12 +17,12 @@
 namespace gradwire {
 
 struct Contact {
-  std::vector<std::string> addresses;  // or names
+  std::vector<std::string> addresses;  // or host names
   int port = 0;
   std::string name = "-";  // of the listener, drawn at random
   std::string host = {};   // host_id() where the listener is; empty: unknown, or irrelevant with one address
 
-  // One line: "ADDRESS,ADDRESS@HOST PORT NAME"; with one address "ADDRESS PORT NAME".
+  // Returns one line: "ADDRESS,ADDRESS@HOST PORT NAME"; with one address "ADDRESS PORT NAME".
   std::string text() const;
   static std::optional<Contact> parse(const std::string& text);
 };
@@ -32,7 +32,7 @@ struct Contact {
 Contact contact_of(const Socket& listener, const std::string& address, const std::string& name);
 
 // Returns the contact's text with one more address, tried last: the address at which this process has already
-// reached that rank. It may differ from rank 0's own address if a container's ports are forwarded.
+// reached that rank. The address may differ from rank 0's addresses if a container's ports are forwarded.
 std::string with_address(const std::string& contact, const std::string& address);
 
 // Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
@@ -53,8 +53,7 @@ struct Reach {
 
 struct ReachOptions {
   SteadyClock::time_point deadline;
-  // Whether to retry an address that refuses or hangs up, until the deadline; otherwise each address is tried
-  // once.
+  // Retry an address that refuses or hangs up, until the deadline. Otherwise try each address once.
   bool retry = false;
   int stop = -1;  // a file descriptor; once readable, reach() ends with `why` = "interrupted"
 };

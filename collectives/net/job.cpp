@@ -45,7 +45,7 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   }
   if (const std::string id = value("PMI_JOBID"); !id.empty() && several("PMI_SIZE"))
     return named("mpirun's", id);
-  // The parts of a heterogeneous job have their own ids and share the first one's.
+  // The parts of a heterogeneous job have separate ids and share the id of the first part.
   std::string job = value("SLURM_HET_JOB_ID");
   if (job.empty()) job = value("SLURM_JOB_ID");
   if (job.empty()) return "";

@@ -1,6 +1,6 @@
-// The run that a process belongs to, if known. Ranks of two runs can meet at one port by mistake and would
-// train together. If both ends know their run and the runs differ, the connection is rejected with both
-// names.
+// The run of a process, if known. Two runs can use the same port by mistake, and their ranks would train
+// together. If both ends of a connection know their run and the runs differ, the connection is rejected with
+// both names.
 #pragma once
 
 #include <functional>

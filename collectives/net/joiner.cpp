@@ -2,8 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <cstring>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -11,27 +9,28 @@
 #include <vector>
 
 #include "collectives/net/handshake.h"
+#include "collectives/net/interfaces.h"
 #include "collectives/net/secret.h"
 
 namespace gradwire {
 namespace {
 
-using Op = StoreMessage::Op;
+using Op = Frame::Op;
 using std::chrono::milliseconds;
 
-// The silence after which a rank that keeps this process waiting is given up.
+// The silence after which this process stops waiting for a rank that keeps it waiting.
 constexpr milliseconds kSilence{3000};
 constexpr milliseconds kRequestAgain{50};
 // How long a group may take to publish its new location if all its ranks are gone or have another secret.
-constexpr milliseconds kNobody{3000};
+constexpr milliseconds kUnpublished{3000};
 
-struct Found {
+struct ParsedInvitation {
   std::string secret;
   std::vector<std::string> contacts;
 };
 
-Found parse_invitation(const std::string& text) {
-  Found invitation;
+ParsedInvitation parse_invitation(const std::string& text) {
+  ParsedInvitation invitation;
   std::istringstream lines(text);
   std::getline(lines, invitation.secret);
   if (invitation.secret == "-") invitation.secret.clear();
@@ -46,15 +45,15 @@ class JoinAttempt {
   explicit JoinAttempt(const JoinRequest& request)
       : request_(request), secret_(request.secret.empty() ? secret_from_environment() : request.secret) {}
 
-  Admitted admit() {
+  Admitted request_until_admitted() {
     const auto start = SteadyClock::now();
     give_up_at_ = start + request_.patience;
     until_ = request_.longest.count() > 0 ? start + request_.longest : SteadyClock::time_point::max();
-    auto nobody_since = SteadyClock::now();
+    auto answered_at = start;
     while (true) {
-      const Found invitation = parse_invitation(request_.invitation());
-      // The list is removed when the run ends.
-      bool somebody = invitation.contacts.empty() && !seen_;
+      const ParsedInvitation invitation = parse_invitation(request_.invitation());
+      // The invitation is removed when the run ends.
+      bool may_admit = invitation.contacts.empty() && !seen_;
       seen_ = seen_ || !invitation.contacts.empty();
       if (invitation.contacts.empty())
         why_ = seen_ ? "its ranks have gone" : "no rank has published its contact yet";
@@ -64,101 +63,102 @@ class JoinAttempt {
         for (int hops = 0; hops < 2 && !next.empty(); ++hops) {
           const std::string at = std::exchange(next, "");
           if (auto admitted = ask(at, secret_ + invitation.secret, next)) return std::move(*admitted);
-          somebody = somebody || answered_;
+          may_admit = may_admit || may_admit_;
         }
       }
       const auto now = SteadyClock::now();
-      if (somebody) {
-        nobody_since = now;
+      if (may_admit) {
+        answered_at = now;
         other_secret_ = false;
       }
-      if (now - nobody_since >= kNobody || now >= give_up_at_) {
-        throw NoRankAnswers(fmt::format(
-            "no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
-            other_secret_ ? "give it the run's GRADWIRE_SECRET"
-                          : "has the run ended? If it goes on elsewhere, take the newest list of its ranks"));
+      if (now - answered_at >= kUnpublished || now >= give_up_at_) {
+        throw NoRankAnswers(
+            fmt::format("no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
+                        other_secret_ ? "give it the run's GRADWIRE_SECRET"
+                                      : "if the run continues elsewhere, use its newest list of ranks"));
       }
       std::this_thread::sleep_for(kRequestAgain);
     }
   }
 
  private:
-  // Sends a join request to one rank and waits for as long as it says so. Returns nullopt if the rank cannot
-  // admit this process; `next` is the contact that it redirects to, if any.
+  static SteadyClock::time_point patience_end() { return SteadyClock::now() + Quorum::kPatience; }
+
+  // Sends a join request to one rank and waits for as long as the rank says so. Returns nullopt if the rank
+  // cannot admit this process; `next` is the contact to which it redirects, if any.
   std::optional<Admitted> ask(const std::string& contact, const std::string& key, std::string& next) {
     const Contact theirs = Contact::parse(contact).value_or(Contact());
-    auto soon = [] { return SteadyClock::now() + Quorum::kPatience; };
-    answered_ = false;
-    Reach reached = reach(theirs, {key, Quorum::purpose_of(theirs.name)}, {.deadline = soon()});
+    Reach reached = reach(theirs, {key, Quorum::purpose_of(theirs.name)}, {.deadline = patience_end()});
     if (!reached.socket) {
       why_ = reached.why.empty() ? "its list of ranks cannot be read" : reached.why;
       other_secret_ = other_secret_ || reached.other_secret;
-      // Both are final for this process, but another rank of the group may soon listen there.
-      answered_ = !reached.gone;
+      // A rank that is gone or has another secret cannot admit this process, but another rank of the group
+      // may soon listen there.
+      may_admit_ = !reached.gone;
       return std::nullopt;
     }
     Socket socket = std::move(*reached.socket);
+    may_admit_ = true;
+    listen_like(theirs, socket, key);
+    Message hello;
+    hello.add("contact", quorum_->contact()).add("about", request_.about);
+    if (!send_frame(socket, {Op::request, 0, "", hello.encode()}, patience_end())) return std::nullopt;
     const std::string at = Endpoint{socket.peer_address(), theirs.port}.text();
-    answered_ = true;
-    // Listens like that rank: at one address, or at all addresses.
-    std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
-    if (!request_.interface.empty()) address = address_of_interface(request_.interface);
-    if (!quorum_ || quorum_->key() != key || address != address_) {
-      quorum_ = nullptr;  // frees the port, which may be the only one
-      quorum_ = std::make_shared<Quorum>(address, key, request_.ports);
-      address_ = address;
-    }
-    const std::string hello = quorum_->contact() + "\n" + request_.about;
-    if (!send_all(socket, StoreMessage{Op::hello, 0, Quorum::kRequest, hello}.encode(), soon())) {
-      return std::nullopt;
-    }
-    std::string bytes;
-    while (true) {
-      const auto message = receive_message(socket, bytes, SteadyClock::now() + kSilence);
-      why_ = fmt::format("{} does not answer any more", at);
-      if (!message) return std::nullopt;
-      give_up_at_ = SteadyClock::now() + request_.patience;
-      if (message->key == Quorum::kWait && SteadyClock::now() >= until_) {
-        throw NoRankAnswers(fmt::format("{} keeps this process waiting and has not admitted it after {} ms",
-                                        at, request_.longest.count()));
-      }
-      if (message->op == Op::refuse && message->key == Quorum::kElsewhere) {
-        why_ = fmt::format("{} leaves it to {}", at, message->value);
-        next = message->value;
-        return std::nullopt;
-      }
-      if (message->op == Op::refuse) {
-        throw BadInput(fmt::format("{} does not let this process join: {}", at, message->value));
-      }
-      if (message->key == Quorum::kCome) {
-        send_all(socket, StoreMessage{Op::hello, 0, Quorum::kCome, ""}.encode(), soon());
-      }
-      if (message->key == Quorum::kJoin) return understand(message->value, std::move(socket));
-    }
+    return wait_at(at, std::move(socket), next);
   }
 
-  Admitted understand(const std::string& text, Socket host) {
-    std::istringstream lines(text);
-    Admitted admitted{.quorum = quorum_, .host = std::move(host)};
-    int number = 0;
-    lines >> admitted.rank >> admitted.world >> number >> admitted.name;
-    lines.ignore();  // skip the line's end
-    admitted.location.assign(std::istreambuf_iterator<char>(lines), {});
-    if (admitted.rank < 1 || admitted.rank >= admitted.world || admitted.name.empty()) {
-      throw CommError("what this process was told of the group it joins cannot be read");
+  // Listens like the rank at the other end of `socket`: at one address, or at all addresses.
+  void listen_like(const Contact& theirs, const Socket& socket, const std::string& key) {
+    std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
+    if (!request_.interface.empty()) address = address_of_interface(request_.interface);
+    if (quorum_ && quorum_->key() == key && quorum_->address() == address) return;
+    quorum_ = nullptr;  // frees the port, which may be the only one
+    quorum_ = std::make_shared<Quorum>(address, key, request_.ports);
+  }
+
+  // Waits for the answer to the request to the rank `at`.
+  std::optional<Admitted> wait_at(const std::string& at, Socket socket, std::string& next) {
+    std::string bytes;
+    while (true) {
+      const auto frame = receive_frame(socket, bytes, SteadyClock::now() + kSilence);
+      why_ = fmt::format("{} has stopped answering", at);
+      if (!frame) return std::nullopt;
+      give_up_at_ = SteadyClock::now() + request_.patience;
+      switch (frame->op) {
+        case Op::wait:
+          if (SteadyClock::now() < until_) break;
+          throw NoRankAnswers(fmt::format("{} keeps this process waiting and has not admitted it after {} ms",
+                                          at, request_.longest.count()));
+        case Op::redirect:
+          why_ = fmt::format("{} redirects to {}", at, frame->value);
+          next = frame->value;
+          return std::nullopt;
+        case Op::rejected:
+          throw BadInput(fmt::format("{} does not let this process join: {}", at, frame->value));
+        case Op::check:
+          send_frame(socket, {Op::present, 0, "", ""}, patience_end());
+          break;
+        case Op::admitted: {
+          Admitted admitted = Admitted::decode(frame->value);
+          quorum_->begin(admitted.number, admitted.name);
+          admitted.quorum = quorum_;
+          admitted.host = std::move(socket);
+          return admitted;
+        }
+        default:
+          break;
+      }
     }
-    quorum_->begin(number, admitted.name);
-    return admitted;
   }
 
   const RunningClock::Watch watch_;
   const JoinRequest& request_;
   const std::string secret_;
   std::shared_ptr<Quorum> quorum_;
-  std::string address_, why_;
-  bool seen_ = false;          // a list of ranks has been published
-  bool other_secret_ = false;  // a rank has, and no rank has answered since
-  bool answered_ = false;      // the rank asked last may admit this process, now or later
+  std::string why_;
+  bool seen_ = false;          // ranks have been published
+  bool other_secret_ = false;  // a rank has another secret, and no rank has answered since
+  bool may_admit_ = false;     // the rank asked last may admit this process, now or later
   SteadyClock::time_point give_up_at_, until_;
 };
 
@@ -168,18 +168,42 @@ std::string invitation_text(const std::string& secret, const std::string& contac
   return (secret.empty() ? "-" : secret) + "\n" + contacts;
 }
 
+std::string Admitted::encode() const {
+  Message message;
+  message.add("rank", rank).add("world", world).add("number", number).add("name", name);
+  return message.add("location", location).encode();
+}
+
+Admitted Admitted::decode(const std::string& text) {
+  const Message message = Message::decode(text);
+  const int world = message.number("world", 2);
+  return {.rank = message.number("rank", 1, world - 1),
+          .world = world,
+          .number = message.number("number", 0),
+          .name = message.text("name"),
+          .location = message.text("location")};
+}
+
+void admit(const std::vector<AdmissionQueue::Joiner>& joiners, const Quorum::NextGroup& next, int world,
+           int number) {
+  Admitted admitted{.rank = world,
+                    .world = world + static_cast<int>(joiners.size()),
+                    .number = number,
+                    .name = next.name,
+                    .location = next.location};
+  for (const AdmissionQueue::Joiner& joiner : joiners) {
+    send_frame(joiner.socket, {Op::admitted, 0, "", admitted.encode()},
+               SteadyClock::now() + Quorum::kPatience);
+    ++admitted.rank;
+  }
+}
+
 Admitted request_admission(const JoinRequest& request) {
-  return JoinAttempt(request).admit();
+  return JoinAttempt(request).request_until_admitted();
 }
 
 void say_joined(const Admitted& admitted) {
-  send_all(admitted.host, StoreMessage{Op::hello, 0, Quorum::kHere, ""}.encode(),
-           SteadyClock::now() + Quorum::kPatience);
-}
-
-std::string admission_text(int rank, int world, int number, const std::string& name,
-                           const std::string& location) {
-  return fmt::format("{} {} {} {}\n{}", rank, world, number, name, location);
+  send_frame(admitted.host, {Op::joined, 0, "", ""}, SteadyClock::now() + Quorum::kPatience);
 }
 
 }  // namespace gradwire

@@ -2,107 +2,25 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
-#include <filesystem>
-#include <sstream>
+#include <cerrno>
 #include <thread>
 
 #include "collectives/net/handshake.h"
+#include "collectives/net/interfaces.h"
 #include "collectives/net/job.h"
+#include "collectives/net/message.h"
 #include "collectives/net/secret.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
-#include "runtime/util/output_file.h"
-#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {
 
 using std::chrono::milliseconds;
-
-// The location of rank 0's store.
-struct StoreLocation {
-  Contact store;       // without addresses: not known yet
-  std::string secret;  // of a file:/// rendezvous
-};
-
-constexpr const char* kFileMagic = "gradwire-rendezvous-1";
-
-Endpoint parse_tcp(const std::string& rendezvous) {
-  auto bad = [&](const std::string& why) {
-    return BadInput(
-        fmt::format("rendezvous '{}': {}; give tcp://host:port or file:///path", rendezvous, why));
-  };
-  std::string rest = rendezvous.substr(6);
-  size_t colon = rest.rfind(':');
-  if (colon == std::string::npos || colon == 0) throw bad("no host and port");
-  Endpoint endpoint{rest.substr(0, colon), 0};
-  if (endpoint.host.starts_with("[") && endpoint.host.ends_with("]")) {
-    endpoint.host = endpoint.host.substr(1, endpoint.host.size() - 2);
-  }
-  const auto port = parse_number(rest.substr(colon + 1), 1, 65535);
-  if (!port) throw bad(fmt::format("'{}' is not a port", rest.substr(colon + 1)));
-  endpoint.port = *port;
-  return endpoint;
-}
-
-constexpr const char kHost = '@';
-
-// Returns the text that rank 0 publishes: a secret, and its store's location.
-std::string location_text(const std::string& secret, const Contact& store) {
-  std::string text =
-      fmt::format("{}\n{} {} {}", kFileMagic, secret, store.port, fmt::join(store.addresses, " "));
-  if (!store.host.empty()) text += fmt::format(" {}{}", kHost, store.host);
-  return text + "\n";
-}
-
-StoreLocation parse_location(const std::string& text) {
-  std::istringstream words(text);
-  std::string magic;
-  StoreLocation location;
-  if (!(words >> magic >> location.secret >> location.store.port) || magic != kFileMagic) return {};
-  for (std::string word; words >> word;) {
-    if (word[0] == kHost) {
-      location.store.host = word.substr(1);
-    } else {
-      location.store.addresses.push_back(word);
-    }
-  }
-  return location;
-}
-
-// Returns "" until the file is readable.
-std::string read_file(const std::string& path) {
-  struct stat status {};
-  if (stat(path.c_str(), &status) != 0) return "";
-  if (!S_ISREG(status.st_mode)) {
-    throw BadInput(fmt::format("rendezvous file://{0}: {0} is {1}; name a regular file, or a new one", path,
-                               kind_of_file(status.st_mode)));
-  }
-  try {
-    return read_regular_file(path);
-  } catch (const BadInput&) {  // removed or replaced meanwhile
-    return "";
-  }
-}
-
-// Removes the file unless a later group has reused the name.
-void remove_own(const std::string& path, const std::string& secret, const std::string& key) noexcept try {
-  if (secret + parse_location(read_file(path)).secret == key) remove_output(path);
-} catch (const std::exception&) {
-}
-
-RendezvousCallbacks file_callbacks(const std::string& path) {
-  return {.publish = [path](const std::string& text) { write_private_file(path, text); },
-          .read = [path] { return read_file(path); }};
-}
 
 // Rejects a rendezvous without a secret at an address that other machines can reach.
 void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
@@ -119,142 +37,171 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
                   options.rendezvous));
 }
 
+// Connects a rank to rank 0's store, as soon as the store is published and running.
+class StoreSearch {
+ public:
+  // `callbacks`: null with tcp://. `file`: of a file:// rendezvous, or empty. `server`: on rank 0.
+  StoreSearch(const GroupOptions& options, const RendezvousCallbacks* callbacks, const std::string& file,
+              const StoreServer* server, SteadyClock::time_point deadline)
+      : options_(options), callbacks_(callbacks), file_(file), server_(server), deadline_(deadline) {
+    if (!file.empty()) {
+      why_ = "no rendezvous file " + file;
+    } else if (callbacks != nullptr) {
+      why_ = "rank 0 has not published where it listens";
+    }
+  }
+
+  // Reads `location` again before each attempt, except on rank 0 and with tcp://. Throws CommError if the
+  // store rejects this rank, or at the deadline.
+  std::unique_ptr<StoreClient> find(StoreLocation& location) {
+    milliseconds refused_pause{100};
+    while (true) {
+      if (callbacks_ != nullptr && options_.rank != 0) location = StoreLocation::parse(callbacks_->read());
+      bool other_run = false;
+      if (!location.store.addresses.empty()) {
+        if (auto client = connect(location, other_run)) return client;
+      }
+      throw_if_hopeless();
+      constexpr milliseconds kRetry{20}, kLongestPause{1000};
+      std::this_thread::sleep_for(other_run ? refused_pause : kRetry);
+      // Each of these attempts can add a line to the other run's log.
+      if (other_run) refused_pause = std::min(2 * refused_pause, kLongestPause);
+    }
+  }
+
+ private:
+  // Returns null if the attempt fails. `other_run`: another run's store has answered.
+  std::unique_ptr<StoreClient> connect(const StoreLocation& location, bool& other_run) {
+    const auto now = SteadyClock::now();
+    const auto patience = std::max(std::min(deadline_, now + milliseconds(2000)), now + milliseconds(500));
+    try {
+      return std::make_unique<StoreClient>(location.store, options_.secret + location.secret, options_.rank,
+                                           options_.world, patience, options_.job);
+    } catch (const StoreRefused& error) {
+      throw failure(error.what());
+    } catch (const OtherSecret& error) {
+      why_ = error.what();
+      other_run = true;
+    } catch (const CommError& error) {
+      why_ = error.what();
+      other_run = why_.find(kOtherJob) != std::string::npos;
+    }
+    if (file_.empty() && other_run) {  // a file may be an earlier run's
+      refused_ = why_;
+      // The previous run may still have the port.
+      constexpr milliseconds kPatience{3000};
+      patient_until_ = std::min(patient_until_, SteadyClock::now() + kPatience);
+    }
+    return nullptr;
+  }
+
+  void throw_if_hopeless() const {
+    if (const std::string why = server_ != nullptr ? server_->failure() : ""; !why.empty()) {
+      throw failure(why);
+    }
+    const auto now = SteadyClock::now();
+    if (now >= patient_until_) {
+      throw failure(fmt::format(
+          "{}; {}", refused_,
+          refused_.ends_with(kOtherSecret)
+              ? "give all ranks the same GRADWIRE_SECRET"
+              : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
+    }
+    if (callbacks_ != nullptr && callbacks_->given_up && callbacks_->given_up()) {
+      throw failure("one of the group's ranks is gone");
+    }
+    if (now >= deadline_) {
+      throw CommError(
+          fmt::format("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
+                      options_.rank, options_.rendezvous, options_.join_timeout().count(), why_,
+                      why_.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
+                                                   : "is the address right on every rank"));
+    }
+  }
+
+  CommError failure(const std::string& why) const {
+    return CommError(
+        fmt::format("rank {} cannot join through {}: {}", options_.rank, options_.rendezvous, why));
+  }
+
+  const GroupOptions& options_;
+  const RendezvousCallbacks* callbacks_;
+  const std::string& file_;
+  const StoreServer* server_;
+  const SteadyClock::time_point deadline_;
+  std::string why_;      // why the latest attempt failed
+  std::string refused_;  // by a process of another run: its reason
+  SteadyClock::time_point patient_until_ = SteadyClock::time_point::max();
+};
+
 }  // namespace
-
-bool is_store_location(const std::string& text) {
-  return !parse_location(text).store.addresses.empty();
-}
-
-void write_private_file(const std::string& path, const std::string& text) {
-  OutputFile(path, OutputFile::Kind::private_file).write(text);
-}
 
 Membership::Membership(const GroupOptions& options) : options_(options) {
   const std::string& rendezvous = options.rendezvous;
-  const int rank = options.rank, world = options.world;
-  if (world < 1 || rank < 0 || rank >= world) {
-    throw BadInput(fmt::format("there is no rank {} in a group of {}", rank, world));
+  if (world() < 1 || rank() < 0 || rank() >= world()) {
+    throw BadInput(fmt::format("there is no rank {} in a group of {}", rank(), world()));
   }
   if (options_.secret.empty()) options_.secret = secret_from_environment();
   if (options_.job.empty()) options_.job = job_from_environment();
   read_listening(options_);
   const auto deadline = SteadyClock::now() + options.join_timeout();
-  std::string path;
+  std::string file;
   std::optional<RendezvousCallbacks> callbacks = options.callbacks;
   if (!callbacks && rendezvous.starts_with("file://") && rendezvous.size() > 7) {
-    path = rendezvous.substr(7);
-    if (!path.starts_with("/")) {
-      throw BadInput(
-          fmt::format("rendezvous '{}': '{}' is not an absolute path, which file:// needs; give "
-                      "file:///path, here file://{}",
-                      rendezvous, path, std::filesystem::absolute(path).string()));
-    }
-    callbacks = file_callbacks(path);
+    file = path_of_rendezvous(rendezvous);
+    callbacks = file_callbacks(file);
   }
   StoreLocation location;
   if (callbacks) {
-    if (callbacks->address.empty() && !options_.interface.empty()) {
-      callbacks->address = address_of_interface(options_.interface);
-    }
-    listen_at_ = callbacks->address;
-    if (rank == 0) {
-      location.secret = random_secret();
-      key_ = options_.secret + location.secret;
-      std::vector<Socket> invited;
-      for (const int fd : callbacks->invited) {
-        invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-        if (!invited.back()) throw_refused("cannot watch a process that joins", errno);
-      }
-      Socket listener = listen_within(options_.ports, callbacks->address);
-      location.store = contact_of(listener, callbacks->address, "-");
-      server_ = std::make_unique<StoreServer>(std::move(listener), world, key_, options_.job,
-                                              StoreLimits(world), std::move(invited));
-      callbacks->publish(location_text(location.secret, location.store));
-      published_file_ = path;
-    }
+    location = serve_at_any_port(*callbacks);
+    if (rank() == 0) published_file_ = file;
   } else if (rendezvous.starts_with("tcp://")) {
-    const Endpoint named = parse_tcp(rendezvous);
-    check_secrecy(options_, named);
-    location.store = {.addresses = {named.host}, .port = named.port};
-    key_ = options_.secret;
-    if (rank == 0) {
-      // Debian gives a machine's own name a loopback address, which other machines cannot reach.
-      const bool own_name = !is_loopback(named.host) && !faces_network(named.host);
-      const Endpoint here{own_name && !key_.empty() ? "" : named.host, named.port};
-      server_ = std::make_unique<StoreServer>(listen_on(here), world, key_, options_.job);
-    }
+    location = serve_at(endpoint_of_rendezvous(rendezvous));
   } else {
     throw BadInput(
         fmt::format("rendezvous '{}': unknown kind; give tcp://host:port or file:///path", rendezvous));
   }
-  std::string why =
-      path.empty() ? callbacks ? "rank 0 has not said where it listens" : "" : "no rendezvous file " + path;
-  // The previous run may still have the port.
-  constexpr milliseconds kPatience{3000};
-  auto patient_until = SteadyClock::time_point::max();
-  std::string refused;  // by a process of another run: its reason
-  // Delays between attempts. After a rejection the delay grows, because each attempt can add a line to the
-  // other run's log.
-  constexpr milliseconds kRetry{20}, kAskAgain{100}, kAskAgainAtMost{1000};
-  milliseconds pause = kRetry, refused_pause = kAskAgain;
-  while (!client_) {
-    if (callbacks && rank != 0) {
-      location = parse_location(callbacks->read());
-      key_ = options_.secret + location.secret;
-    }
-    pause = kRetry;
-    if (!location.store.addresses.empty()) {
-      const auto now = SteadyClock::now();
-      const auto patience = std::max(std::min(deadline, now + milliseconds(2000)), now + milliseconds(500));
-      bool others = false;  // another run's store answered
-      try {
-        client_ = std::make_unique<StoreClient>(location.store, key_, rank, world, patience, options_.job);
-        break;
-      } catch (const StoreRefused& error) {
-        throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, error.what()));
-      } catch (const OtherSecret& error) {
-        why = error.what();
-        others = true;
-      } catch (const CommError& error) {
-        why = error.what();
-        others = why.find(kOtherJob) != std::string::npos;
-      }
-      if (others) pause = refused_pause;
-      if (path.empty() && others) {  // a file may be an earlier run's
-        refused = why;
-        patient_until = std::min(patient_until, SteadyClock::now() + kPatience);
-      }
-    }
-    if (const std::string failure = server_ ? server_->failure() : ""; !failure.empty()) {
-      throw CommError(fmt::format("rank {} cannot join through {}: {}", rank, rendezvous, failure));
-    }
-    if (SteadyClock::now() >= patient_until) {
-      throw CommError(fmt::format(
-          "rank {} cannot join through {}: {}; {}", rank, rendezvous, refused,
-          refused.ends_with(kOtherSecret)
-              ? "give all ranks the same GRADWIRE_SECRET"
-              : "give each run a port of its own, or all ranks of this one the same GRADWIRE_JOB"));
-    }
-    if (callbacks && callbacks->given_up && callbacks->given_up()) {
-      throw CommError(fmt::format("rank {} cannot join through {}: a rank that was to be there is gone", rank,
-                                  rendezvous));
-    }
-    if (SteadyClock::now() >= deadline) {
-      throw CommError(
-          fmt::format("rank {} did not reach rank 0 through {} within {} ms ({}); is rank 0 running, and {}?",
-                      rank, rendezvous, options.join_timeout().count(), why,
-                      why.ends_with(kOtherSecret) ? "have all ranks the same GRADWIRE_SECRET"
-                                                  : "is the address right on every rank"));
-    }
-    if (pause == refused_pause) refused_pause = std::min(2 * refused_pause, kAskAgainAtMost);
-    std::this_thread::sleep_for(pause);
+  StoreSearch search(options_, callbacks ? &*callbacks : nullptr, file, server_.get(), deadline);
+  client_ = search.find(location);
+  key_ = options_.secret + location.secret;
+}
+
+// On rank 0, starts the store and publishes its location. Returns an empty location on the other ranks.
+StoreLocation Membership::serve_at_any_port(RendezvousCallbacks& callbacks) {
+  if (callbacks.address.empty() && !options_.interface.empty()) {
+    callbacks.address = address_of_interface(options_.interface);
   }
+  listen_at_ = callbacks.address;
+  if (rank() != 0) return {};
+  std::vector<Socket> invited;
+  for (const int fd : callbacks.invited) {
+    invited.emplace_back(fcntl(fd, F_DUPFD_CLOEXEC, 0));
+    if (!invited.back()) throw_refused("cannot watch a process that joins", errno);
+  }
+  Socket listener = listen_within(options_.ports, callbacks.address);
+  StoreLocation location{.store = contact_of(listener, callbacks.address, "-"), .secret = random_secret()};
+  server_ = std::make_unique<StoreServer>(std::move(listener), world(), options_.secret + location.secret,
+                                          options_.job, StoreLimits(world()), std::move(invited));
+  callbacks.publish(location.text());
+  return location;
+}
+
+// Starts the store on rank 0.
+StoreLocation Membership::serve_at(const Endpoint& endpoint) {
+  check_secrecy(options_, endpoint);
+  if (rank() == 0) {
+    // Debian gives a machine's own name a loopback address, which other machines cannot reach.
+    const bool own_name = !is_loopback(endpoint.host) && !faces_network(endpoint.host);
+    const Endpoint here{own_name && !options_.secret.empty() ? "" : endpoint.host, endpoint.port};
+    server_ = std::make_unique<StoreServer>(listen_on(here), world(), options_.secret, options_.job);
+  }
+  return {.store = {.addresses = {endpoint.host}, .port = endpoint.port}};
 }
 
 Membership::~Membership() {
   client_.reset();
   server_.reset();
-  if (!published_file_.empty()) remove_own(published_file_, options_.secret, key_);
+  if (!published_file_.empty()) remove_rendezvous_file(published_file_, options_.secret, key_);
 }
 
 void read_listening(GroupOptions& options) {
@@ -277,18 +224,19 @@ std::string Membership::listening_address(SteadyClock::time_point deadline) {
 std::string Membership::address(SteadyClock::time_point deadline) {
   // Both ends of this rank's connection to rank 0, as seen from this rank. All ranks publish them, because
   // other ranks wait for them.
-  std::string mine = client_->local_address();
-  client_->set(fmt::format("address/{}", rank()), fmt::format("{} {}", mine, client_->peer_address()));
+  const std::string mine = client_->local_address();
+  Message ends;
+  ends.add("local", mine).add("peer", client_->peer_address());
+  client_->set(fmt::format("address/{}", rank()), ends.encode());
   if (!options_.interface.empty()) return address_of_interface(options_.interface);
   if (!is_loopback(mine)) return mine;
-  // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 is also valid
-  // here.
+  // This is rank 0's machine, so the address by which ranks on other machines reach rank 0 is also valid for
+  // this rank.
   for (int r = 0; r < world(); ++r) {
-    std::istringstream seen(client_->get(fmt::format("address/{}", r), deadline,
-                                         fmt::format("rank {}, waiting for rank {} to join", rank(), r)));
-    std::string local, peer;
-    seen >> local >> peer;
-    if (!is_loopback(local)) return peer;
+    const Message theirs =
+        Message::decode(client_->get(fmt::format("address/{}", r), deadline,
+                                     fmt::format("rank {}, waiting for rank {} to join", rank(), r)));
+    if (!is_loopback(theirs.text("local"))) return theirs.text("peer");
   }
   return mine;
 }

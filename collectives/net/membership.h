@@ -13,33 +13,18 @@
 #include <string>
 #include <vector>
 
+#include "collectives/net/listener.h"
+#include "collectives/net/rendezvous.h"
 #include "collectives/net/store.h"
+#include "collectives/net/store_server.h"
 
 namespace gradwire {
-
-// A rendezvous by callbacks: how rank 0 publishes its store's location to the other ranks.
-struct RendezvousCallbacks {
-  std::string address = {};  // where rank 0 listens; empty: at all its addresses
-  std::function<void(const std::string& text)> publish;
-  std::function<std::string()> read;  // returns "" until published
-  // Rank 0's sockets to the last ranks (see StoreServer's `invited`). Owned by the caller.
-  std::vector<int> invited = {};
-  // Returns whether the group is known not to form, for ranks that cannot reach rank 0.
-  std::function<bool()> given_up = nullptr;
-};
-
-// Returns whether `text` may have been published by rank 0.
-bool is_store_location(const std::string& text);
-
-// Writes a regular file that only this user can read (runtime/util/output_file.h). Throws BadInput if `path`
-// cannot be such a file, Error if writing fails.
-void write_private_file(const std::string& path, const std::string& text);
 
 struct GroupOptions {
   std::string rendezvous;
   int rank = 0;
   int world = 1;
-  std::chrono::milliseconds timeout{60'000};  // per operation, and for joining unless `joining` is set
+  std::chrono::milliseconds timeout{60'000};  // per operation; also for joining unless `joining` is set
   std::chrono::milliseconds joining{0};
   // Secret that admits a process to the group. Empty: from the environment (secret.h); with file:///, read
   // access to the file admits. Without any secret, tcp:// serves only this machine, unless `insecure` or
@@ -52,8 +37,7 @@ struct GroupOptions {
   // these ports.
   std::string interface = {};
   PortRange ports = {};
-  // The run this rank belongs to (job.h); empty: from the environment. Ranks of runs known to differ do not
-  // connect.
+  // The run of this rank (job.h); empty: from the environment. Ranks of runs known to differ do not connect.
   std::string job = {};
   // Replaces the rendezvous, which then only names the group in error texts.
   std::optional<RendezvousCallbacks> callbacks = {};
@@ -94,10 +78,13 @@ class Membership {
   // CommError if the group fails, take_message() also at the timeout.
   void send_message(const std::string& message) { client_->send_message(message); }
   std::string take_message(int from);
-  // Announces an orderly departure: from here on silence is not a failure. Also done by the destructor.
+  // Announces an orderly departure, after which silence is not a failure. The destructor also announces it.
   void leave() { client_.reset(); }
 
  private:
+  StoreLocation serve_at_any_port(RendezvousCallbacks& callbacks);
+  StoreLocation serve_at(const Endpoint& endpoint);
+
   const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;

@@ -1,5 +1,5 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Not from a library, whose functions could be replaced by
-// those of a program that links another version of it (see tests/capi/capture_test.py).
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Not from a library, because its functions could be
+// replaced by the functions of a program that links another version of it (see tests/capi/capture_test.py).
 #pragma once
 
 #include <array>

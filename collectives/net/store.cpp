@@ -7,8 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
-#include <sstream>
+#include <limits>
+#include <utility>
 
 #include "collectives/net/handshake.h"
 #include "runtime/threads/resources.h"
@@ -18,26 +18,17 @@
 namespace gradwire {
 namespace {
 
-using Op = StoreMessage::Op;
+using Op = Frame::Op;
 
-constexpr uint32_t kMaxFrameBytes = 1 << 20;
-// How long the server may take for requests that need no waiting. Well below the 5 s within which every rank
-// must report an error.
+// Time limit for requests that the server answers at once. Well below the 5 s within which every rank must
+// report an error.
 constexpr std::chrono::milliseconds kPromptly{2000};
 
-void put(std::string& bytes, uint32_t value) {
-  for (int i = 0; i < 4; ++i) bytes.push_back(static_cast<char>(value >> (8 * i)));
-}
+constexpr const char* kGone = "rank 0, which runs the store, is gone";
 
-uint32_t take(const std::string& bytes, size_t at) {
-  uint32_t value = 0;
-  for (int i = 0; i < 4; ++i) value |= static_cast<uint32_t>(static_cast<uint8_t>(bytes[at + i])) << (8 * i);
-  return value;
-}
-
-void check_reply(const StoreMessage& reply) {
+void check_reply(const Frame& reply) {
   if (reply.op == Op::ok) return;
-  if (reply.key == "again") throw CommError(reply.value);
+  if (reply.op == Op::again) throw CommError(reply.value);
   throw StoreRefused(reply.value);
 }
 
@@ -62,60 +53,31 @@ Contact again(Contact server, const Socket& connected) {
 
 }  // namespace
 
-std::string StoreMessage::encode() const {
-  std::string bytes;
-  put(bytes, static_cast<uint32_t>(9 + key.size() + value.size()));
-  bytes.push_back(static_cast<char>(op));
-  put(bytes, id);
-  put(bytes, static_cast<uint32_t>(key.size()));
-  return bytes + key + value;
+std::string StoreHello::encode() const {
+  return Message().add("rank", rank).add("world", world).add("job", job).encode();
 }
 
-std::optional<StoreMessage> StoreMessage::decode(std::string& bytes) {
-  if (bytes.size() < 4) return std::nullopt;
-  uint32_t rest = take(bytes, 0);
-  if (rest < 9 || rest > kMaxFrameBytes) throw CommError("what arrived is not a message of the store");
-  if (bytes.size() < 4 + size_t{rest}) return std::nullopt;
-  StoreMessage m;
-  m.op = static_cast<Op>(bytes[4]);
-  m.id = take(bytes, 5);
-  uint32_t key_bytes = take(bytes, 9);
-  if (m.op > Op::closing || key_bytes > rest - 9) {
-    throw CommError("what arrived is not a message of the store");
-  }
-  m.key = bytes.substr(13, key_bytes);
-  m.value = bytes.substr(13 + key_bytes, rest - 9 - key_bytes);
-  bytes.erase(0, 4 + size_t{rest});
-  return m;
-}
-
-std::optional<StoreMessage> receive_message(Socket& socket, std::string& bytes,
-                                            SteadyClock::time_point deadline) {
-  while (true) {
-    if (auto message = StoreMessage::decode(bytes)) return message;
-    if (!wait_readable(socket.fd(), deadline)) return std::nullopt;
-    char chunk[1024];
-    const ssize_t n = recv(socket.fd(), chunk, sizeof chunk, 0);
-    if (n > 0) {
-      bytes.append(chunk, static_cast<size_t>(n));
-    } else if (n == 0 || (errno != EAGAIN && errno != EINTR)) {
-      socket.close();
-      return std::nullopt;
-    }
-  }
+StoreHello StoreHello::decode(const std::string& text) {
+  const Message message = Message::decode(text);
+  constexpr int kLeast = std::numeric_limits<int>::min();  // the server validates the rank and the world
+  return {message.number("rank", kLeast), message.number("world", kLeast), message.text("job")};
 }
 
 std::string RollCall::encode() const {
-  std::string text;
-  for (const Entry& entry : ranks) text += static_cast<char>(entry.presence) + one_line(entry.state) + "\n";
-  return text;
+  Message message;
+  for (const Entry& entry : ranks)
+    message.add(std::string(1, static_cast<char>(entry.presence)), one_line(entry.state));
+  return message.encode();
 }
 
 RollCall RollCall::decode(const std::string& text) {
+  constexpr std::string_view kPresences = "hsgln";
   RollCall roll;
-  std::istringstream lines(text);
-  for (std::string line; std::getline(lines, line);) {
-    if (!line.empty()) roll.ranks.push_back({static_cast<Presence>(line[0]), line.substr(1)});
+  for (const auto& [presence, state] : Message::decode(text).fields()) {
+    if (presence.size() != 1 || kPresences.find(presence[0]) == kPresences.npos) {
+      throw CommError("a roll call has an unknown kind of presence");
+    }
+    roll.ranks.push_back({static_cast<Presence>(presence[0]), state});
   }
   return roll;
 }
@@ -145,20 +107,12 @@ StoreClient::StoreClient(const Contact& server, const std::string& key, int rank
     : world_(world),
       command_(connect_to(server, key, deadline)),
       watch_(connect_to(again(server, command_), key, deadline)) {
-  std::string me = fmt::format("{} {} {}", rank, world, one_line(job));
+  const std::string me = StoreHello{rank, world, one_line(job)}.encode();
   request({Op::hello, 0, "command", me}, deadline);
-  std::string bytes = StoreMessage{Op::hello, 0, "watch", me}.encode();
-  char head[4];
-  std::string answer;
-  if (send_all(watch_, bytes, deadline) && receive_exactly(watch_, head, 4, deadline)) {
-    answer.assign(head, 4);
-    uint32_t rest = take(answer, 0);
-    if (rest <= kMaxFrameBytes) {
-      answer.resize(4 + rest);
-      if (!receive_exactly(watch_, answer.data() + 4, rest, deadline)) answer.clear();
-    }
+  std::optional<Frame> reply;
+  if (send_frame(watch_, {Op::hello, 0, "watch", me}, deadline)) {
+    reply = receive_frame(watch_, watch_received_, deadline);
   }
-  auto reply = answer.empty() ? std::nullopt : StoreMessage::decode(answer);
   if (!reply) throw CommError("the store does not answer");
   check_reply(*reply);
 }
@@ -182,26 +136,16 @@ StoreClient::~StoreClient() {
 }
 
 // One request at a time. Late replies to abandoned requests are recognized by their id and skipped.
-StoreMessage StoreClient::request(StoreMessage message, SteadyClock::time_point deadline) {
+Frame StoreClient::request(Frame frame, SteadyClock::time_point deadline) {
   std::lock_guard lock(mutex_);
-  message.id = next_id_++;
-  const char* const gone = "rank 0, which runs the store, is gone";
-  if (!send_all(command_, message.encode(), deadline)) throw CommError(gone);
-  while (true) {
-    while (auto reply = StoreMessage::decode(received_)) {
-      if (reply->id != message.id) continue;
-      check_reply(*reply);
-      return std::move(*reply);
-    }
-    if (!wait_readable(command_.fd(), deadline)) {
-      throw CommError("rank 0, which runs the store, does not answer");
-    }
-    char chunk[4096];
-    ssize_t n = recv(command_.fd(), chunk, sizeof chunk, 0);
-    if (n == 0) throw CommError(gone);
-    if (n > 0) received_.append(chunk, static_cast<size_t>(n));
-    if (n < 0 && errno != EAGAIN && errno != EINTR) throw CommError(gone);
+  frame.id = next_id_++;
+  if (!send_frame(command_, frame, deadline)) throw CommError(kGone);
+  while (auto reply = receive_frame(command_, received_, deadline)) {
+    if (reply->id != frame.id) continue;
+    check_reply(*reply);
+    return std::move(*reply);
   }
+  throw CommError(command_ ? "rank 0, which runs the store, does not answer" : kGone);
 }
 
 void StoreClient::set(const std::string& key, const std::string& value) {
@@ -232,20 +176,19 @@ int64_t StoreClient::add(const std::string& key) {
 
 void StoreClient::drop(const std::string& key) {
   std::lock_guard lock(mutex_);
-  send_all(command_, StoreMessage{Op::drop, 0, key, ""}.encode(), SteadyClock::now() + kPromptly);
+  send_frame(command_, {Op::drop, 0, key, ""}, SteadyClock::now() + kPromptly);
 }
 
 void StoreClient::send_message(const std::string& message) {
   std::lock_guard lock(mutex_);
-  if (!send_all(command_, StoreMessage{Op::message, 0, "", message}.encode(),
-                SteadyClock::now() + kPromptly)) {
-    throw CommError("rank 0, which runs the store, is gone");
+  if (!send_frame(command_, {Op::message, 0, "", message}, SteadyClock::now() + kPromptly)) {
+    throw CommError(kGone);
   }
 }
 
-bool StoreClient::send_on_watch(const StoreMessage& message) {
+bool StoreClient::send_on_watch(const Frame& frame) {
   std::lock_guard lock(sending_watch_);
-  return send_all(watch_, message.encode(), SteadyClock::now() + kPromptly);
+  return send_frame(watch_, frame, SteadyClock::now() + kPromptly);
 }
 
 bool StoreClient::note(const std::string& text) {
@@ -264,7 +207,7 @@ std::optional<std::string> StoreClient::report(const std::string& what) {
 RollCall StoreClient::roll_call() {
   try {
     if (!silent_) {
-      const auto deadline = SteadyClock::now() + StoreServer::kRollTime + Milliseconds(500);
+      const auto deadline = SteadyClock::now() + kRollTime + Milliseconds(500);
       RollCall roll = RollCall::decode(request({Op::roll, 0, "", ""}, deadline).value);
       if (roll.ranks.size() == static_cast<size_t>(world_)) return roll;
     }
@@ -280,39 +223,40 @@ void StoreClient::watch(std::function<void(const std::string&)> on_failure,
                         std::function<std::string()> where) {
   on_failure_ = std::move(on_failure);
   where_ = std::move(where);
-  watcher_ = Thread("the thread that watches the store", [this] { watch_loop(); });
-}
-
-void StoreClient::watch_loop() {
-  std::string received;
-  bool told = false;
-  auto tell = [&](const std::string& cause) {
-    if (!told) on_failure_(cause);
-    told = true;
-  };
-  try {
-    while (true) {
-      pollfd entries[] = {{watch_.fd(), POLLIN, 0}, {wake_.fd(), POLLIN, 0}};
-      if (poll(entries, 2, -1) < 0 && errno != EINTR) return;
-      if (entries[1].revents != 0) return;
-      if (entries[0].revents == 0) continue;
-      char chunk[4096];
-      ssize_t n = recv(watch_.fd(), chunk, sizeof chunk, 0);
-      if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-      if (n <= 0) throw CommError("rank 0 is gone: its process ended or its machine cut the connection");
-      received.append(chunk, static_cast<size_t>(n));
-      while (auto message = StoreMessage::decode(received)) {
-        if (message->op == Op::closing) return;
-        if (message->op != Op::failed) continue;
-        tell(message->value);
-        send_on_watch({Op::state, 0, "", one_line(where_())});
+  watcher_ = Thread("the thread that watches the store", [this] {
+    bool failed = false;
+    const auto fail = [&](const std::string& cause) {
+      if (!failed) on_failure_(cause);
+      failed = true;
+    };
+    try {
+      watch_until_closed(fail);
+    } catch (const std::exception& error) {
+      try {
+        fail(text_of(error));
+      } catch (const std::exception&) {  // no memory: this rank's calls end at their deadline
       }
     }
-  } catch (const std::exception& error) {
-    try {
-      tell(text_of(error));
-    } catch (const std::exception&) {  // no memory: this rank's calls end at their deadline
+  });
+}
+
+void StoreClient::watch_until_closed(const std::function<void(const std::string&)>& fail) {
+  while (true) {
+    while (auto frame = Frame::decode(watch_received_)) {
+      if (frame->op == Op::closing) return;
+      if (frame->op != Op::failed) continue;
+      fail(frame->value);
+      send_on_watch({Op::state, 0, "", one_line(where_())});
     }
+    pollfd entries[] = {{watch_.fd(), POLLIN, 0}, {wake_.fd(), POLLIN, 0}};
+    if (poll(entries, 2, -1) < 0 && errno != EINTR) return;
+    if (entries[1].revents != 0) return;
+    if (entries[0].revents == 0) continue;
+    char chunk[4096];
+    const ssize_t n = recv(watch_.fd(), chunk, sizeof chunk, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
+    if (n <= 0) throw CommError("rank 0 is gone: its process ended or its machine cut the connection");
+    watch_received_.append(chunk, static_cast<size_t>(n));
   }
 }
 

@@ -20,7 +20,7 @@ std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before,
   std::vector<int> left(static_cast<size_t>(before.world));
   std::iota(left.begin(), left.end(), 0);
   while (true) {
-    const Quorum::Survivors found = quorum.regroup(timeout);
+    const Quorum::NextGroup found = quorum.regroup(timeout);
     std::vector<int> ranks;
     for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
     left = std::move(ranks);

@@ -34,6 +34,7 @@ GW_FUZZ_TARGET(handshake_in);   // the accepting side, before the other has prov
 GW_FUZZ_TARGET(handshake_out);  // the connecting side
 GW_FUZZ_TARGET(idx);            // IDX files, plain or gzip
 GW_FUZZ_TARGET(log);            // the log of an earlier run, and of a run watched by gradwire top
+GW_FUZZ_TARGET(message);        // control messages between processes
 GW_FUZZ_TARGET(safetensors);    // tensors of other programs
 GW_FUZZ_TARGET(settings);       // specs and values of the command line
 GW_FUZZ_TARGET(state);          // a reducer's saved state
@@ -50,7 +51,7 @@ inline constexpr std::array kTargets{
     GW_FUZZ_TARGET(checkpoint),  GW_FUZZ_TARGET(handshake_in), GW_FUZZ_TARGET(handshake_out),
     GW_FUZZ_TARGET(cifar),       GW_FUZZ_TARGET(idx),          GW_FUZZ_TARGET(log),
     GW_FUZZ_TARGET(safetensors), GW_FUZZ_TARGET(settings),     GW_FUZZ_TARGET(state),
-    GW_FUZZ_TARGET(store),       GW_FUZZ_TARGET(tuning),
+    GW_FUZZ_TARGET(store),       GW_FUZZ_TARGET(message),      GW_FUZZ_TARGET(tuning),
 };
 #undef GW_FUZZ_TARGET
 

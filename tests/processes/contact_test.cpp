@@ -8,6 +8,8 @@
 #include <memory>
 #include <thread>
 
+#include "collectives/net/interfaces.h"
+#include "collectives/net/listener.h"
 #include "collectives/net/membership.h"
 #include "collectives/transport/tcp/tcp_links.h"
 #include "runtime/util/error.h"

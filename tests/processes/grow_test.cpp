@@ -202,10 +202,11 @@ TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
   ranks[3]->begin(1, "grown");
   ranks[3]->enter(3, contacts, ignore);
   for (const int r : {0, 1}) {
-    ranks[static_cast<size_t>(r)]->grow("grown", {contacts[3]});
+    ranks[static_cast<size_t>(r)]->grow(
+        {.ranks = {0, 1, 2}, .name = "grown", .location = "a location", .joined = {contacts[3]}});
     ranks[static_cast<size_t>(r)]->enter(r, contacts, ignore);
   }
-  const Quorum::Survivors told = ranks[2]->regroup(5s);
+  const Quorum::NextGroup told = ranks[2]->regroup(5s);
   EXPECT_EQ(told.ranks, (std::vector<int>{0, 1, 2}));
   EXPECT_EQ(told.joined, std::vector<std::string>{contacts[3]});
   ranks[0].reset();
@@ -213,7 +214,7 @@ TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
   std::vector<std::thread> threads;
   for (size_t r = 1; r < 4; ++r) {
     threads.emplace_back([&, r] {
-      const Quorum::Survivors found = ranks[r]->regroup(10s);
+      const Quorum::NextGroup found = ranks[r]->regroup(10s);
       if (found.location.empty()) ranks[r]->publish(found, "a location");
       left[r] = found.ranks;
     });

@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <thread>
 
+#include "collectives/net/listener.h"
 #include "collectives/net/socket.h"
 #include "runtime/util/error.h"
 #include "tests/support/temporary_folder.h"

@@ -141,9 +141,9 @@ TEST(UnauthenticatedPeers, ProtocolMessagesWithoutTheSecretDoNotAffectTheRun) {
     if (!socket) return;
     introduce(*socket, {random() % 2 ? "a guess" : "", kStorePurpose}, in(500ms));
     // Sends hello as a rank, goodbye for it, and a failure of the group.
-    std::string words = StoreMessage{StoreMessage::Op::hello, 0, "watch", "1 4"}.encode();
-    words += StoreMessage{StoreMessage::Op::bye, 0, "", ""}.encode();
-    words += StoreMessage{StoreMessage::Op::fail, 0, "an unauthenticated peer says so", ""}.encode();
+    std::string words = Frame{Frame::Op::hello, 0, "watch", StoreHello{1, 4}.encode()}.encode();
+    words += Frame{Frame::Op::bye, 0, "", ""}.encode();
+    words += Frame{Frame::Op::fail, 0, "an unauthenticated peer says so", ""}.encode();
     send_all(*socket, words, in(100ms));
   });
 }
@@ -152,8 +152,7 @@ TEST(UnauthenticatedPeers, BytesWithoutAHandshakeAreNotRead) {
   run_under([](int port, std::mt19937&) {
     auto socket = connect_to(port);
     if (!socket) return;
-    send_all(*socket, StoreMessage{StoreMessage::Op::fail, 0, "an unauthenticated peer says so", ""}.encode(),
-             in(100ms));
+    send_all(*socket, Frame{Frame::Op::fail, 0, "an unauthenticated peer says so", ""}.encode(), in(100ms));
     char byte;
     receive_exactly(*socket, &byte, 1, in(100ms));
   });

@@ -254,8 +254,8 @@ TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
       // The others may have ended by now; then the rank cannot know that they have not died.
       EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 3);
       const std::string& text = ranks[static_cast<size_t>(r)].output;
-      EXPECT_TRUE(text.find("have gone on without rank") != std::string::npos ||
-                  text.find("may go on without it") != std::string::npos);
+      EXPECT_TRUE(text.find("have continued without rank") != std::string::npos ||
+                  text.find("may continue without it") != std::string::npos);
     }
   }
 }
@@ -363,7 +363,7 @@ struct Group {
 TEST(Quorum, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   Group group(4);
   for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
-  EXPECT_NE(group.regroup(1, 600ms).find("have gone on without rank 1"), std::string::npos);
+  EXPECT_NE(group.regroup(1, 600ms).find("have continued without rank 1"), std::string::npos);
   // Later groups are numbered from 0, and the rank that was left out stays out.
   group.ranks[0].reset();
   for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
@@ -397,8 +397,8 @@ TEST(Quorum, UnauthenticatedPeersAreNeitherCountedNorBlocking) {
   auto guess = try_connect({host, port}, soon(), why);
   ASSERT_TRUE(guess);
   EXPECT_NE(introduce(*guess, {"another secret", "quorum " + name}, soon()), "");
-  const std::string me = "1 0 -";
-  send_all(*guess, StoreMessage{StoreMessage::Op::hello, 0, "call", me}.encode(), soon());
+  const std::string me = Message().add("rank", 1).add("number", 0).add("name", "-").encode();
+  send_frame(*guess, {Frame::Op::call, 0, "", me}, soon());
   for (const std::string& result : group.regroup({0, 1}, 2s)) EXPECT_EQ(result, "0 1");
 }
 

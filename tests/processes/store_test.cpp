@@ -12,7 +12,10 @@
 #include <fstream>
 
 #include "collectives/net/handshake.h"
+#include "collectives/net/listener.h"
 #include "collectives/net/membership.h"
+#include "collectives/net/message.h"
+#include "collectives/net/store_server.h"
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 
@@ -164,7 +167,7 @@ TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
     Endpoint there{"127.0.0.1", server->port()};
     auto watch = try_connect(there, in(5s), why);
     ASSERT_EQ(introduce(*watch, {"key", kStorePurpose}, in(5s)), "");
-    ASSERT_TRUE(send_all(*watch, StoreMessage{StoreMessage::Op::hello, 1, "watch", "3 5"}.encode(), in(5s)));
+    ASSERT_TRUE(send_frame(*watch, {Frame::Op::hello, 1, "watch", StoreHello{3, 5}.encode()}, in(5s)));
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
   }  // disappears without a goodbye
@@ -256,8 +259,8 @@ class StoreLimitsTest : public StoreTest {
   }
   Socket hello(int rank) {
     Socket socket = proved();
-    const std::string me = fmt::format("{} {}", rank, kWorld);
-    EXPECT_TRUE(send_all(socket, StoreMessage{StoreMessage::Op::hello, 1, "command", me}.encode(), in(5s)));
+    const std::string me = StoreHello{rank, kWorld}.encode();
+    EXPECT_TRUE(send_frame(socket, {Frame::Op::hello, 1, "command", me}, in(5s)));
     return socket;
   }
   static bool is_cut_off(const Socket& socket) {
@@ -367,7 +370,7 @@ TEST_F(StoreLimitsTest, LimitsPendingRequests) {
   told.watch(*a, 0);
   const Socket socket = hello(2);
   for (uint32_t i = 0; i < 30; ++i) {
-    send_all(socket, StoreMessage{StoreMessage::Op::get, i, "never", ""}.encode(), in(5s));
+    send_frame(socket, {Frame::Op::get, i, "never", ""}, in(5s));
   }
   EXPECT_EQ(told.of(0), "rank 2 waits for the answers to 10 requests at once");
 }
@@ -378,7 +381,7 @@ TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatDoesNotRead) {
   told.watch(*a, 0);
   a->set("key", std::string(15'000, 'x'));
   const Socket socket = hello(2);
-  const std::string get = StoreMessage{StoreMessage::Op::get, 1, "key", ""}.encode();
+  const std::string get = Frame{Frame::Op::get, 1, "key", ""}.encode();
   for (int i = 0; i < 2000 && send_all(socket, get, in(5s)); ++i) continue;
   EXPECT_EQ(told.of(0).find("rank 2 does not read what it asked for"), 0u) << told.of(0);
 }
@@ -391,7 +394,7 @@ TEST_F(StoreLimitsTest, LimitsConnectionsPerRankAndAcceptsOneHelloOnEach) {
   for (const Socket& socket : held) ASSERT_TRUE(receive_exactly(socket, &byte, 1, in(5s)));
   EXPECT_EQ(error_of([&] { join(1); }), "rank 1 has 4 connections to rank 0's store already");
   // A connection cannot become another rank later, to say goodbye for it.
-  ASSERT_TRUE(send_all(held[0], StoreMessage{StoreMessage::Op::hello, 2, "command", "0 3"}.encode(), in(5s)));
+  ASSERT_TRUE(send_frame(held[0], {Frame::Op::hello, 2, "command", StoreHello{0, 3}.encode()}, in(5s)));
   EXPECT_TRUE(is_cut_off(held[0]));
 }
 
@@ -410,7 +413,7 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   Socket listener = listen_on({"127.0.0.1", 0});
   const Endpoint there{"127.0.0.1", local_port(listener)};
   std::vector<Socket> connections;
-  std::vector<StoreMessage::Op> asked;
+  std::vector<Frame::Op> asked;
   std::thread stopping([&] {
     while (connections.size() < 2) {
       wait_readable(listener.fd(), in(10s));
@@ -425,7 +428,7 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
       char hello[64];
       wait_readable(socket.fd(), in(10s));
       EXPECT_GT(recv(socket.fd(), hello, sizeof hello, 0), 0);
-      send_all(socket, StoreMessage{StoreMessage::Op::ok, id, "", ""}.encode(), in(10s));
+      send_frame(socket, {Frame::Op::ok, id, "", ""}, in(10s));
     }
   });
   auto client = std::make_unique<StoreClient>(Contact{{there.host}, there.port}, "key", 1, 3, in(10s));
@@ -436,8 +439,8 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   std::string received;
   char bytes[4096];
   for (ssize_t n; (n = recv(connections[0].fd(), bytes, sizeof bytes, 0)) > 0;) received.append(bytes, n);
-  while (auto message = StoreMessage::decode(received)) asked.push_back(message->op);
-  EXPECT_EQ(asked, std::vector{StoreMessage::Op::fail});
+  while (auto message = Frame::decode(received)) asked.push_back(message->op);
+  EXPECT_EQ(asked, std::vector{Frame::Op::fail});
 }
 
 TEST(RollCall, SurvivesARoundTrip) {
@@ -450,14 +453,40 @@ TEST(RollCall, SurvivesARoundTrip) {
   EXPECT_EQ(copy.absent(), "no answer from ranks 2, 3; gone: rank 1");
 }
 
-TEST(StoreMessage, DecodesInPiecesAndRejectsGarbage) {
-  std::string bytes = StoreMessage{StoreMessage::Op::set, 7, "key", "value"}.encode() + "rest";
+TEST(Message, KeepsAnyBytesAndRepeatedKeys) {
+  const std::string bytes("a\n\0b", 4);
+  Message sent;
+  sent.add("text", bytes).add("rank", 3).add("rank", 5).add("", "");
+  const Message received = Message::decode(sent.encode());
+  EXPECT_EQ(received.fields(), sent.fields());
+  EXPECT_EQ(received.text("text"), bytes);
+  EXPECT_EQ(received.number("rank", 0, 3), 3);
+  EXPECT_EQ(received.numbers("rank", 0, 5), (std::vector{3, 5}));
+  EXPECT_TRUE(received.texts("other").empty());
+}
+
+TEST(Message, RejectsMissingKeysInvalidNumbersAndTruncation) {
+  const Message message = Message().add("rank", 3).add("text", "three");
+  EXPECT_THROW(message.text("other"), CommError);
+  EXPECT_THROW(message.number("text", 0), CommError);
+  EXPECT_THROW(message.number("rank", 4), CommError);
+  EXPECT_THROW(message.numbers("rank", 0, 2), CommError);
+  const std::string bytes = message.encode();
+  const size_t first = Message().add("rank", 3).encode().size();
+  for (size_t size = 1; size < bytes.size(); ++size) {
+    if (size == first) continue;
+    EXPECT_THROW(Message::decode(bytes.substr(0, size)), CommError) << size;
+  }
+}
+
+TEST(Frame, DecodesInPiecesAndRejectsGarbage) {
+  std::string bytes = Frame{Frame::Op::set, 7, "key", "value"}.encode() + "rest";
   std::string partial;
-  std::optional<StoreMessage> message;
+  std::optional<Frame> message;
   for (size_t i = 0; !message; ++i) {
     ASSERT_LT(i, bytes.size());
     partial += bytes[i];
-    message = StoreMessage::decode(partial);
+    message = Frame::decode(partial);
   }
   EXPECT_EQ(message->id, 7u);
   EXPECT_EQ(message->key, "key");
@@ -465,7 +494,7 @@ TEST(StoreMessage, DecodesInPiecesAndRejectsGarbage) {
   EXPECT_TRUE(partial.empty());
   for (std::string garbage : {std::string("GET / HTTP/1.1\r\n"), std::string(20, '\0'),
                               std::string("\x0d\0\0\0\x63", 5) + std::string(12, '\0')}) {
-    EXPECT_THROW(StoreMessage::decode(garbage), CommError);
+    EXPECT_THROW(Frame::decode(garbage), CommError);
   }
 }
 

@@ -11,14 +11,13 @@
 #include <mutex>
 #include <numeric>
 #include <set>
-#include <sstream>
 
 #include "collectives/net/joiner.h"
+#include "collectives/net/message.h"
 #include "collectives/net/quorum.h"
 #include "collectives/net/secret.h"
 #include "collectives/transport/regroup.h"
 #include "collectives/transport/tcp/tcp_exchange.h"
-#include "collectives/transport/tcp/tcp_growth.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
@@ -155,12 +154,12 @@ class TcpTransport final : public Transport,
 
   void open_admission(int most, std::function<std::string(const std::string&)> validate) override {
     if (!quorum_) throw BadInput("the group was not made to take new ranks");
-    quorum_->open_admission(most, std::move(validate));
+    quorum_->admission().open(most, std::move(validate));
   }
   void close_admission() override {
-    if (quorum_) quorum_->close_admission();
+    if (quorum_) quorum_->admission().close();
   }
-  int waiting_joiners() const override { return quorum_ ? quorum_->waiting() : 0; }
+  int waiting_joiners() const override { return quorum_ ? quorum_->admission().waiting() : 0; }
 
   std::string invitation() const override {
     if (!quorum_) return "";
@@ -176,22 +175,22 @@ class TcpTransport final : public Transport,
     const std::string key = fmt::format("grow/{}", growths_++);
     set_where("admitting new ranks");
     try {
-      Growth growth;
-      std::vector<Quorum::Joiner> joiners;
+      Quorum::NextGroup next;
+      std::vector<AdmissionQueue::Joiner> joiners;
       if (rank() == 0) {
-        joiners = quorum_->invite();
-        for (const Quorum::Joiner& n : joiners) growth.joined.push_back(n.contact);
+        joiners = quorum_->admission().invite();
         if (joiners.empty()) {
-          group_.store().set(key, growth.encode());
+          group_.store().set(key, "");
         } else {
-          growth.name = random_secret();
+          next = quorum_->grown_by(joiners);
         }
       } else {
-        growth = Growth::decode(group_.store().get(key, SteadyClock::now() + group_.timeout(),
-                                                   "waiting for rank 0 to admit new ranks"));
+        const std::string text = group_.store().get(key, SteadyClock::now() + group_.timeout(),
+                                                    "waiting for rank 0 to admit new ranks");
+        if (!text.empty()) next = Quorum::NextGroup::decode(text, rank(), world());
       }
       std::unique_ptr<TcpTransport> made;
-      if (!growth.name.empty()) made = form(growth, joiners, key);
+      if (!next.name.empty()) made = form(next, joiners, key);
       set_where("not in a collective; the last admitted new ranks");
       return made;
     } catch (const CommError& error) {
@@ -250,23 +249,23 @@ class TcpTransport final : public Transport,
   }
 
   // Runs this rank's part of forming the grown group. Returns null if some rank has not formed it.
-  std::unique_ptr<TcpTransport> form(Growth& growth, const std::vector<Quorum::Joiner>& joiners,
+  std::unique_ptr<TcpTransport> form(Quorum::NextGroup& next,
+                                     const std::vector<AdmissionQueue::Joiner>& joiners,
                                      const std::string& key) {
     TcpOptions options = options_;
     options.group.rendezvous = "a group that takes new ranks";
-    options.group.world = world() + static_cast<int>(growth.joined.size());
-    options.group.job = growth.name;  // joiners may come from another job of the launcher
+    options.group.world = world() + static_cast<int>(next.joined.size());
+    options.group.job = next.name;  // joiners may come from another job of the launcher
     options.group.joining = std::min(options_.group.join_timeout(), kFormWithJoiners);
-    options.group.callbacks =
-        RendezvousCallbacks{.address = address_,
-                            .publish =
-                                [&](const std::string& location) {
-                                  growth.location = location;
-                                  group_.store().set(key, growth.encode());
-                                  send_admissions(growth, joiners, world(), quorum_->number() + 1);
-                                },
-                            .read = [&growth] { return growth.location; }};
-    for (const Quorum::Joiner& n : joiners) options.group.callbacks->invited.push_back(n.socket.fd());
+    options.group.callbacks = RendezvousCallbacks{.address = address_,
+                                                  .publish =
+                                                      [&](const std::string& location) {
+                                                        next.location = location;
+                                                        group_.store().set(key, next.encode());
+                                                        admit(joiners, next, world(), quorum_->number() + 1);
+                                                      },
+                                                  .read = [&next] { return next.location; }};
+    for (const AdmissionQueue::Joiner& n : joiners) options.group.callbacks->invited.push_back(n.socket.fd());
     std::unique_ptr<TcpTransport> made;
     try {
       made = std::make_unique<TcpTransport>(options, quorum_, false);
@@ -276,8 +275,8 @@ class TcpTransport final : public Transport,
       if (rank() == 0) {
         print_error_line(fmt::format("no new rank has joined, and the others go on: {}", text_of(error)));
       }
-      if (rank() == 0 && growth.location.empty()) {  // not published yet
-        group_.store().set(key, Growth().encode());
+      if (rank() == 0 && next.location.empty()) {  // not published yet
+        group_.store().set(key, "");
         return nullptr;
       }
     }
@@ -291,7 +290,7 @@ class TcpTransport final : public Transport,
       all = all && has == "yes";
     }
     if (!all) return nullptr;
-    quorum_->grow(growth.name, growth.joined);
+    quorum_->grow(next);
     made->enter_quorum();
     quorum_ = nullptr;
     return made;
@@ -309,15 +308,15 @@ class TcpTransport final : public Transport,
       if (!failure_.empty()) throw CommError(failure_);
     }
     if (options.shrinkable && !quorum_) quorum_ = std::make_shared<Quorum>(address_, group_.key(), ports);
-    // Two lines: the contacts of the links and of the quorum.
-    group_.store().set(fmt::format("link/{}", rank()),
-                       made->contact() + (quorum_ ? "\n" + quorum_->contact() : ""));
+    Message mine;
+    mine.add("links", made->contact()).add("quorum", quorum_ ? quorum_->contact() : "");
+    group_.store().set(fmt::format("link/{}", rank()), mine.encode());
     std::vector<std::string> contacts;
     for (int r = 0; r < world(); ++r) {
-      std::istringstream theirs(group_.store().get(fmt::format("link/{}", r), deadline,
-                                                   fmt::format("waiting for rank {} to join", r)));
-      std::getline(theirs, contacts.emplace_back());
-      std::getline(theirs, quorum_contacts_.emplace_back());
+      const auto theirs = Message::decode(group_.store().get(fmt::format("link/{}", r), deadline,
+                                                             fmt::format("waiting for rank {} to join", r)));
+      contacts.push_back(theirs.text("links"));
+      quorum_contacts_.push_back(theirs.text("quorum"));
       if (quorum_ && quorum_contacts_.back().empty()) {
         throw CommError(
             fmt::format("rank {} is to go on without ranks that fail, rank {} is not: "

@@ -15,6 +15,7 @@
 
 #include "collectives/net/contact.h"
 #include "collectives/net/handshake.h"
+#include "collectives/net/message.h"
 #include "collectives/net/secret.h"
 #include "collectives/transport/tcp/crc32c.h"
 #include "runtime/util/error.h"
@@ -76,8 +77,8 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
     throw CommError(fmt::format(
         "connecting to rank {}: its address does not parse; are all ranks the same build?", rank));
   }
-  const auto me = static_cast<int32_t>(rank_);
-  const std::string hello(reinterpret_cast<const char*>(&me), sizeof me);
+  const gradwire::Message me = gradwire::Message().add("rank", rank_);
+  const gradwire::Frame hello{gradwire::Frame::Op::link, 0, "", me.encode()};
   const Credentials credentials{key_, purpose(theirs->name)};
   while (true) {
     Reach reached =
@@ -87,7 +88,7 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
       if (interrupted_) throw CommError(kFailedMeanwhile);
     }
     if (!reached.socket) throw CommError(fmt::format("connecting to rank {}: {}", rank, reached.why));
-    if (!send_all(*reached.socket, hello, deadline)) continue;
+    if (!send_frame(*reached.socket, hello, deadline)) continue;
     expect_full_buffers(*reached.socket);
     links_[static_cast<size_t>(rank)].socket = std::move(*reached.socket);
     return;
@@ -97,61 +98,31 @@ void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::tim
 void TcpLinks::accept_others(SteadyClock::time_point deadline,
                              const std::function<void(const std::string&)>& rejected) {
   const Credentials credentials{key_, purpose(name_)};
-  struct Caller {
-    Socket socket;
-    std::string from;
-    std::unique_ptr<Challenge> challenge;  // until answered
-    std::string said;                      // then: the bytes of its rank
+  PendingCallers pending(listener_, credentials);
+  const auto report = [&] {
+    for (const std::string& line : pending.take_log()) {
+      if (rejected) rejected(line);
+    }
   };
-  std::deque<Caller> callers;
-  Acceptor acceptor(listener_);
-  RejectedConnections rejections;
-  auto reject = [&](const Caller& c, const std::string& why) {
-    const std::string line = rejections.note(c.from, why);
-    if (!line.empty() && rejected) rejected(line);
-  };
-  auto missing = [&] {
+  const auto missing = [&] {
     std::string ranks;
     for (size_t r = static_cast<size_t>(rank_) + 1; r < links_.size(); ++r) {
       if (!links_[r].socket) ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", r);
     }
     return ranks;
   };
-  auto listen_to = [&](Caller& c) {
-    if (c.challenge) {
-      const auto state = c.challenge->advance(c.socket);
-      if (state == Challenge::State::refused) {
-        reject(c, c.challenge->why());
-        c.socket.close();
-      }
-      if (state != Challenge::State::proved) return;
-      c.challenge = nullptr;
-    }
-    int32_t rank = -1;
-    char bytes[sizeof rank];
-    const ssize_t n = recv(c.socket.fd(), bytes, sizeof bytes - c.said.size(), MSG_DONTWAIT);
-    if (n > 0) c.said.append(bytes, static_cast<size_t>(n));
-    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) c.socket.close();
-    if (c.said.size() < sizeof rank) return;
-    std::memcpy(&rank, c.said.data(), sizeof rank);
-    if (rank > rank_ && rank < static_cast<int>(links_.size()) && !links_[static_cast<size_t>(rank)].socket) {
-      expect_full_buffers(c.socket);
-      links_[static_cast<size_t>(rank)].socket = std::move(c.socket);
-    }
-    c.socket.close();
-  };
   while (!missing().empty()) {
     {
       std::lock_guard lock(mutex_);
       if (interrupted_) throw CommError(kFailedMeanwhile);
     }
-    std::vector<pollfd> entries = {{acceptor.fd(), POLLIN, 0}, {caller_wake_.fd(), POLLIN, 0}};
-    for (const Caller& c : callers) entries.push_back({c.socket.fd(), POLLIN, 0});
+    std::vector<pollfd> entries = {{caller_wake_.fd(), POLLIN, 0}};
+    pending.add_entries(entries);
     // Silent callers are also dropped.
-    const auto soon = SteadyClock::now() + acceptor.patience(kHandshakeTime / 5);
-    const bool waits = callers.empty() && acceptor.fd() >= 0;
-    poll(entries.data(), entries.size(), milliseconds_until(waits ? deadline : std::min(soon, deadline)));
-    if (!acceptor.refused().empty()) throw CommError("this rank " + acceptor.refused());
+    const std::chrono::milliseconds tick = pending.empty() ? std::chrono::hours(1) : kHandshakeTime / 5;
+    const auto soon = SteadyClock::now() + pending.patience(tick);
+    poll(entries.data(), entries.size(), milliseconds_until(std::min(soon, deadline)));
+    if (!pending.refused().empty()) throw CommError("this rank " + pending.refused());
     if (SteadyClock::now() >= deadline) {
       const Contact mine = contact_of(listener_, address_, name_);
       throw CommError(
@@ -159,20 +130,22 @@ void TcpLinks::accept_others(SteadyClock::time_point deadline,
                       "address of these reachable from there, and the port open",
                       missing(), fmt::join(mine.addresses, ", "), mine.port));
     }
-    for (Caller& c : callers) listen_to(c);
-    std::erase_if(callers, [](const Caller& c) { return !c.socket; });
-    for (size_t i = 0; i < kMaxUnauthenticated; ++i) {
-      auto socket = acceptor.accept();
-      if (!socket) break;
-      const std::string from = socket->peer_address();
-      callers.push_back({std::move(*socket), from, std::make_unique<Challenge>(credentials), ""});
-    }
-    while (callers.size() > links_.size() + kMaxUnauthenticated) {
-      reject(callers.front(), kTooMany);
-      callers.pop_front();
-    }
+    for (auto& caller : pending.advance(entries, links_.size())) accept_rank(std::move(caller));
+    report();
   }
-  for (const Caller& c : callers) reject(c, kSaidNothing);  // all ranks are connected
+  pending.reject_all(kSaidNothing);  // all ranks are connected
+  report();
+}
+
+void TcpLinks::accept_rank(PendingCallers::Caller caller) try {
+  if (caller.first.op != gradwire::Frame::Op::link) return;
+  const int world = static_cast<int>(links_.size());
+  const int rank = gradwire::Message::decode(caller.first.value).number("rank", rank_ + 1, world - 1);
+  Link& link = links_[static_cast<size_t>(rank)];
+  if (link.socket) return;
+  expect_full_buffers(caller.socket);
+  link.socket = std::move(caller.socket);
+} catch (const CommError&) {  // not a rank
 }
 
 // Returns the length on the connection. For a message being received, valid once its frame has arrived.

@@ -22,6 +22,8 @@
 #include <string>
 #include <vector>
 
+#include "collectives/net/listener.h"
+#include "collectives/net/pending_callers.h"
 #include "collectives/net/socket.h"
 #include "runtime/threads/thread.h"
 
@@ -94,6 +96,7 @@ class TcpLinks {
   };
 
   void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
+  void accept_rank(PendingCallers::Caller caller);
   void accept_others(SteadyClock::time_point deadline,
                      const std::function<void(const std::string& line)>& rejected);
   bool has_work() const;

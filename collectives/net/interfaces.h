@@ -1,0 +1,19 @@
+// The network interfaces of this host.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace gradwire {
+
+// Returns this host's addresses that other hosts might reach, IPv4 and IPv6, in the order of the interfaces,
+// and then the loopback address.
+std::vector<std::string> own_addresses();
+// Returns whether an interface of this host is in the same network as this address.
+bool in_own_network(const std::string& address);
+// Returns the address of the interface with this name. Throws BadInput that lists the existing interfaces.
+std::string address_of_interface(const std::string& name);
+// Throws the same error, prefixed with `what`.
+void check_interface(const std::string& what, const std::string& name);
+
+}  // namespace gradwire

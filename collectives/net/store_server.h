@@ -1,0 +1,53 @@
+// The server of a group's rendezvous store, in rank 0's process: see store.h.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/net/socket.h"
+#include "collectives/net/store.h"
+#include "runtime/threads/thread.h"
+
+namespace gradwire {
+
+class MessageQueue;
+
+class StoreServer {
+ public:
+  // Serves `listener`. Rejects connections that do not prove that they know `key` (handshake.h), with a line
+  // on stderr. Also rejects ranks of another job (job.h), with the reason.
+  StoreServer(Socket listener, int world, const std::string& key, const std::string& job = "")
+      : StoreServer(std::move(listener), world, key, job, StoreLimits(world)) {}
+  // `invited`: connections to the processes that become the last ranks. Each sends something once it has
+  // joined. If one hangs up before, the group fails at once.
+  StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
+              const StoreLimits& limits, std::vector<Socket> invited = {});
+  // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
+  ~StoreServer();
+  int port() const { return port_; }
+
+  // Waits for the oldest message of rank `from`. Returns nullopt at the deadline. Throws CommError if the
+  // group fails. Any thread may call it.
+  std::optional<std::string> take_message(int from, SteadyClock::time_point deadline);
+  // Returns the reason why the group has failed; "" if it has not.
+  std::string failure() const;
+
+  // How long the server stays up at the end.
+  static constexpr std::chrono::milliseconds kLinger{2000};
+  // Two processes may claim the same rank because they belong to different runs. While the group forms and
+  // this long afterwards, the server cannot tell which of them belongs to this run, so the group fails. Later
+  // the server rejects the second process.
+  static constexpr std::chrono::milliseconds kForming{3000};
+
+ private:
+  class Loop;
+  std::unique_ptr<MessageQueue> messages_;
+  std::unique_ptr<Loop> loop_;
+  int port_ = 0;
+  Thread thread_;
+};
+
+}  // namespace gradwire
