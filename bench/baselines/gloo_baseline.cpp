@@ -69,15 +69,11 @@ class GatheringStore final : public ::gloo::rendezvous::Store {
  private:
   std::vector<std::vector<char>> gather(const std::vector<char>& mine) {
     const std::string what = "addresses of the baseline's ranks";
-    auto lengths = all_gather(comm_.transport(), stream_, {static_cast<double>(mine.size())}, what);
-    std::vector<double> padded(mine.begin(), mine.end());
-    padded.resize(static_cast<size_t>((*std::max_element(lengths.begin(), lengths.end()))[0]));
-    std::vector<std::vector<char>> all;
-    for (const std::vector<double>& bytes : all_gather(comm_.transport(), stream_, padded, what)) {
-      auto& one = all.emplace_back();
-      for (double byte : bytes) one.push_back(static_cast<char>(byte));
-      one.resize(static_cast<size_t>(lengths[all.size() - 1][0]));
-    }
+    const std::vector<size_t> lengths = all_gather_value(comm_.transport(), stream_, mine.size(), what);
+    std::vector<char> padded = mine;
+    padded.resize(*std::max_element(lengths.begin(), lengths.end()));
+    auto all = all_gather(comm_.transport(), stream_, padded, what);
+    for (size_t r = 0; r < all.size(); ++r) all[r].resize(lengths[r]);
     return all;
   }
 

@@ -34,9 +34,7 @@ NcclBaseline::NcclBaseline(Communicator& comm, const Stream& stream) : impl_(new
   const NcclApi& nccl = NcclApi::loaded();
   ncclUniqueId id{};
   if (comm.rank() == 0) check(nccl.get_unique_id(&id), "ncclGetUniqueId");
-  const std::vector<double> bytes(id.internal, id.internal + sizeof id.internal);
-  const auto all = all_gather(comm.transport(), stream, bytes, "the baseline's unique id");
-  for (size_t i = 0; i < sizeof id.internal; ++i) id.internal[i] = static_cast<char>(all[0][i]);
+  id = all_gather_value(comm.transport(), stream, id, "the baseline's unique id")[0];
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   check(nccl.init_rank(&impl_->comm, comm.world(), id, comm.rank(), &config), "ncclCommInitRankConfig");
 }
@@ -65,11 +63,8 @@ double NcclBaseline::time_us(int64_t count, int warmup, int iterations) {
   const double mine =
       std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
       iterations;
-  double slowest = 0;
-  for (const auto& theirs : all_gather(impl_->group.transport(), stream, {mine}, "the baseline's times")) {
-    slowest = std::max(slowest, theirs[0]);
-  }
-  return slowest;
+  const auto all = all_gather_value(impl_->group.transport(), stream, mine, "the baseline's times");
+  return *std::max_element(all.begin(), all.end());
 }
 
 bool NcclBaseline::available() {

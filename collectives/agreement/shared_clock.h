@@ -17,7 +17,7 @@ struct SharedInstant {
 // Returns one instant on every rank's clock, by a few round trips between rank 0 and each other rank. The
 // error is half of the shortest round trip; clocks that differ by at most that are taken to be the same (as
 // they are for processes on one machine). Afterwards, clocks of two machines drift apart by some microseconds
-// per second. `now`: this process's clock; tests pass their own. Collective; blocks.
+// per second. `now`: this process's clock; tests replace it. Collective; blocks.
 SharedInstant agree_on_instant(
     Transport& transport,
     const std::function<std::chrono::steady_clock::time_point()>& now = std::chrono::steady_clock::now);

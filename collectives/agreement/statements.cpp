@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
+#include <cstdint>
 
 #include "collectives/agreement/all_gather.h"
 #include "runtime/util/error.h"
@@ -12,28 +12,17 @@
 namespace gradwire {
 namespace {
 
-// The bits that a double holds exactly.
-double digest(uint64_t hash) {
-  return static_cast<double>(hash >> 11);
-}
+// Bytes of a quoted text; longer texts are truncated.
+constexpr size_t kQuoted = 256;
 
-// A text is sent as this many doubles; longer texts are truncated.
-constexpr size_t kTextDoubles = 32;
-
-std::vector<double> packed(std::string text) {
-  constexpr size_t kMost = kTextDoubles * sizeof(double) - 1;
-  if (text.size() > kMost) text.replace(kMost - 3, text.npos, "...");
-  std::vector<double> numbers(kTextDoubles);
-  std::memcpy(numbers.data(), text.data(), text.size());
-  return numbers;
-}
-
-std::string unpacked(const std::vector<double>& numbers) {
-  return reinterpret_cast<const char*>(numbers.data());
+std::string quoted(std::string text) {
+  if (text.size() >= kQuoted) text.replace(kQuoted - 4, text.npos, "...");
+  text.resize(kQuoted);
+  return text;
 }
 
 // Returns the first rank that differs from rank 0; 0 if none.
-size_t odd_one(const std::vector<std::vector<double>>& all, size_t column) {
+size_t differing_rank(const std::vector<std::vector<uint64_t>>& all, size_t column) {
   for (size_t r = 1; r < all.size(); ++r) {
     if (all[r][column] != all[0][column]) return r;
   }
@@ -44,29 +33,29 @@ size_t odd_one(const std::vector<std::vector<double>>& all, size_t column) {
 
 void agree_on(Transport& transport, const Stream& stream, const std::vector<std::string>& statements,
               const std::string& what) {
-  std::vector<double> digests;
+  std::vector<uint64_t> digests;
   uint64_t all = 0;
   for (const std::string& statement : statements) {
-    digests.push_back(digest(mix(0, statement)));
+    digests.push_back(mix(0, statement));
     all = mix(all, statement);
   }
   const auto counts =
-      all_gather(transport, stream, {static_cast<double>(statements.size()), digest(all)}, what);
-  if (odd_one(counts, 0) == 0 && odd_one(counts, 1) == 0) return;
+      all_gather<uint64_t>(transport, stream, {static_cast<uint64_t>(statements.size()), all}, what);
+  if (differing_rank(counts, 0) == 0 && differing_rank(counts, 1) == 0) return;
 
   // Find the first statement that differs, which only some ranks may have.
-  double least = counts[0][0];
+  uint64_t least = counts[0][0];
   for (const auto& c : counts) least = std::min(least, c[0]);
   digests.resize(static_cast<size_t>(least));
   const auto theirs = all_gather(transport, stream, digests, what + ", finding what differs");
   size_t at = 0;
-  while (at < digests.size() && odd_one(theirs, at) == 0) ++at;
+  while (at < digests.size() && differing_rank(theirs, at) == 0) ++at;
   const std::string mine = at < statements.size() ? statements[at] : "nothing more";
-  const auto texts = all_gather(transport, stream, packed(mine), what + ", quoting what differs");
+  const auto texts = all_gather_bytes(transport, stream, quoted(mine), what + ", quoting what differs");
   size_t odd = 1;
-  while (odd + 1 < texts.size() && unpacked(texts[odd]) == unpacked(texts[0])) ++odd;
+  while (odd + 1 < texts.size() && texts[odd] == texts[0]) ++odd;
   const std::string text = fmt::format("ranks disagree: {} has \"{}\" on rank 0, \"{}\" on rank {}", what,
-                                       unpacked(texts[0]), unpacked(texts[odd]), odd);
+                                       texts[0].c_str(), texts[odd].c_str(), odd);
   transport.abort(text);
   throw CommError(fmt::format("rank {}: {}", transport.rank(), text));
 }

@@ -66,9 +66,8 @@ void Communicator::set_ranks_per_node(int ranks) {
 void Communicator::agree_on_ranks_per_node(int ranks_here) {
   bool agreed = ranks_here > 0 && world() % ranks_here == 0;
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
-  for (const auto& theirs :
-       all_gather(*transport_, stream, {static_cast<double>(ranks_here)}, "ranks per node")) {
-    agreed = agreed && theirs[0] == ranks_here;
+  for (const int64_t theirs : all_gather_value(*transport_, stream, int64_t{ranks_here}, "ranks per node")) {
+    agreed = agreed && theirs == ranks_here;
   }
   ranks_per_node_ = agreed ? ranks_here : 0;
 }
@@ -117,11 +116,11 @@ std::unique_ptr<Communicator> Communicator::grow() {
 }
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
-  const auto all = all_gather(*transport_, stream, {static_cast<double>(color), static_cast<double>(key)},
-                              "a split of the communicator");
-  std::vector<std::pair<double, int>> members;
+  const auto all =
+      all_gather(*transport_, stream, std::vector<int64_t>{color, key}, "a split of the communicator");
+  std::vector<std::pair<int64_t, int>> members;
   for (int r = 0; r < world(); ++r) {
-    const auto& theirs = all[static_cast<size_t>(r)];
+    const std::vector<int64_t>& theirs = all[static_cast<size_t>(r)];
     if (color >= 0 && theirs[0] == color) members.emplace_back(theirs[1], r);
   }
   std::sort(members.begin(), members.end());

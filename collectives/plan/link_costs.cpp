@@ -124,13 +124,9 @@ class Meter {
   // Returns the slowest rank's time. Ranks must exchange the same number of bytes, so they choose it by the
   // same time.
   double slowest_us(double mine) {
-    double slowest = mine;
-    for (const auto& theirs :
-         all_gather(transport_, stream_, {mine}, "agreeing on the bytes to measure with")) {
-      slowest = std::max(slowest, theirs[0]);
-    }
+    const auto all = all_gather_value(transport_, stream_, mine, "agreeing on the bytes to measure with");
     transport_.begin_call(stream_, call_);
-    return slowest;
+    return *std::max_element(all.begin(), all.end());
   }
 
   Transport& transport_;

@@ -159,15 +159,9 @@ std::string random_id() {
 }
 
 // Returns rank 0's id. Collective.
-std::string agreed_id(const RankState& rank, const std::string& id) {
-  std::vector<double> words(2);  // 32 bits each
-  if (rank.comm.rank() == 0) {
-    for (size_t i = 0; i < words.size(); ++i) {
-      words[i] = static_cast<double>(std::stoul(id.substr(8 * i, 8), nullptr, 16));
-    }
-  }
-  words = all_gather(rank.comm.transport(), rank.stream, words, "a checkpoint's id")[0];
-  return fmt::format("{:08x}{:08x}", static_cast<uint32_t>(words[0]), static_cast<uint32_t>(words[1]));
+std::string agreed_id(const RankState& rank, std::string id) {
+  id.resize(16);
+  return all_gather_bytes(rank.comm.transport(), rank.stream, id, "a checkpoint's id")[0];
 }
 
 std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,

@@ -9,7 +9,7 @@
 #include <numeric>
 
 #include "collectives/agreement/all_gather.h"
-#include "collectives/net/membership.h"
+#include "collectives/net/rendezvous.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "trainer/checkpoint/folder.h"
@@ -21,6 +21,14 @@ namespace {
 
 // All ranks learn of a failure within the deadline plus five seconds (docs/faults.md).
 constexpr std::chrono::seconds kBeyondDeadline{10};
+
+// A rank's description of the step to continue from. Sent as bytes, so it has no padding.
+struct StepDescription {
+  int64_t epoch = 0, images = 0;
+  int64_t evaluation_due = 0, checkpoint_due = 0;  // 0 or 1
+  double residual_norm = 0;                        // of this rank
+};
+static_assert(sizeof(StepDescription) == 40);
 
 // Returns the settings without those that are specific to the launch.
 TrainConfig as_launched(TrainConfig config) {
@@ -44,7 +52,7 @@ Elastic::Elastic(const TrainConfig& config, Communicator& comm)
       next_number_(comm.world()),
       kept_(!from_checkpoints_) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
-  reported_ = ranks_;
+  record_.reported = ranks_;
 }
 
 Elastic::Elastic(const TrainConfig& config)
@@ -75,13 +83,13 @@ TrainConfig Elastic::config_for(int world) const {
 std::string Elastic::remedy() const {
   const std::string& folder = launched_.checkpoint_directory;
   if (folder.empty()) return "start the run again; with --checkpoint DIR it could be resumed";
-  return fmt::format("go on from the newest checkpoint with --checkpoint {0} --resume {0}", folder);
+  return fmt::format("continue from the newest checkpoint with --checkpoint {0} --resume {0}", folder);
 }
 
 void Elastic::regroup(const std::string& why) {
-  if (!failed_at_) {
-    failed_at_ = std::chrono::steady_clock::now();
-    why_ = why;
+  if (!record_.failed_at) {
+    record_.failed_at = std::chrono::steady_clock::now();
+    record_.why = why;
   }
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(launched_.timeout_s * 1e3));
   std::vector<int> left;
@@ -89,11 +97,11 @@ void Elastic::regroup(const std::string& why) {
   try {
     next = comm().regroup(timeout + kBeyondDeadline, left);
   } catch (const CommError& error) {
-    throw CommError(fmt::format("{}; --elastic cannot go on: {}; if no other rank has gone on, {}", why,
+    throw CommError(fmt::format("{}; --elastic cannot continue: {}; if no other rank has continued, {}", why,
                                 error.what(), remedy()));
   }
   for (int& rank : left) rank = rank < 0 ? kUnknown : ranks_[static_cast<size_t>(rank)];
-  others_ = others_ || left != ranks_;
+  retries_.others = retries_.others || left != ranks_;
   ranks_ = std::move(left);
   group_ = std::move(next);
   if (comm().world() < launched_.elastic.least) {
@@ -105,7 +113,7 @@ void Elastic::regroup(const std::string& why) {
         fmt::format("{} of {} ranks are left (lost: {}), fewer than the {} that --elastic {} asks for; {}. "
                     "The first error: {}",
                     comm().world(), next_number_, fmt::join(gone, ", "), launched_.elastic.least,
-                    launched_.elastic.to_string(), remedy(), why_));
+                    launched_.elastic.to_string(), remedy(), record_.why));
   }
   config_ = config_for(comm().world());
 }
@@ -119,14 +127,14 @@ int64_t Elastic::reached() const {
 // checkpoints (cli/resolve_run.cpp).
 void Elastic::go_back_to_checkpoint() {
   const std::string& folder = launched_.checkpoint_directory;
-  double found = -1;
+  int64_t found = -1;
   if (comm().rank() == 0) {
     const std::optional<std::string> newest = find_checkpoint(folder).path;
-    if (newest) found = static_cast<double>(read_head(*newest).position.step);
+    if (newest) found = read_head(*newest).position.step;
   }
-  const double step =
-      all_gather(comm().transport(), Stream::immediate_host(), {found}, "the newest checkpoint")[0][0];
-  config_.resume = step < 0 ? resumed_ : NewCheckpoint::final_path(folder, static_cast<int64_t>(step));
+  const int64_t step =
+      all_gather_value(comm().transport(), Stream::immediate_host(), found, "the newest checkpoint")[0];
+  config_.resume = step < 0 ? resumed_ : NewCheckpoint::final_path(folder, step);
   start_ = Start{config_.resume.empty() ? Position{} : read_head(config_.resume).position};
   joiners_.clear();
   kept_.go_back_to(-1);
@@ -134,30 +142,30 @@ void Elastic::go_back_to_checkpoint() {
 
 bool Elastic::agree() {
   if (!group_) return true;
-  const auto number = [](int64_t value) { return static_cast<double>(value); };
-  const auto me = static_cast<size_t>(comm().rank());
-  const auto told = all_gather(comm().transport(), Stream::immediate_host(),
-                               {number(reached()), number(evaluated_), number(finished_ ? 1 : 0),
-                                number(ranks_[me]), number(next_number_)},
-                               "the step to go on from");
+  const ElasticState mine{.reached = reached(),
+                          .evaluated = evaluated_,
+                          .finished = finished_ ? 1 : 0,
+                          .number = ranks_[static_cast<size_t>(comm().rank())],
+                          .next_number = next_number_};
+  const std::vector<ElasticState> states =
+      all_gather_value(comm().transport(), Stream::immediate_host(), mine, "the step to continue from");
   joiners_.clear();
-  double oldest = std::numeric_limits<double>::infinity();
-  for (size_t r = 0; r < told.size(); ++r) {
-    if (told[r][0] < 0) joiners_.push_back(static_cast<int>(r));
-    if (told[r][0] >= 0) oldest = std::min(oldest, told[r][0]);
+  int64_t step = std::numeric_limits<int64_t>::max();
+  for (size_t r = 0; r < states.size(); ++r) {
+    if (states[r].reached < 0) joiners_.push_back(static_cast<int>(r));
+    if (states[r].reached >= 0) step = std::min(step, states[r].reached);
   }
-  if (joiners_.size() == told.size()) {
+  if (joiners_.size() == states.size()) {
     throw Error(fmt::format("all ranks that had the run's state are lost; {}", remedy()));
   }
-  if (told[0][2] != 0) return false;
-  number_ranks(told);
-  const auto step = static_cast<int64_t>(oldest);
-  const bool got_further = others_ || broke_at_ != step;
-  fruitless_ = got_further ? 0 : fruitless_ + 1;
-  broke_at_ = step;
-  others_ = false;
-  if (fruitless_ > 1) {
-    throw Error(fmt::format("step {} breaks again and again, though no rank is lost: {}", step, why_));
+  if (states[0].finished != 0) return false;
+  number_ranks(states);
+  const bool progress = retries_.others || retries_.broke_at != step;
+  retries_.fruitless = progress ? 0 : retries_.fruitless + 1;
+  retries_.broke_at = step;
+  retries_.others = false;
+  if (retries_.fruitless > 1) {
+    throw Error(fmt::format("step {} breaks again and again, though no rank is lost: {}", step, record_.why));
   }
   if (from_checkpoints_) {
     go_back_to_checkpoint();
@@ -165,62 +173,71 @@ bool Elastic::agree() {
   }
   agree_on_kept(step);
   const KeptSteps::Due& due = start_kept_.due;
-  bool saved = false;
-  if (due.checkpoint) {  // a rank that wrote its part does not know whether rank 0 completed the checkpoint
-    const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
-    saved = all_gather(comm().transport(), Stream::immediate_host(), {number(checkpoint_world(path))},
-                       "the last checkpoint")[0][0] > 0;
-  }
-  start_ = {start_kept_.position, due.evaluation && told[0][1] != oldest, due.checkpoint && !saved};
+  start_ = {start_kept_.position, due.evaluation && states[0].evaluated != step,
+            due.checkpoint && !is_saved(step)};
   return true;
 }
 
+// Returns whether rank 0 has completed the checkpoint after `step`; another rank knows only of its part.
+// Collective.
+bool Elastic::is_saved(int64_t step) {
+  const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
+  return all_gather_value(comm().transport(), Stream::immediate_host(), checkpoint_world(path),
+                          "the last checkpoint")[0] > 0;
+}
+
 // Gives joiners the next numbers, in rank order.
-void Elastic::number_ranks(const std::vector<std::vector<double>>& told) {
-  for (const auto& theirs : told) next_number_ = std::max(next_number_, static_cast<int>(theirs[4]));
-  for (size_t r = 0; r < told.size(); ++r) {
-    const int known = static_cast<int>(told[r][3]);
+void Elastic::number_ranks(const std::vector<ElasticState>& states) {
+  for (const ElasticState& state : states) {
+    next_number_ = std::max(next_number_, static_cast<int>(state.next_number));
+  }
+  for (size_t r = 0; r < states.size(); ++r) {
+    const int known = static_cast<int>(states[r].number);
     ranks_[r] = known == kUnknown ? next_number_++ : known;
   }
 }
 
-// Shares rank 0's data on the step, and the residual norm of every rank in the group.
+bool Elastic::is_joiner() {
+  return std::find(joiners_.begin(), joiners_.end(), comm().rank()) != joiners_.end();
+}
+
+// Shares rank 0's description of the step, and the residual norm of every rank in the group.
 void Elastic::agree_on_kept(int64_t step) {
-  const auto me = static_cast<size_t>(comm().rank());
-  const bool joins = std::find(joiners_.begin(), joiners_.end(), comm().rank()) != joiners_.end();
-  if (!joins) {
+  if (!is_joiner()) {
     kept_.go_back_to(step);
     start_kept_ = kept_.at(step);
   }
   if (joiners_.empty()) return;
-  const KeptSteps::Kept& kept = start_kept_;
-  const auto mine = std::find(kept.ranks.begin(), kept.ranks.end(), ranks_[me]) - kept.ranks.begin();
-  const double norm = joins ? 0 : kept.residual_norms.at(static_cast<size_t>(mine));
-  const auto told =
-      all_gather(comm().transport(), Stream::immediate_host(),
-                 {static_cast<double>(kept.position.epoch), static_cast<double>(kept.position.images),
-                  kept.due.evaluation ? 1.0 : 0, kept.due.checkpoint ? 1.0 : 0, norm},
-                 "what is known of the step to go on from");
-  if (joins) {
-    start_kept_ = {.position = {.step = step,
-                                .epoch = static_cast<int64_t>(told[0][0]),
-                                .images = static_cast<int64_t>(told[0][1])},
-                   .due = {.evaluation = told[0][2] != 0, .checkpoint = told[0][3] != 0},
-                   .ranks = {},
-                   .residual_norms = {}};
+  StepDescription mine{.epoch = start_kept_.position.epoch,
+                       .images = start_kept_.position.images,
+                       .evaluation_due = start_kept_.due.evaluation ? 1 : 0,
+                       .checkpoint_due = start_kept_.due.checkpoint ? 1 : 0};
+  if (!is_joiner()) {
+    const int number = ranks_[static_cast<size_t>(comm().rank())];
+    const auto at = std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), number);
+    mine.residual_norm = start_kept_.residual_norms.at(static_cast<size_t>(at - start_kept_.ranks.begin()));
+  }
+  const std::vector<StepDescription> all =
+      all_gather_value(comm().transport(), Stream::immediate_host(), mine, "the state to continue from");
+  if (is_joiner()) {
+    start_kept_ = {
+        .position = {.step = step, .epoch = all[0].epoch, .images = all[0].images},
+        .due = {.evaluation = all[0].evaluation_due != 0, .checkpoint = all[0].checkpoint_due != 0},
+        .ranks = {},
+        .residual_norms = {}};
   }
   // Keeps lost ranks as long as this step is the one to return to.
-  for (size_t r = 0; r < told.size(); ++r) {
+  for (size_t r = 0; r < all.size(); ++r) {
     if (std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), ranks_[r]) != start_kept_.ranks.end())
       continue;
     start_kept_.ranks.push_back(ranks_[r]);
-    start_kept_.residual_norms.push_back(told[r][4]);
+    start_kept_.residual_norms.push_back(all[r].residual_norm);
   }
-  if (!joins) kept_.describe(start_kept_);
+  if (!is_joiner()) kept_.describe(start_kept_);
 }
 
 bool Elastic::restore(const RankState& rank) {
-  const bool joins = std::find(joiners_.begin(), joiners_.end(), comm().rank()) != joiners_.end();
+  const bool joins = is_joiner();
   const bool carried = !joins && kept_.restore(rank, start_->position.step);
   if (joiners_.empty()) return carried;
   hand_over(rank, joiners_);
@@ -234,7 +251,7 @@ bool Elastic::restore(const RankState& rank) {
 
 std::vector<int> Elastic::lost() const {
   std::vector<int> lost;
-  std::set_difference(reported_.begin(), reported_.end(), ranks_.begin(), ranks_.end(),
+  std::set_difference(record_.reported.begin(), record_.reported.end(), ranks_.begin(), ranks_.end(),
                       std::back_inserter(lost));
   return lost;
 }
@@ -244,25 +261,25 @@ Elastic::Changes Elastic::resumed() {
   const auto since = [&](const auto& begin) { return std::chrono::duration<double>(now - *begin).count(); };
   Changes changes;
   std::vector<int> joined;
-  std::set_difference(ranks_.begin(), ranks_.end(), reported_.begin(), reported_.end(),
+  std::set_difference(ranks_.begin(), ranks_.end(), record_.reported.begin(), record_.reported.end(),
                       std::back_inserter(joined));
   if (!joined.empty()) {
-    changes.grown =
-        GrowRecord{.step = start_->position.step,
-                   .joined = std::move(joined),
-                   .ranks = ranks_,
-                   .global_batch = config_.global_batch(),
-                   .lr = config_.lr,
-                   .seconds = stopped_at_ ? since(stopped_at_) : std::numeric_limits<double>::quiet_NaN()};
+    changes.grown = GrowRecord{
+        .step = start_->position.step,
+        .joined = std::move(joined),
+        .ranks = ranks_,
+        .global_batch = config_.global_batch(),
+        .lr = config_.lr,
+        .seconds = record_.stopped_at ? since(record_.stopped_at) : std::numeric_limits<double>::quiet_NaN()};
   }
-  if (failed_at_) {
+  if (record_.failed_at) {
     ShrinkRecord& record = changes.shrunk.emplace(ShrinkRecord{.step = start_->position.step,
                                                                .lost = lost(),
                                                                .ranks = ranks_,
                                                                .global_batch = config_.global_batch(),
                                                                .lr = config_.lr,
-                                                               .seconds = since(failed_at_),
-                                                               .why = std::move(why_),
+                                                               .seconds = since(record_.failed_at),
+                                                               .why = std::move(record_.why),
                                                                .goes_back = from_checkpoints_});
     for (const int rank : record.lost) {
       if (from_checkpoints_) {  // the checkpoint has the residual
@@ -276,10 +293,7 @@ Elastic::Changes Elastic::resumed() {
               : start_kept_.residual_norms[static_cast<size_t>(at - start_kept_.ranks.begin())]);
     }
   }
-  reported_ = ranks_;
-  why_.clear();
-  failed_at_.reset();
-  stopped_at_.reset();
+  record_ = {.reported = ranks_};
   return changes;
 }
 
@@ -313,14 +327,14 @@ void Elastic::join(std::unique_ptr<Communicator> comm) {
 bool Elastic::grow() {
   const auto now = std::chrono::steady_clock::now();
   next_ = comm().grow();
-  if (next_) stopped_at_ = now;
+  if (next_) record_.stopped_at = now;
   return has_grown();
 }
 
 void Elastic::move_on() {
   group_ = std::move(next_);
   ranks_.resize(static_cast<size_t>(group_->world()), kUnknown);
-  others_ = true;
+  retries_.others = true;
   config_ = config_for(group_->world());
 }
 

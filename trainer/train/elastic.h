@@ -3,7 +3,7 @@
 //   a step breaks     every survivor's operations fail (transport.h), and its RankTrainer is destroyed
 //   regroup()         the survivors form a new group (net/quorum.h), with or without rank 0
 //   agree()           they compare the steps each has finished, and choose the newest that all have finished
-//   new RankTrainers  each restores its own snapshot of that step (kept_steps.h) and repeats the next step
+//   new RankTrainers  each restores its snapshot of that step (kept_steps.h) and repeats the next step
 //
 // So a step is applied by all survivors or by none: a rank that had already applied it drops the result.
 // Weights, moments and factors are equal on all ranks after a step that all have finished, so no state is
@@ -15,7 +15,7 @@
 //   grow()            after the next step the ranks form a group with the joiners, and destroy their
 //                     RankTrainers
 //   agree()           as above; joiners have no state, and get numbers that no rank has had
-//   new RankTrainers  each continues from its own state. Joiners receive the state from the others
+//   new RankTrainers  each continues from its state. Joiners receive the state from the others
 //                     (hand_over.h), except residuals, which start at 0
 //
 // A joiner without state is expendable: on any failure it leaves and retries.
@@ -42,6 +42,18 @@
 
 namespace gradwire {
 
+// The state that each rank of a new group sends to the others. Sent as bytes, so it has no padding.
+struct ElasticState {
+  int64_t reached = -1;     // steps done, as far as this process knows; -1: no state
+  int64_t evaluated = -1;   // step of the latest evaluation that rank 0 has reported
+  int64_t finished = 0;     // 1: rank 0 has reported the end of the run
+  int64_t number = -1;      // launch or join number; -1: unknown
+  int64_t next_number = 0;  // of the next joiner
+};
+static_assert(sizeof(ElasticState) == 40);
+
+// The state that a process keeps while its groups change. Most functions use most members, so the class is
+// not split further.
 class Elastic {
  public:
   // Starts this process's part of a run with `comm`, which must be shrinkable and outlive the object.
@@ -80,7 +92,7 @@ class Elastic {
   bool has_begun() const { return reached() >= 0; }
   // Forms a group of the survivors. Collective over them. Throws CommError when they do not find each other,
   // when this rank was left out, or when other ranks may have continued without it (split brain). Throws
-  // Error when fewer ranks are left than --elastic allows. Both messages say what to do.
+  // Error when fewer ranks are left than --elastic allows. Both messages name the remedy.
   void regroup(const std::string& why);
   // Agrees on the step to continue from. Collective over a new group; does nothing in the first group.
   // Returns false if rank 0 has already reported the end of the run. Throws Error when the same step breaks
@@ -98,13 +110,13 @@ class Elastic {
   // Returns whether the run returns to a checkpoint when ranks are lost or join (--shard). start() is then
   // the position of config().resume, or the start of the run.
   bool from_checkpoints() const { return from_checkpoints_; }
-  // Restores the state of start(). Collective over a group with joiners. Returns as KeptSteps::restore(). Not
-  // to be called if from_checkpoints().
+  // Restores the state of start(). Collective over a group with joiners. Returns as KeptSteps::restore().
+  // Must not be called if from_checkpoints().
   bool restore(const RankState& rank);
   // Returns whether this process has replaced a lost rank 0 and has not reported yet.
   bool takes_over() { return start_ && comm().rank() == 0 && !announced_; }
   // Returns whether this process is rank 0 and earlier reports of steps after start() are now void.
-  bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && failed_at_; }
+  bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && record_.failed_at; }
   void announced() { announced_ = true; }
   // Returns the changes to report: the ranks that joined, the ranks that were lost, or, with no change of
   // ranks, that the group has formed again. Call when the group is ready for its next step; later losses
@@ -116,18 +128,33 @@ class Elastic {
   Changes resumed();
   // Enqueues a snapshot on the rank's stream, after a step or before the first: see KeptSteps.
   void keep(const RankState& rank, const Position& position, KeptSteps::Due due);
-  // Rank 0 has reported the evaluation after `step`.
+  // Records that rank 0 has reported the evaluation after `step`.
   void evaluated(int64_t step) { evaluated_ = step; }
   void finished();
 
  private:
   static constexpr int kUnknown = -1;
 
+  // For the next records.
+  struct Record {
+    std::vector<int> reported = {};  // ranks in the latest record
+    std::string why = {};            // the first error since then
+    std::optional<std::chrono::steady_clock::time_point> failed_at = {}, stopped_at = {};
+  };
+  // For noticing that a step breaks again and again.
+  struct Retries {
+    int64_t broke_at = -1;  // the newest step that all had finished at the latest agree()
+    bool others = false;    // ranks were lost or replaced since the latest agree()
+    int fruitless = 0;      // regroups without a lost rank or a finished step
+  };
+
   TrainConfig config_for(int world) const;
   int64_t reached() const;  // steps done, as far as this process knows; -1: no state
   void go_back_to_checkpoint();
   std::string remedy() const;
-  void number_ranks(const std::vector<std::vector<double>>& told);
+  bool is_joiner();
+  bool is_saved(int64_t step);
+  void number_ranks(const std::vector<ElasticState>& states);
   void agree_on_kept(int64_t step);
   std::vector<int> lost() const;
 
@@ -147,13 +174,8 @@ class Elastic {
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;
-  int64_t broke_at_ = -1;  // the newest step that all had finished at the latest agree()
-  // For the next records.
-  std::vector<int> reported_;  // ranks in the latest report
-  std::string why_;
-  std::optional<std::chrono::steady_clock::time_point> failed_at_, stopped_at_;
-  bool others_ = false;  // ranks were lost or replaced since the latest agree()
-  int fruitless_ = 0;    // regroups without a lost rank or a finished step
+  Record record_;
+  Retries retries_;
 };
 
 }  // namespace gradwire
