@@ -425,7 +425,7 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
     }
     for (uint32_t id : {1, 0}) {
       const Socket& socket = connections[id == 1 ? 0 : 1];
-      char hello[64];
+      char hello[256];
       wait_readable(socket.fd(), in(10s));
       EXPECT_GT(recv(socket.fd(), hello, sizeof hello, 0), 0);
       send_frame(socket, {Frame::Op::ok, id, "", ""}, in(10s));
