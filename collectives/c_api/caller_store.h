@@ -1,4 +1,4 @@
-// A caller's key-value store as the place where ranks meet: gw_comm_options.store.
+// A caller's key-value store as a rendezvous: gw_comm_options.store.
 #pragma once
 
 #include <chrono>

@@ -107,7 +107,7 @@ std::string checked_tag(const char* tag);
 // that different tags stay different.
 std::string quoted(const std::string& tag);
 
-// "local://": threads of one process meet under a name. Blocks until all have arrived.
+// "local://": threads of one process join under a name. Blocks until all have arrived.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);
 

@@ -86,7 +86,8 @@ std::unique_ptr<Communicator> join_group(const gw_comm_options& o, GroupOptions 
       fmt::format("rendezvous '{}' is none of tcp://HOST:PORT, file:///PATH, nccl://, local://NAME", text));
 }
 
-std::unique_ptr<Communicator> meet_in_store(const gw_comm_options& o, GroupOptions group, Device device) {
+std::unique_ptr<Communicator> join_through_store(const gw_comm_options& o, GroupOptions group,
+                                                 Device device) {
   const gw_store store = checked_store(o.store);
   if (group.world == 1) return Communicator::create_single(device);
   group.rendezvous = "the caller's store";
@@ -145,7 +146,7 @@ std::unique_ptr<Communicator> create(const gw_comm_options& o) {
   require(o.world >= 1 && o.world <= kMostRanks, "world is {}; it must be from 1 to {}", o.world, kMostRanks);
   require(o.rank >= 0 && o.rank < o.world, "rank is {} in a world of {}", o.rank, o.world);
   const Device device = checked_device(o.device);
-  std::unique_ptr<Communicator> made = o.store != nullptr ? meet_in_store(o, group, device)
+  std::unique_ptr<Communicator> made = o.store != nullptr ? join_through_store(o, group, device)
                                        : o.world == 1     ? Communicator::create_single(device)
                                                           : join_group(o, group, device);
   made->set_ranks_per_node(o.ranks_per_node);
