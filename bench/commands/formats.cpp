@@ -247,7 +247,7 @@ void add_formats(CLI::App& app, int&) {
       ->excludes(gradients);
   command->add_option("--draws", o->draws, "Encodings of each row by formats that round stochastically")
       ->check(CLI::Range(2, 1 << 20));
-  command->add_option("--seed", o->seed, "Seed of values and rounding");
+  command->add_option("--seed", o->seed, "Seed of values and rounding")->check(CLI::NonNegativeNumber);
   command->add_option("--size", o->speed_bytes, "Bytes of the gradient whose encoding and decoding is timed")
       ->transform(size_value(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));

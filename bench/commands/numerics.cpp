@@ -160,7 +160,7 @@ void add_numerics(CLI::App& app, int&) {
       ->delimiter(',')
       ->check(CLI::Range(2, kMaxInputs + 1));
   command->add_option("--elements", o->elements, "Number of values per rank")->check(CLI::Range(1, 1 << 26));
-  command->add_option("--seed", o->seed, "Seed of the values");
+  command->add_option("--seed", o->seed, "Seed of the values")->check(CLI::NonNegativeNumber);
   command
       ->add_option("--spec", o->specs,
                    "A wire format; repeatable (default: fp32, and bf16, fp8 and int8 with either rounding)")

@@ -23,14 +23,13 @@ struct ValueOf<std::optional<T>> {
 
 template <typename T>
 struct Limits {
-  T least = std::numeric_limits<T>::lowest(), most = std::numeric_limits<T>::max();
+  T least, most;
 };
 
 // CLI11 by itself reads "" as 0 and 010 as octal, and wraps -1 into an unsigned.
 template <typename T>
 CLI::Validator number_within(Limits<T> limits) {
-  const std::string range =
-      limits.least == Limits<T>{}.least ? "" : fmt::format(" from {} to {}", limits.least, limits.most);
+  const std::string range = fmt::format(" from {} to {}", limits.least, limits.most);
   const char* kind = std::is_floating_point_v<T> ? "a number" : "a whole number";
   return CLI::Validator(
       [=](std::string& text) {
@@ -38,13 +37,13 @@ CLI::Validator number_within(Limits<T> limits) {
                    ? ""
                    : fmt::format("'{}' is not {}{}", text, kind, range);
       },
-      range.empty() ? "" : range.substr(1));
+      range.substr(1));
 }
 
 // Adds a flag with a number. `target`: a number or an optional number.
 template <typename Target>
 CLI::Option* add_number(CLI::App& command, const std::string& flag, Target& target, const std::string& about,
-                        Limits<typename ValueOf<Target>::Type> limits = {}) {
+                        Limits<typename ValueOf<Target>::Type> limits) {
   using T = typename ValueOf<Target>::Type;
   auto set = [&target](const std::string& text) { target = *parse_number<T>(text); };
   CLI::Option* option = command.add_option_function<std::string>(flag, set, about)
@@ -100,12 +99,12 @@ void add_model_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Model");
   add_text(command, "--model", o.model, "WORD",
            "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32");
-  add_number(command, "--image-size", o.image_size, "Side of the square images");
-  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size");
-  add_number(command, "--width", o.width, "Width of the encoder");
-  add_number(command, "--depth", o.depth, "Encoder layers");
-  add_number(command, "--heads", o.heads, "Attention heads; divide the width");
-  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer");
+  add_number(command, "--image-size", o.image_size, "Side of the square images", {1, VitLimits::image});
+  add_number(command, "--patch", o.patch, "Side of a patch; divides the image size", {1, VitLimits::patch});
+  add_number(command, "--width", o.width, "Width of the encoder", {1, VitLimits::width});
+  add_number(command, "--depth", o.depth, "Encoder layers", {1, VitLimits::depth});
+  add_number(command, "--heads", o.heads, "Attention heads; divide the width", {1, VitLimits::heads});
+  add_number(command, "--mlp", o.mlp, "Width of the MLP's hidden layer", {1, VitLimits::mlp});
   add_choice<Gelu>(
       command, "--gelu", o.gelu, {{"exact", Gelu::exact}, {"tanh", Gelu::tanh}},
       "GELU by erf, as in torchvision, or its tanh approximation, which CUDA computes inside products");

@@ -47,10 +47,11 @@ void check_model(const VitConfig& model) {
     int32_t value, most;
   };
   for (const Limit& limit :
-       {Limit{"--image-size", model.image, 4096}, Limit{"--patch", model.patch, 4096},
-        Limit{"--width", model.width, 1 << 16}, Limit{"--depth", model.depth, 1024},
-        Limit{"--heads", model.heads, 1024}, Limit{"--mlp", model.mlp, 1 << 18},
-        Limit{"channels", model.channels, 1024}, Limit{"classes", model.classes, 1 << 24}}) {
+       {Limit{"--image-size", model.image, VitLimits::image}, Limit{"--patch", model.patch, VitLimits::patch},
+        Limit{"--width", model.width, VitLimits::width}, Limit{"--depth", model.depth, VitLimits::depth},
+        Limit{"--heads", model.heads, VitLimits::heads}, Limit{"--mlp", model.mlp, VitLimits::mlp},
+        Limit{"channels", model.channels, VitLimits::channels},
+        Limit{"classes", model.classes, VitLimits::classes}}) {
     if (limit.value < 1 || limit.value > limit.most) {
       throw BadInput(fmt::format("model {}: {} is {}; it must be from 1 to {}", model.name, limit.flag,
                                  limit.value, limit.most));

@@ -30,6 +30,11 @@ struct VitConfig {
 // Returns a model by name. Throws BadInput, which lists the known names, for an unknown name.
 VitConfig named_model(const std::string& name);
 std::vector<std::string> model_names();
+// The largest value of each size; the smallest is 1.
+struct VitLimits {
+  static constexpr int32_t image = 4096, patch = 4096, width = 1 << 16, depth = 1024, heads = 1024,
+                           mlp = 1 << 18, channels = 1024, classes = 1 << 24;
+};
 // Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
 // Returns the number of parameters, from a formula. A test compares it with the model's tensors.
