@@ -76,10 +76,7 @@ struct Gemm {
   // stored, because no backward pass follows.
   MatrixPointer<void> aux = {};
 };
-GW_SIDES(gemm, Gemm)
-inline void gemm(const Stream& stream, const Gemm& args) {
-  detail::dispatch(stream, args, host::gemm, GW_CUDA_SIDE(gemm), "gemm");
-}
+GW_OP(gemm, Gemm)
 
 namespace detail {
 // Throws BadInput naming the invalid size, type or leading dimension.

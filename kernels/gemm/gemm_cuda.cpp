@@ -19,17 +19,16 @@
 
 #include <algorithm>
 #include <array>
-#include <limits>
 #include <list>
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
 
 #include "kernels/gemm/column_major_gemm.h"
+#include "kernels/gemm/cublaslt_plan.h"
 #include "kernels/gemm/epilogue.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
@@ -38,252 +37,10 @@
 namespace gradwire::cuda {
 namespace {
 
-void check_cublas(cublasStatus_t status, const char* call) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
-  const std::string text =
-      fmt::format("{}: {}: {}", call, cublasGetStatusName(status), cublasGetStatusString(status));
-  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw OutOfResources(text);
-  throw DeviceError(text);
-}
-#define GW_CUBLAS_CHECK(call) check_cublas((call), #call)
-
-cudaDataType_t cuda_type(Element type) {
-  return type == Element::bf16 ? CUDA_R_16BF : CUDA_R_32F;
-}
-
-cublasComputeType_t compute_type(Precision precision) {
-  return precision == Precision::tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
-}
-
-// Owns one of cuBLASLt's descriptors.
-template <typename T, cublasStatus_t (*kDestroy)(T)>
-class Owned {
- public:
-  Owned() = default;
-  Owned(Owned&& other) noexcept : value_(std::exchange(other.value_, nullptr)) {}
-  Owned& operator=(Owned&& other) noexcept {
-    std::swap(value_, other.value_);
-    return *this;
-  }
-  ~Owned() {
-    if (value_ != nullptr) kDestroy(value_);
-  }
-  T* out() { return &value_; }
-  T get() const { return value_; }
-
- private:
-  T value_ = nullptr;
-};
-using Operation = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
-using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
-using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
-
-// Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
-// assume.
-uint32_t alignment_of(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
-  return static_cast<uint32_t>(address & (~address + 1));
-}
-// Returns the alignment of every matrix of a batch.
-uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
-  const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
-  return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
-}
-
-// The tuning file for a kind of product whose algorithm is to be found by timing.
-struct Tuning {
-  TuningFile* file = nullptr;
-  TuningFile::Key key;
-};
-constexpr int kMostTimed = 12;
-
-class CudaMemory {
- public:
-  // Null if there is not enough memory.
-  explicit CudaMemory(size_t bytes) {
-    const cudaError_t status = cudaMalloc(&data_, bytes);
-    if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();  // clear the sticky error
-      data_ = nullptr;
-      return;
-    }
-    check(status, "cudaMalloc");
-  }
-  ~CudaMemory() { ignore(cudaFree(data_)); }
-  CudaMemory(const CudaMemory&) = delete;
-  CudaMemory& operator=(const CudaMemory&) = delete;
-  void* get() const { return data_; }
-
- private:
-  void* data_ = nullptr;
-};
-
-// Returns the milliseconds of several runs, the least of a few measurements; the first run is not counted.
-template <typename Run>
-float time_ms(const Run& run, CudaStream stream) {
-  constexpr int kTimes = 3, kRuns = 8;
-  const auto make_event = [] {
-    cudaEvent_t event = nullptr;
-    GW_CUDA_CHECK(cudaEventCreate(&event));
-    return std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)>(event, cudaEventDestroy);
-  };
-  const auto begin = make_event(), end = make_event();
-  run();
-  float best = std::numeric_limits<float>::infinity();
-  for (int time = 0; time < kTimes; ++time) {
-    GW_CUDA_CHECK(cudaEventRecord(begin.get(), stream));
-    for (int i = 0; i < kRuns; ++i) run();
-    GW_CUDA_CHECK(cudaEventRecord(end.get(), stream));
-    GW_CUDA_CHECK(cudaEventSynchronize(end.get()));
-    float ms = 0.0f;
-    GW_CUDA_CHECK(cudaEventElapsedTime(&ms, begin.get(), end.get()));
-    best = std::min(best, ms);
-  }
-  return best;
-}
-
-cublasLtEpilogue_t epilogue_of(const ColumnMajorGemm& g) {
-  const bool bias = g.bias != nullptr;
-  switch (g.epilogue) {
-    case Epilogue::gelu_tanh:
-      if (g.aux == nullptr) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-      return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
-    case Epilogue::d_gelu_tanh:
-      return CUBLASLT_EPILOGUE_DGELU;
-    case Epilogue::none:
-      break;
-  }
-  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-}
 // cuBLASLt requires that the leading dimension of the pre-activations is a multiple of 8.
 bool fits_epilogue(const Gemm& g) {
   return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
 }
-
-// A kind of product and its descriptors and algorithm for cuBLASLt.
-class Plan {
- public:
-  // Selects an algorithm; usable() is false if there is none. `tuning`: the file and the key to look up;
-  // null: use cuBLASLt's first choice.
-  Plan(cublasLtHandle_t lt, void* workspace, size_t workspace_bytes, CudaStream stream,
-       const ColumnMajorGemm& g, Precision precision, const Tuning* tuning) {
-    GW_CUBLAS_CHECK(cublasLtMatmulDescCreate(operation_.out(), compute_type(precision), CUDA_R_32F));
-    const cublasOperation_t op_a = g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N;
-    const cublasOperation_t op_b = g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N;
-    set(CUBLASLT_MATMUL_DESC_TRANSA, op_a);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
-    if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-    if (g.aux != nullptr) {  // of D's type by default
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
-    }
-    if (g.bias != nullptr) {
-      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, static_cast<int32_t>(cuda_type(g.d.type)));
-    }
-    lay_out(a_, g.a, g.batch);
-    lay_out(b_, g.b, g.batch);
-    lay_out(d_, g.d, g.batch);
-    Preference preference;
-    GW_CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(preference.out()));
-    auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
-      GW_CUBLAS_CHECK(
-          cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof value));
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(workspace_bytes));
-    // Parts of a split product must not be rounded to BF16 before they are added.
-    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-           static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    auto aligned = [&](const ColumnMajorMatrix& m) {
-      return alignment_of(m.data, m.stride, m.type, g.batch);
-    };
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned(g.a));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned(g.b));
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned(g.d));
-    // The pointers above determine the alignment of the bias and the pre-activations.
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned(g.d));
-    const bool times = tuning != nullptr;
-    std::array<cublasLtMatmulHeuristicResult_t, kMostTimed> found = {};
-    int count = 0;
-    const cublasStatus_t status =
-        cublasLtMatmulAlgoGetHeuristic(lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
-                                       preference.get(), times ? kMostTimed : 1, found.data(), &count);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
-    GW_CUBLAS_CHECK(status);
-    if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
-    if (times)
-      choose(lt, g, workspace, workspace_bytes, stream, *tuning, {found.data(), static_cast<size_t>(count)});
-  }
-
-  bool usable() const { return algorithm_.has_value(); }
-
-  void run(cublasLtHandle_t lt, const ColumnMajorGemm& g, float alpha, float beta, void* workspace,
-           size_t workspace_bytes, CudaStream stream) {
-    if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
-    if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-    void* d = const_cast<void*>(g.d.data);  // a Gemm's c, which is mutable
-    GW_CUBLAS_CHECK(cublasLtMatmul(lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data, b_.get(),
-                                   &beta, d, d_.get(), d, d_.get(), &*algorithm_, workspace, workspace_bytes,
-                                   stream));
-  }
-
- private:
-  // Uses the algorithm in the file, or times those found and saves the fastest.
-  void choose(cublasLtHandle_t lt, const ColumnMajorGemm& g, void* workspace, size_t workspace_bytes,
-              CudaStream stream, const Tuning& tuning,
-              std::span<const cublasLtMatmulHeuristicResult_t> found) {
-    cublasLtMatmulAlgo_t saved = {};
-    if (const auto text = tuning.file->find(tuning.key);
-        text && from_hex_bytes(*text, &saved, sizeof saved)) {
-      cublasLtMatmulHeuristicResult_t checked = {};
-      if (cublasLtMatmulAlgoCheck(lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(), &saved,
-                                  &checked) == CUBLAS_STATUS_SUCCESS &&
-          checked.workspaceSize <= workspace_bytes) {
-        algorithm_ = saved;
-        return;
-      }
-    }
-    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-    GW_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
-    if (capture != cudaStreamCaptureStatusNone) return;  // timing is not possible during a capture
-    ColumnMajorGemm trial = g;                           // the product may add to the caller's D
-    const int64_t elements = (g.batch - 1) * g.d.stride + g.d.ld * g.d.columns;
-    const CudaMemory scratch(static_cast<size_t>(elements * element_bytes(g.d.type)));
-    if (scratch.get() == nullptr) return;  // use cuBLASLt's first choice
-    trial.d.data = scratch.get();
-    float best_ms = std::numeric_limits<float>::infinity();
-    std::optional<cublasLtMatmulAlgo_t> best;
-    for (const auto& candidate : found) {
-      if (candidate.state != CUBLAS_STATUS_SUCCESS) continue;
-      algorithm_ = candidate.algo;
-      const float ms =
-          time_ms([&] { run(lt, trial, 1.0f, 0.0f, workspace, workspace_bytes, stream); }, stream);
-      if (ms < best_ms) best_ms = ms, best = candidate.algo;
-    }
-    algorithm_ = best;
-    if (best) tuning.file->add(tuning.key, hex_bytes(&*best, sizeof *best));
-  }
-
-  template <typename T>
-  void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
-    GW_CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_.get(), attribute, &value, sizeof value));
-  }
-  static void lay_out(Layout& layout, const ColumnMajorMatrix& m, int64_t batch) {
-    GW_CUBLAS_CHECK(cublasLtMatrixLayoutCreate(layout.out(), cuda_type(m.type), static_cast<uint64_t>(m.rows),
-                                               static_cast<uint64_t>(m.columns), m.ld));
-    if (batch == 1) return;
-    auto set = [&](cublasLtMatrixLayoutAttribute_t attribute, const auto& value) {
-      GW_CUBLAS_CHECK(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof value));
-    };
-    set(CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<int32_t>(batch));
-    set(CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, m.stride);
-  }
-
-  Operation operation_;
-  Layout a_, b_, d_;
-  std::optional<cublasLtMatmulAlgo_t> algorithm_;
-};
 
 // All properties that determine a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
@@ -332,7 +89,7 @@ std::string kind_of(const Gemm& g) {
 class Context {
  public:
   // Delegates, so that a failure halfway runs the destructor.
-  Context(int device, CudaStream stream) : Context(stream) {
+  Context(int device, CudaStream stream) : Context() {
     GW_CUBLAS_CHECK(cublasCreate(&handle_));
     GW_CUBLAS_CHECK(cublasSetStream(handle_, stream));
     int major = 0;
@@ -340,13 +97,16 @@ class Context {
     cudaDeviceProp properties = {};
     GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     device_name_ = properties.name;
-    workspace_bytes_ = size_t{major >= 9 ? 32u : 4u} << 20;  // NVIDIA's documentation recommends this
+    const size_t workspace_bytes = size_t{major >= 9 ? 32u : 4u}
+                                   << 20;  // as NVIDIA's documentation recommends
     const Ones ones;
-    GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes_ + sizeof ones));
-    ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes_);
+    GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes + sizeof ones));
+    ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes);
     GW_CUDA_CHECK(
         cudaMemcpyAsync(const_cast<Ones*>(ones_), &ones, sizeof ones, cudaMemcpyHostToDevice, stream));
-    GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes_));
+    GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes));
+    // A cuBLAS handle contains a cuBLASLt one and may be used as such.
+    lt_ = {reinterpret_cast<cublasLtHandle_t>(handle_), stream, workspace_, workspace_bytes};
     GW_CUBLAS_CHECK(cublasSetMathMode(
         handle_,
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
@@ -362,19 +122,15 @@ class Context {
 
   // Returns false when cuBLASLt has no algorithm for it.
   bool planned(const Gemm& g) {
-    // A cuBLAS handle contains a cuBLASLt one and may be used as such.
-    const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);
     const ColumnMajorGemm call = column_major(g);
     auto at = plans_.find(key_of(g));
     if (at == plans_.end()) {
       const std::optional<Tuning> tuning = tuning_of(g);
-      at = plans_
-               .emplace(key_of(g), std::make_unique<Plan>(lt, workspace_, workspace_bytes_, stream_, call,
-                                                          g.precision, tuning ? &*tuning : nullptr))
-               .first;
+      auto plan = std::make_unique<Plan>(lt_, call, g.precision, tuning ? &*tuning : nullptr);
+      at = plans_.emplace(key_of(g), std::move(plan)).first;
     }
     if (!at->second->usable()) return false;
-    at->second->run(lt, call, g.alpha, g.beta, workspace_, workspace_bytes_, stream_);
+    at->second->run(lt_, call, g.alpha, g.beta);
     return true;
   }
 
@@ -411,7 +167,7 @@ class Context {
   }
 
  private:
-  explicit Context(CudaStream stream) : stream_(stream) {}
+  Context() = default;
 
   struct Ones {
     float fp32 = 1.0f;
@@ -424,11 +180,10 @@ class Context {
     return Tuning{file, {device_name_, fmt::format("cublasLt {}", cublasLtGetVersion()), kind_of(g)}};
   }
 
-  CudaStream stream_;
   std::string device_name_;
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
-  size_t workspace_bytes_ = 0;
+  LtContext lt_;
   const Ones* ones_ = nullptr;  // on the device, after the workspace
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
 };

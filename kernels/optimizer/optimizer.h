@@ -29,10 +29,7 @@ struct SgdStep {
   const OptimizerScalars* scalars = nullptr;  // device memory
   Bf16* rounded = nullptr;                    // the new params as BF16; may be null
 };
-GW_SIDES(sgd_step, SgdStep)
-inline void sgd_step(const Stream& stream, const SgdStep& args) {
-  detail::dispatch(stream, args, host::sgd_step, GW_CUDA_SIDE(sgd_step), "sgd_step");
-}
+GW_OP(sgd_step, SgdStep)
 
 // AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch computes it:
 // w *= 1 - lr * weight_decay; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
@@ -47,9 +44,6 @@ struct AdamWStep {
   const OptimizerScalars* scalars = nullptr;  // device memory
   Bf16* rounded = nullptr;                    // the new params as BF16; may be null
 };
-GW_SIDES(adamw_step, AdamWStep)
-inline void adamw_step(const Stream& stream, const AdamWStep& args) {
-  detail::dispatch(stream, args, host::adamw_step, GW_CUDA_SIDE(adamw_step), "adamw_step");
-}
+GW_OP(adamw_step, AdamWStep)
 
 }  // namespace gradwire

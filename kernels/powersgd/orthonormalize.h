@@ -36,9 +36,6 @@ struct Orthonormalize {
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
 };
-GW_SIDES(orthonormalize, Orthonormalize)
-inline void orthonormalize(const Stream& stream, const Orthonormalize& args) {
-  detail::dispatch(stream, args, host::orthonormalize, GW_CUDA_SIDE(orthonormalize), "orthonormalize");
-}
+GW_OP(orthonormalize, Orthonormalize)
 
 }  // namespace gradwire

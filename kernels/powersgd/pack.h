@@ -40,9 +40,6 @@ struct Pack {
   float* packed = nullptr;
   bool unpack = false;
 };
-GW_SIDES(pack, Pack)
-inline void pack(const Stream& stream, const Pack& args) {
-  detail::dispatch(stream, args, host::pack, GW_CUDA_SIDE(pack), "pack");
-}
+GW_OP(pack, Pack)
 
 }  // namespace gradwire

@@ -96,10 +96,7 @@ struct PowerSgdProject {
   const float* q = nullptr;
   float* p = nullptr;  // out; must not be the pending P
 };
-GW_SIDES(powersgd_project, PowerSgdProject)
-inline void powersgd_project(const Stream& stream, const PowerSgdProject& args) {
-  detail::dispatch(stream, args, host::powersgd_project, GW_CUDA_SIDE(powersgd_project), "powersgd_project");
-}
+GW_OP(powersgd_project, PowerSgdProject)
 
 // (a) and (d) without their product, which a BLAS library computes (library.h): M = grad + E, stored into the
 // residual. 12 B/element.
@@ -112,10 +109,7 @@ struct PowerSgdForm {
       // (table count) set to 1 where M is not finite, which the residual does not show; else unchanged
       nullptr;
 };
-GW_SIDES(powersgd_form, PowerSgdForm)
-inline void powersgd_form(const Stream& stream, const PowerSgdForm& args) {
-  detail::dispatch(stream, args, host::powersgd_form, GW_CUDA_SIDE(powersgd_form), "powersgd_form");
-}
+GW_OP(powersgd_form, PowerSgdForm)
 
 // Overwrites one factor of each marked matrix.
 struct PowerSgdOverwrite {
@@ -125,11 +119,7 @@ struct PowerSgdOverwrite {
   float* q = nullptr;              // this factor
   float value = 0.0f;
 };
-GW_SIDES(powersgd_overwrite, PowerSgdOverwrite)
-inline void powersgd_overwrite(const Stream& stream, const PowerSgdOverwrite& args) {
-  detail::dispatch(stream, args, host::powersgd_overwrite, GW_CUDA_SIDE(powersgd_overwrite),
-                   "powersgd_overwrite");
-}
+GW_OP(powersgd_overwrite, PowerSgdOverwrite)
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
@@ -138,11 +128,7 @@ struct PowerSgdBackProject {
   float* q = nullptr;              // out: M^T P, local to this rank
   const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
 };
-GW_SIDES(powersgd_back_project, PowerSgdBackProject)
-inline void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args) {
-  detail::dispatch(stream, args, host::powersgd_back_project, GW_CUDA_SIDE(powersgd_back_project),
-                   "powersgd_back_project");
-}
+GW_OP(powersgd_back_project, PowerSgdBackProject)
 
 struct PowerSgdProjectOnto {
   const MatrixTable* table = nullptr;
@@ -152,11 +138,7 @@ struct PowerSgdProjectOnto {
   const float* p = nullptr;  // orthonormal columns
   float* q = nullptr;        // out: M^T P; must not be the pending Q
 };
-GW_SIDES(powersgd_project_onto, PowerSgdProjectOnto)
-inline void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args) {
-  detail::dispatch(stream, args, host::powersgd_project_onto, GW_CUDA_SIDE(powersgd_project_onto),
-                   "powersgd_project_onto");
-}
+GW_OP(powersgd_project_onto, PowerSgdProjectOnto)
 
 struct PowerSgdReconstruct {
   const MatrixTable* table = nullptr;
@@ -168,11 +150,7 @@ struct PowerSgdReconstruct {
   float* residual =
       nullptr;  // of a flagged matrix: in M, out the last step's E, M - grad; null: no error feedback
 };
-GW_SIDES(powersgd_reconstruct, PowerSgdReconstruct)
-inline void powersgd_reconstruct(const Stream& stream, const PowerSgdReconstruct& args) {
-  detail::dispatch(stream, args, host::powersgd_reconstruct, GW_CUDA_SIDE(powersgd_reconstruct),
-                   "powersgd_reconstruct");
-}
+GW_OP(powersgd_reconstruct, PowerSgdReconstruct)
 
 // residual += P Q^T: the same term, with the same bits, that project() would add.
 struct PowerSgdSettle {
@@ -181,9 +159,6 @@ struct PowerSgdSettle {
   PendingFactors pending = {};
   int matrix = -1;  // settles only this matrix of the table; -1: all
 };
-GW_SIDES(powersgd_settle, PowerSgdSettle)
-inline void powersgd_settle(const Stream& stream, const PowerSgdSettle& args) {
-  detail::dispatch(stream, args, host::powersgd_settle, GW_CUDA_SIDE(powersgd_settle), "powersgd_settle");
-}
+GW_OP(powersgd_settle, PowerSgdSettle)
 
 }  // namespace gradwire

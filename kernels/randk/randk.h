@@ -69,10 +69,7 @@ struct RandKGather {
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
 };
-GW_SIDES(randk_gather, RandKGather)
-inline void randk_gather(const Stream& stream, const RandKGather& args) {
-  detail::dispatch(stream, args, host::randk_gather, GW_CUDA_SIDE(randk_gather), "randk_gather");
-}
+GW_OP(randk_gather, RandKGather)
 
 // grad[chosen[j]] = values[j]; with a lossy wire also residual[chosen[j]] = lost[j], the error of this rank's
 // encode of the value. 16 bytes per value, or 24. Limit: the memory's sectors.
@@ -84,9 +81,6 @@ struct RandKScatter {
   float* residual = nullptr;  // with `lost`
   int64_t count = 0;          // of values
 };
-GW_SIDES(randk_scatter, RandKScatter)
-inline void randk_scatter(const Stream& stream, const RandKScatter& args) {
-  detail::dispatch(stream, args, host::randk_scatter, GW_CUDA_SIDE(randk_scatter), "randk_scatter");
-}
+GW_OP(randk_scatter, RandKScatter)
 
 }  // namespace gradwire

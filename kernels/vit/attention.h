@@ -37,11 +37,7 @@ struct Attention {
   float* statistics = nullptr;  // (B, H, T, 2) per row: the largest score, and 1 / sum; null: not stored
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_TYPED_SIDES(attention, Attention)
-template <typename S = float>
-void attention(const Stream& stream, const Attention<S>& args) {
-  detail::dispatch(stream, args, host::attention<S>, GW_CUDA_SIDE(attention<S>), "attention");
-}
+GW_TYPED_OP(attention, Attention)
 
 // d_qkv (B, T, 3C) and d_bias (3C), its sum over rows before rounding. 32 or 16 B per (b, t, c).
 template <typename S = float>
@@ -62,12 +58,7 @@ struct AttentionBackward {
     return {workspace, batch * tiles, width, width, {d_bias}, accumulate};
   }
 };
-GW_TYPED_SIDES(attention_backward, AttentionBackward)
-template <typename S = float>
-void attention_backward(const Stream& stream, const AttentionBackward<S>& args) {
-  detail::dispatch(stream, args, host::attention_backward<S>, GW_CUDA_SIDE(attention_backward<S>),
-                   args.partial_only ? "attention_backward, first stage" : "attention_backward");
-}
+GW_TYPED_OP(attention_backward, AttentionBackward)
 
 // Returns the workspace for a partial sum of d_bias per image and tile.
 constexpr int64_t attention_backward_workspace(int64_t batch, int64_t tokens, int64_t width) {

@@ -21,11 +21,7 @@ struct BiasResidual {
   float* x = nullptr;               // (rows, C) out; may equal residual or y
   int64_t rows = 0, width = 0;
 };
-GW_TYPED_SIDES(bias_residual, BiasResidual)
-template <typename S = float>
-void bias_residual(const Stream& stream, const BiasResidual<S>& args) {
-  detail::dispatch(stream, args, host::bias_residual<S>, GW_CUDA_SIDE(bias_residual<S>), "bias_residual");
-}
+GW_TYPED_OP(bias_residual, BiasResidual)
 
 // sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element. A batch of arrays `stride`
 // elements apart, with consecutive partial sums, requires partial_only.
@@ -55,12 +51,7 @@ struct ColumnSum {
     return of;
   }
 };
-GW_TYPED_SIDES(column_sum, ColumnSum)
-template <typename S = float>
-void column_sum(const Stream& stream, const ColumnSum<S>& args) {
-  detail::dispatch(stream, args, host::column_sum<S>, GW_CUDA_SIDE(column_sum<S>),
-                   args.partial_only ? "column_sum, first stage" : "column_sum");
-}
+GW_TYPED_OP(column_sum, ColumnSum)
 
 // The second stage of the sums of several ops with `partial_only`, in one launch. Their workspaces must not
 // have been used since.
@@ -68,9 +59,6 @@ struct CombineSums {
   static constexpr size_t kMost = 34;      // four for each of eight layers, and two for a head
   std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
 };
-GW_SIDES(combine_sums, CombineSums)
-inline void combine_sums(const Stream& stream, const CombineSums& args) {
-  detail::dispatch(stream, args, host::combine_sums, GW_CUDA_SIDE(combine_sums), "combine_sums");
-}
+GW_OP(combine_sums, CombineSums)
 
 }  // namespace gradwire

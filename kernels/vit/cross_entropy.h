@@ -25,11 +25,6 @@ struct CrossEntropy {
 
   static constexpr int64_t kOneBlock = 32;  // rows that one launch handles on CUDA
 };
-GW_TYPED_SIDES(cross_entropy, CrossEntropy)
-template <typename S = float>
-void cross_entropy(const Stream& stream, const CrossEntropy<S>& args) {
-  detail::dispatch(stream, args, host::cross_entropy<S>, GW_CUDA_SIDE(cross_entropy<S>),
-                   args.rows <= CrossEntropy<S>::kOneBlock ? "cross_entropy, one block" : "cross_entropy");
-}
+GW_TYPED_OP(cross_entropy, CrossEntropy)
 
 }  // namespace gradwire

@@ -20,11 +20,7 @@ struct BiasGelu {
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };
-GW_TYPED_SIDES(bias_gelu, BiasGelu)
-template <typename S = float>
-void bias_gelu(const Stream& stream, const BiasGelu<S>& args) {
-  detail::dispatch(stream, args, host::bias_gelu<S>, GW_CUDA_SIDE(bias_gelu<S>), "bias_gelu");
-}
+GW_TYPED_OP(bias_gelu, BiasGelu)
 
 // d_pre = dy * GELU'(pre); d_bias = its sum over rows, before rounding. 12 or 6 B per element.
 template <typename S = float>
@@ -43,11 +39,6 @@ struct BiasGeluBackward {
     return {workspace, column_chunks(rows).count, width, width, {d_bias}, accumulate};
   }
 };
-GW_TYPED_SIDES(bias_gelu_backward, BiasGeluBackward)
-template <typename S = float>
-void bias_gelu_backward(const Stream& stream, const BiasGeluBackward<S>& args) {
-  detail::dispatch(stream, args, host::bias_gelu_backward<S>, GW_CUDA_SIDE(bias_gelu_backward<S>),
-                   args.partial_only ? "bias_gelu_backward, first stage" : "bias_gelu_backward");
-}
+GW_TYPED_OP(bias_gelu_backward, BiasGeluBackward)
 
 }  // namespace gradwire

@@ -18,11 +18,7 @@ struct SplitHeads {
   S* v = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_TYPED_SIDES(split_heads, SplitHeads)
-template <typename S = float>
-void split_heads(const Stream& stream, const SplitHeads<S>& args) {
-  detail::dispatch(stream, args, host::split_heads<S>, GW_CUDA_SIDE(split_heads<S>), "split_heads");
-}
+GW_TYPED_OP(split_heads, SplitHeads)
 
 // The inverse for gradients: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). 24 or 12 B per (b, t, c).
 template <typename S = float>
@@ -33,12 +29,7 @@ struct SplitHeadsBackward {
   S* d_qkv = nullptr;
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
 };
-GW_TYPED_SIDES(split_heads_backward, SplitHeadsBackward)
-template <typename S = float>
-void split_heads_backward(const Stream& stream, const SplitHeadsBackward<S>& args) {
-  detail::dispatch(stream, args, host::split_heads_backward<S>, GW_CUDA_SIDE(split_heads_backward<S>),
-                   "split_heads_backward");
-}
+GW_TYPED_OP(split_heads_backward, SplitHeadsBackward)
 
 // Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. 8 or 4 B per element.
 template <typename S = float>
@@ -48,10 +39,6 @@ struct MergeHeads {
   int64_t batch = 0, tokens = 0, heads = 0, head_dim = 0;
   bool inverse = false;
 };
-GW_TYPED_SIDES(merge_heads, MergeHeads)
-template <typename S = float>
-void merge_heads(const Stream& stream, const MergeHeads<S>& args) {
-  detail::dispatch(stream, args, host::merge_heads<S>, GW_CUDA_SIDE(merge_heads<S>), "merge_heads");
-}
+GW_TYPED_OP(merge_heads, MergeHeads)
 
 }  // namespace gradwire

@@ -30,11 +30,7 @@ struct LayerNorm {
   const float* branch_bias = nullptr;  // (C); with a branch only
   float* sum = nullptr;                // layout of x: out; with a branch only; may be x or branch
 };
-GW_TYPED_SIDES(layer_norm, LayerNorm)
-template <typename S = float>
-void layer_norm(const Stream& stream, const LayerNorm<S>& args) {
-  detail::dispatch(stream, args, host::layer_norm<S>, GW_CUDA_SIDE(layer_norm<S>), "layer_norm");
-}
+GW_TYPED_OP(layer_norm, LayerNorm)
 
 // dx (+)= gradient by x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when accumulating
 // into dx, 2 more with dx_rounded.
@@ -64,12 +60,7 @@ struct LayerNormBackward {
     return {workspace, column_chunks(rows).count, 3 * width, width, {d_gamma, d_beta, dx_sum}, accumulate};
   }
 };
-GW_TYPED_SIDES(layer_norm_backward, LayerNormBackward)
-template <typename S = float>
-void layer_norm_backward(const Stream& stream, const LayerNormBackward<S>& args) {
-  detail::dispatch(stream, args, host::layer_norm_backward<S>, GW_CUDA_SIDE(layer_norm_backward<S>),
-                   args.partial_only ? "layer_norm_backward, first stage" : "layer_norm_backward");
-}
+GW_TYPED_OP(layer_norm_backward, LayerNormBackward)
 inline int64_t layer_norm_backward_workspace(int64_t rows, int64_t width) {
   return 3 * column_sum_workspace(rows, width);
 }

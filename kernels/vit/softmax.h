@@ -17,11 +17,7 @@ struct Softmax {
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;
 };
-GW_TYPED_SIDES(softmax, Softmax)
-template <typename S = float>
-void softmax(const Stream& stream, const Softmax<S>& args) {
-  detail::dispatch(stream, args, host::softmax<S>, GW_CUDA_SIDE(softmax<S>), "softmax");
-}
+GW_TYPED_OP(softmax, Softmax)
 
 // dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0. 12 or 6 B per element.
 template <typename S = float>
@@ -31,11 +27,6 @@ struct SoftmaxBackward {
   int64_t rows = 0, width = 0, ld = 0;
   float scale = 1.0f;
 };
-GW_TYPED_SIDES(softmax_backward, SoftmaxBackward)
-template <typename S = float>
-void softmax_backward(const Stream& stream, const SoftmaxBackward<S>& args) {
-  detail::dispatch(stream, args, host::softmax_backward<S>, GW_CUDA_SIDE(softmax_backward<S>),
-                   "softmax_backward");
-}
+GW_TYPED_OP(softmax_backward, SoftmaxBackward)
 
 }  // namespace gradwire

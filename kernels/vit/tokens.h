@@ -17,11 +17,7 @@ struct Patchify {
   int64_t batch = 0;
   int32_t channels = 0, image = 0, patch = 0;
 };
-GW_TYPED_SIDES(patchify, Patchify)
-template <typename S = float>
-void patchify(const Stream& stream, const Patchify<S>& args) {
-  detail::dispatch(stream, args, host::patchify<S>, GW_CUDA_SIDE(patchify<S>), "patchify");
-}
+GW_TYPED_OP(patchify, Patchify)
 
 // x(b, 0) = class_token + position(0);  x(b, 1 + i) = projected(b, i) + bias + position(1 + i).
 // 8 or 6 B per element.
@@ -34,12 +30,7 @@ struct AssembleTokens {
   float* x = nullptr;                  // (B, T, C) out
   int64_t batch = 0, tokens = 0, width = 0;
 };
-GW_TYPED_SIDES(assemble_tokens, AssembleTokens)
-template <typename S = float>
-void assemble_tokens(const Stream& stream, const AssembleTokens<S>& args) {
-  detail::dispatch(stream, args, host::assemble_tokens<S>, GW_CUDA_SIDE(assemble_tokens<S>),
-                   "assemble_tokens");
-}
+GW_TYPED_OP(assemble_tokens, AssembleTokens)
 
 // From dx (B, T, C): d_projected (B, T-1, C) = dx without row 0 of each image; d_position (T, C),
 // d_class_token (C) and d_bias (C) are sums over the batch (and over patches for d_bias).
@@ -54,11 +45,6 @@ struct AssembleTokensBackward {
   int64_t batch = 0, tokens = 0, width = 0;
   bool accumulate = false;  // parameter gradients only
 };
-GW_TYPED_SIDES(assemble_tokens_backward, AssembleTokensBackward)
-template <typename S = float>
-void assemble_tokens_backward(const Stream& stream, const AssembleTokensBackward<S>& args) {
-  detail::dispatch(stream, args, host::assemble_tokens_backward<S>, GW_CUDA_SIDE(assemble_tokens_backward<S>),
-                   "assemble_tokens_backward");
-}
+GW_TYPED_OP(assemble_tokens_backward, AssembleTokensBackward)
 
 }  // namespace gradwire

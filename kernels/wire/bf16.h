@@ -12,15 +12,8 @@
 
 namespace gradwire {
 
-GW_SIDES(bf16_reduce_encode, ReduceEncode)
-inline void bf16_reduce_encode(const Stream& stream, const ReduceEncode& args) {
-  detail::dispatch(stream, args, host::bf16_reduce_encode, GW_CUDA_SIDE(bf16_reduce_encode),
-                   "bf16_reduce_encode");
-}
+GW_OP(bf16_reduce_encode, ReduceEncode)
 
-GW_SIDES(bf16_decode, Decode)
-inline void bf16_decode(const Stream& stream, const Decode& args) {
-  detail::dispatch(stream, args, host::bf16_decode, GW_CUDA_SIDE(bf16_decode), "bf16_decode");
-}
+GW_OP(bf16_decode, Decode)
 
 }  // namespace gradwire

@@ -23,9 +23,9 @@ namespace {
 #define GW_ENQUEUE_CODED(op, stream, coder, args) (void)stream, cuda::op(nullptr, coder, args)
 #define GW_ENQUEUE_FUSED(op, stream, call, ...) (void)stream, cuda::op(nullptr, __VA_ARGS__)
 #else
-#define GW_ENQUEUE(op, stream, args) detail::dispatch(stream, args, host::op, GW_CUDA_SIDE(op), #op)
+#define GW_ENQUEUE(op, stream, args) gradwire::op(stream, args)
 #define GW_ENQUEUE_CODED(op, stream, coder, args) \
-  detail::dispatch_with(stream, coder, args, host::op, GW_CUDA_SIDE(op), #op)
+  detail::dispatch(stream, #op, host::op, GW_CUDA_SIDE(op), coder, args)
 #ifdef GRADWIRE_HAS_CUDA
 #define GW_ENQUEUE_FUSED(op, stream, call, ...)                                    \
   if (stream.device().is_host()) return WireFormat::fused_allreduce(stream, call); \

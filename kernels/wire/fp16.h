@@ -28,15 +28,9 @@ struct Fp16Narrow {
   int64_t count = 0;
 };
 
-GW_SIDES(fp16_widen, Fp16Widen)
-inline void fp16_widen(const Stream& stream, const Fp16Widen& args) {
-  detail::dispatch(stream, args, host::fp16_widen, GW_CUDA_SIDE(fp16_widen), "fp16_widen");
-}
+GW_OP(fp16_widen, Fp16Widen)
 
-GW_SIDES(fp16_narrow, Fp16Narrow)
-inline void fp16_narrow(const Stream& stream, const Fp16Narrow& args) {
-  detail::dispatch(stream, args, host::fp16_narrow, GW_CUDA_SIDE(fp16_narrow), "fp16_narrow");
-}
+GW_OP(fp16_narrow, Fp16Narrow)
 
 // Sets out (count) = from (count), of type bf16 or f16.
 inline void widen(const Stream& stream, DType dtype, const void* from, float* out, int64_t count) {

@@ -24,9 +24,6 @@ struct Reduce {
   GW_HD const void* input(int k) const { return inputs[k]; }
   GW_HD float input_scale(int k) const { return input_scales.of[k]; }
 };
-GW_SIDES(fp32_reduce, Reduce)
-inline void fp32_reduce(const Stream& stream, const Reduce& args) {
-  detail::dispatch(stream, args, host::fp32_reduce, GW_CUDA_SIDE(fp32_reduce), "fp32_reduce");
-}
+GW_OP(fp32_reduce, Reduce)
 
 }  // namespace gradwire

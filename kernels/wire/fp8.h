@@ -55,7 +55,7 @@ struct Fp8 {
   }
 };
 
-GW_SIDES(fp8_reduce_encode, ReduceEncode)
-GW_SIDES(fp8_decode, Decode)
+GW_OP(fp8_reduce_encode, ReduceEncode)
+GW_OP(fp8_decode, Decode)
 
 }  // namespace gradwire

@@ -1,7 +1,7 @@
-// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime in kernels/gemm/gemm_cuda.cpp. It
-// computes on the host, in double, according to their documentation. It stores descriptors, so it detects
-// missing and invalid settings, and it rejects calls that the documentation excludes
-// (cublas_rules.h). Only a GPU can tell which calls the library really supports.
+// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime in kernels/gemm. It computes on the
+// host, in double, according to their documentation. It stores descriptors, so it detects missing and invalid
+// settings, and it rejects calls that the documentation excludes (cublas_rules.h). Only a GPU can tell which
+// calls the library really supports.
 #include "tests/simt/cublas_stand_in.h"
 
 #include <cublasLt.h>

@@ -1,0 +1,180 @@
+// Lanes of block formats on CUDA (kernels/wire/block.h): the threads that work on a block together, a warp
+// or, for formats with long blocks, a thread block.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/math/bf16.h"
+#include "kernels/wire/block.h"
+#include "runtime/device/launch.cuh"
+
+namespace gradwire::cuda {
+namespace {  // internal to each file: the shim finds only the shared variables of internal functions
+
+constexpr int kBlockThreads = 256;
+constexpr int kBlockWarps = kBlockThreads / 32;
+
+// Applies the levels h = n/2, n/4, ..., 1 of a butterfly.
+template <typename Lanes>
+__device__ __forceinline__ void butterfly(const Lanes& lanes, float* x, int n) {
+  for (int h = n / 2; h > 0; h /= 2) {
+    lanes.each(n / 2, [=](int pair) {
+      const int i = 2 * pair - (pair & (h - 1));
+      const float a = x[i], b = x[i + h];
+      x[i] = a + b;
+      x[i + h] = a - b;
+    });
+  }
+}
+
+// A warp per block.
+struct WarpLanes {
+  static constexpr int kTeams = kBlockWarps, kSize = 32;
+  int lane = static_cast<int>(threadIdx.x) % 32, team = static_cast<int>(threadIdx.x) / 32;
+
+  __device__ __forceinline__ void sync() const { __syncwarp(); }
+  template <typename Body>
+  __device__ __forceinline__ void each(int n, const Body& body) const {
+#pragma unroll 2  // unrolling further spills
+    for (int i = lane; i < n; i += 32) body(i);
+    __syncwarp();
+  }
+  template <typename Body>
+  __device__ __forceinline__ void each_rarely(int n, const Body& body) const {
+#pragma unroll 1
+    for (int i = lane; i < n; i += 32) body(i);
+    __syncwarp();
+  }
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
+    uint32_t largest = 0;
+    for (int i = lane; i < n; i += 32) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(0xffffffffu, largest, distance);
+      largest = other > largest ? other : largest;
+    }
+    return largest;
+  }
+  template <typename Value>
+  __device__ __forceinline__ float sum(int n, const Value& value) const {
+    static_assert(kSumLanes == 32);
+    float sum = 0.0f;
+#pragma unroll 2
+    for (int i = lane; i < n; i += 32) sum += value(i);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+  }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += 32) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      if (mine) take(before + __popc(all & ((1u << lane) - 1u)), i);
+      before += __popc(all);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const {
+    butterfly(*this, x, n);
+  }
+};
+
+// A thread block per block, for formats with long blocks. `warps` is shared memory.
+struct ThreadBlockLanes {
+  static constexpr int kTeams = 1, kSize = kBlockThreads;
+  uint32_t* warps;
+  int lane = static_cast<int>(threadIdx.x), team = 0;
+
+  __device__ __forceinline__ void sync() const { __syncthreads(); }
+  template <typename Body>
+  __device__ __forceinline__ void each(int n, const Body& body) const {
+    for (int i = lane; i < n; i += kBlockThreads) body(i);
+    __syncthreads();
+  }
+  // Stores `mine` of each warp's first lane in warps[]. Ends with a barrier, after which all threads may read
+  // it.
+  __device__ __forceinline__ void share(uint32_t mine) const {
+    __syncthreads();  // the earlier values have been read
+    if (lane % 32 == 0) warps[lane / 32] = mine;
+    __syncthreads();
+  }
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int n, const Value& value) const {
+    uint32_t largest = 0;
+    for (int i = lane; i < n; i += kBlockThreads) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    }
+    share(__reduce_max_sync(0xffffffffu, largest));
+    for (int w = 0; w < kBlockWarps; ++w) largest = warps[w] > largest ? warps[w] : largest;
+    return largest;
+  }
+  // Done by one warp: the sums of long blocks are short.
+  template <typename Value>
+  __device__ __forceinline__ float sum(int n, const Value& value) const {
+    float sum = 0.0f;
+    if (lane < 32) sum = WarpLanes{}.sum(n, value);
+    share(float_bits(sum));
+    return bits_float(warps[0]);
+  }
+  template <typename Test>
+  __device__ __forceinline__ int count(int n, const Test& test) const {
+    int all = 0;
+    for (int begin = 0; begin < n; begin += kBlockThreads) {
+      all += __popc(__ballot_sync(0xffffffffu, begin + lane < n && test(begin + lane)));
+    }
+    share(static_cast<uint32_t>(all));
+    all = 0;
+    for (int w = 0; w < kBlockWarps; ++w) all += static_cast<int>(warps[w]);
+    return all;
+  }
+  template <typename Test, typename Take>
+  __device__ __forceinline__ void pick(int n, const Test& test, const Take& take) const {
+    int before = 0;
+    for (int begin = 0; begin < n; begin += kBlockThreads) {
+      const int i = begin + lane;
+      const bool mine = i < n && test(i);
+      const uint32_t all = __ballot_sync(0xffffffffu, mine);
+      share(static_cast<uint32_t>(__popc(all)));
+      int place = before + __popc(all & ((1u << (lane % 32)) - 1u));
+      for (int w = 0; w < kBlockWarps; ++w) {
+        const int here = static_cast<int>(warps[w]);
+        place += w < lane / 32 ? here : 0;
+        before += here;
+      }
+      if (mine) take(place, i);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void hadamard(float* x, int n) const { butterfly(*this, x, n); }
+};
+
+template <typename F>
+using LanesFor = std::conditional_t<(F::kMaxBlock > 512), ThreadBlockLanes, WarpLanes>;
+
+__device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
+  return {};
+}
+__device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
+  __shared__ uint32_t warps[kBlockWarps];
+  return {warps};
+}
+
+}  // namespace
+}  // namespace gradwire::cuda
