@@ -1,62 +1,31 @@
-// The NCCL transport without a GPU: its calls to NCCL, and its errors.
+// The NCCL transport without a GPU: its calls to NCCL, their number, and smaller groups.
+// nccl_failures_test.cpp has its errors.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <functional>
+#include <array>
+#include <atomic>
+#include <mutex>
 #include <thread>
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/program/program.h"
 #include "runtime/device/graph.h"
-#include "runtime/util/error.h"
-#include "tests/collectives/fake_nccl.h"
+#include "tests/collectives/nccl_ranks.h"
 #include "tests/collectives/program_runs.h"
 #include "tests/support/expect.h"
-#include "tests/support/temporary_folder.h"
-#include "tests/support/threads.h"
 
 namespace gradwire {
 namespace {
 
-using testing::expect_error;
+using testing::all_to_all;
 using testing::expect_has;
-using testing::fake_nccl;
 using testing::fake_setup;
-using testing::FakeComm;
 using testing::FakeWorld;
 using testing::HostCalls;
+using testing::NcclRank;
 using testing::no_errors;
+using testing::run_nccl;
 using namespace std::chrono_literals;
-
-// --- one rank per thread ---
-
-struct NcclRank {
-  std::unique_ptr<NcclTransport> transport;
-  FakeComm* comm = nullptr;
-  Stream stream = Stream::create(Device::host(), "test");
-};
-
-// Runs a body on every rank. Returns every rank's error, "" for none.
-std::vector<std::string> run(int world, const std::function<NcclSetup(int)>& make,
-                             const std::function<void(NcclRank&)>& body) {
-  return testing::errors_in_threads(world, [&](int r) {
-    NcclRank rank;
-    NcclSetup s = make(r);
-    rank.comm = &testing::fake(s.comm);
-    rank.transport = std::make_unique<NcclTransport>(std::move(s));
-    struct Drain {  // work in flight uses the transport
-      Stream& stream;
-      ~Drain() { stream.synchronize(); }
-    } drain{rank.stream};
-    body(rank);
-  });
-}
-// With the same settings on every rank.
-std::vector<std::string> run(FakeWorld& world, std::chrono::milliseconds timeout,
-                             const std::function<void(NcclRank&)>& body) {
-  return run(
-      static_cast<int>(world.comms.size()), [&](int r) { return fake_setup(world[r], timeout); }, body);
-}
 
 TEST(Nccl, AnExchangeIsOneGroupInTheOrderGiven) {
   FakeWorld world(3);
@@ -110,7 +79,7 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
         FakeWorld world(n);
         for (auto& c : world.comms) c->busy_after_group = 3;  // as when NCCL connects in the background
         std::vector<std::vector<float>> got(n), expected(n);
-        auto errors = run(world, 20s, [&](NcclRank& r) {
+        auto errors = run_nccl(world, 20s, [&](NcclRank& r) {
           got[r.transport->rank()] = allreduced(*r.transport, schedule, wire);
         });
         EXPECT_EQ(errors, no_errors(n));
@@ -123,31 +92,11 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
   }
 }
 
-// Every rank exchanges 4 bytes with every other, `steps` times.
-void all_to_all(NcclRank& rank, int steps) {
-  const int world = rank.transport->world(), me = rank.transport->rank();
-  std::vector<int> in(world), out(world, me);
-  std::vector<Transfer> transfers;
-  for (int peer = 0; peer < world; ++peer) {
-    if (peer == me) continue;
-    transfers.push_back({Transfer::Kind::send, peer, &out[peer], 4});
-    transfers.push_back({Transfer::Kind::receive, peer, &in[peer], 4});
-  }
-  for (int step = 0; step < steps; ++step) {
-    rank.transport->exchange(rank.stream, transfers, {1, fmt::format("step {}", step)});
-    rank.stream.synchronize();
-    rank.transport->check();
-    for (int peer = 0; peer < world; ++peer) {
-      if (peer != me && in[peer] != peer) throw Error("wrong data passed check()");
-    }
-  }
-}
-
 TEST(Nccl, ReusesMarks) {
   FakeWorld world(2);
   std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                  std::make_shared<HostCalls>()};
-  run(
+  run_nccl(
       2,
       [&](int r) {
         NcclSetup s = fake_setup(world[r]);
@@ -163,138 +112,6 @@ TEST(Nccl, ReusesMarks) {
   EXPECT_LT(gpu[0]->made, 40);
 }
 
-TEST(Nccl, NamesASilentPeerAndAborts) {
-  FakeWorld world(3);
-  std::vector<std::thread::id> caller(3);
-  auto errors = run(world, 1000ms, [&](NcclRank& rank) {
-    caller[rank.transport->rank()] = std::this_thread::get_id();
-    if (rank.transport->rank() == 1) {
-      all_to_all(rank, 2);
-      // Rank 1 is still computing; the others wait for its third exchange.
-      while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
-      return;
-    }
-    try {
-      all_to_all(rank, 5);
-    } catch (const CommError&) {
-      EXPECT_THROW(rank.transport->barrier(), CommError) << "every later call fails";
-      throw;
-    }
-  });
-  EXPECT_EQ(errors[1], "");
-  for (int r : {0, 2}) {
-    expect_has(errors[r], {fmt::format("rank {}", r), "exchange 3", "step 2", "no progress for 1000 ms",
-                           "2 receives (8 bytes) from ranks ", "1"});
-    EXPECT_EQ(world[r].aborted, 1);
-    EXPECT_NE(world[r].aborted_by.load(), caller[r]);
-    EXPECT_EQ(world[r].destroyed, 0) << "abort has freed it";
-  }
-}
-
-TEST(Nccl, NeitherAbortsNorDestroysAnAdoptedCommunicator) {
-  FakeWorld world(2);
-  auto errors = run(
-      2,
-      [&](int r) {
-        NcclSetup s = fake_setup(world[r], 200ms);
-        s.owned = false;
-        return s;
-      },
-      [&](NcclRank& rank) {
-        all_to_all(rank, 1);
-        if (rank.transport->rank() == 1) return;
-        char byte = 0;
-        rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "in vain"});
-        while (true) {
-          std::this_thread::sleep_for(5ms);
-          try {
-            rank.transport->check();
-          } catch (const CommError&) {
-            rank.comm->stop();  // as its owner does
-            throw;
-          }
-        }
-      });
-  expect_has(errors[0], {"in vain", "no progress", "1 receive (1 bytes) from rank 1"});
-  EXPECT_EQ(errors[1], "");
-  for (int r : {0, 1}) EXPECT_EQ(world[r].aborted + world[r].destroyed + world[r].finalized, 0);
-}
-
-TEST(Nccl, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
-  FakeWorld world(2);
-  auto errors = run(world, 20s, [&](NcclRank& rank) {
-    if (rank.transport->rank() == 1) return;
-    char byte = 0;
-    rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
-    rank.comm->async = ncclRemoteError;
-    rank.stream.synchronize();  // the abort ends it
-    rank.transport->check();
-  });
-  expect_has(errors[0], {"a receive", "remote process exited"});
-  EXPECT_EQ(world[0].aborted, 1);
-}
-
-TEST(Nccl, AnErrorInsideAGroupStillEndsTheGroup) {
-  FakeWorld world(2);
-  world[0].send_result = ncclInvalidArgument;
-  NcclTransport transport(fake_setup(world[0]));
-  Stream stream = Stream::create(Device::host(), "test");
-  char byte = 0;
-  expect_error<CommError>(
-      [&] {
-        transport.exchange(stream, {{Transfer::Kind::send, 1, &byte, 1}}, {1, "a send"});
-      },
-      {"a send", "fake error", "1 send (1 bytes) to rank 1"});
-  EXPECT_EQ(testing::fake_group().depth, 0);
-  EXPECT_EQ(transport.bytes_sent(), 0u);
-}
-
-TEST(Nccl, ConnectingHasADeadline) {
-  FakeWorld world(2);
-  world[0].busy_after_group = 1 << 30;  // a nonblocking communicator
-  NcclTransport transport(fake_setup(world[0], 200ms));
-  Stream stream = Stream::create(Device::host(), "test");
-  char byte = 0;
-  expect_error<CommError>(
-      [&] {
-        transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "the first"});
-      },
-      {"the first", "no progress for 200 ms while connecting", "from rank 1"});
-  world[0].busy = 0;
-  stream.synchronize();
-}
-
-// NCCL waits for the peer inside the call. The watching thread ends it: by a revocation, so that the abort
-// does not free memory in use by the call, or by the abort alone if NCCL does not support revocation.
-TEST(Nccl, CallsThatBlockInsideNcclHaveADeadline) {
-  for (const bool old : {false, true}) {
-    for (const bool connected : {false, true}) {
-      SCOPED_TRACE(fmt::format("old {}, connected {}", old, connected));
-      NcclApi api = fake_nccl();
-      if (old) api.revoke = nullptr;
-      FakeWorld world(2);
-      NcclSetup s = fake_setup(world[0], 300ms);
-      s.api = &api;
-      NcclTransport transport(std::move(s));
-      Stream stream = Stream::create(Device::host(), "test");
-      char byte = 0;
-      const std::vector<Transfer> sends = {{Transfer::Kind::send, 1, &byte, 1}};
-      if (connected) transport.exchange(stream, sends, {1, "the first"});
-      world[0].stuck = true;
-      expect_error<CommError>(
-          [&] {
-            transport.exchange(stream, sends, {2, "the stuck one"});
-          },
-          {"the stuck one", "no progress for 300 ms", connected ? "inside NCCL" : "connecting",
-           "1 send (1 bytes) to rank 1"});
-      while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
-      EXPECT_EQ(world[0].revoked, old ? 0 : 1);
-      EXPECT_THROW(transport.exchange(stream, sends, {3, "later"}), CommError);
-      stream.synchronize();
-    }
-  }
-}
-
 // The host's work for an exchange between connected peers: one group and two marks. With a nonblocking
 // communicator, NCCL creates a thread for each group, and the host must poll for its end.
 TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
@@ -306,7 +123,7 @@ TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
                                                    std::make_shared<HostCalls>()};
     std::atomic<int64_t> slept_us{0};
     std::array<std::atomic<bool>, 2> met{};  // before that, a rank may sleep until its peer connects
-    auto errors = run(
+    auto errors = run_nccl(
         2,
         [&](int r) {
           NcclSetup s = fake_setup(world[r]);
@@ -362,7 +179,7 @@ TEST(Nccl, AStepMakesOneGroupPerRound) {
   const int n = 8;
   for (const Schedule& schedule : {two_shot(n), ring(n)}) {
     FakeWorld world(n);
-    auto errors = run(world, 20s, [&](NcclRank& rank) {
+    auto errors = run_nccl(world, 20s, [&](NcclRank& rank) {
       const int64_t count = 1024;
       std::vector<float> data(count, 1.0f);
       Program program(*rank.transport, schedule, {data.data(), data.data(), nullptr, count},
@@ -385,7 +202,7 @@ TEST(Nccl, AStepMakesOneGroupPerRound) {
 
 TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
   FakeWorld world(2);
-  auto errors = run(world, 500ms, [&](NcclRank& rank) {
+  auto errors = run_nccl(world, 500ms, [&](NcclRank& rank) {
     const int me = rank.transport->rank();
     int in = -1, out = me;
     const std::vector<Transfer> transfers = {{Transfer::Kind::send, 1 - me, &out, 4},
@@ -415,20 +232,9 @@ TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
   EXPECT_EQ(errors[1], "");
 }
 
-TEST(Nccl, AbortEndsPendingExchangesWithItsReason) {
-  FakeWorld world(2);
-  NcclTransport transport(fake_setup(world[0]));
-  Stream stream = Stream::create(Device::host(), "test");
-  char byte = 0;
-  transport.exchange(stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "pending"});
-  transport.abort("the disk is full");
-  stream.synchronize();
-  expect_error<CommError>([&] { transport.check(); }, {"rank 0 gave up: the disk is full"});
-}
-
 TEST(Nccl, PartsOutliveTheirParentGroup) {
   FakeWorld world(5);
-  auto errors = run(world, 1000ms, [&](NcclRank& rank) {
+  auto errors = run_nccl(world, 1000ms, [&](NcclRank& rank) {
     // Odd ranks in descending order; even ranks except the last, which joins no part.
     const int r = rank.transport->rank();
     const std::vector<int> members = r == 4       ? std::vector<int>{}
@@ -447,95 +253,6 @@ TEST(Nccl, PartsOutliveTheirParentGroup) {
     mine.transport->barrier();
   });
   EXPECT_EQ(errors, no_errors(5));
-}
-
-TEST(Nccl, RejectsSplittingAFailedGroup) {
-  FakeWorld world(2);
-  NcclTransport transport(fake_setup(world[0]));
-  transport.abort("the disk is full");
-  expect_error<CommError>([&] { transport.split({0, 1}); }, {"the disk is full"});
-}
-
-// --- with a store ---
-
-struct Store {
-  NcclSetup setup_with(FakeComm& comm, std::chrono::milliseconds timeout) const {
-    NcclSetup s = fake_setup(comm, timeout);
-    s.group = std::make_unique<Membership>(
-        GroupOptions{"file://" + folder.path("store"), comm.rank, comm.world, timeout});
-    return s;
-  }
-  testing::TemporaryFolder folder;
-};
-
-TEST(Nccl, ReportsDifferingCallsBeforeAnyExchange) {
-  FakeWorld world(3);
-  Store store;
-  auto errors = run(
-      3, [&](int r) { return store.setup_with(world[r], 10s); },
-      [&](NcclRank& rank) {
-        const Call same{11, "allreduce of bucket 1"};
-        const Call other{rank.transport->rank() == 1 ? 13u : 12u,
-                         rank.transport->rank() == 1 ? "allreduce, bf16" : "allreduce, fp32"};
-        rank.transport->begin_call(rank.stream, same);
-        rank.transport->begin_call(rank.stream, same);
-        rank.transport->begin_call(rank.stream, other);
-      });
-  for (int r : {1, 2}) expect_has(errors[r], {"ranks disagree", "call 3", "bf16"});
-  expect_has(errors[1] + errors[2], {"fp32"});
-  for (int r = 0; r < 3; ++r) EXPECT_EQ(world[r].groups, 0);
-}
-
-TEST(Nccl, EveryRankReportsTheFailedRank) {
-  FakeWorld world(3);
-  Store store;
-  auto errors = run(
-      3, [&](int r) { return store.setup_with(world[r], r == 0 ? 1000ms : 20s); },
-      [&](NcclRank& rank) {
-        rank.transport->barrier();
-        if (rank.transport->rank() == 1) {
-          all_to_all(rank, 1);
-          while (true) {
-            std::this_thread::sleep_for(1ms);
-            rank.transport->check();
-          }
-        } else {
-          all_to_all(rank, 2);
-        }
-      });
-  expect_has(errors[0], {"exchange 2", "no progress for 1000 ms", "rank 1 is not in an exchange"});
-  for (int r : {1, 2}) expect_has(errors[r], {"rank 0", "step 1", "no progress for 1000 ms"});
-}
-
-TEST(Nccl, ReportsAFailedJoin) {
-  NcclApi api = fake_nccl();
-  static FakeWorld one(1), slow(1);
-  static std::atomic<bool> hang{false};
-  api.init_rank = [](ncclComm_t* comm, int world, ncclUniqueId, int rank, ncclConfig_t* config) {
-    EXPECT_EQ(config->blocking, 1);
-    if (hang) {
-      while (hang) std::this_thread::sleep_for(1ms);
-      *comm = slow[0].handle();
-      return ncclSuccess;
-    }
-    one[0].world = world;
-    one[0].rank = rank;
-    one[0].busy = 5;
-    *comm = one[0].handle();
-    return ncclInProgress;
-  };
-  const auto later = SteadyClock::now() + 10s;
-  const auto gpu = std::make_shared<HostCalls>();
-  ncclComm_t comm = init_nccl(api, gpu, 0, 2, {}, later);
-  ASSERT_NE(comm, nullptr);
-  testing::fake(comm).async = ncclRemoteError;
-  EXPECT_THROW(init_nccl(api, gpu, 0, 2, {}, later), CommError);
-  EXPECT_EQ(testing::fake(comm).aborted, 1);
-  hang = true;  // NCCL waits for a rank that does not arrive
-  expect_error<CommError>([&] { init_nccl(api, gpu, 0, 2, {}, SteadyClock::now() + 100ms); },
-                          {"rank 0 of 2", "no progress until the deadline"});
-  hang = false;  // the rank arrives after the deadline
-  while (slow[0].aborted == 0) std::this_thread::sleep_for(1ms);
 }
 
 }  // namespace

@@ -1,29 +1,14 @@
-// Properties of every wire format (kernels/wire/format.h), for each entry of the table that rounds.
+// Properties of every wire format (kernels/wire/format.h), for each entry of the table that rounds: the bits
+// of the reference, sums, residuals, non-finite values. wire_error_test.cpp tests the errors.
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cctype>
 #include <set>
 
-#include "runtime/threads/thread_pool.h"
-#include "tests/kernels/compare.h"
-#include "tests/kernels/wire_problem.h"
+#include "tests/kernels/wire_suite.h"
 
 namespace gradwire::testing {
 namespace {
-
-// More than one piece per thread. Kernels are slow on the CPU, so fewer there (a multiprocessor's blocks
-// process 8192 values at a time). Code under sanitizers is also slow: fewer cases there.
-#ifdef GRADWIRE_SIMT_TESTS
-constexpr int64_t kManyPieces = 9001;
-#else
-constexpr int64_t kManyPieces = 70001;
-#endif
-#ifdef GRADWIRE_SANITIZED
-constexpr bool kSanitized = true;
-#else
-constexpr bool kSanitized = false;
-#endif
 
 TEST(WireFormats, NamesAreUniqueAndFound) {
   std::set<std::string> names;
@@ -76,27 +61,7 @@ TEST(WireFormats, LengthsAddUpOverChunks) {
   }
 }
 
-class WireFormatTest : public ::testing::TestWithParam<std::tuple<Backend, Wire>>, public WireFixture {
- public:
-  WireFormatTest() : WireFixture(std::get<0>(GetParam())), format(std::get<1>(GetParam())) {}
-
-  std::vector<Rounding> roundings() const {
-    if (!format->stochastic) return {Rounding::nearest};
-    return {Rounding::nearest, Rounding::stochastic};
-  }
-  WireResult run(const WireProblem& p) { return WireFixture::run(format, p); }
-  // Returns inputs: encoded values of other ranks.
-  std::vector<Bytes> inputs(int num_inputs, int64_t count, uint32_t seed, float spread) const {
-    std::vector<Bytes> wires;
-    for (int k = 0; k < num_inputs; ++k) {
-      wires.push_back(
-          reference_encoded(format, spread_values(count, seed + static_cast<uint32_t>(k), spread)));
-    }
-    return wires;
-  }
-
-  const Wire format;
-};
+class WireFormatTest : public WireSuite {};
 
 TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
   auto sizes = awkward_sizes();
@@ -331,50 +296,6 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndStayInTheirBlock) {
   }
 }
 
-// Checks the bound in one of the two norms of error_bound(). Terngrad's bound holds for blocks in which
-// nothing is clipped. With a rotation, the largest magnitude is that of the rotated values, which are not
-// available here.
-TEST_P(WireFormatTest, ErrorStaysWithinItsBound) {
-  if (format->spec().find("rotate=hadamard") != std::string::npos) return;
-  const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;
-  for (Rounding mode : roundings()) {
-    const double bound = format->error_bound(mode);
-    ASSERT_GT(bound, 0);
-    for (int shape = 0; shape < 8; ++shape) {
-      std::vector<float> x = normal(n, 61 + shape);
-      for (int64_t i = 0; i < n; ++i) {
-        float& v = x[static_cast<size_t>(i)];
-        const bool first = i % block == 0;
-        if (shape == 1) v = std::copysign(1.0f, v);  // equal magnitudes
-        if (shape >= 2 && shape < 6)
-          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large value
-        if (shape == 6) v = v * v * v * v * v;                                   // heavy tails
-        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                              // sparse
-      }
-      if (format->clips && shape != 1 && shape != 0) continue;
-      double norm = 0, largest = 0, error = 0, worst = 0;
-      constexpr int kDraws = 20;
-      for (float v : x) norm += double{v} * v, largest = std::max(largest, double{v} * v);
-      for (int draw = 0; draw < kDraws; ++draw) {
-        WireProblem p{.own = x, .residual = {}, .out_scale = 1, .rounding = {.mode = mode, .seed = 3}};
-        p.step = static_cast<uint64_t>(draw);
-        const WireResult got = run(p);
-        for (size_t i = 0; i < x.size(); ++i) {
-          const double e = double{got.out[i]} - x[i];
-          error += e * e / kDraws, worst = std::max(worst, e * e);
-        }
-        if (mode == Rounding::nearest) {
-          error *= kDraws;
-          break;
-        }
-      }
-      EXPECT_TRUE(error <= 1.03 * bound * norm || worst <= 1.001 * bound * largest)
-          << "shape " << shape << ": " << error / norm << " of the norm, " << worst / largest
-          << " of the largest value; bound " << bound;
-    }
-  }
-}
-
 TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
   for (float value : {0.0f, -0.0f, FLT_MAX, -FLT_MAX, 1e38f, FLT_MIN, 1e-45f}) {
     for (Rounding mode : roundings()) {
@@ -447,70 +368,7 @@ TEST_P(WireFormatTest, BitsDependOnlyOnSeedAndStep) {
   }
 }
 
-TEST_P(WireFormatTest, StochasticRoundingIsUnbiased) {
-  if (format->clips) return;  // clamping is biased; rounding is tested with clip=off
-  WireProblem p{.own = spread_values(2000, 31, 1.0f),
-                .residual = {},
-                .out_scale = 1,
-                .rounding = {.mode = Rounding::stochastic, .seed = 6}};
-  if (!format->stochastic) {  // the format ignores the mode
-    const WireResult got = run(p);
-    p.rounding.mode = Rounding::nearest;
-    return expect_same_result(format, p, got, run(p));
-  }
-  double sum = 0, outwards = 0, squares = 0;  // of errors; outwards: away from zero
-  for (p.step = 0; p.step < 30; ++p.step) {
-    const WireResult got = run(p);
-    for (size_t i = 0; i < p.own.size(); ++i) {
-      const double error = static_cast<double>(got.out[i]) - p.own[i];
-      sum += error;
-      outwards += std::copysign(1.0, p.own[i]) * error;
-      squares += error * error;
-    }
-  }
-  EXPECT_LE(std::abs(sum), 5 * std::sqrt(squares));
-  EXPECT_LE(std::abs(outwards), 5 * std::sqrt(squares));
-}
-
-TEST_P(WireFormatTest, ErrorOnNormalValuesMatchesTheTable) {
-#ifdef GRADWIRE_SIMT_TESTS
-  const int64_t count = 1 << 15;
-#else
-  const int64_t count = 1 << 20;
-#endif
-  const WireProblem p{
-      .own = normal(count, 41), .residual = {}, .out_scale = 1, .rounding = {.mode = format->rounding}};
-  const WireResult got = run(p);
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < p.own.size(); ++i) {
-    error += std::pow(static_cast<double>(got.out[i]) - p.own[i], 2);
-    norm += std::pow(static_cast<double>(p.own[i]), 2);
-  }
-  if (format->gaussian_error > 0) {
-    EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
-  } else {  // unknown for these options
-    EXPECT_LT(error, 2 * norm);
-  }
-}
-
-std::vector<Wire> rounding_formats() {
-  std::vector<Wire> formats;
-  for (Wire format : example_wire_formats()) {
-    if (!format->exact) formats.push_back(format);
-  }
-  return formats;
-}
-
-INSTANTIATE_TEST_SUITE_P(On, WireFormatTest,
-                         ::testing::Combine(::testing::ValuesIn(backends()),
-                                            ::testing::ValuesIn(rounding_formats())),
-                         [](const auto& info) {
-                           std::string name =
-                               std::get<0>(info.param).name + "_" + std::get<1>(info.param)->spec();
-                           std::ranges::replace_if(
-                               name, [](char c) { return !std::isalnum(c); }, '_');
-                           return name;
-                         });
+GW_INSTANTIATE_ON_FORMATS(WireFormatTest);
 
 }  // namespace
 }  // namespace gradwire::testing

@@ -1,53 +1,27 @@
-// The key-value store: keys, failure notification and roll call, with ranks as threads; and how ranks find
-// the store.
+// The key-value store: keys, failure notification and roll call, with ranks as threads.
 #include "collectives/net/store.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
-#include <algorithm>
-#include <atomic>
-#include <condition_variable>
-#include <fstream>
+#include <thread>
 
 #include "collectives/net/handshake.h"
-#include "collectives/net/listener.h"
-#include "collectives/net/membership.h"
 #include "collectives/net/message.h"
-#include "collectives/net/store_server.h"
 #include "runtime/util/error.h"
-#include "tests/processes/processes.h"
+#include "tests/processes/store_fixture.h"
 
 namespace gradwire {
 namespace {
 
 using namespace std::chrono_literals;
 using Presence = RollCall::Presence;
+using testing::error_of;
+using testing::in;
+using testing::Told;
 
-SteadyClock::time_point in(std::chrono::milliseconds time) {
-  return SteadyClock::now() + time;
-}
-
-template <typename Action>
-std::string error_of(Action action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
-class StoreTest : public ::testing::Test {
- protected:
-  std::unique_ptr<StoreClient> join(int rank, int world = kWorld, const std::string& key = "key") {
-    return std::make_unique<StoreClient>(Contact{{"127.0.0.1"}, server->port()}, key, rank, world, in(10s));
-  }
-  static constexpr int kWorld = 3;
-  std::unique_ptr<StoreServer> server =
-      std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), kWorld, "key");
-};
+class StoreTest : public testing::StoreFixture {};
 
 TEST_F(StoreTest, KeysAndCountsAreShared) {
   auto a = join(0), b = join(1);
@@ -116,28 +90,6 @@ TEST_F(StoreTest, RejectsInvalidRanksAndUnauthenticatedPeers) {
   b->set("still", "fine");
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
-
-// Records the causes reported to the watchers.
-struct Told {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<int, std::string> causes;
-  void watch(StoreClient& client, int rank) {
-    client.watch(
-        [this, rank](const std::string& cause) {
-          std::lock_guard lock(mutex);
-          EXPECT_EQ(causes.count(rank), 0u) << "told twice";
-          causes[rank] = cause;
-          changed.notify_all();
-        },
-        [rank] { return fmt::format("state of {}", rank); });
-  }
-  std::string of(int rank) {
-    std::unique_lock lock(mutex);
-    changed.wait_for(lock, 20s, [&] { return causes.count(rank) > 0; });
-    return causes[rank];
-  }
-};
 
 TEST_F(StoreTest, EveryRankIsNotifiedOfTheFirstFailureAndAnswersTheRoll) {
   auto a = join(0), b = join(1), c = join(2);
@@ -230,183 +182,6 @@ TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
   EXPECT_EQ(told.causes.count(1), 0u);
 }
 
-// --- what ranks may store with rank 0 ---
-
-StoreLimits small_limits() {
-  StoreLimits limits(3);
-  limits.message_bytes_of_rank = 100'000;
-  limits.message_bytes = 150'000;
-  limits.key_bytes_of_rank = 20'000;
-  limits.key_bytes = 30'000;
-  limits.unanswered_of_rank = 10;
-  limits.unread_bytes = 1'000'000;
-  limits.connections_of_rank = 4;
-  limits.notes_of_rank = 5;
-  return limits;
-}
-
-class StoreLimitsTest : public StoreTest {
- protected:
-  StoreLimitsTest() {
-    server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), kWorld, "key", "", small_limits());
-  }
-  // Returns a connection that has proved the secret and sent nothing else.
-  Socket proved() {
-    std::string why;
-    auto socket = try_connect({"127.0.0.1", server->port()}, in(5s), why);
-    EXPECT_EQ(introduce(*socket, {"key", kStorePurpose}, in(5s)), "");
-    return std::move(*socket);
-  }
-  Socket hello(int rank) {
-    Socket socket = proved();
-    const std::string me = StoreHello{rank, kWorld}.encode();
-    EXPECT_TRUE(send_frame(socket, {Frame::Op::hello, 1, "command", me}, in(5s)));
-    return socket;
-  }
-  static bool is_cut_off(const Socket& socket) {
-    char bytes[4096];
-    while (wait_readable(socket.fd(), in(20s))) {
-      const ssize_t n = recv(socket.fd(), bytes, sizeof bytes, 0);
-      if (n == 0 || (n < 0 && errno != EAGAIN)) return true;
-    }
-    return false;
-  }
-  static long resident_pages() {
-    long total = 0, resident = 0;
-    std::ifstream("/proc/self/statm") >> total >> resident;
-    return resident;
-  }
-};
-
-TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatFloodsRankZero) {
-  auto a = join(0), b = join(1);
-  Told told;
-  told.watch(*a, 0);
-  const long before = resident_pages();
-  const std::string note(10'000, 'x');
-  for (int i = 0; i < 5000; ++i) b->send_message(note);
-  EXPECT_EQ(told.of(0).find("rank 1 has sent rank 0 more messages than it has room for"), 0u) << told.of(0);
-  EXPECT_EQ(b->report("x"), told.of(0));
-#ifndef GRADWIRE_SANITIZED
-  EXPECT_LT(resident_pages() - before, 2500) << "of 50 MB, 10 MB were kept";
-#endif
-  (void)before;
-}
-
-TEST_F(StoreLimitsTest, ReceivedMessagesFreeRoomAndEmptyOnesCount) {
-  auto a = join(0), b = join(1);
-  for (int i = 0; i < 100; ++i) {
-    b->send_message(std::string(50'000, 'x'));
-    ASSERT_TRUE(server->take_message(1, in(10s)));
-  }
-  Told told;
-  told.watch(*a, 0);
-  for (int i = 0; i < 2000; ++i) b->send_message("");
-  EXPECT_EQ(told.of(0).find("rank 1 has sent"), 0u) << told.of(0);
-}
-
-TEST_F(StoreLimitsTest, LimitsAllRanksTogether) {
-  auto a = join(0), b = join(1), c = join(2);
-  Told told;
-  told.watch(*a, 0);
-  b->send_message(std::string(90'000, 'x'));
-  c->send_message(std::string(90'000, 'x'));
-  EXPECT_EQ(told.of(0).find("rank "), 0u) << told.of(0);
-  EXPECT_NE(told.of(0).find("more messages than it has room for"), std::string::npos) << told.of(0);
-}
-
-TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatStoresTooManyKeys) {
-  auto a = join(0), b = join(1);
-  const std::string text = error_of([&] {
-    for (int i = 0; i < 1000; ++i) b->set(fmt::format("key {}", i), "value");
-  });
-  EXPECT_EQ(text.find("rank 1 leaves more with rank 0 than it has room for"), 0u) << text;
-  EXPECT_NE(error_of([&] { a->add("n"); }).find("rank 1 leaves more"), std::string::npos);
-}
-
-TEST_F(StoreLimitsTest, CountersCountAsKeysAndDroppedOrReplacedKeysFreeRoom) {
-  auto a = join(0), b = join(1);
-  for (int i = 0; i < 1000; ++i) {
-    b->set("the same", std::string(5000, 'x'));
-    b->add(fmt::format("count {}", i));
-    b->set(fmt::format("count {}", i), "open");
-    b->drop(fmt::format("count {}", i));
-  }
-  EXPECT_EQ(b->add("count 7"), 1);  // starts again from zero
-  const std::string text = error_of([&] {
-    for (int i = 0; i < 1000; ++i) b->add(fmt::format("another {}", i));
-  });
-  EXPECT_EQ(text.find("rank 1 leaves more with rank 0"), 0u) << text;
-}
-
-TEST_F(StoreLimitsTest, Rank0LogsNotesAsLinesAndLimitsTheirNumber) {
-  ::testing::internal::CaptureStderr();
-  {
-    auto a = join(0), b = join(1);
-    EXPECT_TRUE(b->note("has seen\x1b[2J\na peer"));
-    for (int i = 0; i < 100; ++i) b->note(std::string(1500, 'x'));
-    a->note("has seen nobody");
-  }
-  server = nullptr;
-  const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("gradwire: rank 1 has seen [2J a peer\n"), std::string::npos) << log;
-  EXPECT_NE(log.find("gradwire: rank 0 has seen nobody\n"), std::string::npos) << log;
-  EXPECT_NE(log.find("gradwire: rank 1 says more than is printed from here on\n"), std::string::npos) << log;
-  EXPECT_EQ(std::count(log.begin(), log.end(), '\n'), 6) << log;
-  EXPECT_LT(log.size(), 5000u);
-}
-
-TEST_F(StoreLimitsTest, ClosesConnectionsAtTheHeaderOfATooLargeFrame) {
-  auto a = join(0);
-  const Socket socket = hello(1);
-  ASSERT_TRUE(send_all(socket, std::string("\x01\x00\x10\x00", 4), in(5s)));  // 1 MiB and a byte
-  EXPECT_TRUE(is_cut_off(socket));
-  a->set("still", "fine");
-}
-
-TEST_F(StoreLimitsTest, LimitsPendingRequests) {
-  auto a = join(0);
-  Told told;
-  told.watch(*a, 0);
-  const Socket socket = hello(2);
-  for (uint32_t i = 0; i < 30; ++i) {
-    send_frame(socket, {Frame::Op::get, i, "never", ""}, in(5s));
-  }
-  EXPECT_EQ(told.of(0), "rank 2 waits for the answers to 10 requests at once");
-}
-
-TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatDoesNotRead) {
-  auto a = join(0);
-  Told told;
-  told.watch(*a, 0);
-  a->set("key", std::string(15'000, 'x'));
-  const Socket socket = hello(2);
-  const std::string get = Frame{Frame::Op::get, 1, "key", ""}.encode();
-  for (int i = 0; i < 2000 && send_all(socket, get, in(5s)); ++i) continue;
-  EXPECT_EQ(told.of(0).find("rank 2 does not read what it asked for"), 0u) << told.of(0);
-}
-
-TEST_F(StoreLimitsTest, LimitsConnectionsPerRankAndAcceptsOneHelloOnEach) {
-  std::vector<Socket> held;
-  for (int i = 0; i < 4; ++i) held.push_back(hello(1));
-  // The answers to these arrive first, so the next connection finds them registered.
-  char byte;
-  for (const Socket& socket : held) ASSERT_TRUE(receive_exactly(socket, &byte, 1, in(5s)));
-  EXPECT_EQ(error_of([&] { join(1); }), "rank 1 has 4 connections to rank 0's store already");
-  // A connection cannot become another rank later, to say goodbye for it.
-  ASSERT_TRUE(send_frame(held[0], {Frame::Op::hello, 2, "command", StoreHello{0, 3}.encode()}, in(5s)));
-  EXPECT_TRUE(is_cut_off(held[0]));
-}
-
-TEST_F(StoreLimitsTest, SilentConnectionsCountAsPendingAfterProvingTheSecret) {
-  std::vector<Socket> held;
-  for (size_t i = 0; i < 2 * kMaxUnauthenticated; ++i) held.push_back(proved());
-  auto a = join(0), b = join(1);
-  b->set("still", "fine");
-  EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
-  EXPECT_TRUE(is_cut_off(held[0])) << "the oldest connection is closed";
-}
-
 // Rank 0 of a stopped program: its kernel still accepts data.
 TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   const Credentials credentials{"key", kStorePurpose};
@@ -496,66 +271,6 @@ TEST(Frame, DecodesInPiecesAndRejectsGarbage) {
                               std::string("\x0d\0\0\0\x63", 5) + std::string(12, '\0')}) {
     EXPECT_THROW(Frame::decode(garbage), CommError);
   }
-}
-
-// --- how ranks find the store ---
-
-void join_all(const std::string& rendezvous, int world) {
-  std::atomic<int> joined{0};
-  std::vector<std::thread> ranks;
-  for (int r = world - 1; r >= 0; --r) {  // in descending order: the others have to wait for rank 0
-    ranks.emplace_back([&, r] {
-      if (r == 0) std::this_thread::sleep_for(30ms);
-      Membership group({rendezvous, r, world, 20s});
-      group.barrier();
-      EXPECT_FALSE(group.address(in(20s)).empty());
-      group.barrier();
-      ++joined;
-    });
-  }
-  for (auto& t : ranks) t.join();
-  EXPECT_EQ(joined, world);
-}
-
-TEST(Membership, JoinsRepeatedlyThroughTcp) {
-  std::string rendezvous = testing::free_tcp_rendezvous();
-  for (int i = 0; i < 3; ++i) join_all(rendezvous, 4);
-}
-
-TEST(Membership, JoinsThroughAFileAndDeletesIt) {
-  std::string path = testing::scratch_path("meet");
-  // A file left by a crashed run must not mislead new ranks.
-  std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
-  for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
-  EXPECT_FALSE(std::ifstream(path).good());
-}
-
-TEST(Membership, BadInputNamesTheRemedy) {
-  auto error = [](const std::string& rendezvous, int rank, int world) {
-    return error_of([&] { Membership group({rendezvous, rank, world, 1s}); });
-  };
-  EXPECT_EQ(error("http://x:1", 0, 1),
-            "rendezvous 'http://x:1': unknown kind; give tcp://host:port or file:///path");
-  EXPECT_EQ(error("tcp://host", 0, 1),
-            "rendezvous 'tcp://host': no host and port; give tcp://host:port or file:///path");
-  EXPECT_EQ(error("tcp://host:99999", 0, 1),
-            "rendezvous 'tcp://host:99999': '99999' is not a port; give tcp://host:port or file:///path");
-  EXPECT_EQ(error("tcp://host:80", 3, 2), "there is no rank 3 in a group of 2");
-  EXPECT_NE(error("file:///no/such/folder/x", 0, 1).find("cannot be written"), std::string::npos);
-}
-
-TEST(Membership, ReportsAMissingRankZeroAtTheDeadline) {
-  std::string text = error_of([] { Membership group({testing::free_tcp_rendezvous(), 1, 2, 200ms}); });
-  EXPECT_NE(text.find("rank 1 did not reach rank 0 through tcp://127.0.0.1:"), std::string::npos) << text;
-  EXPECT_NE(text.find("Connection refused"), std::string::npos) << text;
-}
-
-TEST(Membership, BarrierReportsAMissingRank) {
-  std::string text = error_of([] {
-    Membership group({"file://" + testing::scratch_path("alone"), 0, 2, 100ms});
-    group.barrier();
-  });
-  EXPECT_NE(text.find("waiting for all ranks: nothing after"), std::string::npos) << text;
 }
 
 }  // namespace

@@ -1,0 +1,104 @@
+// The errors of every wire format that rounds: bounds, bias, and the errors stated in the table.
+#include <cmath>
+
+#include "tests/kernels/wire_suite.h"
+
+namespace gradwire::testing {
+namespace {
+
+class WireFormatTestErrors : public WireSuite {};
+
+// Checks the bound in one of the two norms of error_bound(). Terngrad's bound holds for blocks in which
+// nothing is clipped. With a rotation, the largest magnitude is that of the rotated values, which are not
+// available here.
+TEST_P(WireFormatTestErrors, ErrorStaysWithinItsBound) {
+  if (format->spec().find("rotate=hadamard") != std::string::npos) return;
+  const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;
+  for (Rounding mode : roundings()) {
+    const double bound = format->error_bound(mode);
+    ASSERT_GT(bound, 0);
+    for (int shape = 0; shape < 8; ++shape) {
+      std::vector<float> x = normal(n, 61 + shape);
+      for (int64_t i = 0; i < n; ++i) {
+        float& v = x[static_cast<size_t>(i)];
+        const bool first = i % block == 0;
+        if (shape == 1) v = std::copysign(1.0f, v);  // equal magnitudes
+        if (shape >= 2 && shape < 6)
+          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large value
+        if (shape == 6) v = v * v * v * v * v;                                   // heavy tails
+        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                              // sparse
+      }
+      if (format->clips && shape != 1 && shape != 0) continue;
+      double norm = 0, largest = 0, error = 0, worst = 0;
+      constexpr int kDraws = 20;
+      for (float v : x) norm += double{v} * v, largest = std::max(largest, double{v} * v);
+      for (int draw = 0; draw < kDraws; ++draw) {
+        WireProblem p{.own = x, .residual = {}, .out_scale = 1, .rounding = {.mode = mode, .seed = 3}};
+        p.step = static_cast<uint64_t>(draw);
+        const WireResult got = run(p);
+        for (size_t i = 0; i < x.size(); ++i) {
+          const double e = double{got.out[i]} - x[i];
+          error += e * e / kDraws, worst = std::max(worst, e * e);
+        }
+        if (mode == Rounding::nearest) {
+          error *= kDraws;
+          break;
+        }
+      }
+      EXPECT_TRUE(error <= 1.03 * bound * norm || worst <= 1.001 * bound * largest)
+          << "shape " << shape << ": " << error / norm << " of the norm, " << worst / largest
+          << " of the largest value; bound " << bound;
+    }
+  }
+}
+
+TEST_P(WireFormatTestErrors, StochasticRoundingIsUnbiased) {
+  if (format->clips) return;  // clamping is biased; rounding is tested with clip=off
+  WireProblem p{.own = spread_values(2000, 31, 1.0f),
+                .residual = {},
+                .out_scale = 1,
+                .rounding = {.mode = Rounding::stochastic, .seed = 6}};
+  if (!format->stochastic) {  // the format ignores the mode
+    const WireResult got = run(p);
+    p.rounding.mode = Rounding::nearest;
+    return expect_same_result(format, p, got, run(p));
+  }
+  double sum = 0, outwards = 0, squares = 0;  // of errors; outwards: away from zero
+  for (p.step = 0; p.step < 30; ++p.step) {
+    const WireResult got = run(p);
+    for (size_t i = 0; i < p.own.size(); ++i) {
+      const double error = static_cast<double>(got.out[i]) - p.own[i];
+      sum += error;
+      outwards += std::copysign(1.0, p.own[i]) * error;
+      squares += error * error;
+    }
+  }
+  EXPECT_LE(std::abs(sum), 5 * std::sqrt(squares));
+  EXPECT_LE(std::abs(outwards), 5 * std::sqrt(squares));
+}
+
+TEST_P(WireFormatTestErrors, ErrorOnNormalValuesMatchesTheTable) {
+#ifdef GRADWIRE_SIMT_TESTS
+  const int64_t count = 1 << 15;
+#else
+  const int64_t count = 1 << 20;
+#endif
+  const WireProblem p{
+      .own = normal(count, 41), .residual = {}, .out_scale = 1, .rounding = {.mode = format->rounding}};
+  const WireResult got = run(p);
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < p.own.size(); ++i) {
+    error += std::pow(static_cast<double>(got.out[i]) - p.own[i], 2);
+    norm += std::pow(static_cast<double>(p.own[i]), 2);
+  }
+  if (format->gaussian_error > 0) {
+    EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
+  } else {  // unknown for these options
+    EXPECT_LT(error, 2 * norm);
+  }
+}
+
+GW_INSTANTIATE_ON_FORMATS(WireFormatTestErrors);
+
+}  // namespace
+}  // namespace gradwire::testing
