@@ -40,7 +40,7 @@ class BenchTest(unittest.TestCase):
                               env=self.environment(env), timeout=timeout)
 
     def rows(self, *arguments, **kwargs):
-        """What a successful run writes with --json."""
+        """Returns the rows and the output of a successful run with --json."""
         result = self.run_bench(*arguments, "--json", "out.json", **kwargs)
         self.assertEqual(result.returncode, 0, result.stdout[-500:] + result.stderr)
         self.assertEqual(result.stderr, "")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The arithmetic of bench/experiments, and bad input. What they measure takes minutes, and partly root."""
+"""The arithmetic of bench/experiments, and bad input. The measurements take minutes, and some need root."""
 import json
 import pathlib
 import shutil

@@ -1,5 +1,5 @@
 // Ranks that make different calls, one argument differing at a time: every rank gets GW_COMM_FAILED and a
-// text that says what each rank passed. Between threads and over TCP.
+// text that names each rank's arguments. Between threads and over TCP.
 #include <chrono>
 
 #include "tests/capi/ranks.h"
@@ -12,7 +12,7 @@ using capi::Model;
 using capi::options;
 using gradwire::testing::expect_has;
 
-// What a rank does; the status and text that it got.
+// A rank's calls, and their status and error text.
 using Act = std::function<gw_status(gw_comm, int rank)>;
 struct Outcome {
   gw_status status = GW_OK;

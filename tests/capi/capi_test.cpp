@@ -1,4 +1,4 @@
-// What the C ABI computes, and that its state brings training back bit for bit.
+// Results of the C ABI, and states that continue training bit for bit.
 #include <cmath>
 
 #include "kernels/math/fp16.h"
@@ -161,8 +161,8 @@ TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
 
 class EverySpec : public ::testing::TestWithParam<const char*> {};
 
-// Gradients packed as a framework packs them, scattered, and overlapped: the same bits on all ranks, however
-// they are handed over. With fp32 they are the mean.
+// Gradients packed as a framework packs them, scattered, and overlapped have the same bits on all ranks. With
+// fp32 they are the mean.
 TEST_P(EverySpec, PackedScatteredAndOverlappedGradientsGiveTheSameBits) {
   const Model model;
   constexpr int kSteps = 3, kWorld = 3;

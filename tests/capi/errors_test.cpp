@@ -77,7 +77,7 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   const std::string name = capi::fresh_name();
   GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", capi::create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
 
-  // The name is free again. Of two that claim to be rank 0, the second is refused and then joins as rank 1.
+  // The name is free again. Two threads claim to be rank 0; the second is rejected and then joins as rank 1.
   std::atomic<int> refused{0};
   capi::in_threads(2, [&](int) {
     gw_comm mine = nullptr;

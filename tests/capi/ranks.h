@@ -1,4 +1,4 @@
-// Ranks as threads that meet through "local://", for tests of the C ABI.
+// Ranks as threads that connect through "local://", for tests of the C ABI.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What tools/checks/machine_code.py counts in machine code, on lines written for the purpose."""
+"""Counts of tools/checks/machine_code.py on hand-written lines of machine code."""
 import dataclasses
 import pathlib
 import sys

@@ -54,7 +54,8 @@ class AllreduceTest : public ::testing::TestWithParam<Device> {
                              .rounding = {wire->rounding, 42, nullptr, 0}});
     }
   }
-  // What all ranks had, and what they have, of element i.
+  // Adds up element i over the ranks: inputs and residuals on one side, result and new residuals on the
+  // other.
   static Conservation sums(const Outcome& outcome, const Values& inputs, const Values& residuals, size_t i,
                            double scale = 1.0) {
     Conservation sum{.out = outcome.result[0][i] / scale};

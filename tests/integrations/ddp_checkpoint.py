@@ -35,7 +35,7 @@ def new_run(spec: str) -> Any:
 
 
 def residual_sums(hook: Hook) -> Dict[str, torch.Tensor]:
-    """Of each parameter, over all ranks, in float64."""
+    """Returns the sum of each parameter's residuals over all ranks, in float64."""
     sums = {}
     for name, t in sorted(hook.state_dict()["tensors"].items()):
         total = t["state"].get("residual", torch.zeros(t["rows"] * t["cols"])).double()

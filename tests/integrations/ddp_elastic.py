@@ -29,7 +29,7 @@ SPECS = ("fp32:schedule=two_shot", "int8:schedule=ring", "powersgd:rank=2,schedu
 
 
 class Said(logging.Handler):
-    """What the hooks of this process have logged."""
+    """Log records of this process's hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def over_survivors(hook: Hook, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def residuals(hook: Hook, like: nn.Module) -> torch.Tensor:
-    """Of all parameters, zeros where there are none."""
+    """Returns the residuals of all parameters; zeros for missing ones."""
     tensors = hook.state_dict()["tensors"]
     parts = []
     for name, p in like.named_parameters():
@@ -208,7 +208,7 @@ def failures_that_pass_change_nothing() -> None:
             check(run.hook.stats()["steps"] == 8, f"{run.hook.stats()['steps']} steps")
             run.hook.close()
         off = float((results[0] - results[1]).abs().max())
-        check(off == 0, f"{spec}: failures that lost nobody changed weights or residuals by {off:.1e}")
+        check(off == 0, f"{spec}: failures without a loss changed weights or residuals by {off:.1e}")
     say(
         "five failures without a death, two of them after a step's last exchange: the same bits,"
         f" {', '.join(SPECS)}"
@@ -248,7 +248,7 @@ def a_failure_that_stays_is_raised() -> None:
     for _ in range(2):
         refused(lambda: run.step(2), RuntimeError, "the disk is full")
     run.hook.close()
-    say("a failure that comes again though nobody is lost: raised on all ranks")
+    say("a failure that repeats without a lost rank: raised on all ranks")
 
 
 def a_stopped_rank_is_gone_on_without() -> None:

@@ -1,4 +1,4 @@
-"""What outlives its process group, process or model: communicators, hooks and their threads."""
+"""Communicators, hooks and their threads that outlive their process group, process or model."""
 from __future__ import annotations
 
 import functools
@@ -53,7 +53,7 @@ def ddp_with(hook: Optional[Hook] = None) -> DistributedDataParallel:
 
 
 def gradient_of(ddp: nn.Module, value: float) -> float:
-    """Of the loss sum(weight x value): `value`, averaged over the ranks."""
+    """Returns the gradient of the loss sum(weight x value): `value`, averaged over the ranks."""
     ddp.zero_grad()
     ddp(torch.full((1, 8), value)).sum().backward()
     return float(next(ddp.parameters()).grad[0, 0])  # type: ignore[index]

@@ -17,7 +17,7 @@ from rank import RANK, WORLD, check, say
 
 
 class FakeBucket:
-    """What a hook sees of a bucket, to give two hooks the same gradients."""
+    """The part of a bucket that a hook uses, to give two hooks the same gradients."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         self._bucket, self._buffer = bucket, buffer

@@ -108,7 +108,7 @@ def a_rank_that_saves_alone_is_told() -> None:
     _hook_state._PATIENCE_S = patience
     check(len(hook.state_dict().get("others", [])) == (WORLD - 1 if RANK == 0 else 0), "later all ranks can")
     hook.close()
-    say("a rank that calls state_dict() alone is told so, and later calls work")
+    say("a rank that calls state_dict() alone gets an error, and later calls work")
 
 
 def frozen_parameters_are_found_by_name() -> None:

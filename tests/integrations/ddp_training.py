@@ -1,4 +1,4 @@
-"""What the scenarios of ddp_ranks.py share: this rank, checks, models and a training run with a hook."""
+"""Shared by the scenarios of ddp_ranks.py: models, and a training run with a hook."""
 from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple, Optional, Tuple

@@ -23,7 +23,7 @@ from package_test import run_ranks
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "for-researchers.md"
 RANKS = pathlib.Path(__file__).with_name("format_ranks.py")
 
-# What a reader of the page may rely on, after its program.
+# Promises of the page, checked after its program.
 CHECKS = """
 stats = hook.stats()
 assert 7.0 < stats["dense_bytes"] / stats["wire_bytes"] < 7.2, stats

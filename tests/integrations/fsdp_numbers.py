@@ -76,7 +76,7 @@ def violation(run: Run, step: int) -> float:
 
 
 def residuals_in_fewer_bytes() -> None:
-    # What was lost may be lost again, but only as much as the residual's own rounding, and at random.
+    # The only further loss is the residual's rounding error, which is random.
     trained = sum(p.numel() for n, p in new_model().named_parameters() if "spare" not in n)
     for mode, bytes_each, limit in (("fp32", 4.0, 1e-6), ("bf16", 2.0, 2e-4), ("int8", 1.04, 1e-3),
                                     ("off", 0.0, 1.0)):

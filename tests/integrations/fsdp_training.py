@@ -1,4 +1,4 @@
-"""What the scenarios of fsdp_ranks.py share: a small transformer, sharded, and a training run with and
+"""Shared by the scenarios of fsdp_ranks.py: a small transformer, sharded, and a training run with and
 without Gradwire."""
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ REFUSED: Dict[str, Callable[[], nn.Module]] = {
 
 def _gradients(make: Callable[[], nn.Module], arguments: Any,
                **options: Any) -> Union[Dict[str, torch.Tensor], str]:
-    """Of one backward; or what was raised."""
+    """Returns the gradients of one backward, or the exception that it raised."""
     handle = None
     try:
         model = make()

@@ -102,7 +102,7 @@ def _groups(model: nn.Module) -> List[Any]:
 
 
 def _internals(model: nn.Module) -> List[Tuple[Any, ...]]:
-    """What compress() changes in FSDP, and the process groups of the meshes."""
+    """Returns the parts of FSDP that compress() changes, and the process groups of the meshes."""
     return [tuple(getattr(group, name) for name in ATTRIBUTES) + tuple(vars(group.mesh_info).values())
             for group in _groups(model)]
 

@@ -31,7 +31,7 @@ def values(rank: int, *shape: int) -> np.ndarray:
 
 
 def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
-    """What is averaged: an array of a rank, and the type of its mean."""
+    """Supported inputs: an array of a rank, and the type of its mean."""
     cases: Dict[str, Tuple[Callable[[int], Any], str]] = {}
     for dtype in ("float32", "bfloat16", "float16"):
         cases[dtype] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 40, 60), dtype)), dtype
@@ -53,7 +53,7 @@ def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
 
 
 def refusals() -> Dict[str, Tuple[Any, str]]:
-    """What is refused, and how the error names it."""
+    """Rejected inputs, and their names in the error."""
     cases: Dict[str, Tuple[Any, str]] = {
         dtype: (jnp.zeros((3, 4), dtype), dtype)
         for dtype in ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64",
@@ -193,7 +193,7 @@ def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
             if rescales:
                 state = gradwire.jax.rescale(state, scale / before)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state)), spec
-    # What went in is what came out and what is kept.
+    # Inputs equal results plus residuals.
     kept = np.asarray(gradwire.jax.pmean(state.residual), np.float64) / scale
     expected = gradients.mean(0, dtype=np.float64) * steps
     return float(np.linalg.norm(total + kept - expected) / np.linalg.norm(gradients.mean(0)))

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class _HostScaler:
-    """What torch.amp.GradScaler does, for tensors on the host."""
+    """torch.amp.GradScaler for tensors on the host."""
 
     def __init__(self, init_scale: float, growth_interval: int) -> None:
         self._scale, self._interval = init_scale, growth_interval

@@ -1,4 +1,4 @@
-"""What the scenarios of all frameworks share: this rank's number, its output, and checks."""
+"""Shared by the scenarios of all frameworks: this rank's number, its output, and checks."""
 from __future__ import annotations
 
 import math

@@ -31,7 +31,7 @@ CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
 
 
 class Module(torch.nn.Module):
-    """Whose gradients are its inputs."""
+    """A module whose gradients are its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ class Subject:
         self.groups.append((group, members))
 
     def do_destroy_group(self) -> None:
-        """Of some ranks, or of all; its models' hooks must be refused then, not average over whoever is
-        there."""
+        """Destroys a group of some or all ranks. Its models' hooks must then be refused, not average over the
+        remaining ranks."""
         if len(self.groups) == 1:
             return
         entry = self.run.draw.choice(self.groups[1:])

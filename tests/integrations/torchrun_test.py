@@ -218,7 +218,7 @@ def machines_that_come_and_go(folder: pathlib.Path) -> None:
         for agent in agents:
             agent.end()
     ending = [a for a in agents if a.found("done: ")]
-    check(len(ending) == 1, "nobody came to the end", agents)
+    check(len(ending) == 1, "no agent came to the end", agents)
     weights = same_weights(ending[0], steps, 4)
     done = {step for a in agents for step in losses(a)}
     check(done == set(range(steps)), f"steps are missing: {sorted(set(range(steps)) - done)}", agents)

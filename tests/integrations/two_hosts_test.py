@@ -22,7 +22,7 @@ ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[str]:
-    """What the names of their namespaces, and of the ends of the cable, begin with."""
+    """Prefix of the names of namespaces and of the ends of the cable."""
     prefix = f"gw{os.getpid()}"
 
     def ip(*arguments: str) -> None:

@@ -22,126 +22,110 @@ class Launches : public OpTest {
       EXPECT_EQ(OpCount::total(count.launches()), cuda_launches(op)) << op;
     }
   }
+
+  static constexpr int64_t kTokens = 5, kHeads = 2, kDim = 8, kWidth = kHeads * kDim, kRows = 2 * kTokens;
+  template <typename Args>
+  static Args rows_of(Args args) {
+    args.rows = kRows, args.width = kWidth;
+    return args;
+  }
+  template <typename Args>
+  static Args tokens_of(Args args) {
+    args.batch = 2, args.tokens = kTokens, args.width = kWidth;
+    return args;
+  }
+  template <typename Args>
+  static Args heads_of(Args args) {
+    args.batch = 2, args.tokens = kTokens, args.heads = kHeads, args.head_dim = kDim;
+    return args;
+  }
+
+  Array<float> floats(int64_t count) { return array(std::vector<float>(static_cast<size_t>(count), 0.5f)); }
+  Array<float> arrays[5] = {floats(kRows * 4 * kWidth), floats(kRows * 4 * kWidth),
+                            floats(kRows * 4 * kWidth), floats(kRows * 4 * kWidth),
+                            floats(kRows * 4 * kWidth)};
+  Array<float> work = floats(kRows * 16 * kWidth), vectors[2] = {floats(4 * kWidth), floats(4 * kWidth)};
+  float *x = arrays[0].data(), *y = arrays[1].data(), *z = arrays[2].data(), *d = arrays[3].data(),
+        *sums = arrays[4].data(), *workspace = work.data(), *small = vectors[0].data(),
+        *other = vectors[1].data();
 };
 #define GW_EXPECT_LAUNCHES(op, args) expect_launches(#op, [&] { GW_RUN(op, args); })
+#define GW_EXPECT_FIRST_STAGE(op, args) expect_launches(#op ", first stage", [&] { GW_RUN(op, args); })
 
-TEST_P(Launches, LaunchCountsMatchTable) {
-  const int64_t tokens = 5, heads = 2, dim = 8, width = heads * dim, rows = 2 * tokens;
-  const int64_t pixels = 2 * 2 * 8 * 8;  // images of 8 x 8 in two channels, patches of 4 x 4
-  auto floats = [&](int64_t count) { return array(std::vector<float>(static_cast<size_t>(count), 0.5f)); };
-  auto x = floats(rows * 4 * width), y = floats(rows * 4 * width), z = floats(rows * 4 * width);
-  auto d = floats(rows * 4 * width), sums = floats(rows * 4 * width), workspace = floats(rows * 16 * width);
-  auto images = floats(pixels), small = floats(4 * width), other = floats(4 * width);
+TEST_P(Launches, OfTokensMatchTheTable) {
+  auto images = floats(2 * 2 * 8 * 8);  // images of 8 x 8 in two channels, patches of 4 x 4
+  Patchify<float> patches{
+      .images = images.data(), .patches = y, .batch = 2, .channels = 2, .image = 8, .patch = 4};
+  GW_EXPECT_LAUNCHES(patchify, patches);
+  auto assemble = tokens_of(
+      AssembleTokens<float>{.projected = x, .bias = small, .class_token = small, .position = z, .x = y});
+  GW_EXPECT_LAUNCHES(assemble_tokens, assemble);
+  auto assembled = tokens_of(AssembleTokensBackward<float>{
+      .dx = x, .d_projected = y, .d_bias = small, .d_class_token = other, .d_position = z});
+  GW_EXPECT_LAUNCHES(assemble_tokens_backward, assembled);
+}
+
+TEST_P(Launches, OfLayersMatchTheTable) {
+  auto norm = rows_of(LayerNorm<float>{.x = x, .gamma = small, .beta = small, .y = y, .mean = z, .rstd = d});
+  GW_EXPECT_LAUNCHES(layer_norm, norm);
+  auto normed = rows_of(LayerNormBackward<float>{.x = x,
+                                                 .dy = y,
+                                                 .gamma = small,
+                                                 .mean = z,
+                                                 .rstd = z,
+                                                 .dx = d,
+                                                 .d_gamma = sums,
+                                                 .d_beta = sums + kWidth,
+                                                 .workspace = workspace});
+  GW_EXPECT_LAUNCHES(layer_norm_backward, normed);
+  normed.partial_only = true;
+  GW_EXPECT_FIRST_STAGE(layer_norm_backward, normed);
+  const CombineSums combine{{normed.sums(), normed.sums()}};
+  GW_EXPECT_LAUNCHES(combine_sums, combine);
+  auto attend = heads_of(Attention<float>{.qkv = x, .merged = y, .statistics = z});
+  GW_EXPECT_LAUNCHES(attention, attend);
+  auto attended = heads_of(AttentionBackward<float>{.qkv = x,
+                                                    .merged = y,
+                                                    .d_merged = y,
+                                                    .statistics = z,
+                                                    .d_qkv = d,
+                                                    .d_bias = sums,
+                                                    .workspace = workspace});
+  GW_EXPECT_LAUNCHES(attention_backward, attended);
+  attended.partial_only = true;
+  GW_EXPECT_FIRST_STAGE(attention_backward, attended);
+  auto gelu = rows_of(BiasGelu<float>{.x = x, .y = y});
+  GW_EXPECT_LAUNCHES(bias_gelu, gelu);
+  auto gelued =
+      rows_of(BiasGeluBackward<float>{.pre = x, .dy = d, .d_pre = d, .d_bias = sums, .workspace = workspace});
+  GW_EXPECT_LAUNCHES(bias_gelu_backward, gelued);
+  gelued.partial_only = true;
+  GW_EXPECT_FIRST_STAGE(bias_gelu_backward, gelued);
+  auto residual = rows_of(BiasResidual<float>{.y = x, .bias = small, .residual = z, .x = y});
+  GW_EXPECT_LAUNCHES(bias_residual, residual);
+  auto sum = rows_of(ColumnSum<float>{.x = x, .sum = sums, .workspace = workspace});
+  GW_EXPECT_LAUNCHES(column_sum, sum);
+  sum.partial_only = true;
+  GW_EXPECT_FIRST_STAGE(column_sum, sum);
+}
+
+TEST_P(Launches, OfLossAndOptimizersMatchTheTable) {
   auto labels = array(std::vector<int32_t>(CrossEntropy<float>::kOneBlock + 1, 1));
   auto totals = array(std::vector<double>(2, 0.0));
   auto scalars = array(std::vector<OptimizerScalars>(1));
-
-  Patchify<float> patches{
-      .images = images.data(), .patches = y.data(), .batch = 2, .channels = 2, .image = 8, .patch = 4};
-  GW_EXPECT_LAUNCHES(patchify, patches);
-  AssembleTokens<float> assemble{.projected = x.data(),
-                                 .bias = small.data(),
-                                 .class_token = small.data(),
-                                 .position = z.data(),
-                                 .x = y.data(),
-                                 .batch = 2,
-                                 .tokens = tokens,
-                                 .width = width};
-  GW_EXPECT_LAUNCHES(assemble_tokens, assemble);
-  AssembleTokensBackward<float> assembled{.dx = x.data(),
-                                          .d_projected = y.data(),
-                                          .d_bias = small.data(),
-                                          .d_class_token = other.data(),
-                                          .d_position = z.data(),
-                                          .batch = 2,
-                                          .tokens = tokens,
-                                          .width = width};
-  GW_EXPECT_LAUNCHES(assemble_tokens_backward, assembled);
-  LayerNorm<float> norm{.x = x.data(),
-                        .gamma = small.data(),
-                        .beta = small.data(),
-                        .y = y.data(),
-                        .mean = z.data(),
-                        .rstd = d.data(),
-                        .rows = rows,
-                        .width = width};
-  GW_EXPECT_LAUNCHES(layer_norm, norm);
-  LayerNormBackward<float> normed{.x = x.data(),
-                                  .dy = y.data(),
-                                  .gamma = small.data(),
-                                  .mean = z.data(),
-                                  .rstd = z.data(),
-                                  .dx = d.data(),
-                                  .d_gamma = sums.data(),
-                                  .d_beta = sums.data() + width,
-                                  .workspace = workspace.data(),
-                                  .rows = rows,
-                                  .width = width};
-  GW_EXPECT_LAUNCHES(layer_norm_backward, normed);
-  normed.partial_only = true;
-  expect_launches("layer_norm_backward, first stage", [&] { GW_RUN(layer_norm_backward, normed); });
-  const CombineSums combine{{normed.sums(), normed.sums()}};
-  GW_EXPECT_LAUNCHES(combine_sums, combine);
-  Attention<float> attend{.qkv = x.data(),
-                          .merged = y.data(),
-                          .statistics = z.data(),
-                          .batch = 2,
-                          .tokens = tokens,
-                          .heads = heads,
-                          .head_dim = dim};
-  GW_EXPECT_LAUNCHES(attention, attend);
-  AttentionBackward<float> attended{.qkv = x.data(),
-                                    .merged = y.data(),
-                                    .d_merged = y.data(),
-                                    .statistics = z.data(),
-                                    .d_qkv = d.data(),
-                                    .d_bias = sums.data(),
-                                    .workspace = workspace.data(),
-                                    .batch = 2,
-                                    .tokens = tokens,
-                                    .heads = heads,
-                                    .head_dim = dim};
-  GW_EXPECT_LAUNCHES(attention_backward, attended);
-  attended.partial_only = true;
-  expect_launches("attention_backward, first stage", [&] { GW_RUN(attention_backward, attended); });
-  BiasGelu<float> gelu{.x = x.data(), .y = y.data(), .rows = rows, .width = width};
-  GW_EXPECT_LAUNCHES(bias_gelu, gelu);
-  BiasGeluBackward<float> gelued{.pre = x.data(),
-                                 .dy = d.data(),
-                                 .d_pre = d.data(),
-                                 .d_bias = sums.data(),
-                                 .workspace = workspace.data(),
-                                 .rows = rows,
-                                 .width = width};
-  GW_EXPECT_LAUNCHES(bias_gelu_backward, gelued);
-  gelued.partial_only = true;
-  expect_launches("bias_gelu_backward, first stage", [&] { GW_RUN(bias_gelu_backward, gelued); });
-  BiasResidual<float> residual{
-      .y = x.data(), .bias = small.data(), .residual = z.data(), .x = y.data(), .rows = rows, .width = width};
-  GW_EXPECT_LAUNCHES(bias_residual, residual);
-  ColumnSum<float> sum{
-      .x = x.data(), .sum = sums.data(), .workspace = workspace.data(), .rows = rows, .width = width};
-  GW_EXPECT_LAUNCHES(column_sum, sum);
-  sum.partial_only = true;
-  expect_launches("column_sum, first stage", [&] { GW_RUN(column_sum, sum); });
-  CrossEntropy<float> loss{.logits = x.data(),
+  CrossEntropy<float> loss{.logits = x,
                            .labels = labels.data(),
-                           .d_logits = y.data(),
+                           .d_logits = y,
                            .totals = totals.data(),
-                           .workspace = workspace.data(),
-                           .rows = rows,
-                           .classes = width};
+                           .workspace = workspace,
+                           .rows = kRows,
+                           .classes = kWidth};
   expect_launches("cross_entropy, one block", [&] { GW_RUN(cross_entropy, loss); });
   loss.rows = CrossEntropy<float>::kOneBlock + 1, loss.classes = 2;
   GW_EXPECT_LAUNCHES(cross_entropy, loss);
-  SgdStep sgd{.params = x.data(), .grads = y.data(), .count = 100, .scalars = scalars.data()};
+  SgdStep sgd{.params = x, .grads = y, .count = 100, .scalars = scalars.data()};
   GW_EXPECT_LAUNCHES(sgd_step, sgd);
-  AdamWStep adamw{.params = x.data(),
-                  .grads = y.data(),
-                  .m = z.data(),
-                  .v = d.data(),
-                  .count = 100,
-                  .scalars = scalars.data()};
+  AdamWStep adamw{.params = x, .grads = y, .m = z, .v = d, .count = 100, .scalars = scalars.data()};
   GW_EXPECT_LAUNCHES(adamw_step, adamw);
 }
 

@@ -156,7 +156,7 @@ TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
   }
 }
 
-// Whether or not P's columns are orthonormal: residual + P Q^T is M, the input.
+// P's columns need not be orthonormal: residual + P Q^T is M, the input.
 TEST_P(PowerSgd, ResidualPlusReconstructionIsTheInput) {
   uint32_t seed = 900;
   for (const auto& c : thinned(powersgd_cases(), 6)) {

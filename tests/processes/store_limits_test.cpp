@@ -1,4 +1,4 @@
-// What ranks may store with rank 0.
+// Limits of the data that ranks leave with rank 0's store.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>

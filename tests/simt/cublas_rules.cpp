@@ -49,7 +49,8 @@ bool is_possible(const LtLayout& m) {
   return m.ld >= static_cast<int64_t>(m.order == CUBLASLT_ORDER_COL ? m.rows : m.columns);
 }
 
-// Whether two products of a batch would write the same element. Undefined, says cublasGemmStridedBatchedEx().
+// Returns whether two products of a batch would write the same element, which is undefined according to
+// cublasGemmStridedBatchedEx().
 bool outputs_overlap(const LtLayout& d) {
   const bool by_column = d.order == CUBLASLT_ORDER_COL;
   const auto lines = static_cast<int64_t>(by_column ? d.columns : d.rows);

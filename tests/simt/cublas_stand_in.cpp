@@ -43,11 +43,21 @@ LtPreference& of(cublasLtMatmulPreference_t preference) {
   return *reinterpret_cast<LtPreference*>(preference);
 }
 
-template <typename T>
-cublasStatus_t assign(T& to, const void* from, size_t bytes) {
-  if (bytes != sizeof to) return CUBLAS_STATUS_INVALID_VALUE;
-  std::memcpy(&to, from, bytes);
-  return CUBLAS_STATUS_SUCCESS;
+// An attribute and the member that holds it.
+struct Attribute {
+  template <typename T>
+  Attribute(int which, T& member) : which(which), member(&member), bytes(sizeof member) {}
+  int which;
+  void* member;
+  size_t bytes;
+};
+cublasStatus_t assign(int which, const void* value, size_t bytes, std::initializer_list<Attribute> known) {
+  for (const Attribute& attribute : known) {
+    if (attribute.which != which || attribute.bytes != bytes) continue;
+    std::memcpy(attribute.member, value, bytes);
+    return CUBLAS_STATUS_SUCCESS;
+  }
+  return CUBLAS_STATUS_INVALID_VALUE;
 }
 
 double get(const void* data, cudaDataType type, int64_t i) {
@@ -177,30 +187,17 @@ cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
                                               cublasLtMatmulDescAttributes_t attribute, const void* value,
                                               size_t bytes) {
   Operation& o = of(desc);
-  switch (attribute) {
-    case CUBLASLT_MATMUL_DESC_TRANSA:
-      return assign(o.a, value, bytes);
-    case CUBLASLT_MATMUL_DESC_TRANSB:
-      return assign(o.b, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE:
-      return assign(o.epilogue, value, bytes);
-    case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
-      return assign(o.bias, value, bytes);
-    case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
-      return assign(o.bias_type, value, bytes);
-    case CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE:
-      return assign(o.bias_stride, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
-      return assign(o.aux, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
-      return assign(o.aux_ld, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE:
-      return assign(o.aux_type, value, bytes);
-    case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE:
-      return assign(o.aux_stride, value, bytes);
-    default:
-      return CUBLAS_STATUS_INVALID_VALUE;
-  }
+  return assign(attribute, value, bytes,
+                {{CUBLASLT_MATMUL_DESC_TRANSA, o.a},
+                 {CUBLASLT_MATMUL_DESC_TRANSB, o.b},
+                 {CUBLASLT_MATMUL_DESC_EPILOGUE, o.epilogue},
+                 {CUBLASLT_MATMUL_DESC_BIAS_POINTER, o.bias},
+                 {CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, o.bias_type},
+                 {CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, o.bias_stride},
+                 {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, o.aux},
+                 {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, o.aux_ld},
+                 {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, o.aux_type},
+                 {CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, o.aux_stride}});
 }
 cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* layout, cudaDataType type, uint64_t rows,
                                           uint64_t columns, int64_t ld) {
@@ -214,16 +211,10 @@ cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t layout) {
 cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t layout,
                                                 cublasLtMatrixLayoutAttribute_t attribute, const void* value,
                                                 size_t bytes) {
-  switch (attribute) {
-    case CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT:
-      return assign(of(layout).batch, value, bytes);
-    case CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET:
-      return assign(of(layout).stride, value, bytes);
-    case CUBLASLT_MATRIX_LAYOUT_ORDER:
-      return assign(of(layout).order, value, bytes);
-    default:
-      return CUBLAS_STATUS_INVALID_VALUE;
-  }
+  return assign(attribute, value, bytes,
+                {{CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, of(layout).batch},
+                 {CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, of(layout).stride},
+                 {CUBLASLT_MATRIX_LAYOUT_ORDER, of(layout).order}});
 }
 cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t* preference) {
   *preference = reinterpret_cast<cublasLtMatmulPreference_t>(new LtPreference);
@@ -238,22 +229,13 @@ cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t p
                                                     const void* value, size_t bytes) {
   LtPreference& p = of(preference);
   uint32_t schemes = 0;
-  switch (attribute) {
-    case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
-      return assign(p.workspace_bytes, value, bytes);
-    case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
-      return assign(schemes, value, bytes);
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
-      return assign(p.align_a, value, bytes);
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
-      return assign(p.align_b, value, bytes);
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
-      return assign(p.align_c, value, bytes);
-    case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
-      return assign(p.align_d, value, bytes);
-    default:
-      return CUBLAS_STATUS_INVALID_VALUE;
-  }
+  return assign(attribute, value, bytes,
+                {{CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, p.workspace_bytes},
+                 {CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, schemes},
+                 {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, p.align_a},
+                 {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, p.align_b},
+                 {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, p.align_c},
+                 {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, p.align_d}});
 }
 cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc,
                                               cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,

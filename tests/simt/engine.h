@@ -67,7 +67,7 @@ struct Block {
   void (*thread_main)(const void*) = nullptr;
   const void* arguments = nullptr;
   uint3 index{};
-  // Of the block's threads. Blocks that are alive at the same time have separate fibers.
+  // Fibers of the block's threads. Blocks that are alive at the same time have separate fibers.
   size_t first_fiber = 0;
   void* dynamic_memory = nullptr;  // its dynamic shared memory
   int64_t serial = 0;              // number of the block among all blocks ever started

@@ -212,7 +212,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return cudaSuccess;
 }
 
-// Of the driver's functions, only the one that reads how kernels are loaded is found.
+// The only driver function that is found reads how kernels are loaded.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   const bool found = std::string_view(name) == "cuModuleGetLoadingMode";

@@ -159,7 +159,7 @@ class CudaCalls(Bits):
 
     @staticmethod
     def host_calls(world: int) -> List[List[bytes]]:
-        """What held_call() returns where its stream is right."""
+        """Expected result of held_call() on the right stream."""
         def rank_of(rank: int) -> List[bytes]:
             arrays = [
                 Array(None, numbers(rank, COUNT)),

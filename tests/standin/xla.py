@@ -95,7 +95,7 @@ class _Api(ctypes.Structure):
                 ("internal", c_void_p), ("functions", c_void_p * len(FUNCTIONS))]
 
 
-# What the handlers do not call is null, so that a call of it ends the process.
+# Functions that the handlers do not call are null, so that a call ends the process.
 _api = _Api(ctypes.sizeof(_Api), None, ffi._Version(ctypes.sizeof(ffi._Version), None, 0, 3), None,
             (c_void_p *
              len(FUNCTIONS))(*(ctypes.cast(_callbacks[name], c_void_p).value if name in _callbacks else None
@@ -142,7 +142,7 @@ def call(platform: str, ordinal: int, stream: Optional[int], arrays: Sequence[Tu
 
 
 def metadata(platform: str) -> Tuple[int, int, int]:
-    """What a handler answers when it is registered: (major version, minor version, traits)."""
+    """Returns a handler's answer at registration: (major version, minor version, traits)."""
     about = ffi._Metadata(struct_size=ctypes.sizeof(ffi._Metadata), traits=0xff)
     extension = ffi._MetadataExtension(
         ffi._Base(ctypes.sizeof(ffi._MetadataExtension), ffi._METADATA, None), ctypes.pointer(about))

@@ -62,7 +62,7 @@ class CheckpointFixture : public ::testing::TestWithParam<Device> {
   const DataSplits data_ = make_synthetic(tiny_model(), 38, 10, 1);
 };
 
-// What a rank of a training run saves and restores, except moments.
+// The state that a rank of a training run saves and restores, except moments.
 struct CheckpointedRank {
   CheckpointedRank(Communicator& c, const TrainConfig& config, ReducerOptions options)
       : comm(c),

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "trainer/config/run.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/comparison.h"
+#include "trainer/train/run.h"
 
 namespace gradwire::testing {
 

@@ -151,7 +151,7 @@ void expect_gradient_of_finite_differences(Bench bench) {
       bench.vit.load(moved);
       return bench.loss();
     };
-    // Of fourth order: its error is far below FP32's.
+    // A difference of fourth order, whose error is far below FP32's.
     const double h = 0.04;
     double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
     EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;

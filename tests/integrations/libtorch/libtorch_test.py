@@ -46,7 +46,7 @@ def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pa
 
 
 def run(command: List[str], environment: Dict[str, str]) -> List[str]:
-    """What two ranks print."""
+    """Returns the output of two ranks."""
     meeting = f"tcp://127.0.0.1:{launch.free_port()}"
     ranks = [
         subprocess.Popen([*command, meeting, str(rank), "2"], stdout=subprocess.PIPE, text=True,
