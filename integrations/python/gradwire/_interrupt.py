@@ -53,7 +53,8 @@ def interruptible(call: Call, cancel: Callable[[], None],
     Args:
         call: a function name with arguments.
         cancel: called when a signal's handler raises; must end the call. The handler's exception then
-        propagates. undo: called after `cancel` if the call succeeded nevertheless.
+            propagates.
+        undo: called after `cancel` if the call succeeded nevertheless.
     """
     global _helper
     _native.library()  # raises ImportError in this thread if there is no library
