@@ -1,5 +1,5 @@
-// Regroups after a failure: the survivors of processes with GPUs find each other through their quorum, meet
-// at a new store, and derive NCCL's communicator from the old one, which the failure has revoked.
+// Regroups after a failure: the survivors of processes with GPUs find each other through their quorum, join a
+// new store, and derive NCCL's communicator from the old one, which the failure has revoked.
 #ifdef GRADWIRE_HAS_NCCL
 
 #include <fmt/format.h>
