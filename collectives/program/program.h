@@ -1,7 +1,7 @@
 // A program: one rank's part of a collective, for one buffer, over any transport with any wire format.
 //
-// It is built once from a schedule: a list of kernels and exchanges in which every address is fixed. For each
-// element of a chunk:
+// Its plan is made once from a schedule, and an executor compiles the plan into kernels and exchanges in
+// which every address is fixed. For each element of a chunk:
 //   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
@@ -16,48 +16,48 @@
 // (kernels/wire/part_scale.h), so that they are finite whenever the average is. Residuals are always in the
 // units of a part.
 //
-// With an exact wire nothing is encoded: chunks are sent from and received into the buffers themselves. With
-// fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and only links between
-// nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it neither uses nor
-// changes its residual there. The ranks that represent a node first add the parts from inside it in FP32, in
-// rank order with their own part, and then encode as above.
+// With an exact format nothing is encoded: chunks are sent from and received into the buffers themselves.
+// With fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and only links
+// between nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it neither
+// uses nor changes its residual there. The ranks that represent a node first add the parts from inside it in
+// FP32, in rank order with their own part, and then encode as above.
 //
-// Overlap: with a stream for transfers, chunks are cut into slices (pipelined() in schedule.h). Exchanges run
-// on that stream and kernels on the caller's, ordered by events where one depends on the other: while one
-// slice is in flight, another is added up. An exchange that does not touch the previous exchange's memory is
-// posted before that one is done, so that links do not idle in between. The sum of an element does not depend
-// on its slice, so neither do the bits.
-//
-// If the schedule's carrier is a kernel and the transport provides peer windows, the whole program is one
-// kernel over the windows (kernels/wire/fused.h), with the same bits. It runs on the stream for transfers, if
-// there is one, like the kernels of other programs that use the same windows.
-//
-// In a hierarchical schedule with carrier node_windows, nothing is sent inside a node. Data for ranks of the
-// node is in the peer windows: parts of other ranks' shards in the first half, final values of the own shard
-// in the second. A barrier of the node's ranks (stream_barrier() in fused.h) replaces each round inside the
-// node. After it, kernels read their inputs from the other ranks' windows. A half is written again only after
-// the barrier of the other half, which a rank enters once its earlier reads are complete. So halves need not
-// alternate, and addresses are fixed.
-//
-// With schedule=nccl the program is one call of NCCL's allreduce of floats, between the caller's buffers.
-// NCCL chooses the order of additions; the only error is FP32 rounding.
+// An executor for each carrier (Schedule::carrier), all with the same bits except the library's:
+//   messages    Sends and receives. With a stream for transfers, chunks are cut into slices (pipelined() in
+//               schedule.h). Exchanges run on that stream and kernels on the caller's, ordered by events
+//               where one depends on the other: while one slice is in flight, another is added up. An
+//               exchange that does not touch the previous exchange's memory is posted before that one is
+//               done, so that links do not idle in between. The sum of an element does not depend on its
+//               slice.
+//   kernel      The whole program is one kernel over peer windows (kernels/wire/fused.h). The kernel runs on
+//               the stream for transfers, if there is one, like the kernels of other programs that use the
+//               same windows.
+//   node        Nothing is sent inside a node. Data for ranks of the node is in the peer windows: parts of
+//               other ranks' shards in the first half, final values of the own shard in the second. A barrier
+//               of the node's ranks (stream_barrier() in fused.h) replaces each round inside the node. After
+//               the barrier, kernels read their inputs from the other ranks' windows. A half is written again
+//               only after the barrier of the other half, which a rank enters once its earlier reads are
+//               complete. So halves need not alternate, and addresses are fixed.
+//   library     One call of NCCL's allreduce of floats, between the caller's buffers. NCCL chooses the order
+//   of
+//               additions; the only error is FP32 rounding.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <string>
-#include <variant>
-#include <vector>
 
 #include "collectives/program/phases.h"
 #include "collectives/schedule/schedule.h"
-#include "collectives/transport/peer_access.h"
 #include "collectives/transport/transport.h"
 #include "kernels/wire/formats.h"
-#include "kernels/wire/fp32.h"
-#include "kernels/wire/fused.h"
 #include "runtime/device/dtype.h"
 
 namespace gradwire {
+
+struct ProgramMemory;
+struct ProgramPlan;
+class ProgramExecutor;
 
 // The default size of a slice. Measured with a bucket of 25 MB, 4 ranks on 2 cores. Links simulated at 10
 // Gb/s and 50 us: BF16 two-shot 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 of 1 MiB, 28.9 of 512 KiB;
@@ -68,8 +68,8 @@ inline constexpr int64_t kSliceBytes = 2 << 20;
 inline constexpr int64_t kAutomaticSlices = -1;
 
 // A program's buffers. `in` and `out` are on the transport's device. A rank's shard is its own chunks
-// (Schedule::owner) in ascending order, Program::shard_elements() in total. With `shards`, the caller chooses
-// each shard's size, and shards are in rank order.
+// (Schedule::owner) in ascending order, elements_owned() in total. With `shards`, the caller chooses each
+// shard's size, and shards are in rank order.
 //   allreduce        in, out: (count), may be the same memory
 //   reduce_scatter   in: (count), unchanged; out: this rank's shard, may be its place in `in` if contiguous
 //   all_gather       in: this rank's shard, may be its place in `out` if contiguous; out: (count)
@@ -109,8 +109,6 @@ class Program {
     int64_t slice_bytes = 0;
   };
   static constexpr int kMostSlices = 16;
-  // At most this many spans per run in a trace; with more exchanges, a span covers several.
-  static constexpr int kMostSpans = 64;
   // Returns the slices per chunk that keep messages within slice_bytes; 1 if slice_bytes is 0.
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
                         const Shards& shards = {});
@@ -118,6 +116,7 @@ class Program {
   // Allocates no memory: pass workspace_bytes() bytes to bind() before the first run.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
   Program(const Program&) = delete;
+  ~Program();
 
   size_t workspace_bytes() const { return workspace_bytes_; }
   // `workspace`: on the transport's device, 256-byte aligned; may be shared by programs of one stream.
@@ -133,79 +132,25 @@ class Program {
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   const ProgramBuffers& buffers() const { return buffers_; }
-  int64_t shard_elements() const;  // of this rank
-  int slices() const { return slices_; }
-  const ProgramInfo& info() const { return info_; }
-  // Returns the carrier in use: messages if the transport has no peer windows.
-  Carrier carrier() const { return windows_ || whole_ ? schedule_.carrier : Carrier::messages; }
+  int slices() const;
+  const ProgramInfo& info() const;
+  // Returns the carrier in use: messages if the transport does not support the schedule's carrier.
+  Carrier carrier() const;
 
  private:
-  struct Exchange {
-    std::vector<Transfer> transfers;
-    ExchangeLabel label;
-    // A barrier: the transfers list what other ranks read and what is read from them.
-    bool in_windows = false;
-  };
-  // The transport's own allreduce, and the remaining factor of the result.
-  struct LibraryAllreduce {
-    const float* in = nullptr;
-    float* out = nullptr;
-    bool mean = false;
-    float scale = 1.0f;
-  };
-  struct Operation {
-    std::variant<Exchange, ReduceEncode, Decode, Reduce, FusedAllreduce, LibraryAllreduce> work;
-    int after = -1;       // kernels: the exchange it depends on, from 0; -1: none
-    bool needed = false;  // kernels: the next exchange depends on it and those before it
-    bool early = false;   // exchanges: may start before the previous one has finished
-  };
+  bool widens() const { return buffers_.dtype != DType::f32; }
+  ProgramMemory memory(std::byte* workspace);
+  void bind_executor();
 
-  class Compiler;
-  // Emits operations_ for a workspace at `base`. Returns the bytes needed.
-  size_t compile(std::byte* base);
-  // Returns the call over peer windows that replaces operations; without addresses.
-  static FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule,
-                                   const ProgramBuffers& buffers, const Options& options);
-  static std::shared_ptr<MappedPeers> open_windows(Transport& transport, const Schedule& schedule,
-                                                   const ProgramBuffers& buffers, const Options& options);
-  static bool left_to_library(Transport& transport, const Schedule& schedule, const Options& options);
-  // Returns whether peer windows replace messages inside nodes.
-  bool over_node_windows() const { return windows_ && schedule_.carrier == Carrier::node_windows; }
-  // Returns the chunks' offsets in a half of a node's window, and the half's size.
-  static std::vector<int64_t> places_in_windows(const std::vector<ChunkRange>& chunks,
-                                                const Options& options);
-  void run_over_node_windows(const Stream& stream);
-  void run_fused(const Stream& stream, const FusedAllreduce& call);
-  void run_library(const Stream& stream, const LibraryAllreduce& call);
-  int64_t elements_in() const;
-  int64_t elements_out() const;
-  Call describe(const ProgramBuffers& buffers) const;
-  void find_early();
-  void launch(const Stream& stream, const Operation& kernel) const;
-  ProgramInfo describe_exchanges() const;
-  void label_exchanges(int bucket);
-
-  Transport& transport_;
-  const Options options_;
-  const std::shared_ptr<MappedPeers> windows_;  // null: messages
-  const bool whole_;                            // the transport's own allreduce
-  int slices_ = 1;
-  const bool overlapped_;  // exchanges have their own stream
-  const Schedule schedule_;
-  const std::vector<ChunkRange> ranges_;  // [chunk]
-  const Call call_;
+  const std::unique_ptr<const ProgramPlan> plan_;
   ProgramBuffers buffers_;
   // 16-bit buffers widened, in the workspace; null: FP32.
   float *wide_in_ = nullptr, *wide_out_ = nullptr;
-  std::vector<Operation> operations_;
-  size_t workspace_bytes_ = 0;
-  void* workspace_ = nullptr;
+  size_t wide_bytes_ = 0;
+  const std::unique_ptr<ProgramExecutor> executor_;
+  const size_t workspace_bytes_;
+  std::byte* workspace_ = nullptr;
   bool bound_ = false;
-  // Synchronization between the two streams.
-  Event start_, kernels_done_;
-  std::vector<Event> exchange_done_;
-  ProgramInfo info_;
-  std::vector<TraceLabelPtr> labels_;  // of exchanges or groups of them; created when first traced
 };
 
 }  // namespace gradwire

@@ -1,0 +1,58 @@
+// What a program does, apart from its addresses. Internal to collectives/program.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "collectives/program/program.h"
+#include "collectives/transport/peer_access.h"
+#include "kernels/wire/fused.h"
+
+namespace gradwire {
+
+// Immutable. The members are initialized in this order.
+struct ProgramPlan {
+  // Throws BadInput if the schedule, the format and the transport do not fit together.
+  ProgramPlan(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
+              Program::Options options);
+
+  int rank() const { return transport.rank(); }
+  // Sizes of the program's buffers, in elements.
+  int64_t elements_in() const;
+  int64_t elements_out() const;
+  // Returns "allreduce of bucket 1 of 2 (4096 floats, ...)" and a hash of all that ranks must agree on.
+  Call describe() const;
+
+  Transport& transport;
+  const Program::Options options;
+  const int64_t count;
+  const DType dtype;
+  const Shards shards;
+  const std::shared_ptr<MappedPeers> windows;  // null: the ranks exchange messages only
+  const Carrier carrier;                       // messages if the transport does not support the schedule's
+  const int slices;
+  const bool overlapped;  // exchanges have their own stream
+  const Schedule schedule;
+  const std::vector<ChunkRange> ranges;  // [chunk]
+  const Call call;
+};
+
+// Returns the call over peer windows that carries out the whole schedule; without addresses.
+FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule, int64_t count,
+                          const Shards& shards, const Program::Options& options);
+
+// Returns the chunks' offsets in a half of a node's window, followed by the half's size.
+std::vector<int64_t> offsets_in_windows(const std::vector<ChunkRange>& chunks,
+                                        const Program::Options& options);
+
+// FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
+// measures its size begins at 0.
+struct ProgramMemory {
+  const float* in = nullptr;
+  float* out = nullptr;
+  float* residual = nullptr;
+  uintptr_t workspace = 0;
+};
+
+}  // namespace gradwire
