@@ -1,8 +1,8 @@
 // A codec averages the gradients of one bucket over the ranks while sending few bytes.
 //
-// To add one: derive from Codec, construct it in make_codec(), and add its name to the spec grammar (spec.h).
-// The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then use it through
-// its spec string.
+// To add one: derive from Codec, construct it in make_compressing_codec(), and add its name to the spec
+// grammar (spec.h). The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then
+// use it through its spec string.
 #pragma once
 
 #include <memory>
@@ -28,7 +28,7 @@ struct BucketTensor {
   int64_t count() const { return rows * cols; }
 };
 
-// Returns the part of a spec that the planner needs.
+// Returns the fields of a spec that the planner needs.
 inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
   return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .peer_access = spec.peer_access};
 }
@@ -41,12 +41,13 @@ struct ElementSpan {
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
-  Schedule schedule;                         // of every allreduce, unless there is a planner
+  Schedule schedule;                         // of every allreduce, if there is no planner
   const SchedulePlanner* planner = nullptr;  // used only during the codec's construction
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
-  // For a sharded reducer: each rank needs only its own part of the mean, so a codec may end with a
-  // reduce-scatter. Codecs with common factors or coordinates cannot, and leave the mean on every rank.
-  Shards shards = {};                                // of the bucket, by rank; empty: not sharded
+  // Of the bucket, by rank; empty: not sharded. With shards each rank needs only the mean of its shard, so a
+  // codec may end with a reduce-scatter. Codecs with common factors or coordinates leave the mean on every
+  // rank.
+  Shards shards = {};
   const SchedulePlanner* scatter_planner = nullptr;  // for reduce-scatters
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
   // For exchanges that overlap with kernels, and the size of their slices (see Program::Options). Ordered
@@ -64,6 +65,10 @@ struct BucketContext {
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
+  // Returns the options of an FP32 allreduce of the bucket, or of a part of it, such as "Q".
+  Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
+  // The same in the spec's format.
+  Program::Options compressed_options(const std::string& part, int64_t slice_bytes) const;
   // Returns memory for floats that an allreduce sends and receives in place.
   Buffer exchanged(int64_t floats) const {
     return transport->exchange_memory(static_cast<size_t>(floats) * sizeof(float));
@@ -72,7 +77,7 @@ struct BucketContext {
 
 // An allreduce that a codec performs in each step, and its schedule.
 struct PlannedAllreduce {
-  std::string what;  // "" for a codec's only one
+  std::string what;  // "" for a codec's only allreduce
   ScheduleKind schedule = ScheduleKind::ring;
   std::string reason;
 };
@@ -90,8 +95,8 @@ class Codec {
   // to `phases` the phase of the work on `stream`: compression, exchanges or decompression.
   virtual void run(const Stream& stream, int64_t step, BucketPhases& phases) = 0;
   void run(const Stream& stream, int64_t step) {
-    BucketPhases nobody;
-    run(stream, step, nobody);
+    BucketPhases ignored;
+    run(stream, step, ignored);
   }
   // Returns the step from which run() enqueues the same work in every step, so that it can be captured in a
   // graph. Remaining differences between steps depend on BucketContext::step, on the device.
@@ -108,9 +113,9 @@ class Codec {
   virtual std::vector<PlannedAllreduce> plan() const = 0;
 };
 
+// Returns the codec of a bucket, which averages dense parts (dense.h) separately.
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
-// Returns the codec named by the spec, for all tensors of the context. make_codec() uses it for the tensors
-// that are not dense (dense.h).
+// Returns the codec that the spec names, for all tensors of the context, including dense ones.
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
 
 // Returns the codec of a wire format: one allreduce of the whole bucket.

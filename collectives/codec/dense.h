@@ -1,12 +1,11 @@
-// The parts of a bucket that are averaged in FP32, or in BF16 if its gradients are BF16, apart from the
-// tensors that the codec compresses:
+// The dense parts of a bucket: averaged in FP32, or in BF16 if the bucket's gradients are BF16, apart from
+// the parts that the codec compresses:
 //   - the tensors in a spec's `dense=`. Vectors and small tensors hold a few thousandths of a model, but much
 //     of the error of a coarse format.
 //   - the shorter part of a block that two tensors share, if a NaN in one would delay the other
 //     (shared_ends).
 #pragma once
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,16 +14,17 @@
 
 namespace gradwire {
 
-// Dense under `auto`: matrices of fewer values than this,
+// dense=auto: matrices of fewer elements are dense.
 inline constexpr int64_t kSmallMatrix = 1024;
-// and vectors (one row or column) of at most this many. A longer one is probably a flattened model, not a
-// bias.
+// dense=auto: vectors (one row or column) of at most this many elements are dense. A longer vector is
+// probably a flattened model, not a bias.
 inline constexpr int64_t kLongestVector = 1 << 16;
 
+// Returns whether the spec's dense= applies to the tensor.
 bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor);
 
-// Throws BadInput if a name in the spec's dense= matches none of `tensors`. For callers with all of a model's
-// tensors; a reducer of one bucket does not have them.
+// Throws BadInput if a name in the spec's dense= matches none of `tensors`. Pass the names of all of a
+// model's tensors, not of one bucket.
 void check_dense_names(const CompressionSpec& spec, const std::vector<std::string>& tensors);
 
 // Returns the alignment, in elements, of tensors packed for a wire format; a multiple of `least`. Tensors
@@ -40,8 +40,5 @@ int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit);
 // two tensors: all parts of such a block but the longest. Empty if a non-finite value does not delay other
 // values (WireFormat::masks).
 std::vector<ElementSpan> shared_ends(const BucketContext& context);
-
-// Returns the codec of a bucket with dense parts; the compressing codec if there are none.
-std::unique_ptr<Codec> make_dense_codec(const BucketContext& context);
 
 }  // namespace gradwire

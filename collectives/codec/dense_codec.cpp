@@ -2,14 +2,14 @@
 // gradients in BF16), and the other elements through another codec. One step:
 //   pack         dense tensors and ends into a separate buffer; zeros replace them in the bucket
 //   allreduce    that buffer, in FP32 or BF16
-//   the codec    of the whole bucket, including the zeros
+//   codec        the whole bucket, including the zeros
 //   unpack       the averages into their places
-// Costs one small exchange more. The zeros cost as many bytes as the codec's format takes for them: at most
-// an eighth of the tensors' FP32 in the formats that do this by default. Only the dense tensors are copied:
-// 20 bytes per element.
+// This adds one small exchange. The codec also sends the zeros, which take at most an eighth of the dense
+// tensors' FP32 bytes in the formats with dense=auto by default. The copies of dense tensors move 20 bytes
+// per element.
 //
 // A bucket of only dense tensors is one allreduce in place. BF16 rounds sums over ranks, as PyTorch does.
-// Error feedback would send the error later, but the result is rounded to BF16 in any case.
+// Error feedback would not help, because the result is rounded to BF16 in any case.
 #include <fmt/format.h>
 #include <fnmatch.h>
 
@@ -35,25 +35,18 @@ class DenseCodec final : public Codec {
         elements_(packed_elements(segments_.host(), kUnit)),
         gradients_(c.gradients),
         packed_(c.exchanged(elements_)),
-        kept_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
+        loaded_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
         wire_(c.dense_wire),
         choice_(c.choose(elements_, wire_)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
-                   {.what = c.name + " (dense tensors)",
-                    .part = "dense tensors",
-                    .wire = wire_,
-                    .scale = c.scale,
-                    .spec = c.spec.to_string(),
-                    .transfers = c.transfers,
-                    .beside_others = c.beside_others,
-                    .slice_bytes = choice_.slice_bytes}) {
-    for (Buffer* b : {&packed_, &kept_}) fill_zero(c.stream, b->data(), b->bytes());
+                   options(c, choice_.slice_bytes)) {
+    for (Buffer* b : {&packed_, &loaded_}) fill_zero(c.stream, b->data(), b->bytes());
     c.stream.synchronize();
   }
 
   static constexpr int64_t kUnit = 4;  // elements, for vectorized kernels
 
-  // Shared: the two do not run concurrently.
+  // The codec and the allreduce share one workspace, because they do not run concurrently.
   size_t workspace_bytes() const override {
     return std::max(codec_->workspace_bytes(), allreduce_.workspace_bytes());
   }
@@ -69,7 +62,7 @@ class DenseCodec final : public Codec {
     phases.enter(stream, Phase::compress);
     pack(stream, {&segments_, gradients_, packed_.as<float>(), false});
     pack(stream, {&segments_, gradients_, nullptr, true});
-    if (kept_ && codec_->residual()->take_written()) add_residual(stream, phases);
+    if (loaded_ && codec_->residual()->take_written()) add_residual(stream, phases);
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::compress);
     codec_->run(stream, step, phases);
@@ -81,7 +74,7 @@ class DenseCodec final : public Codec {
   Residual* residual() override { return codec_->residual(); }
   std::vector<TensorState> tensor_state() override { return codec_->tensor_state(); }
   int64_t state_bytes() const override {
-    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + kept_.bytes());
+    return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + loaded_.bytes());
   }
   std::string describe() const override {
     return fmt::format("{}; {} dense tensors or ends of {} in {}", codec_->describe(), segments_.count(),
@@ -94,14 +87,20 @@ class DenseCodec final : public Codec {
   }
 
  private:
-  // A loaded state, perhaps from another layout, may hold residuals of ends and dense tensors. Adds them
-  // here, because the codec's output there is overwritten. No residual is left there.
+  static Program::Options options(const BucketContext& c, int64_t slice_bytes) {
+    Program::Options options = c.plain_options("dense tensors", slice_bytes);
+    options.wire = c.dense_wire;
+    return options;
+  }
+
+  // Adds the residuals of dense tensors and ends to their values, and clears them: a loaded state, perhaps
+  // from another layout, may hold such residuals, and the codec's output there is overwritten.
   void add_residual(const Stream& stream, BucketPhases& phases) {
     const Residual& all = *codec_->residual();
     all.load(stream, phases);
-    pack(stream, {&segments_, all.values(), kept_.as<float>(), false});
+    pack(stream, {&segments_, all.values(), loaded_.as<float>(), false});
     pack(stream, {&segments_, all.values(), nullptr, true});
-    fp32_reduce(stream, {.inputs = {kept_.as<const float>()},
+    fp32_reduce(stream, {.inputs = {loaded_.as<const float>()},
                          .num_inputs = 1,
                          .own = packed_.as<const float>(),
                          .out = packed_.as<float>(),
@@ -114,7 +113,7 @@ class DenseCodec final : public Codec {
   int64_t elements_;
   float* gradients_;
   Buffer packed_;
-  Buffer kept_;  // with error feedback: loaded residuals
+  Buffer loaded_;  // with error feedback: loaded residuals
   Wire wire_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
@@ -174,7 +173,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
     }
     parts.clear();
   };
-  // A new block begins at the start of a rank's shard.
+  // Each rank's shard begins with a new block.
   int64_t begin = 0;
   for (const int64_t count : c.shards.empty() ? Shards{c.elements} : c.shards) {
     const int64_t end = begin + count;
@@ -182,7 +181,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
       const int64_t first = std::max(t.offset, begin), last = std::min(t.offset + t.count(), end);
       if (first >= last) continue;
       const int64_t first_block = (first - begin) / block, last_block = (last - 1 - begin) / block;
-      // Only the ends of a tensor share a block with another.
+      // Only the ends of a tensor can share a block with another tensor.
       for (const int64_t b : {first_block, last_block}) {
         if (b != parts_block) close();
         parts_block = b;
@@ -197,7 +196,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
   return ends;
 }
 
-std::unique_ptr<Codec> make_dense_codec(const BucketContext& context) {
+std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   BucketContext others = context;
   std::vector<BucketTensor> dense;
   std::erase_if(others.tensors, [&](const BucketTensor& t) {

@@ -1,5 +1,5 @@
 // Lists of specs for tests, benchmarks and `gradwire compare --preset`. Wire formats are included
-// automatically. Add a line for a new codec or option, and all of these cover it.
+// automatically. Add a line for each new codec or option.
 #pragma once
 
 #include <string>
@@ -22,8 +22,8 @@ inline std::vector<std::string> format_specs() {
   return all;
 }
 
-// `--preset shelf`: the practical choices. Every format with default options, and the options that change the
-// trade-off.
+// Returns the practical choices, for `--preset shelf`: every format with default options, and the options
+// that change the trade-off.
 inline std::vector<std::string> shelf_specs() {
   std::vector<std::string> all;
   for (Wire wire : wire_formats()) all.emplace_back(wire->name);
@@ -34,8 +34,8 @@ inline std::vector<std::string> shelf_specs() {
   return all;
 }
 
-// Returns a spec of every kind to test: identical bits on all ranks, conservation, resuming and the
-// benchmarks use this list.
+// Returns specs of every codec and option, for tests (identical bits on all ranks, conservation, resuming)
+// and benchmarks.
 inline std::vector<std::string> example_specs() {
   std::vector<std::string> all = format_specs();
   for (Wire wire : wire_formats()) {
@@ -70,8 +70,8 @@ inline std::vector<std::string> example_specs() {
   return all;
 }
 
-// Returns all of them with every schedule. Stochastic rounding, or another wire format in the same codec,
-// does not change the exchanges: such specs get one schedule each, in turns.
+// Returns example_specs() with every schedule. Specs that differ only in rounding or in the wire format of a
+// codec have the same exchanges: each of these gets one schedule, in turns.
 inline std::vector<std::string> example_specs_with_schedules() {
   const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
   std::vector<std::string> all = {

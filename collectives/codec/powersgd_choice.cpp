@@ -53,7 +53,7 @@ std::vector<ThinProducts*> choose_products(const BucketContext& c, const std::ve
   std::vector<ThinProducts*> chosen(passes.size());
   const Device device = c.transport->device();
   ThinProducts* const library = thin_products(device);
-  // The host has no library except a test's stand-in.
+  // Only tests have a library on the host.
   if (passes.empty() || (device.is_host() && library == nullptr)) return chosen;
   std::vector<double> mine;
   for (const PowerSgdPass& pass : passes)

@@ -1,7 +1,7 @@
 // Chooses which of PowerSGD's passes take their products from a BLAS library (kernels/powersgd/library.h).
 //
 // A model of an H200 decides (docs/results/2026-11-26-gpu). Sums in another order have other last bits, so a
-// pass takes its products from the library only if all ranks would.
+// pass uses the library only if the models of all ranks choose it.
 #pragma once
 
 #include <string>
@@ -25,15 +25,15 @@ struct PassTimes {
   bool library_is_faster() const { return library_us < fused_us; }
 };
 
-// Returns times modelled on an H200's measurements of many shapes and ranks.
+// Returns the times that a model predicts, which was fitted to an H200's times of many shapes and ranks.
 PassTimes model_times(const PowerSgdPass& pass);
 
 // Returns, for each pass, the library for its products, or null for the fused kernels. On the host, where
-// only tests have a library, always the library. Collective if the device could have a library.
+// only tests have a library, every pass uses the library. Collective if the device can have a library.
 std::vector<ThinProducts*> choose_products(const BucketContext& context,
                                            const std::vector<PowerSgdPass>& passes);
 
-// Returns "; products by cuBLAS 13.0.2: project, back_project": the passes with a library.
+// Returns the passes with a library, such as "; products by cuBLAS 13.0.2: project, back_project".
 std::string described_products(const std::vector<PowerSgdPass>& passes,
                                const std::vector<ThinProducts*>& libraries);
 

@@ -1,7 +1,5 @@
 #include "collectives/codec/powersgd_parts.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "collectives/codec/dense.h"
@@ -35,34 +33,13 @@ std::vector<Segment> PowerSgdPlan::dense_after(int64_t elements) const {
   return all;
 }
 
-Program::Options powersgd_options(const BucketContext& c, const std::string& part, uint64_t first_element,
-                                  int64_t slice_bytes) {
-  return {.what = fmt::format("{} ({})", c.name, part),
-          .part = part,
-          .wire = c.spec.wire,
-          .fp32_intra_node = c.spec.fp32_intra_node,
-          .scale = c.scale,
-          .rounding = {c.spec.rounding, c.rounding_seed, c.step,
-                       c.first_element + static_cast<int64_t>(first_element)},
-          .spec = c.spec.to_string(),
-          .transfers = c.transfers,
-          .beside_others = c.beside_others,
-          .slice_bytes = slice_bytes};
-}
-
 std::unique_ptr<Program> make_plain_start(const BucketContext& c) {
   if (c.spec.start == 0) return nullptr;
   const auto choice = c.choose(c.elements, kFp32);
-  Program::Options plain{.what = c.name + ", before PowerSGD starts",
-                         .wire = kFp32,
-                         .scale = c.scale,
-                         .rounding = {},
-                         .spec = c.spec.to_string(),
-                         .transfers = c.transfers,
-                         .beside_others = c.beside_others,
-                         .slice_bytes = choice.slice_bytes};
+  Program::Options options = c.plain_options("", choice.slice_bytes);
+  options.what += ", before PowerSGD starts";
   return std::make_unique<Program>(*c.transport, choice.schedule,
-                                   ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, plain);
+                                   ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, options);
 }
 
 void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,

@@ -1,5 +1,5 @@
-// Common parts of the two `powersgd` codecs: which tensors are compressed, their places in the packed
-// factors, and their allreduces.
+// Parts of the low-rank codec: which tensors it compresses, their places in the packed factors, and its
+// uncompressed first steps.
 #pragma once
 
 #include <memory>
@@ -24,24 +24,16 @@ struct PowerSgdPlan {
   std::vector<Segment> dense_after(int64_t elements) const;
 };
 
-// Returns the options of the allreduce of `part` of the bucket, such as "Q". `first_element` distinguishes
-// its stochastic rounding from that of other parts.
-Program::Options powersgd_options(const BucketContext& context, const std::string& part,
-                                  uint64_t first_element, int64_t slice_bytes);
-
 // Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.
 std::unique_ptr<Program> make_plain_start(const BucketContext& context);
 
-// Draws random orthonormal columns, the same on every rank: orthonormalizing zeros re-seeds every column.
+// Draws random orthonormal columns, the same on every rank. Orthonormalizing zeros re-seeds every column.
 void draw_basis(const Stream& stream, const MatrixTable& matrices, Factor which, const Buffer& basis,
                 int32_t* flags, uint64_t seed, const uint64_t* step);
 
-// Brings the matrices among elements [begin, end) of the residual up to date: adds their pending parts, then
-// sets `zeroed`, one of the pending factors, to zero there, so that nothing remains pending.
+// Adds the pending parts of all matrices that overlap elements [begin, end) to the residual. Then sets
+// `zeroed`, one of the pending factors, to zero for these matrices, so that nothing remains pending.
 void settle(const Stream& stream, const MatrixTable& matrices, float* residual, const PendingFactors& pending,
             Factor zeroed, int64_t begin, int64_t end);
-
-// The codec of `powersgd` with alternate=on.
-std::unique_ptr<Codec> make_acp_codec(const BucketContext& context);
 
 }  // namespace gradwire

@@ -41,15 +41,7 @@ class RandKCodec final : public Codec {
         choice_(c.choose(table_.values(), c.spec.wire)),
         allreduce_(*c.transport, choice_.schedule,
                    {values_.data(), values_.data(), lost_.as<float>(), table_.values()},
-                   {.what = c.name,
-                    .wire = c.spec.wire,
-                    .fp32_intra_node = c.spec.fp32_intra_node,
-                    .scale = c.scale,
-                    .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
-                    .spec = c.spec.to_string(),
-                    .transfers = c.transfers,
-                    .beside_others = c.beside_others,
-                    .slice_bytes = choice_.slice_bytes}) {
+                   c.compressed_options("", choice_.slice_bytes)) {
     for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());
     c.stream.synchronize();
   }
@@ -71,7 +63,7 @@ class RandKCodec final : public Codec {
                           .chosen = chosen_.as<int64_t>(),
                           .seed = spec_.seed,
                           .step = step_});
-    fill_zero(stream, lost_.data(), lost_.bytes());  // the last step's losses are in the residual
+    fill_zero(stream, lost_.data(), lost_.bytes());  // the last step's errors are already in the residual
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),

@@ -10,7 +10,8 @@
 namespace gradwire {
 namespace {
 
-// Parts begin at multiples of this many elements: whole blocks of every format, at an aligned byte.
+// Parts begin at multiples of this many elements, so that they hold whole blocks of every format and begin at
+// an aligned byte.
 constexpr int64_t kPart = 2048;
 
 }  // namespace
@@ -18,11 +19,11 @@ constexpr int64_t kPart = 2048;
 Residual::Residual(const BucketContext& c, bool needed)
     : format_(c.spec.residual),
       count_(needed ? c.elements : 0),
-      kept_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
+      stored_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
       // The wire uses the rank's seed unmixed.
       rounding_{Rounding::stochastic, mix(c.rounding_seed, kResidualKind), c.step, c.first_element} {
-  if (!encoded()) values_ = kept_.as<float>();
-  fill_zero(c.stream, kept_.data(), kept_.bytes());  // zero in every format
+  if (!encoded()) values_ = stored_.as<float>();
+  fill_zero(c.stream, stored_.data(), stored_.bytes());  // zero in every format
 }
 
 size_t Residual::workspace_bytes() const {
@@ -62,14 +63,14 @@ std::byte* Residual::value_bytes(int64_t first_byte) const {
 }
 
 void Residual::decode(const Stream& stream, Part part) const {
-  format_->decode(stream, {.wire = kept_.as<const std::byte>() + format_->bytes(part.first),
+  format_->decode(stream, {.wire = stored_.as<const std::byte>() + format_->bytes(part.first),
                            .out = values_ + part.first,
                            .count = part.count});
 }
 
 void Residual::encode(const Stream& stream, Part part, const WireRounding& rounding) const {
   ReduceEncode args{.own = values_ + part.first,
-                    .wire = kept_.as<std::byte>() + format_->bytes(part.first),
+                    .wire = stored_.as<std::byte>() + format_->bytes(part.first),
                     .count = part.count,
                     .rounding = rounding};
   format_->reduce_encode(stream, args);
@@ -87,8 +88,8 @@ void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byt
   copy(stream, to.data(), value_bytes(first_byte), to.size());
 }
 
-// Rounds to nearest: the decoded values of a block are multiples of its unit, so they encode exactly, even if
-// some are replaced by zeros. The same holds for the values around the written ones.
+// Rounds to nearest: the decoded values of a block are multiples of the block's unit, so they encode exactly,
+// even if some of them are replaced by zeros. The same holds for the neighbours of the written values.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
   const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
   written_ = true;

@@ -7,8 +7,8 @@
 //          errors cancel over the steps. Rounding to nearest would always lose values that are small compared
 //          with the rest of their block.
 //
-// A codec has one. It calls load() before work that reads the residual and store() after work that writes it.
-// Bytes per element beyond FP32's, w being the format's: 8 + 2 w.
+// A codec has one residual. It calls load() before work that reads the residual and store() after work that
+// writes it. With a format of w bytes per element, the two move 8 + 2 w bytes per element.
 //
 // The stored values may lag behind the residual by a step if the codec registers a function with
 // settle_with(). read(), write() and clear() then call it.
@@ -30,7 +30,7 @@ struct BucketContext;
 
 class Residual {
  public:
-  // Creates a zero residual for all of the bucket's elements; for none if not `needed`.
+  // Creates a residual of zeros for all of the bucket's elements, or an empty residual if not `needed`.
   Residual(const BucketContext& context, bool needed);
   Residual(const Residual&) = delete;
 
@@ -43,7 +43,7 @@ class Residual {
   float* values() const { return values_; }
   void load(const Stream& stream, BucketPhases& phases) const;
   void store(const Stream& stream, BucketPhases& phases) const;
-  int64_t bytes() const { return static_cast<int64_t>(kept_.bytes()); }
+  int64_t bytes() const { return static_cast<int64_t>(stored_.bytes()); }
   // Returns " with error feedback in int8".
   std::string describe() const;
 
@@ -51,8 +51,9 @@ class Residual {
   using Settle = std::function<void(const Stream& stream, int64_t begin, int64_t end)>;
   void settle_with(Settle settle) { settle_ = std::move(settle); }
 
-  // Copy bytes of the FP32 values from `first_byte` on; `to` and `from` are in host memory. Between steps;
-  // enqueue only. TensorState describes how values are restored bit for bit.
+  // read() and write() copy bytes of the FP32 values from `first_byte` on; `to` and `from` are in host
+  // memory. clear() sets bytes to zero. Call them between steps; they only enqueue work. TensorState
+  // describes how to restore values bit for bit.
   void read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream, int64_t first_byte, int64_t bytes) const;
@@ -75,7 +76,7 @@ class Residual {
 
   Wire format_;
   int64_t count_ = 0;
-  Buffer kept_;
+  Buffer stored_;
   float* values_ = nullptr;
   WireRounding rounding_;
   Settle settle_;

@@ -1,5 +1,4 @@
-// A tensor's state in a codec between steps, which a checkpoint must hold. Code that writes checkpoints (the
-// C ABI's states, the trainer) needs nothing else from codecs.
+// A tensor's state in a codec between steps, for checkpoints (the C ABI's states, the trainer's files).
 #pragma once
 
 #include <cstddef>
@@ -16,8 +15,8 @@ namespace gradwire {
 
 class Residual;
 
-// The residual of error feedback: FP32, shaped as the tensor. Only its sum over the ranks matters, so when
-// the world shrinks residuals are added up, and a missing one counts as zero.
+// Kind of the residual of error feedback: FP32, shaped as the tensor. Only the sum over the ranks matters, so
+// residuals are added up when the world shrinks, and a missing residual counts as zero.
 inline constexpr const char* kResidualKind = "residual";
 
 struct TensorState {
@@ -25,20 +24,21 @@ struct TensorState {
   // Unique per tensor; letters, digits and '_': "residual", "factor".
   std::string kind = {};
   DType dtype = DType::f32;
-  // On the device; null: stored in `residual` from element `first` on.
+  // On the device; null: the state is stored in `residual` from element `first` on.
   void* data = nullptr;
   const Residual* residual = nullptr;
   int64_t first = 0;
   std::vector<int64_t> shape = {};  // for readers of a checkpoint
-  // The same bits on every rank, so a checkpoint holds it once. Otherwise it belongs to this rank and, unless
-  // it is a residual, is reset when the world size changes.
+  // The same bits on every rank, so a checkpoint holds the state once. Otherwise the state belongs to this
+  // rank and, except for residuals, is reset when the world size changes.
   bool same_on_all_ranks = false;
 
   int64_t count() const { return element_count(shape); }
   int64_t bytes() const { return count() * bytes_of(dtype); }
 
-  // Copies from and to host memory, between steps, in stream order; enqueue only. To restore the bits that
-  // read() returned for every state of a reducer, clear all states and then write each as a whole.
+  // Copy from and to host memory between steps, in stream order; they only enqueue work. To restore the bits
+  // that read() returned for every state of a reducer, clear all states and then write each state as a
+  // whole.
   void read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream) const;

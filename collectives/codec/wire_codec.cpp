@@ -1,10 +1,10 @@
-// A wire format by itself (`fp32`, `bf16`, ...): the bucket is sent in one allreduce or, for a sharded
+// The codec of a wire format (`fp32`, `bf16`, ...): the bucket is sent in one allreduce or, for a sharded
 // reducer, in one reduce-scatter in place.
 //
-// The gaps between the bucket's tensors, and parts of its tensors that the codec does not compress, are zero.
-// Some formats decode zeros to other values (one bit per value has no zero; NaN may spread over the whole
-// block). These are reset to zero, in the result, which is the next step's gradient there, and in the
-// residual, which no tensor's state holds.
+// The gaps between the bucket's tensors, and the parts that the codec does not compress, are zero. Some
+// formats decode zeros to other values: a format of one bit per value has no zero, and NaN may spread over a
+// block. So the codec resets the gaps to zero, in the result, which is the next step's gradient there, and in
+// the residual, where no tensor's state covers them.
 #include <numeric>
 
 #include "collectives/codec/codec.h"
@@ -56,15 +56,7 @@ class WireCodec final : public Codec {
                   .residual = residual_.values(),
                   .count = c.elements,
                   .shards = c.shards},
-                 {.what = c.name,
-                  .wire = c.spec.wire,
-                  .fp32_intra_node = c.spec.fp32_intra_node,
-                  .scale = c.scale,
-                  .rounding = {c.spec.rounding, c.rounding_seed, c.step, c.first_element},
-                  .spec = c.spec.to_string(),
-                  .transfers = c.transfers,
-                  .beside_others = c.beside_others,
-                  .slice_bytes = choice_.slice_bytes}) {
+                 c.compressed_options("", choice_.slice_bytes)) {
     c.stream.synchronize();
   }
 
@@ -108,29 +100,8 @@ class WireCodec final : public Codec {
 
 }  // namespace
 
-SchedulePlanner::Choice BucketContext::choose(int64_t count, Wire wire) const {
-  return planner != nullptr ? planner->choose(count, wire)
-                            : SchedulePlanner::Choice{schedule, "asked for", 0, slice_bytes};
-}
-
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context) {
   return std::make_unique<WireCodec>(context);
-}
-
-std::unique_ptr<Codec> make_codec(const BucketContext& context) {
-  return make_dense_codec(context);
-}
-
-std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {
-  switch (context.spec.method) {
-    case CompressionSpec::Method::wire:
-      return make_wire_codec(context);
-    case CompressionSpec::Method::powersgd:
-      return make_powersgd_codec(context);
-    case CompressionSpec::Method::randk:
-      return make_randk_codec(context);
-  }
-  throw Error("make_codec: unknown method");
 }
 
 }  // namespace gradwire

@@ -1,0 +1,140 @@
+// `powersgd`: rank-r approximation of each gradient matrix M by the factors P Q^T, with the residual kept
+// locally: one step of subspace iteration per training step. `alternate` chooses between two algorithms.
+//
+// alternate=off (Vogels et al., arXiv 1905.13727) sends both factors in each step, in two collectives:
+//   project        E of the last step; M = G + E (into E's memory), P = M Q   on this rank
+//   pack           dense tensors (vectors, small matrices) after P
+//   allreduce 1    [P | dense], mean
+//   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
+//   unpack         dense tensors, which are now done
+//   back_project   Q = M^T P. E = M - P Q^T is computed by the next step's project, or by an earlier reader
+//   allreduce 2    Q, mean. In a large bucket Q is summed in two halves: the exchange of the first overlaps
+//                  with back_project of the second, and that of the second with reconstruct of the first
+//   reconstruct    G = P Q^T
+//   orthonormalize Q, for the next step; a column that vanished is re-seeded
+// Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
+// the same on all ranks and the applied Q is the mean of theirs. With a lossy format each encode of Q has an
+// error; the encoding rank keeps it: E = M - P (Q - lost)^T. A lossy format for P loses nothing of the
+// gradient: it only tilts the subspace, identically on all ranks.
+//
+// alternate=on (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed
+// Deep Learning", ICDCS 2023) sends P and Q in turns, one of them in each step: half of the bytes, and one
+// collective. A step that sends P; the next step exchanges P and Q, rows and columns:
+//   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns
+//                  are orthonormal
+//   pack           dense tensors after P
+//   allreduce      [P | dense], mean
+//   unpack         dense tensors, which are now done
+//   orthonormalize P into P0, with which the next step projects; flags and re-seeds as above
+//   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as in the paper, is computed by
+//                  the next step's project, or by an earlier reader
+// Conservation: as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format the
+// error of this rank's encodes of P stays in E: E = M - (P_own - lost) Q0^T.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/codec/powersgd_choice.h"
+#include "collectives/codec/powersgd_parts.h"
+
+namespace gradwire {
+
+class LowRankCodec final : public Codec {
+ public:
+  explicit LowRankCodec(const BucketContext& context);
+
+  size_t workspace_bytes() const override;
+  void bind(void* workspace) override;
+  void rebind(float* gradients) override;
+  void run(const Stream& stream, int64_t step, BucketPhases& phases) override;
+  int64_t steady_from() const override { return spec_.start; }
+  int64_t period() const override { return spec_.alternate ? 2 : 1; }
+  Residual* residual() override { return residual_ ? &residual_ : nullptr; }
+  std::vector<TensorState> tensor_state() override;
+  int64_t state_bytes() const override;
+  std::string describe() const override;
+  std::vector<PlannedAllreduce> plan() const override;
+
+ private:
+  // P or Q.
+  struct FactorState {
+    Factor which = Factor::p;
+    int64_t elements = 0;
+    Buffer basis = {};  // orthonormal columns, with which the other factor is projected
+    Buffer kept = {};   // lost - own; times the other factor's basis: E - M
+    // The allreduce of [factor | dense] in sum_; null: the factor is summed in halves.
+    std::unique_ptr<Program> allreduce = {};
+    SchedulePlanner::Choice choice = {};
+    SegmentTable dense = {};
+    std::string part = {};            // description of the allreduce
+    ThinProducts* product = nullptr;  // computes the factor's products; null: the fused kernel
+  };
+  // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of their Q.
+  struct Half {
+    int first = 0;
+    int64_t q_begin = 0, q_count = 0;
+    MatrixTable matrices;
+    SchedulePlanner::Choice choice;
+    std::unique_ptr<Program> allreduce;
+    ThinProducts* product = nullptr;  // null: the fused kernel
+    Event ready, summed;              // Q is complete on this rank; Q is summed over all ranks
+  };
+  // alternate=off: this step's Q.
+  struct Halves {
+    Buffer sum, lost;         // lost: only with error feedback and a lossy format
+    std::vector<Half> parts;  // one or two; empty without matrices
+  };
+
+  // Construction.
+  int64_t sum_elements() const;
+  FactorState make_factor(const BucketContext& context, Factor which);
+  void add_allreduce(const BucketContext& context, FactorState& factor) const;
+  void make_halves(const BucketContext& context);
+  void add_half(const BucketContext& context, size_t begin, size_t end, const char* name);
+  void choose(const BucketContext& context);
+  void clear(const Stream& stream);
+
+  // A step, in low_rank_step.cpp.
+  void send_both(const Stream& stream, BucketPhases& phases);
+  void send_one(const Stream& stream, FactorState& now, FactorState& other, BucketPhases& phases);
+  void project(const Stream& stream, const FactorState& now, const FactorState& other);
+  void sum_with_dense(const Stream& stream, const FactorState& factor, BucketPhases& phases);
+  void sum_half(const Stream& stream, Half& half, BucketPhases& phases);
+  void reconstruct(const Stream& stream, const MatrixTable& matrices, int first, const float* p,
+                   const float* q);
+  void orthonormalize_sum(const Stream& stream, const float* sum, FactorState& factor, bool keep_flags);
+  void keep_own(const Stream& stream, FactorState& factor, const float* own, int64_t begin, int64_t count);
+  void keep_lost(const Stream& stream, FactorState& factor, const Buffer& lost);
+  void settle_encoded(const Stream& stream, const FactorState& sent);
+
+  bool has_matrices() const { return matrices_.count() > 0; }
+  // Returns whether the next step computes E. False if E is encoded at the end of this step.
+  bool lazy() const { return residual_ && !residual_.encoded(); }
+  // Returns the part of E that a step which sent this factor last leaves pending.
+  PendingFactors pending(const FactorState& sent) const;
+  // Returns the passes that may use a library, and its products: P's, then those of Q or its halves.
+  std::vector<PowerSgdPass> passes() const;
+  std::vector<ThinProducts*> products() const;
+  std::vector<const Buffer*> buffers() const;
+
+  const CompressionSpec spec_;
+  const PowerSgdPlan plan_;
+  float* gradients_;
+  const uint64_t* step_;
+  MatrixTable matrices_;
+  const bool keeps_losses_;  // error feedback with a lossy format
+  Residual residual_;        // E, or M with a pending part; also of dense tensors if the format is lossy
+  Buffer sum_;               // [P | dense] or [Q | dense]: first this rank's, then the mean
+  Buffer lost_;              // with keeps_losses_: the residual of the allreduce of sum_
+  Buffer flags_;
+  Buffer marks_;                        // scratch of the library's passes
+  std::array<FactorState, 2> factors_;  // P, Q
+  Halves halves_;
+  std::unique_ptr<Program> before_start_;
+  Stream transfers_;
+};
+
+}  // namespace gradwire
