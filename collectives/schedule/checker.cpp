@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
-#include <numeric>
 #include <utility>
 
 #include "kernels/wire/format.h"
@@ -38,39 +37,32 @@ struct Post {
   std::shared_ptr<Value> value;  // of a send
 };
 
+// Simulates the schedule.
 class Player {
  public:
   Player(const Schedule& schedule, CheckReport& report) : s_(schedule), report_(report) {}
 
-  void violation(Rule rule, const std::string& text) {
-    ++report_.violations_found;
-    if (rule <= Rule::ownership) report_.correct = false;
-    report_.ok = false;
-    if (std::ssize(report_.violations) < CheckReport::kMostViolations)
-      report_.violations.push_back({rule, text});
-  }
-
   bool well_formed() {
     if (s_.world < 1 || s_.chunks < 1 || std::ssize(s_.rounds) != s_.world) {
-      violation(Rule::form, fmt::format("world {}, {} chunks and rounds of {} ranks", s_.world, s_.chunks,
-                                        s_.rounds.size()));
+      report_.add(Rule::form, fmt::format("world {}, {} chunks and rounds of {} ranks", s_.world, s_.chunks,
+                                          s_.rounds.size()));
       return false;
     }
     if (std::ssize(s_.owner) != s_.chunks ||
         std::any_of(s_.owner.begin(), s_.owner.end(), [&](int r) { return r < 0 || r >= s_.world; })) {
-      violation(Rule::form,
-                fmt::format("each of the {} chunks needs an owner among {} ranks", s_.chunks, s_.world));
+      report_.add(Rule::form,
+                  fmt::format("each of the {} chunks needs an owner among {} ranks", s_.chunks, s_.world));
       return false;
     }
     if (s_.per_node < 1 || s_.nodes * s_.per_node != s_.world) {
-      violation(Rule::form,
-                fmt::format("{} nodes of {} ranks are not {} ranks", s_.nodes, s_.per_node, s_.world));
+      report_.add(Rule::form,
+                  fmt::format("{} nodes of {} ranks are not {} ranks", s_.nodes, s_.per_node, s_.world));
       return false;
     }
     for (int r = 0; r < s_.world; ++r) {
       if (std::ssize(s_.rounds[r]) != s_.num_rounds()) {
-        violation(Rule::form, fmt::format("rank {} has {} rounds, rank 0 has {}", r, s_.rounds[r].size(),
-                                          s_.num_rounds()));
+        report_.add(Rule::form, fmt::format("rank {} has {} rounds, rank 0 has {}", r, s_.rounds[r].size(),
+                                            s_.num_rounds()));
       }
       for (int k = 0; k < std::ssize(s_.rounds[r]); ++k) check_round_form(r, k);
     }
@@ -131,98 +123,21 @@ class Player {
   void check_rounding() {
     auto compare = [&](int declared, int seen, const char* where) {
       if (declared != seen) {
-        violation(Rule::rounding, fmt::format("declares {} lossy steps with the wire on {}, takes {}",
-                                              declared, where, seen));
+        report_.add(Rule::rounding, fmt::format("declares {} lossy steps with the wire on {}, takes {}",
+                                                declared, where, seen));
       }
     };
     compare(s_.lossy_steps, report_.lossy_steps, "every link");
     compare(s_.inter_node_lossy_steps, report_.inter_node_lossy_steps, "links between nodes");
     if (report_.most_inputs > kMaxInputs) {
-      violation(Rule::rounding,
-                fmt::format("a hop adds {} messages at once, more than {}", report_.most_inputs, kMaxInputs));
-    }
-  }
-
-  void check_cost() {
-    if (s_.collective == Collective::broadcast) return check_broadcast_cost();
-    const int64_t passes = s_.collective == Collective::allreduce ? 2 : 1;
-    int64_t n = s_.world, nodes = s_.nodes, per_node = s_.per_node, chunks = s_.chunks;
-    if (s_.kind == ScheduleKind::tree) {
-      int64_t total =
-          std::accumulate(report_.sent_inter_node.begin(), report_.sent_inter_node.end(), int64_t{0});
-      if (total != passes * (n - 1) * chunks) {
-        violation(Rule::cost, fmt::format("all ranks together send {}, the optimum is {} times the buffer",
-                                          fraction(total), passes * (n - 1)));
-      }
-      for (int r = 0; r < n; ++r) {
-        for (auto [moved, what] :
-             {std::pair{report_.sent_inter_node[r], "sends"}, {report_.received_inter_node[r], "receives"}}) {
-          if (moved > passes * chunks) {
-            violation(Rule::cost,
-                      fmt::format("rank {} {} {}, a double tree needs at most {} times the buffer", r, what,
-                                  fraction(moved), passes));
-          }
-        }
-      }
-      return;
-    }
-    // Each half moves (n-1)/n of the buffer; hierarchical: of the whole buffer inside a node, of a rank's
-    // shard between nodes. Compared as numerators over a common denominator, to stay exact.
-    bool layered = s_.kind == ScheduleKind::hierarchical;
-    int64_t inter_over = layered ? nodes * per_node : n,
-            inter = passes * ((layered ? nodes : n) - 1) * chunks;
-    int64_t intra_over = per_node, intra = layered ? passes * (per_node - 1) * chunks : 0;
-    auto expect = [&](int r, int64_t moved, int64_t want, int64_t over, const char* what) {
-      if (moved * over != want) {
-        violation(Rule::cost, fmt::format("rank {} {} {}, the optimum is {}/{} of the buffer", r, what,
-                                          fraction(moved), want / chunks, over));
-      }
-    };
-    for (int r = 0; r < n; ++r) {
-      expect(r, report_.sent_inter_node[r], inter, inter_over, "sends between nodes");
-      expect(r, report_.received_inter_node[r], inter, inter_over, "receives between nodes");
-      expect(r, report_.sent_intra_node[r], intra, intra_over, "sends inside its node");
-      expect(r, report_.received_intra_node[r], intra, intra_over, "receives inside its node");
+      report_.add(Rule::rounding, fmt::format("a hop adds {} messages at once, more than {}",
+                                              report_.most_inputs, kMaxInputs));
     }
   }
 
  private:
-  // Every rank but the root receives the buffer once, and it enters each node once. The root sends it once to
-  // other nodes and once inside its own node, if there are any.
-  void check_broadcast_cost() {
-    const int root = s_.owner[0];
-    auto expect = [&](int r, int64_t moved, int64_t want, const char* what) {
-      if (moved != want) {
-        violation(Rule::cost,
-                  fmt::format("rank {} {} {}, the optimum is {}", r, what, fraction(moved), fraction(want)));
-      }
-    };
-    for (int r = 0; r < s_.world; ++r) {
-      expect(r, report_.received_inter_node[r] + report_.received_intra_node[r], r == root ? 0 : s_.chunks,
-             "receives");
-      const int64_t most_inside = 2 * s_.chunks;
-      if (report_.sent_inter_node[r] > s_.chunks || report_.sent_intra_node[r] > most_inside) {
-        violation(Rule::cost,
-                  fmt::format("rank {} sends {} between nodes and {} inside its own, at most {} "
-                              "and {} are needed",
-                              r, fraction(report_.sent_inter_node[r]), fraction(report_.sent_intra_node[r]),
-                              fraction(s_.chunks), fraction(most_inside)));
-      }
-    }
-    expect(root, report_.sent_inter_node[root], s_.nodes > 1 ? s_.chunks : 0, "sends between nodes");
-    expect(root, report_.sent_intra_node[root], s_.per_node > 1 ? s_.chunks : 0, "sends inside its node");
-    for (int node = 0; node < s_.nodes; ++node) {
-      int64_t entered = 0;
-      for (int l = 0; l < s_.per_node; ++l) entered += report_.received_inter_node[node * s_.per_node + l];
-      if (entered != (node == root / s_.per_node ? 0 : s_.chunks)) {
-        violation(Rule::cost, fmt::format("node {} is entered by {}", node, fraction(entered)));
-      }
-    }
-  }
-
   Holding& holding(int rank, int chunk) { return holdings_[static_cast<size_t>(rank) * s_.chunks + chunk]; }
   size_t link(int from, int to) const { return static_cast<size_t>(from) * s_.world + to; }
-  std::string fraction(int64_t chunks) const { return fmt::format("{}/{} of the buffer", chunks, s_.chunks); }
 
   static std::string describe(int rank, int round, const Step& step) {
     const char* verb = step.kind == Step::Kind::send          ? "sends"
@@ -236,7 +151,7 @@ class Player {
     const Round& round = s_.rounds[rank][k];
     first_use_.resize(s_.chunks, nullptr);
     for (const Step& step : round) {
-      auto wrong = [&](const std::string& why) { violation(Rule::form, describe(rank, k, step) + why); };
+      auto wrong = [&](const std::string& why) { report_.add(Rule::form, describe(rank, k, step) + why); };
       if (step.peer < 0 || step.peer >= s_.world) {
         wrong(", which does not exist");
         continue;
@@ -306,8 +221,8 @@ class Player {
         value.exact = false;
         ++value.inter_node_lossy_steps;
       } else {
-        violation(Rule::rounding,
-                  describe(r, k, step) + " to another node, after it was sent unrounded inside its own");
+        report_.add(Rule::rounding,
+                    describe(r, k, step) + " to another node, after it was sent unrounded inside its own");
       }
     }
   }
@@ -323,8 +238,8 @@ class Player {
       // A mismatch repeats in later transfers of the same two ranks: report only the first.
       if ((sent.chunk != wanted.chunk || send.round != receive.round) && !mismatched_[link(from, to)]) {
         mismatched_[link(from, to)] = true;
-        violation(Rule::match, fmt::format("{}, but there it meets {}", describe(from, send.round, sent),
-                                           describe(to, receive.round, wanted)));
+        report_.add(Rule::match, fmt::format("{}, but there it meets {}", describe(from, send.round, sent),
+                                             describe(to, receive.round, wanted)));
       }
       arrived_[to][receive.step] = send.value;
       for (int end : {from, to}) {
@@ -345,10 +260,10 @@ class Player {
         continue;
       }
       if (mine.stage != Holding::Stage::open) {
-        violation(Rule::result,
-                  describe(r, k, round[i]) + (mine.stage == Holding::Stage::final
-                                                  ? ", but it already has the final value"
-                                                  : ", but it has already sent its partial sum"));
+        report_.add(Rule::result,
+                    describe(r, k, round[i]) + (mine.stage == Holding::Stage::final
+                                                    ? ", but it already has the final value"
+                                                    : ", but it has already sent its partial sum"));
         continue;
       }
       Value& sum = *mine.value;
@@ -368,10 +283,11 @@ class Player {
       if (k >= s_.num_rounds()) continue;
       for (int peer = 0; peer < s_.world; ++peer) {
         for (const Post& post : sends_[link(r, peer)]) {
-          violation(Rule::progress, describe(r, k, s_.rounds[r][k][post.step]) + ", which never receives it");
+          report_.add(Rule::progress,
+                      describe(r, k, s_.rounds[r][k][post.step]) + ", which never receives it");
         }
         for (const Post& post : receives_[link(peer, r)]) {
-          violation(Rule::progress, describe(r, k, s_.rounds[r][k][post.step]) + ", which never sends it");
+          report_.add(Rule::progress, describe(r, k, s_.rounds[r][k][post.step]) + ", which never sends it");
         }
       }
     }
@@ -385,8 +301,8 @@ class Player {
         if (scatter && !owner) continue;
         const Value& value = *holding(r, c).value;
         if (owner && copied) {
-          violation(Rule::ownership,
-                    fmt::format("rank {} owns chunk {}, but copies its final value from another", r, c));
+          report_.add(Rule::ownership,
+                      fmt::format("rank {} owns chunk {}, but copies its final value from another", r, c));
         } else if (!owner && !copied) {
           violation(
               Rule::ownership,
@@ -396,9 +312,9 @@ class Player {
         auto wrong =
             std::find_if(value.parts.begin(), value.parts.end(), [](uint8_t times) { return times != 1; });
         if (wrong != value.parts.end()) {
-          violation(Rule::result,
-                    fmt::format("rank {} ends with chunk {} holding {} contributions of rank {}", r, c,
-                                int{*wrong}, wrong - value.parts.begin()));
+          report_.add(Rule::result,
+                      fmt::format("rank {} ends with chunk {} holding {} contributions of rank {}", r, c,
+                                  int{*wrong}, wrong - value.parts.begin()));
         }
         report_.lossy_steps = std::max(report_.lossy_steps, value.lossy_steps);
         report_.inter_node_lossy_steps =
@@ -422,14 +338,20 @@ class Player {
 
 CheckReport check(const Schedule& schedule) {
   CheckReport report;
-  report.ok = report.correct = true;
   Player player(schedule, report);
   if (!player.well_formed()) return report;
   player.count_transfers();
   player.play();
   if (report.correct) player.check_rounding();
-  player.check_cost();
+  check_cost(schedule, report);
   return report;
+}
+
+void CheckReport::add(Rule rule, const std::string& text) {
+  ++violations_found;
+  if (rule <= Rule::ownership) correct = false;
+  ok = false;
+  if (std::ssize(violations) < kMostViolations) violations.push_back({rule, text});
 }
 
 std::string CheckReport::to_string() const {

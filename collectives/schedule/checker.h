@@ -32,11 +32,12 @@ struct CheckReport {
     Rule rule;
     std::string text;  // names rank, round and transfer, all counted from 0
   };
-  bool ok = false;  // no violations
-  // No violations except of rounding and cost: it computes its collective.
-  bool correct = false;
-  std::vector<Violation> violations;  // the first kMostViolations
   static constexpr int kMostViolations = 20;
+
+  bool ok = true;  // no violations
+  // The schedule computes its collective: no violations except of rounding and cost.
+  bool correct = true;
+  std::vector<Violation> violations;  // the first kMostViolations
   int64_t violations_found = 0;
 
   // Measured. Sizes are in chunks: divide by schedule.chunks for fractions of the buffer.
@@ -46,11 +47,16 @@ struct CheckReport {
   int lossy_steps = 0, inter_node_lossy_steps = 0;
   int most_inputs = 0;  // the most messages merged when a partial sum is closed
 
+  // Records a violation.
+  void add(Rule rule, const std::string& text);
   // Returns one line per violation, or "ok".
   std::string to_string() const;
 };
 
 CheckReport check(const Schedule& schedule);
+
+// Checks the rule `cost`, for check(). `report` must contain the measured transfers.
+void check_cost(const Schedule& schedule, CheckReport& report);
 
 const char* name(CheckReport::Rule rule);
 
