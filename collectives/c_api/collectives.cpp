@@ -58,7 +58,7 @@ void check_memory(const char* what, const void* memory, int64_t count, size_t el
           what, element);
 }
 
-// A shard may be its own place in the whole, and nothing else of it.
+// Throws BadInput if the shard overlaps the whole, except exactly at the shard's place in it.
 void check_place(const char* shard_name, const void* shard, const char* whole_name, const void* whole,
                  const Shards& shards, int rank, size_t element) {
   const auto at = reinterpret_cast<uintptr_t>(shard), begin = reinterpret_cast<uintptr_t>(whole);
@@ -71,28 +71,40 @@ void check_place(const char* shard_name, const void* shard, const char* whole_na
           shard_name, whole_name);
 }
 
-void check_call(const CollectiveCall& call) {
-  checked_dtype(call.dtype);
-  require(call.op == GW_SUM || call.op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", call.op);
-  require(reinterpret_cast<uintptr_t>(call.residual) % alignof(float) == 0,
-          "residual is not aligned to its elements of 4 bytes");
-}
-
-Shards read_counts(const ApiComm& comm, const int64_t* counts) {
-  require(counts != nullptr, "counts is null; pass the elements of each rank's shard");
-  Shards shards(counts, counts + comm.communicator->world());
-  int64_t left = std::numeric_limits<int64_t>::max() / 8;
-  for (size_t r = 0; r < shards.size(); ++r) {
-    require(shards[r] >= 0, "counts[{}] is {}, must not be negative", r, shards[r]);
-    require(shards[r] <= left, "counts add up to more elements than there is memory");
-    left -= shards[r];
-  }
-  return shards;
-}
-
-const char* checked_spec(const char* spec) {
+// Returns a call with the arguments that all collectives have. Throws BadInput.
+CollectiveCall begin_call(const LockedCall& locked, const char* function, Collective collective,
+                          gw_dtype dtype, gw_op op, const char* spec) {
+  checked_dtype(dtype);
+  require(op == GW_SUM || op == GW_AVG, "op {} is neither GW_SUM nor GW_AVG", op);
   require(spec != nullptr, "spec is null; pass \"fp32\" for no compression");
-  return spec;
+  float* const residual = locked.options.residual;
+  require(reinterpret_cast<uintptr_t>(residual) % alignof(float) == 0,
+          "residual is not aligned to its elements of 4 bytes");
+  return {.function = function,
+          .collective = collective,
+          .residual = residual,
+          .dtype = dtype,
+          .op = op,
+          .spec = spec,
+          .tag = locked.tag};
+}
+
+int64_t checked_count(int64_t count) {
+  require(count >= 0, "count is {}, must not be negative", count);
+  return count;
+}
+
+// Reads the elements of each rank's shard into the call.
+void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts) {
+  require(counts != nullptr, "counts is null; pass the elements of each rank's shard");
+  call.shards.assign(counts, counts + comm.communicator->world());
+  int64_t left = std::numeric_limits<int64_t>::max() / 8;
+  for (size_t r = 0; r < call.shards.size(); ++r) {
+    require(call.shards[r] >= 0, "counts[{}] is {}, must not be negative", r, call.shards[r]);
+    require(call.shards[r] <= left, "counts add up to more elements than there is memory");
+    left -= call.shards[r];
+    call.count += call.shards[r];
+  }
 }
 
 }  // namespace
@@ -167,8 +179,7 @@ void ApiComm::between(void* native_stream, const std::function<void()>& work) {
 }
 
 void ApiComm::run(const CollectiveCall& call, void* native_stream) {
-  check_call(call);
-  caller_stream(native_stream);  // refuses a stream before anything is built
+  caller_stream(native_stream);  // rejects a bad stream before anything is built
   Program& program = program_for(call);
   if (communicator->world() == 1) {
     if (call.in == call.out) return;
@@ -185,7 +196,6 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
 // The owner's difference is that to its own replica, which has the same bits as all others. So what one
 // encode loses is part of the next difference, and replicas neither drift from the masters nor apart.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
-  check_call(call);
   const CompressionSpec spec = CompressionSpec::parse(call.spec);
   const std::string why = spec.divergence();
   require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec,
@@ -235,17 +245,9 @@ gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, g
                        void* stream, const gw_call_options* options) {
   return guarded(__func__, [&, f = __func__] {
     LockedCall locked(comm, options);
-    require(count >= 0, "count is {}, must not be negative", count);
-    CollectiveCall call{.function = f,
-                        .in = buf,
-                        .out = buf,
-                        .residual = locked.options.residual,
-                        .count = count,
-                        .dtype = dtype,
-                        .op = op,
-                        .spec = checked_spec(spec),
-                        .tag = locked.tag};
-    check_call(call);
+    CollectiveCall call = begin_call(locked, f, Collective::allreduce, dtype, op, spec);
+    call.count = checked_count(count);
+    call.in = call.out = buf;
     check_memory("buf", buf, count, bytes_of(dtype));
     locked->run(call, stream);
     locked.request.start();
@@ -257,18 +259,10 @@ gw_status gw_reduce_scatter(gw_comm comm, const void* in, void* out, const int64
   return guarded(__func__, [&, f = __func__] {
     LockedCall locked(comm, options);
     const int rank = locked->communicator->rank();
-    CollectiveCall call{.function = f,
-                        .collective = Collective::reduce_scatter,
-                        .in = in,
-                        .out = out,
-                        .residual = locked.options.residual,
-                        .shards = read_counts(*locked, counts),
-                        .dtype = dtype,
-                        .op = op,
-                        .spec = checked_spec(spec),
-                        .tag = locked.tag};
-    check_call(call);
-    call.count = elements_before(call.shards, locked->communicator->world());
+    CollectiveCall call = begin_call(locked, f, Collective::reduce_scatter, dtype, op, spec);
+    set_shards(call, *locked, counts);
+    call.in = in;
+    call.out = out;
     check_memory("in", in, call.count, bytes_of(dtype));
     check_memory("out", out, call.shards[rank], bytes_of(dtype));
     check_place("out", out, "in", in, call.shards, rank, bytes_of(dtype));
@@ -282,17 +276,10 @@ gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const int64_t* 
   return guarded(__func__, [&, f = __func__] {
     LockedCall locked(comm, options);
     const int rank = locked->communicator->rank();
-    CollectiveCall call{.function = f,
-                        .collective = Collective::all_gather,
-                        .in = in,
-                        .out = out,
-                        .residual = locked.options.residual,
-                        .shards = read_counts(*locked, counts),
-                        .dtype = dtype,
-                        .spec = checked_spec(spec),
-                        .tag = locked.tag};
-    check_call(call);
-    call.count = elements_before(call.shards, locked->communicator->world());
+    CollectiveCall call = begin_call(locked, f, Collective::all_gather, dtype, GW_SUM, spec);
+    set_shards(call, *locked, counts);
+    call.in = in;
+    call.out = out;
     check_memory("in", in, call.shards[rank], bytes_of(dtype));
     check_memory("out", out, call.count, bytes_of(dtype));
     check_place("in", in, "out", out, call.shards, rank, bytes_of(dtype));
@@ -308,29 +295,24 @@ gw_status gw_all_gather_update(gw_comm comm, const float* master, void* replica,
     LockedCall locked(comm, options);
     locked.refuse_residual(f);
     const int rank = locked->communicator->rank();
-    CollectiveCall call{.function = f,
-                        .collective = Collective::all_gather,
-                        .in = master,
-                        .out = replica,
-                        .shards = read_counts(*locked, counts),
-                        .dtype = dtype,
-                        .spec = checked_spec(spec),
-                        .tag = locked.tag};
-    check_call(call);
+    CollectiveCall call = begin_call(locked, f, Collective::all_gather, dtype, GW_SUM, spec);
+    set_shards(call, *locked, counts);
     if (dtype != GW_FLOAT32) {
       throw Unsupported(
           fmt::format("replicas in {} would round every update; keep them in float32, or use "
                       "gw_all_gather with spec bf16",
                       long_name(checked_dtype(dtype))));
     }
-    call.count = elements_before(call.shards, locked->communicator->world());
+    call.in = master;
+    call.out = replica;
     check_memory("master", master, call.shards[rank], sizeof(float));
     check_memory("replica", replica, call.count, sizeof(float));
     const auto at = reinterpret_cast<uintptr_t>(master), begin = reinterpret_cast<uintptr_t>(replica);
-    const auto bytes = [](int64_t count) { return static_cast<size_t>(count) * sizeof(float); };
+    const auto bytes = [](int64_t elements) { return static_cast<size_t>(elements) * sizeof(float); };
     require(
         at + bytes(call.shards[rank]) <= begin || begin + bytes(call.count) <= at || call.shards[rank] == 0,
-        "master overlaps replica; it must be other memory, which keeps what replicas do not have yet");
+        "master overlaps replica; pass separate memory, because masters hold what replicas have not "
+        "received");
     locked->run_update(call, stream);
     locked.request.start();
   });
@@ -342,18 +324,11 @@ gw_status gw_broadcast(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, i
     LockedCall locked(comm, options);
     locked.refuse_residual(f);
     const int world = locked->communicator->world();
-    require(count >= 0, "count is {}, must not be negative", count);
     require(root >= 0 && root < world, "root is {} in a world of {}", root, world);
-    CollectiveCall call{.function = f,
-                        .collective = Collective::broadcast,
-                        .in = buf,
-                        .out = buf,
-                        .count = count,
-                        .dtype = dtype,
-                        .root = root,
-                        .spec = checked_spec(spec),
-                        .tag = locked.tag};
-    check_call(call);
+    CollectiveCall call = begin_call(locked, f, Collective::broadcast, dtype, GW_SUM, spec);
+    call.count = checked_count(count);
+    call.in = call.out = buf;
+    call.root = root;
     check_memory("buf", buf, count, bytes_of(dtype));
     locked->run(call, stream);
     locked.request.start();

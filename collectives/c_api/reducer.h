@@ -12,6 +12,8 @@
 
 namespace gradwire::c_api {
 
+struct SavedState;
+
 // The rank that saved a residual, and a digest of its values.
 struct LoadedResidual {
   int rank = 0, world = 0;
@@ -30,10 +32,10 @@ struct ApiReducer {
   std::vector<gw_range> shards() const;
   gw_stats stats() const;
 
-  // In state.cpp.
+  // Checkpoints, in state.cpp.
   size_t state_size() const;
   void save_state(void* state, size_t size) const;
-  void load_state(const void* state, size_t size);
+  void load_state(const void* bytes, size_t size);
   void load_states(const void* const* states, const size_t* sizes, int32_t n);
 
   const std::shared_ptr<ApiComm> comm;  // outlives the reducer
@@ -45,14 +47,12 @@ struct ApiReducer {
   std::shared_ptr<ApiRequest> in_flight;  // of the last step; null: it was done when its call returned
 
  private:
-  // What a state must match: spec, rank, world, options.
+  class Sources;
+  // Returns the properties that a state must match: spec, rank, world, options.
   std::string identity() const;
-  // A state in the caller's memory, which it points into.
-  struct Saved;
-  Saved parse_state(const void* state, size_t size) const;
-  void restore(std::vector<Saved> from);
-  std::map<size_t, std::vector<float>> take_residuals(std::vector<Saved>& from) const;
-  static std::vector<LoadedResidual> residuals_in(const std::vector<Saved>& from);
+  void check_between_steps() const;
+  SavedState read_state(const void* bytes, size_t size) const;
+  void restore(std::vector<SavedState> states);
 
   // Compares the loaded states of all ranks, before the first step after a load. In loaded_state.cpp.
   void announce_loaded_state();

@@ -103,6 +103,20 @@ void Residual::clear(const Stream& stream, int64_t first_byte, int64_t bytes) co
   if (encoded()) encode(stream, part, {});
 }
 
+std::vector<int> merged_ranks(int rank, int world, int saved_world) {
+  std::vector<int> ranks;
+  for (int r = rank; r < saved_world; r += world) ranks.push_back(r);
+  return ranks;
+}
+
+void add_residual(std::vector<float>& sum, const std::vector<float>& residual) {
+  if (sum.empty()) {
+    sum = residual;
+    return;
+  }
+  for (size_t i = 0; i < residual.size(); ++i) sum[i] += residual[i];
+}
+
 void TensorState::read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const {
   if (residual != nullptr) return residual->read(stream, 4 * first + static_cast<int64_t>(first_byte), to);
   copy(stream, to.data(), static_cast<const std::byte*>(data) + first_byte, to.size());

@@ -44,4 +44,15 @@ struct TensorState {
   void clear(const Stream& stream) const;
 };
 
+// Returns whether state that a world of `saved_world` ranks saved is loaded by a world of `world` ranks. If
+// the sizes differ, state that is neither replicated nor summable is reset.
+inline bool is_loaded(const std::string& kind, bool same_on_all_ranks, int saved_world, int world) {
+  return saved_world == world || same_on_all_ranks || kind == kResidualKind;
+}
+// Returns the ranks of a world of `saved_world` whose residuals `rank` of `world` ranks adds up: rank,
+// rank + world, ... So the sum over all ranks is unchanged. Empty for an additional rank.
+std::vector<int> merged_ranks(int rank, int world, int saved_world);
+// Adds a residual to `sum`; an empty sum counts as zero.
+void add_residual(std::vector<float>& sum, const std::vector<float>& residual);
+
 }  // namespace gradwire

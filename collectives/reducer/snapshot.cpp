@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-// Uses enough partial sums for the compiler to use vector registers.
+// Keeps enough partial sums for the compiler to use vector registers.
 double sum_of_squares(const float* values, size_t count) {
   constexpr size_t kLanes = 16;
   std::array<double, kLanes> sums{};
@@ -58,16 +58,12 @@ double ReducerSnapshot::residual_norm() const {
   return std::sqrt(sum);
 }
 
-bool ReducerSnapshot::comes_back(const Entry& entry, int world) const {
-  return world == world_ || entry.same_on_all_ranks || entry.kind == kResidualKind;
-}
-
 bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
                               const std::function<float*()>& left_over) const {
   const std::vector<TensorState> states = reducer.tensor_state();
   float* rest = nullptr;
   for (const Entry& entry : entries_) {
-    if (!comes_back(entry, world)) continue;
+    if (!is_loaded(entry.kind, entry.same_on_all_ranks, world_, world)) continue;
     const std::byte* const from = values_.data() + entry.begin;
     const auto to = std::find_if(states.begin(), states.end(), [&](const TensorState& state) {
       return state.tensor == entry.tensor && state.kind == entry.kind;

@@ -1,5 +1,5 @@
-// A reducer's state between two steps, copied to host memory: residuals and the codecs' other state. With it
-// the same reducer, or one of another group of ranks, can repeat a step.
+// A reducer's state between two steps, copied to host memory: residuals and the codecs' other state. A
+// reducer of this or another group of ranks can load the snapshot to repeat a step.
 #pragma once
 
 #include <cstddef>
@@ -14,17 +14,18 @@ namespace gradwire {
 
 class ReducerSnapshot {
  public:
-  // Enqueues the copy on a host stream that has waited for the reducer's step. Only the first call allocates.
-  // The previous state stays whole until the stream reaches the copy. Later calls must have the same tensors
-  // and spec.
+  // Enqueues the copy on a host stream that has waited for the reducer's step. Only the first call allocates
+  // memory. The previous state remains valid until the stream reaches the copy. Later calls must have the
+  // same tensors and spec.
   void take(const Stream& stream, const Reducer& reducer, int world);
   // Returns the L2 norm of all residuals once the copy is done; 0 without residuals.
   double residual_norm() const;
 
-  // Loads the state into a fresh reducer of the same tensors and spec, and waits for `stream`. If the world
-  // size differs, state of one rank is reset, as after a checkpoint, except residuals, which are restored bit
-  // for bit. A residual that this reducer cannot hold (a world of 1) is stored in `left_over()`, laid out as
-  // the flat gradient buffer and requested at most once. Returns whether `left_over()` was requested.
+  // Loads the state into a new reducer of the same tensors and spec, and blocks until `stream` is done. If
+  // the world size differs, state that belongs to one rank is reset (is_loaded()), except residuals, which
+  // are restored bit for bit. A residual that this reducer cannot hold (a world of 1) is stored in
+  // `left_over()`, laid out as the flat gradient buffer and requested at most once. Returns whether
+  // `left_over()` was requested.
   bool restore(const Stream& stream, const Reducer& reducer, int world,
                const std::function<float*()>& left_over) const;
 
@@ -37,7 +38,6 @@ class ReducerSnapshot {
     bool same_on_all_ranks = false;
     size_t begin = 0, bytes = 0;  // in values_
   };
-  bool comes_back(const Entry& entry, int world) const;
 
   int world_ = 0;
   std::vector<Entry> entries_;

@@ -307,7 +307,7 @@ void check_moments(const RankState& rank, const SafetensorsReader& file) {
 }
 
 // Adds a rank's residual of parameter `p`, as stored in the checkpoint, to `sum`.
-void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
+void add_saved_residual(const SafetensorsReader& file, const VitParameter& p, std::vector<float>& sum) {
   const Tensor* tensor = file.find(fmt::format("{}.{}", kResidualKind, p.name));
   if (tensor == nullptr) return;
   if (tensor->shape != p.shape || tensor->dtype != "F32") {
@@ -315,11 +315,7 @@ void add_residual(const SafetensorsReader& file, const VitParameter& p, std::vec
   }
   std::vector<float> values(static_cast<size_t>(tensor->elements));
   file.read(*tensor, 0, values);
-  if (sum.empty()) {
-    sum = std::move(values);
-  } else {
-    for (size_t e = 0; e < values.size(); ++e) sum[e] += values[e];
-  }
+  add_residual(sum, values);
 }
 
 // Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to left_over().
@@ -333,7 +329,7 @@ bool restore_residuals(const RankState& rank, const std::vector<TensorState>& st
   bool left_over = false;
   for (size_t i = 0; i < rank.parameters.size(); ++i) {
     std::vector<float> sum;
-    for (const auto& file : files) add_residual(*file, rank.parameters[i], sum);
+    for (const auto& file : files) add_saved_residual(*file, rank.parameters[i], sum);
     if (sum.empty()) continue;
     if (residual[i] != nullptr) {
       const FinishOnError finish(rank.stream);
@@ -389,7 +385,7 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
   }
 
   std::vector<std::unique_ptr<SafetensorsReader>> files;
-  for (int from = me; from < head.world; from += world) {
+  for (int from : merged_ranks(me, world, head.world)) {
     files.push_back(std::make_unique<SafetensorsReader>(state_path(head.path, from, head.world)));
     const SafetensorsReader& file = *files.back();
     file.verify(true);
