@@ -108,7 +108,7 @@ std::vector<std::string> dense_names(std::string_view text, std::string_view val
     const size_t plus = rest.find('+');
     const std::string_view item = rest.substr(0, plus);
     if (item.empty() || item == "off") {
-      bad(text, fmt::format("dense='{}': '{}' is no tensor's name; write off, or names such as "
+      bad(text, fmt::format("dense='{}': '{}' is not a tensor's name; write off, or names such as "
                             "auto+*.bias, joined by '+'",
                             value, item));
     }
@@ -273,6 +273,50 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
   spec.wire = intern_wire_format(*variant);
 }
 
+// Throws BadInput if rounding, error feedback and format do not fit together.
+void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
+  if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
+    std::vector<std::string> others;
+    for (Wire wire : wire_formats()) {
+      if (wire->stochastic) others.push_back(fmt::format("wire={}", wire->name));
+    }
+    bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
+                          fmt::join(others, " or ")));
+  }
+  if (const std::string why = spec.divergence(); spec.error_feedback && !why.empty()) {
+    bad(text, why + "or ef=off for no error feedback");
+  }
+  if (!spec.residual->exact && !spec.error_feedback) {
+    bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
+                          spec.residual->name));
+  }
+  if (spec.alternate && !spec.warm) {
+    bad(text, "alternate=on needs warm=on: a step projects with the factor that the previous step summed");
+  }
+}
+
+// Throws BadInput if schedule, transport and format do not fit together.
+void check_schedule(const CompressionSpec& spec, std::string_view text) {
+  const bool automatic = spec.schedule == ScheduleKind::automatic;
+  const bool hierarchical = spec.schedule == ScheduleKind::hierarchical;
+  if (spec.lsa != Lsa::off && !automatic && !hierarchical && spec.schedule != ScheduleKind::two_shot) {
+    bad(text,
+        fmt::format("transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries "
+                    "out a two-shot, and peer access replaces messages inside nodes",
+                    word_for(kTransports, spec.lsa), name(spec.schedule)));
+  }
+  if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
+    bad(text,
+        fmt::format("schedule=nccl adds FP32, not {}: NCCL would add rounded values and round each partial "
+                    "sum, without error feedback; use wire format fp32, or another schedule",
+                    spec.wire->name));
+  }
+  if (spec.fp32_intra_node && !hierarchical && !automatic) {
+    bad(text, fmt::format("intra_node=fp32 needs schedule=hierarchical or auto; schedule={} ignores nodes",
+                          name(spec.schedule)));
+  }
+}
+
 }  // namespace
 
 bool CompressionSpec::is_codec(std::string_view name) {
@@ -300,45 +344,8 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   apply(spec, text, method, options_of(spec, text, rounding, dense), items_of(text, separator));
   spec.dense = dense.value_or(default_dense(spec.wire));
   spec.rounding = rounding.value_or(spec.wire->rounding);
-  if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
-    std::vector<std::string> others;
-    for (Wire wire : wire_formats()) {
-      if (wire->stochastic) others.push_back(fmt::format("wire={}", wire->name));
-    }
-    bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
-                          fmt::join(others, " or ")));
-  }
-  if (const std::string why = spec.divergence(); spec.error_feedback && !why.empty()) {
-    bad(text, why + "or ef=off for no error feedback");
-  }
-  if (!spec.residual->exact && !spec.error_feedback) {
-    bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
-                          spec.residual->name));
-  }
-  if (spec.alternate && !spec.warm) {
-    bad(text, "alternate=on needs warm=on: a step projects with the factor that the step before it summed");
-  }
-  if (spec.peer_access != PeerAccessMode::off && spec.schedule != ScheduleKind::automatic &&
-      spec.schedule != ScheduleKind::two_shot && spec.schedule != ScheduleKind::hierarchical) {
-    bad(text,
-        fmt::format(
-            "transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries out a "
-            "two-shot, and memory that is read takes the place of messages inside nodes",
-            word_for(kTransports, spec.peer_access), name(spec.schedule)));
-  }
-  if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
-    bad(text,
-        fmt::format(
-            "schedule=nccl adds FP32, not {}: NCCL would add rounded values and round the sum at each of "
-            "its steps, and nothing would keep what that loses; use wire format fp32, or another schedule",
-            spec.wire->name));
-  }
-  if (spec.fp32_intra_node && spec.schedule != ScheduleKind::hierarchical &&
-      spec.schedule != ScheduleKind::automatic) {
-    bad(text,
-        fmt::format("intra_node=fp32 needs schedule=hierarchical or auto; schedule={} has no notion of nodes",
-                    name(spec.schedule)));
-  }
+  check_error_feedback(spec, text);
+  check_schedule(spec, text);
   return spec;
 }
 
@@ -388,9 +395,8 @@ std::string CompressionSpec::divergence() const {
     *option.value = given;
   }
   return fmt::format(
-      "an encode of {} with round={} may lose {:.2f} times the square of what it is given, so that what "
-      "error "
-      "feedback keeps could grow without bound; it needs {}",
+      "an encode of {} with round={} may lose {:.2f} times the square of its input, so that the residual of "
+      "error feedback could grow without bound; it needs {}",
       wire->spec(), word_for(kRoundings, rounding), bound, remedy);
 }
 

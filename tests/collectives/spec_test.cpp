@@ -138,7 +138,7 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
         Case{"powersgd:rank=4,rank=2", "given twice"}, Case{"powersgd:rank=4,", "ends in"},
         Case{"powersgd:wire=fp16", "fp32|bf16"}, Case{"fp32:schedule=star", "ring|tree"},
         Case{"powersgd:round=stochastic", "wire=bf16"}, Case{"bf16:intra_node=fp16", "wire|fp32"},
-        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring has no notion of nodes"},
+        Case{"bf16:schedule=ring,intra_node=fp32", "schedule=ring ignores nodes"},
         Case{"bf16:schedule=nccl", "schedule=nccl adds FP32, not bf16"},
         Case{"powersgd:rank=2,wire=fp8,schedule=nccl", "use wire format fp32"},
         Case{"fp32:schedule=nccl,transport=lsa", "two_shot or hierarchical"},
