@@ -23,8 +23,10 @@
 #include "runtime/util/error.h"
 
 namespace gradwire {
+namespace {
 
-Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
+// Throws BadInput for arguments of hierarchical() that do not give a schedule.
+void check_arguments(int nodes, int per_node, ScheduleKind between) {
   if (nodes < 1 || per_node < 1) {
     throw BadInput(fmt::format("a hierarchical schedule needs at least 1 node of 1 rank, got {} of {}", nodes,
                                per_node));
@@ -33,55 +35,63 @@ Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
     throw BadInput(
         fmt::format("between nodes a hierarchical schedule runs two_shot or ring, not {}", name(between)));
   }
-  bool straight = between == ScheduleKind::two_shot;
-  int most_inputs = per_node - 1 + (nodes == 1 ? 0 : straight ? nodes - 1 : 1);
-  if (most_inputs > kMaxInputs) {
-    throw BadInput(
-        fmt::format("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes,
-                    per_node, most_inputs, kMaxInputs,
-                    straight && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring"));
+  const bool direct = between == ScheduleKind::two_shot;
+  const int most_inputs = per_node - 1 + (nodes == 1 ? 0 : direct ? nodes - 1 : 1);
+  if (most_inputs <= kMaxInputs) return;
+  throw BadInput(
+      fmt::format("{} nodes of {} ranks would add {} messages at once, more than {}; use {}", nodes, per_node,
+                  most_inputs, kMaxInputs,
+                  direct && per_node <= kMaxInputs ? "a ring between the nodes" : "schedule=ring"));
+}
+
+// Adds the reduce-scatter inside the node to round `first`, and the all-gather to round `last`.
+void add_transfers_inside(Schedule& s, int node, int first, int last) {
+  const auto rank = [&](int local) { return node * s.per_node + local; };
+  for (int hop = 1; hop < s.per_node; ++hop) {
+    for (int local = 0; local < s.per_node; ++local) {
+      const int to = (local + hop) % s.per_node;
+      for (int b = 0; b < s.nodes; ++b) {
+        detail::add_transfer(s, first, rank(local), rank(to), to * s.nodes + b, Step::Kind::recv_reduce,
+                             true);
+        detail::add_transfer(s, last, rank(local), rank(to), local * s.nodes + b, Step::Kind::recv_copy,
+                             true);
+      }
+    }
   }
-  int inner = per_node > 1 ? 1 : 0;
-  int outer = nodes == 1 ? 0 : straight ? 2 : 2 * (nodes - 1);
-  int world = nodes * per_node;
+}
+
+// Adds the allreduce of shard `local` between the nodes, from round `first` on.
+void add_transfers_between(Schedule& s, const Schedule& across, int local, int first) {
+  const auto rank = [&](int node) { return node * s.per_node + local; };
+  for (int node = 0; node < s.nodes; ++node) {
+    for (int k = 0; k < across.num_rounds(); ++k) {
+      for (Step step : across.rounds[node][k]) {
+        step.peer = rank(step.peer);
+        step.chunk += local * s.nodes;
+        s.rounds[rank(node)][first + k].push_back(step);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
+  check_arguments(nodes, per_node, between);
+  const Schedule across = between == ScheduleKind::two_shot ? two_shot(nodes) : ring(nodes);
+  const int inner = per_node > 1 ? 1 : 0, outer = across.num_rounds();
+  const int world = nodes * per_node;
   Schedule s = detail::empty_schedule(ScheduleKind::hierarchical, world, detail::one_chunk_each(world),
                                       2 * inner + outer);
   s.nodes = nodes;
   s.per_node = per_node;
-  if (nodes > 1) s.inter_node_lossy_steps = straight ? 2 : nodes;
-  s.lossy_steps = nodes > 1 ? inner + s.inter_node_lossy_steps : 2 * inner;
-
-  auto rank = [&](int node, int local) { return node * per_node + local; };
+  s.inter_node_lossy_steps = across.lossy_steps;
+  s.lossy_steps = nodes > 1 ? inner + across.lossy_steps : 2 * inner;
   for (int local = 0; local < per_node; ++local) {
-    for (int node = 0; node < nodes; ++node) s.owner[local * nodes + node] = rank(node, local);
+    for (int node = 0; node < nodes; ++node) s.owner[local * nodes + node] = node * per_node + local;
   }
-  for (int node = 0; node < nodes; ++node) {
-    for (int hop = 1; hop < per_node; ++hop) {
-      for (int local = 0; local < per_node; ++local) {
-        int to = (local + hop) % per_node;
-        for (int b = 0; b < nodes; ++b) {
-          detail::add_transfer(s, 0, rank(node, local), rank(node, to), to * nodes + b,
-                               Step::Kind::recv_reduce, true);
-          detail::add_transfer(s, inner + outer, rank(node, local), rank(node, to), local * nodes + b,
-                               Step::Kind::recv_copy, true);
-        }
-      }
-    }
-  }
-  if (nodes == 1) return s;
-  // The schedule between the nodes; each local index runs it on its own shard.
-  Schedule across = straight ? two_shot(nodes) : ring(nodes);
-  for (int local = 0; local < per_node; ++local) {
-    for (int node = 0; node < nodes; ++node) {
-      for (int k = 0; k < outer; ++k) {
-        for (Step step : across.rounds[node][k]) {
-          step.peer = rank(step.peer, local);
-          step.chunk += local * nodes;
-          s.rounds[rank(node, local)][inner + k].push_back(step);
-        }
-      }
-    }
-  }
+  for (int node = 0; node < nodes; ++node) add_transfers_inside(s, node, 0, inner + outer);
+  for (int local = 0; local < per_node; ++local) add_transfers_between(s, across, local, inner);
   return s;
 }
 
