@@ -48,9 +48,9 @@ struct SavedIdentity {
 
 struct SavedState {
   std::string identity_text;
-  SavedIdentity identity;
+  SavedIdentity identity = {};
   int64_t steps = 0;
-  std::vector<SavedTensor> tensors;
+  std::vector<SavedTensor> tensors = {};
 
   // Parses untrusted bytes, which must outlive the result. Throws BadInput.
   static SavedState parse(const void* state, size_t size);

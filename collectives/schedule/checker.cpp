@@ -304,7 +304,7 @@ class Player {
           report_.add(Rule::ownership,
                       fmt::format("rank {} owns chunk {}, but copies its final value from another", r, c));
         } else if (!owner && !copied) {
-          violation(
+          report_.add(
               Rule::ownership,
               fmt::format("rank {} does not own chunk {}, but never gets its final value from the owner", r,
                           c));

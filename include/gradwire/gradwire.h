@@ -4,30 +4,28 @@
  * Three calls suffice: gw_comm_create() once per process, gw_reducer_create() once per model, and
  * gw_reducer_allreduce() in every step. docs/extending.md is the tutorial.
  *
- * - **Status.** Every function returns a gw_status, except the three that report versions and errors. No
- *   exception leaves the library, and it never ends the process. After a status other than #GW_OK,
+ * - **Status.** Every function returns a gw_status, except the three that report versions and errors. The
+ *   library throws no exceptions and never ends the process. After a status other than #GW_OK,
  *   gw_last_error() returns what was wrong and what to do. Outputs are written only on #GW_OK.
- * - **Handles.** gw_comm, gw_reducer and gw_request are numbers, not addresses. A null, made-up or destroyed
- *   handle gives #GW_BAD_HANDLE, never a crash. A handle belongs to the process that created it, not to its
- *   forks.
- * - **Threads.** Any thread may call any function. Calls on one communicator and its reducers are serialized;
- *   only gw_comm_abort() does not wait its turn.
+ * - **Handles.** gw_comm, gw_reducer and gw_request are numbers, not addresses. An invalid handle gives
+ *   #GW_BAD_HANDLE, never a crash. A handle belongs to the process that created it, not to its forks.
+ * - **Threads.** Any thread may call any function. Calls on one communicator and its reducers are serialized,
+ *   except gw_comm_abort().
  * - **Order.** All ranks of a communicator must make the collective calls (marked as such) in the same order
  *   and with the same arguments, except those marked "may differ". Ranks that disagree get #GW_COMM_FAILED
- *   with a text that names both calls. Two calls that differ only in their addresses can only be told apart
- *   by a tag: see gw_call_options::tag.
+ *   with a text that names both calls. Calls that differ only in their addresses are told apart only by
+ *   gw_call_options::tag.
  * - **Failure.** A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the
- *   communicator: every pending and later call fails on every rank that can be reached. Then destroy it and
- *   create another, or continue with the surviving ranks: gw_comm_shrink(). New ranks can join:
- *   gw_comm_grow().
+ *   communicator: every pending and later call fails on every reachable rank. Then destroy it and create
+ *   another, or continue with the surviving ranks: gw_comm_shrink().
  * - **Streams.** On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default
- *   stream). Calls enqueue work and return, and later work on that stream sees the results. While the stream
- *   is captured in a CUDA graph they return #GW_UNSUPPORTED. No call changes the thread's current device. On
- *   the host `stream` must be null; a call blocks until its result is ready, unless it has a gw_request.
+ *   stream). Calls enqueue work and return; later work on that stream sees the results. During a stream's
+ *   capture they return #GW_UNSUPPORTED. No call changes the thread's current device. On the host `stream`
+ *   must be null, and a call blocks until its result is ready, unless it has a gw_request.
  * - **Memory.** Gradient memory belongs to the caller and is on the communicator's device. It must stay valid
- *   until the stream has passed the call that used it, or until its gw_request is done.
+ *   until the stream has passed the call that used it, or until the call's gw_request is done.
  * - **Structs.** Zero the struct, set `size` to its sizeof, then fill it in; zero means the default. So
- *   structs can grow without breaking programs that were compiled against older headers.
+ *   programs that were compiled with an older header keep working.
  * - **Errors.** Every function that takes a handle may return #GW_BAD_HANDLE, and every function
  *   #GW_NO_MEMORY; the descriptions below do not repeat them.
  */
@@ -39,7 +37,7 @@
 
 /** Major version of this header. */
 #define GW_VERSION_MAJOR 0
-/** Minor version of this header. Before 1.0, a new minor version may change the ABI. */
+/** Minor version of this header. Below 1.0, a new minor version may change the ABI. */
 #define GW_VERSION_MINOR 1
 /** Patch version of this header. */
 #define GW_VERSION_PATCH 0
@@ -54,8 +52,7 @@
 extern "C" {
 #endif
 
-/** Result of a call: #GW_OK or one of the other GW_ constants below. An integer of fixed size rather than an
- * enum type, so that an invalid value can be detected and rejected. */
+/** Result of a call: #GW_OK or one of the other constants below. */
 typedef int32_t gw_status;
 /** Values of gw_status. */
 enum {
@@ -72,8 +69,7 @@ enum {
   GW_DEVICE_FAILED = 4,
   /** Valid, but not supported by this version or build. */
   GW_UNSUPPORTED = 5,
-  /** Out of host or device memory, threads or file descriptors. The text names the resource, the limit and
-   * the remedy. */
+  /** Out of host or device memory, threads or file descriptors. */
   GW_NO_MEMORY = 6,
   /** A bug in the library. */
   GW_INTERNAL = 7,
@@ -81,7 +77,7 @@ enum {
   GW_NOT_DONE = 8
 };
 
-/** Type of elements: one of the constants below. */
+/** Type of elements. */
 typedef int32_t gw_dtype;
 /** Values of gw_dtype. */
 enum {
@@ -93,14 +89,14 @@ enum {
   GW_FLOAT16 = 2
 };
 
-/** Reduction: one of the constants below. */
+/** Reduction. */
 typedef int32_t gw_op;
 /** Values of gw_op. */
 enum {
   /** The sum over ranks. Beyond float32 (3.4e38) it is infinity. */
   GW_SUM = 0,
-  /** The mean over ranks. Finite wherever float32 can hold the mean, also where it could not hold the sum;
-   * docs/numerics.md lists the exceptions: values near 3.4e38, and schedule=nccl, where NCCL divides. */
+  /** The mean over ranks. Finite wherever float32 can hold the mean, even if it cannot hold the sum;
+   * docs/numerics.md lists the exceptions. */
   GW_AVG = 1
 };
 
@@ -144,18 +140,16 @@ GW_API const char* gw_last_error(void);
 /** A key-value store that all ranks reach: torch.distributed's, etcd, a table that MPI broadcasts.
  *
  * gw_comm_create() calls the callbacks on its own thread, and only before it returns: rank 0's set() once,
- * the other ranks' get() until they have reached rank 0, at most 50 times a second. It does not call them
- * when the world is 1. The callbacks must not throw. A callback that exceeds its timeout delays
- * gw_comm_create(), which then fails.
+ * the other ranks' get() until they have reached rank 0, at most 50 times a second. The callbacks must not
+ * throw.
  */
 typedef struct gw_store {
   /** sizeof(gw_store) */
   size_t size;
-  /** Stores `value` (`bytes` bytes, not empty) under `key`, where every rank's get() finds it. `key` is
-   * printable ASCII without spaces; timeout_ms > 0 is how long the call may take. Returns null, or an error
-   * text, which is copied at once. */
+  /** Stores `value` (`bytes` bytes, not empty) under `key` (printable ASCII without spaces), where every
+   * rank's get() finds it, within timeout_ms > 0. Returns null, or an error text, which is copied. */
   const char* (*set)(void* user, const char* key, const void* value, size_t bytes, int64_t timeout_ms);
-  /** Waits until `key` is set. Writes as much of its value as fits to `value` (`capacity` bytes), and the
+  /** Waits until `key` is set. Writes as much of the value as fits to `value` (`capacity` bytes), and the
    * size of the whole value to `*bytes`, which is 0 on entry and stays 0 if the key is not set in time.
    * Returns as set(). */
   const char* (*get)(void* user, const char* key, int64_t timeout_ms, void* value, size_t capacity,
@@ -163,7 +157,7 @@ typedef struct gw_store {
   /** Passed to both callbacks. */
   void* user;
   /** Prefix of the key; null: none. Use a new prefix for each communicator that is made through the same
-   * store; otherwise a rank may find the previous one's entry. */
+   * store. */
   const char* prefix;
 } gw_store;
 
@@ -175,30 +169,28 @@ typedef struct gw_comm_options {
 
   /** How the ranks find each other, the same on every rank:
    *
-   * - "tcp://HOST:PORT": processes on any machines; rank 0 listens on PORT of HOST. If other machines can
-   *   reach HOST, a secret is required.
+   * - "tcp://HOST:PORT": processes on any machines; rank 0 listens on PORT of HOST. A secret is required if
+   *   other machines can reach HOST.
    * - "file:///PATH": processes that share a directory; rank 0 creates and removes PATH in it.
-   * - "nccl://": processes with one GPU each that meet at HOST:PORT of the environment variable NCCL_COMM_ID,
-   *   as in other NCCL programs.
+   * - "nccl://": processes with one GPU each, through HOST:PORT of the environment variable NCCL_COMM_ID.
    * - "local://NAME": threads of one process, one per rank.
    *
-   * Processes on GPUs communicate through NCCL, which is loaded on demand; processes on the host through TCP.
-   * The name is free again once the group has formed. */
+   * Processes on GPUs communicate through NCCL, processes on the host through TCP. The name is free again
+   * once the group has formed. */
   const char* rendezvous;
 
   /** In place of a rendezvous: a key-value store of the caller. Rank 0 sets one key, `prefix` and
-   * "gradwire/rendezvous", to its addresses and a fresh random secret; the other ranks get it. So any process
-   * that can read the store may join, unless a secret is set in addition. The store is not used after
-   * gw_comm_create() returns; keys are not deleted. */
+   * "gradwire/rendezvous", to its addresses and a fresh random secret. So any process that can read the store
+   * may join, unless a secret is set in addition. The store is not used after gw_comm_create() returns; keys
+   * are not deleted. */
   const gw_store* store;
 
-  /** In place of a rendezvous: an ncclComm_t cast to void*. It remains the caller's and must outlive the
-   * communicator. `rank` and `world` must be 0; they are those of the ncclComm_t. `device` is the device that
-   * it was created on.
+  /** In place of a rendezvous: an ncclComm_t cast to void*, which remains the caller's and must outlive the
+   * communicator. `rank` and `world` must be 0; `device` is the device of the ncclComm_t.
    *
-   * Gradwire never aborts this ncclComm_t: after `timeout_ms` calls fail, but work that is already enqueued
-   * on the GPU waits until the owner aborts it. No other thread may use it during a call. Between calls,
-   * others may use it on another stream only in an order that is the same on every rank. */
+   * Gradwire never aborts this ncclComm_t: after `timeout_ms` calls fail, but enqueued work waits until the
+   * owner aborts it. No other thread may use it during a call. Between calls, others may use it on another
+   * stream only in an order that is the same on every rank. */
   void* nccl_comm;
 
   /** In place of a rendezvous: the gw_comm_info::invitation of any rank of a running group, which this
@@ -210,46 +202,39 @@ typedef struct gw_comm_options {
   int32_t rank;
   /** Number of ranks, 1 .. 65536; the same on every rank. */
   int32_t world;
-  /** #GW_HOST on all ranks, or the number of a CUDA device of this process. The number may differ. There is
-   * no default: 0 is the first CUDA device. */
+  /** #GW_HOST on all ranks, or the number of a CUDA device of this process, which may differ. There is no
+   * default: 0 is the first CUDA device. */
   int32_t device;
-  /** Placement of ranks on nodes: rank = node * ranks_per_node + local index, as launchers number them. Must
-   * divide `world`; the same on every rank. 0: unknown. schedule=hierarchical requires it, and schedule=auto
-   * considers it. */
+  /** Placement of ranks on nodes: rank = node * ranks_per_node + local index. Must divide `world`; the same
+   * on every rank. 0: unknown. schedule=hierarchical requires it, and schedule=auto considers it. */
   int32_t ranks_per_node;
 
-  /** > 0: the longest wait for a peer in milliseconds, both while joining and later in any operation. If one
-   * rank writes a checkpoint during a step, that counts as a wait for all the others. May differ: each rank
-   * applies its own. Time during which this process is stopped does not count. */
+  /** > 0: the longest wait for a peer in milliseconds, while joining and later in any operation. May differ:
+   * each rank applies its own. Time during which this process is stopped does not count. */
   int64_t timeout_ms;
 
   /** A text that every rank must know, with tcp://, file://, a store or an invitation; the same on every
-   * rank. Null: the environment's GRADWIRE_SECRET, or none. Ranks prove to each other that they know the
-   * secret before anything else is read from a connection; docs/running.md describes what that protects. */
+   * rank. Null: the environment's GRADWIRE_SECRET, or none. docs/running.md describes what it protects. */
   const char* secret;
 
-  /** The name of the network interface, such as "eth1", at which this process listens for the other ranks'
-   * data, on the host with tcp://, file://, a store or an invitation. It also applies to communicators that
-   * are split from this one, and to those that gw_comm_shrink() and gw_comm_grow() make of it. Null:
-   * GRADWIRE_INTERFACE, else with tcp:// the interface that reaches rank 0, otherwise all interfaces. May
-   * differ. */
+  /** The network interface, such as "eth1", at which this process listens for the other ranks' data, on the
+   * host with tcp://, file://, a store or an invitation. It also applies to communicators that are made from
+   * this one. Null: GRADWIRE_INTERFACE, else with tcp:// the interface that reaches rank 0, otherwise all
+   * interfaces. May differ. */
   const char* interface;
-  /** First and last port of the range at which this process listens there, for example the range that a
-   * firewall admits; the first free one is used. 0 and 0: GRADWIRE_PORTS, else any port. Joining uses one
-   * port until all ranks are connected. `shrinkable` uses one more and keeps it. Rank 0's store uses another,
-   * except with a tcp:// rendezvous, whose own port is independent of this range. May differ. */
+  /** First and last port of the range at which this process listens there; the first free port is used. 0 and
+   * 0: GRADWIRE_PORTS, else any port. `shrinkable` uses one more port, and rank 0's store another, except
+   * that of tcp://. May differ. */
   int32_t ports[2];
 
-  /** Nonzero: the ranks can continue after a failure, and admit new ones: see gw_comm_shrink() and
-   * gw_comm_grow(). The same on every rank. For processes that meet through tcp://, file:// or a store; other
-   * groups get #GW_UNSUPPORTED, unless the world is 1. Each process listens at one more port, which the same
-   * secret protects. With GPUs it requires NCCL 2.28.7. */
+  /** Nonzero: the ranks can continue after a failure, and admit new ranks: see gw_comm_shrink() and
+   * gw_comm_grow(). The same on every rank. Requires tcp://, file://, a store or a world of 1, and on GPUs
+   * NCCL 2.28.7; otherwise #GW_UNSUPPORTED. */
   int32_t shrinkable;
 
   /** Lets another thread cancel gw_comm_create(): when `*cancel` is not 0, the call fails with
-   * #GW_COMM_FAILED within seconds. So a program can handle Ctrl-C: it makes the call on a separate thread
-   * and sets the flag from the thread that handles signals. The flag must stay valid until the call returns.
-   * Null: not cancellable. */
+   * #GW_COMM_FAILED within seconds. The flag must stay valid until the call returns. Null: not cancellable.
+   */
   const volatile int32_t* cancel;
 } gw_comm_options;
 
@@ -257,11 +242,10 @@ typedef struct gw_comm_options {
  *
  * @param options  see gw_comm_options.
  * @param comm     out; release it with gw_comm_destroy().
- * @return #GW_BAD_ARGUMENT, also if the interface does not exist (the text lists those that do), or if the
- *         running group rejects this process (too many ranks, or another version of the library);
- *         #GW_COMM_FAILED if a rank did not join (the text names it), a callback of the store failed, its key
- *         holds something that rank 0 has not written, no port of the range is free, or no rank of the
- *         running group answers or admits this process in time; #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
+ * @return #GW_BAD_ARGUMENT, also if the interface does not exist or the running group rejects this process;
+ *         #GW_COMM_FAILED if a rank did not join, a callback of the store failed, the store's key has another
+ *         content, no port of the range is free, or the running group does not admit this process in time;
+ *         #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
  */
 GW_API gw_status gw_comm_create(const gw_comm_options* options, gw_comm* comm);
 
@@ -269,9 +253,8 @@ GW_API gw_status gw_comm_create(const gw_comm_options* options, gw_comm* comm);
  * key, then by their rank in `comm`. Collective over `comm`.
  *
  * The part is independent of `comm`, which may be destroyed first; neither is affected by the other's
- * failures. The ranks of a part meet through `comm`, so it needs neither a rendezvous nor a secret. Its
- * number of ranks per node is unknown. Between GPUs NCCL splits the group, errors of the part name fewer
- * ranks, and calls that differ between its ranks are not compared.
+ * failures. The part's number of ranks per node is unknown. Between GPUs NCCL splits the group, errors of the
+ * part name fewer ranks, and calls that differ between its ranks are not compared.
  *
  * @param comm   the communicator to divide.
  * @param color  0 or more; negative: this rank joins no part, and `*part` is null. May differ.
@@ -281,28 +264,24 @@ GW_API gw_status gw_comm_create(const gw_comm_options* options, gw_comm* comm);
  */
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 
-/** Makes a communicator of the surviving ranks of a failed one: the ranks that call this function. They find
- * each other, even if rank 0 is not among them. Collective over the survivors. Fails a communicator that has
- * not failed yet, so that all ranks reach this call.
+/** Makes a communicator of the surviving ranks of a failed one: the ranks that call this function, even if
+ * rank 0 is not among them. Collective over the survivors. Fails a communicator that has not failed yet.
  *
- * At most one group survives (no split brain). #GW_COMM_FAILED is returned to a rank that did not answer the
- * others and calls this later, and to ranks that may be the smaller part: of the ranks whose processes have
- * not ended, fewer than half, or half without the lowest.
+ * At most one group survives (no split brain): ranks that do not answer in time, or that may be the smaller
+ * part, get #GW_COMM_FAILED. Of the ranks whose processes have not ended, the smaller part has fewer than
+ * half, or half without the lowest.
  *
  * Results of the failed call, and the state of a reducer whose call failed, are undefined. To repeat a step,
  * keep the gradients and a gw_reducer_state_save() from before the step, and load that state into a reducer
- * of `*rest` with gw_reducer_state_load(). The residuals of a lost rank are lost with it.
+ * of `*rest` with gw_reducer_state_load(). The residuals of a lost rank are lost.
  *
- * @param comm        created with gw_comm_options::shrinkable. Afterwards it and its reducers can only be
+ * @param comm        created with gw_comm_options::shrinkable. Afterwards `comm` and its reducers can only be
  *                    destroyed.
  * @param timeout_ms  > 0: how long to wait for ranks that are alive but do not call this, in milliseconds. A
- *                    rank whose process has ended is not waited for. Ranks that are stopped or disconnected
- *                    get 1 s to answer, all at the same time. This second does not count: the timeout begins
- *                    when the lowest rank that answers has found that no lower rank does. Once the survivors
- *                    know each other, they have up to 5 s more to connect. May differ.
+ *                    rank whose process has ended is not waited for. Finding out who answers takes 1 s more,
+ *                    and connecting the survivors up to 5 s. May differ.
  * @param cancel      as gw_comm_options::cancel; null: not cancellable.
- * @param rest        out: can shrink in turn. Like a part of gw_comm_split(), it needs no rendezvous, and its
- *                    number of ranks per node is unknown.
+ * @param rest        out: can shrink in turn. Its number of ranks per node is unknown.
  * @param ranks       out: the survivors' ranks in `comm`, ascending: ranks[i] is rank i of `*rest`. May be
  *                    null. If a gw_comm_grow() failed here and succeeded elsewhere, new ranks may follow,
  *                    whose rank in `comm` is -1.
@@ -314,9 +293,8 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, const volatile
 
 /** Admits new processes: from now on they may ask to join, until there are `most` ranks.
  *
- * Call it on every rank, because any rank may become rank 0; a new rank calls it for itself. It also holds
- * for the communicators that gw_comm_shrink() and gw_comm_grow() make of this one. Processes that ask before
- * rank 0 has called it are rejected.
+ * Call it on every rank, because any rank may become rank 0. It also holds for the communicators that
+ * gw_comm_shrink() and gw_comm_grow() make of this one.
  *
  *     the ranks                                              a new process
  *     gw_comm_admit(comm, 4)
@@ -333,18 +311,17 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, const volatile
 GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);
 
 /** Makes a communicator of the ranks of `comm` and the processes that wait to join, which follow them.
- * Collective. If a waiting process dies now, the ranks notice at once; if it hangs, after up to 10 s.
+ * Collective. Takes up to 10 s if a waiting process hangs.
  *
- * The caller sends a new rank the state that it needs, for example weights: gw_broadcast() over `*grown`. The
- * ranks save the state of their reducers before this call and load it into reducers of `*grown` with
+ * The caller sends a new rank the state that it needs, for example weights by gw_broadcast() over `*grown`.
+ * The ranks save the state of their reducers before this call and load it into reducers of `*grown` with
  * gw_reducer_state_load(). The new rank loads a copy of one of these states with
- * gw_reducer_state_load_ranks(), n = 1: step count and factors are the same on every rank, and its residuals
- * start at 0.
+ * gw_reducer_state_load_ranks(), n = 1; its residuals start at 0.
  *
  * @param comm   created with gw_comm_options::shrinkable.
  * @param grown  out: can grow and shrink in turn; its number of ranks per node is unknown. Afterwards `comm`
- *               and its reducers can only be destroyed. Null if no process joined in the end: then `comm`
- *               remains in use.
+ *               and its reducers can only be destroyed. Null if no process joined: then `comm` remains in
+ *               use.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED.
  */
 GW_API gw_status gw_comm_grow(gw_comm comm, gw_comm* grown);
@@ -365,10 +342,10 @@ typedef struct gw_comm_info {
   uint64_t bytes_sent;
   /** "local", "tcp" or "nccl"; static. */
   const char* transport;
-  /** For gw_comm_options::invitation of a process that wants to join: the addresses of the ranks, about 100
-   * bytes per rank, and the random secret of a communicator that met through file://. So show it only to
-   * processes that may join. An invitation is valid as long as one of the ranks in it is alive. Null if the
-   * communicator is not shrinkable. Valid until the communicator is destroyed. */
+  /** For gw_comm_options::invitation of a process that wants to join: the addresses of the ranks, and with
+   * file:// the group's random secret. So show it only to processes that may join. It is valid while one of
+   * its ranks is alive. Null if the communicator is not shrinkable. The string lives until the communicator
+   * is destroyed. */
   const char* invitation;
   /** Processes that wait to join. Rank 0 counts them; 0 on other ranks. */
   int32_t joiners;
@@ -391,8 +368,8 @@ GW_API gw_status gw_comm_query(gw_comm comm, gw_comm_info* info);
  */
 GW_API gw_status gw_comm_check(gw_comm comm);
 
-/** Fails everything that is pending on the communicator, on this rank and on all others that can be reached.
- * For watchdogs: never blocks, and any thread may call it.
+/** Fails everything that is pending on the communicator, on this rank and on all reachable ranks. For
+ * watchdogs: never blocks, and any thread may call it.
  *
  * @param comm    the communicator.
  * @param reason  part of the error texts; may be null.
@@ -422,12 +399,12 @@ GW_API gw_status gw_comm_destroy(gw_comm comm);
  *     gw_request_destroy(request);
  *
  * Calls run one after another in the order in which they were made, with or without requests, and each has
- * the communicator's deadline. The first call with a buffer builds its program, for which it waits until
- * calls in flight are done; so does a change of a residual's address. On a CUDA device a request is
- * #GW_UNSUPPORTED, because streams provide the same.
+ * the communicator's deadline. The first call with a buffer, and a change of a residual's address, block
+ * until calls in flight are done. On a CUDA device a request is #GW_UNSUPPORTED, because streams provide the
+ * same.
  * @{ */
 
-/** Blocks until the result is ready, at most timeout_ms. Any thread may wait, several at the same time.
+/** Blocks until the result is ready, at most timeout_ms. Several threads may wait at the same time.
  *
  * @param request     of any call.
  * @param timeout_ms  0 or more; 0 only tests whether the result is ready.
@@ -449,10 +426,10 @@ GW_API gw_status gw_request_destroy(gw_request request);
 
 /** A wire format: a block of values becomes bytes.
  *
- * Both callbacks return null, or an error text, which is copied at once. Then that call and all later ones of
- * the communicator fail with #GW_COMM_FAILED and this text, on every rank. The same happens when a callback
- * writes outside of its blocks. Callbacks must not throw. Their gw_ calls on the communicator that they work
- * for are rejected. Several threads may call them at the same time.
+ * Both callbacks return null, or an error text, which is copied. Then that call and all later calls of the
+ * communicator fail with #GW_COMM_FAILED and this text, on every rank; so they do if a callback writes
+ * outside of its blocks. Callbacks must not throw, nor call functions on the communicator that they work for.
+ * Several threads may call them at the same time.
  */
 typedef struct gw_format {
   /** sizeof(gw_format) */
@@ -463,13 +440,13 @@ typedef struct gw_format {
   int64_t block;
   /** Bytes of an encoded block, 1 to 1048576. */
   int64_t bytes;
-  /** Encodes `values` (blocks, block) to `bytes` (blocks, bytes), without gaps. One call covers many blocks,
-   * up to 2^20 values. The last block of a chunk is padded with zeros, and bytes that it does not write are
-   * 0. Values may be NaN or infinite. */
+  /** Encodes `values` (blocks, block) to `bytes` (blocks, bytes), without gaps; up to 2^20 values per call.
+   * The last block of a chunk is padded with zeros, and bytes that encode does not write are 0. Values may be
+   * NaN or infinite. */
   const char* (*encode)(void* user, const float* values, int64_t blocks, uint8_t* bytes);
   /** Decodes `bytes` to `values`, the reverse. The result must depend on the bytes alone, so that all ranks
-   * end with the same bits. Where the value was NaN or infinite it should be NaN, so that the error shows.
-   * That may affect the whole block: what the block's other values gave in that step may be lost. */
+   * end with the same bits. Where the value was NaN or infinite it should be NaN, perhaps in the whole
+   * block. */
   const char* (*decode)(void* user, const uint8_t* bytes, int64_t blocks, float* values);
   /** Passed to both callbacks; must stay valid until the process ends. */
   void* user;
@@ -479,10 +456,8 @@ typedef struct gw_format {
  * "mine:schedule=ring,ef=off", "powersgd:rank=4,wire=mine". Register it on every rank: ranks whose block or
  * bytes differ get #GW_COMM_FAILED in the first call that uses the format.
  *
- * Formats stay registered. Registering a name again with the same block and bytes replaces the callbacks;
- * other threads may still be running the previous ones. The callbacks are tried on a few random blocks here.
- * What encode loses is kept for the next step (error feedback), as for any format. Host only: calls with the
- * format's name on a CUDA communicator are rejected.
+ * Registering a name again with the same block and bytes replaces the callbacks; other threads may still be
+ * running the previous ones. The callbacks are tested on a few random blocks. Host only.
  *
  * @param format  see gw_format; copied.
  * @return #GW_BAD_ARGUMENT: a bad name, one of Gradwire's own formats, or other block or bytes than the
@@ -502,20 +477,17 @@ typedef struct gw_call_options {
    * copied. Null or "": none. Ranks compare it along with the call's arguments, and error texts quote it.
    *
    * If two ranks make two calls of equal size in different orders, tags turn that into an error on every
-   * rank. Without tags the calls cannot be told apart, and each rank gets sums of unrelated tensors. So where
-   * a scheduler, a compiler or several threads decide the order of calls, tag all of them. Between GPUs
-   * (NCCL), ranks compare a call only the first time it is made; calls that all ranks have made before can be
-   * reordered unnoticed. */
+   * rank. Without tags each rank gets sums of unrelated tensors. So tag all calls where a scheduler, a
+   * compiler or several threads decide their order. Between GPUs (NCCL), ranks compare a call only the first
+   * time it is made. */
   const char* tag;
   /** Error feedback, for gw_allreduce(), gw_reduce_scatter() and gw_all_gather(): FP32 memory of the caller
    * on the communicator's device, zeros at first, which holds what this rank's rounding has lost so far.
-   * Null: what rounding loses is lost. May differ.
+   * Null: no error feedback. May differ.
    *
    * The residual is added before the next encode and replaced by what that encode loses, so the same values
    * must be paired with the same residual in every call. The sum over ranks of values and residuals before a
-   * call equals the sum of results and residuals after it, to FP32 rounding. Unused with "fp32". Each
-   * function describes its shape.
-   */
+   * call equals the sum of results and residuals after it, to FP32 rounding. Unused with "fp32". */
   float* residual;
   /** Out, on the host: the call returns when it has begun, and the request represents it; see
    * gw_request_wait(). Release it with gw_request_destroy(). Null: the call blocks until its result is ready.
@@ -526,11 +498,10 @@ typedef struct gw_call_options {
 /** Sums or averages buf over all ranks, in place; every rank ends with the same bits. Collective.
  *
  * The program for a buffer and tag is built at first use and cached (the 256 most recently used): reuse both.
- * Using buffers in varying order or number costs nothing; a new buffer blocks the caller until work in flight
- * is done. In a world of 1, buf is left unchanged.
+ * A new buffer blocks the caller until work in flight is done. In a world of 1, buf is left unchanged.
  *
- * Where a result is not finite, its residual becomes 0 on every rank. The other elements lose nothing, but an
- * element that shares a block with a non-finite one may be sent in the next call instead.
+ * Where a result is not finite, its residual becomes 0 on every rank. An element that shares a block with a
+ * non-finite element may be sent in the next call instead.
  *
  * @param comm     the communicator.
  * @param buf      (count) elements of dtype on the communicator's device, aligned to the element size. May be
@@ -540,9 +511,8 @@ typedef struct gw_call_options {
  * @param op       #GW_SUM or #GW_AVG.
  * @param spec     a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
- *                 ",intra_node=wire|fp32". "powersgd" and "randk" keep state and need a reducer. As in every
- *                 function, a format whose encode may lose more than its input, such as "qsgd:bits=4", is
- *                 rejected without ",ef=off".
+ *                 ",intra_node=wire|fp32". "powersgd" and "randk" need a reducer. A format whose encode may
+ *                 lose more than its input, such as "qsgd:bits=4", is rejected without ",ef=off".
  * @param stream   see the top; may differ.
  * @param options  may be null: no tag, no residual, no request. The residual has (count) elements.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -550,17 +520,14 @@ typedef struct gw_call_options {
 GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype dtype, gw_op op,
                               const char* spec, void* stream, const gw_call_options* options);
 
-/** Sums or averages over all ranks; each rank gets its shard of the result. Collective. Overflow is as in
- * gw_allreduce(). In a world of 1 it copies, whatever the spec.
+/** Sums or averages over all ranks; each rank gets its shard of the result. Collective. In a world of 1 it
+ * copies, whatever the spec.
  *
  * A rank rounds what it sends to the others. The owner of a shard adds up in FP32 and rounds only to the
- * dtype. The other ranks do not see whether a sum is finite, and keep what their rounding lost in any case.
- * With schedule=two_shot each contribution is rounded once, for any number of ranks, and the bits are those
- * of gw_allreduce() with "fp32:schedule=two_shot" if the format is "fp32".
+ * dtype. The bits of "fp32" are those of gw_allreduce() with "fp32:schedule=two_shot".
  *
- * Programs are cached by all arguments but the addresses (the 256 most recently used, together with those of
- * gw_allreduce()). Addresses may change from call to call; on a CUDA device a change blocks the caller until
- * work in flight is done.
+ * Programs are cached by all arguments but the addresses. On a CUDA device a change of address blocks the
+ * caller until work in flight is done.
  *
  * @param comm     the communicator.
  * @param in       (sum of counts) elements: this rank's contribution. Unchanged, unless `out` is part of it.
@@ -603,10 +570,8 @@ GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const in
  * master and its own part of the replica, and every rank adds the same decoded difference. Collective.
  *
  * Replicas that began with the same bits keep the same bits, and what one call rounds off is part of the next
- * call's difference: there is no drift, and no residual to keep. With "fp32" the masters themselves are sent.
- * A format whose encode may lose more than its input ("qsgd:bits=4", "terngrad:clip=off") would drift:
- * #GW_BAD_ARGUMENT. Unless the format is "fp32", the communicator keeps (sum of counts) floats of memory for
- * the differences.
+ * call's difference: there is no drift, and no residual to keep. With "fp32" the masters themselves are sent;
+ * otherwise the communicator keeps (sum of counts) floats of memory for the differences.
  *
  * @param comm     the communicator.
  * @param master   (counts[rank]) FP32 elements: this rank's shard; not in `replica`. Unchanged. The address
@@ -616,7 +581,7 @@ GW_API gw_status gw_all_gather(gw_comm comm, const void* in, void* out, const in
  *                 may differ.
  * @param counts   as in gw_reduce_scatter().
  * @param dtype    #GW_FLOAT32. #GW_UNSUPPORTED for others, which would round each update.
- * @param spec     as in gw_reduce_scatter().
+ * @param spec     as in gw_reduce_scatter(). A format whose encode may lose more than its input is rejected.
  * @param stream   see the top; may differ.
  * @param options  may be null; without a residual.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -625,7 +590,7 @@ GW_API gw_status gw_all_gather_update(gw_comm comm, const float* master, void* r
                                       gw_dtype dtype, const char* spec, void* stream,
                                       const gw_call_options* options);
 
-/** Copies what rank `root` has in buf to every rank. Collective. The bits are the same everywhere: all ranks,
+/** Copies buf of rank `root` to every rank. Collective. The bits are the same everywhere: all ranks,
  * including the root, get the transmitted values.
  *
  * @param comm     the communicator.
@@ -654,7 +619,7 @@ typedef struct gw_tensor {
    * "tensor 7". */
   const char* name;
   /** PowerSGD treats the tensor as a (rows, cols) matrix, row-major. With more dimensions, rows is the first
-   * one. */
+   * dimension. */
   int64_t rows;
   /** The product of the other dimensions; 1 for a vector. 0 is valid. */
   int64_t cols;
@@ -692,9 +657,8 @@ typedef struct gw_reducer_options {
  *                   "powersgd:rank=R" with ",wire=FORMAT", ",start=N", ",warm=on|off", ",alternate=on|off",
  *                   ",min_ratio=X" and ",seed=S"; or "randk:ratio=X" with ",wire=FORMAT" and ",seed=S"; each
  *                   with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
- *                   ",transport=messages|lsa|auto" and ",intra_node=wire|fp32"; that page explains them. The
- *                   first schedule=auto on a communicator between processes measures its links, which takes a
- *                   tenth of a second at 1 Gb/s.
+ *                   ",transport=messages|lsa|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
+ *                   communicator between processes measures its links, in 0.1 s at 1 Gb/s.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this
  *                   order. Ranks compare names, shapes and order here. Copied.
  * @param n_tensors  0 or more.
@@ -707,25 +671,21 @@ GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tens
 
 /** Reduces all gradients in place to the mean (or sum) over ranks, the same bits on every rank. Collective.
  *
- * A bucket whose tensors are float32 and contiguous in memory, in the order of registration, is reduced in
- * place, without a copy. The tensors of any other bucket are copied to memory that buckets share, as large as
- * the largest two, and back. There bfloat16 and float16 gradients become float32: the sums, residuals and
- * factors are float32, and the result is rounded to nearest; float16 beyond 65504 is infinity, as loss
- * scaling expects. The wire carries what the spec says: "bf16" for bfloat16 gradients is lossless, "fp32"
- * sends twice the bytes.
+ * A bucket whose tensors are float32 and contiguous in memory, in the order of registration, is reduced
+ * without a copy. The tensors of any other bucket are copied to memory that buckets share, as large as the
+ * largest two, and back. There bfloat16 and float16 gradients become float32, and the result is rounded to
+ * nearest; float16 beyond 65504 is infinity, as loss scaling expects. The wire carries what the spec says:
+ * "bf16" for bfloat16 gradients is lossless, "fp32" sends twice the bytes.
  *
  * A gradient with non-finite values makes the result of its own tensor non-finite on every rank: these
- * elements with a wire format, the whole tensor with "powersgd". It reaches no other tensor and no residual.
- * Other tensors keep every bit, except where they share a block with it in "topk" or a registered format,
- * whose values may be sent in the next step, or in an integer or floating-point wire of "powersgd" and
- * "randk", which may be rounded in other steps. A mean overflows where that of gw_allreduce() does; with
- * "powersgd", a matrix may become NaN in which the norm of a row or column does not fit into float32.
+ * elements with a wire format, the whole tensor with "powersgd". It reaches no other tensor and no residual;
+ * docs/numerics.md describes the effect on rounding and the limits of float32.
  *
  * @param reducer  the reducer.
  * @param grads    (n_tensors) addresses, aligned to the element size, null only for an empty tensor. Null:
- *                 the addresses of the last call, or those in gw_tensor::grad. Addresses may differ, and may
- *                 change between steps; if those of a bucket that is reduced in place change, the call blocks
- *                 until work in flight is done.
+ *                 the addresses of the last call, or those in gw_tensor::grad. May differ, and may change
+ *                 between steps; if the addresses of a bucket that is reduced in place change, the call
+ *                 blocks until work in flight is done.
  * @param stream   see the top; may differ.
  * @param request  out: as gw_call_options::request. May be null.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -737,7 +697,6 @@ GW_API gw_status gw_reducer_allreduce(gw_reducer reducer, void* const* grads, vo
  * continues, on CUDA and on the host. Never waits for the network. Call it for every tensor, in any order,
  * then gw_reducer_wait().
  *
- * The last tensor of a bucket starts the bucket's reduction, which runs after those of the buckets before it.
  * Addresses are those in gw_tensor::grad, or of the last gw_reducer_allreduce(). On the host, do not write to
  * a gradient between this call and gw_reducer_wait().
  *
@@ -772,12 +731,11 @@ typedef struct gw_range {
 
 /** Lists the elements whose mean (or sum) this rank finds in its gradients after a step: all of them or, with
  * gw_reducer_options::shard, its part of each bucket, in the order of the tensors. Every element belongs to a
- * rank. The other elements of a sharded reducer's gradients are unspecified after a step. The ranges stay the
- * same as long as the reducer lives. With "powersgd" and "randk", whose sums all ranks need, the mean is
- * everywhere.
+ * rank. The other elements of a sharded reducer's gradients are unspecified after a step. The ranges never
+ * change. With "powersgd" and "randk", whose sums all ranks need, the mean is everywhere.
  *
  * @param reducer   the reducer.
- * @param ranges    out: (capacity), the first ones. May be null if capacity is 0.
+ * @param ranges    out: (capacity), the first ranges. May be null if capacity is 0.
  * @param capacity  elements of `ranges`.
  * @param count     out: how many ranges there are.
  * @return #GW_BAD_ARGUMENT.
@@ -788,12 +746,12 @@ GW_API gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t
 typedef struct gw_stats {
   /** sizeof(gw_stats), set by the caller. */
   size_t size;
-  /** Steps completed so far, including those before a loaded state. */
+  /** Steps completed so far, including those of a loaded state. */
   int64_t steps;
   /** Bytes sent in the last step, measured at the transport. */
   uint64_t wire_bytes;
   /** Bytes that the gradients would have sent without compression, with the requested schedule, or with the
-   * one that auto picks for "fp32". */
+   * schedule that auto chooses for "fp32". */
   uint64_t dense_bytes;
   /** Milliseconds in which any bucket was in flight: compression and communication. */
   double comm_ms;
@@ -822,8 +780,7 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 /** Saves a checkpoint of this rank's codec state (residuals, factors, ...) and step count to host memory.
  * Every rank saves its own. Loaded into a reducer that was created with the same spec, tensors (in any
  * order), options, rank and world size, it lets training resume bit for bit. docs/checkpoints.md describes
- * the layout. In a world of 1 the state contains the step count and the rest of a residual that was loaded
- * there.
+ * the layout.
  *
  * Blocks until work in flight is done. To learn the size first, pass a null `state`:
  *
@@ -841,20 +798,19 @@ GW_API gw_status gw_reducer_stats(gw_reducer reducer, gw_stats* stats);
 GW_API gw_status gw_reducer_state_save(gw_reducer reducer, void* state, size_t capacity, size_t* bytes);
 
 /** Loads a state that this rank saved in a world of this size. A survivor of gw_comm_shrink() or a rank of
- * gw_comm_grow() may also load the state that it saved in the previous world, where it may have had another
- * rank number.
+ * gw_comm_grow() may also load the state that it saved in the previous world, under another rank number.
  *
- * From another world, the rank's whole residual is loaded, in units of its gradient, so that
+ * Then the rank's whole residual is loaded, in units of its gradient, so that
  *
  *     sum over ranks of residual_new  +  world * mean  ==  sum over ranks of (gradient + residual_old)
  *
  * holds for the current ranks and the current world. Factors, the same on every rank, are kept. The residual
- * of a lost rank is lost, unless its state is available: then gw_reducer_state_load_ranks() on every rank
- * keeps it. In a world of 1, where nothing is sent, the next step adds the residual to the gradients.
+ * of a lost rank is lost, unless gw_reducer_state_load_ranks() loads it. In a world of 1, where nothing is
+ * sent, the next step adds the residual to the gradients.
  *
  * The next step blocks the caller while ranks compare the loaded states. It fails with #GW_COMM_FAILED on
- * every rank unless all ranks have loaded a state of the same step and run. It also fails if two ranks have
- * loaded the residual of the same rank.
+ * every rank unless all ranks have loaded a state of the same step and run, and no two ranks the residual of
+ * the same rank.
  *
  * @param reducer  the reducer, between two steps.
  * @param state    (size) bytes in host memory.
@@ -867,10 +823,9 @@ GW_API gw_status gw_reducer_state_load(gw_reducer reducer, const void* state, si
 /** Loads the states of a run with any number of ranks: all of them in any order, or at least those of the
  * ranks r, r + world, r + 2 world, ... for the current rank r.
  *
- * The sum of their residuals becomes this rank's, so the sum over all ranks is kept. If there are more ranks
- * than states, the additional ranks start without residual. Factors, the same on every rank, are kept. With
- * as many ranks as states, each rank gets its own state back, bit for bit. Otherwise as
- * gw_reducer_state_load().
+ * The sum of their residuals becomes this rank's, so the sum over all ranks is kept. Additional ranks start
+ * without residual. With as many ranks as states, each rank gets its own state back, bit for bit. Otherwise
+ * as gw_reducer_state_load().
  *
  * @param reducer  the reducer, between two steps.
  * @param states   (n) addresses in host memory.
