@@ -54,14 +54,11 @@ class CallerStore {
   void check(const char* function, const char* error) const {
     if (error != nullptr)
       throw CommError(fmt::format("the store's {}('{}') failed: {}", function, key_, error));
-    // A get() that waits until its deadline and then says that there is nothing, as it should, is a bit late,
-    // too.
+    // A get() that correctly times out returns slightly late; allow for it.
     constexpr milliseconds kLate{500};
     if (SteadyClock::now() > deadline_ + kLate) {
-      throw CommError(
-          fmt::format("the store's {}('{}') came back too late: after the {} ms in which all ranks must "
-                      "join",
-                      function, key_, timeout_.count()));
+      throw CommError(fmt::format("the store's {}('{}') returned too late: all ranks must join within {} ms",
+                                  function, key_, timeout_.count()));
     }
   }
 

@@ -1,4 +1,4 @@
-// A caller's key-value store as a rendezvous: gw_comm_options.store.
+// A rendezvous through a caller's key-value store: gw_comm_options.store.
 #pragma once
 
 #include <chrono>
@@ -9,11 +9,12 @@
 
 namespace gradwire::c_api {
 
-// Reads and checks the struct. Throws BadInput.
+// Reads the struct. Throws BadInput if a field is invalid.
 gw_store checked_store(const gw_store* store);
 
-// Rank 0 publishes under one key of the store, where the others read. Both throw CommError, naming the store,
-// if a callback fails, gives what no rank 0 has written, or is not back by now + `timeout`.
+// Returns a rendezvous in which rank 0 publishes under one key of the store, and the other ranks read the
+// key. Both throw CommError, which names the store, if a callback fails, returns another text than rank 0's,
+// or does not return within `timeout` from now.
 RendezvousCallbacks callbacks_of_store(const gw_store& store, std::chrono::milliseconds timeout);
 
 }  // namespace gradwire::c_api

@@ -1,5 +1,5 @@
-// The collectives of gradwire.h on the caller's own memory: programs that are built at first use and kept,
-// and the functions that check the arguments and run them.
+// The collectives of gradwire.h on the caller's memory: functions that check their arguments and run
+// programs, which are built at first use and cached.
 #include <fmt/format.h>
 
 #include <limits>
@@ -26,7 +26,7 @@ int64_t elements_before(const Shards& shards, int rank) {
   return std::accumulate(shards.begin(), shards.begin() + rank, int64_t{0});
 }
 
-// For error texts: "3, 0, 5", or the first few and a digest.
+// Returns a text such as "3, 0, 5" for errors. Long lists are cut and get a digest.
 std::string listed(const Shards& shards) {
   if (shards.size() <= kShardsShown) return fmt::format("{}", fmt::join(shards, ", "));
   uint64_t digest = 0;
@@ -109,9 +109,15 @@ void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts
 
 }  // namespace
 
+const CompressionSpec& ApiComm::parsed(const std::string& spec) {
+  const auto found = specs_.find(spec);
+  return found != specs_.end() ? found->second
+                               : specs_.emplace(spec, CompressionSpec::parse(spec)).first->second;
+}
+
 Program& ApiComm::program_for(const CollectiveCall& call) {
-  // With a request, a change of address must not wait for calls in flight. Nor should the host on a GPU,
-  // where a caller's allocator gives it the same few addresses again and again.
+  // One program per address where a change of address must not block the host: with a request, and on a GPU,
+  // where allocators reuse a few addresses.
   const bool by_address =
       call.collective == Collective::allreduce || request != nullptr || communicator->device().is_cuda();
   const Key key{call.function, by_address ? call.out : nullptr,
@@ -128,7 +134,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
     if (at.residual != call.residual) program.rebind_residual(call.residual);
     return program;
   }
-  const CompressionSpec spec = CompressionSpec::parse(call.spec);
+  const CompressionSpec& spec = parsed(call.spec);
   if (spec.method != CompressionSpec::Method::wire) {
     throw BadInput(
         fmt::format("spec '{}' keeps state between steps and {} cannot; use a reducer, or a wire "
@@ -173,9 +179,9 @@ void ApiComm::between(void* native_stream, const std::function<void()>& work) {
   const Stream caller = caller_stream(native_stream);
   start_.record(caller);
   stream.wait(start_);
-  wait_and_tell(work);
+  wait_or_notify(work);
   done_.record(stream);
-  wait_and_tell([&] { caller.wait(done_); });
+  wait_or_notify([&] { caller.wait(done_); });
 }
 
 void ApiComm::run(const CollectiveCall& call, void* native_stream) {
@@ -193,15 +199,15 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
   });
 }
 
-// The owner's difference is that to its own replica, which has the same bits as all others. So what one
-// encode loses is part of the next difference, and replicas neither drift from the masters nor apart.
+// The owner subtracts its replica, which has the same bits as all other replicas. So the error of one encode
+// is part of the next difference, and replicas drift neither from the masters nor from each other.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
-  const CompressionSpec spec = CompressionSpec::parse(call.spec);
+  const CompressionSpec& spec = parsed(call.spec);
   const std::string why = spec.divergence();
   require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec,
           why);
   if (spec.wire->exact || communicator->world() == 1) {
-    return run(call, native_stream);  // the masters themselves
+    return run(call, native_stream);  // gathers the masters themselves
   }
   caller_stream(native_stream);
   const size_t bytes = static_cast<size_t>(call.count) * sizeof(float);

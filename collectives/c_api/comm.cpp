@@ -11,8 +11,8 @@
 namespace gradwire::c_api {
 namespace {
 
-// On a GPU also one for each address: FSDP2 has two or three collectives for each of its groups, and
-// PyTorch's allocator some addresses for each of these.
+// On a GPU there is a program for each address: FSDP2 has two or three collectives for each of its groups,
+// and PyTorch's allocator uses several addresses for each collective.
 constexpr size_t kProgramsKept = 256, kProgramsKeptOnCuda = 4096;
 constexpr size_t kCallerStreamsKept = 64;
 
@@ -41,7 +41,7 @@ ApiComm::~ApiComm() {
     if (!busy) continue;
     try {
       busy.synchronize();
-    } catch (...) {  // reported to whoever waited for the failed operation
+    } catch (...) {  // reported by the call that waited for the failed operation
     }
   }
   communicator->finish_transfers();
@@ -58,22 +58,23 @@ void ApiComm::check_process() const {
 void ApiComm::check_caller() const {
   check_process();
   require(!in_format_callback(),
-          "called by a wire format's encode or decode, which this call would wait for");
+          "called by a wire format's encode or decode, for which this call would wait");
 }
 
-void ApiComm::wait_and_tell(const std::function<void()>& wait) {
+void ApiComm::wait_or_notify(const std::function<void()>& wait) {
   try {
     wait();
   } catch (const BadInput&) {
     throw;
-  } catch (const std::exception& error) {  // also refused memory: the others would wait for this rank
-    bool they_know = false;
+  } catch (const std::exception&
+               error) {  // including failed allocations: the other ranks would wait for this rank
+    bool notified = false;
     try {
       communicator->check();
     } catch (const CommError&) {
-      they_know = true;
+      notified = true;
     }
-    if (!they_know) communicator->abort(text_of(error));
+    if (!notified) communicator->abort(text_of(error));
     throw;
   }
 }
@@ -81,12 +82,13 @@ void ApiComm::wait_and_tell(const std::function<void()>& wait) {
 Stream ApiComm::caller_stream(void* native) {
   const Device device = communicator->device();
   if (device.is_host()) {
-    require(native == nullptr, "stream is not null, but the communicator is on the host, where calls block");
+    require(native == nullptr, "stream is not null, but the communicator is on the host; pass null");
     if (request == nullptr) return Stream::immediate_host();
     if (!requests_) requests_ = Stream::create(device, "requests");
     return requests_;
   }
-  if (callers_.size() > kCallerStreamsKept) callers_.clear();  // of a caller that makes a stream per step
+  if (callers_.size() > kCallerStreamsKept)
+    callers_.clear();  // bounds the map if the caller creates a stream per step
   auto [at, fresh] = callers_.try_emplace(native);
   if (fresh) at->second = Stream::adopt_cuda(device.index, static_cast<CudaStream>(native));
   if (at->second.is_captured()) {

@@ -1,5 +1,5 @@
-// What a gw_comm refers to: a communicator, the one stream on which all its operations run in call order, and
-// the programs of the collectives on the caller's own memory.
+// The object behind a gw_comm: a communicator, the one stream on which all its operations run in call order,
+// and the programs of the collectives on the caller's own memory.
 #pragma once
 
 #include <sys/types.h>
@@ -21,10 +21,9 @@
 
 namespace gradwire::c_api {
 
-// A collective on the caller's memory, as one of the functions of gradwire.h takes it.
+// The arguments of a collective on the caller's memory.
 struct CollectiveCall {
-  // "gw_reduce_scatter"
-  const char* function = "";
+  const char* function = "";  // "gw_reduce_scatter"
   Collective collective = Collective::allreduce;
   const void* in = nullptr;
   void* out = nullptr;
@@ -46,21 +45,24 @@ struct ApiComm {
 
   // Throws BadHandle in a fork of the process, which lacks the threads that do the work.
   void check_process() const;
-  // The same, and throws BadInput in a wire format's callback, which the caller would wait for.
+  // The same, and throws BadInput in a callback of a wire format, because the call would wait for the
+  // callback.
   void check_caller() const;
-  // The caller's stream: `native` is a cudaStream_t on CUDA, and null on the host, where the caller waits in
-  // it, or continues if the call has a request.
+  // Returns the caller's stream. On CUDA `native` is a cudaStream_t. On the host `native` is null, and the
+  // stream blocks the caller unless the call has a request.
   Stream caller_stream(void* native);
-  // These, in collectives.cpp, run after earlier work on the caller's stream and before later work.
+  // run() and run_update(), in collectives.cpp, enqueue work that runs after earlier work on the caller's
+  // stream and before later work.
   void run(const CollectiveCall& call, void* native_stream);
-  // gw_all_gather_update(): `call` gathers masters, in, into replicas, out.
+  // Implements gw_all_gather_update(). `call` gathers masters (in) into replicas (out).
   void run_update(const CollectiveCall& call, void* native_stream);
-  // Runs `wait`, which blocks until work on the host is done. If the work failed on this rank alone, as a
-  // registered format may, notifies the other ranks so that they fail now rather than time out.
-  void wait_and_tell(const std::function<void()>& wait);
-  // For a `const char*` of gw_comm_info: returns `text`, which lives as long as this object.
+  // Runs `wait`, which blocks until work on the host is done. If the work failed on this rank alone, for
+  // example in a registered format, notifies the other ranks so that they fail now rather than time out.
+  void wait_or_notify(const std::function<void()>& wait);
+  // Returns a copy of `text` for gw_comm_info. The copy lives as long as this object.
   const char* kept(const std::string& text) { return kept_.insert(text).first->c_str(); }
-  // Cancels calls that make communicators of this one, whose waits the communicator's own abort does not end.
+  // Aborts the communicator, and cancels calls that make communicators from this one, because the
+  // communicator's abort does not end their waits.
   void abort(const std::string& reason) {
     __atomic_store_n(&aborted, 1, __ATOMIC_RELAXED);
     communicator->abort(reason);
@@ -70,20 +72,22 @@ struct ApiComm {
 
   const std::unique_ptr<Communicator> communicator;
   std::mutex mutex;               // held during every call except abort
-  ApiRequest* request = nullptr;  // of the call that holds it; null: the call returns when it is done
+  ApiRequest* request = nullptr;  // of the call that holds `mutex`; null: the call blocks until it is done
   volatile int32_t aborted = 0;
 
  private:
   // Function, address (null: any; see program_for()), count, shards, dtype, op, root, spec, tag.
   using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
   Program& program_for(const CollectiveCall& call);
+  const CompressionSpec& parsed(const std::string& spec);
   void between(void* native_stream, const std::function<void()>& work);
 
   const pid_t process_;
   ProgramCache<Key> programs_;
+  std::map<std::string, CompressionSpec> specs_;  // parsed, by text
   std::map<void*, Stream> callers_;
-  Stream requests_;    // the caller's, of calls with a request; made by the first one
-  Buffer difference_;  // of gw_all_gather_update(), to what the replicas have
+  Stream requests_;    // for calls with a request; created by the first such call
+  Buffer difference_;  // of gw_all_gather_update(): masters minus replicas
   Buffer step_;        // the counter of stochastic rounding
   Event start_, done_;
   int reducers_ = 0;
@@ -101,13 +105,13 @@ struct LockedComm {
   std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
-// Returns a caller's tag, "" for null. Throws BadInput.
+// Returns a caller's tag, "" for null. Throws BadInput for an invalid tag.
 std::string checked_tag(const char* tag);
-// " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a digest, so
-// that different tags stay different.
+// Returns " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a
+// digest, so that different tags have different texts.
 std::string quoted(const std::string& tag);
 
-// "local://": threads of one process join under a name. Blocks until all have arrived.
+// Joins the group "local://NAME" of threads of one process. Blocks until all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);
 

@@ -18,7 +18,7 @@ namespace gradwire::c_api {
 namespace {
 
 constexpr const char* kWhoShrinks =
-    "only processes that meet through tcp://, file:// or a store can be shrinkable";
+    "only processes that join through tcp://, file:// or a store can be shrinkable";
 
 Device checked_device(int device) {
   if (device == GW_HOST) return Device::host();
@@ -36,7 +36,7 @@ void require_nccl() {
   if (!reason.empty()) throw Unsupported(reason);
 }
 
-// For groups that know their ranks without the options.
+// Throws BadInput if the options have a rank, in groups that determine the ranks themselves.
 void require_no_ranks(const gw_comm_options& o, const char* field) {
   require(o.rank == 0 && o.world == 0, "rank is {} and world is {}; with gw_comm_options.{} both must be 0",
           o.rank, o.world, field);
@@ -49,7 +49,7 @@ GroupOptions group_of(const gw_comm_options& o) {
   const std::string interface = o.interface == nullptr ? "" : o.interface;
   if (!interface.empty()) address_of_interface(interface);  // throws if it does not exist
   GroupOptions group{.rendezvous = "", .timeout = checked_timeout(o.timeout_ms)};
-  if (o.world > 0) group.rank = o.rank, group.world = o.world;  // else others know them
+  if (o.world > 0) group.rank = o.rank, group.world = o.world;  // otherwise the group determines them
   group.secret = o.secret == nullptr ? "" : o.secret;
   group.interface = interface;
   group.ports = ports;

@@ -1,4 +1,4 @@
-// Communicators of processes, for gw_comm_create() and for calls that make one communicator of another.
+// Creates communicators, for gw_comm_create() and for calls that make one communicator from another.
 #pragma once
 
 #include <chrono>
@@ -11,10 +11,10 @@
 
 namespace gradwire::c_api {
 
-// Describes this library to the group that it joins: another version may sum to other bits.
+// Describes this library to the group that it joins: another version may compute other bits.
 constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
 
-// Creates or joins a group. Throws on invalid options.
+// Creates or joins a group. Throws BadInput for invalid options.
 std::unique_ptr<Communicator> create(const gw_comm_options& options);
 
 std::chrono::milliseconds checked_timeout(int64_t timeout_ms);
@@ -25,7 +25,8 @@ class CancelledBy {
   explicit CancelledBy(const volatile int32_t* flag) { RunningClock::cancel_by(flag); }
   ~CancelledBy() { RunningClock::cancel_by(nullptr); }
   CancelledBy(const CancelledBy&) = delete;
-  // Throws CommError if this thread's flag is set: deadlines that are set from then on work as usual.
+  // Throws CommError if this thread's flag is already set, because cancel_by() only ends waits that begin
+  // earlier.
   static void refuse();
 };
 

@@ -1,4 +1,4 @@
-// gw_dtype and the library's own types.
+// Converts between gw_dtype and DType.
 #pragma once
 
 #include <gradwire/gradwire.h>
@@ -7,7 +7,7 @@
 
 namespace gradwire::c_api {
 
-// `whose`: "" or "tensor 3 ('bias'): ", for the error.
+// Throws BadInput for an invalid type. `whose`: "" or "tensor 3 ('bias'): ", for the error.
 inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
   constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
   require(dtype >= 0 && dtype <= GW_FLOAT16, "{}dtype {} is none of GW_FLOAT32, GW_BFLOAT16, GW_FLOAT16",
@@ -15,7 +15,7 @@ inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
   return kTypes[dtype];
 }
 
-// As frameworks name it.
+// Returns the frameworks' name of the type.
 constexpr const char* long_name(DType dtype) {
   return dtype == DType::f32 ? "float32" : dtype == DType::bf16 ? "bfloat16" : "float16";
 }

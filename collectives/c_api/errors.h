@@ -1,4 +1,4 @@
-// The boundary between exceptions and status codes.
+// Maps exceptions to statuses.
 #pragma once
 
 #include <fmt/format.h>
@@ -11,7 +11,7 @@
 
 namespace gradwire::c_api {
 
-// The statuses for which the library has no exception of its own.
+// Exceptions for the statuses that only the C ABI has.
 class BadHandle : public Error {
  public:
   using Error::Error;
@@ -25,11 +25,11 @@ class NotDone : public Error {
   using Error::Error;
 };
 
-// Call it in a catch block: returns the status for the current exception and stores "FUNCTION: text" for
-// gw_last_error().
+// Returns the status for the current exception, and stores "FUNCTION: text" for gw_last_error(). Call it in a
+// catch block.
 gw_status status_of_current_exception(const char* function) noexcept;
 
-// Runs `body`, lets no exception out, and leaves the caller's current CUDA device as it was.
+// Runs `body`; never throws. Maps exceptions to a status, and restores the caller's current CUDA device.
 template <typename Body>
 gw_status guarded(const char* function, Body&& body) noexcept {
   const detail::CallersDevice callers_device;
@@ -41,7 +41,7 @@ gw_status guarded(const char* function, Body&& body) noexcept {
   }
 }
 
-// Formats the text only when it throws.
+// Throws BadInput with the formatted text unless `condition` holds.
 template <typename... Args>
 void require(bool condition, fmt::format_string<Args...> text, Args&&... args) {
   if (!condition) throw BadInput(fmt::format(text, std::forward<Args>(args)...));

@@ -1,4 +1,4 @@
-// gw_format_register(): a program's own wire formats.
+// gw_format_register(): wire formats of the calling program.
 #include <gradwire/gradwire.h>
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/structs.h"

@@ -31,7 +31,7 @@ struct LockedReducer {
   std::unique_lock<std::mutex> lock;
 };
 
-// Null for null.
+// Returns a handle for the communicator; null for null.
 gw_comm handle_of(std::unique_ptr<Communicator> made) {
   if (made == nullptr) return nullptr;
   return static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));
@@ -86,7 +86,7 @@ gw_status gw_comm_admit(gw_comm comm, int32_t most) {
       return;
     }
     require_admission(transport).open_admission(most, [](const std::string& about) {
-      return about == kAbout ? "" : fmt::format("it is {} there, {} here", about, kAbout);
+      return about == kAbout ? "" : fmt::format("the joiner runs {}, the group {}", about, kAbout);
     });
   });
 }
@@ -129,7 +129,7 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
   return guarded(__func__, [&] {
     auto object = comms().get(comm);
     object->check_process();
-    // No lock: its holder may be waiting for the operation that is aborted here.
+    // No lock, because its holder may be waiting for the operation that is being aborted.
     object->abort(reason != nullptr && *reason != '\0' ? printable(reason) : "gw_comm_abort was called");
   });
 }

@@ -1,5 +1,5 @@
-// Handles are names, not addresses: numbers that are never reused, looked up in a table of live objects. So a
-// destroyed handle is always recognized, and an invalid one is never dereferenced.
+// Handles are numbers that are never reused, looked up in a table of live objects. So a destroyed handle is
+// always recognized, and an invalid handle is never dereferenced.
 #pragma once
 
 #include <fmt/format.h>
@@ -13,7 +13,7 @@
 
 namespace gradwire::c_api {
 
-// The handles of one type of object. `kind` (1..7) is part of the number, which tells the types apart.
+// The handles of one type of object. `kind` (1..7) is part of the number and distinguishes the types.
 template <typename Object>
 class Handles {
  public:
@@ -26,13 +26,14 @@ class Handles {
     return reinterpret_cast<void*>(number);
   }
 
-  // The object lives as long as the caller holds the pointer, even if the handle is destroyed meanwhile.
+  // Returns the object, which lives as long as the caller holds the pointer, even if the handle is destroyed.
   std::shared_ptr<Object> get(const void* handle) {
     std::lock_guard lock(mutex_);
     return find(handle)->second;
   }
 
-  // Returns the table's reference, to be dropped outside the lock: destructors wait for work in flight.
+  // Removes the handle. Returns the object, so that the caller destroys it outside of the lock: destructors
+  // wait for work in flight.
   std::shared_ptr<Object> remove(const void* handle) {
     std::lock_guard lock(mutex_);
     auto at = find(handle);

@@ -1,4 +1,4 @@
-// Checks in the first step after a state was loaded.
+// The first step after a state was loaded: checks, and residuals loaded in a world of 1.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ void ApiReducer::announce_loaded_state() {
   refuse_residuals_loaded_twice();
 }
 
-// Collective; blocks the caller.
+// Fails the group if two ranks have loaded the residual of the same rank. Collective; blocks the caller.
 void ApiReducer::refuse_residuals_loaded_twice() const {
   Transport& transport = comm->communicator->transport();
   const std::string what = "comparing the states that ranks have loaded";
@@ -46,8 +46,7 @@ void ApiReducer::refuse_residuals_loaded_twice() const {
       if (added) continue;
       const std::string text = fmt::format(
           "{}: ranks {} and {} have both loaded the residual that rank {} of {} saved, which would be sent "
-          "twice; "
-          "a state belongs to one rank, and a new rank loads it with gw_reducer_state_load_ranks()",
+          "twice; load each state on one rank, and on a new rank with gw_reducer_state_load_ranks()",
           options.name, other->second, rank, r[1], r[0]);
       transport.abort(text);
       throw CommError(fmt::format("rank {}: {}", transport.rank(), text));

@@ -12,12 +12,12 @@
 namespace gradwire::c_api {
 namespace {
 
-// A group whose ranks have not all arrived.
+// A group for which some ranks have not joined yet.
 struct Rendezvous {
-  std::vector<std::optional<Device>> seats;
-  int taken = 0;
+  std::vector<std::optional<Device>> devices;  // [rank]; empty: has not joined
+  int joined = 0;
   bool complete = false;
-  std::string problem;  // why the group could not be made
+  std::string problem;  // why creating the group failed
   std::vector<std::unique_ptr<Communicator>> communicators;
 };
 
@@ -42,17 +42,19 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
   auto& entry = all.by_name[name];
   if (!entry) {
     entry = std::make_shared<Rendezvous>();
-    entry->seats.resize(world);
+    entry->devices.resize(world);
   }
   std::shared_ptr<Rendezvous> rendezvous = entry;
   const std::string who = fmt::format("local://{}, rank {}", name, rank);
-  const size_t seats = rendezvous->seats.size();
-  require(static_cast<int>(seats) == world, "{} says world {}, another rank says {}", who, world, seats);
-  require(!rendezvous->seats[rank].has_value(), "{} has joined already; give each thread its own rank", who);
-  rendezvous->seats[rank] = device;
-  if (++rendezvous->taken == world) {
+  const size_t expected = rendezvous->devices.size();
+  require(static_cast<int>(expected) == world, "{} has world {}, another rank has {}; pass the same world",
+          who, world, expected);
+  require(!rendezvous->devices[rank].has_value(), "{} has joined already; give each thread its own rank",
+          who);
+  rendezvous->devices[rank] = device;
+  if (++rendezvous->joined == world) {
     std::vector<Device> devices;
-    for (const auto& seat : rendezvous->seats) devices.push_back(*seat);
+    for (const auto& joined : rendezvous->devices) devices.push_back(*joined);
     try {
       rendezvous->communicators = Communicator::create_local(devices, timeout);
     } catch (const Error& error) {
@@ -65,10 +67,10 @@ std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank
                          [&] { return rendezvous->complete; })) {
     std::string absent;
     for (int r = 0; r < world; ++r) {
-      if (!rendezvous->seats[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);
+      if (!rendezvous->devices[r]) absent += fmt::format("{}{}", absent.empty() ? "" : ", ", r);
     }
-    rendezvous->seats[rank].reset();
-    if (--rendezvous->taken == 0) all.by_name.erase(name);
+    rendezvous->devices[rank].reset();
+    if (--rendezvous->joined == 0) all.by_name.erase(name);
     throw CommError(fmt::format("{} of {}: waited {} ms for rank {}", who, world, timeout.count(), absent));
   }
   if (!rendezvous->problem.empty()) throw BadInput(who + ": " + rendezvous->problem);

@@ -94,7 +94,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
       fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
-  // Each rank orthonormalizes the same factors and multiplies them out for itself.
+  // Each rank orthonormalizes and multiplies the same factors, so all ranks need the same loops.
   if (spec.method == CompressionSpec::Method::powersgd && group.device().is_host()) {
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
@@ -133,13 +133,13 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
     addresses_known_ = true;
   }
   require(addresses_known_,
-          "grads is null and no addresses were given before: set gw_tensor.grad, or pass grads");
+          "grads is null and the gradients' addresses are unknown: set gw_tensor.grad, or pass grads");
   announce_loaded_state();
   for (int i = 0; i < reducer.tensors(); ++i) {
     add_unsent(i, caller);
     reducer.ready(i, caller);
   }
-  comm->wait_and_tell([&] { reducer.wait(caller); });
+  comm->wait_or_notify([&] { reducer.wait(caller); });
 }
 
 void ApiReducer::ready(int32_t tensor, void* native_stream) {
@@ -153,7 +153,7 @@ void ApiReducer::ready(int32_t tensor, void* native_stream) {
 }
 
 void ApiReducer::wait(void* native_stream) {
-  comm->wait_and_tell([&] { reducer.wait(comm->caller_stream(native_stream)); });
+  comm->wait_or_notify([&] { reducer.wait(comm->caller_stream(native_stream)); });
   ready_ = 0;
 }
 

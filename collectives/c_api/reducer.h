@@ -1,4 +1,4 @@
-// What a gw_reducer refers to, and its checkpoint.
+// The object behind a gw_reducer, and its checkpoint.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct ApiReducer {
   ApiReducer(std::shared_ptr<ApiComm> comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
              const ReducerOptions& options);
 
-  // The addresses of the gradients; ignored unless all are known.
+  // Sets the addresses of the gradients. Does nothing unless all addresses are known.
   void set_addresses(const std::vector<void*>& addresses);
   void allreduce(void* const* grads, void* native_stream);
   void ready(int32_t tensor, void* native_stream);
@@ -44,7 +44,7 @@ struct ApiReducer {
   const ReducerOptions options;
   Reducer reducer;
   const std::string description;
-  std::shared_ptr<ApiRequest> in_flight;  // of the last step; null: it was done when its call returned
+  std::shared_ptr<ApiRequest> in_flight;  // of the last step; null: the step was done when its call returned
 
  private:
   class Sources;
@@ -54,7 +54,7 @@ struct ApiReducer {
   SavedState read_state(const void* bytes, size_t size) const;
   void restore(std::vector<SavedState> states);
 
-  // Compares the loaded states of all ranks, before the first step after a load. In loaded_state.cpp.
+  // Compares the loaded states of all ranks in the first step after a load. In loaded_state.cpp.
   void announce_loaded_state();
   void refuse_residuals_loaded_twice() const;
   // Adds the tensor's residual in unsent_ to its gradient, and removes it from unsent_.
@@ -69,14 +69,15 @@ struct ApiReducer {
     bool unannounced = false;
   };
   Loaded loaded_;
-  // By tensor: loaded residuals in a world of 1, which the next gradients include. Such a rank has no codec.
+  // By tensor: residuals loaded in a world of 1, where no codec holds them. The next step adds them to the
+  // gradients.
   std::map<size_t, std::vector<float>> unsent_;
 };
 
-// Read the caller's array and struct, whose sizes may come from another version of the header.
+// Read the caller's array and struct, which may have the sizes of another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads);
 ReducerOptions read_options(const gw_reducer_options* options, std::string* tag);
-// Collective: throws CommError on every rank unless all create the same reducer.
+// Throws CommError on every rank unless all ranks create the same reducer. Collective.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag);
 

@@ -1,4 +1,4 @@
-// Requests: collective calls on the host that return at once. Also the options of a call.
+// Requests: collective calls on the host that return at once. Also reads the options of a call.
 #include "collectives/c_api/request.h"
 
 #include <fmt/format.h>
@@ -38,7 +38,7 @@ ApiRequest::ApiRequest(std::shared_ptr<ApiComm> c)
 void ApiRequest::finish() const {
   try {
     done_.synchronize();
-  } catch (...) {  // reported to whoever waited for it
+  } catch (...) {  // reported by gw_request_wait()
   }
 }
 
@@ -48,7 +48,7 @@ void ApiRequest::start(const Stream& stream) {
 
 bool ApiRequest::wait_until(Clock::time_point deadline) const {
   bool done = false;
-  comm->wait_and_tell([&] { done = done_.synchronize_until(deadline); });
+  comm->wait_or_notify([&] { done = done_.synchronize_until(deadline); });
   return done;
 }
 
@@ -59,7 +59,7 @@ CallRequest::CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out) 
         "calls on a CUDA device return at once: pass no request, and synchronize with their stream");
   }
   request_ = std::make_shared<ApiRequest>(comm);
-  handle_ = static_cast<gw_request>(requests().add(request_));  // now, because it may fail
+  handle_ = static_cast<gw_request>(requests().add(request_));  // first, because it may fail
   comm_.request = request_.get();
 }
 

@@ -1,4 +1,4 @@
-// What a gw_request refers to: a collective call on the host that has returned before it was done.
+// The object behind a gw_request: a collective call on the host that returned before its result was ready.
 #pragma once
 
 #include <chrono>
@@ -13,13 +13,14 @@ namespace gradwire::c_api {
 struct ApiRequest {
   explicit ApiRequest(std::shared_ptr<ApiComm> comm);
 
-  // Everything that the call does is on `stream` by now.
+  // Call once all work of the call is enqueued on `stream`.
   void start(const Stream& stream);
   bool in_flight() const { return !done_.query(); }
-  // Returns whether the call is done at `deadline`. Throws the error with which it failed.
+  // Blocks until the call is done, or until `deadline`. Returns whether the call is done. Throws the error of
+  // a failed call.
   bool wait_until(std::chrono::steady_clock::time_point deadline) const;
 
-  // Blocks until the call is done with the caller's memory.
+  // Blocks until the call no longer uses the caller's memory. Never throws.
   void finish() const;
 
   const std::shared_ptr<ApiComm> comm;
@@ -28,13 +29,13 @@ struct ApiRequest {
   Event done_;
 };
 
-// The request of a call that holds a communicator's lock; none if `out` is null.
+// Creates the request of a call that holds a communicator's lock. Does nothing if `out` is null.
 class CallRequest {
  public:
   CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out);
   ~CallRequest();
   CallRequest(const CallRequest&) = delete;
-  // Everything that the call does is enqueued, and the request stands for it: writes the handle to `out`.
+  // Writes the handle to `out`. Call once all work of the call is enqueued.
   void start();
   const std::shared_ptr<ApiRequest>& get() const { return request_; }
 
@@ -42,7 +43,7 @@ class CallRequest {
   ApiComm& comm_;
   gw_request* const out_;
   std::shared_ptr<ApiRequest> request_;
-  gw_request handle_ = nullptr;  // null: the caller has it
+  gw_request handle_ = nullptr;  // null: the caller owns it
 };
 
 // A collective call on a live communicator, and its options.

@@ -1,4 +1,4 @@
-// Structs as callers pass them.
+// Copies structs from and to callers, which may have been compiled with another version of the header.
 #pragma once
 
 #include <algorithm>
@@ -8,11 +8,11 @@
 
 namespace gradwire::c_api {
 
-// A struct from a caller, perhaps compiled against another header: fields unknown here must be zero, and
-// those that the caller does not know yet, after its first `least` bytes, are.
+// Returns a caller's struct. A longer struct must have zeros after the fields that this version knows. A
+// shorter struct, of at least `least` bytes, is extended with zeros.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what, size_t least = sizeof(Struct)) {
-  constexpr size_t kMostBytes = 4096;  // more is garbage
+  constexpr size_t kMostBytes = 4096;  // a larger size is uninitialized memory
   size_t size = 0;
   std::memcpy(&size, from, sizeof size);
   require(size >= least && size <= kMostBytes, "{0}.size is {1}; set it to sizeof({0}), which is {2}", what,
@@ -27,7 +27,7 @@ Struct read_struct(const void* from, const char* what, size_t least = sizeof(Str
   return result;
 }
 
-// Fills a caller's struct, whose size it has set.
+// Fills a caller's struct. The caller has set its `size`.
 template <typename Struct>
 void write_struct(const Struct& from, Struct* to, const char* what) {
   size_t size = 0;

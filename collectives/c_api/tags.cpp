@@ -1,4 +1,4 @@
-// Tags: names of calls and reducers.
+// Tags: the names of calls and reducers.
 #include <fmt/format.h>
 
 #include <cstdint>
@@ -25,7 +25,7 @@ std::string checked_tag(const char* tag) {
 std::string quoted(const std::string& tag) {
   if (tag.empty()) return "";
   if (tag.size() <= kShown) return fmt::format(" '{}'", tag);
-  // No character of UTF-8 is cut.
+  // Do not cut UTF-8 characters.
   auto begins = [&](size_t at) { return (static_cast<uint8_t>(tag[at]) & 0xc0) != 0x80; };
   size_t front = kShown / 2, back = tag.size() - kShown / 2;
   while (!begins(front)) --front;

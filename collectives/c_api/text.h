@@ -1,4 +1,4 @@
-// Checks of the caller's texts that are sent to other ranks, saved or printed.
+// Checks the caller's texts, which are sent to other ranks, saved or printed.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@ namespace gradwire::c_api {
 // Throws BadInput, with a message that begins with `what`, unless the text is UTF-8 without control
 // characters.
 void check_text(const std::string& text, const std::string& what);
-// Returns the text with '?' for each byte that check_text() would refuse.
+// Returns the text with '?' for each byte that check_text() rejects.
 std::string printable(std::string text);
 
 }  // namespace gradwire::c_api

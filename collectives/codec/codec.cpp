@@ -8,7 +8,7 @@ namespace gradwire {
 
 SchedulePlanner::Choice BucketContext::choose(int64_t count, Wire wire) const {
   return planner != nullptr ? planner->choose(count, wire)
-                            : SchedulePlanner::Choice{schedule, "asked for", 0, slice_bytes};
+                            : SchedulePlanner::Choice{schedule, "requested", 0, slice_bytes};
 }
 
 Program::Options BucketContext::plain_options(const std::string& part, int64_t slice_bytes) const {

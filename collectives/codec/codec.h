@@ -67,7 +67,7 @@ struct BucketContext {
   std::string name;                // for error texts
   // Returns the options of an FP32 allreduce of the bucket, or of a part of it, such as "Q".
   Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
-  // The same in the spec's format.
+  // Returns the options of an allreduce in the spec's format.
   Program::Options compressed_options(const std::string& part, int64_t slice_bytes) const;
   // Returns memory for floats that an allreduce sends and receives in place.
   Buffer exchanged(int64_t floats) const {

@@ -35,7 +35,7 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
   clear(c.stream);
   if (lazy()) {
     residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
-      for (const FactorState& factor : factors_) {  // with alternate=on one of them has nothing pending
+      for (const FactorState& factor : factors_) {  // with alternate=on one factor has nothing pending
         if (!spec_.alternate && factor.which == Factor::p) continue;
         settle(stream, matrices_, residual_.values(), pending(factor), factor.which, begin, end);
       }
@@ -157,7 +157,8 @@ void LowRankCodec::rebind(float* gradients) {
   if (before_start_) before_start_->rebind(gradients, gradients);
 }
 
-// With alternate=on both bases, although the next step uses one: a flagged matrix keeps the older one.
+// With alternate=on the state has both bases, although the next step uses one basis, because a flagged matrix
+// keeps the older basis.
 std::vector<TensorState> LowRankCodec::tensor_state() {
   std::vector<TensorState> all;
   for (size_t i = 0; i < plan_.matrices.size(); ++i) {

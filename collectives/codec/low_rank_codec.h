@@ -13,8 +13,8 @@
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, for the next step; a column that vanished is re-seeded
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
-// the same on all ranks and the applied Q is the mean of theirs. With a lossy format each encode of Q has an
-// error; the encoding rank keeps it: E = M - P (Q - lost)^T. A lossy format for P loses nothing of the
+// the same on all ranks and the applied Q is the mean of their Qs. With a lossy format each encode of Q has
+// an error; the encoding rank keeps it: E = M - P (Q - lost)^T. A lossy format for P loses nothing of the
 // gradient: it only tilts the subspace, identically on all ranks.
 //
 // alternate=on (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed
@@ -28,8 +28,8 @@
 //   orthonormalize P into P0, with which the next step projects; flags and re-seeds as above
 //   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as in the paper, is computed by
 //                  the next step's project, or by an earlier reader
-// Conservation: as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format the
-// error of this rank's encodes of P stays in E: E = M - (P_own - lost) Q0^T.
+// Conservation holds as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format
+// the error of this rank's encodes of P stays in E: E = M - (P_own - lost) Q0^T.
 #pragma once
 
 #include <array>

@@ -77,7 +77,7 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
 }
 void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
-  // May be another group's costs, as in a checkpoint.
+  // The costs may come from another group, as in a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
 }
 std::string Communicator::peer_access_obstacle(ScheduleKind kind) {
@@ -129,7 +129,8 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   std::unique_ptr<Transport> transport = transport_->split(ranks);
   if (transport == nullptr) return nullptr;
   auto made = std::make_unique<Communicator>(std::move(transport));
-  if (link_costs_ && !link_costs_->measured) made->set_link_costs(*link_costs_);  // assumed, as in this group
+  if (link_costs_ && !link_costs_->measured)
+    made->set_link_costs(*link_costs_);  // assumed, not measured, as in this group
   return made;
 }
 void Communicator::barrier() {

@@ -51,8 +51,8 @@ class Communicator {
   // Needed by hierarchical schedules. Set it before creating reducers, to the same value on every rank.
   // Throws BadInput unless it divides the world.
   void set_ranks_per_node(int ranks);
-  // Sets the same from the number of ranks that each rank sees on its own machine (0: unknown): the number
-  // that all ranks agree on, or 0 if they differ or it does not divide the world. Collective; blocks.
+  // Sets ranks_per_node to the number of ranks that each rank sees on its machine (0: unknown), or to 0 if
+  // the ranks differ or the number does not divide the world. Collective; blocks.
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
@@ -62,16 +62,16 @@ class Communicator {
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs);
 
-  // Returns why ranks cannot read each other's memory where transport=lsa would let a schedule of this kind
-  // do so: inside nodes, or everywhere. Empty if they can. Collective; blocks.
-  std::string peer_access_obstacle(ScheduleKind kind);
+  // Returns why peer access is impossible for a schedule of this kind: inside nodes if hierarchical,
+  // otherwise between all ranks. Empty if it is possible. Collective; blocks.
+  std::string lsa_obstacle(ScheduleKind kind);
 
-  // The stream for exchanges that overlap with kernels, shared by all users of this communicator. A transport
-  // makes a rank's exchanges in the order in which they were enqueued, and so does an NCCL communicator, on
-  // whatever streams. A second stream would add waiting and hide none.
+  // Returns the stream for exchanges that overlap with kernels, shared by all users of this communicator.
+  // Transports, and NCCL, make a rank's exchanges in the order in which they were enqueued, even on several
+  // streams. So a second stream would only add waits.
   const Stream& transfers();
-  // Blocks until that stream is idle. Never throws: a failure belongs to the operation that failed. Does not
-  // create the stream, so that destructors may call it when no thread can be started.
+  // Blocks until transfers() is idle. Never throws, because the failed operation reports its failure. Does
+  // not create the stream, so that destructors may call it when no thread can be started.
   void finish_transfers() noexcept;
 
   // Returns the bytes this rank has sent so far, counted as they leave.
@@ -91,12 +91,12 @@ class Communicator {
   // created `shrinkable`. After a success this communicator can only be destroyed.
   std::unique_ptr<Communicator> grow();
   // Returns a group of the ranks that pass the same `color`, ordered by `key`, then by their rank here; null
-  // for a rank with a negative color. The new group is not notified of this one's failures. Collective;
+  // for a rank with a negative color. The new group is not notified of failures of this group. Collective;
   // blocks.
   std::unique_ptr<Communicator> split(int color, int key);
   // Blocks until all ranks have called it. For set-up and between epochs, not in a step.
   void barrier();
-  // Short messages to rank 0 for reports, between processes only: see MessagesToRankZero.
+  // Send and receive short messages to rank 0 for reports, between processes only: see MessagesToRankZero.
   void send_message(const std::string& message);
   std::string take_message(int from);
 

@@ -19,7 +19,7 @@ constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr double kPeerReadUs = 1;
 constexpr size_t kSmallBytes = 64;        // per message
 constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
-constexpr size_t kMostLarge = 64 << 20;   // the same, between GPUs
+constexpr size_t kMostLarge = 64 << 20;   // of all messages of a rank, between GPUs
 constexpr double kLongestRoundUs = 10e3;  // larger rounds must not take longer
 
 class Meter {
@@ -121,8 +121,7 @@ class Meter {
     return std::max(best, 1e-3);
   }
 
-  // Returns the slowest rank's time. Ranks must exchange the same number of bytes, so they choose it by the
-  // same time.
+  // Returns the slowest rank's time, from which all ranks derive the same number of bytes to exchange.
   double slowest_us(double mine) {
     const auto all = all_gather_value(transport_, stream_, mine, "agreeing on the bytes to measure with");
     transport_.begin_call(stream_, call_);
@@ -150,7 +149,7 @@ std::string LinkCosts::to_string() const {
   if (intra_node != all_pairs || inter_node != all_pairs) {
     all += fmt::format(", {}, {}", text("inside a node", intra_node), text("between nodes", inter_node));
   }
-  if (library_measured) all += ", " + text("an allreduce of NCCL's own", library);
+  if (library_measured) all += ", " + text("NCCL's allreduce", library);
   return all;
 }
 

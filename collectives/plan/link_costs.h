@@ -1,4 +1,4 @@
-// The cost of a round of transfers between these ranks; the input of schedule=auto.
+// The costs of rounds of transfers between the ranks of a group, from which schedule=auto chooses.
 //
 // Schedules load links in four patterns, and the throughput of a link depends on the pattern (a switch, a
 // shared network card, a bus). So each pattern is measured as it is used: all ranks at once. A round in which
@@ -12,8 +12,7 @@
 namespace gradwire {
 
 struct LinkCosts {
-  // The defaults are typical of threads of one process: adequate where memory is the link, and the same in
-  // every run.
+  // The defaults are typical of threads of one process, and the same in every run.
   struct Pattern {
     double latency_us = 20;
     double bytes_per_us = 4000;
@@ -38,11 +37,12 @@ struct LinkCosts {
   std::string to_string() const;
 };
 
-// Measures the links with a few dozen small exchanges and a few large ones per pattern, and as many of the
-// transport's own allreduces, if it has one. Large is 2 MiB per rank: 0.1 s in all at 1 Gb/s. On fast links
-// it is up to `most_bytes`, which must be the same on all ranks; 0: 64 MiB between GPUs, 2 MiB on the host.
-// Timed by events, so that the host's share of an exchange counts only if it is the longer one. Returns the
-// slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
+// Measures the links with a few dozen small exchanges and a few large exchanges per pattern, and with as many
+// of the transport's own allreduces, if it has one. A large exchange has 2 MiB per rank, which takes 0.1 s in
+// all at 1 Gb/s, and on fast links up to `most_bytes`, the same on all ranks; 0: 64 MiB between GPUs, 2 MiB
+// on the host. Events measure the time, so that the host's work counts only if it takes longer than the
+// transfers. Returns the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective;
+// blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
                              size_t most_bytes = 0);
 

@@ -14,7 +14,7 @@ namespace {
 constexpr double kWorseByLossyStep = 0.1, kAsGood = 1.2;
 constexpr double kLatenciesPerSlice = 4;
 constexpr int64_t kLeastSlice = 128 << 10;
-// NCCL's allreduce if not measured: NCCL 2.27.7 on eight H200 behind one NVSwitch, as published
+// The cost of NCCL's allreduce if not measured: NCCL 2.27.7 on eight H200 behind one NVSwitch, as published
 // (stas00/ml-engineering, 2026-08): 38 us up to 512 KiB, 482 GB/s at 16 GiB.
 constexpr LinkCosts::Pattern kNcclOnNvlink{.latency_us = 38, .bytes_per_us = 482e3};
 
@@ -73,14 +73,13 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  // Without peer windows, messages give the kernel's bits: a spec has the same result everywhere.
-  const bool like_a_kernel = request.peer_access == PeerAccessMode::on &&
-                             request.collective == Collective::allreduce &&
+  // Without peer access, messages give the kernel's bits, so that a spec has the same result everywhere.
+  const bool like_a_kernel = request.lsa == Lsa::on && request.collective == Collective::allreduce &&
                              request.kind == ScheduleKind::automatic;
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
     add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
     const Candidate& only = candidates_[0];
-    reason_ = like_a_kernel ? "as transport=lsa adds" : "asked for";
+    reason_ = like_a_kernel ? "for the bits of transport=lsa" : "requested";
     if (request.kind != ScheduleKind::hierarchical) return;
     reason_ += fmt::format(", {} nodes of {}", only.schedule.nodes, only.schedule.per_node);
     if (only.schedule.per_node == 1 || request.collective != Collective::allreduce) return;
@@ -176,8 +175,8 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
     rate = std::min(rate, limits.bytes_ahead / costs_.peer_read_us);
     encode_us = static_cast<double>(count) / limits.values_per_us;
   }
-  // Messages are not charged for their encodes, which have the whole GPU. Here every value is encoded or
-  // added up, and decoded. In one shot, each rank adds up all values.
+  // The model ignores the encodes of messages, which have the whole GPU, but not of the kernel: each value is
+  // encoded or added up, and decoded. In one shot, each rank adds up all values.
   const double two = 2 * link.latency_us + std::max(2 * (n - 1) / n * bytes / rate, 2 * encode_us);
   const double one =
       link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);
@@ -193,7 +192,7 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
 SchedulePlanner::Choice SchedulePlanner::choose_inside_nodes(int64_t count, Wire wire) const {
   const Option option = consider(*inside_, count, wire, {});
   return {inside_->schedule,
-          fmt::format("{}, inside which memory is read; {} predicted", reason_, milliseconds(option.us)),
+          fmt::format("{}, with peer access inside nodes; {} predicted", reason_, milliseconds(option.us)),
           option.us, 0};
 }
 
@@ -204,16 +203,15 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const 
       world_ == 1 || !shards.empty() || (nodes && !inside_)) {
     return messages;
   }
-  if (!request_.peer_access_obstacle.empty()) {
-    messages.reason += fmt::format("; {}: {}", nodes ? "messages inside nodes, too" : "not in one kernel",
-                                   request_.peer_access_obstacle);
+  if (!request_.lsa_obstacle.empty()) {
+    messages.reason += fmt::format("; {}: {}", nodes ? "no peer access inside nodes" : "not in one kernel",
+                                   request_.lsa_obstacle);
     return messages;
   }
   Choice memory = nodes ? choose_inside_nodes(count, wire) : choose_kernel(count, wire);
-  if (request_.peer_access == PeerAccessMode::automatic && messages.predicted_us < memory.predicted_us) {
-    messages.reason +=
-        fmt::format("; {} {}", nodes ? "with memory that is read inside nodes" : "in one kernel",
-                    milliseconds(memory.predicted_us));
+  if (request_.lsa == Lsa::automatic && messages.predicted_us < memory.predicted_us) {
+    messages.reason += fmt::format("; {} {}", nodes ? "with peer access inside nodes" : "in one kernel",
+                                   milliseconds(memory.predicted_us));
     return messages;
   }
   memory.reason += fmt::format(", by messages {}", milliseconds(messages.predicted_us));

@@ -1,21 +1,21 @@
-// Chooses a collective's schedule: the one in the spec or, for schedule=auto, the fastest according to a
-// model of this group's link costs, with a penalty for rounding error.
+// Chooses a collective's schedule: the spec's or, for schedule=auto, the fastest according to a model of this
+// group's link costs, with a penalty for rounding error.
 //
 // Predicted time: rounds x latency + bytes / rate, for the pattern in which the schedule loads the links
-//   (link_costs.h). Bytes are those of the busiest rank in each round, in the wire format of the link. Slices
-//   add rounds and fill those in which few ranks are busy. Kernels are not modelled.
+//   (link_costs.h). Counted are the bytes of the busiest rank in each round, in the wire format of the link.
+//   Slices add rounds and fill rounds in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
 // Choice: the first of two_shot, hierarchical, ring, tree, nccl within 20 % of the best, so that measurement
 //   noise seldom changes it. Equal costs give equal choices, so ranks decide without communication.
 // NCCL's own allreduce is predicted from its measured time. It is a candidate only if measured, and only for
 // whole FP32 allreduces.
 //
-// One kernel (transport=lsa): two shots, or one shot where the saved barrier takes longer than the added
-// bytes. In a hierarchical schedule, rounds inside nodes then cost as much as loads from other ranks' memory.
-// With transport=auto the kernel competes with the choice among messages, and wins unless it is slower.
+// Peer access (transport=lsa): one kernel, in two shots, or in one shot where the saved barrier takes longer
+// than the added bytes. In a hierarchical schedule, rounds inside nodes then cost as much as loads from other
+// ranks' memory. transport=auto uses peer access unless messages are predicted to be faster.
 //
-// Slices: long enough to amortize the latency of an exchange, but no longer, because the first and the last
-// slice of a buffer overlap with nothing. If links were measured, an exchange is sized to take four
+// Slices: long enough to amortize the latency of an exchange, but not longer, because the first and the last
+// slice of a buffer do not overlap with other work. If links were measured, an exchange is sized to take four
 // latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: steps of 374 ms with slices of
 // 2 MiB, 367 with 700 kB, 356 with 350 kB (this rule's choice), 360 with 150 kB.
 #pragma once
@@ -31,17 +31,16 @@
 
 namespace gradwire {
 
-// The part of a compression spec that determines schedules.
+// The fields of a compression spec that determine schedules.
 struct ScheduleRequest {
   ScheduleKind kind = ScheduleKind::automatic;
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
-  // Whether an allreduce runs as one kernel or, if hierarchical, without messages inside nodes, where ranks
-  // can read each other's memory. peer_access_obstacle: why they cannot
-  // (Communicator::peer_access_obstacle()).
-  PeerAccessMode peer_access = PeerAccessMode::off;
-  std::string peer_access_obstacle = {};
+  // When peer access replaces messages in an allreduce. lsa_obstacle: why it cannot
+  // (Communicator::lsa_obstacle()); "" if it can.
+  Lsa lsa = Lsa::off;
+  std::string lsa_obstacle = {};
 };
 
 class SchedulePlanner {
@@ -53,12 +52,12 @@ class SchedulePlanner {
 
   struct Choice {
     Schedule schedule;
-    std::string reason;       // "asked for", or the predictions
+    std::string reason;       // "requested", or the predictions
     double predicted_us = 0;  // from costs(), which may be assumed
     int64_t slice_bytes = 0;  // for Program::Options
   };
-  // Returns the choice for `count` floats in this wire format, cut evenly or into these shards. Cheap enough
-  // to be called for every program. Throws BadInput if the requested schedule does not support the shards.
+  // Returns the choice for `count` floats in this wire format, cut evenly or into these shards. Cheap: call
+  // it for every program. Throws BadInput if the requested schedule does not support the shards.
   Choice choose(int64_t count, Wire wire, const Shards& shards = {}) const;
 
   const LinkCosts& costs() const { return costs_; }
@@ -105,9 +104,8 @@ class SchedulePlanner {
   const LinkCosts costs_;
   const int64_t slice_bytes_;
   std::vector<Candidate> candidates_;  // in order of preference; one if the spec names it
-  // The hierarchical schedule in which ranks of a node read each other's memory.
-  std::optional<Candidate> inside_;
-  std::string reason_;  // if there is only one candidate
+  std::optional<Candidate> inside_;    // the hierarchical schedule with peer access inside nodes
+  std::string reason_;                 // if there is only one candidate
 };
 
 }  // namespace gradwire

@@ -1,5 +1,5 @@
-// Caches programs by buffer, for callers that pass their own memory with each call (the C ABI's gw_allreduce,
-// the NCCL interposer).
+// Caches programs by buffer, for callers that pass memory with each call (the C ABI's gw_allreduce, the NCCL
+// interposer).
 //
 // All programs of a cache share one workspace, so they must run on one stream or one at a time.
 #pragma once

@@ -14,7 +14,7 @@ class ProgramExecutor {
 
   // Sets the addresses. Only while no run is in flight.
   virtual void bind(const ProgramMemory& memory) = 0;
-  // Enqueues everything; later work on `stream` sees the result.
+  // Enqueues the program; later work on `stream` sees the result.
   void run(const Stream& stream, BucketPhases* phases);
 
   size_t workspace_bytes() const { return workspace_bytes_; }

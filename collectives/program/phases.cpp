@@ -13,7 +13,7 @@ Activity activity(Phase phase) {
 
 }  // namespace
 
-// Events are created in the first steps and then reused.
+// Creates events in the first steps and then reuses them.
 BucketPhases::Segment& BucketPhases::next(const Stream& stream) {
   if (used_ == segments_.size()) segments_.emplace_back().begin = Event::create_timer(stream.device());
   Segment& segment = segments_[used_++];

@@ -1,10 +1,10 @@
 // Times the phases of a bucket's step: compress, communicate, decompress, possibly several times each.
 //
-// The codec, and the program it runs, report when they enter a phase; a mark on the bucket's stream separates
-// it from the previous one. So phases follow each other without gaps, and their times add up to the bucket's
-// time on that stream. communicate lasts from the first exchange of an allreduce to its last. It includes the
-// sums in between, which are part of the schedule and, with slices, overlap with exchanges. While exchanges
-// overlap with kernels on another stream, the kernels' phase counts until the stream waits for the exchanges.
+// The codec and its program report when they enter a phase; a mark on the bucket's stream separates two
+// phases. So there are no gaps, and the times add up to the bucket's time on the stream. communicate lasts
+// from the first exchange of an allreduce to the last, including the sums in between, which with slices
+// overlap with exchanges. While exchanges overlap with kernels on another stream, the kernels' phase counts
+// until the stream waits for the exchanges.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ enum class Phase : uint8_t { compress, communicate, decompress };
 
 // A description of an allreduce, for traces.
 struct ProgramInfo {
-  std::string part;  // of the bucket, e.g. "Q"; empty: all of it
+  std::string part;  // of the bucket, e.g. "Q"; empty: the whole bucket
   std::string schedule;
   int64_t bytes_sent = 0;  // by this rank
   int exchanges = 0, slices = 1;
@@ -47,7 +47,7 @@ class BucketPhases {
   Tracer* tracer() const { return options_.tracer; }
   int bucket() const { return options_.bucket; }
 
-  // Everything below is valid only once the marks are done.
+  // The functions below are valid only once the marks are done.
   // Returns when this bucket began and ended, in ms since the beginning of `first`.
   std::pair<double, double> since(const BucketPhases& first) const;
   double ms(Phase phase) const;
@@ -65,7 +65,7 @@ class BucketPhases {
 
   Options options_;
   Stream stream_;
-  // The first used_ belong to this step; the last of these only marks the end.
+  // The first used_ segments belong to this step; the last of them only marks the end.
   std::vector<Segment> segments_;
   size_t used_ = 0;
   bool entered_ = false;

@@ -101,8 +101,8 @@ class Program {
     std::string spec = {};
     // The stream for exchanges that overlap with kernels; empty: all on run()'s stream, in one slice.
     Stream transfers = {};
-    // Run exchanges on `transfers` even with one slice: for programs that run concurrently on their own
-    // streams and whose exchanges must have the same order on all ranks.
+    // Run exchanges on `transfers` even with one slice: for programs that run concurrently on several
+    // streams, because their exchanges must have the same order on all ranks.
     bool beside_others = false;
     // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never. Needs
     // `transfers`.
@@ -126,7 +126,7 @@ class Program {
   void rebind(const void* in, void* out);
   void rebind_residual(float* residual);
 
-  // Enqueues everything; later work on `stream` sees the result. All ranks run the same programs in the same
+  // Enqueues the program; later work on `stream` sees the result. All ranks run the same programs in the same
   // order. Reports to `phases` when the first exchange begins and the last ends, and each exchange to its
   // tracer.
   void run(const Stream& stream, BucketPhases* phases = nullptr);

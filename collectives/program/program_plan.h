@@ -1,4 +1,4 @@
-// What a program does, apart from its addresses. Internal to collectives/program.
+// A program's plan: its work apart from addresses. Internal to collectives/program.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,8 @@ std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor) {
 
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
                        const std::vector<int>& blocks) {
-  if (alignment < 1) throw BadInput("ReducerOptions::alignment must be at least 1 element");
+  if (alignment < 1)
+    throw BadInput(fmt::format("ReducerOptions::alignment is {}; it must be at least 1 element", alignment));
   GradientLayout layout;
   for (int i = 0; i < static_cast<int>(tensors.size()); ++i) {
     const GradientTensor& tensor = tensors[i];
@@ -46,7 +47,7 @@ BucketContext bucket_context(const CodecSetup& setup, const std::vector<Gradient
     const auto [rows, cols] = matrix_of(tensors[i]);
     context.tensors.push_back({tensors[i].name, rows, cols, layout.offsets[i] - bucket.begin, i});
   }
-  // BF16 gradients are sent in BF16, except where NCCL adds them.
+  // BF16 gradients are sent in BF16, except with schedule=nccl.
   const auto first = tensors.begin() + bucket.first_tensor, last = tensors.begin() + bucket.last_tensor;
   const bool bf16 = std::all_of(first, last, [](const GradientTensor& t) { return t.dtype == DType::bf16; });
   context.dense_wire = bf16 && setup.spec.schedule != ScheduleKind::nccl ? kBf16 : kFp32;

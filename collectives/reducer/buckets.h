@@ -18,7 +18,7 @@ namespace gradwire {
 struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;
-  // Or bf16, f16: widened when the bucket is full, and rounded to nearest when written back.
+  // f32, or bf16 or f16: these are widened when the bucket is full, and rounded to nearest when written back.
   DType dtype = DType::f32;
 
   int64_t count() const { return element_count(shape); }
@@ -50,12 +50,11 @@ struct GradientLayout {
   std::vector<BucketRange> buckets;
 };
 
-// As bucket_bytes: all tensors in one bucket.
+// The value of bucket_bytes that puts all tensors in one bucket.
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();
 // Places tensors one after the other, each at a multiple of `alignment` elements. The tensor that fills a
-// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensor of each block; blocks
-// are not split either; empty: each tensor is a block. Throws BadInput that names a tensor with a negative
-// extent.
+// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensor of each block, which
+// is not split; empty: each tensor is a block. Throws BadInput for a tensor with a negative extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
                        const std::vector<int>& blocks = {});
 

@@ -1,4 +1,4 @@
-// Construction of a reducer: its streams, and a codec for each bucket. The step is in step.cpp.
+// Constructs a reducer: its streams, and a codec for each bucket.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -57,8 +57,8 @@ Reducer::~Reducer() {
 }
 
 void Reducer::build_lanes() {
-  // With a second lane one bucket is encoded while another is in transfer. A stream of the caller's gets no
-  // second lane, because its order of work must be kept.
+  // With a second lane one bucket is encoded while another is in transfer. There is only one lane on the
+  // caller's stream, whose order of work must not change.
   lanes_.push_back({.stream = stream_});
   if (layout_.buckets.size() > 1 && !options_.stream) {
     lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
@@ -134,7 +134,7 @@ void Reducer::build_buckets() {
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
 }
 
-// In the gradients' own types.
+// Returns the average size of the bucket's elements, in the types of the gradients.
 double Reducer::bytes_per_element(const BucketRange& bucket) const {
   int64_t bytes = 0, count = 0;
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {

@@ -2,13 +2,13 @@
 //
 // Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
 // one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries. A
-// tensor's gradient is a view into it, so nothing is copied in or out. To reduce gradients in the caller's
-// memory, see adopt(). When the last gradient of a bucket is ready, the bucket is compressed and reduced on
+// tensor's gradient is a view into the buffer, so there are no copies. adopt() reduces gradients in the
+// caller's memory. When the last gradient of a bucket is ready, the bucket is compressed and reduced on
 // the reducer's own stream, while the producer's stream continues with backward. Buckets alternate between
 // two such streams, so that one is encoded or decoded while another is in transfer. Exchanges have the same
 // order on every rank: bucket order unless launch_in() changes it.
 //
-// In a world of 1 ready() and wait() do nothing: no stream, no residual, no bucket.
+// In a world of 1 there are no buckets and no residuals, and ready() and wait() do nothing.
 //
 // One step: for each tensor, in any order, write gradient(i) on stream s and call ready(i, s); then call
 // wait(s) and run the optimizer on s. The host never blocks in ready() or wait().
@@ -48,18 +48,19 @@ struct ReducerOptions {
   int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() sets the gradients' addresses before the first ready().
   bool own_gradients = true;
-  // The reducer's stream; empty: the reducer creates one. Reducers that use one communicator concurrently
-  // must share a stream, so that all ranks run their exchanges in the order in which they were enqueued.
+  // The reducer's stream; empty: the reducer creates its stream. Reducers that use one communicator
+  // concurrently must share a stream, so that all ranks run their exchanges in the order in which they were
+  // enqueued.
   Stream stream = {};
-  // Each rank needs the mean of its own part only (see owned()). A wire format then ends with a
-  // reduce-scatter, half an allreduce; other codecs leave the mean on every rank.
+  // Each rank needs only the mean of its part (see owned()). A wire format then uses a reduce-scatter, half
+  // an allreduce; other codecs leave the mean on every rank.
   bool sharded = false;
   // With `sharded`: memory for the gradients of this many buckets, which buckets use in turn; 0: for all
   // buckets. The mean of this rank's part is then in shard(), and gradients must become ready in tensor
   // order.
   int slots = 0;
   // The first tensor of each block; buckets do not split blocks. Empty: any tensor may begin a bucket. With
-  // slots, an op that writes several gradients must not write those of two blocks.
+  // slots, an op must not write gradients of two blocks.
   std::vector<int> blocks = {};
   bool single_waits = false;  // required by wait_for()
   // Receives each exchange of the steps it traces; must outlive the reducer. Needs `timing`.
@@ -80,16 +81,15 @@ class Reducer {
   // Returns the address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
   float* gradient(int i) const;
   // The flat buffer of all gradients, and tensor i's offset in it, in elements. Gaps between tensors
-  // (alignment) are and stay zero, so an optimizer may process the whole buffer at once. With slots the
-  // buffer holds only these, and gradient(i) may be written once the gradients of all earlier buckets are
-  // ready.
+  // (alignment) are always zero, so an optimizer may process the whole buffer at once. With slots the buffer
+  // holds only the slots, and gradient(i) may be written once the gradients of all earlier buckets are ready.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
   int64_t elements() const { return layout_.elements; }  // of the flat buffer, gaps included
   // Returns the elements of the flat buffer that hold the mean after wait(): all of them or, if sharded, this
   // rank's shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
-  // With slots: the mean of owned(), one range after another, from wait() until the next step. Otherwise
+  // With slots: the mean of the ranges of owned(), without gaps, from wait() until the next step. Otherwise
   // empty.
   const Buffer& shard() const { return shard_; }
   // Bucket ranges; the same on every rank. owned() is ranges()[b].begin plus the shards of the lower ranks.
@@ -99,17 +99,17 @@ class Reducer {
   Shards shards(const BucketRange& bucket) const;
 
   // Moves tensor i's gradient to gradients[i], on the communicator's device, from the next step on. A bucket
-  // whose tensors have the same layout there as in the flat buffer, with no gap after the last (always so
-  // with an alignment of 1), is reduced in place. Any other bucket, and any bucket with 16-bit gradients, is
-  // copied into a buffer when it is full and out of it after the reduction. That buffer is the flat one or,
-  // without own_gradients, one or two that buckets use in turn. If sharded, only the owned() part is copied
-  // out. Call only between steps. Costs a comparison per tensor if no address has changed; otherwise blocks
-  // until work in flight, which uses the old addresses, is done.
+  // is reduced in place if its tensors have the same layout there as in the flat buffer, without a gap after
+  // the last tensor (an alignment of 1 leaves no gaps). Any other bucket, and any bucket with 16-bit
+  // gradients, is copied into a buffer when it is full and out of it after the reduction. That buffer is the
+  // flat one or, without own_gradients, one or two that buckets use in turn. If sharded, only the owned()
+  // part is copied out. Call only between steps. Costs a comparison per tensor if no address has changed;
+  // otherwise blocks until work in flight, which uses the old addresses, is done.
   void adopt(std::span<void* const> gradients);
   // Returns how many of buckets() are reduced in place, without a copy.
   int buckets_in_place() const;
 
-  // Declares tensor i's gradient complete at this point of `producer`. Once per tensor and step.
+  // Marks tensor i's gradient as complete at this point of `producer`. Call once per tensor and step.
   void ready(int i, const Stream& producer);
   // Makes later work on `consumer` see averaged gradients. Throws BadInput that names the tensors that were
   // not ready.
@@ -118,16 +118,16 @@ class Reducer {
   // step still ends with wait(). Needs options.single_waits.
   void wait_for(int bucket, const Stream& consumer);
   // Sets the order in which buckets are exchanged from the next step on: a permutation, the same on every
-  // rank. A full bucket waits for those ordered before it. Call between steps, or when every gradient of a
-  // step is ready. Not with slots.
+  // rank. A full bucket waits for the buckets that precede it. Call between steps, or when every gradient of
+  // a step is ready. Not with slots.
   void launch_in(std::vector<int> order);
 
   // A step can be captured in a graph (runtime/device/graph.h): from step steady_from() on, ready() and
-  // wait() enqueue the same work in each step. A graph captured and launched in its own step can be launched
-  // in place of a later step's calls. Call replayed() after each such launch, with the step in which the
-  // graph was captured; that step's stats are then the later step's. Steps repeat with period(), so a graph
-  // can replace only steps with the same remainder: with a period of 2, one captured in an even step can
-  // replace even steps.
+  // wait() enqueue the same work in each step. A graph that was captured and launched in one step can be
+  // launched in place of a later step's calls. Call replayed() after each such launch, with the step in which
+  // the graph was captured; that step's stats are then the later step's. Steps repeat with period(), so a
+  // graph can replace only steps with the same remainder: with a period of 2, one captured in an even step
+  // can replace even steps.
   int64_t steady_from() const;
   int64_t period() const;
   void replayed(int64_t captured);
@@ -144,16 +144,15 @@ class Reducer {
   // Adds the step's phases of every bucket and their exchanges to the trace. Requirements as for stats().
   void trace(int64_t step, Tracer& tracer) const;
 
-  // Returns the state that a checkpoint must hold: the residuals and the codecs' other state. It is stored by
-  // tensor and so is independent of the bucket size. In tensor order; the same for the same tensors, spec and
-  // options.
+  // Returns the state for checkpoints: the residuals and the codecs' other state, by tensor and thus
+  // independent of the bucket size. In tensor order; the same for the same tensors, spec and options.
   std::vector<TensorState> tensor_state() const;
   int buckets() const { return static_cast<int>(buckets_.size()); }
   // Returns the schedule in use, e.g. "two_shot", or "two_shot+ring" if allreduces differ; "none" in a world
   // of 1.
   std::string schedule() const;
-  // Returns the reason: the predictions of schedule=auto for the largest bucket, and the link costs behind
-  // them.
+  // Returns the reason for the schedule: the predictions of schedule=auto for the largest bucket, and the
+  // link costs.
   std::string schedule_reason() const;
   ReducerMemory memory() const;
   int64_t extra_bytes() const { return memory().total(); }
@@ -165,7 +164,7 @@ class Reducer {
     std::unique_ptr<Codec> codec;
     float* data = nullptr;  // the codec's data: the reducer's memory, or adopted
     bool staged = false;    // tensors are copied into and out of the reducer's memory
-    // Gaps that the memory's previous user may have written; offsets from the bucket's start.
+    // Gaps that another user of the memory may have written; offsets from the bucket's start.
     std::vector<ElementRange> gaps;
     ElementRange owned;  // by this rank; offsets from the bucket's start
     int64_t packed = 0;  // with slots: offset of `owned` in shard_
@@ -184,7 +183,7 @@ class Reducer {
     Buffer workspace = {};
     Buffer staging = {};  // without own_gradients: for adopted gradients not reduced in place
     Event joined = {};    // end of the step; the first lane waits for it
-    bool behind = true;   // has not waited yet for the end of the whole previous step
+    bool behind = true;   // has not waited yet for the end of the previous step on all lanes
   };
   Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
   const Lane& lane_of(const Bucket& b) const { return lanes_[b.lane]; }
@@ -235,7 +234,7 @@ class Reducer {
   std::vector<bool> ready_;
   int launched_ = 0;  // buckets of the current step already enqueued
   int64_t step_ = 0, first_step_ = 0;
-  // Last members: destroyed before everything that their tasks use.
+  // Last members: destroyed before all memory that their tasks use.
   std::vector<Lane> lanes_;  // buckets alternate between them; the first uses stream_
   Stream stream_;
 };

@@ -1,4 +1,4 @@
-// A reducer's reports: statistics and traces of its steps, state, memory, configuration.
+// Reports of a reducer: statistics and traces of its steps, state, memory, configuration.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -94,7 +94,7 @@ ReducerMemory Reducer::memory() const {
 }
 
 std::string Reducer::describe() const {
-  if (buckets_.empty()) return "world of 1: gradients are used as they are\n";
+  if (buckets_.empty()) return "world of 1: gradients are unchanged\n";
   std::string text;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     const Bucket& bucket = buckets_[b];

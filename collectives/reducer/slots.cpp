@@ -1,5 +1,5 @@
-// Memory for the gradients of some buckets: a bucket reuses an earlier bucket's slot once this rank's part of
-// that bucket's mean has been copied out.
+// Slots: memory for the gradients of some of the buckets. A bucket reuses an earlier bucket's slot once this
+// rank's part of the earlier bucket's mean has been copied to shard_.
 #include <algorithm>
 
 #include "collectives/reducer/reducer.h"

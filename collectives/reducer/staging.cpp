@@ -1,4 +1,5 @@
-// Gradients in the caller's memory: reduced in place, or copied into and out of the reducer's memory.
+// Adopted gradients, in the caller's memory: reduced in place, or copied into and out of the reducer's
+// memory.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -50,7 +51,8 @@ float* Reducer::gradient(int i) const {
   return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
 }
 
-// A lane's buckets share one buffer, as large as the largest bucket.
+// Returns the bucket's place in the reducer's memory. The buckets of a lane share one buffer, as large as the
+// largest of them.
 float* Reducer::staging_of(const Bucket& bucket) {
   if (gradients_) return memory_of(static_cast<size_t>(&bucket - buckets_.data()));
   Lane& lane = lane_of(bucket);
@@ -70,7 +72,7 @@ float* Reducer::common_base(const Bucket& bucket) const {
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     if (tensors_[i].count() == 0) continue;
     if (tensors_[i].dtype != DType::f32) return nullptr;
-    // As integers: subtracting pointers into different allocations is undefined.
+    // Integers, because subtracting pointers into different allocations is undefined.
     uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (layout_.offsets[i] - bucket.begin);
     if (base == 0) base = start;
     if (start != base) return nullptr;

@@ -1,4 +1,4 @@
-// Timing and traffic of a reducer's step, read from its marks on the streams.
+// Times and bytes of a reducer's step, read from marks on the streams.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ struct ReducerStats {
   uint64_t dense_bytes = 0;
   // Time in which any bucket was in progress on the reducer's streams, including compression.
   double comm_ms = 0;
-  // Parts of comm_ms, as defined in phases.h. Their sum is comm_ms, or more if two buckets overlapped.
+  // Parts of comm_ms, as defined in phases.h. Their sum exceeds comm_ms if two buckets overlapped.
   double compress_ms = 0, communicate_ms = 0, decompress_ms = 0;
   double exposed_comm_ms = 0;  // time for which the stream given to wait() was stalled
 };
@@ -34,14 +34,15 @@ struct ReducerMemory {
 
 // Marks and counters of one step.
 struct StepMarks {
-  int64_t step = -1;                 // the step of these marks
+  int64_t step = -1;
   std::deque<BucketPhases> buckets;  // a deque, so that elements do not move
   size_t first = 0;                  // the first bucket launched
   Event wait_begin, wait_end;
   // Before the first bucket and after the last. Written on the reducer's stream, read after wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
 
-  // Returns everything except dense_bytes. Valid once the marks are done; without `timing` only bytes.
+  // Returns the statistics except dense_bytes, and without `timing` only the bytes. Valid once the marks are
+  // done.
   ReducerStats stats(bool timing) const;
 };
 

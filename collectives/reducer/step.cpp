@@ -1,4 +1,4 @@
-// One step: gradients become ready, full buckets are launched in order, the consumer waits for the last.
+// A step: gradients become ready, full buckets are launched in order, the consumer waits for the last bucket.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ void Reducer::ready(int i, const Stream& producer) {
   }
   if (in_turns() && i > 0 && !ready_[i - 1]) {
     throw BadInput(fmt::format(
-        "gradient '{}' was marked ready before '{}', which comes first; with slots the order counts",
+        "gradient '{}' was marked ready before '{}'; with slots, mark gradients in the order of registration",
         tensors_[i].name, tensors_[i - 1].name));
   }
   ready_[i] = true;
@@ -33,13 +33,13 @@ void Reducer::ready(int i, const Stream& producer) {
   if (std::find(bucket.producers.begin(), bucket.producers.end(), producer) == bucket.producers.end()) {
     bucket.producers.push_back(producer);
   }
-  // Launch in a fixed order, independent of the order of readiness: all ranks must issue collectives in the
-  // same order.
+  // Launch in a fixed order, independent of the order of readiness, because all ranks must issue collectives
+  // in the same order.
   while (launched_ < static_cast<int>(order_.size()) && buckets_[order_[launched_]].is_full())
     launch(launched_++);
   const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
   if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
-    producer.wait(taken_[next % slots()]);  // the bucket whose memory the next bucket reuses
+    producer.wait(taken_[next % slots()]);  // the next bucket reuses this memory
   }
 }
 
@@ -54,7 +54,7 @@ void Reducer::launch_in(std::vector<int> order) {
   if (!idle || in_turns() || sorted != all) {
     throw BadInput(fmt::format("Reducer::launch_in: {}",
                                !idle        ? "only between steps, or when every gradient of a step is ready"
-                               : in_turns() ? "with slots, buckets go in their own order"
+                               : in_turns() ? "with slots, the order of buckets is fixed"
                                             : fmt::format("not a permutation of {} buckets", all.size())));
   }
   order_ = std::move(order);
@@ -160,7 +160,7 @@ void Reducer::launch(int position) {
   }
   Lane& lane = lane_of(bucket);
   if (lane.behind && begun_ && stream != stream_) {
-    stream.wait(begun_);  // after the whole previous step; only the first lane has waited for its end
+    stream.wait(begun_);  // only the first lane has waited for the end of the previous step
   }
   lane.behind = false;
   BucketPhases& phases = marks.buckets[b];

@@ -3,9 +3,10 @@
 // receives S, the minimum, and the value is rounded once.
 //
 // ring: a chain through all ranks, right neighbours first, in n chunks. Chunk c crosses hop h in round c + h,
-//   2n - 2 rounds in all. Each rank sends S, the last one nothing; every link is a neighbour's.
-// two_shot: n - 1 chunks. Round 1, the root sends chunk c directly to the c-th other rank; round 2, each of
-//   them sends its chunk directly to the others. The root sends S, the others (n-2)/(n-1) S.
+//   2n - 2 rounds in all. Each rank but the last sends S, all to its neighbour.
+// two_shot: n - 1 chunks. Round 1, the root sends chunk c directly to the c-th other rank; round 2, each
+// other
+//   rank sends its chunk directly to the rest. The root sends S, the other ranks (n-2)/(n-1) S.
 // hierarchical: N nodes of L ranks, (N-1) L chunks. Round 1, the root sends one chunk to every rank of the
 //   other nodes, so S enters each node over L links; round 2, ranks of the same local index exchange their
 //   chunks between those nodes, while the root scatters all chunks inside its own node; round 3, inside each
@@ -56,7 +57,7 @@ Schedule scatter_and_exchange(int world, int root) {
   return s;
 }
 
-Schedule node_by_node(int nodes, int per_node, int root) {
+Schedule enter_nodes_once(int nodes, int per_node, int root) {
   const int world = nodes * per_node, parts = std::max(1, nodes - 1);
   const int first = nodes > 1 ? 1 : 0;                   // rounds before the second phase
   const int second = nodes > 2 || per_node > 1 ? 1 : 0;  // rounds of the second phase
@@ -85,8 +86,8 @@ Schedule node_by_node(int nodes, int per_node, int root) {
         }
       }
       if (per_node == 1) continue;
-      // In the root's node, the chunks of the root's own index go to its neighbours in turn, so that it sends
-      // each chunk once.
+      // In the root's node, the chunks of the root's local index go to the other ranks in turn, so that the
+      // root sends each chunk once.
       const int to = l != at_home ? l : (at_home + 1 + m % (per_node - 1)) % per_node;
       const auto local = [&](int index) { return home * per_node + index; };
       detail::add_transfer(s, first, root, local(to), c, Step::Kind::recv_copy, true);
@@ -112,7 +113,7 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
       return scatter_and_exchange(world, root);
     case ScheduleKind::hierarchical: {
       const Topology t = detail::complete(topology, world);
-      return node_by_node(t.nodes, t.per_node, root);
+      return enter_nodes_once(t.nodes, t.per_node, root);
     }
     case ScheduleKind::tree:
     case ScheduleKind::nccl:
@@ -121,7 +122,7 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology) {
     case ScheduleKind::automatic:
       break;
   }
-  throw Error("broadcast: schedule=auto is the planner's to decide");
+  throw Error("broadcast: schedule=auto must be resolved by the planner");
 }
 
 }  // namespace gradwire

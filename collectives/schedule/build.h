@@ -5,11 +5,11 @@
 
 namespace gradwire::detail {
 
-// Returns an allreduce with `rounds` empty rounds per rank; none in a world of 1. owner[c] is the rank that
-// owns chunk c. Every rank is its own node unless the builder changes that. Throws BadInput for a world below
-// 1.
+// Returns an allreduce with `rounds` empty rounds per rank, or without rounds in a world of 1. owner[c] is
+// the rank that owns chunk c. Every rank is a node of its own unless the builder changes that. Throws
+// BadInput for a world below 1.
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds);
-// Derives the unknown part of the topology from the world. Throws BadInput if it does not fit the world.
+// Derives the unknown field of the topology from the world. Throws BadInput if the topology does not fit.
 Topology complete(Topology topology, int world);
 // Returns as many chunks as ranks; chunk c is owned by rank c.
 std::vector<int32_t> one_chunk_each(int world);

@@ -37,10 +37,10 @@ struct Post {
   std::shared_ptr<Value> value;  // of a send
 };
 
-// Simulates the schedule.
-class Player {
+// Simulates a schedule.
+class Simulation {
  public:
-  Player(const Schedule& schedule, CheckReport& report) : s_(schedule), report_(report) {}
+  Simulation(const Schedule& schedule, CheckReport& report) : s_(schedule), report_(report) {}
 
   bool well_formed() {
     if (s_.world < 1 || s_.chunks < 1 || std::ssize(s_.rounds) != s_.world) {
@@ -91,7 +91,7 @@ class Player {
     report_.busiest_link = *std::max_element(links.begin(), links.end());
   }
 
-  void play() {
+  void run() {
     holdings_.resize(static_cast<size_t>(s_.world) * s_.chunks);
     for (int r = 0; r < s_.world; ++r) {
       for (int c = 0; c < s_.chunks; ++c) {
@@ -188,7 +188,7 @@ class Player {
       idle_.push_back(r);
       return;
     }
-    close_what_is_sent(r, k);
+    close_sent_sums(r, k);
     for (int i = 0; i < std::ssize(round); ++i) {
       const Step& step = round[i];
       if (step.kind == Step::Kind::send) {
@@ -202,9 +202,9 @@ class Player {
     }
   }
 
-  // Closes, and so rounds, the partial sums that this round sends for the first time. With the wire format
-  // only on links between nodes, a sum is rounded only if one of its sends crosses such a link.
-  void close_what_is_sent(int r, int k) {
+  // Closes the partial sums that this round sends for the first time. Closing rounds a sum. With the wire
+  // format only on links between nodes, a sum is rounded only if one of its sends crosses such a link.
+  void close_sent_sums(int r, int k) {
     for (const Step& step : s_.rounds[r][k]) {
       if (step.kind != Step::Kind::send) continue;
       Holding& mine = holding(r, step.chunk);
@@ -235,10 +235,10 @@ class Player {
       receives.pop_front();
       const Step& sent = s_.rounds[from][send.round][send.step];
       const Step& wanted = s_.rounds[to][receive.round][receive.step];
-      // A mismatch repeats in later transfers of the same two ranks: report only the first.
+      // A mismatch repeats in later transfers of the same two ranks; report only the first mismatch.
       if ((sent.chunk != wanted.chunk || send.round != receive.round) && !mismatched_[link(from, to)]) {
         mismatched_[link(from, to)] = true;
-        report_.add(Rule::match, fmt::format("{}, but there it meets {}", describe(from, send.round, sent),
+        report_.add(Rule::match, fmt::format("{}, but there it matches {}", describe(from, send.round, sent),
                                              describe(to, receive.round, wanted)));
       }
       arrived_[to][receive.step] = send.value;
@@ -338,11 +338,11 @@ class Player {
 
 CheckReport check(const Schedule& schedule) {
   CheckReport report;
-  Player player(schedule, report);
-  if (!player.well_formed()) return report;
-  player.count_transfers();
-  player.play();
-  if (report.correct) player.check_rounding();
+  Simulation simulation(schedule, report);
+  if (!simulation.well_formed()) return report;
+  simulation.count_transfers();
+  simulation.run();
+  if (report.correct) simulation.check_rounding();
   check_cost(schedule, report);
   return report;
 }

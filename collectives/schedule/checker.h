@@ -1,9 +1,9 @@
 // Proves a schedule correct without moving any data.
 //
-// It simulates the schedule by the rules of schedule.h. Each value is the list of ranks whose contributions
-// it holds and how often it was rounded. A round is a group whose transfers progress together, a send
-// completes only once its receive has been posted (rendezvous), and transfers between the same two ranks
-// match in order. Rules:
+// The checker simulates the schedule by the rules of schedule.h. A value is the list of ranks whose
+// contributions it holds, and how often it was rounded. A round is a group whose transfers progress together,
+// a send completes only once its receive has been posted (rendezvous), and transfers between the same two
+// ranks match in order. Rules:
 //   form      every rank has the same rounds; peers, chunks and owners exist; no rank sends to itself; in one
 //             round a rank does one kind of step to a chunk; both ends agree on the link class
 //   match     the k-th send from a to b and the k-th receive at b from a are for the same chunk, in the same
@@ -12,9 +12,9 @@
 //   result    nothing is added to a partial sum after it was closed; every rank that must get a chunk's final
 //             value ends with a value that holds each rank's contribution exactly once
 //   ownership an owner closes the final value of its chunks itself; every other rank copies it
-//   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; no
-//             value goes to another node after ranks of its own node received it unrounded; no hop adds more
-//             messages than the kernels accept
+//   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; a
+//             value is not sent to another node after ranks of its own node received it unrounded; no hop
+//             adds more messages than the kernels accept
 //   cost      bytes sent per rank and per link class are the known optimum for the collective and the kind
 #pragma once
 
@@ -53,6 +53,7 @@ struct CheckReport {
   std::string to_string() const;
 };
 
+// Checks a schedule by all rules.
 CheckReport check(const Schedule& schedule);
 
 // Checks the rule `cost`, for check(). `report` must contain the measured transfers.

@@ -6,7 +6,7 @@
 // ranks busy.
 //
 // The trees: in an in-order traversal of a full binary tree, leaves and interior nodes alternate. So the odd
-// positions form the interior of tree 0, balanced, and the even ones its leaves. Tree 1 is the same tree
+// positions form the interior of tree 0, balanced, and the even positions its leaves. Tree 1 is the same tree
 // mirrored (n even) or shifted by one position (n odd), so that its interior is at even positions.
 //
 // Phases: up, floor(log2 n) rounds: a node adds its children's sums to its own part and sends the sum to its
@@ -32,14 +32,15 @@ struct Tree {
 
 // Builds the subtree of positions [begin, end) below `parent`, with its interior at odd positions. Returns
 // its height.
-int grow(Tree& tree, int begin, int end, int parent, int depth) {
+int build_subtree(Tree& tree, int begin, int end, int parent, int depth) {
   if (begin >= end) return -1;
   // The middle odd position; a range of one position is a leaf.
   int first_odd = begin | 1, odds = (end - first_odd + 1) / 2;
   int top = end - begin == 1 ? begin : first_odd + (odds - 1) / 2 * 2;
   tree.parent[top] = parent;
   tree.depth[top] = depth;
-  int below = std::max(grow(tree, begin, top, top, depth + 1), grow(tree, top + 1, end, top, depth + 1));
+  int below = std::max(build_subtree(tree, begin, top, top, depth + 1),
+                       build_subtree(tree, top + 1, end, top, depth + 1));
   return tree.height[top] = below + 1;
 }
 
@@ -52,7 +53,7 @@ Schedule double_tree(int world) {
   if (world == 1) return s;
   s.lossy_steps = s.inter_node_lossy_steps = levels + 1;
   Tree tree{std::vector<int>(world), std::vector<int>(world), std::vector<int>(world)};
-  grow(tree, 0, world, -1, 0);
+  build_subtree(tree, 0, world, -1, 0);
   for (int half = 0; half < 2; ++half) {
     auto rank_at = [&](int position) {
       if (half == 0) return position;

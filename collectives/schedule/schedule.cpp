@@ -274,7 +274,7 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
     case ScheduleKind::nccl:
       return nccl_allreduce(world);
   }
-  throw Error("make_schedule: schedule=auto is the planner's to decide");
+  throw Error("make_schedule: schedule=auto must be resolved by the planner");
 }
 
 }  // namespace gradwire

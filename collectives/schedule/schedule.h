@@ -1,5 +1,5 @@
 // Schedules are data: for each rank, rounds of transfers that make up a collective. A schedule touches
-// neither memory nor wire formats. One program runs all schedules, one checker proves them, one planner
+// neither memory nor wire formats. Program runs all schedules, the checker proves them, and the planner
 // predicts their cost.
 //
 // The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
@@ -32,8 +32,8 @@
 namespace gradwire {
 
 enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadcast };
-// How transfers are arranged. `automatic` lets the planner (collectives/plan) choose; no schedule has that
-// kind. `nccl` lets NCCL arrange them.
+// The arrangement of transfers. `automatic`: the planner (collectives/plan) chooses another kind. `nccl`:
+// NCCL arranges them.
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical, nccl };
 
 const char* name(Collective collective);
@@ -44,25 +44,27 @@ struct Step {
   Kind kind = Kind::send;
   int32_t peer = 0;
   int32_t chunk = 0;
-  // A link inside a node, where bytes are cheap. Hierarchical schedules mark these so that the wire format
-  // can be limited to links between nodes. In other schedules all links count as links between nodes.
+  // True for a link inside a node, where bytes are cheap. Hierarchical schedules mark these links so that the
+  // wire format can be limited to links between nodes. In other schedules it is always false.
   bool intra_node = false;
   bool operator==(const Step&) const = default;
 };
 
 using Round = std::vector<Step>;
 
-// How a schedule is executed. `messages`: by sends and receives. Where ranks read each other's memory: a
-// two-shot as one kernel, in two shots or one (kernels/wire/fused.h), and a hierarchical schedule with
-// messages between nodes only. All give the bits of messages. `library`: the transport's own allreduce, which
-// ignores the schedule.
-enum class Carrier : uint8_t { messages, two_shot_kernel, one_shot_kernel, node_windows, library };
+// How a schedule is executed. All but `library` give the same bits.
+enum class Carrier : uint8_t {
+  messages,         // sends and receives
+  two_shot_kernel,  // peer access: a two-shot as one kernel (kernels/wire/fused.h)
+  one_shot_kernel,  // the same with one barrier
+  node_windows,     // hierarchical: peer access inside nodes, messages between nodes
+  library           // the transport's own allreduce, which ignores the schedule
+};
 
-// Whether ranks may read each other's memory instead of sending messages: never, wherever possible, or where
-// predicted to be faster.
-enum class PeerAccessMode : uint8_t { off, on, automatic };
+// When peer access replaces messages: never, wherever possible, or where predicted to be faster.
+enum class Lsa : uint8_t { off, on, automatic };
 
-// How ranks are placed on nodes; 0: unknown. Either field follows from the other and the world.
+// The placement of ranks on nodes; 0: unknown. One field and the world determine the other field.
 struct Topology {
   int nodes = 0;
   int per_node = 0;
@@ -75,8 +77,8 @@ struct Schedule {
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]
-  // The most times an element is rounded on its way into the result when the wire is lossy: with the wire
-  // format on every link, or only on links between nodes.
+  // How often an element is rounded at most on its way into the result with a lossy format: with the format
+  // on every link, or only on links between nodes.
   int lossy_steps = 0;
   int inter_node_lossy_steps = 0;
   // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
@@ -88,7 +90,8 @@ struct Schedule {
   int num_rounds() const { return rounds.empty() ? 0 : static_cast<int>(rounds[0].size()); }
 };
 
-// Below, S is the size of the whole buffer; each function's file explains it. The first four are allreduces.
+// Below, S is the size of the whole buffer. Each function's file explains its schedule. The first four are
+// allreduces.
 
 // n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
 Schedule ring(int world);
@@ -103,12 +106,12 @@ Schedule double_tree(int world);
 // node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
 
-// NCCL's own allreduce. NCCL's transfers are unknown. The schedule's transfers are a ring's and are never
-// made: they count its bytes, the minimum.
+// NCCL's own allreduce, whose transfers are unknown. The schedule has the transfers of a ring, which are
+// never made, to count the bytes.
 Schedule nccl_allreduce(int world);
 
 // Return the two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
-// values. Rounds that become empty on all ranks are dropped. Throw BadInput for another collective.
+// values. Rounds that become empty on all ranks are dropped. They throw BadInput for another collective.
 Schedule reduce_scatter(const Schedule& allreduce);
 Schedule all_gather(const Schedule& allreduce);
 
@@ -120,21 +123,22 @@ Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology = {
 
 // Runs the schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
 // whole. The parts share the links, and between two rounds of one part there is a round of other parts,
-// during which its contributions can be added up: a round never needs data received in the previous round.
-// Takes 2 (rounds - 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself. Same
-// sums, same bits.
+// during which contributions can be added up: a round never needs data received in the previous round. The
+// result has 2 (rounds - 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself.
+// Neither sums nor bits change.
 Schedule pipelined(const Schedule& schedule, int slices);
 
-// The [begin, end) of chunk c when `count` elements are cut into `chunks` parts as evenly as `granularity`
-// allows. The parts of a pipelined chunk together are the chunk.
+// Elements [begin, end) of a buffer.
 struct ChunkRange {
   int64_t begin = 0, end = 0;
   int64_t count() const { return end - begin; }
 };
+// Returns the range of a chunk when `count` elements are cut into `chunks` parts as evenly as `granularity`
+// allows. The slices of a pipelined chunk together are the chunk.
 ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
 
-// Sizes of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards follow each other
-// in rank order. Empty: shards follow from an even cut into chunks.
+// Sizes of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards lie one after
+// another in rank order. Empty: the buffer is cut evenly into chunks.
 using Shards = std::vector<int64_t>;
 // Returns each chunk's range, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
 // evenly as `granularity` allows among the owner's chunks. Throws BadInput unless there is one shard per
@@ -142,15 +146,15 @@ using Shards = std::vector<int64_t>;
 std::vector<ChunkRange> chunk_ranges(const Schedule& schedule, int64_t count, const Shards& shards,
                                      int64_t granularity = 8);
 
-// Returns the elements this rank sends when the schedule runs over `count` elements.
+// Return the number of elements that this rank sends or owns when the schedule runs over `count` elements.
 int64_t elements_sent(const Schedule& schedule, int rank, int64_t count, const Shards& shards = {});
 int64_t elements_owned(const Schedule& schedule, int rank, int64_t count, int64_t granularity = 8,
                        const Shards& shards = {});
 
 // Returns an allreduce of this kind. Throws BadInput for a kind that does not support this world.
 Schedule make_schedule(ScheduleKind kind, int world, Topology topology = {});
-// The same for any collective; `root`: of a broadcast. Also throws BadInput for a collective without a
-// schedule of this kind.
+// Returns a schedule of this kind for any collective. `root` applies to a broadcast. Throws BadInput also for
+// a collective without a schedule of this kind.
 Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topology topology = {},
                        int root = 0);
 

@@ -24,7 +24,7 @@ namespace {
                              with_grammar ? "; a spec is " + CompressionSpec::grammar() : ""));
 }
 
-// "a|b|c"
+// Returns the words joined as "a|b|c".
 template <typename T>
 std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   std::string all;
@@ -35,7 +35,7 @@ std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   return all;
 }
 
-// Returns the choice named by a word, e.g. on|off.
+// Returns the choice that a word names, such as on or off.
 template <typename T>
 T choose(std::string_view text, std::string_view key, std::string_view value,
          const std::vector<std::pair<std::string_view, T>>& choices) {
@@ -93,7 +93,8 @@ Wire wire_named(std::string_view text, std::string_view name) {
                         suggestion(name, format_names())));
 }
 
-// Returns encoders whose blocks are contiguous, so that parts of a residual can be read and written.
+// Returns the formats of residual=. Their blocks are contiguous, so that parts of a residual can be read and
+// written.
 std::vector<std::pair<std::string_view, Wire>> residuals() {
   std::vector<std::pair<std::string_view, Wire>> all;
   for (const char* name : {"fp32", "bf16", "int8"}) all.emplace_back(name, find_wire_format(name));
@@ -121,7 +122,7 @@ std::vector<std::string> dense_names(std::string_view text, std::string_view val
   return names;
 }
 
-// Below 8 bits per element, the few bytes saved on a vector are not worth their error.
+// Below 8 bits per element, compressing a vector saves few bytes at a large error.
 std::vector<std::string> default_dense(Wire wire) {
   if (wire->bytes_per_value() < 1) return {kDenseAuto};
   return {};
@@ -325,7 +326,7 @@ bool CompressionSpec::is_codec(std::string_view name) {
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
-  // Also accepts a comma after the name: grammars in docs read "bf16[,schedule=...]".
+  // Also accepts a comma after the name, as in "bf16,schedule=ring".
   const size_t separator = text.find_first_of(":,");
   const std::string_view method = text.substr(0, separator);
   if (const Wire wire = find_wire_format(method)) {

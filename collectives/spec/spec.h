@@ -1,4 +1,4 @@
-// Compression specs, one grammar everywhere: name[:key=value,...].
+// Compression specs: name[:key=value,...].
 //
 // The name is a wire format's (kernels/wire/formats.h), `powersgd` or `randk`. CompressionSpec::grammar()
 // lists all options; docs/formats.md explains them.
@@ -24,18 +24,18 @@ struct CompressionSpec {
   bool error_feedback = true;
   // Format of the residual between steps, with stochastic rounding.
   Wire residual = kFp32;
-  // Tensors that are not compressed but averaged in FP32: names with shell wildcards. kDenseAuto: vectors and
-  // small tensors. Sorted, without duplicates.
+  // Tensors that are averaged in FP32 without compression: names with shell wildcards. kDenseAuto: vectors
+  // and small tensors. Sorted, without duplicates.
   std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
-  // transport=lsa: where ranks can read each other's memory, an allreduce is one kernel (LSA is NCCL's term:
-  // load/store-accessible) or, with schedule=hierarchical, nothing is sent inside nodes. Otherwise messages
-  // are sent. transport=auto: only where the planner predicts that to be faster.
-  PeerAccessMode peer_access = PeerAccessMode::off;
+  // transport=lsa: peer access where ranks can read each other's memory (LSA is NCCL's term:
+  // load/store-accessible). An allreduce is then one kernel or, with schedule=hierarchical, has no messages
+  // inside nodes. transport=auto: only where the planner predicts peer access to be faster.
+  Lsa lsa = Lsa::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 
-  // PowerSGD only. In brackets the name of PyTorch's option.
+  // PowerSGD only. The name of PyTorch's option is in brackets.
   int rank = 1;       // [matrix_approximation_rank]
   int64_t start = 0;  // [start_powerSGD_iter, default 1000] first compressed step; plain FP32 before it
   bool warm = true;   // [warm_start]
@@ -57,7 +57,7 @@ struct CompressionSpec {
   // Returns why the residual of error feedback may grow without bound, with the remedy; "" if it cannot grow,
   // or if the bound of the format is unknown.
   std::string divergence() const;
-  // Returns whether `name` is a codec's, and so cannot be a wire format's.
+  // Returns whether `name` is the name of a codec, which no wire format can have.
   static bool is_codec(std::string_view name);
   // Returns every legal spec, in one line.
   static std::string grammar();

@@ -13,8 +13,8 @@
  *   except gw_comm_abort().
  * - **Order.** All ranks of a communicator must make the collective calls (marked as such) in the same order
  *   and with the same arguments, except those marked "may differ". Ranks that disagree get #GW_COMM_FAILED
- *   with a text that names both calls. Calls that differ only in their addresses are told apart only by
- *   gw_call_options::tag.
+ *   with a text that names both calls. Only gw_call_options::tag distinguishes calls that differ
+ *   only in their addresses.
  * - **Failure.** A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the
  *   communicator: every pending and later call fails on every reachable rank. Then destroy it and create
  *   another, or continue with the surviving ranks: gw_comm_shrink().

@@ -85,7 +85,7 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
       EXPECT_NE(std::string(gw_last_error()).find("has joined already"), std::string::npos)
           << gw_last_error();
       ++refused;
-      GW_EXPECT_BAD("says world 3", capi::create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
+      GW_EXPECT_BAD("has world 3", capi::create(name.c_str(), 1, 3, GW_HOST, 60'000, &mine));
       GW_EXPECT_OK(capi::create(name.c_str(), 1, 2, GW_HOST, 60'000, &mine));
     }
     GW_EXPECT_OK(gw_comm_destroy(mine));

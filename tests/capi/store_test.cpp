@@ -194,7 +194,7 @@ TEST(CApiStore, ReportsAStoreThatBlocksPastTheDeadline) {
   TestStore::Shared shared;
   TestStore store(shared);
   store.overtime_ms = 700;
-  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/rendezvous') came back too late",
+  GW_EXPECT_FAILS(GW_COMM_FAILED, "the store's get('gradwire/rendezvous') returned too late",
                   alone(store, 1, 100));
 }
 

@@ -270,7 +270,7 @@ TEST(NcclAllreduce, PredictsItFromPublishedNumbersIfUnmeasured) {
     const double published_us = 1.75 * bytes / gb_per_s / 1e3;
     const auto choice = choose("fp32:schedule=nccl", 8, {}, static_cast<int64_t>(bytes / 4), kFp32);
     EXPECT_NEAR(choice.predicted_us / published_us, 1, off);
-    EXPECT_EQ(choice.reason, "asked for");
+    EXPECT_EQ(choice.reason, "requested");
   }
 }
 
@@ -290,7 +290,7 @@ TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
     EXPECT_GT(c.library.bytes_per_us, 0);
   }
   EXPECT_GT(world[0].all_reduces, 0);
-  expect_has(costs[0].to_string(), {"an allreduce of NCCL's own"});
+  expect_has(costs[0].to_string(), {"NCCL's allreduce"});
   // Costs measured over NCCL, for example from a checkpoint, do not apply to another transport.
   auto alone = Communicator::create_single(Device::host());
   alone->set_link_costs(costs[0]);

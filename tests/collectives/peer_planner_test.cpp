@@ -62,12 +62,12 @@ TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   const auto memory = plan("fp32:schedule=hierarchical,transport=lsa", "", 4);
   EXPECT_EQ(memory.schedule.carrier, Carrier::node_windows);
   EXPECT_EQ(memory.schedule.rounds, messages.schedule.rounds);
-  expect_has(memory.reason, {"asked for, 2 nodes of 4, inside which memory is read"});
+  expect_has(memory.reason, {"requested, 2 nodes of 4, with peer access inside nodes"});
   // Two rounds of 3/4 of 4 MB inside nodes.
   EXPECT_NEAR(messages.predicted_us - memory.predicted_us, 2 * (30 - 4) + 6e6 / 5000 - 6e6 / 300e3, 1);
   const auto without = plan("fp32:schedule=hierarchical,transport=lsa", "no NVLink", 4);
   EXPECT_EQ(without.schedule.carrier, Carrier::messages);
-  expect_has(without.reason, {"messages inside nodes, too: no NVLink"});
+  expect_has(without.reason, {"no peer access inside nodes: no NVLink"});
   EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
 }
 
@@ -134,9 +134,9 @@ TEST(TransportLsa, AutoComparesMemoryWithMessages) {
   const std::string nodes = "fp32:schedule=hierarchical,transport=auto";
   EXPECT_EQ(plan(nodes, kMuch, fast, 4).schedule.carrier, Carrier::node_windows);
   expect_has(plan(nodes, kMuch, fast, 4).reason,
-             {"2 nodes of 4, inside which memory is read", "by messages"});
+             {"2 nodes of 4, with peer access inside nodes", "by messages"});
   EXPECT_EQ(plan(nodes, kMuch, far, 4).schedule.carrier, Carrier::messages);
-  expect_has(plan(nodes, kMuch, far, 4).reason, {"with memory that is read inside nodes"});
+  expect_has(plan(nodes, kMuch, far, 4).reason, {"with peer access inside nodes"});
   EXPECT_EQ(plan("fp32:transport=auto", kMuch, fast).schedule.rounds, two_shot(8).rounds);
 }
 

@@ -99,7 +99,7 @@ TEST(Planner, ExplainsItsChoiceInEveryWorld) {
   // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
   EXPECT_NEAR(choice.predicted_us, 6200, 1);
   EXPECT_TRUE(choice.reason.starts_with("fastest: 6.2 ms predicted, ring 6.6 ms, tree ")) << choice.reason;
-  EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, kFp32).reason, "asked for");
+  EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, kFp32).reason, "requested");
   EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, kFp32), ScheduleKind::ring);  // too many for a two-shot
   EXPECT_EQ(chosen("fp32", 2, 0, {}, kMuch, kFp32), ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 1, 0, {}, kMuch, kFp32).reason, "a world of 1");
@@ -203,7 +203,7 @@ TEST(Planner, AReducerChoosesForEachAllreduce) {
     EXPECT_NE(reducer.describe().find("schedule tree"), std::string::npos) << reducer.describe();
     Reducer fixed(comm, CompressionSpec::parse("fp32:schedule=ring"), {{"small", {4}}}, {});
     EXPECT_EQ(fixed.schedule(), "ring");
-    EXPECT_EQ(fixed.schedule_reason(), "schedule ring (asked for)");
+    EXPECT_EQ(fixed.schedule_reason(), "schedule ring (requested)");
   });
 }
 

@@ -279,7 +279,7 @@ TEST(Checker, NamesEachViolation) {
   s.rounds[2][1] = {first(s, 2, 1, Step::Kind::recv_reduce)};
   expect_violation(
       s, Rule::match,
-      "round 2: rank 2 sends chunk 3 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
+      "round 2: rank 2 sends chunk 3 to rank 3, but there it matches round 1: rank 3 adds chunk 0");
 
   s = two_shot(3);
   std::erase(s.rounds[2][0], Step{Step::Kind::send, 1, 1});
@@ -290,7 +290,7 @@ TEST(Checker, NamesEachViolation) {
   first(s, 2, 1, Step::Kind::send).chunk = 2;
   expect_violation(
       s, Rule::match,
-      "round 1: rank 2 sends chunk 2 to rank 3, but there it meets round 1: rank 3 adds chunk 0");
+      "round 1: rank 2 sends chunk 2 to rank 3, but there it matches round 1: rank 3 adds chunk 0");
 
   s = ring(4);
   first(s, 1, 0, Step::Kind::send).peer = 9;
@@ -329,7 +329,7 @@ TEST(Checker, DetectsDifferentRoundsAtTheTwoEnds) {
   s.rounds[0][2] = {first(s, 0, 1, Step::Kind::send)};
   s.rounds[0][1] = {first(s, 0, 1, Step::Kind::recv_reduce)};
   expect_violation(s, Rule::match,
-                   "round 2: rank 0 sends chunk 1 to rank 1, but there it meets round 1: rank 1 adds");
+                   "round 2: rank 0 sends chunk 1 to rank 1, but there it matches round 1: rank 1 adds");
 }
 
 TEST(Checker, DetectsWastedBytesAndFalseClaims) {
