@@ -1,5 +1,5 @@
-// Lists of specs for tests, benchmarks and `gradwire compare --preset`. Wire formats are included
-// automatically. Add a line for each new codec or option.
+// Lists of specs for benchmarks and `gradwire compare --preset`. Wire formats are included automatically. Add
+// the practical choices of a new codec.
 #pragma once
 
 #include <string>
@@ -31,70 +31,6 @@ inline std::vector<std::string> shelf_specs() {
                            "topk:k=41,values=int2", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=16",
                            "powersgd:rank=4,alternate=on", "randk:ratio=0.1", "randk:ratio=0.01"})
     all.emplace_back(spec);
-  return all;
-}
-
-// Returns specs of every codec and option, for tests (identical bits on all ranks, conservation, resuming)
-// and benchmarks.
-inline std::vector<std::string> example_specs() {
-  std::vector<std::string> all = format_specs();
-  for (Wire wire : wire_formats()) {
-    if (!wire->exact) all.push_back(std::string("powersgd:rank=4,wire=") + wire->name);
-  }
-  for (const char* spec : {"int4:rotate=hadamard",
-                           "eden:bits=1",
-                           "qsgd:bits=4,block=128",
-                           "topk:k=5,of=256,values=int2",
-                           "powersgd:rank=1",
-                           "powersgd:rank=2",
-                           "powersgd:rank=3,wire=bf16,round=stochastic",
-                           "powersgd:rank=4,warm=off",
-                           "powersgd:rank=4,start=5",
-                           "powersgd:rank=64,min_ratio=0.1",
-                           "bf16:residual=int8",
-                           "int8:round=stochastic,residual=bf16",
-                           "powersgd:rank=2,residual=int8",
-                           "int8:dense=auto",
-                           "sign:dense=off",
-                           "fp8:residual=int8,dense=auto+*s*",
-                           "powersgd:rank=2,wire=int8,dense=auto",
-                           "powersgd:rank=4,alternate=on",
-                           "powersgd:rank=1,alternate=on,start=3",
-                           "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on",
-                           "powersgd:rank=4,wire=fp8,alternate=on",
-                           "randk:ratio=0.01",
-                           "randk:ratio=0.3,seed=7",
-                           "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
-    all.push_back(spec);
-  }
-  return all;
-}
-
-// Returns example_specs() with every schedule. Specs that differ only in rounding or in the wire format of a
-// codec have the same exchanges: each of these gets one schedule, in turns.
-inline std::vector<std::string> example_specs_with_schedules() {
-  const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
-  std::vector<std::string> all = {
-      "fp32:transport=lsa",
-      "fp8:round=stochastic,transport=lsa",
-      "int4:schedule=two_shot,transport=lsa",
-      "powersgd:rank=2,transport=lsa",
-      "fp32:schedule=hierarchical,transport=lsa",
-      "int8:schedule=hierarchical,transport=lsa",
-      "powersgd:rank=2,wire=bf16,schedule=hierarchical,transport=lsa,intra_node=fp32",
-      "bf16:schedule=hierarchical,intra_node=fp32",
-      "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
-  size_t turn = 0;
-  for (std::string spec : example_specs()) {
-    const auto has = [&](const char* option) { return spec.find(option) != std::string::npos; };
-    const bool variant = has("round=stochastic") || has("wire=");
-    spec += has(":") ? "," : ":";
-    if (variant) {
-      all.push_back(spec + "schedule=" + schedules[turn++ % schedules.size()]);
-      continue;
-    }
-    for (const std::string& schedule : schedules) all.push_back(spec + "schedule=" + schedule);
-  }
   return all;
 }
 

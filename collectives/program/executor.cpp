@@ -6,7 +6,10 @@ namespace gradwire {
 
 ProgramExecutor::ProgramExecutor(const ProgramPlan& plan)
     : plan_(plan),
-      info_{.part = plan.options.part, .schedule = name(plan.schedule.kind), .slices = plan.slices} {
+      info_{.part = plan.options.part,
+            .schedule = name(plan.schedule.kind),
+            .slices = plan.slices,
+            .carrier = plan.carrier} {
   if (!plan.overlapped) return;
   begun_ = Event::create(plan.transport.device());
   ordered_ = Event::create(plan.transport.device());

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/schedule/schedule.h"
 #include "runtime/device/device.h"
 #include "runtime/device/nvtx.h"
 #include "runtime/trace/trace.h"
@@ -26,6 +27,8 @@ struct ProgramInfo {
   std::string schedule;
   int64_t bytes_sent = 0;  // by this rank
   int exchanges = 0, slices = 1;
+  // The carrier in use: messages if the transport does not support the schedule's carrier.
+  Carrier carrier = Carrier::messages;
 };
 
 // One bucket's marks in one step. Must be read before a later step reuses it.

@@ -17,14 +17,8 @@ Program::Program(Transport& transport, const Schedule& schedule, const ProgramBu
 
 Program::~Program() = default;
 
-int Program::slices() const {
-  return plan_->slices;
-}
 const ProgramInfo& Program::info() const {
   return executor_->info();
-}
-Carrier Program::carrier() const {
-  return plan_->carrier;
 }
 
 int Program::slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,

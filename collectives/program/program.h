@@ -132,10 +132,7 @@ class Program {
   void run(const Stream& stream, BucketPhases* phases = nullptr);
 
   const ProgramBuffers& buffers() const { return buffers_; }
-  int slices() const;
   const ProgramInfo& info() const;
-  // Returns the carrier in use: messages if the transport does not support the schedule's carrier.
-  Carrier carrier() const;
 
  private:
   bool widens() const { return buffers_.dtype != DType::f32; }

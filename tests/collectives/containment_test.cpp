@@ -8,8 +8,8 @@
 #include <cmath>
 #include <limits>
 
-#include "collectives/codec/examples.h"
 #include "tests/collectives/conservation.h"
+#include "tests/collectives/example_specs.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"

@@ -4,8 +4,8 @@
 
 #include <cmath>
 
-#include "collectives/codec/examples.h"
 #include "runtime/threads/thread_pool.h"
+#include "tests/collectives/example_specs.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
 #include "tests/support/thinned.h"

@@ -48,7 +48,7 @@ std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, floa
                    .transfers = transfers ? comm.transfers() : Stream(),
                    .beside_others = transfers,
                    .slice_bytes = 512});
-  EXPECT_EQ(program.carrier(), schedule.carrier);
+  EXPECT_EQ(program.info().carrier, schedule.carrier);
   Buffer workspace(Device::host(), program.workspace_bytes());
   program.bind(workspace.data());
   const uint64_t before = comm.bytes_sent();
@@ -59,7 +59,7 @@ std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, floa
   if (schedule.kind == ScheduleKind::nccl) {
     EXPECT_EQ(program.info().schedule, "nccl");
     EXPECT_EQ(program.info().bytes_sent, 4 * elements_sent(ring(comm.world()), comm.rank(), count));
-    EXPECT_EQ(program.slices(), 1);
+    EXPECT_EQ(program.info().slices, 1);
   }
   return data;
 }

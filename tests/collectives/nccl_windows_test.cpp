@@ -144,7 +144,7 @@ void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier)
   std::vector<float> data(1000, static_cast<float>(transport.rank() + 1));
   Program program(transport, in_one_kernel(world), {data.data(), data.data(), nullptr, 1000},
                   {.what = "gradients"});
-  EXPECT_EQ(program.carrier(), carrier);
+  EXPECT_EQ(program.info().carrier, carrier);
   Buffer workspace(Device::host(), program.workspace_bytes());
   program.bind(workspace.data());
   for (int step = 0; step < 3; ++step) {
@@ -199,7 +199,7 @@ TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
       std::vector<float> data = normal(1000, 7 + t.rank()), residual(1000, 0.0f);
       Program program(t, schedule, {data.data(), data.data(), residual.data(), 1000},
                       {.what = "gradients", .wire = kBf16});
-      EXPECT_EQ(program.carrier(), schedule.carrier);
+      EXPECT_EQ(program.info().carrier, schedule.carrier);
       Buffer workspace(Device::host(), program.workspace_bytes());
       program.bind(workspace.data());
       for (int step = 0; step < 3; ++step) program.run(s);

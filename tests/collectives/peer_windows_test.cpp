@@ -50,7 +50,7 @@ Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program:
     with_seed.transfers = r % 2 == 0 ? comm.transfers() : Stream();
     Program program(comm.transport(), schedule, {data.data(), data.data(), residual.as<float>(), count},
                     with_seed);
-    if (program.carrier() != schedule.carrier) out.kernels = false;
+    if (program.info().carrier != schedule.carrier) out.kernels = false;
     Buffer workspace(device, program.workspace_bytes());
     program.bind(workspace.data());
     for (int k = 0; k < steps; ++k) {
@@ -171,7 +171,7 @@ TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
           comm.transport(), schedule, ProgramBuffers{values, values, nullptr, c.count},
           Program::Options{
               .what = "test", .wire = c.wire, .transfers = comm.transfers(), .beside_others = true}));
-      EXPECT_EQ(programs.back()->carrier(), c.carrier);
+      EXPECT_EQ(programs.back()->info().carrier, c.carrier);
       programs.back()->bind(
           workspaces.emplace_back(comm.device(), programs.back()->workspace_bytes()).data());
     }

@@ -59,7 +59,7 @@ inline Outcome allreduce(Device device, const Schedule& schedule, const Values& 
                     mine);
     // Tests of slices require at least two.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
-    EXPECT_TRUE(program.slices() > 1 || !sure);
+    EXPECT_TRUE(program.info().slices > 1 || !sure);
     run_once(program, stream);
     outcome.result[r] = to_host(stream, data.as<const float>(), count);
     if (residual) outcome.residual[r] = to_host(stream, residual.as<const float>(), count);

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "collectives/codec/examples.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/fp16.h"
 #include "runtime/device/graph.h"

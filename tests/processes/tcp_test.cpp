@@ -9,10 +9,10 @@
 
 #include <bit>
 
-#include "collectives/codec/examples.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/util/error.h"
+#include "tests/collectives/example_specs.h"
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"
 #include "tests/support/expect.h"
