@@ -1,5 +1,6 @@
 #include "collectives/c_api/errors.h"
 
+#include <iterator>
 #include <new>
 
 #include "runtime/threads/resources.h"
@@ -63,28 +64,11 @@ const char* gw_last_error(void) {
 }
 
 const char* gw_status_string(gw_status status) {
-  switch (status) {
-    case GW_OK:
-      return "GW_OK";
-    case GW_BAD_ARGUMENT:
-      return "GW_BAD_ARGUMENT";
-    case GW_BAD_HANDLE:
-      return "GW_BAD_HANDLE";
-    case GW_COMM_FAILED:
-      return "GW_COMM_FAILED";
-    case GW_DEVICE_FAILED:
-      return "GW_DEVICE_FAILED";
-    case GW_UNSUPPORTED:
-      return "GW_UNSUPPORTED";
-    case GW_NO_MEMORY:
-      return "GW_NO_MEMORY";
-    case GW_INTERNAL:
-      return "GW_INTERNAL";
-    case GW_NOT_DONE:
-      return "GW_NOT_DONE";
-    default:
-      return "not a gw_status";
-  }
+  constexpr const char* kNames[] = {"GW_OK",          "GW_BAD_ARGUMENT",  "GW_BAD_HANDLE",
+                                    "GW_COMM_FAILED", "GW_DEVICE_FAILED", "GW_UNSUPPORTED",
+                                    "GW_NO_MEMORY",   "GW_INTERNAL",      "GW_NOT_DONE"};
+  static_assert(std::size(kNames) == GW_NOT_DONE + 1);
+  return status >= GW_OK && status <= GW_NOT_DONE ? kNames[status] : "not a gw_status";
 }
 
 int gw_version(void) {

@@ -10,14 +10,8 @@ namespace gradwire {
 namespace {
 
 const char* name(PowerSgdPass::Kind kind) {
-  switch (kind) {
-    case PowerSgdPass::project:
-      return "project";
-    case PowerSgdPass::project_onto:
-      return "project_onto";
-    default:
-      return "back_project";
-  }
+  constexpr const char* kNames[] = {"project", "project_onto", "back_project"};
+  return kNames[kind];
 }
 
 }  // namespace

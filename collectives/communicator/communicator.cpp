@@ -44,18 +44,6 @@ std::unique_ptr<Communicator> Communicator::create_single(Device device) {
   return std::move(create_local({device}, std::chrono::milliseconds(60'000)).front());
 }
 
-Communicator::Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
-Communicator::~Communicator() = default;
-
-int Communicator::rank() const {
-  return transport_->rank();
-}
-int Communicator::world() const {
-  return transport_->world();
-}
-Device Communicator::device() const {
-  return transport_->device();
-}
 void Communicator::set_ranks_per_node(int ranks) {
   if (ranks < 0 || (ranks > 0 && world() % ranks != 0)) {
     throw BadInput(
@@ -94,18 +82,6 @@ void Communicator::finish_transfers() noexcept {
   } catch (...) {
   }
 }
-uint64_t Communicator::bytes_sent() const {
-  return transport_->bytes_sent();
-}
-void Communicator::abort(const std::string& reason) {
-  transport_->abort(reason);
-}
-std::vector<double> Communicator::waited_s() const {
-  return transport_->waited_s();
-}
-void Communicator::check() {
-  transport_->check();
-}
 std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
                                                     std::vector<int>& survivors) {
   return std::make_unique<Communicator>(require_elastic(*transport_).regroup(timeout, survivors));
@@ -132,15 +108,6 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   if (link_costs_ && !link_costs_->measured)
     made->set_link_costs(*link_costs_);  // assumed, not measured, as in this group
   return made;
-}
-void Communicator::barrier() {
-  transport_->barrier();
-}
-void Communicator::send_message(const std::string& message) {
-  require_messages(*transport_).send_message(message);
-}
-std::string Communicator::take_message(int from) {
-  return require_messages(*transport_).take_message(from);
 }
 
 }  // namespace gradwire

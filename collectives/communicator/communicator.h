@@ -6,10 +6,12 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/plan/link_costs.h"
 #include "collectives/schedule/schedule.h"
+#include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
 
 namespace gradwire {
@@ -17,7 +19,6 @@ namespace gradwire {
 struct TcpJoinOptions;
 struct TcpOptions;
 struct NcclOptions;
-class Transport;
 
 class Communicator {
  public:
@@ -39,12 +40,11 @@ class Communicator {
                                                   std::chrono::milliseconds timeout);
   // Creates a world of 1.
   static std::unique_ptr<Communicator> create_single(Device device);
-  explicit Communicator(std::unique_ptr<Transport> transport);
-  ~Communicator();
+  explicit Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
-  int rank() const;
-  int world() const;
-  Device device() const;
+  int rank() const { return transport_->rank(); }
+  int world() const { return transport_->world(); }
+  Device device() const { return transport_->device(); }
   Transport& transport() { return *transport_; }
 
   // Sets how ranks are placed on nodes: rank = node * ranks_per_node + local index. 0, the default: unknown.
@@ -75,14 +75,14 @@ class Communicator {
   void finish_transfers() noexcept;
 
   // Returns the bytes this rank has sent so far, counted as they leave.
-  uint64_t bytes_sent() const;
+  uint64_t bytes_sent() const { return transport_->bytes_sent(); }
   // Fails every pending and later operation of every rank of the group with `reason`. Any thread may call it.
-  void abort(const std::string& reason);
+  void abort(const std::string& reason) { transport_->abort(reason); }
   // Throws CommError once the group has failed. On CUDA: call it after synchronizing a stream, before using
   // the results.
-  void check();
+  void check() { transport_->check(); }
   // Returns how long this rank has waited for data of each rank, in seconds; empty if not measured.
-  std::vector<double> waited_s() const;
+  std::vector<double> waited_s() const { return transport_->waited_s(); }
   // Returns a communicator of a failed group's survivors, which determine their members themselves: see
   // ElasticGroup::regroup(). TCP and NCCL, if created `shrinkable`. Afterwards this communicator can only be
   // destroyed.
@@ -95,10 +95,10 @@ class Communicator {
   // blocks.
   std::unique_ptr<Communicator> split(int color, int key);
   // Blocks until all ranks have called it. For set-up and between epochs, not in a step.
-  void barrier();
+  void barrier() { transport_->barrier(); }
   // Send and receive short messages to rank 0 for reports, between processes only: see MessagesToRankZero.
-  void send_message(const std::string& message);
-  std::string take_message(int from);
+  void send_message(const std::string& message) { require_messages(*transport_).send_message(message); }
+  std::string take_message(int from) { return require_messages(*transport_).take_message(from); }
 
  private:
   std::unique_ptr<Transport> transport_;

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "collectives/program/first_sums.h"
+#include "kernels/wire/part_scale.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 

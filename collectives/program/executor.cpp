@@ -1,7 +1,5 @@
 #include "collectives/program/executor.h"
 
-#include "runtime/util/error.h"
-
 namespace gradwire {
 
 ProgramExecutor::ProgramExecutor(const ProgramPlan& plan)
@@ -39,21 +37,6 @@ void SerialExecutor::enqueue(const Stream& stream, const Stream& transfers, Buck
   enter(phases, stream, Phase::communicate);
   enqueue_on(transfers);
   order(transfers, stream);
-}
-
-std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
-  switch (plan.carrier) {
-    case Carrier::messages:
-      return make_message_executor(plan, memory);
-    case Carrier::two_shot_kernel:
-    case Carrier::one_shot_kernel:
-      return make_kernel_executor(plan, memory);
-    case Carrier::node_windows:
-      return make_node_executor(plan, memory);
-    case Carrier::library:
-      return make_library_executor(plan, memory);
-  }
-  throw Error("make_executor: unknown carrier");
 }
 
 }  // namespace gradwire

@@ -1,7 +1,6 @@
 // Executors: each carries out a plan in one way. Internal to collectives/program.
 #pragma once
 
-#include <functional>
 #include <memory>
 
 #include "collectives/program/program_plan.h"
@@ -48,13 +47,6 @@ class SerialExecutor : public ProgramExecutor {
 
 // Returns the executor for the plan's carrier, bound to `memory`. The plan must outlive it.
 std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory);
-
 std::unique_ptr<ProgramExecutor> make_message_executor(const ProgramPlan& plan, const ProgramMemory& memory);
-// The whole program as one kernel over peer windows.
-std::unique_ptr<ProgramExecutor> make_kernel_executor(const ProgramPlan& plan, const ProgramMemory& memory);
-// Peer windows inside nodes, messages between nodes.
-std::unique_ptr<ProgramExecutor> make_node_executor(const ProgramPlan& plan, const ProgramMemory& memory);
-// The transport's own allreduce.
-std::unique_ptr<ProgramExecutor> make_library_executor(const ProgramPlan& plan, const ProgramMemory& memory);
 
 }  // namespace gradwire

@@ -18,36 +18,30 @@ bool collide(const Exchange& a, const Exchange& b) {
   });
 }
 
-// Moves kernels from a list to the operations.
-class Emitter {
- public:
-  Emitter(const std::vector<EmittedKernel>& kernels, size_t exchanges) : last_for_(exchanges, -1) {
-    for (const EmittedKernel& kernel : kernels) pending_.push_back(&kernel);
-  }
-
-  template <typename Chosen>
-  void emit_kernels(Chosen chosen) {
-    std::erase_if(pending_, [&](const EmittedKernel* kernel) {
-      if (!chosen(*kernel)) return false;
-      if (kernel->before >= 0) last_for_[kernel->before] = static_cast<int>(operations.size());
-      operations.emplace_back(kernel->kernel);
-      return true;
-    });
-  }
-
-  void emit(Exchange exchange, size_t index) {
-    if (const int last = last_for_[index]; last >= 0) std::get<Kernel>(operations[last]).needed = true;
-    operations.emplace_back(std::move(exchange));
-  }
-
-  std::vector<Operation> operations;
-
- private:
-  std::vector<const EmittedKernel*> pending_;
-  std::vector<int> last_for_;  // [exchange]: the position of the last kernel that it depends on; -1: none
-};
+int64_t total_bytes(const std::vector<Transfer>& transfers, Transfer::Kind kind) {
+  int64_t bytes = 0;
+  for (const Transfer& t : transfers) bytes += t.kind == kind ? static_cast<int64_t>(t.bytes) : 0;
+  return bytes;
+}
 
 }  // namespace
+
+int64_t Exchange::bytes_sent() const {
+  return total_bytes(transfers, Transfer::Kind::send);
+}
+int64_t Exchange::bytes_received() const {
+  return total_bytes(transfers, Transfer::Kind::receive);
+}
+
+void Kernel::launch(const Stream& stream, Wire wire) const {
+  if (const auto* encode = std::get_if<ReduceEncode>(&work)) {
+    wire->reduce_encode(stream, *encode);
+  } else if (const auto* decode = std::get_if<Decode>(&work)) {
+    wire->decode(stream, *decode);
+  } else {
+    fp32_reduce(stream, std::get<Reduce>(work));
+  }
+}
 
 // Every kernel that closes a chunk for exchange k precedes that exchange even without another dependency: the
 // exchange may receive into a slot that the kernel reads.
@@ -56,16 +50,29 @@ std::vector<Operation> put_in_order(std::vector<EmittedKernel> kernels, std::vec
     if (kernels[i].feeds_next) kernels[i].before = kernels[i + 1].before;
   }
   for (size_t k = 1; k < exchanges.size(); ++k) exchanges[k].early = !collide(exchanges[k - 1], exchanges[k]);
-  Emitter emitter(kernels, exchanges.size());
+  std::vector<Operation> operations;
+  // [exchange]: the position of the last kernel that it depends on; -1: none.
+  std::vector<int> last_for(exchanges.size(), -1);
+  // Moves the chosen kernels to the operations.
+  const auto emit = [&](auto chosen) {
+    std::erase_if(kernels, [&](const EmittedKernel& kernel) {
+      if (!chosen(kernel)) return false;
+      if (kernel.before >= 0) last_for[kernel.before] = static_cast<int>(operations.size());
+      operations.emplace_back(kernel.kernel);
+      return true;
+    });
+  };
   for (int k = 0; k < static_cast<int>(exchanges.size()); ++k) {
     const auto can_run_during = [k](const EmittedKernel& e) { return e.kernel.after < k; };
-    emitter.emit_kernels([&](const EmittedKernel& e) { return e.before == k; });
-    emitter.emit(std::move(exchanges[static_cast<size_t>(k)]), static_cast<size_t>(k));
-    emitter.emit_kernels([&](const EmittedKernel& e) { return e.before == k + 1 && can_run_during(e); });
-    emitter.emit_kernels([&](const EmittedKernel& e) { return e.before != k + 1 && can_run_during(e); });
+    emit([&](const EmittedKernel& e) { return e.before == k; });
+    if (last_for[k] >= 0) std::get<Kernel>(operations[last_for[k]]).needed = true;
+    operations.emplace_back(std::move(exchanges[k]));
+    // While this exchange is in flight, run kernels that do not depend on it.
+    emit([&](const EmittedKernel& e) { return e.before == k + 1 && can_run_during(e); });
+    emit([&](const EmittedKernel& e) { return e.before != k + 1 && can_run_during(e); });
   }
-  emitter.emit_kernels([](const EmittedKernel&) { return true; });
-  return std::move(emitter.operations);
+  emit([](const EmittedKernel&) { return true; });
+  return operations;
 }
 
 }  // namespace gradwire

@@ -5,6 +5,7 @@
 #include <bit>
 #include <utility>
 
+#include "kernels/wire/part_scale.h"
 #include "runtime/util/error.h"
 #include "runtime/util/mix.h"
 

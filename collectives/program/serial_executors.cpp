@@ -1,6 +1,7 @@
-// Executors whose operations do not overlap: peer access, and the transport's own allreduce.
+// Executors whose operations do not overlap, and the choice of an executor.
 #include "collectives/program/compiler.h"
 #include "collectives/program/executor.h"
+#include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {
@@ -17,6 +18,7 @@ int64_t bytes_read(const FusedAllreduce& call, Wire wire) {
   return (world - 1) * (others + 4 * own);
 }
 
+// Carries out the whole program as one kernel over peer windows.
 class KernelExecutor final : public SerialExecutor {
  public:
   KernelExecutor(const ProgramPlan& plan, const ProgramMemory& memory) : SerialExecutor(plan) {
@@ -44,6 +46,7 @@ class KernelExecutor final : public SerialExecutor {
   FusedAllreduce call_;
 };
 
+// Uses peer windows inside nodes, and messages between nodes.
 class NodeExecutor final : public SerialExecutor {
  public:
   NodeExecutor(const ProgramPlan& plan, const ProgramMemory& memory) : SerialExecutor(plan) {
@@ -86,6 +89,7 @@ class NodeExecutor final : public SerialExecutor {
   CompiledProgram program_;
 };
 
+// Calls the transport's own allreduce.
 class LibraryExecutor final : public SerialExecutor {
  public:
   LibraryExecutor(const ProgramPlan& plan, const ProgramMemory& memory) : SerialExecutor(plan) {
@@ -111,14 +115,19 @@ class LibraryExecutor final : public SerialExecutor {
 
 }  // namespace
 
-std::unique_ptr<ProgramExecutor> make_kernel_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
-  return std::make_unique<KernelExecutor>(plan, memory);
-}
-std::unique_ptr<ProgramExecutor> make_node_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
-  return std::make_unique<NodeExecutor>(plan, memory);
-}
-std::unique_ptr<ProgramExecutor> make_library_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
-  return std::make_unique<LibraryExecutor>(plan, memory);
+std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
+  switch (plan.carrier) {
+    case Carrier::messages:
+      return make_message_executor(plan, memory);
+    case Carrier::two_shot_kernel:
+    case Carrier::one_shot_kernel:
+      return std::make_unique<KernelExecutor>(plan, memory);
+    case Carrier::node_windows:
+      return std::make_unique<NodeExecutor>(plan, memory);
+    case Carrier::library:
+      return std::make_unique<LibraryExecutor>(plan, memory);
+  }
+  throw Error("make_executor: unknown carrier");
 }
 
 }  // namespace gradwire

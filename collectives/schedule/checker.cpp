@@ -366,23 +366,8 @@ std::string CheckReport::to_string() const {
 }
 
 const char* name(CheckReport::Rule rule) {
-  switch (rule) {
-    case Rule::form:
-      return "form";
-    case Rule::match:
-      return "match";
-    case Rule::progress:
-      return "progress";
-    case Rule::result:
-      return "result";
-    case Rule::ownership:
-      return "ownership";
-    case Rule::rounding:
-      return "rounding";
-    case Rule::cost:
-      return "cost";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"form", "match", "progress", "result", "ownership", "rounding", "cost"};
+  return kNames[static_cast<size_t>(rule)];
 }
 
 }  // namespace gradwire

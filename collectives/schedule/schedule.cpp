@@ -12,35 +12,13 @@
 namespace gradwire {
 
 const char* name(Collective collective) {
-  switch (collective) {
-    case Collective::allreduce:
-      return "allreduce";
-    case Collective::reduce_scatter:
-      return "reduce-scatter";
-    case Collective::all_gather:
-      return "all-gather";
-    case Collective::broadcast:
-      return "broadcast";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"allreduce", "reduce-scatter", "all-gather", "broadcast"};
+  return kNames[static_cast<size_t>(collective)];
 }
 
 const char* name(ScheduleKind kind) {
-  switch (kind) {
-    case ScheduleKind::automatic:
-      return "auto";
-    case ScheduleKind::ring:
-      return "ring";
-    case ScheduleKind::tree:
-      return "tree";
-    case ScheduleKind::two_shot:
-      return "two_shot";
-    case ScheduleKind::hierarchical:
-      return "hierarchical";
-    case ScheduleKind::nccl:
-      return "nccl";
-  }
-  return "?";
+  constexpr const char* kNames[] = {"auto", "ring", "tree", "two_shot", "hierarchical", "nccl"};
+  return kNames[static_cast<size_t>(kind)];
 }
 
 namespace detail {

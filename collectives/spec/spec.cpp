@@ -195,53 +195,39 @@ using Options = std::map<std::string_view, std::function<void(std::string_view)>
 Options options_of(CompressionSpec& spec, std::string_view text, std::optional<Rounding>& rounding,
                    std::optional<std::vector<std::string>>& dense) {
   Options options;
-  options["ef"] = [&spec, text](std::string_view v) { spec.error_feedback = choose(text, "ef", v, kOnOff); };
-  options["schedule"] = [&spec, text](std::string_view v) {
-    spec.schedule = choose(text, "schedule", v, schedules());
-  };
-  options["transport"] = [&spec, text](std::string_view v) {
-    spec.peer_access = choose(text, "transport", v, kTransports);
-  };
-  options["intra_node"] = [&spec, text](std::string_view v) {
-    spec.fp32_intra_node = choose(text, "intra_node", v, kIntraNode);
-  };
-  const bool powersgd = spec.method == CompressionSpec::Method::powersgd;
-  const bool randk = spec.method == CompressionSpec::Method::randk;
-  if (powersgd || randk || !spec.wire->exact) {
-    options["residual"] = [&spec, text](std::string_view v) {
-      spec.residual = choose(text, "residual", v, residuals());
+  const auto word = [&](const char* key, auto& field, const auto& choices) {
+    options[key] = [text, key, &field, choices](std::string_view v) {
+      field = choose(text, key, v, choices);
     };
+  };
+  const auto numeric = [&](const char* key, auto& field, auto least, auto most) {
+    using Number = std::decay_t<decltype(field)>;
+    options[key] = [text, key, &field, least, most](std::string_view v) {
+      field = number<Number>(text, key, v, least, most);
+    };
+  };
+  word("ef", spec.error_feedback, kOnOff);
+  word("schedule", spec.schedule, schedules());
+  word("transport", spec.lsa, kTransports);
+  word("intra_node", spec.fp32_intra_node, kIntraNode);
+  const bool codec = spec.method != CompressionSpec::Method::wire;
+  if (codec || !spec.wire->exact) {
+    word("residual", spec.residual, residuals());
     options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
   }
-  if (powersgd || randk || spec.wire->stochastic) {
-    options["round"] = [&rounding, text](std::string_view v) {
-      rounding = choose(text, "round", v, kRoundings);
-    };
-  }
-  if (!powersgd && !randk) return options;
+  if (codec || spec.wire->stochastic) word("round", rounding, kRoundings);
+  if (!codec) return options;
   options["wire"] = [&spec, text](std::string_view v) { spec.wire = wire_named(text, v); };
-  options["seed"] = [&spec, text](std::string_view v) {
-    spec.seed = number<uint64_t>(text, "seed", v, 0, ~uint64_t{0} >> 1);
-  };
-  if (randk) {
-    options["ratio"] = [&spec, text](std::string_view v) {
-      spec.ratio = number(text, "ratio", v, 1e-6, 1.0);
-    };
+  numeric("seed", spec.seed, uint64_t{0}, ~uint64_t{0} >> 1);
+  if (spec.method == CompressionSpec::Method::randk) {
+    numeric("ratio", spec.ratio, 1e-6, 1.0);
     return options;
   }
-  options["rank"] = [&spec, text](std::string_view v) {
-    spec.rank = number(text, "rank", v, 1, kMaxPowerSgdRank);
-  };
-  options["start"] = [&spec, text](std::string_view v) {
-    spec.start = number<int64_t>(text, "start", v, 0, int64_t{1} << 40);
-  };
-  options["warm"] = [&spec, text](std::string_view v) { spec.warm = choose(text, "warm", v, kOnOff); };
-  options["min_ratio"] = [&spec, text](std::string_view v) {
-    spec.min_ratio = number(text, "min_ratio", v, 0.0, 1e6);
-  };
-  options["alternate"] = [&spec, text](std::string_view v) {
-    spec.alternate = choose(text, "alternate", v, kOnOff);
-  };
+  numeric("rank", spec.rank, 1, kMaxPowerSgdRank);
+  numeric("start", spec.start, int64_t{0}, int64_t{1} << 40);
+  word("warm", spec.warm, kOnOff);
+  numeric("min_ratio", spec.min_ratio, 0.0, 1e6);
+  word("alternate", spec.alternate, kOnOff);
   return options;
 }
 
