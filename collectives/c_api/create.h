@@ -25,8 +25,7 @@ class CancelledBy {
   explicit CancelledBy(const volatile int32_t* flag) { RunningClock::cancel_by(flag); }
   ~CancelledBy() { RunningClock::cancel_by(nullptr); }
   CancelledBy(const CancelledBy&) = delete;
-  // Throws CommError if this thread's flag is already set, because cancel_by() only ends waits that begin
-  // earlier.
+  // Throws CommError if this thread's flag is already set: waits that begin afterwards are not cancelled.
   static void refuse();
 };
 

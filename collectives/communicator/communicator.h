@@ -64,7 +64,7 @@ class Communicator {
 
   // Returns why peer access is impossible for a schedule of this kind: inside nodes if hierarchical,
   // otherwise between all ranks. Empty if it is possible. Collective; blocks.
-  std::string lsa_obstacle(ScheduleKind kind);
+  std::string peer_access_obstacle(ScheduleKind kind);
 
   // Returns the stream for exchanges that overlap with kernels, shared by all users of this communicator.
   // Transports, and NCCL, make a rank's exchanges in the order in which they were enqueued, even on several

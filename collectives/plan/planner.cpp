@@ -74,7 +74,8 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
   // Without peer access, messages give the kernel's bits, so that a spec has the same result everywhere.
-  const bool like_a_kernel = request.lsa == Lsa::on && request.collective == Collective::allreduce &&
+  const bool like_a_kernel = request.peer_access == PeerAccessMode::on &&
+                             request.collective == Collective::allreduce &&
                              request.kind == ScheduleKind::automatic;
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
     add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
@@ -203,13 +204,13 @@ SchedulePlanner::Choice SchedulePlanner::choose(int64_t count, Wire wire, const 
       world_ == 1 || !shards.empty() || (nodes && !inside_)) {
     return messages;
   }
-  if (!request_.lsa_obstacle.empty()) {
+  if (!request_.peer_access_obstacle.empty()) {
     messages.reason += fmt::format("; {}: {}", nodes ? "no peer access inside nodes" : "not in one kernel",
-                                   request_.lsa_obstacle);
+                                   request_.peer_access_obstacle);
     return messages;
   }
   Choice memory = nodes ? choose_inside_nodes(count, wire) : choose_kernel(count, wire);
-  if (request_.lsa == Lsa::automatic && messages.predicted_us < memory.predicted_us) {
+  if (request_.peer_access == PeerAccessMode::automatic && messages.predicted_us < memory.predicted_us) {
     messages.reason += fmt::format("; {} {}", nodes ? "with peer access inside nodes" : "in one kernel",
                                    milliseconds(memory.predicted_us));
     return messages;

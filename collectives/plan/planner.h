@@ -37,10 +37,10 @@ struct ScheduleRequest {
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // of a broadcast
-  // When peer access replaces messages in an allreduce. lsa_obstacle: why it cannot
-  // (Communicator::lsa_obstacle()); "" if it can.
-  Lsa lsa = Lsa::off;
-  std::string lsa_obstacle = {};
+  // When peer access replaces messages in an allreduce. peer_access_obstacle: why it cannot
+  // (Communicator::peer_access_obstacle()); "" if it can.
+  PeerAccessMode peer_access = PeerAccessMode::off;
+  std::string peer_access_obstacle = {};
 };
 
 class SchedulePlanner {

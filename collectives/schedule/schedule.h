@@ -62,7 +62,7 @@ enum class Carrier : uint8_t {
 };
 
 // When peer access replaces messages: never, wherever possible, or where predicted to be faster.
-enum class Lsa : uint8_t { off, on, automatic };
+enum class PeerAccessMode : uint8_t { off, on, automatic };
 
 // The placement of ranks on nodes; 0: unknown. One field and the world determine the other field.
 struct Topology {

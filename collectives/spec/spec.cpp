@@ -208,7 +208,7 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   };
   word("ef", spec.error_feedback, kOnOff);
   word("schedule", spec.schedule, schedules());
-  word("transport", spec.lsa, kTransports);
+  word("transport", spec.peer_access, kTransports);
   word("intra_node", spec.fp32_intra_node, kIntraNode);
   const bool codec = spec.method != CompressionSpec::Method::wire;
   if (codec || !spec.wire->exact) {
@@ -286,11 +286,12 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
 void check_schedule(const CompressionSpec& spec, std::string_view text) {
   const bool automatic = spec.schedule == ScheduleKind::automatic;
   const bool hierarchical = spec.schedule == ScheduleKind::hierarchical;
-  if (spec.lsa != Lsa::off && !automatic && !hierarchical && spec.schedule != ScheduleKind::two_shot) {
+  if (spec.peer_access != PeerAccessMode::off && !automatic && !hierarchical &&
+      spec.schedule != ScheduleKind::two_shot) {
     bad(text,
         fmt::format("transport={} needs schedule=auto, two_shot or hierarchical, not {}: one kernel carries "
                     "out a two-shot, and peer access replaces messages inside nodes",
-                    word_for(kTransports, spec.lsa), name(spec.schedule)));
+                    word_for(kTransports, spec.peer_access), name(spec.schedule)));
   }
   if (spec.schedule == ScheduleKind::nccl && !spec.wire->exact) {
     bad(text,

@@ -31,7 +31,7 @@ struct CompressionSpec {
   // transport=lsa: peer access where ranks can read each other's memory (LSA is NCCL's term:
   // load/store-accessible). An allreduce is then one kernel or, with schedule=hierarchical, has no messages
   // inside nodes. transport=auto: only where the planner predicts peer access to be faster.
-  Lsa lsa = Lsa::off;
+  PeerAccessMode peer_access = PeerAccessMode::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 
