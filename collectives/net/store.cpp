@@ -72,8 +72,9 @@ std::string RollCall::encode() const {
 
 RollCall RollCall::decode(const std::string& text) {
   constexpr std::string_view kPresences = "hsgln";
+  const Message message = Message::decode(text);
   RollCall roll;
-  for (const auto& [presence, state] : Message::decode(text).fields()) {
+  for (const auto& [presence, state] : message.fields()) {
     if (presence.size() != 1 || kPresences.find(presence[0]) == kPresences.npos) {
       throw CommError("a roll call has an unknown kind of presence");
     }
