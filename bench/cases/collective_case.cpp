@@ -34,14 +34,14 @@ std::vector<GradientTensor> tensors_of(int64_t count) {
   return tensors;
 }
 
-double hash_of(const std::vector<float>& values) {
+uint64_t hash_of(const std::vector<float>& values) {
   uint64_t hash = 0xcbf29ce484222325ull;
   for (float value : values) {
     uint32_t bits;
     std::memcpy(&bits, &value, sizeof bits);
     hash = (hash ^ bits) * 0x100000001b3ull;
   }
-  return static_cast<double>(hash >> 12);
+  return hash;
 }
 
 // Returns whether every block of integers from -most to `most` decodes to the same integers.
@@ -192,18 +192,15 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
   mine.fp32_bytes = program.fp32_bytes();
 
   CollectiveResult all;
-  auto ranks = all_gather(
-      comm_.transport(), stream_,
-      {mine.time_us, mine.wire_bytes, mine.fp32_bytes, mine.wrong, mine.error2, mine.norm2, mine.hash},
-      "results of the benchmark");
-  for (const std::vector<double>& numbers : ranks) {
-    const Measured r{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], numbers[5], numbers[6]};
+  const std::vector<Measured> ranks =
+      all_gather_value(comm_.transport(), stream_, mine, "results of the benchmark");
+  for (const Measured& r : ranks) {
     all.time_us = std::max(all.time_us, r.time_us);
     all.wire_bytes = std::max(all.wire_bytes, r.wire_bytes);
     all.fp32_bytes = std::max(all.fp32_bytes, r.fp32_bytes);
     all.wrong += r.wrong;
     // If a rank's bits differ from rank 0's, all its elements count as wrong.
-    if (r.hash != ranks[0].back()) all.wrong += static_cast<double>(count);
+    if (r.hash != ranks[0].hash) all.wrong += static_cast<double>(count);
     all.rel_error = std::max(all.rel_error, std::sqrt(r.error2 / std::max(r.norm2, 1e-300)));
   }
   return all;

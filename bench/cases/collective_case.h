@@ -45,7 +45,7 @@ class CollectiveRank {
   // This rank's part of a result.
   struct Measured {
     double time_us, wire_bytes, fp32_bytes, wrong, error2, norm2;
-    double hash;  // 52 bits, so that a double represents the value exactly
+    uint64_t hash;  // hash of the first step's result
   };
   // The ranks' data: small integers, whose sums are exact in every wire format, or normally distributed
   // values.

@@ -14,7 +14,7 @@
 #include "runtime/util/output_file.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/config/members.h"
-#include "trainer/train/hand_over.h"
+#include "trainer/train/state_transfer.h"
 
 namespace gradwire {
 namespace {
@@ -50,7 +50,7 @@ Elastic::Elastic(const TrainConfig& config, Communicator& comm)
       first_(&comm),
       ranks_(static_cast<size_t>(comm.world())),
       next_number_(comm.world()),
-      kept_(!from_checkpoints_) {
+      snapshots_(!from_checkpoints_) {
   std::iota(ranks_.begin(), ranks_.end(), 0);
   record_.reported = ranks_;
 }
@@ -60,7 +60,7 @@ Elastic::Elastic(const TrainConfig& config)
       from_checkpoints_(config.divides(Sharding::optimizer)),
       config_(launched_),
       first_(nullptr),
-      kept_(!from_checkpoints_) {}
+      snapshots_(!from_checkpoints_) {}
 
 Elastic::~Elastic() {
   if (first_ == nullptr && !group_) return;
@@ -120,7 +120,7 @@ void Elastic::regroup(const std::string& why) {
 
 int64_t Elastic::reached() const {
   const int64_t begun_with = from_checkpoints_ && start_ ? start_->position.step : -1;
-  return kept_.newest().value_or(begun_with);
+  return snapshots_.newest().value_or(begun_with);
 }
 
 // Returns to the newest checkpoint. It belongs to this run: a run does not start in a folder with other
@@ -137,7 +137,7 @@ void Elastic::go_back_to_checkpoint() {
   config_.resume = step < 0 ? resumed_ : NewCheckpoint::final_path(folder, step);
   start_ = Start{config_.resume.empty() ? Position{} : read_head(config_.resume).position};
   joiners_.clear();
-  kept_.go_back_to(-1);
+  snapshots_.drop_after(-1);
 }
 
 bool Elastic::agree() {
@@ -172,9 +172,9 @@ bool Elastic::agree() {
     return true;
   }
   agree_on_kept(step);
-  const KeptSteps::Due& due = start_kept_.due;
-  start_ = {start_kept_.position, due.evaluation && states[0].evaluated != step,
-            due.checkpoint && !is_saved(step)};
+  const Snapshots::Pending& pending = start_snapshot_.pending;
+  start_ = {start_snapshot_.position, pending.evaluation && states[0].evaluated != step,
+            pending.checkpoint && !is_saved(step)};
   return true;
 }
 
@@ -204,46 +204,48 @@ bool Elastic::is_joiner() {
 // Shares rank 0's description of the step, and the residual norm of every rank in the group.
 void Elastic::agree_on_kept(int64_t step) {
   if (!is_joiner()) {
-    kept_.go_back_to(step);
-    start_kept_ = kept_.at(step);
+    snapshots_.drop_after(step);
+    start_snapshot_ = snapshots_.at(step);
   }
   if (joiners_.empty()) return;
-  StepDescription mine{.epoch = start_kept_.position.epoch,
-                       .images = start_kept_.position.images,
-                       .evaluation_due = start_kept_.due.evaluation ? 1 : 0,
-                       .checkpoint_due = start_kept_.due.checkpoint ? 1 : 0};
+  StepDescription mine{.epoch = start_snapshot_.position.epoch,
+                       .images = start_snapshot_.position.images,
+                       .evaluation_due = start_snapshot_.pending.evaluation ? 1 : 0,
+                       .checkpoint_due = start_snapshot_.pending.checkpoint ? 1 : 0};
   if (!is_joiner()) {
     const int number = ranks_[static_cast<size_t>(comm().rank())];
-    const auto at = std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), number);
-    mine.residual_norm = start_kept_.residual_norms.at(static_cast<size_t>(at - start_kept_.ranks.begin()));
+    const auto at = std::find(start_snapshot_.ranks.begin(), start_snapshot_.ranks.end(), number);
+    mine.residual_norm =
+        start_snapshot_.residual_norms.at(static_cast<size_t>(at - start_snapshot_.ranks.begin()));
   }
   const std::vector<StepDescription> all =
       all_gather_value(comm().transport(), Stream::immediate_host(), mine, "the state to continue from");
   if (is_joiner()) {
-    start_kept_ = {
+    start_snapshot_ = {
         .position = {.step = step, .epoch = all[0].epoch, .images = all[0].images},
-        .due = {.evaluation = all[0].evaluation_due != 0, .checkpoint = all[0].checkpoint_due != 0},
+        .pending = {.evaluation = all[0].evaluation_due != 0, .checkpoint = all[0].checkpoint_due != 0},
         .ranks = {},
         .residual_norms = {}};
   }
   // Keeps lost ranks as long as this step is the one to return to.
   for (size_t r = 0; r < all.size(); ++r) {
-    if (std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), ranks_[r]) != start_kept_.ranks.end())
+    if (std::find(start_snapshot_.ranks.begin(), start_snapshot_.ranks.end(), ranks_[r]) !=
+        start_snapshot_.ranks.end())
       continue;
-    start_kept_.ranks.push_back(ranks_[r]);
-    start_kept_.residual_norms.push_back(all[r].residual_norm);
+    start_snapshot_.ranks.push_back(ranks_[r]);
+    start_snapshot_.residual_norms.push_back(all[r].residual_norm);
   }
-  if (!is_joiner()) kept_.describe(start_kept_);
+  if (!is_joiner()) snapshots_.describe(start_snapshot_);
 }
 
 bool Elastic::restore(const RankState& rank) {
   const bool joins = is_joiner();
-  const bool carried = !joins && kept_.restore(rank, start_->position.step);
+  const bool carried = !joins && snapshots_.restore(rank, start_->position.step);
   if (joiners_.empty()) return carried;
-  hand_over(rank, joiners_);
+  transfer_state(rank, joiners_);
   if (joins) {
     rank.reducer.resume_at(start_->position.step);
-    kept_.begin(rank, start_kept_);
+    snapshots_.take_first(rank, start_snapshot_);
   }
   joiners_.clear();
   return carried;
@@ -286,11 +288,11 @@ Elastic::Changes Elastic::resumed() {
         record.lost_residual_norms.push_back(0);
         continue;
       }
-      const auto at = std::find(start_kept_.ranks.begin(), start_kept_.ranks.end(), rank);
+      const auto at = std::find(start_snapshot_.ranks.begin(), start_snapshot_.ranks.end(), rank);
       record.lost_residual_norms.push_back(
-          at == start_kept_.ranks.end()
+          at == start_snapshot_.ranks.end()
               ? std::numeric_limits<double>::quiet_NaN()
-              : start_kept_.residual_norms[static_cast<size_t>(at - start_kept_.ranks.begin())]);
+              : start_snapshot_.residual_norms[static_cast<size_t>(at - start_snapshot_.ranks.begin())]);
     }
   }
   record_ = {.reported = ranks_};
@@ -338,8 +340,8 @@ void Elastic::move_on() {
   config_ = config_for(group_->world());
 }
 
-void Elastic::keep(const RankState& rank, const Position& position, KeptSteps::Due due) {
-  kept_.keep(rank, ranks_, position, due);
+void Elastic::take_snapshot(const RankState& rank, const Position& position, Snapshots::Pending pending) {
+  snapshots_.take(rank, ranks_, position, pending);
 }
 
 }  // namespace gradwire

@@ -3,7 +3,7 @@
 //   a step breaks     every survivor's operations fail (transport.h), and its RankTrainer is destroyed
 //   regroup()         the survivors form a new group (net/quorum.h), with or without rank 0
 //   agree()           they compare the steps each has finished, and choose the newest that all have finished
-//   new RankTrainers  each restores its snapshot of that step (kept_steps.h) and repeats the next step
+//   new RankTrainers  each restores its snapshot of that step (snapshots.h) and repeats the next step
 //
 // So a step is applied by all survivors or by none: a rank that had already applied it drops the result.
 // Weights, moments and factors are equal on all ranks after a step that all have finished, so no state is
@@ -16,7 +16,7 @@
 //                     RankTrainers
 //   agree()           as above; joiners have no state, and get numbers that no rank has had
 //   new RankTrainers  each continues from its state. Joiners receive the state from the others
-//                     (hand_over.h), except residuals, which start at 0
+//                     (state_transfer.h), except residuals, which start at 0
 //
 // A joiner without state is expendable: on any failure it leaves and retries.
 //
@@ -38,7 +38,7 @@
 #include "collectives/communicator/communicator.h"
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
-#include "trainer/train/kept_steps.h"
+#include "trainer/train/snapshots.h"
 
 namespace gradwire {
 
@@ -79,7 +79,7 @@ class Elastic {
   void join(std::unique_ptr<Communicator> comm);
   // Returns whether joiners were waiting after this step; the same on all ranks. Call after the step's
   // snapshot is complete and before the step after next is enqueued.
-  bool joiners_wait(int64_t step) const { return kept_.at(step).joiners; }
+  bool joiners_wait(int64_t step) const { return snapshots_.at(step).joiners; }
   // Forms a group with the joiners. Returns whether it has formed; then destroy the RankTrainer and call
   // move_on(). Collective; call after the newest step's snapshot is complete.
   bool grow();
@@ -110,7 +110,7 @@ class Elastic {
   // Returns whether the run returns to a checkpoint when ranks are lost or join (--shard). start() is then
   // the position of config().resume, or the start of the run.
   bool from_checkpoints() const { return from_checkpoints_; }
-  // Restores the state of start(). Collective over a group with joiners. Returns as KeptSteps::restore().
+  // Restores the state of start(). Collective over a group with joiners. Returns as Snapshots::restore().
   // Must not be called if from_checkpoints().
   bool restore(const RankState& rank);
   // Returns whether this process has replaced a lost rank 0 and has not reported yet.
@@ -126,8 +126,8 @@ class Elastic {
     std::optional<ShrinkRecord> shrunk;
   };
   Changes resumed();
-  // Enqueues a snapshot on the rank's stream, after a step or before the first: see KeptSteps.
-  void keep(const RankState& rank, const Position& position, KeptSteps::Due due);
+  // Enqueues a snapshot on the rank's stream, after a step or before the first: see Snapshots.
+  void take_snapshot(const RankState& rank, const Position& position, Snapshots::Pending pending);
   // Records that rank 0 has reported the evaluation after `step`.
   void evaluated(int64_t step) { evaluated_ = step; }
   void finished();
@@ -163,14 +163,14 @@ class Elastic {
   // The checkpoint from which the run was resumed. Empty: none, or unknown to a joiner.
   const std::string resumed_;
   TrainConfig config_;
-  Communicator* const first_;            // null for a joiner
-  std::unique_ptr<Communicator> group_;  // null before the first regroup()
-  std::unique_ptr<Communicator> next_;   // grown from the current group
-  std::vector<int> ranks_;               // launch or join number of each rank; kUnknown before agree()
-  int next_number_ = 0;                  // of the next joiner
-  std::vector<int> joiners_;             // ranks in the group that have no state yet
-  KeptSteps kept_;                       // from_checkpoints_: without states
-  KeptSteps::Kept start_kept_;           // describes the step to continue from
+  Communicator* const first_;              // null for a joiner
+  std::unique_ptr<Communicator> group_;    // null before the first regroup()
+  std::unique_ptr<Communicator> next_;     // grown from the current group
+  std::vector<int> ranks_;                 // launch or join number of each rank; kUnknown before agree()
+  int next_number_ = 0;                    // of the next joiner
+  std::vector<int> joiners_;               // ranks in the group that have no state yet
+  Snapshots snapshots_;                    // from_checkpoints_: without states
+  Snapshots::Description start_snapshot_;  // describes the step to continue from
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;
   int64_t evaluated_ = -1;

@@ -10,8 +10,8 @@
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/evaluator.h"
-#include "trainer/train/kept_steps.h"
 #include "trainer/train/layout.h"
+#include "trainer/train/snapshots.h"
 #include "trainer/train/weight_shards.h"
 
 namespace gradwire {
@@ -45,7 +45,7 @@ RunMemory plan_memory(const TrainConfig& config) {
           .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory(),
           .kept = config.elastic && !config.divides(Sharding::optimizer)
-                      ? KeptSteps::bytes(reducer.elements(), moments, codecs)
+                      ? Snapshots::bytes(reducer.elements(), moments, codecs)
                       : 0,
           .evaluation = evaluation};
 }

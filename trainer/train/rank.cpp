@@ -129,7 +129,7 @@ void RankTrainer::create_slots() {
       slot.micros.push_back({event(), event(), event(), event()});
     slot.reduced = event();
     slot.end = event();
-    slot.kept = Event::create(comm_.device());
+    slot.snapshot_done = Event::create(comm_.device());
     slot.totals = Buffer::pinned(comm_.device(), 2 * sizeof(double));
     if (deferred_) deferred_->prepare(slot);
   }
@@ -227,7 +227,7 @@ void RankTrainer::take_snapshot(int64_t steps_done) {
   if (shared_.elastic == nullptr) return;
   const int64_t last = steps_done - 1;
   const bool first = steps_done == start_.step;  // no work is due before the first step
-  shared_.elastic->keep(
+  shared_.elastic->take_snapshot(
       state(), position(steps_done),
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
 }

@@ -74,7 +74,7 @@ class RankTrainer {
     Graph graph;
     std::vector<Loader::Batch> batches;
     int64_t captured = -1;  // the step that was captured
-    Event kept;             // --elastic: all ranks have finished the step, and its snapshot is complete
+    Event snapshot_done;    // --elastic: all ranks have finished the step, and its snapshot is complete
   };
 
   // The first step, and its position in the data. They differ only if the world size has changed since the

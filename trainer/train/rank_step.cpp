@@ -33,7 +33,7 @@ void RankTrainer::enqueue_step(int64_t step) {
   if (!deferred_) slot.end.record(stream_);
   if (shared_.elastic != nullptr) {
     take_snapshot(step + 1);
-    slot.kept.record(stream_);
+    slot.snapshot_done.record(stream_);
   }
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
@@ -150,7 +150,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   if (deferred_) slot.end.synchronize();  // inside the next step
   // Report only steps that will not be repeated.
   if (shared_.elastic != nullptr) {
-    slot.kept.synchronize();
+    slot.snapshot_done.synchronize();
     comm_.check();
     joiners_wait_ = shared_.elastic->joiners_wait(slot.step + 1);
   }

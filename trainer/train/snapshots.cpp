@@ -1,4 +1,4 @@
-#include "trainer/train/kept_steps.h"
+#include "trainer/train/snapshots.h"
 
 #include <fmt/format.h>
 
@@ -18,7 +18,7 @@ int64_t moment_elements(const RankState& rank) {
 
 }  // namespace
 
-void KeptSteps::copy_state(Slot& slot, const RankState& rank) {
+void Snapshots::copy_state(Slot& slot, const RankState& rank) {
   const Stream& stream = rank.stream;
   slot.weights.resize(static_cast<size_t>(rank.layout.elements));
   copy(stream, slot.weights.data(), rank.weights.data, slot.weights.size() * sizeof(float));
@@ -30,8 +30,8 @@ void KeptSteps::copy_state(Slot& slot, const RankState& rank) {
   slot.codecs.take(stream, rank.reducer, rank.comm.world());
 }
 
-void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const Position& position,
-                     Due due) {
+void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const Position& position,
+                     Pending pending) {
   Slot& slot = slot_of(position.step);
   const Stream& stream = rank.stream;
   stream.submit([&slot] { slot.step = -1; });
@@ -51,17 +51,17 @@ void KeptSteps::keep(const RankState& rank, const std::vector<int>& ranks, const
     slot.exchanged.record(exchanges);
     stream.wait(slot.exchanged);
   }
-  stream.submit([&slot, ranks, position, due] {
-    slot.kept = {position, due, ranks, {}, false};
+  stream.submit([&slot, ranks, position, pending] {
+    slot.description = {position, pending, ranks, {}, false};
     for (const Slot::RankStatus& status : slot.statuses) {
-      slot.kept.residual_norms.push_back(status.residual_norm);
-      slot.kept.joiners = slot.kept.joiners || status.joiners > 0;
+      slot.description.residual_norms.push_back(status.residual_norm);
+      slot.description.joiners = slot.description.joiners || status.joiners > 0;
     }
     slot.step = position.step;
   });
 }
 
-void KeptSteps::exchange_status(Slot& slot, const RankState& rank, const Stream& stream) {
+void Snapshots::exchange_status(Slot& slot, const RankState& rank, const Stream& stream) {
   const int me = rank.comm.rank(), world = rank.comm.world();
   slot.statuses.resize(static_cast<size_t>(world));
   Slot::RankStatus* const statuses = slot.statuses.data();
@@ -82,25 +82,25 @@ void KeptSteps::exchange_status(Slot& slot, const RankState& rank, const Stream&
   transport.exchange(stream, slot.transfers, slot.label);
 }
 
-void KeptSteps::describe(const Kept& kept) {
-  find(kept.position.step);
-  slot_of(kept.position.step).kept = kept;
+void Snapshots::describe(const Description& description) {
+  find(description.position.step);
+  slot_of(description.position.step).description = description;
 }
 
-void KeptSteps::begin(const RankState& rank, const Kept& kept) {
-  Slot& slot = slot_of(kept.position.step);
+void Snapshots::take_first(const RankState& rank, const Description& description) {
+  Slot& slot = slot_of(description.position.step);
   copy_state(slot, rank);
   rank.stream.synchronize();
-  slot.kept = kept;
-  slot.step = kept.position.step;
+  slot.description = description;
+  slot.step = description.position.step;
 }
 
-std::optional<int64_t> KeptSteps::newest() const {
+std::optional<int64_t> Snapshots::newest() const {
   const int64_t step = std::max(slots_[0].step.load(), slots_[1].step.load());
   return step < 0 ? std::nullopt : std::optional(step);
 }
 
-const KeptSteps::Slot& KeptSteps::find(int64_t step) const {
+const Snapshots::Slot& Snapshots::find(int64_t step) const {
   for (const Slot& slot : slots_) {
     if (step >= 0 && slot.step == step) return slot;
   }
@@ -108,18 +108,18 @@ const KeptSteps::Slot& KeptSteps::find(int64_t step) const {
                           slots_[0].step.load(), slots_[1].step.load()));
 }
 
-void KeptSteps::go_back_to(int64_t step) {
+void Snapshots::drop_after(int64_t step) {
   for (Slot& slot : slots_) {
     if (slot.step > step) slot.step = -1;
   }
 }
 
-bool KeptSteps::restore(const RankState& rank, int64_t step) const {
+bool Snapshots::restore(const RankState& rank, int64_t step) const {
   const Slot& slot = find(step);
   const Stream& stream = rank.stream;
   if (static_cast<int64_t>(slot.weights.size()) != rank.layout.elements ||
       slot.moments.size() != rank.moments.size()) {
-    throw Error("KeptSteps::restore: another model or optimizer");
+    throw Error("Snapshots::restore: another model or optimizer");
   }
   copy(stream, rank.weights.data, slot.weights.data(), slot.weights.size() * sizeof(float));
   for (size_t i = 0; i < slot.moments.size(); ++i) {
@@ -130,7 +130,7 @@ bool KeptSteps::restore(const RankState& rank, int64_t step) const {
   return left_over;
 }
 
-int64_t KeptSteps::bytes(int64_t elements, int64_t moments, int64_t codec_bytes) {
+int64_t Snapshots::bytes(int64_t elements, int64_t moments, int64_t codec_bytes) {
   return static_cast<int64_t>(kSlots) *
          (elements * (1 + moments) * static_cast<int64_t>(sizeof(float)) + codec_bytes);
 }

@@ -11,6 +11,6 @@ namespace gradwire {
 // Sends the state to the ranks `joiners`. Collective over the group, whose ranks hold the whole state on
 // the host. Each other rank sends every joiner a part of everything, so that all links carry it in parallel.
 // No work may be in flight.
-void hand_over(const RankState& rank, const std::vector<int>& joiners);
+void transfer_state(const RankState& rank, const std::vector<int>& joiners);
 
 }  // namespace gradwire

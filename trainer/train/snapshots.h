@@ -20,19 +20,19 @@
 
 namespace gradwire {
 
-class KeptSteps {
+class Snapshots {
  public:
-  // `states`: false with --shard: each rank holds only its part, so no step can be repeated. keep() then
+  // `states`: false with --shard: each rank holds only its part, so no step can be repeated. take() then
   // stores only what ranks exchange.
-  explicit KeptSteps(bool states) : states_(states) {}
+  explicit Snapshots(bool states) : states_(states) {}
 
   // Work that is due after a step, other than the next step.
-  struct Due {
+  struct Pending {
     bool evaluation = false, checkpoint = false;
   };
-  struct Kept {
+  struct Description {
     Position position;
-    Due due;
+    Pending pending;
     std::vector<int> ranks;              // launch numbers of the group's ranks
     std::vector<double> residual_norms;  // residual norm of each rank of `ranks`
     bool joiners = false;                // joiners were waiting at the end of the step
@@ -40,20 +40,20 @@ class KeptSteps {
 
   // Enqueues a snapshot of the rank's state after position.step steps on its stream, and the exchange of
   // residual norms and waiting joiners. `ranks`: launch numbers of the group's ranks. Collective; host only.
-  void keep(const RankState& rank, const std::vector<int>& ranks, const Position& position, Due due);
+  void take(const RankState& rank, const std::vector<int>& ranks, const Position& position, Pending pending);
 
   // ---- Call the following functions while no work is in flight.
 
   // Returns the newest step with a complete snapshot; none before the first.
   std::optional<int64_t> newest() const;
   // Returns the description of the newest snapshot or the one before it. Throws Error for any other step.
-  const Kept& at(int64_t step) const { return find(step).kept; }
+  const Description& at(int64_t step) const { return find(step).description; }
   // Drops snapshots after `step`, because all survivors continue from `step`.
-  void go_back_to(int64_t step);
+  void drop_after(int64_t step);
   // Replaces a snapshot's description by the one on which the ranks of a grown group have agreed.
-  void describe(const Kept& kept);
+  void describe(const Description& description);
   // Takes the first snapshot of a joiner, after it has received its state.
-  void begin(const RankState& rank, const Kept& kept);
+  void take_first(const RankState& rank, const Description& description);
   // Restores the state after `step` into a newly constructed rank of another group. Returns true if residuals
   // are in rank.left_over(), as in restore_checkpoint().
   bool restore(const RankState& rank, int64_t step) const;
@@ -66,7 +66,7 @@ class KeptSteps {
   struct Slot {
     std::atomic<int64_t> step{-1};  // -1: none, or incomplete
     // Written only in stream order: the host runs one step ahead, and the old content may still be needed.
-    Kept kept;
+    Description description;
     std::vector<float> weights;
     std::vector<std::vector<float>> moments;
     ReducerSnapshot codecs;

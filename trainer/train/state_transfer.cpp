@@ -1,4 +1,4 @@
-#include "trainer/train/hand_over.h"
+#include "trainer/train/state_transfer.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -68,7 +68,7 @@ std::span<std::byte> bytes_of(float* values, int64_t count) {
 
 }  // namespace
 
-void hand_over(const RankState& rank, const std::vector<int>& joiners) {
+void transfer_state(const RankState& rank, const std::vector<int>& joiners) {
   StateTransfer transfer(rank, joiners);
   transfer.send(bytes_of(rank.weights.data, rank.layout.elements));
   int64_t owned = 0;
