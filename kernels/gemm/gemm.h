@@ -19,7 +19,7 @@
 
 namespace gradwire {
 
-// How a model computes its products. tf32: CUDA tensor cores on TF32-rounded FP32 operands; the host computes
+// The precision of matrix products. tf32: CUDA tensor cores on TF32-rounded FP32 operands; the host computes
 // fp32. bf16: operands stored as BF16 (docs/training.md).
 enum class Precision : uint8_t { fp32, tf32, bf16 };
 
@@ -69,8 +69,9 @@ struct Gemm {
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
   Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
-  MatrixPointer<const void> bias = {};  // (n), of C's type, added to each row; null: no bias. For batch == 1
-  // others than none: for batch == 1, beta == 0 and dense rows (ldc == n)
+  // (n), of C's type, added to each row; null: no bias. Only for batch == 1.
+  MatrixPointer<const void> bias = {};
+  // Except for none only for batch == 1, beta == 0 and dense rows (ldc == n).
   Epilogue epilogue = Epilogue::none;
   // (m, n) of C's type, distinct from C: the pre-activations of the epilogue. With gelu_tanh null: not
   // stored, because no backward pass follows.

@@ -8,21 +8,13 @@ namespace {
 
 ThinProducts* stand_in = nullptr;
 
-struct Found {
-  ThinProducts* library = nullptr;
-  std::string obstacle;
-};
-const Found& on_cuda() {
-  static const Found found = [] {
-    Found f;
+ThinProducts* on_cuda() {
 #ifdef GRADWIRE_HAS_CUDA
-    f.library = cuda::thin_products(f.obstacle);
+  static ThinProducts* const library = cuda::thin_products();
+  return library;
 #else
-    f.obstacle = "this build has no CUDA side";
+  return nullptr;
 #endif
-    return f;
-  }();
-  return found;
 }
 
 std::vector<ThinProduct> products_of(const MatrixTable& table, bool onto_p, const float* m,
@@ -66,11 +58,7 @@ ThinGemm thin_gemm(const ThinProduct& p) {
 }
 
 ThinProducts* thin_products(const Device& device) {
-  return device.is_host() ? stand_in : on_cuda().library;
-}
-
-std::string thin_products_obstacle(const Device& device) {
-  return device.is_host() ? "on the host they have none" : on_cuda().obstacle;
+  return device.is_host() ? stand_in : on_cuda();
 }
 
 void stand_in_for_thin_products(ThinProducts* on_the_host) {

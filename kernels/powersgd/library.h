@@ -52,9 +52,8 @@ class ThinProducts {
   virtual void run(const Stream& stream, std::span<const ThinProduct> products) = 0;
 };
 
-// Returns the device's library, or null; thin_products_obstacle() gives the reason.
+// Returns the device's library, or null.
 ThinProducts* thin_products(const Device& device);
-std::string thin_products_obstacle(const Device& device);
 // For tests: installs a stand-in on the host; null removes it.
 void stand_in_for_thin_products(ThinProducts* on_the_host);
 
@@ -68,7 +67,7 @@ void powersgd_back_project(const Stream& stream, const PowerSgdBackProject& args
 }  // namespace by_library
 
 namespace cuda {
-ThinProducts* thin_products(std::string& obstacle);
+ThinProducts* thin_products();
 }  // namespace cuda
 
 }  // namespace gradwire

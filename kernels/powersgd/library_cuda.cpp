@@ -35,19 +35,16 @@ struct CublasApi {
   decltype(&cublasGetStatusString) status_string = nullptr;
 };
 
-// Returns null, with the reason in `obstacle`, when the library cannot be loaded.
-const CublasApi* load(std::string& obstacle) {
+// Returns null when the library cannot be loaded.
+const CublasApi* load() {
   const std::string name = fmt::format("libcublas.so.{}", CUBLAS_VER_MAJOR);
   void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* why = dlerror();
-    obstacle = fmt::format("cuBLAS cannot be loaded: {}", why != nullptr ? why : name);
-    return nullptr;
-  }
+  if (library == nullptr) return nullptr;
   static CublasApi api;
+  bool complete = true;
   auto find = [&](auto& function, const char* symbol) {
     function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, symbol));
-    if (function == nullptr) obstacle = fmt::format("{} has no {}", name, symbol);
+    complete = complete && function != nullptr;
   };
   find(api.create, GW_TEXT(cublasCreate));
   find(api.destroy, GW_TEXT(cublasDestroy));
@@ -57,7 +54,7 @@ const CublasApi* load(std::string& obstacle) {
   find(api.get_property, GW_TEXT(cublasGetProperty));
   find(api.sgemm, GW_TEXT(cublasSgemm));
   find(api.status_string, GW_TEXT(cublasGetStatusString));
-  return obstacle.empty() ? &api : nullptr;
+  return complete ? &api : nullptr;
 }
 
 class CublasProducts final : public ThinProducts {
@@ -129,8 +126,8 @@ class CublasProducts final : public ThinProducts {
 
 }  // namespace
 
-ThinProducts* thin_products(std::string& obstacle) {
-  const CublasApi* api = load(obstacle);
+ThinProducts* thin_products() {
+  const CublasApi* api = load();
   if (api == nullptr) return nullptr;
   static CublasProducts products(*api);
   return &products;

@@ -84,8 +84,8 @@ class MatrixTable {
 struct PendingFactors {
   const float* p = nullptr;  // null: nothing is pending
   const float* q = nullptr;
-  const int32_t* flags =
-      nullptr;  // (table count) nonzero: nothing is pending for this matrix; null: no matrix is flagged
+  // (table count) nonzero: nothing is pending for this matrix; null: no matrix is flagged.
+  const int32_t* flags = nullptr;
 };
 
 struct PowerSgdProject {
@@ -105,9 +105,8 @@ struct PowerSgdForm {
   const float* grad = nullptr;
   float* residual = nullptr;  // in: E, out: M
   PendingFactors pending = {};
-  int32_t* marks =
-      // (table count) set to 1 where M is not finite, which the residual does not show; else unchanged
-      nullptr;
+  // (table count) set to 1 where M is not finite, which the residual does not show; else unchanged.
+  int32_t* marks = nullptr;
 };
 GW_OP(powersgd_form, PowerSgdForm)
 
@@ -147,8 +146,8 @@ struct PowerSgdReconstruct {
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  float* residual =
-      nullptr;  // of a flagged matrix: in M, out the last step's E, M - grad; null: no error feedback
+  // Of a flagged matrix: in M, out the last step's E, M - grad; null: no error feedback.
+  float* residual = nullptr;
 };
 GW_OP(powersgd_reconstruct, PowerSgdReconstruct)
 

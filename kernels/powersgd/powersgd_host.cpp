@@ -126,6 +126,28 @@ void sum_pieces(const MatrixTable& table, const int32_t* flags, float* q, const 
   });
 }
 
+// Computes Q = M^T P of the matrices that are not flagged. `m` is M; with a residual, it is the gradient, and
+// M is formed in the residual.
+void project_transposed(const MatrixTable& table, const int32_t* flags, const float* p, float* q,
+                        const float* m, float* residual, const PendingFactors& pending_factors) {
+  sum_pieces(table, flags, q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
+    const auto& d = table.host()[c.matrix];
+    const int64_t origin = d.offset + row * d.cols + c.column;
+    const PendingPart pending = pending_part(pending_factors, c.matrix, d, row, c.column);
+    back_project_piece({.m = m + origin,
+                        .residual = residual != nullptr ? residual + origin : nullptr,
+                        .pending_p = pending.p,
+                        .pending_q = pending.q,
+                        .p = p + d.p_offset + row * d.rank,
+                        .sums = sums,
+                        .rows = rows,
+                        .columns = c.columns,
+                        .cols = d.cols,
+                        .stride = c.stride,
+                        .rank = d.rank});
+  });
+}
+
 }  // namespace
 
 void powersgd_project(const PowerSgdProject& a) {
@@ -183,39 +205,11 @@ void powersgd_overwrite(const PowerSgdOverwrite& a) {
 }
 
 void powersgd_back_project(const PowerSgdBackProject& a) {
-  sum_pieces(*a.table, a.flags, a.q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
-    const auto& d = a.table->host()[c.matrix];
-    back_project_piece({.m = a.m + d.offset + row * d.cols + c.column,
-                        .residual = nullptr,
-                        .pending_p = nullptr,
-                        .pending_q = nullptr,
-                        .p = a.p + d.p_offset + row * d.rank,
-                        .sums = sums,
-                        .rows = rows,
-                        .columns = c.columns,
-                        .cols = d.cols,
-                        .stride = c.stride,
-                        .rank = d.rank});
-  });
+  project_transposed(*a.table, a.flags, a.p, a.q, a.m, nullptr, {});
 }
 
 void powersgd_project_onto(const PowerSgdProjectOnto& a) {
-  sum_pieces(*a.table, nullptr, a.q, [&](const ColumnSums& c, int64_t row, int64_t rows, float* sums) {
-    const auto& d = a.table->host()[c.matrix];
-    const int64_t origin = d.offset + row * d.cols + c.column;
-    const PendingPart pending = pending_part(a.pending, c.matrix, d, row, c.column);
-    back_project_piece({.m = a.grad + origin,
-                        .residual = a.residual != nullptr ? a.residual + origin : nullptr,
-                        .pending_p = pending.p,
-                        .pending_q = pending.q,
-                        .p = a.p + d.p_offset + row * d.rank,
-                        .sums = sums,
-                        .rows = rows,
-                        .columns = c.columns,
-                        .cols = d.cols,
-                        .stride = c.stride,
-                        .rank = d.rank});
-  });
+  project_transposed(*a.table, nullptr, a.p, a.q, a.grad, a.residual, a.pending);
 }
 
 void powersgd_reconstruct(const PowerSgdReconstruct& a) {

@@ -23,8 +23,7 @@ inline float attention_scale(int64_t head_dim) {
 
 // Returns whether attention() and attention_backward() support this on the device and are preferable: on
 // CUDA, heads of up to 64 elements whose queries, keys, values and gradients fit into a block's shared
-// memory. That holds for 197 tokens of BF16 wherever a block may have 118 KB, of FP32 where it may have 224
-// KB.
+// memory. 197 tokens need 118 KB with BF16, 224 KB with FP32.
 template <typename S>
 bool fuses_attention(const Device& device, int64_t tokens, int64_t head_dim);
 

@@ -32,8 +32,8 @@ struct LayerNorm {
 };
 GW_TYPED_OP(layer_norm, LayerNorm)
 
-// dx (+)= gradient by x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when accumulating
-// into dx, 2 more with dx_rounded.
+// dx (+)= gradient with respect to x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when
+// accumulating into dx, 2 more with dx_rounded.
 template <typename S = float>
 struct LayerNormBackward {
   const float* x = nullptr;

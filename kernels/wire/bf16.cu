@@ -31,7 +31,7 @@ __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t
   }
 }
 
-// How a thread reads the vectors of a call (read_ahead.cuh).
+// Reads the vectors of a call, directly or ahead (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kBf16ReadsAhead + 1, kPieces = 2;
   static constexpr bool kResidual = true;

@@ -48,6 +48,19 @@
 //   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, for which f(i) is true
 // where f is [&](int i) GW_HD_LAMBDA { ... }. Every lane computes the code outside of f. codes.h builds on
 // these; the host's lanes override some of its functions.
+//
+// Example: sign.h, here with blocks of 8 values, encodes 0.5 -1.5 1 -2 0.25 -0.75 3 -1 into 5 bytes:
+//
+//   encode    mean = lanes.sum(8, |values[i]| / 8) = 1.25, stored by put_float(bytes + 1, mean)
+//             pack_codes<1>(lanes, 8, bytes, sign bit of values[i]): byte 0 = 0b10101010, value 0 lowest
+//   decode    mean = get_float(bytes + 1); unpack_codes<1>(lanes, bytes, 8, 8, take), where take(i, code)
+//   sets
+//             values[i] = code ? -mean : mean: 1.25 -1.25 1.25 -1.25 1.25 -1.25 1.25 -1.25
+//   residual  values - decoded = -0.75 -0.25 -0.25 -0.75 -1 0.5 1.75 0.25, computed by the generic loops
+//
+// int.h also draws random bits and takes a sink: with_draws(random, body) calls body(draw), where draw(i) is
+// the bits of value i, or negative to round to nearest. For each value, encode calls sink.put(i, x) with the
+// decoded value x, so that the host stores residuals without decoding. Sinks are optional (NoSink).
 #pragma once
 
 #include <array>
@@ -62,7 +75,7 @@ namespace gradwire {
 
 inline constexpr int kSumLanes = 32;
 
-// Whether the values first go through a randomized Hadamard transform, which makes them nearly normal.
+// The use of a randomized Hadamard transform before encoding, which makes the values nearly normal.
 enum class Rotation : uint8_t { never, optional, always };
 
 // The random signs of the transform, as sign bits; the same for every block.

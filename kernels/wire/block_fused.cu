@@ -78,7 +78,7 @@ struct DecodeInput {
   __device__ __forceinline__ const void* operator()(int) const { return a.wire; }
 };
 
-// Whether wires are read ahead. Not for topk, whose blocks take up to 24 KB.
+// True if wires are read ahead. False for topk, whose blocks take up to 24 KB.
 template <typename F>
 inline constexpr bool kQueues = std::is_same_v<LanesFor<F>, WarpLanes>;
 

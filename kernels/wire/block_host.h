@@ -300,7 +300,7 @@ struct HostBlocks {
   // Encodes values, which are 0 after `count`. `random` as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                  const uint16_t* random, uint8_t* wire);
-  // Encodes, and sets residual = values - what the wire decodes to. Null where this is not faster for the
+  // Encodes, and sets residual = values - decoded values. Null where this is not faster for the
   // format or its rotation.
   void (*encode_and_keep)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                           const uint16_t* random, uint8_t* wire, float* residual);
@@ -332,7 +332,7 @@ GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64
   }
 }
 
-// Sink that stores the residual: values minus what is sent.
+// Sink that stores the residual: values minus decoded values.
 struct KeepRest {
   const float* values;
   float* residual;
@@ -341,10 +341,10 @@ struct KeepRest {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
   }
 };
-// Whether a format's encode takes a sink for the decoded values.
+// True if a format's encode takes a sink for the decoded values.
 template <typename F>
-inline constexpr bool tells = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
-                                       KeepRest keep) {
+inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
+                                            KeepRest keep) {
   coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
 };
 
@@ -392,7 +392,7 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
   static GW_SIMD void NAME##_encode_and_keep_each(const void* coder, const float* values, int64_t count,  \
                                                   int64_t first, int64_t last, const uint16_t* random,    \
                                                   uint8_t* wire, float* residual) {                       \
-    if constexpr (tells<F>) {                                                                             \
+    if constexpr (takes_sink<F>) {                                                                        \
       encode_and_keep_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, \
                            wire, residual);                                                               \
     }                                                                                                     \
@@ -404,7 +404,7 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
             F::kStochastic,                                                                               \
             coder.masks(),                                                                                \
             NAME##_encode_each,                                                                           \
-            tells<F> && !coder.rotates() ? NAME##_encode_and_keep_each : nullptr,                         \
+            takes_sink<F> && !coder.rotates() ? NAME##_encode_and_keep_each : nullptr,                    \
             NAME##_decode_each};                                                                          \
   }                                                                                                       \
   void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                          \

@@ -15,7 +15,7 @@ GW_HD constexpr int code_bytes(int n) {
 
 // Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... from its low bits on, so that
 // neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper
-// ones. Lanes may override this.
+// thirds. Lanes may override this.
 template <int kBits, typename Lanes, typename Code>
 GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& code) {
   if constexpr (requires { lanes.template pack<kBits>(n, bytes, code); }) {

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kWidth = 4;
 
-// How a thread reads the vectors of a call (read_ahead.cuh).
+// Reads the vectors of a call, directly or ahead (read_ahead.cuh).
 struct Reads {
   static constexpr int kSlots = kFp32ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = false;

@@ -78,8 +78,8 @@ struct Direct {
   }
 };
 
-// How a lane's values of a block are copied to shared memory (read_ahead.cuh): a vector is a lane's part of a
-// block, and a wire's scale is copied with the word around it.
+// Copies a lane's values of a block to shared memory (read_ahead.cuh): a vector is a lane's part of a block.
+// A wire's scale is copied with the word around it.
 struct Reads {
   static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = true;

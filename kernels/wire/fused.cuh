@@ -46,8 +46,8 @@ struct FusedPart {
   __device__ __forceinline__ float input_scale(int) const { return part_scale; }
 };
 
-// The reads of ReadAhead for a vector of a part: own, residual, inputs. Format: how to read its floats and
-// wires.
+// The reads of ReadAhead for a vector of a part: own, residual, inputs. Format begins the copies of floats
+// and wires.
 template <typename Format>
 struct PartReads : Format {
   const FusedPart& a;
@@ -75,8 +75,7 @@ struct WireReads : Format {
   }
 };
 
-// Base of Tiles that read ahead. Reads: how to begin copies, and the readers Direct and Queued (as in
-// fp32.cu).
+// Base of Tiles that read ahead. Reads: as Format of PartReads.
 template <typename Reads>
 struct TilesAhead {
   static constexpr int kThreads = kVectorThreads, kBlocks = 2;

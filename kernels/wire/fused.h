@@ -57,7 +57,7 @@ struct FusedAllreduce {
 // block.
 inline constexpr int kFp32ReadsAhead = 7, kBf16ReadsAhead = 5, kFp8ReadsAhead = 11, kBlockReadsAhead = 7;
 
-// What limits a kernel of kMostPeerBlocks thread blocks on a GPU, apart from the links.
+// The limits of a kernel of kMostPeerBlocks thread blocks on a GPU, apart from the links.
 struct PeerKernelLimits {
   double bytes_ahead;    // of wires, in flight from other ranks
   double values_per_us;  // summed, encoded or decoded

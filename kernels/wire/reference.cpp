@@ -28,7 +28,7 @@ float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
   return s;
 }
 
-// Sets residual and result of element i, whose sum is s and of which the wire carries `sent`; `rest` is the
+// Sets residual and result of element i, which has the sum s and is sent as `sent`; `rest` is the
 // difference.
 void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest) {
   if (a.wire == nullptr) sent = s;

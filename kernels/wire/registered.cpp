@@ -79,7 +79,7 @@ Scratch& scratch() {
   return of_this_thread;
 }
 
-// Returns the residual of s, of which the wire carries `sent`; all of s where `sent` is not finite.
+// Returns the residual of s if `sent` is sent: s itself where `sent` is not finite.
 float rest_of(float s, float sent, float unit) {
   if (!is_finite(s)) return 0.0f;
   const float rest = is_finite(sent) ? s - sent : s;

@@ -137,7 +137,7 @@ namespace detail {
 // Makes a CUDA device current for this thread; does nothing for the host.
 void make_current(Device device);
 
-// For entry points of the library: restores the caller's current CUDA device at the end of the scope. Calls
+// Restores the caller's current CUDA device at the end of the scope, for entry points of the library. Calls
 // CUDA only if the scope has changed the device.
 class CallersDevice {
  public:

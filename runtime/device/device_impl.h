@@ -66,8 +66,8 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
-// For a caller's thread, whose device this was. Does nothing if that device has no context: setting the
-// device would create one, of hundreds of megabytes.
+// Makes a device current again in a caller's thread. Does nothing if the device has no context: setting the
+// device would create a context of hundreds of megabytes.
 void restore_device(int device_index) noexcept;
 int current_device();
 int multiprocessors();  // of the current device

@@ -52,8 +52,8 @@ struct PeerReport {
 struct PeerMemory {
   std::byte* windows[kMostPeers] = {};  // by rank, in this rank's address space; 16-byte aligned
   int rank = 0, world = 1;
-  int blocks =
-      kMostPeerBlocks;     // limit for a kernel: lower where ranks share a device; the same on all ranks
+  // Limit for a kernel: lower where ranks share a device; the same on all ranks.
+  int blocks = kMostPeerBlocks;
   int64_t half_bytes = 0;  // a multiple of 256
   PeerReport* report = nullptr;
   int64_t patience_ns = 0;  // the longest wait at a barrier

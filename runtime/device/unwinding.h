@@ -7,8 +7,8 @@
 
 namespace gradwire {
 
-// Waits for a stream when an exception leaves the scope: enqueued work may use objects declared before this
-// one.
+// Waits for a stream when an exception leaves the scope, because enqueued work may use objects of the scope.
+// Declare it after these objects.
 class FinishOnError {
  public:
   explicit FinishOnError(const Stream& stream) : stream_(stream) {}
