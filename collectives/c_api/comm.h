@@ -45,8 +45,8 @@ struct ApiComm {
 
   // Throws BadHandle in a fork of the process, which lacks the threads that do the work.
   void check_process() const;
-  // The same, and throws BadInput in a callback of a wire format, because the call would wait for the
-  // callback.
+  // Throws as check_process(), and throws BadInput in a callback of a wire format, because the call would
+  // wait for the callback.
   void check_caller() const;
   // Returns the caller's stream. On CUDA `native` is a cudaStream_t. On the host `native` is null, and the
   // stream blocks the caller unless the call has a request.
@@ -71,8 +71,9 @@ struct ApiComm {
   int next_reducer() { return ++reducers_; }
 
   const std::unique_ptr<Communicator> communicator;
-  std::mutex mutex;               // held during every call except abort
-  ApiRequest* request = nullptr;  // of the call that holds `mutex`; null: the call blocks until it is done
+  std::mutex mutex;  // held during every call except abort
+  // The request of the call that holds `mutex`; null: the call blocks until it is done.
+  ApiRequest* request = nullptr;
   volatile int32_t aborted = 0;
 
  private:
@@ -87,7 +88,7 @@ struct ApiComm {
   std::map<std::string, CompressionSpec> specs_;  // parsed, by text
   std::map<void*, Stream> callers_;
   Stream requests_;    // for calls with a request; created by the first such call
-  Buffer difference_;  // of gw_all_gather_update(): masters minus replicas
+  Buffer difference_;  // masters minus replicas, in gw_all_gather_update()
   Buffer step_;        // the counter of stochastic rounding
   Event start_, done_;
   int reducers_ = 0;

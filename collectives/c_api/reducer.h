@@ -44,7 +44,8 @@ struct ApiReducer {
   const ReducerOptions options;
   Reducer reducer;
   const std::string description;
-  std::shared_ptr<ApiRequest> in_flight;  // of the last step; null: the step was done when its call returned
+  // The request of the last step; null: the step was done when its call returned.
+  std::shared_ptr<ApiRequest> in_flight;
 
  private:
   class Sources;

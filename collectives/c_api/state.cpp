@@ -61,8 +61,7 @@ std::map<size_t, std::vector<float>> take_residuals(std::vector<SavedState>& sta
 
 }  // namespace
 
-// Where the elements of a reducer's state are loaded from. Takes the entries that it uses out of the saved
-// states.
+// The places from which a reducer's state is loaded. Removes the entries that it uses from the saved states.
 class ApiReducer::Sources {
  public:
   Sources(const std::vector<TensorState>& targets, const ApiReducer& reducer, std::vector<SavedState>& states)
@@ -150,7 +149,7 @@ class ApiReducer::Sources {
   const ApiReducer& reducer_;
   const int saved_world_, world_;
   std::vector<const char*> of_;           // [target]; null: zero
-  std::vector<std::vector<float>> sums_;  // of residuals of several ranks; sources point to their elements
+  std::vector<std::vector<float>> sums_;  // sums of residuals of several ranks, to which sources point
 };
 
 std::string ApiReducer::identity() const {

@@ -23,8 +23,8 @@ namespace gradwire {
 struct BucketTensor {
   std::string name;
   int64_t rows = 0, cols = 0;  // for PowerSGD: shape[0] x the rest; a vector has cols == 1
-  int64_t offset = 0;          // of its first element, from the bucket's start
-  int32_t index = 0;           // in the whole model
+  int64_t offset = 0;          // offset of the first element, from the bucket's start
+  int32_t index = 0;           // index in the whole model
   int64_t count() const { return rows * cols; }
 };
 
@@ -41,12 +41,12 @@ struct ElementSpan {
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
-  Schedule schedule;                         // of every allreduce, if there is no planner
+  Schedule schedule;                         // schedule of every allreduce, if there is no planner
   const SchedulePlanner* planner = nullptr;  // used only during the codec's construction
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
-  // Of the bucket, by rank; empty: not sharded. With shards each rank needs only the mean of its shard, so a
-  // codec may end with a reduce-scatter. Codecs with common factors or coordinates leave the mean on every
-  // rank.
+  // Shards of the bucket, by rank; empty: not sharded. With shards each rank needs only the mean of its
+  // shard, so a codec may end with a reduce-scatter. Codecs with common factors or coordinates leave the mean
+  // on every rank.
   Shards shards = {};
   const SchedulePlanner* scatter_planner = nullptr;  // for reduce-scatters
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
@@ -59,8 +59,8 @@ struct BucketContext {
   std::vector<ElementSpan> aside;  // parts that the codec does not compress, by offset
   Wire dense_wire = kFp32;         // for parts averaged separately (dense.h)
   float* gradients = nullptr;      // the bucket; null if rebind() precedes the first run()
-  int64_t elements = 0;            // of the bucket, including gaps between tensors
-  int64_t first_element = 0;       // of the bucket within the model's flat gradient
+  int64_t elements = 0;            // elements of the bucket, including gaps between tensors
+  int64_t first_element = 0;       // offset of the bucket in the model's flat gradient
   float scale = 1.0f;              // 1 / world for the mean
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory

@@ -9,7 +9,8 @@
 //   unpack         dense tensors, which are now done
 //   back_project   Q = M^T P. E = M - P Q^T is computed by the next step's project, or by an earlier reader
 //   allreduce 2    Q, mean. In a large bucket Q is summed in two halves: the exchange of the first overlaps
-//                  with back_project of the second, and that of the second with reconstruct of the first
+//                  with back_project of the second, and the exchange of the second with reconstruct of the
+//                  first
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, for the next step; a column that vanished is re-seeded
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
@@ -115,7 +116,7 @@ class LowRankCodec final : public Codec {
   bool lazy() const { return residual_ && !residual_.encoded(); }
   // Returns the part of E that a step which sent this factor last leaves pending.
   PendingFactors pending(const FactorState& sent) const;
-  // Returns the passes that may use a library, and its products: P's, then those of Q or its halves.
+  // Return the passes that may use a library, and the libraries in use: for P, then for Q or its halves.
   std::vector<PowerSgdPass> passes() const;
   std::vector<ThinProducts*> products() const;
   std::vector<const Buffer*> buffers() const;

@@ -15,7 +15,7 @@ namespace gradwire {
 
 struct PowerSgdPlan {
   std::vector<MatrixDescriptor> matrices;
-  std::vector<int> tensors;    // of the matrices
+  std::vector<int> tensors;    // tensor of each matrix
   std::vector<Segment> dense;  // packed from 0 on
   int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
 

@@ -20,7 +20,7 @@ class Residual;
 inline constexpr const char* kResidualKind = "residual";
 
 struct TensorState {
-  int tensor = 0;  // as registered with the reducer
+  int tensor = 0;  // index as registered with the reducer
   // Unique per tensor; letters, digits and '_': "residual", "factor".
   std::string kind = {};
   DType dtype = DType::f32;
@@ -29,8 +29,8 @@ struct TensorState {
   const Residual* residual = nullptr;
   int64_t first = 0;
   std::vector<int64_t> shape = {};  // for readers of a checkpoint
-  // The same bits on every rank, so a checkpoint holds the state once. Otherwise the state belongs to this
-  // rank and, except for residuals, is reset when the world size changes.
+  // True if all ranks have the same bits, so that a checkpoint holds the state once. Otherwise the state
+  // belongs to this rank and, except for residuals, is reset when the world size changes.
   bool same_on_all_ranks = false;
 
   int64_t count() const { return element_count(shape); }

@@ -18,8 +18,8 @@ constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
 constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr double kPeerReadUs = 1;
 constexpr size_t kSmallBytes = 64;        // per message
-constexpr size_t kLeastLarge = 2 << 20;   // of all messages of a rank
-constexpr size_t kMostLarge = 64 << 20;   // of all messages of a rank, between GPUs
+constexpr size_t kLeastLarge = 2 << 20;   // smallest sum of the messages of a rank
+constexpr size_t kMostLarge = 64 << 20;   // largest sum of the messages of a rank, between GPUs
 constexpr double kLongestRoundUs = 10e3;  // larger rounds must not take longer
 
 class Meter {

@@ -36,7 +36,7 @@ struct ScheduleRequest {
   ScheduleKind kind = ScheduleKind::automatic;
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
-  int root = 0;  // of a broadcast
+  int root = 0;  // root of a broadcast
   // When peer access replaces messages in an allreduce. peer_access_obstacle: why it cannot
   // (Communicator::peer_access_obstacle()); "" if it can.
   PeerAccessMode peer_access = PeerAccessMode::off;
@@ -77,7 +77,7 @@ class SchedulePlanner {
   };
   struct Candidate {
     Schedule schedule;
-    Loads even;  // for an even cut
+    Loads even;  // loads with an even cut
   };
   struct Option {
     const Candidate* candidate;

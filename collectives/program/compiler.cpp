@@ -33,7 +33,7 @@ class Compiler {
   // A contribution to a chunk's sum, in a slot of the workspace or in a peer window.
   struct Input {
     int32_t from;
-    float scale;                // of a single part; 1 for a sum of parts
+    float scale;                // scale of a single part; 1 for a sum of parts
     int slot = -1;              // -1: in a peer window
     void* in_window = nullptr;  // there
   };
@@ -50,8 +50,8 @@ class Compiler {
     float* exact = nullptr;        // place of the FP32 sum and of the final value
     void* encoded = nullptr;       // place of the encoded chunk
     const float* own = nullptr;    // this rank's part; null in an all_gather if the rank has none
-    float* residual = nullptr;     // of this rank's encode
-    int64_t window_offset = 0;     // in a half of a peer window
+    float* residual = nullptr;     // residual of this rank's encode
+    int64_t window_offset = 0;     // offset in a half of a peer window
     bool closed = false;           // the partial sum is complete and emitted, or the final value is received
     bool is_sent_encoded = false;  // this rank's own sum, in some round
     std::vector<Input> encoded_inputs, exact_inputs;
@@ -99,8 +99,8 @@ class Compiler {
 
   const ProgramPlan& plan_;
   const Wire wire_;
-  const float part_scale_, result_scale_;  // for parts while adding, and for their sum
-  const MappedPeers* const windows_;       // of the node; null: all data is sent
+  const float part_scale_, result_scale_;  // scales of parts while adding, and of their sum
+  const MappedPeers* const windows_;       // the node's windows; null: all data is sent
   // The workspace: encoded chunks of a lossy format, then slots for contributions.
   const uintptr_t workspace_;
   size_t reserved_ = 0, slot_bytes_ = 0;
@@ -161,7 +161,7 @@ void Compiler::look_ahead() {
 }
 
 void Compiler::place_chunks(const ProgramMemory& memory) {
-  int64_t shard_offset = 0;  // of the next owned chunk in this rank's shard
+  int64_t shard_offset = 0;  // offset of the next owned chunk in this rank's shard
   for (size_t c = 0; c < chunks_.size(); ++c) {
     Chunk& chunk = chunks_[c];
     if (!wire_->exact) chunk.encoded = place_for_encoded(chunk, plan_.schedule.owner[c]);

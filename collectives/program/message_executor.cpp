@@ -98,7 +98,7 @@ class MessageExecutor::Run {
     }
   }
 
-  // Makes later kernels wait for this exchange and those before it; -1: none.
+  // Makes later kernels wait for this exchange and earlier exchanges; -1: none.
   void await(int exchange) {
     finish_until(exchange + 1);
     if (exchange <= awaited_) return;

@@ -23,9 +23,9 @@ enum class Phase : uint8_t { compress, communicate, decompress };
 
 // A description of an allreduce, for traces.
 struct ProgramInfo {
-  std::string part;  // of the bucket, e.g. "Q"; empty: the whole bucket
+  std::string part;  // part of the bucket, e.g. "Q"; empty: the whole bucket
   std::string schedule;
-  int64_t bytes_sent = 0;  // by this rank
+  int64_t bytes_sent = 0;  // sent by this rank
   int exchanges = 0, slices = 1;
   // The carrier in use: messages if the transport does not support the schedule's carrier.
   Carrier carrier = Carrier::messages;

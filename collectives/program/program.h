@@ -83,8 +83,8 @@ struct ProgramBuffers {
   // shard; in a broadcast (count) at the root.
   float* residual = nullptr;
   int64_t count = 0;
-  DType dtype = DType::f32;  // of in and out
-  Shards shards = {};        // by rank, the same on all ranks; empty: the schedule's even cut
+  DType dtype = DType::f32;  // type of in and out
+  Shards shards = {};        // the same on all ranks; empty: the schedule's even cut
 };
 
 class Program {
@@ -94,7 +94,7 @@ class Program {
     std::string part = {};  // for traces, e.g. "Q"; empty: the whole bucket
     Wire wire = kFp32;
     bool fp32_intra_node = false;  // links inside a node carry FP32 regardless of `wire`
-    float scale = 1.0f;            // of the result: 1 / world for the mean
+    float scale = 1.0f;            // scale of the result: 1 / world for the mean
     WireRounding rounding = {};    // first_element: that of element 0 of `count`
     // The program's compression spec. Ranks must agree on it and on all of the above, except the rounding's
     // seed.

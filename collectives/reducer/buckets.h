@@ -45,7 +45,7 @@ struct ElementRange {
 };
 
 struct GradientLayout {
-  std::vector<int64_t> offsets;  // of each tensor, in elements
+  std::vector<int64_t> offsets;  // offset of each tensor, in elements
   int64_t elements = 0;          // gaps included
   std::vector<BucketRange> buckets;
 };

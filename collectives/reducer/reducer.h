@@ -85,7 +85,7 @@ class Reducer {
   // holds only the slots, and gradient(i) may be written once the gradients of all earlier buckets are ready.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
-  int64_t elements() const { return layout_.elements; }  // of the flat buffer, gaps included
+  int64_t elements() const { return layout_.elements; }  // elements of the flat buffer, gaps included
   // Returns the elements of the flat buffer that hold the mean after wait(): all of them or, if sharded, this
   // rank's shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
@@ -166,7 +166,7 @@ class Reducer {
     bool staged = false;    // tensors are copied into and out of the reducer's memory
     // Gaps that another user of the memory may have written; offsets from the bucket's start.
     std::vector<ElementRange> gaps;
-    ElementRange owned;  // by this rank; offsets from the bucket's start
+    ElementRange owned;  // range owned by this rank; offsets from the bucket's start
     int64_t packed = 0;  // with slots: offset of `owned` in shard_
     size_t lane = 0;
     Event reduced;  // with single_waits
@@ -220,11 +220,11 @@ class Reducer {
   const GradientLayout layout_;
   Buffer gradients_, device_step_;
   Buffer shard_;                 // with slots
-  std::vector<Event> taken_;     // by slot: its gradients are reduced and the mean is in shard_
-  std::vector<void*> adopted_;   // by tensor; empty: gradients are in gradients_
+  std::vector<Event> taken_;     // [slot]: the gradients are reduced and the mean is in shard_
+  std::vector<void*> adopted_;   // [tensor]; empty: gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket
-  std::vector<int> order_;       // of the buckets' exchanges
+  std::vector<int> order_;       // order of the buckets' exchanges
   std::optional<SchedulePlanner> planner_, scatter_planner_;
   uint64_t dense_bytes_ = 0;
   std::array<StepMarks, kStatsKept> marks_;

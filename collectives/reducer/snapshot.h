@@ -36,7 +36,7 @@ class ReducerSnapshot {
     int tensor = 0;
     std::string kind;
     bool same_on_all_ranks = false;
-    size_t begin = 0, bytes = 0;  // in values_
+    size_t begin = 0, bytes = 0;  // place in values_
   };
 
   int world_ = 0;

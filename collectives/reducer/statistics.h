@@ -26,7 +26,7 @@ struct ReducerStats {
 
 // Device memory beyond the gradients themselves, in bytes.
 struct ReducerMemory {
-  int64_t residual = 0;  // of error feedback
+  int64_t residual = 0;  // residuals of error feedback
   int64_t factors = 0;   // other codec memory: PowerSGD's factors and the buffers for sending them
   int64_t staging = 0;   // encoded and received pieces; shared by all buckets
   int64_t total() const { return residual + factors + staging; }

@@ -34,7 +34,7 @@ struct Holding {
 struct Post {
   int round = 0;
   int step = 0;                  // index inside its rank's round
-  std::shared_ptr<Value> value;  // of a send
+  std::shared_ptr<Value> value;  // the sent value; null for a receive
 };
 
 // Simulates a schedule.

@@ -43,7 +43,7 @@ struct CheckReport {
   // Measured. Sizes are in chunks: divide by schedule.chunks for fractions of the buffer.
   std::vector<int64_t> sent_inter_node, sent_intra_node, received_inter_node, received_intra_node;  // [rank]
   int64_t busiest_link = 0;  // most chunks over one ordered pair of ranks
-  int64_t messages = 0;      // of all ranks
+  int64_t messages = 0;      // sent by all ranks
   int lossy_steps = 0, inter_node_lossy_steps = 0;
   int most_inputs = 0;  // the most messages merged when a partial sum is closed
 

@@ -37,7 +37,7 @@ enum class Collective : uint8_t { allreduce, reduce_scatter, all_gather, broadca
 enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchical, nccl };
 
 const char* name(Collective collective);
-const char* name(ScheduleKind kind);  // as in the spec grammar: "auto", "ring", ...
+const char* name(ScheduleKind kind);  // the name in specs: "auto", "ring", ...
 
 struct Step {
   enum class Kind : uint8_t { send, recv_reduce, recv_copy };
@@ -56,7 +56,7 @@ using Round = std::vector<Step>;
 enum class Carrier : uint8_t {
   messages,         // sends and receives
   two_shot_kernel,  // peer access: a two-shot as one kernel (kernels/wire/fused.h)
-  one_shot_kernel,  // the same with one barrier
+  one_shot_kernel,  // peer access: a two-shot as one kernel with one barrier
   node_windows,     // hierarchical: peer access inside nodes, messages between nodes
   library           // the transport's own allreduce, which ignores the schedule
 };

@@ -19,7 +19,7 @@ inline constexpr const char* kDenseAuto = "auto";
 struct CompressionSpec {
   enum class Method : uint8_t { wire, powersgd, randk };
   Method method = Method::wire;
-  Wire wire = kFp32;  // of dense tensors, PowerSGD's factors and randk's values
+  Wire wire = kFp32;  // format of gradients, PowerSGD's factors or randk's values
   Rounding rounding = Rounding::nearest;
   bool error_feedback = true;
   // Format of the residual between steps, with stochastic rounding.
