@@ -6,6 +6,8 @@
 #include <limits>
 #include <string>
 
+#include "runtime/util/error.h"
+
 namespace gradwire {
 
 namespace detail {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <string>
 
+#include "runtime/util/error.h"
+
 namespace gradwire {
 
 MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
