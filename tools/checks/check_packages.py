@@ -243,6 +243,74 @@ for name in sys.argv[1:]:
     return dict(line.split("\t") for line in lines.splitlines())
 
 
+class Check:
+    """Collects the files that no package of setup.sh's list or of the base system owns.
+
+    Attributes:
+        checked: the number of files of each kind.
+        missing: package -> the files of that package, and their users.
+    """
+
+    def __init__(self, packages, allowed):
+        self.packages, self.allowed = packages, allowed
+        self.checked, self.missing = collections.Counter(), collections.defaultdict(set)
+
+    def file(self, kind, path, what, user):
+        owners = self.packages.owner.get(merged(path), set()) | self.packages.owner.get(
+            merged(pathlib.Path(path).resolve()), set())
+        self.checked[kind] += 1
+        if not owners & self.allowed:
+            self.missing[", ".join(sorted(owners)) or "an unknown package"].add(
+                f"{kind} {what}, used by {user}")
+
+    def build(self, root, build):
+        """Checks the headers and libraries that a build has read."""
+        cache = (build / "CMakeCache.txt").read_text()
+        toolkits = [
+            pathlib.Path(found).resolve().parent
+            for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)
+        ]
+        toolkits += [
+            pathlib.Path(found).resolve().parent.parent
+            for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)
+        ]
+        # The CUDA toolkit and NCCL are not in Debian; without them the build omits their side.
+        outside = [
+            root, build,
+            *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
+        ]
+        seen = set()
+        for path, user in build_files(build):
+            path = pathlib.Path(path)
+            real = path.resolve()
+            if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents)
+                                                             for folder in outside):
+                continue
+            seen.add(path)
+            if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$",
+                                               str(path)):
+                library = ".so" in path.name or path.suffix == ".a"
+                self.file("library" if library else "header", path, path, user)
+
+    def sources(self, root):
+        """Checks the commands and Python modules that scripts, tests and benches name."""
+        modules = {}
+        for kind, name, user in uses(root):
+            if kind == "module":
+                if name.split(".")[0] not in OPTIONAL_MODULES:
+                    modules.setdefault(name, user)
+            elif name not in OPTIONAL_COMMANDS:
+                found = [folder + name for folder in TOOL_FOLDERS if pathlib.Path(folder + name).exists()]
+                if found:
+                    self.file("command", found[0], name, user)
+        for name, path in module_file(sorted(modules)).items():
+            if path == "None":
+                self.missing["a package that is not installed"].add(
+                    f"module {name}, used by {modules[name]}")
+            elif path != "built-in":
+                self.file("module", path, name, modules[name])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", type=pathlib.Path)
@@ -255,70 +323,22 @@ def main():
         sys.exit(77)
     packages = Packages()
     listed = [name for name in setup_list(root) if name != arguments.without]
-    allowed = packages.closure([*listed, *packages.base])
-    missing = collections.defaultdict(set)
-    checked = collections.Counter()
-
-    def check(kind, path, what, user):
-        owners = packages.owner.get(merged(path), set()) | packages.owner.get(
-            merged(pathlib.Path(path).resolve()), set())
-        checked[kind] += 1
-        if not owners & allowed:
-            missing[", ".join(sorted(owners)) or "no Debian package"].add(f"{kind} {what}, used by {user}")
-
-    cache = (build / "CMakeCache.txt").read_text()
-    toolkits = [
-        pathlib.Path(found).resolve().parent
-        for found in re.findall(r"^(?:NCCL_INCLUDE_DIR|NCCL_LIBRARY):\w+=(/\S+)", cache, re.M)
-    ]
-    toolkits += [
-        pathlib.Path(found).resolve().parent.parent
-        for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)
-    ]
-    # The CUDA toolkit and NCCL are not Debian's; without them their side is left out.
-    outside = [
-        root, build,
-        *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
-    ]
-    seen = set()
-    for path, user in build_files(build):
-        path = pathlib.Path(path)
-        real = path.resolve()
-        if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents)
-                                                         for folder in outside):
-            continue
-        seen.add(path)
-        if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$",
-                                           str(path)):
-            check("library" if ".so" in path.name or path.suffix == ".a" else "header", path, path, user)
-    modules = {}
-    for kind, name, user in uses(root):
-        if kind == "module":
-            if name.split(".")[0] not in OPTIONAL_MODULES:
-                modules.setdefault(name, user)
-        elif name not in OPTIONAL_COMMANDS:
-            found = [folder + name for folder in TOOL_FOLDERS if pathlib.Path(folder + name).exists()]
-            if found:
-                check("command", found[0], name, user)
-    for name, path in module_file(sorted(modules)).items():
-        if path == "None":
-            missing["no Debian package that is installed here"].add(f"module {name}, used by {modules[name]}")
-        elif path != "built-in":
-            check("module", path, name, modules[name])
-
-    for package, users in sorted(missing.items()):
-        print(f"{package} is not in scripts/setup.sh's list, but is needed:")
+    check = Check(packages, packages.closure([*listed, *packages.base]))
+    check.build(root, build)
+    check.sources(root)
+    for package, users in sorted(check.missing.items()):
+        print(f"scripts/setup.sh's list lacks {package}, which is needed:")
         for user in sorted(users)[:5]:
             print(f"  {user}")
         if len(users) > 5:
             print(f"  and {len(users) - 5} more")
-    if min(checked[kind] for kind in PLURALS) == 0:
-        print(f"nothing was checked of one kind: {dict(checked)}; is {build} a finished build?")
+    if min(check.checked[kind] for kind in PLURALS) == 0:
+        print(f"nothing was checked of one kind: {dict(check.checked)}; is {build} a finished build?")
         sys.exit(1)
-    if missing:
+    if check.missing:
         sys.exit(1)
-    print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(checked.items())) +
-          f" belong to the {len(allowed)} packages that setup.sh's list and the base system come to")
+    print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(check.checked.items())) +
+          f" belong to the {len(check.allowed)} packages of setup.sh's list and the base system")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from check_kernel_table import (
+    Launched,
     base_name,
     cuda_sources,
     instantiations,
@@ -190,6 +191,21 @@ def demangle(names: list[str]) -> dict[str, str]:
     return dict(zip(names, lines.splitlines()))
 
 
+def errors_of(full: str, architecture: str, use: dict[str, int], used: Launched) -> list[str]:
+    """Returns the errors of a kernel's resources, on their own and with its largest launch in a test."""
+    where, wrong = f"{full} on {architecture}", []
+    if use["spills"] or use["stack"]:
+        wrong.append(f"{where}: {use['stack']} bytes of stack, {use['spills']} of spills")
+    if used.threads * use["registers"] > REGISTERS:
+        wrong.append(f"{where}: {used.threads} threads of {use['registers']} registers do not fit; give it "
+                     f"__launch_bounds__({used.threads})")
+    most = max(SHARED.values()) if base_name(full) in ASK_FIRST else SHARED[architecture]
+    if used.threads and used.shared + use["shared"] > most:
+        wrong.append(f"{where}: {used.shared + use['shared']} bytes of shared memory; a block has at most "
+                     f"{most}")
+    return wrong
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("root", type=pathlib.Path)
@@ -225,30 +241,15 @@ def main() -> int:
         for mangled, full in sorted(demangle(list(result["wide"])).items()):
             name, wide = base_name(full), result["wide"][mangled]
             wide_of.setdefault(name, set()).update(wide)
-            used = launched.get(full)
-            limit = result["limits"].get(mangled, 1024)
-            if used and used.threads > limit:
+            used, limit = launched.get(full, Launched()), result["limits"].get(mangled, 1024)
+            if used.threads > limit:
                 wrong.append(
                     f"{full} was launched with {used.threads} threads; its __launch_bounds__ allow {limit}")
-            cells = []
-            for architecture in ARCHITECTURES:
-                use = result["resources"][architecture][mangled]
-                cells.append(f"{use['registers']}/{use['stack']}/{use['shared']}")
-                if use["spills"] or use["stack"]:
-                    wrong.append(
-                        f"{full} on {architecture}: {use['stack']} bytes of stack, {use['spills']} of spills")
-                if used and used.threads * use["registers"] > REGISTERS:
-                    wrong.append(
-                        f"{full} on {architecture}: {used.threads} threads of {use['registers']} registers do"
-                        f" not fit; give it __launch_bounds__({used.threads})"
-                    )
-                there = max(SHARED.values()) if name in ASK_FIRST else SHARED[architecture]
-                if used and used.shared + use["shared"] > there:
-                    wrong.append(
-                        f"{full} on {architecture}: {used.shared + use['shared']} bytes of shared memory;"
-                        f" a block has at most {there}"
-                    )
-            print(f"{name:40} {'+'.join(wide) or '-':7} " + " ".join(f"{c:>29}" for c in cells))
+            uses = [result["resources"][architecture][mangled] for architecture in ARCHITECTURES]
+            for architecture, use in zip(ARCHITECTURES, uses):
+                wrong += errors_of(full, architecture, use, used)
+            print(f"{name:40} {'+'.join(wide) or '-':7} " + " ".join(
+                f"{'{registers}/{stack}/{shared}'.format(**use):>29}" for use in uses))
     for name, row in table.items():
         says = row.wide.split()[0]
         expected = set() if says == "-" else set(says.split("+"))

@@ -20,7 +20,7 @@ from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
 from gradwire._state import State, TensorState, pack, unpack
-from gradwire._worker import Worker, shut_down
+from gradwire._worker import Worker
 
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
 
@@ -98,13 +98,12 @@ class Hook:
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
-        self._communicators: List[Communicator] = []
         self._origin: Optional[Origin] = None  # of the communicator
-        self._worker = Worker(self._communicators)
+        self._worker = Worker()
         if comm is not None:
             comm._claim(self, "a Hook")
             self._origin = Origin()
-        self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
+        self._finalizer = weakref.finalize(self, self._worker.shut_down)
 
     # ---- The hook ------------------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Hook:
         """Replaces the communicator. The reducers of the old one are closed already."""
         comm._finalizer.atexit = False  # shut_down() closes it, after the worker has stopped
         before, self._comm = self._comm, comm
-        self._communicators[:] = [comm]
+        self._worker.communicators[:] = [comm]
         if before is not None:
             before.close()
         elif self._elastic is not None:

@@ -18,8 +18,8 @@ from gradwire._communicator import Communicator
 class Worker:
     """A thread that runs jobs in order, so that communication on the host does not block backward."""
 
-    def __init__(self, communicators: List[Communicator]) -> None:
-        self.communicators = communicators  # used by the jobs
+    def __init__(self) -> None:
+        self.communicators: List[Communicator] = []  # used by the jobs
         self.done = 0  # number of jobs completed
         self._jobs: "queue.Queue[Any]" = queue.Queue()  # (job, future); None: stop
         self.inline = 0  # number of running calls that futures' callbacks make on the thread, between jobs
@@ -79,6 +79,18 @@ class Worker:
             return
         self._jobs.put(None)
         self._thread.join(timeout=10)  # a daemon: the process can exit even while the thread waits for a peer
+
+    def shut_down(self) -> None:
+        """Stops the thread, and closes the communicators. Aborts a running job."""
+        if self.forked:
+            return  # the communicators are the parent's
+        self.stopping = True
+        for comm in self.communicators:
+            if self.busy and not comm.closed:
+                comm.abort("the hook or process group was closed during a step")
+        self.stop()
+        for comm in self.communicators:
+            comm.close()
 
 
 class _Interrupts:
@@ -142,15 +154,3 @@ class _Interrupts:
 
 _interrupts = _Interrupts()
 os.register_at_fork(after_in_child=_interrupts.forget_parent)
-
-
-def shut_down(worker: Worker, communicators: List[Communicator]) -> None:
-    if worker.forked:
-        return  # the communicators are the parent's
-    worker.stopping = True
-    for comm in communicators:
-        if worker.busy and not comm.closed:
-            comm.abort("the hook or process group was closed during a step")
-    worker.stop()
-    for comm in communicators:
-        comm.close()

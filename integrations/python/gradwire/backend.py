@@ -28,7 +28,7 @@ from gradwire import _native
 from gradwire._communicator import Communicator
 from gradwire._process_group import communicator_of_store
 from gradwire._profile import until
-from gradwire._worker import Worker, shut_down
+from gradwire._worker import Worker
 
 __all__ = ["Backend", "register_backend"]
 
@@ -187,7 +187,6 @@ class Backend(dist.ProcessGroup):
         self._set_default_backend(kind)
         self._register_backend(torch.device("cpu"), kind, self._gloo)
         self._worker: Optional[Worker] = None
-        self._communicators: List[Communicator] = []
         self._running = 0  # identifier of the thread that runs jobs
         self._finalizer: Any = None  # a weakref.finalize, which is generic in some versions of mypy
         self.compressed = 0  # number of compressed calls
@@ -347,15 +346,15 @@ class Backend(dist.ProcessGroup):
             # Through the store: a call of this group inside another of its calls would deadlock.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
             comm._finalizer.atexit = False  # shut_down() closes it, after the worker
-            self._communicators[:] = [comm]
-            self._worker = Worker(self._communicators)
+            self._worker = Worker()
+            self._worker.communicators[:] = [comm]
             # Also runs at exit without destroy_process_group(): a thread that completes a future while Python
             # exits would end the process with abort().
-            self._finalizer = weakref.finalize(self, shut_down, self._worker, self._communicators)
+            self._finalizer = weakref.finalize(self, self._worker.shut_down)
         elif not self._finalizer.alive:
             raise _native.BadHandle("the process group was shut down: create another with "
                                     "init_process_group() or new_group()")
-        comm, work = self._communicators[0], Work(tensors)
+        comm, work = self._worker.communicators[0], Work(tensors)
         work._future = until(work._future, spec, call, *(inputs or tensors))
         self.compressed += 1
 
