@@ -6,8 +6,9 @@
     run.py NAME --render FILE               writes them into the result's page, for slow_links and accuracy
     run.py NAME --smoke                     seconds in place of minutes, to test the experiment itself
 
-An experiment with the option --ranks runs in as many processes of this machine. With --rate 1gbit each process
-runs on a separate host, and links of this rate connect the hosts (bench/harness/shaped_link.sh; needs root).
+An experiment with the option --ranks runs in that many processes of this machine. With --rate 1gbit each
+process runs on a separate host, and links of this rate connect the hosts (bench/harness/shaped_link.sh; needs
+root).
 
 The other modules of this folder are the experiments. A module has
     OPTIONS            {option: default}; a tuple: the option may be repeated; False: a flag

@@ -74,7 +74,7 @@ def read_cases(path, only="."):
     return cases
 
 
-def without_demands(case):
+def existence_only(case):
     """Returns the case for a smoke run: only its row must exist, with a smoke run's size."""
     changed = {"goal": None, "device": None}
     for key in ("where", "over"):
@@ -268,7 +268,7 @@ def main():
     cases, device = read_cases(arguments.baselines, arguments.only), device_name()
     shrink, retries = list, getattr(arguments, "retries", 0)
     if getattr(arguments, "smoke", False):
-        cases, shrink, retries = list(map(without_demands, cases)), smoke.tiny, 0
+        cases, shrink, retries = list(map(existence_only, cases)), smoke.tiny, 0
         os.environ.update(smoke.ENVIRONMENT)
     if arguments.action == "publish":
         publish(arguments.baselines, cases, arguments.folder, device)

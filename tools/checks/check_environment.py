@@ -4,9 +4,9 @@
     check_environment.py GRADWIRE ROOT
 
 GRADWIRE is the command, whose `doctor --environment` prints the table in the code. Only
-runtime/util/environment.cpp may call getenv(), and its table must have every variable that C++ code reads. The
-page has separate sections for the variables of Python, shell and the tests; they must be complete and have no
-other variables.
+runtime/util/environment.cpp may call getenv(), and its table must have every variable that C++ code reads.
+The page has separate sections for the variables of Python, shell and the tests; they must be complete and
+have no other variables.
 """
 import pathlib
 import re
@@ -103,7 +103,8 @@ def problems(root, printed):
         for name in sorted(set(read) - on_page):
             yield f"docs/environment.md: section '{title}' lacks {name}, which {read[name]} reads"
         for name in sorted(on_page - set(read)):
-            yield f"docs/environment.md: section '{title}' has {name}, which none of {', '.join(places)} reads: remove it"
+            yield (f"docs/environment.md: section '{title}' has {name}, which none of {', '.join(places)} "
+                   "reads: remove it")
     for title in set(page) - set(printed) - set(SECTIONS):
         yield f"docs/environment.md: unknown section '{title}'; known: {', '.join([*printed, *SECTIONS])}"
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the kernel table of docs/gpu.md against the kernels in the sources and the kernels that the tests ran.
+"""Checks the kernel table of docs/gpu.md against the sources and the kernels that the tests ran.
 
     check_kernel_table.py ROOT
         fails when the table lacks a __global__ function, or names one that does not exist.

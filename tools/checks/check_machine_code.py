@@ -9,8 +9,8 @@ Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails
 - a kernel that reads memory of other GPUs while they write to it has non-coherent loads,
 - on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
   kernel_budgets.tsv allows,
-- on sm_90, its hot loop calls a subroutine, has half-filled sectors or lacks 16-byte accesses, and the row does
-  not allow that,
+- on sm_90, its hot loop calls a subroutine, has half-filled sectors or lacks 16-byte accesses, and the row
+  does not allow that,
 - a row is outside the limits for all kernels without a reason, or
 - the table in docs/gpu.md, which explains the figures, is out of date. --write updates the table.
 
@@ -204,8 +204,8 @@ def violations(name: str, is_: Figures, budget: Budget | None) -> list[str]:
     outside = (budget.allowed or budget.kb_in_flight < int(is_.kb_needed)
                or budget.instructions_per_byte > INSTRUCTIONS_PER_BYTE)
     if outside and not budget.reason:
-        wrong.append(f"{name}: its row in tools/checks/kernel_budgets.tsv is outside the limits for all kernels: "
-                     "add a reason")
+        wrong.append(f"{name}: its row in tools/checks/kernel_budgets.tsv is outside the limits for all "
+                     "kernels: add a reason")
     return wrong
 
 

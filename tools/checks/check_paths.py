@@ -54,11 +54,11 @@ class Tree:
         self.path = re.compile(rf"(?<![\w./<$}}{{-])(?:{'|'.join(tops)})/[\w*{{,}}./-]*\w(?:\*|}}|/)?")
         self.headings = {}
 
-    def there(self, path):
+    def exists(self, path):
         """Returns whether a file or folder has this name, or a name that begins with it."""
         if match := re.search(r"{([^{}]*)}", path):
             return all(
-                self.there(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
+                self.exists(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
         path = path.rstrip("/")
         if "*" in path:
             return any(fnmatch.fnmatch(f, path) for f in self.files)
@@ -104,7 +104,7 @@ class Tree:
                 continue
             for number, line in enumerate(lines, 1):
                 for match in self.path.finditer("" if record else line):
-                    if not self.there(match[0]):
+                    if not self.exists(match[0]):
                         yield f"{name}:{number}: {match[0]} does not exist"
                 for match in BARE.finditer("" if record else comment_of(name, line)):
                     if match[0] not in self.tails and match[0] not in ELSEWHERE:

@@ -6,8 +6,8 @@
 Compiles every .cu file of kernels/ and runtime/ to PTX, which ptxas assembles for sm_80 and sm_90. Fails when
 a kernel spills registers or uses a stack, or when its 16-byte accesses to global memory are not those in the
 table. With the logs of simt_tests (GRADWIRE_TEST_LOG), also fails when a test launched a kernel with more
-threads or shared memory than a GPU allows for its compiled form. The user's cache folder stores results by the
-contents of a source and its headers, so that all clones share them. CCACHE_DISABLE disables this cache.
+threads or shared memory than a GPU allows for its compiled form. The user's cache folder stores results by
+the contents of a source and its headers, so that all clones share them. CCACHE_DISABLE disables this cache.
 """
 import argparse
 import concurrent.futures

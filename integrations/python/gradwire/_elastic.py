@@ -160,7 +160,7 @@ class Elastic:
                        if rest.world < self.min_ranks else "")
                 rest.abort(f"{cause}{why}")
                 raise _native.CommFailed(f"{cause}{why}") from cause
-            self._go_on_with(survivors, world, rest, cause)
+            self._adopt_survivors(survivors, world, rest, cause)
             try:
                 done = self._others_have_all(rest)
                 break
@@ -192,8 +192,8 @@ class Elastic:
         here = [int(step) == self._step % _STEPS for step in everybody[::2]]
         return self._has_all and (any(ahead) or all(h and bool(has) for h, has in zip(here, everybody[1::2])))
 
-    def _go_on_with(self, survivors: List[int], world: int, rest: Communicator,
-                    cause: _native.CommFailed) -> None:
+    def _adopt_survivors(self, survivors: List[int], world: int, rest: Communicator,
+                         cause: _native.CommFailed) -> None:
         gone = [rank for rank in range(world) if rank not in survivors]
         if rest.rank == 0:
             names = ", ".join(str(self.ranks[rank]) for rank in gone)
@@ -213,7 +213,7 @@ def _joined(states: List[State]) -> Optional[State]:
     return State(states[0].identity, states[0].steps, tensors) if tensors else None
 
 
-def refuse_what_needs_all_ranks(ddp: Any) -> None:
+def check_uses_no_process_group(ddp: Any) -> None:
     """Raises BadArgument if DDP uses its process group in every step: a process group cannot lose ranks."""
     modules: List[Any] = list(ddp.modules())
     remedies = []

@@ -12,8 +12,8 @@ from gradwire import _native
 from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, spec_for, total_stats
 from gradwire._calls import calls_of
 from gradwire._communicator import Communicator
-from gradwire._elastic import Elastic, refuse_what_needs_all_ranks
-from gradwire._hook_state import (Checkpoint, Place, as_list, begin_missing, check_names, for_rank, from_dict,
+from gradwire._elastic import Elastic, check_uses_no_process_group
+from gradwire._hook_state import (Checkpoint, Place, add_missing, as_list, check_names, for_rank, from_dict,
                                   gathered, taken, to_dict)
 from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
@@ -77,7 +77,7 @@ class Hook:
                 if comm is not None else "must be at least 1, or 0 to disable"))
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             if min_ranks > 0:
-                refuse_what_needs_all_ranks(model)
+                check_uses_no_process_group(model)
             if process_group is None:
                 process_group = model.process_group
             elif process_group != model.process_group:
@@ -252,7 +252,7 @@ class Hook:
         if carried is None:
             return reducer
         fresh = unpack(reducer.save_state())
-        missing = begin_missing(carried, layout, fresh, self._names.are_a_models)
+        missing = add_missing(carried, layout, fresh, self._names.are_a_models)
         if missing and self._from_load:
             _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals "
                          "begin at zero", len(missing), missing[0])

@@ -95,7 +95,7 @@ def check_names(state: StateDict, names: List[str]) -> None:
                               f"{names[0]!r}")
 
 
-def begin_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:
+def add_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:
     """Gives a bucket's parameters that `carried` lacks the state of a new reducer.
 
     Args:

@@ -187,8 +187,8 @@ def _sum(leaf: Leaf) -> Any:
     return (s + leaf.residual if leaf.residual.size else s).reshape(_matrix(leaf.value))
 
 
-def _send_beside(arrays: List[Any], dense: List[Leaf], codec: Codec, send: Send,
-                 what: str) -> Tuple[List[Any], List[Any], List[Any], List[Any]]:
+def _send_with_dense(arrays: List[Any], dense: List[Leaf], codec: Codec, send: Send,
+                     what: str) -> Tuple[List[Any], List[Any], List[Any], List[Any]]:
     """Averages arrays without a residual, and the dense leaves, in one message.
 
     Returns:
@@ -215,8 +215,8 @@ def _powersgd(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: A
     sums = [_sum(leaf) for leaf in compressed]
     before = [leaf.factor if codec.warm
               else _orthonormal(_random(codec, leaf.place, number, leaf.factor.shape)) for leaf in compressed]
-    means, _, dense_means, dense_residuals = _send_beside([_dot(s, q) for s, q in zip(sums, before)], dense,
-                                                          codec, send, "P")
+    means, _, dense_means, dense_residuals = _send_with_dense(
+        [_dot(s, q) for s, q in zip(sums, before)], dense, codec, send, "P")
     finite = [jnp.isfinite(p).all() for p in means]
     sums = [jnp.where(ok, s, 0) for ok, s in zip(finite, sums)]
     ps = [_orthonormal(jnp.where(ok, p, 0)) for ok, p in zip(finite, means)]
@@ -224,7 +224,7 @@ def _powersgd(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: A
     rests = [s - _dot(p, q.T) for s, p, q in zip(sums, ps, qs)]
     if not compressed:
         return ([], dense_means), ([], dense_residuals), ([], [leaf.factor for leaf in dense])
-    q_means, q_lost, _, _ = _send_beside(qs, [], codec, send, "Q")
+    q_means, q_lost, _, _ = _send_with_dense(qs, [], codec, send, "Q")
     out, kept, factors = [], [], []
     for leaf, p, q, lost, rest, ok, old in zip(compressed, ps, q_means, q_lost, rests, finite, before):
         ok = ok & jnp.isfinite(q).all()
@@ -253,7 +253,7 @@ def _alternate(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: 
                 bases.append(q if sends_p else p)
                 made.append(p if sends_p else q)
             own = [_dot(s, basis) for s, basis in zip(sums, bases)]
-            means, lost, dense_means, dense_residuals = _send_beside(own, others, codec, send, "P or Q")
+            means, lost, dense_means, dense_residuals = _send_with_dense(own, others, codec, send, "P or Q")
             out, kept, new = [], [], []
             for leaf, s, basis, mine_, mean, gone, old in zip(chosen, sums, bases, own, means, lost, made):
                 ok = jnp.isfinite(mean).all()
@@ -294,7 +294,7 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
         places.append(first + (bits % (shorter + (run < longer)).astype(jnp.uint32)).astype(first.dtype))
     # All ranks must see non-finite values, even at coordinates that are not drawn.
     drawn = [jnp.where(jnp.isfinite(s).all(), s[at], jnp.nan) for s, at in zip(sums, places)]
-    means, lost, dense_means, dense_residuals = _send_beside(drawn, dense, codec, send, "values")
+    means, lost, dense_means, dense_residuals = _send_with_dense(drawn, dense, codec, send, "values")
     out, kept = [], []
     for leaf, s, at, mean, gone in zip(compressed, sums, places, means, lost):
         # Not zeros_like(s), which varies over the devices of a mesh.
