@@ -148,6 +148,7 @@ class Experiments(unittest.TestCase):
         script = str(ROOT / "bench/experiments/run.py")
         for words, expected in ((["slow_links", "--gradwire", "/nowhere/gradwire"], "/nowhere/gradwire"),
                                 (["slow_lynx"], "Experiments: accuracy, "),
+                                (["joining", "--show", "/nowhere"], "/nowhere is not a file"),
                                 (["joining", "--rank", "two"], "--ranks")):
             result = subprocess.run([sys.executable, "-B", script, *words], capture_output=True, text=True,
                                     timeout=60)

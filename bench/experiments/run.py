@@ -43,14 +43,20 @@ from harness import ranks, smoke  # noqa: E402
 NAMES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "run")
 
 
+def existing(text):
+    if not pathlib.Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file; expected a result of an experiment")
+    return pathlib.Path(text)
+
+
 def parse(name, experiment, words):
     """Returns the options of the command line, with the values of SMOKE in a smoke run."""
     parser = argparse.ArgumentParser(prog=f"run.py {name}", description=experiment.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, help=f"default: build/{name}.json")
-    parser.add_argument("--show", type=pathlib.Path, metavar="FILE", help="only print a result's tables")
+    parser.add_argument("--show", type=existing, metavar="FILE", help="only print a result's tables")
     if hasattr(experiment, "render"):
-        parser.add_argument("--render", type=pathlib.Path, metavar="FILE", help="only write a result's page")
+        parser.add_argument("--render", type=existing, metavar="FILE", help="only write a result's page")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test the experiment")
     defaults = {**experiment.OPTIONS}
     if "ranks" in defaults:
