@@ -23,13 +23,13 @@ namespace gradwire::interposer {
 // so they may differ between ranks.
 class CompressedAllReduce {
  public:
-  // Adopts `comm` and compares settings with the other ranks. Collective, blocks.
+  // Adopts `comm` and compares settings with the other ranks. Collective; blocks.
   CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings);
   ~CompressedAllReduce();
 
-  // Whether all ranks have the same settings, and the settings allow compression.
+  // Returns whether all ranks have the same settings, and the settings allow compression.
   bool usable() const { return usable_; }
-  // For the log: describes the compression of this communicator's calls.
+  // Returns a line for the log that describes the compression of this communicator's calls.
   const std::string& description() const { return description_; }
   int rank() const { return comm_->rank(); }
 

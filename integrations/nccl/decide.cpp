@@ -18,68 +18,101 @@ int64_t parse_bytes(const std::string& text) {
   return value ? *value << shift : -1;
 }
 
-Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
-  Settings s;
-  auto off = [&](const std::string& why) {
-    s.on = false;
-    if (s.why_off.empty()) s.why_off = why;
-  };
-  auto value = [&](const char* name) {
-    const char* text = lookup(name);
-    return std::string(text != nullptr ? text : "");
-  };
-  auto flag = [&](const char* name) {
-    try {
-      return environment_flag(name, lookup);
-    } catch (const BadInput& error) {
-      off(error.what());
-      return false;
+namespace {
+
+using Lookup = std::function<const char*(const char*)>;
+
+class SettingsReader {
+ public:
+  explicit SettingsReader(const Lookup& lookup) : lookup_(lookup) {}
+
+  Settings read() {
+    const std::string spec = value("GRADWIRE_NCCL_SPEC");
+    if (spec == "off") {
+      turn_off("GRADWIRE_NCCL_SPEC is off");
+      return settings_;
     }
-  };
-  auto bytes = [&](const char* name, int64_t& out) {
+    read_spec(spec.empty() ? "bf16" : spec);
+    read_bytes("GRADWIRE_NCCL_MIN_BYTES", settings_.min_bytes);
+    read_bytes("GRADWIRE_NCCL_MAX_STATE_BYTES", settings_.max_state_bytes);
+    read_ranks_per_node();
+    check_schedule();
+    read_dry_run();
+    return settings_;
+  }
+
+ private:
+  void turn_off(const std::string& why) {
+    settings_.on = false;
+    if (settings_.why_off.empty()) settings_.why_off = why;
+  }
+
+  std::string value(const char* name) const {
+    const char* text = lookup_(name);
+    return text != nullptr ? text : "";
+  }
+
+  void read_spec(const std::string& text) {
+    CompressionSpec& spec = settings_.spec;
+    try {
+      spec = CompressionSpec::parse(text);
+    } catch (const BadInput& error) {
+      return turn_off(fmt::format("GRADWIRE_NCCL_SPEC: {}", error.what()));
+    }
+    if (spec.method != CompressionSpec::Method::wire) {
+      turn_off(fmt::format(
+          "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's tensors, but a call of ncclAllReduce has "
+          "none; name a wire format, such as bf16, or use the PyTorch hook",
+          text));
+    }
+    if (!spec.residual->exact) {
+      turn_off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}",
+                           text, spec.residual->name));
+    }
+  }
+
+  void read_bytes(const char* name, int64_t& bytes) {
     const std::string text = value(name);
     if (text.empty()) return;
     const int64_t parsed = parse_bytes(text);
-    if (parsed < 0) return off(fmt::format("{}='{}' is not a size such as 4M", name, text));
-    out = parsed;
-  };
-  const std::string spec = value("GRADWIRE_NCCL_SPEC");
-  if (spec == "off") {
-    off("GRADWIRE_NCCL_SPEC is off");
-    return s;
+    if (parsed < 0) return turn_off(fmt::format("{}='{}' is not a size such as 4M", name, text));
+    bytes = parsed;
   }
-  try {
-    s.spec = CompressionSpec::parse(spec.empty() ? "bf16" : spec);
-    if (s.spec.method != CompressionSpec::Method::wire) {
-      off(fmt::format(
-          "GRADWIRE_NCCL_SPEC={} needs the shapes of the model's tensors, but a call of ncclAllReduce has "
-          "none; name a wire format, such as bf16, or use the PyTorch hook",
-          spec));
-    }
-    if (!s.spec.residual->exact) {
-      off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}",
-                      spec, s.spec.residual->name));
-    }
-  } catch (const BadInput& error) {
-    off(fmt::format("GRADWIRE_NCCL_SPEC: {}", error.what()));
-  }
-  bytes("GRADWIRE_NCCL_MIN_BYTES", s.min_bytes);
-  bytes("GRADWIRE_NCCL_MAX_STATE_BYTES", s.max_state_bytes);
-  if (const std::string text = value("GRADWIRE_NCCL_RANKS_PER_NODE"); !text.empty()) {
+
+  void read_ranks_per_node() {
+    constexpr const char* kName = "GRADWIRE_NCCL_RANKS_PER_NODE";
+    const std::string text = value(kName);
+    if (text.empty()) return;
     const int64_t ranks = parse_bytes(text);
     if (ranks < 1 || ranks > 1 << 20)
-      off(fmt::format("GRADWIRE_NCCL_RANKS_PER_NODE='{}' is not a number of ranks", text));
-    else
-      s.ranks_per_node = static_cast<int>(ranks);
+      return turn_off(fmt::format("{}='{}' must be a number of ranks, such as 8", kName, text));
+    settings_.ranks_per_node = static_cast<int>(ranks);
   }
-  if (s.spec.schedule == ScheduleKind::hierarchical && s.ranks_per_node == 0) {
-    off("schedule=hierarchical needs GRADWIRE_NCCL_RANKS_PER_NODE");
+
+  void check_schedule() {
+    if (settings_.spec.schedule == ScheduleKind::hierarchical && settings_.ranks_per_node == 0)
+      turn_off("schedule=hierarchical needs GRADWIRE_NCCL_RANKS_PER_NODE");
+    if (settings_.spec.schedule == ScheduleKind::nccl) {
+      turn_off("schedule=nccl is ncclAllReduce without the interposer; name another schedule");
+    }
   }
-  if (s.spec.schedule == ScheduleKind::nccl) {
-    off("schedule=nccl is what a call of ncclAllReduce is without the interposer; name another schedule");
+
+  void read_dry_run() {
+    try {
+      settings_.dry_run = environment_flag("GRADWIRE_NCCL_DRY_RUN", lookup_);
+    } catch (const BadInput& error) {
+      turn_off(error.what());
+    }
   }
-  s.dry_run = flag("GRADWIRE_NCCL_DRY_RUN");
-  return s;
+
+  const Lookup& lookup_;
+  Settings settings_;
+};
+
+}  // namespace
+
+Settings Settings::read(const std::function<const char*(const char*)>& lookup) {
+  return SettingsReader(lookup).read();
 }
 
 uint64_t Settings::fingerprint() const {
@@ -94,12 +127,12 @@ bool may_compare(const Request& r) {
   return r.type == ncclFloat32 && (r.op == ncclSum || r.op == ncclAvg) && r.group_depth == 0 && !r.capturing;
 }
 
-Path decide(const Settings& s, const Request& r) {
-  if (!s.on || r.type != ncclFloat32 || (r.op != ncclSum && r.op != ncclAvg)) return Path::untouched;
-  if (r.count <= 0 || r.count < (s.min_bytes + 3) / 4) return Path::untouched;
-  if (r.group_depth > 0) return Path::untouched_group;
-  if (r.capturing) return Path::untouched_capture;
-  return Path::compressed;
+Decision decide(const Settings& s, const Request& r) {
+  if (!s.on || r.type != ncclFloat32 || (r.op != ncclSum && r.op != ncclAvg)) return Decision::untouched;
+  if (r.count <= 0 || r.count < (s.min_bytes + 3) / 4) return Decision::untouched;
+  if (r.group_depth > 0) return Decision::untouched_group;
+  if (r.capturing) return Decision::untouched_capture;
+  return Decision::compressed;
 }
 
 }  // namespace gradwire::interposer

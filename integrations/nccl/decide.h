@@ -12,7 +12,7 @@
 
 namespace gradwire::interposer {
 
-// From the environment; docs/environment.md has the table.
+// Read from the environment; docs/environment.md has the table.
 struct Settings {
   bool on = true;
   std::string why_off;  // for the log, unless `on`
@@ -37,21 +37,20 @@ struct Request {
   bool capturing = false;
 };
 
-enum class Path {
+enum class Decision {
   compressed,
-  untouched,        // off, another type or operation, or too small
-  untouched_group,  // between ncclGroupStart and ncclGroupEnd
-  untouched_capture
+  untouched,         // off, another type or operation, or too small
+  untouched_group,   // between ncclGroupStart and ncclGroupEnd
+  untouched_capture  // captured in a CUDA graph
 };
-// Returns the same path on all ranks with the same settings: does not depend on anything else that may
-// differ.
-Path decide(const Settings& settings, const Request& request);
+// Returns the same decision on all ranks with the same settings.
+Decision decide(const Settings& settings, const Request& request);
 
-// Whether ranks may use this call to compare their settings, once per communicator. Does not depend on the
-// settings, so all ranks get the same answer.
+// Returns whether ranks may use this call to compare their settings, once per communicator. Independent of
+// the settings, so all ranks get the same answer.
 bool may_compare(const Request& request);
 
-// "4M" -> 4194304; negative if it is not a size.
+// Returns the number of bytes in a text such as "4M" (4194304); -1 if the text is not a size.
 int64_t parse_bytes(const std::string& text);
 
 }  // namespace gradwire::interposer

@@ -2,7 +2,7 @@
 // ncclAllReduce. See docs/extending.md.
 //
 // Defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a communicator
-// (to drop its state). Each forwards to NCCL's definition.
+// (to drop the communicator's state). Each forwards to NCCL's definition.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -32,7 +32,8 @@ Function next(const char* symbol) {
   return reinterpret_cast<Function>(found);
 }
 
-struct Entry {
+// The interposer's state for one communicator.
+struct CommunicatorState {
   std::mutex mutex;
   bool tried = false;
   std::unique_ptr<CompressedAllReduce> compressed;
@@ -41,24 +42,24 @@ struct Entry {
 struct Interposer {
   const Settings settings = Settings::read(environment);
   std::mutex mutex;
-  std::map<ncclComm_t, std::shared_ptr<Entry>> entries;
-  std::once_flag said, group_said, capture_said;
+  std::map<ncclComm_t, std::shared_ptr<CommunicatorState>> states;
+  std::once_flag no_gpu_logged, group_logged, capture_logged;
 
-  std::shared_ptr<Entry> entry(ncclComm_t comm) {
+  std::shared_ptr<CommunicatorState> state_of(ncclComm_t comm) {
     std::lock_guard lock(mutex);
-    auto& e = entries[comm];
-    if (!e) e = std::make_shared<Entry>();
-    return e;
+    std::shared_ptr<CommunicatorState>& state = states[comm];
+    if (!state) state = std::make_shared<CommunicatorState>();
+    return state;
   }
   void drop(ncclComm_t comm) {
-    std::shared_ptr<Entry> gone;
+    std::shared_ptr<CommunicatorState> gone;
     std::lock_guard lock(mutex);
-    if (auto at = entries.find(comm); at != entries.end()) {
+    if (auto at = states.find(comm); at != states.end()) {
       gone = std::move(at->second);
-      entries.erase(at);
+      states.erase(at);
     }
   }
-  void say_once(std::once_flag& flag, const std::string& text) {
+  void log_once(std::once_flag& flag, const std::string& text) {
     std::call_once(flag, [&] { print_error_line(text); });
   }
 };
@@ -84,37 +85,38 @@ bool is_capturing(cudaStream_t stream) {
 bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
               ncclResult_t& result) {
   Interposer& all = interposer();
-  const Path path = decide(all.settings, request);
-  if (path == Path::untouched_group) {
-    all.say_once(all.group_said, "large calls of ncclAllReduce inside ncclGroupStart/End stay uncompressed");
-  } else if (path == Path::untouched_capture) {
-    all.say_once(all.capture_said, "large calls of ncclAllReduce captured in a CUDA graph stay uncompressed");
+  const Decision decision = decide(all.settings, request);
+  if (decision == Decision::untouched_group) {
+    all.log_once(all.group_logged,
+                 "large calls of ncclAllReduce inside ncclGroupStart/End stay uncompressed");
+  } else if (decision == Decision::untouched_capture) {
+    all.log_once(all.capture_logged,
+                 "large calls of ncclAllReduce captured in a CUDA graph stay uncompressed");
   }
-  if (all.settings.dry_run) {
-    if (path == Path::compressed)
-      print_error_line(fmt::format("dry run: would send {} bytes as {}", 4 * request.count,
-                                   all.settings.spec.to_string()));
+  if (all.settings.dry_run && decision == Decision::compressed) {
+    print_error_line(
+        fmt::format("dry run: would send {} bytes as {}", 4 * request.count, all.settings.spec.to_string()));
   }
   if (!may_compare(request)) return false;
   if (cuda_device_count() == 0) {
-    all.say_once(all.said, fmt::format("off, nothing is changed: {}", cuda_unavailable_reason()));
+    all.log_once(all.no_gpu_logged, fmt::format("off, calls are unchanged: {}", cuda_unavailable_reason()));
     return false;
   }
-  const std::shared_ptr<Entry> entry = all.entry(comm);
-  std::lock_guard lock(entry->mutex);
+  const std::shared_ptr<CommunicatorState> state = all.state_of(comm);
+  std::lock_guard lock(state->mutex);
   const detail::CallersDevice callers_device;
   try {
-    if (!entry->tried) {
-      entry->tried = true;
+    if (!state->tried) {
+      state->tried = true;
       auto device_of = next<decltype(&ncclCommCuDevice)>("ncclCommCuDevice");
       int device = 0;
       if (device_of == nullptr || device_of(comm, &device) != ncclSuccess) return false;
       auto made = std::make_unique<CompressedAllReduce>(comm, device, all.settings);
       if (made->rank() == 0 && !made->description().empty()) print_error_line(made->description());
-      if (made->usable()) entry->compressed = std::move(made);
+      if (made->usable()) state->compressed = std::move(made);
     }
-    if (!entry->compressed || path != Path::compressed || all.settings.dry_run) return false;
-    entry->compressed->run(static_cast<const float*>(send), static_cast<float*>(receive), request.count,
+    if (!state->compressed || decision != Decision::compressed || all.settings.dry_run) return false;
+    state->compressed->run(static_cast<const float*>(send), static_cast<float*>(receive), request.count,
                            request.op, stream);
     result = ncclSuccess;
   } catch (const CommError& error) {

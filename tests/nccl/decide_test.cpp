@@ -17,19 +17,19 @@ Settings with(const std::map<std::string, std::string>& variables) {
 
 TEST(Interposer, TakesLargeFloat32SumsAndAveragesOnly) {
   const Settings s = with({{"GRADWIRE_NCCL_MIN_BYTES", "4K"}});
-  EXPECT_EQ(decide(s, {.count = 1024}), Path::compressed);
-  EXPECT_EQ(decide(s, {.count = 1024, .op = ncclAvg}), Path::compressed);
-  EXPECT_EQ(decide(s, {.count = 1023}), Path::untouched);
-  EXPECT_EQ(decide(s, {.count = 0}), Path::untouched);
-  EXPECT_EQ(decide(s, {.count = 1024, .type = ncclBfloat16}), Path::untouched);
-  EXPECT_EQ(decide(s, {.count = 1024, .op = ncclMax}), Path::untouched);
-  EXPECT_EQ(decide(s, {.count = 1024, .op = static_cast<ncclRedOp_t>(77)}), Path::untouched)
+  EXPECT_EQ(decide(s, {.count = 1024}), Decision::compressed);
+  EXPECT_EQ(decide(s, {.count = 1024, .op = ncclAvg}), Decision::compressed);
+  EXPECT_EQ(decide(s, {.count = 1023}), Decision::untouched);
+  EXPECT_EQ(decide(s, {.count = 0}), Decision::untouched);
+  EXPECT_EQ(decide(s, {.count = 1024, .type = ncclBfloat16}), Decision::untouched);
+  EXPECT_EQ(decide(s, {.count = 1024, .op = ncclMax}), Decision::untouched);
+  EXPECT_EQ(decide(s, {.count = 1024, .op = static_cast<ncclRedOp_t>(77)}), Decision::untouched)
       << "a reduction defined by the caller";
-  EXPECT_EQ(decide(s, {.count = 1024, .group_depth = 1}), Path::untouched_group);
-  EXPECT_EQ(decide(s, {.count = 1024, .capturing = true}), Path::untouched_capture);
+  EXPECT_EQ(decide(s, {.count = 1024, .group_depth = 1}), Decision::untouched_group);
+  EXPECT_EQ(decide(s, {.count = 1024, .capturing = true}), Decision::untouched_capture);
   const Settings all = with({{"GRADWIRE_NCCL_MIN_BYTES", "0"}});
-  EXPECT_EQ(decide(all, {.count = 1}), Path::compressed);
-  EXPECT_EQ(decide(all, {.count = 0}), Path::untouched);
+  EXPECT_EQ(decide(all, {.count = 1}), Decision::compressed);
+  EXPECT_EQ(decide(all, {.count = 0}), Decision::untouched);
 }
 
 // A rank that is disabled or misconfigured still takes part in the comparison.
@@ -58,7 +58,7 @@ TEST(Interposer, InvalidSettingsDisableItWithTheReason) {
     EXPECT_FALSE(s.on) << name << "=" << value;
     EXPECT_NE(s.why_off.find(says), std::string::npos) << s.why_off;
     EXPECT_EQ(s.fingerprint(), 0u);
-    EXPECT_EQ(decide(s, {.count = 1 << 30}), Path::untouched);
+    EXPECT_EQ(decide(s, {.count = 1 << 30}), Decision::untouched);
   }
   EXPECT_TRUE(with({{"GRADWIRE_NCCL_DRY_RUN", "0"}}).on);
   EXPECT_TRUE(with({}).on);
