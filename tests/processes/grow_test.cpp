@@ -135,7 +135,7 @@ TEST(Grow, JoinersThatDieOrStopCostTheRunNoRankAndNoStep) {
     EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
     // The other ranks notice a closed connection or a passed deadline.
     const std::vector<std::string> notes =
-        lines_with("gradwire: no new rank has joined, and the others go on: ", trained.ranks[0].output);
+        lines_with("gradwire: no new rank has joined; the group continues: ", trained.ranks[0].output);
     const bool forms = std::string(what) == "join-dies" || std::string(what) == "join-stops";
     ASSERT_EQ(notes.size(), forms ? 1u : 0u) << what << ": " << trained.ranks[0].output;
     if (!forms) continue;

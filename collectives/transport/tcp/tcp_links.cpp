@@ -1,7 +1,6 @@
 #include "collectives/transport/tcp/tcp_links.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -13,22 +12,11 @@
 #include <new>
 #include <thread>
 
-#include "collectives/net/contact.h"
-#include "collectives/net/handshake.h"
-#include "collectives/net/message.h"
-#include "collectives/net/secret.h"
 #include "collectives/transport/tcp/crc32c.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
 namespace {
-
-// Binds a handshake to one listener, so that a connection cannot be relayed to another.
-std::string purpose(const std::string& listener) {
-  return "link " + listener;
-}
-
-constexpr const char* kFailedMeanwhile = "the group failed while its ranks connected";
 
 // A flag in a frame's length: a checksum of 4 bytes follows the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
@@ -39,11 +27,7 @@ constexpr size_t kPiece = 128 << 10;
 
 TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums,
                    const PortRange& ports)
-    : rank_(rank),
-      listener_(listen_within(ports, address)),
-      address_(address),
-      name_(random_secret()),
-      key_(key),
+    : connector_(rank, world, address, key, ports),
       checksums_(checksums),
       links_(static_cast<size_t>(world)) {}
 
@@ -51,101 +35,22 @@ TcpLinks::~TcpLinks() {
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
-    helper_wake_.set();
+    helper_poll_.wake.set();
   }
   work_.notify_all();
   helper_.join();
 }
 
-std::string TcpLinks::contact() const {
-  return contact_of(listener_, address_, name_).text();
-}
-
-// Each rank connects to lower ranks and accepts connections from higher ranks.
 void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-                       const std::function<void(const std::string&)>& rejected) {
-  for (int r = 0; r < rank_; ++r) connect_to(r, contacts[static_cast<size_t>(r)], deadline);
-  accept_others(deadline, rejected);
-  listener_.close();
-}
-
-// Retries until the deadline: a host's network may not be up yet, and a flood of unauthenticated peers may
-// push a connection out. A dead rank fails the group, which interrupts the retries.
-void TcpLinks::connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline) {
-  const auto theirs = Contact::parse(contact);
-  if (!theirs) {
-    throw CommError(fmt::format(
-        "connecting to rank {}: its address does not parse; are all ranks the same build?", rank));
-  }
-  const gradwire::Message me = gradwire::Message().add("rank", rank_);
-  const gradwire::Frame hello{gradwire::Frame::Op::link, 0, "", me.encode()};
-  const Credentials credentials{key_, purpose(theirs->name)};
-  while (true) {
-    Reach reached =
-        reach(*theirs, credentials, {.deadline = deadline, .retry = true, .stop = caller_wake_.fd()});
-    {
-      std::lock_guard lock(mutex_);
-      if (interrupted_) throw CommError(kFailedMeanwhile);
-    }
-    if (!reached.socket) throw CommError(fmt::format("connecting to rank {}: {}", rank, reached.why));
-    if (!send_frame(*reached.socket, hello, deadline)) continue;
-    expect_full_buffers(*reached.socket);
-    links_[static_cast<size_t>(rank)].socket = std::move(*reached.socket);
-    return;
-  }
-}
-
-void TcpLinks::accept_others(SteadyClock::time_point deadline,
-                             const std::function<void(const std::string&)>& rejected) {
-  const Credentials credentials{key_, purpose(name_)};
-  PendingCallers pending(listener_, credentials);
-  const auto report = [&] {
-    for (const std::string& line : pending.take_log()) {
-      if (rejected) rejected(line);
-    }
+                       const TcpConnector::Log& rejected) {
+  const auto interrupted = [this] {
+    std::lock_guard lock(mutex_);
+    return interrupted_;
   };
-  const auto missing = [&] {
-    std::string ranks;
-    for (size_t r = static_cast<size_t>(rank_) + 1; r < links_.size(); ++r) {
-      if (!links_[r].socket) ranks += fmt::format("{}{}", ranks.empty() ? "" : ", ", r);
-    }
-    return ranks;
-  };
-  while (!missing().empty()) {
-    {
-      std::lock_guard lock(mutex_);
-      if (interrupted_) throw CommError(kFailedMeanwhile);
-    }
-    std::vector<pollfd> entries = {{caller_wake_.fd(), POLLIN, 0}};
-    pending.add_entries(entries);
-    // Silent callers are also dropped.
-    const std::chrono::milliseconds tick = pending.empty() ? std::chrono::hours(1) : kHandshakeTime / 5;
-    const auto soon = SteadyClock::now() + pending.patience(tick);
-    poll(entries.data(), entries.size(), milliseconds_until(std::min(soon, deadline)));
-    if (!pending.refused().empty()) throw CommError("this rank " + pending.refused());
-    if (SteadyClock::now() >= deadline) {
-      const Contact mine = contact_of(listener_, address_, name_);
-      throw CommError(
-          fmt::format("not connected in time to rank {}, which connects to this one at {} port {}: is an "
-                      "address of these reachable from there, and the port open",
-                      missing(), fmt::join(mine.addresses, ", "), mine.port));
-    }
-    for (auto& caller : pending.advance(entries, links_.size())) accept_rank(std::move(caller));
-    report();
-  }
-  pending.reject_all(kSaidNothing);  // all ranks are connected
-  report();
-}
-
-void TcpLinks::accept_rank(PendingCallers::Caller caller) try {
-  if (caller.first.op != gradwire::Frame::Op::link) return;
-  const int world = static_cast<int>(links_.size());
-  const int rank = gradwire::Message::decode(caller.first.value).number("rank", rank_ + 1, world - 1);
-  Link& link = links_[static_cast<size_t>(rank)];
-  if (link.socket) return;
-  expect_full_buffers(caller.socket);
-  link.socket = std::move(caller.socket);
-} catch (const CommError&) {  // not a rank
+  std::vector<Socket> sockets =
+      connector_.connect(contacts, {deadline, caller_.wake.fd(), interrupted}, rejected);
+  std::lock_guard lock(mutex_);
+  for (size_t r = 0; r < sockets.size(); ++r) links_[r].socket = std::move(sockets[r]);
 }
 
 // Returns the length on the connection. For a message being received, valid once its frame has arrived.
@@ -170,23 +75,23 @@ void TcpLinks::post(Message& message) {
 void TcpLinks::hand_over() {
   std::lock_guard lock(mutex_);
   if (!has_work()) return;
-  if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { run(); });
+  if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { help(); });
   helping_ = true;
-  if (polling_) helper_wake_.set();  // the helper is polling for work posted earlier
+  if (polling_) helper_poll_.wake.set();  // the helper is polling for work posted earlier
   work_.notify_one();
 }
 
 bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
   std::unique_lock lock(mutex_);
   helping_ = false;
-  if (polling_) helper_wake_.set();
+  if (polling_) helper_poll_.wake.set();
   Link& link = links_.at(static_cast<size_t>(message.peer));
   if (!message.done && !message.sent) pull(link);
   while (!message.done) {
     if (interrupted_) throw CommError("interrupted");
     if (!link.lost.empty()) throw LinkLost(link.lost);
     if (SteadyClock::now() >= deadline) return false;
-    poll_once(lock, caller_wake_, entries_, owners_, deadline);
+    poll_once(lock, caller_, deadline);
   }
   return true;
 }
@@ -194,8 +99,8 @@ bool TcpLinks::wait(Message& message, SteadyClock::time_point deadline) {
 void TcpLinks::interrupt() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
-  caller_wake_.set();
-  if (polling_) helper_wake_.set();
+  caller_.wake.set();
+  if (polling_) helper_poll_.wake.set();
 }
 
 void TcpLinks::drop() {
@@ -296,8 +201,9 @@ void TcpLinks::pull(Link& link) {
   }
 }
 
-void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
-                         std::vector<Link*>& owners, SteadyClock::time_point deadline) {
+void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Poller& poller,
+                         SteadyClock::time_point deadline) {
+  auto& [wake, entries, owners] = poller;
   entries.assign(1, {wake.fd(), POLLIN, 0});
   owners.assign(1, nullptr);
   for (Link& link : links_) {
@@ -320,22 +226,20 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, st
   }
 }
 
-void TcpLinks::run() {
-  std::vector<pollfd> entries;
-  std::vector<Link*> owners;
+void TcpLinks::help() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     work_.wait(lock, [&] { return stop_ || (helping_ && has_work()); });
     if (stop_) return;
     polling_ = true;
     try {
-      poll_once(lock, helper_wake_, entries, owners, SteadyClock::time_point::max());
+      poll_once(lock, helper_poll_, SteadyClock::time_point::max());
     } catch (const std::bad_alloc&) {
       helping_ = false;  // wait() does the work instead
     }
     polling_ = false;
     // wait() may already be polling for bytes that were moved here.
-    if (!helping_) caller_wake_.set();
+    if (!helping_) caller_.wake.set();
   }
 }
 

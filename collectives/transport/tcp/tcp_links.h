@@ -16,15 +16,14 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "collectives/net/listener.h"
-#include "collectives/net/pending_callers.h"
 #include "collectives/net/socket.h"
+#include "collectives/transport/tcp/tcp_connector.h"
 #include "runtime/threads/thread.h"
 
 namespace gradwire {
@@ -56,20 +55,17 @@ class TcpLinks {
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens at `address` of this machine (empty: at all its addresses) on one of `ports`, for peers that know
-  // `key`. `checksums`: add checksums to sent messages; received messages are checked if their sender added
-  // one. Throws CommError if it cannot listen.
+  // Listens as TcpConnector does. `checksums`: add checksums to sent messages; received messages are checked
+  // if their sender added one. Throws CommError if it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
-  // Returns the text of the Contact that other ranks need to connect.
-  std::string contact() const;
-  // Connects to every rank; contacts[r] is rank r's. `rejected` gets log lines about unauthenticated peers
-  // (RejectedConnections). Throws CommError that names the rank it could not reach.
+  std::string contact() const { return connector_.contact(); }
+  // Connects to every rank: see TcpConnector::connect().
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
-               const std::function<void(const std::string& line)>& rejected = nullptr);
+               const TcpConnector::Log& rejected = nullptr);
   // Returns the address from which that rank is connected to this one.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
@@ -94,34 +90,33 @@ class TcpLinks {
     std::string lost;         // why the connection is dead; empty: alive
     bool mismatched = false;  // the next frame does not match receives.front()
   };
+  // What a thread polls.
+  struct Poller {
+    WakeEvent wake;
+    std::vector<pollfd> entries = {};
+    std::vector<Link*> owners = {};  // by entry
+  };
 
-  void connect_to(int rank, const std::string& contact, SteadyClock::time_point deadline);
-  void accept_rank(PendingCallers::Caller caller);
-  void accept_others(SteadyClock::time_point deadline,
-                     const std::function<void(const std::string& line)>& rejected);
   bool has_work() const;
   static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
-  // Waits until bytes can be moved or `wake` is set, and moves the bytes. Holds `lock` on entry and exit.
-  void poll_once(std::unique_lock<std::mutex>& lock, WakeEvent& wake, std::vector<pollfd>& entries,
-                 std::vector<Link*>& owners, SteadyClock::time_point deadline);
-  void run();
+  // Waits until bytes can be moved or the poller is woken, and moves the bytes. Holds `lock` on entry and
+  // exit.
+  void poll_once(std::unique_lock<std::mutex>& lock, Poller& poller, SteadyClock::time_point deadline);
+  // Runs on the helper thread.
+  void help();
 
-  const int rank_;
-  Socket listener_;
-  const std::string address_, name_, key_;
+  TcpConnector connector_;
   const bool checksums_;
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;
-  WakeEvent caller_wake_;
-  std::vector<pollfd> entries_;
-  std::vector<Link*> owners_;
+  Poller caller_;  // of the waiting thread
   // Works between hand_over() and wait(); started on first use.
   Thread helper_;
   std::condition_variable work_;
-  WakeEvent helper_wake_;
+  Poller helper_poll_;
   bool helping_ = false, polling_ = false, stop_ = false;
 };
 

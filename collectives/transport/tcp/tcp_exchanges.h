@@ -1,0 +1,74 @@
+// The calls and exchanges of one rank of a group of processes: compares calls between ranks, and posts and
+// awaits messages.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/transport/tcp/tcp_failure.h"
+#include "collectives/transport/tcp/tcp_links.h"
+#include "collectives/transport/tcp/tcp_messages.h"
+#include "collectives/transport/transport.h"
+
+namespace gradwire {
+
+// For one thread at a time. Every method throws CommError if the group fails.
+class TcpExchanges {
+ public:
+  // `waits` gets the time for which the exchanges wait. An exchange that takes longer than `timeout` fails
+  // the group.
+  TcpExchanges(int rank, int world, std::chrono::milliseconds timeout, TcpFailure& failure, Waits& waits)
+      : rank_(rank), world_(world), timeout_(timeout), failure_(failure), waits_(waits) {}
+
+  // Must be called before the first exchange. A failure of the group interrupts the links.
+  TcpLinks& use(std::unique_ptr<TcpLinks> links);
+
+  // See Transport::begin_call().
+  void begin_call(const Call& call);
+  // Posts an exchange. At most two may be in flight.
+  void post(const std::vector<Transfer>& transfers, const ExchangeLabel& label);
+  // Lets the exchanges progress until the next call.
+  void hand_over() { links_->hand_over(); }
+  // Blocks until the oldest exchange is done. Returns the payload bytes it has sent.
+  uint64_t await_oldest();
+
+ private:
+  using Message = TcpLinks::Message;
+
+  // An exchange in flight. Must not move: the links hold pointers to its messages.
+  struct InFlight {
+    std::string doing;  // "call 17, allreduce of ..., round 3 of 6"
+    std::map<int, tcp_messages::Header> expected, sent, arrived;
+    tcp_messages::CallHeader mine, previous;
+    std::vector<Message> posted;
+    uint64_t bytes = 0;  // payload sent
+  };
+
+  std::string in_this_call(const std::string& what) const;
+  void post_all(InFlight& e, const std::vector<Transfer>& transfers, uint64_t tag);
+  void post_payloads(InFlight& e, const std::vector<Transfer>& transfers, Transfer::Kind kind, uint64_t tag);
+  void post_message(InFlight& e, Transfer::Kind kind, int peer, void* data, size_t bytes, uint64_t slot);
+  void await(const InFlight& e, Message& message, SteadyClock::time_point deadline);
+  static std::string pending(const std::vector<Message>& posted, const Message* at);
+  [[noreturn]] void fail(const InFlight& e, const Message* at, const std::exception& error,
+                         SteadyClock::time_point deadline);
+
+  const int rank_, world_;
+  const std::chrono::milliseconds timeout_;
+  TcpFailure& failure_;
+  Waits& waits_;
+  Call call_;  // the current call
+  uint64_t calls_ = 0, rolling_ = 0;
+  bool unannounced_ = false;                         // nothing of this call has been sent
+  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in start order
+  // Destroyed first: the links' thread may use what is in flight.
+  std::unique_ptr<TcpLinks> links_;
+};
+
+}  // namespace gradwire
