@@ -1,5 +1,7 @@
 #include "collectives/transport/regroup.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <numeric>
 #include <utility>
@@ -10,14 +12,31 @@ namespace gradwire {
 
 using std::chrono::milliseconds;
 
-std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before, const std::string& address,
-                                     milliseconds timeout, std::vector<int>& survivors,
-                                     const FormRest& form) {
+void require_regroupable(bool shrinkable, bool has_quorum) {
+  if (!shrinkable) {
+    throw BadInput(
+        "the group was not created to continue without some of its ranks; set gw_comm_options.shrinkable");
+  }
+  if (!has_quorum)
+    throw BadInput("the survivors of this group have formed a new one already; use the new one");
+}
+
+void require_contact(int rank, int other, const std::string& contact) {
+  if (!contact.empty()) return;
+  throw CommError(
+      fmt::format("rank {} continues without ranks that fail, rank {} does not: gw_comm_options.shrinkable "
+                  "must be the same on every rank",
+                  rank, other));
+}
+
+std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
+                                             const std::string& address, milliseconds timeout,
+                                             std::vector<int>& survivors, const FormGroup& form) {
   constexpr milliseconds kFormAgain{5000};
   constexpr int kJoiner = -1;  // not a rank of the old group
   // Failed attempts to form a group are repeated until this time.
   const auto deadline = SteadyClock::now() + timeout + Quorum::kPatience;
-  std::vector<int> left(static_cast<size_t>(before.world));
+  std::vector<int> left(static_cast<size_t>(failed.world));
   std::iota(left.begin(), left.end(), 0);
   while (true) {
     const Quorum::NextGroup found = quorum.regroup(timeout);
@@ -28,19 +47,19 @@ std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before,
       left.resize(left.size() + found.joined.size(), kJoiner);
       continue;
     }
-    GroupOptions rest = before;
-    rest.rendezvous = "what is left of the group";
-    rest.callbacks =
+    GroupOptions next = failed;
+    next.rendezvous = "the survivors of the group";
+    next.callbacks =
         RendezvousCallbacks{.address = address,
                             .publish = [&](const std::string& location) { quorum.publish(found, location); },
                             .read = [&] { return found.location; },
                             .invited = quorum.followers(),
                             .given_up = [&] { return quorum.given_up(); }};
-    rest.rank = static_cast<int>(std::find(left.begin(), left.end(), before.rank) - left.begin());
-    rest.world = static_cast<int>(left.size());
-    rest.joining = std::min(before.join_timeout(), kFormAgain);
+    next.rank = static_cast<int>(std::find(left.begin(), left.end(), failed.rank) - left.begin());
+    next.world = static_cast<int>(left.size());
+    next.joining = std::min(failed.join_timeout(), kFormAgain);
     try {
-      auto made = form(rest, left);
+      auto made = form(next, left);
       survivors = std::move(left);
       return made;
     } catch (const BadInput&) {

@@ -1,5 +1,4 @@
-// The transports' common part of Transport::regroup(): survivors agree on their ranks until they have formed
-// a group.
+// The transports' common part of ElasticGroup::regroup().
 #pragma once
 
 #include <chrono>
@@ -14,15 +13,22 @@
 
 namespace gradwire {
 
+// Throws BadInput if a group cannot regroup: because it is not `shrinkable`, or because its survivors have
+// formed a new group already, which then has the quorum.
+void require_regroupable(bool shrinkable, bool has_quorum);
+// Throws CommError if `rank` has a quorum and `other` has none. `contact`: of the other's quorum; "" if none.
+void require_contact(int rank, int other, const std::string& contact);
+
 // Forms the new group of the old ranks `ranks`, ascending; -1 for new ones. Throws CommError if one of them
 // dies meanwhile.
-using FormRest =
-    std::function<std::unique_ptr<Transport>(const GroupOptions& rest, const std::vector<int>& ranks)>;
+using FormGroup =
+    std::function<std::unique_ptr<Transport>(const GroupOptions& options, const std::vector<int>& ranks)>;
 
-// Implements Transport::regroup(). `before`: the failed group, to which `quorum` belongs. `address`: of this
-// machine, where the new group's store may listen.
-std::unique_ptr<Transport> form_rest(Quorum& quorum, const GroupOptions& before, const std::string& address,
-                                     std::chrono::milliseconds timeout, std::vector<int>& survivors,
-                                     const FormRest& form);
+// Implements ElasticGroup::regroup(): survivors agree on their ranks until they have formed a group.
+// `failed`: the failed group, to which `quorum` belongs. `address`: of this machine, where the new group's
+// store may listen.
+std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
+                                             const std::string& address, std::chrono::milliseconds timeout,
+                                             std::vector<int>& survivors, const FormGroup& form);
 
 }  // namespace gradwire

@@ -132,7 +132,7 @@ TEST(NcclRegroup, RestoresTheGroupWhenEveryRankSurvives) {
 TEST(NcclRegroup, RejectsRanksThatDifferInShrinkable) {
   Meeting run(2);
   const auto errors = run.each([&](int rank) { run.join(rank, rank == 0); });
-  expect_has(errors[0], {"rank 0 is to go on", "rank 1 is not", "gw_comm_options.shrinkable"});
+  expect_has(errors[0], {"rank 0 continues", "rank 1 does not", "gw_comm_options.shrinkable"});
 }
 
 TEST(NcclRegroup, NamesTheRemedyForAGroupThatIsNotShrinkable) {

@@ -5,10 +5,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <atomic>
+#include <mutex>
 #include <thread>
 
-#include "collectives/transport/nccl/nccl_transport.h"
+#include "collectives/transport/nccl/nccl_gpu_calls.h"
 #include "collectives/transport/run_with_deadline.h"
 #include "runtime/util/error.h"
 

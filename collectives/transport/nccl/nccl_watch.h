@@ -1,0 +1,110 @@
+// Detects that a group over NCCL has failed, notifies the other ranks and ends the communicator.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "collectives/net/membership.h"
+#include "collectives/transport/exchange_watch.h"
+#include "collectives/transport/nccl/nccl_communicator.h"
+#include "collectives/transport/peer_access.h"
+#include "runtime/threads/thread.h"
+
+namespace gradwire {
+
+// Any thread may call the methods, except as noted.
+class NcclWatch {
+ public:
+  // Describes another rank's call that differs from the one of a stalled exchange; empty if none is known.
+  using OtherCall = std::function<std::string(const WatchedExchange& stalled)>;
+
+  // `group`: null if the ranks have no store. `timeout`: of an exchange; 0: nothing is watched, and the
+  // communicator's owner watches it. All arguments must outlive the object.
+  NcclWatch(NcclCommunicator& comm, Membership* group, std::chrono::milliseconds timeout,
+            OtherCall other_call);
+  ~NcclWatch() { stop(); }
+
+  bool watches() const { return timeout_.count() > 0; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
+  // Returns what this rank is doing, for other ranks' errors.
+  std::string standing();
+
+  // Fails the group with `cause`. `from_group`: reported by another rank.
+  void fail(const std::string& cause, bool from_group = false);
+  // Returns whether the group has failed, which may not have been handled yet.
+  bool failing();
+  // Throws CommError if the group has failed; first waits until the failure has been handled.
+  void throw_if_failed(const std::string& doing);
+  // Fails the group, waits until the watching thread has notified the peers, then throws.
+  [[noreturn]] void give_up(const std::string& doing, const std::string& cause);
+  // Waits until a failure has been handled.
+  void await_failure_handled();
+
+  // Returns a mark for an exchange on `stream`. Used only by the thread that makes calls.
+  std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
+  void watch_exchange(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
+  // Runs `call`, a call of NCCL on the caller's thread, and reports it if it does not return in time.
+  ncclResult_t watch_call(const std::string& what, const std::vector<Transfer>& transfers,
+                          const std::function<ncclResult_t()>& call);
+  // Stops the kernels over this memory when the group fails, and reports their errors.
+  void watch_kernels(const std::shared_ptr<MappedPeers>& peers);
+  // Returns the error that a kernel over peer memory has reported; empty if none.
+  std::string kernel_error();
+
+  // Ends the watching thread. Returns whether the group had failed. If the communicator does not end in time,
+  // the thread outlives this object.
+  bool stop();
+  // After stop(): returns whether all exchanges have ended. Finalizing would wait for them without a limit.
+  bool drained();
+
+ private:
+  struct Cause {
+    std::string text;
+    bool from_group = false;
+  };
+  // The NCCL call in progress on the caller's thread.
+  struct InNccl {
+    SteadyClock::time_point since;
+    const std::string* what;
+    const std::vector<Transfer>* transfers;
+  };
+  // When to compare a stalled exchange's call with the other ranks'.
+  struct Doubt {
+    uint64_t exchange = 0;  // its number
+    SteadyClock::time_point next = SteadyClock::time_point::min();
+    std::chrono::milliseconds interval{0};
+    bool is_due(uint64_t number, SteadyClock::time_point now);
+  };
+
+  void watch();
+  // The methods below require mutex_; `lock` is released meanwhile.
+  void look(std::unique_lock<std::mutex>& lock, Doubt& doubt);
+  std::string overdue();
+  std::string kernel_error_locked() const;
+  void end_group(std::unique_lock<std::mutex>& lock);
+  std::string notify_group(const std::string& cause);
+
+  NcclCommunicator& comm_;
+  Membership* const group_;
+  const std::chrono::milliseconds timeout_;
+  const OtherCall other_call_;
+  std::mutex mutex_;  // guards the members below
+  std::condition_variable changed_;
+  std::vector<std::weak_ptr<MappedPeers>> mapped_;
+  ExchangesInFlight in_flight_;
+  std::optional<InNccl> in_nccl_;
+  std::vector<std::unique_ptr<ExchangeMark>> spare_;
+  std::optional<Cause> cause_;  // of a failure
+  std::string failure_;         // the final text; empty: none, or not handled yet
+  std::string standing_;
+  bool stop_ = false;
+  Thread thread_;
+};
+
+}  // namespace gradwire
