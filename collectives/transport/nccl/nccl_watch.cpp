@@ -39,7 +39,7 @@ std::string NcclWatch::standing() {
 void NcclWatch::fail(const std::string& cause, bool from_group) {
   std::lock_guard lock(mutex_);
   if (cause_) return;
-  cause_ = {cause, from_group};
+  cause_ = Cause{cause, from_group};
   if (!watches()) failure_ = cause;
   changed_.notify_all();
 }
@@ -173,7 +173,7 @@ void NcclWatch::look(std::unique_lock<std::mutex>& lock, Doubt& doubt) {
   for (auto& mark : in_flight_.take_spare()) spare_.push_back(std::move(mark));
 
   const auto found = [&](const std::string& text) {
-    if (!text.empty() && !cause_) cause_ = {text};
+    if (!text.empty() && !cause_) cause_ = Cause{text};
   };
   found(kernel_error_locked());
   if (!nccl_error.empty()) found(fmt::format("{}: {}", standing_, nccl_error));
