@@ -1,6 +1,6 @@
 // Decides when an exchange on a GPU is stuck. Marks report each exchange's progress. ExchangesInFlight
-// records when each exchange started running, finds overdue ones and words the error. It has no thread or
-// clock and makes no CUDA calls, so tests can pass made-up times.
+// records when each exchange started running, finds overdue exchanges and writes the error text. It uses
+// neither threads, clocks nor CUDA calls, so tests can pass made-up times.
 //
 // An exchange may wait in its stream for earlier kernels without limit. The deadline counts from when the
 // exchange was first seen running: from then on it waits only for its peers.
@@ -77,11 +77,11 @@ class ExchangesInFlight {
   explicit ExchangesInFlight(std::chrono::milliseconds timeout) : timeout_(timeout) {}
 
   void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
-  // Polls every mark and drops finished ones. Returns the error text of the oldest exchange that has been
+  // Polls every mark and drops finished marks. Returns the error text of the oldest exchange that has been
   // running for longer than the timeout, if any.
   std::optional<std::string> overdue(Time now);
-  // Returns the oldest exchange seen running for longer than `longer_than`, ignoring captured ones; null if
-  // none.
+  // Returns the oldest exchange seen running for longer than `longer_than`, except captured exchanges;
+  // null if none.
   const WatchedExchange* stalled(Time now, std::chrono::milliseconds longer_than) const;
   // Returns this rank's state, for other ranks' errors: the oldest running exchange, else the oldest queued,
   // else the last one.
@@ -90,8 +90,8 @@ class ExchangesInFlight {
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }
   // Returns whether any exchange needs frequent polling.
   bool active() const;
-  // Returns whether any exchange had not ended at the last overdue(). Ignores captured ones, which may run
-  // again.
+  // Returns whether any exchange had not ended at the last overdue(). Ignores captured exchanges, which may
+  // run again.
   bool unfinished() const;
 
  private:

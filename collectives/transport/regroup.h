@@ -19,7 +19,7 @@ void require_regroupable(bool shrinkable, bool has_quorum);
 // Throws CommError if `rank` has a quorum and `other` has none. `contact`: of the other's quorum; "" if none.
 void require_contact(int rank, int other, const std::string& contact);
 
-// Forms the new group of the old ranks `ranks`, ascending; -1 for new ones. Throws CommError if one of them
+// Forms the new group of the old ranks `ranks`, ascending; -1 for new ranks. Throws CommError if a rank
 // dies meanwhile.
 using FormGroup =
     std::function<std::unique_ptr<Transport>(const GroupOptions& options, const std::vector<int>& ranks)>;

@@ -1,4 +1,4 @@
-// Deadlines for library calls that may wait for another rank or hang: the call runs on its own thread, and
+// Deadlines for library calls that may wait for another rank or hang: the call runs on a separate thread, and
 // the caller waits at most until the deadline.
 #pragma once
 

@@ -91,7 +91,7 @@ class EarlyExchange {
   virtual void end_exchange(const Stream& stream) = 0;
 };
 
-// Capability: the transport's own allreduce.
+// Capability: an allreduce that the transport's library implements.
 class NativeAllreduce {
  public:
   virtual ~NativeAllreduce() = default;
@@ -123,7 +123,7 @@ class ElasticGroup {
   virtual ~ElasticGroup() = default;
   // Returns a new group of the survivors of a failed group; fails the group if it has not failed. `survivors`
   // gets their old ranks, ascending, which is their order in the new group. If grow() had completed on some
-  // ranks but not on this one, a survivor can be a new rank, with -1 as its old rank. Collective over the
+  // ranks but not on this rank, a survivor can be a new rank, with -1 as its old rank. Collective over the
   // survivors, which determine their members themselves. Throws CommError if this rank was left out, too few
   // ranks answer, or a survivor does not call it within `timeout`.
   virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
@@ -136,7 +136,7 @@ class Admission {
   virtual ~Admission() = default;
   // Joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a joiner's description of
   // itself and returns why the joiner is rejected, or ""; a thread of the transport calls it. Stays in effect
-  // for the groups that follow this one.
+  // for the groups that follow this group.
   virtual void open_admission(int most, std::function<std::string(const std::string& about)> validate) = 0;
   // Notifies waiting joiners that the run has ended.
   virtual void close_admission() = 0;
@@ -177,7 +177,7 @@ class Transport {
   virtual void check() = 0;
   // Returns a group of the ranks in `members`, in this order. `members` contains this rank or is empty; the
   // result is then null. Collective over the whole group, whose ranks pass equal or disjoint lists. The new
-  // group outlives this one and is not notified of its failures. Throws BadInput if the transport does not
+  // group outlives this group and is not notified of its failures. Throws BadInput if the transport does not
   // support it.
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members);
   // Returns memory on the transport's device for buffers that are sent or received repeatedly. NCCL registers

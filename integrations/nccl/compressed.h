@@ -1,4 +1,4 @@
-// The interposer's compressed allreduce, on the program's own NCCL communicator.
+// The interposer's compressed allreduce, on the program's NCCL communicator.
 #pragma once
 
 #include <nccl.h>

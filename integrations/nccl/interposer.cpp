@@ -81,7 +81,7 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns whether the call was handled here; `result` is then its result.
+// Returns whether the interposer has handled the call; `result` is then the call's result.
 bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
               ncclResult_t& result) {
   Interposer& all = interposer();

@@ -146,7 +146,7 @@ const Fault kFaults[] = {
     {"wrong_schedule", 3, 3, "ranks disagree: "},
     {"short_delay", 0, 0, ""},
     {"long_delay", 3, 3, "rank #", true},
-    {"corrupted_header", 3, 3, "what rank # sent is not a Gradwire header: it is corrupted"},
+    {"corrupted_header", 3, 3, "the message from rank # is not a Gradwire header: it is corrupted"},
     {"corrupted_frame", 3, 3, "rank #", true},
     {"corrupted_payload", 3, 3, "bytes from rank # do not have the checksum that it sent with them"},
     {"reset", 3, 3, "rank #"},

@@ -4,8 +4,8 @@
 // Host: the receiver copies directly from the sender's memory, one copy per transfer, without staging. The
 // exchange runs on the stream's thread, so the enqueuing thread never blocks.
 // CUDA: the receiver enqueues a device-to-device copy between two events. The enqueuing threads swap pointers
-// and events, so exchange() returns only after its peers have enqueued theirs, possibly before any data has
-// moved. For the same reason it cannot be captured in a CUDA graph.
+// and events, so exchange() returns only after its peers have enqueued their parts, possibly before any data
+// has moved. For the same reason it cannot be captured in a CUDA graph.
 #pragma once
 
 #include <chrono>

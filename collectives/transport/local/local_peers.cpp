@@ -93,7 +93,7 @@ void LocalPeers::run_on_host(MappedPeers& peers, const std::string& what,
     now.synchronize();
   } catch (const CommError&) {
     std::lock_guard lock(hub_.mutex);
-    const std::string cause = peers.failure();  // empty: another rank stopped this one
+    const std::string cause = peers.failure();  // empty: another rank stopped this kernel
     if (hub_.failure().empty()) hub_.fail(fmt::format("rank {}: {}: {}", rank_, what, cause));
     throw CommError(fmt::format("rank {}: {}: {}", rank_, what, hub_.failure()));
   }

@@ -2,16 +2,16 @@
 // on the caller's stream. The host does not wait, so an exchange can be captured in a CUDA graph. The first
 // exchange with a peer connects to it and blocks until the peer connects as well.
 //
-// Communicators are blocking: for non-blocking ones NCCL creates a thread per group (2.28.9), and the host
-// must poll for that thread's end. Operations that may wait for a peer inside NCCL (joining, the first
-// exchange with a peer, shrinking, finalizing) run on their own thread with a deadline. Later exchanges run
-// on the caller's thread.
+// Communicators are blocking: for non-blocking communicators NCCL creates a thread per group (2.28.9), and
+// the host must poll for that thread's end. Operations that may wait for a peer inside NCCL (joining, the
+// first exchange with a peer, deriving, finalizing) run on a separate thread with a deadline. Later exchanges
+// run on the caller's thread.
 //
 // One thread per communicator watches enqueued exchanges (exchange_watch.h), calls that do not return, and
-// NCCL's own errors. If an exchange is overdue, or NCCL or another rank reports an error, it aborts the
-// communicator: kernels that wait for a peer end and leave undefined data in the buffers. From then on every
-// call throws CommError, including check(), which must be called after synchronizing a stream and before
-// using the result.
+// NCCL's own errors. If an exchange is overdue, or NCCL or another rank reports an error, the thread aborts
+// the communicator: kernels that wait for a peer end and leave undefined data in the buffers. From then on
+// every call throws CommError, including check(), which must be called after synchronizing a stream and
+// before using the result.
 //
 // Each rank also has a connection to rank 0 (net/store.h) for the rendezvous, for failures, and to
 // compare calls. A new call is compared with the neighbour's before data moves. Later calls with the same
@@ -35,8 +35,8 @@ std::string nccl_unavailable_reason();
 std::string nccl_version();
 
 struct NcclOptions {
-  // A rendezvous as in membership.h, or "nccl://": NCCL's own, at NCCL_COMM_ID=host:port, set on every rank.
-  // With "nccl://" there is no store: errors name fewer ranks, and calls are not compared.
+  // A rendezvous as in membership.h, or "nccl://": NCCL's rendezvous at NCCL_COMM_ID=host:port, set on every
+  // rank. With "nccl://" there is no store: errors name fewer ranks, and calls are not compared.
   GroupOptions group;
   int device = 0;  // CUDA device
   // On failure, revoke the communicator (NCCL 2.28.7) instead of aborting it, so that regroup() can follow,

@@ -44,8 +44,8 @@ struct NcclApi {
   ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
   ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
   ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
-  // The ranks whose memory this one can load and store: their number, this rank's place among them, and their
-  // stride. Same as ncclTeam_t, which older headers lack.
+  // The ranks whose memory this rank can load and store: their number, this rank's place among them, and
+  // their stride. Same as ncclTeam_t, which older headers lack.
   struct Team {
     int ranks, rank, stride;
   };
@@ -55,8 +55,8 @@ struct NcclApi {
   std::string text(ncclResult_t result, ncclComm_t comm) const;
   std::string version() const;  // "2.28.9"
 
-  // Loads libnccl.so.2, or the library in GRADWIRE_NCCL_LIBRARY, once. Throws BadInput that names what is
-  // missing.
+  // Loads libnccl.so.2, or the library in GRADWIRE_NCCL_LIBRARY, once. Throws BadInput that names the missing
+  // library or function.
   static const NcclApi& loaded();
 };
 

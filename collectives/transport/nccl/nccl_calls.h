@@ -22,9 +22,9 @@ struct NcclPatience {
   std::function<void(std::chrono::microseconds)> pause;  // sleeps
 };
 
-// Waits until `comm` is no longer busy. `result`: returned by the last call on `comm`. Only non-blocking
-// communicators return ncclInProgress: a caller's own, or with NCCL_COMM_BLOCKING=0. Polls for 100 us before
-// sleeping: NCCL takes about 20 us, the shortest sleep about 60 us.
+// Waits until `comm` is idle. `result`: returned by the last call on `comm`. Only non-blocking
+// communicators return ncclInProgress: a caller's communicator, or with NCCL_COMM_BLOCKING=0. Polls for 100
+// us before sleeping: NCCL takes about 20 us, the shortest sleep about 60 us.
 ncclResult_t settle_nccl(const NcclApi& api, ncclComm_t comm, ncclResult_t result,
                          const NcclPatience& patience);
 

@@ -49,7 +49,7 @@ class NcclCommunicator {
   ncclResult_t run_apart(Call call, const Limits& limits);
   // Returns NCCL's own error for the communicator; empty if there is none or a call is in progress.
   std::string error(std::chrono::milliseconds patience);
-  // Returns a function that runs another one, on the communicator, if it still exists then.
+  // Returns a function that runs its argument if the communicator still exists then.
   WhileAlive while_alive() const;
 
   // Ends the communicator after a failure: kernels that wait for a peer end. May never return, so this object
@@ -62,8 +62,8 @@ class NcclCommunicator {
   // Destroys an owned communicator, or aborts it if `must_abort` returns true. Takes at most 2 * kFarewell.
   void destroy(const std::function<bool()>& must_abort);
 
-  // Returns the communicator that `make` derives from this one; null if `make` derives none for this rank.
-  // `doing` is for error texts. Throws CommError at the deadline.
+  // Returns the communicator that `make` derives from this communicator; null if `make` derives none for this
+  // rank. `doing` is for error texts. Throws CommError at the deadline.
   using Make = std::function<ncclResult_t(ncclComm_t parent, ncclComm_t* child, ncclConfig_t* config)>;
   ncclComm_t derive(const std::string& doing, std::chrono::milliseconds timeout, const Make& make);
 

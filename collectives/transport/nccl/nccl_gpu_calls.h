@@ -1,4 +1,4 @@
-// CUDA functions that the NCCL transport needs besides NCCL. Tests supply their own.
+// CUDA functions that the NCCL transport needs besides NCCL. Tests supply other functions.
 #pragma once
 
 #include <nccl.h>

@@ -7,7 +7,7 @@
 #include "runtime/device/properties.h"
 #include "runtime/util/error.h"
 
-// Supported only with the version whose structures are read here; other versions may differ.
+// The version whose structures this file reads; other versions may differ.
 #if NCCL_VERSION_CODE == NCCL_VERSION(2, 28, 9)
 #define GW_NCCL_DEVICE_API 1
 #include <nccl_device/impl/comm__types.h>

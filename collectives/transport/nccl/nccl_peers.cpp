@@ -28,7 +28,7 @@ ncclResult_t NcclPeers::ask(std::function<void(ncclComm_t)> question) {
 
 std::string NcclPeers::obstacle(int group) {
   if (const auto known = obstacles_.find(group); known != obstacles_.end()) return known->second;
-  // A program's own communicator is used for exchanges only.
+  // A communicator that belongs to the program is used for exchanges only.
   if (!comm_.owned() || !watch_.watches()) return "the communicator is the program's own";
   transport_.begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();

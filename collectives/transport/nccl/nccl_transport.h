@@ -1,5 +1,5 @@
 // The NCCL transport on top of NCCL's functions and stream marks, without CUDA. nccl.cpp supplies the real
-// functions; tests supply their own.
+// functions; tests supply other functions.
 #pragma once
 
 #include <chrono>
@@ -93,7 +93,7 @@ class NcclTransport final : public Transport,
  private:
   NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup setup);
   void join_group();
-  // Returns the setup of a transport on a communicator derived from this one.
+  // Returns the setup of a transport on a communicator derived from this transport's.
   NcclSetup derived(ncclComm_t comm) const;
   // Returns a setup without these ranks of this group.
   NcclSetup without(std::vector<int> excluded);
@@ -106,7 +106,7 @@ class NcclTransport final : public Transport,
             uint64_t bytes, bool first, const NcclCommunicator::Call& call);
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCommunicator::Call& call);
-  // Returns receives of equal parts from each of these ranks except this one.
+  // Returns receives of equal parts from each of these ranks except this rank.
   std::vector<Transfer> from_all(int first, int ranks, uint64_t bytes) const;
   // Exchanges one byte with every rank: all[r] is rank r's. Not counted as sent.
   void exchange_bytes(const Stream& stream, uint8_t* all, const ExchangeLabel& label);

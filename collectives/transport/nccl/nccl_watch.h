@@ -32,7 +32,7 @@ class NcclWatch {
 
   bool watches() const { return timeout_.count() > 0; }
   std::chrono::milliseconds timeout() const { return timeout_; }
-  // Returns what this rank is doing, for other ranks' errors.
+  // Returns this rank's activity, for other ranks' errors.
   std::string standing();
 
   // Fails the group with `cause`. `from_group`: reported by another rank.

@@ -3,10 +3,10 @@
 // An exchange runs on the host stream's thread: it posts all of its receives and sends (tcp_links.h), each
 // straight into or from the caller's memory, and waits for them until the deadline. Headers precede the
 // payload (tcp_messages.h): once per call to the next rank; outside of calls, once per exchange to every
-// peer. The receiver compares them with its own; payload of another call or size cannot touch its memory.
+// peer. The receiver compares them with its headers; payload of another call or size cannot touch its memory.
 //
 // Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once
-// of a rank that dies, times out or disagrees, and the error on every rank names the ranks that no longer
+// of a rank that dies, times out or disagrees, and the error on every rank names the ranks that do not
 // answer.
 #pragma once
 
@@ -26,7 +26,7 @@ struct TcpOptions {
   // Adds a checksum after each message, so that corruption in transit is an error. Also
   // GRADWIRE_VERIFY_PAYLOAD=1. Each rank decides for the messages it sends.
   bool verify_payload = false;
-  // Whether survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
+  // True if survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
   bool shrinkable = false;
 };
 

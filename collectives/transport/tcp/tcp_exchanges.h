@@ -67,7 +67,7 @@ class TcpExchanges {
   uint64_t calls_ = 0, rolling_ = 0;
   bool unannounced_ = false;                         // nothing of this call has been sent
   std::deque<std::unique_ptr<InFlight>> in_flight_;  // in start order
-  // Destroyed first: the links' thread may use what is in flight.
+  // Destroyed first: the links' thread may use the exchanges in flight.
   std::unique_ptr<TcpLinks> links_;
 };
 

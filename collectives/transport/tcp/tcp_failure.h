@@ -1,5 +1,5 @@
-// How a group of processes fails, as this rank knows: the first failure, what this rank is doing, and the
-// errors that it throws.
+// The failure of a group of processes, as known to this rank: the first failure, this rank's activity, and
+// the errors that it throws.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ class TcpFailure {
   // `group` is used from the first call of give_up() or abort() on.
   explicit TcpFailure(Membership& group) : group_(group) {}
 
-  // Sets what this rank is doing, for other ranks' errors: "in call 17, allreduce of ..."
+  // Sets this rank's activity, for other ranks' errors: "in call 17, allreduce of ..."
   void set_activity(const std::string& activity);
   // Sets the rank that this rank waits for; -1: none.
   void set_waiting_for(int rank) { waiting_for_ = rank; }
@@ -34,7 +34,7 @@ class TcpFailure {
   // Fails the group for `reason`.
   void abort(const std::string& reason);
   // Notifies the group, finds out which ranks still answer, and throws an error with everything known.
-  // `doing`: what this rank was doing, for the error.
+  // `doing`: this rank's activity, for the error.
   [[noreturn]] void give_up(const std::string& doing, const std::string& cause);
 
  private:

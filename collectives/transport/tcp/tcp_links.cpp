@@ -20,7 +20,7 @@ namespace {
 
 // A flag in a frame's length: a checksum of 4 bytes follows the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
-// With checksums, at most this much is sent at once, so that it is still in a cache when it is sent.
+// With checksums, at most this much is sent at once, so that the piece is still in a cache when it is sent.
 constexpr size_t kPiece = 128 << 10;
 
 }  // namespace
@@ -238,7 +238,7 @@ void TcpLinks::help() {
       helping_ = false;  // wait() does the work instead
     }
     polling_ = false;
-    // wait() may already be polling for bytes that were moved here.
+    // wait() may already be polling for bytes that the helper has moved.
     if (!helping_) caller_.wake.set();
   }
 }

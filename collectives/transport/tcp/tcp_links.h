@@ -3,12 +3,12 @@
 // A frame with tag and length precedes each message on a connection. The receiver matches messages in order:
 // payload goes from the socket straight into the memory posted for it. An unexpected frame stops the
 // connection with the payload unread, so the payload never reaches memory meant for another message.
-// Optionally a checksum follows the payload, for errors that TCP's own 16-bit checksum misses; the frame says
-// so.
+// Optionally a checksum follows the payload, for errors that TCP's 16-bit checksum misses; a flag in the
+// frame announces it.
 //
-// The waiting thread does the work: wait() polls all connections and moves what it can, so a message costs no
-// switch between threads. A caller with other work between post() and wait() calls hand_over(), which leaves
-// the transfers to a helper thread until the next wait().
+// The waiting thread does the work: wait() polls all connections and moves all available bytes, so a message
+// costs no switch between threads. A caller with other work between post() and wait() calls hand_over(),
+// which leaves the transfers to a helper thread until the next wait().
 #pragma once
 
 #include <poll.h>
@@ -66,7 +66,7 @@ class TcpLinks {
   // Connects to every rank: see TcpConnector::connect().
   void connect(const std::vector<std::string>& contacts, SteadyClock::time_point deadline,
                const TcpConnector::Log& rejected = nullptr);
-  // Returns the address from which that rank is connected to this one.
+  // Returns the address from which that rank is connected to this rank.
   std::string address_of(int rank) const {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
@@ -80,7 +80,8 @@ class TcpLinks {
 
   // Makes every current and later wait throw. Callable from any thread.
   void interrupt();
-  // Forgets posted messages and no longer touches their memory. The connections cannot be used afterwards.
+  // Forgets posted messages and does not touch their memory afterwards. The connections cannot be used
+  // afterwards.
   void drop();
 
  private:
@@ -90,7 +91,7 @@ class TcpLinks {
     std::string lost;         // why the connection is dead; empty: alive
     bool mismatched = false;  // the next frame does not match receives.front()
   };
-  // What a thread polls.
+  // The descriptors that a thread polls.
   struct Poller {
     WakeEvent wake;
     std::vector<pollfd> entries = {};

@@ -8,7 +8,7 @@ namespace {
 template <typename H>
 void check_magic(const H& header, int peer) {
   if (header.magic == H::kMagic) return;
-  throw Mismatch(fmt::format("what rank {} sent is not a Gradwire header: it is corrupted", peer));
+  throw Mismatch(fmt::format("the message from rank {} is not a Gradwire header: it is corrupted", peer));
 }
 
 }  // namespace

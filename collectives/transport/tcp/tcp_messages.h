@@ -1,6 +1,6 @@
 // Messages between ranks in addition to the payload.
 //
-// Two kinds of message precede payloads, each with its own tag:
+// Two kinds of message precede payloads, each with a different tag:
 //   CallHeader  once per call, from each rank to the next one (rank + 1): identifies the call by a hash over
 //               this call and all previous ones, including their schedules. If any two ranks differ, some
 //               rank differs from its neighbour, whichever schedules they follow.
@@ -25,7 +25,7 @@ struct CallHeader {
   static constexpr uint64_t kMagic = 0x32657269'77647267ull;
   uint64_t magic = kMagic;
   uint64_t sequence = 0;
-  uint64_t rolling = 0;  // hash of all calls so far, including this one
+  uint64_t rolling = 0;  // hash of all calls so far, including the current call
   char what[168] = {};   // for the receiver's error text
 
   CallHeader() = default;
