@@ -8,7 +8,6 @@
 #include <mutex>
 #include <thread>
 
-#include "collectives/transport/nccl/nccl_gpu_calls.h"
 #include "collectives/transport/run_with_deadline.h"
 #include "runtime/util/error.h"
 

@@ -13,11 +13,12 @@
 
 #include "collectives/transport/nccl/nccl_api.h"
 #include "collectives/transport/nccl/nccl_calls.h"
-#include "collectives/transport/nccl/nccl_gpu_calls.h"
-#include "collectives/transport/nccl/nccl_memory.h"
 #include "runtime/threads/running_clock.h"
 
 namespace gradwire {
+
+// Runs the given function if the communicator still exists.
+using WhileAlive = std::function<void(const std::function<void()>&)>;
 
 class NcclCommunicator {
  public:

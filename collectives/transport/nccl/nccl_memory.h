@@ -1,16 +1,17 @@
 // Memory allocated by and registered with NCCL, so that other ranks can map it or network cards can reach it.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <mutex>
 
 #include "collectives/transport/nccl/nccl_api.h"
+#include "collectives/transport/nccl/nccl_communicator.h"
+#include "runtime/device/device.h"
 
 namespace gradwire {
-
-// Runs the given function if the communicator still exists.
-using WhileAlive = std::function<void(const std::function<void()>&)>;
 
 class NcclMemory {
  public:
@@ -30,6 +31,27 @@ class NcclMemory {
   void* const data_;
   WhileAlive alive_;
   std::function<void()> deregister_;
+};
+
+// Registered memory for exchanges.
+class NcclMemoryPool {
+ public:
+  // `comm` must outlive the object, but not the memory.
+  NcclMemoryPool(NcclCommunicator& comm, Device device, std::chrono::milliseconds timeout)
+      : comm_(comm), device_(device), timeout_(timeout) {}
+
+  // Returns registered memory, or an empty buffer if NCCL refuses. Small buffers share an allocation.
+  Buffer allocate(size_t bytes);
+
+ private:
+  std::shared_ptr<NcclMemory> registered(size_t bytes);
+
+  NcclCommunicator& comm_;
+  const Device device_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_;                  // guards the members below
+  std::weak_ptr<NcclMemory> shared_;  // source of the next small buffer
+  size_t shared_used_ = 0;
 };
 
 }  // namespace gradwire

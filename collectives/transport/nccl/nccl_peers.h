@@ -1,4 +1,7 @@
-// Peer access over NCCL, where ranks map each other's memory over NVLink.
+// Peer access over NCCL: memory that ranks map for each other, over NVLink.
+//
+// The addresses come from a structure of NCCL's device API whose layout may change between versions. So only
+// the version whose headers this was compiled with is used. With any other version, exchanges send messages.
 #pragma once
 
 #include <functional>

@@ -1,9 +1,9 @@
 // Ranks as processes on one host or many, over TCP.
 //
 // An exchange runs on the host stream's thread: it posts all of its receives and sends (tcp_links.h), each
-// straight into or from the caller's memory, and waits for them until the deadline. Headers precede the
-// payload (tcp_messages.h): once per call to the next rank; outside of calls, once per exchange to every
-// peer. The receiver compares them with its headers; payload of another call or size cannot touch its memory.
+// straight into or from the caller's memory, and waits for them until the deadline. A header
+// precedes each call's payload (tcp_messages.h), from each rank to the next rank, which compares the header
+// with its own call. Payload of another call or size cannot touch a rank's memory.
 //
 // Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once
 // of a rank that dies, times out or disagrees, and the error on every rank names the ranks that do not

@@ -25,36 +25,6 @@ constexpr const char* kAdmitting = "admitting new ranks";
 
 }  // namespace
 
-<<<<<<< HEAD
-=======
-// The description of a growing group, sent by the old group's rank 0 to the other ranks.
-struct TcpElastic::Growth {
-  std::string name = {};                     // of the new group; empty: no joiners
-  std::vector<std::string> joined = {};      // contacts of the new ranks, numbered after the old ranks
-  std::string location = {};                 // of the new group's store
-  std::vector<Quorum::Joiner> joiners = {};  // connections to the new ranks; only at rank 0, not sent
-
-  std::string encode() const {
-    std::string text = fmt::format("{}\n{}\n", name, joined.size());
-    for (const std::string& contact : joined) text += contact + "\n";
-    return text + location;
-  }
-
-  static Growth decode(const std::string& text) {
-    std::istringstream lines(text);
-    Growth growth;
-    std::string line;
-    std::getline(lines, growth.name);
-    std::getline(lines, line);
-    for (int left = parse_number<int>(line).value_or(0); left > 0 && std::getline(lines, line); --left) {
-      growth.joined.push_back(line);
-    }
-    growth.location.assign(std::istreambuf_iterator<char>(lines), {});
-    return growth;
-  }
-};
-
->>>>>>> 96c11a80 (transport: name nouns in comments)
 void TcpElastic::listen(const std::string& address) {
   address_ = address;
   if (options_.shrinkable && !quorum_) {

@@ -44,11 +44,8 @@ void TcpExchanges::post(const std::vector<Transfer>& transfers, const ExchangeLa
       throw BadInput(fmt::format("{}: rank {} cannot exchange with rank {}", label.what, rank_, t.peer));
     }
     if (t.kind == Transfer::Kind::send) e.bytes += t.bytes;
-    if (calls_ > 0) continue;  // the call's header covers all its exchanges
-    auto& headers = t.kind == Transfer::Kind::send ? e.sent : e.expected;
-    headers.try_emplace(t.peer, tag, e.doing).first->second.add(t.bytes);
   }
-  e.posted.reserve(transfers.size() + e.expected.size() + e.sent.size() + 2);
+  e.posted.reserve(transfers.size() + 2);
   if (in_flight_.size() == 1) failure_.set_activity("in " + e.doing);
   try {
     post_all(e, transfers, tag);
@@ -66,14 +63,7 @@ void TcpExchanges::post_all(InFlight& e, const std::vector<Transfer>& transfers,
     post_message(e, Kind::receive, previous, &e.previous, sizeof e.previous, kCallSlot);
     post_message(e, Kind::send, next, &e.mine, sizeof e.mine, kCallSlot);
   }
-  for (auto& [peer, header] : e.expected) {
-    Header& incoming = e.arrived.try_emplace(peer, 0, "").first->second;
-    post_message(e, Kind::receive, peer, &incoming, sizeof(Header), kHeaderSlot);
-  }
   post_payloads(e, transfers, Kind::receive, tag);
-  for (auto& [peer, header] : e.sent) {
-    post_message(e, Kind::send, peer, &header, sizeof(Header), kHeaderSlot);
-  }
   post_payloads(e, transfers, Kind::send, tag);
 }
 
@@ -129,9 +119,7 @@ void TcpExchanges::await(const InFlight& e, Message& message, SteadyClock::time_
     return;
   }
   waits_.measure(wait);
-  const int peer = message.peer;
-  if (message.tag == kCallSlot) compare(e.mine, e.previous, rank_, peer);
-  if (message.tag == kHeaderSlot) compare(e.expected.at(peer), e.arrived.at(peer), rank_, peer);
+  if (message.tag == kCallSlot) compare(e.mine, e.previous, rank_, message.peer);
 }
 
 // Returns "waiting to receive 4096 bytes from rank 0 (3 receives and 2 sends pending, with ranks 0, 2)".

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -44,7 +43,6 @@ class TcpExchanges {
   // An exchange in flight. Must not move: the links hold pointers to its messages.
   struct InFlight {
     std::string doing;  // "call 17, allreduce of ..., round 3 of 6"
-    std::map<int, tcp_messages::Header> expected, sent, arrived;
     tcp_messages::CallHeader mine, previous;
     std::vector<Message> posted;
     uint64_t bytes = 0;  // payload sent
