@@ -133,10 +133,9 @@ std::string TcpExchanges::pending(const std::vector<Message>& posted, const Mess
   } else if (at->tag == kCallSlot && !at->sent) {
     text = fmt::format("waiting for rank {} to begin it", at->peer);
   } else {
-    const bool is_header = at->tag == kHeaderSlot || at->tag == kCallSlot;
-    text =
-        fmt::format("waiting to {} {}{} rank {}", at->sent ? "send" : "receive",
-                    is_header ? "" : fmt::format("{} bytes ", at->bytes), at->sent ? "to" : "from", at->peer);
+    text = fmt::format("waiting to {} {}{} rank {}", at->sent ? "send" : "receive",
+                       at->tag == kCallSlot ? "" : fmt::format("{} bytes ", at->bytes),
+                       at->sent ? "to" : "from", at->peer);
   }
   int receives = 0, sends = 0;
   std::set<int> peers;
