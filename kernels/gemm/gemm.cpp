@@ -25,23 +25,23 @@ void check(const Gemm& g) {
   operand("ldb", g.ldb, g.transpose_b ? g.k : g.n);
   operand("ldc", g.ldc, g.n);
   if (std::max({g.m, g.n, g.k, g.batch}) > std::numeric_limits<int32_t>::max())
-    fail("a size does not fit 32 bits");
-  if (g.a.type != g.b.type) fail("a and b are of different types");
-  if (g.c.type == Element::bf16 && g.a.type != Element::bf16) fail("c is bf16, but a and b are not");
-  if (g.bias.data != nullptr && g.bias.type != g.c.type) fail("the bias is not of c's type");
-  if (g.bias.data != nullptr && g.batch != 1) fail("a bias goes with a single product, not with a batch");
+    fail("m, n, k and batch must be below 2^31");
+  if (g.a.type != g.b.type) fail("a and b must have the same type");
+  if (g.c.type == Element::bf16 && g.a.type != Element::bf16) fail("c can be bf16 only if a and b are");
+  if (g.bias.data != nullptr && g.bias.type != g.c.type) fail("the bias must have c's type");
+  if (g.bias.data != nullptr && g.batch != 1) fail("a bias needs batch = 1");
   if (g.epilogue != Epilogue::none) {
-    const bool keeps_nothing = g.epilogue == Epilogue::gelu_tanh && g.aux.data == nullptr;
-    if (!keeps_nothing && g.m > 0 && g.n > 0 && (g.aux.data == nullptr || g.aux.data == g.c.data))
-      fail("an epilogue needs aux, and not in c's place");
-    if (!keeps_nothing && g.aux.type != g.c.type) fail("aux is not of c's type");
+    const bool stores_no_aux = g.epilogue == Epilogue::gelu_tanh && g.aux.data == nullptr;
+    if (!stores_no_aux && g.m > 0 && g.n > 0 && (g.aux.data == nullptr || g.aux.data == g.c.data))
+      fail("an epilogue needs aux, distinct from c");
+    if (!stores_no_aux && g.aux.type != g.c.type) fail("aux must have c's type");
     if (g.batch != 1 || g.beta != 0.0f || g.ldc != g.n)
-      fail("an epilogue goes with a single product, beta 0 and dense rows of c");
+      fail("an epilogue needs batch = 1, beta = 0 and ldc = n");
     if (g.epilogue == Epilogue::d_gelu_tanh && g.bias.data != nullptr)
-      fail("a bias does not go with GELU's derivative");
+      fail("the epilogue d_gelu_tanh takes no bias; set bias to null");
   }
   if (g.precision == Precision::bf16 || (g.precision == Precision::tf32 && g.a.type == Element::bf16))
-    fail("the precision of bf16 operands is in their type");
+    fail("precision must be fp32 or, for FP32 operands, tf32");
 }
 
 }  // namespace detail

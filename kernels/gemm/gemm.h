@@ -57,6 +57,7 @@ enum class Epilogue : uint8_t {
   d_gelu_tanh,  // C = x GELU'(aux), with the aux of a product with gelu_tanh
 };
 
+// As many members as BLAS has parameters: the shape, three matrices with their layouts, and the epilogue.
 struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;

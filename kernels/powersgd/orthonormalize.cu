@@ -112,6 +112,23 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
   __syncthreads();
 }
 
+// Subtracts L[i][j] times row j from each row i below: of the inverse in columns up to j, of the matrix
+// beyond.
+__device__ __forceinline__ void eliminate(int rank, int j, const Workspace& w) {
+  int rows = rank - j - 1;
+  for (int item = static_cast<int>(threadIdx.x); item < rows * rank; item += kThreads) {
+    int i = j + 1 + item / rank, c = item % rank;
+    if (c > i) continue;
+    double l = w.b[i * w.stride + j];
+    if (c <= j) {
+      w.a[i * w.stride + c] -= l * w.a[j * w.stride + c];
+    } else {
+      w.b[i * w.stride + c] -= l * w.b[c * w.stride + j];
+    }
+  }
+  __syncthreads();
+}
+
 // Replaces the Gram matrix in w.a by weights, so that A * weights has orthonormal columns; marks dependent
 // columns. Returns to all threads the smallest pivot, or 0 if a column is dependent.
 __device__ __forceinline__ double factor(int rank, const Workspace& w) {
@@ -147,20 +164,7 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
       w.a[j * w.stride + thread] *= inverse_root;
     }
     __syncthreads();
-    // The other rows: row i subtracts L[i][j] times row j, of the inverse in columns up to j, of the matrix
-    // beyond.
-    int rows = rank - j - 1;
-    for (int item = thread; item < rows * rank; item += kThreads) {
-      int i = j + 1 + item / rank, c = item % rank;
-      if (c > i) continue;
-      double l = w.b[i * w.stride + j];
-      if (c <= j) {
-        w.a[i * w.stride + c] -= l * w.a[j * w.stride + c];
-      } else {
-        w.b[i * w.stride + c] -= l * w.b[c * w.stride + j];
-      }
-    }
-    __syncthreads();
+    eliminate(rank, j, w);
   }
 
   // Restores the columns' original order, transposed, scaled, padded: weights[k][c] takes column k into c.

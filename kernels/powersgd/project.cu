@@ -119,6 +119,39 @@ __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>
   }
 }
 
+// Sets sum[i * kRank + k] to the products of the thread's four columns of row i of M and column k of the
+// staged Q.
+template <int kRank, bool kVector>
+__device__ __forceinline__ void multiply_strip(const float (&m)[kRows][4], const float* staged_q,
+                                               const Quad<kVector>& quad, float (&sum)[kRows * kRank]) {
+#pragma unroll
+  for (int k = 0; k < kRank; ++k) {
+    float q[4];
+    quad.load(staged_q + k * kStripStride, kStrip, q);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      float s = m[i][0] * q[0];
+      s = fmaf(m[i][1], q[1], s);
+      s = fmaf(m[i][2], q[2], s);
+      sum[i * kRank + k] = fmaf(m[i][3], q[3], s);
+    }
+  }
+}
+
+// Writes a group's rows of P: the sums over the warps that share the rows, in order.
+template <int kRank>
+__device__ __forceinline__ void write_p(const ProjectArgs& a, const MatrixDescriptor& d, int row0, int thread,
+                                        int chunks, const float* sums) {
+  constexpr int kValues = kRows * kRank, kWarps = kStripThreads / 32;
+  for (int value = thread; value < chunks * kValues; value += kStripThreads) {
+    const int row = row0 + value % kValues / kRank, k = value / kValues * kRank + value % kRank;
+    if (row >= d.rows || k >= d.rank) continue;
+    float sum = 0.0f;
+    for (int w = 0; w < kWarps; ++w) sum += sums[value + w * chunks * kValues];
+    a.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] = sum;
+  }
+}
+
 // Computes the products with `chunks` times kRank columns of Q. Shared memory: staged Q, pending Q, pending P
 // per group, column, row, and sums per warp, row, column.
 template <int kRank, int kGroups, bool kVector>
@@ -141,8 +174,8 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
     pending_p[item] =
         row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + item / kRows] : 0.0f;
   }
-  float* own_sum =
-      sums + warp * chunks * kValues + lane / kLanesPerValue;  // used by one lane only, until the end
+  // Used by one lane only, until the end.
+  float* lane_sum = sums + warp * chunks * kValues + lane / kLanesPerValue;
 
   for (int column0 = 0; column0 < d.cols; column0 += kStrip) {
     int columns = min(kStrip, d.cols - column0);
@@ -168,37 +201,18 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
                      columns, shared);
       __syncthreads();
       float sum[kValues];
-#pragma unroll
-      for (int k = 0; k < kRank; ++k) {
-        float q[4];
-        quad.load(shared + k * kStripStride, kStrip, q);
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          float s = m[i][0] * q[0];
-          s = fmaf(m[i][1], q[1], s);
-          s = fmaf(m[i][2], q[2], s);
-          sum[i * kRank + k] = fmaf(m[i][3], q[3], s);
-        }
-      }
+      multiply_strip<kRank>(m, shared, quad, sum);
       sum_over_lanes<kValues>(sum, lane);
       if (lane % kLanesPerValue == 0) {
-        float* total = own_sum + chunk * kValues;
+        float* total = lane_sum + chunk * kValues;
         *total = column0 == 0 ? sum[0] : *total + sum[0];
       }
     }
   }
 
-  // Sums over the warps that share the rows, in order.
   __syncthreads();
   constexpr int kWarps = kStripThreads / 32;
-  for (int value = quad.index; value < chunks * kValues; value += kStripThreads) {
-    int row = row0 + value % kValues / kRank, k = value / kValues * kRank + value % kRank;
-    if (row >= d.rows || k >= d.rank) continue;
-    const float* part = sums + warp / kWarps * kWarps * chunks * kValues + value;
-    float sum = 0.0f;
-    for (int w = 0; w < kWarps; ++w) sum += part[w * chunks * kValues];
-    a.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] = sum;
-  }
+  write_p<kRank>(a, d, row0, quad.index, chunks, sums + warp / kWarps * kWarps * chunks * kValues);
 }
 
 // kGroups groups of 256 threads, 8 rows each: two groups share a staged Q where staging costs more.

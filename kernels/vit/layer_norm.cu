@@ -81,6 +81,41 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_slice_kernel(LayerNorm
   }
 }
 
+// Adds the sums of the block's groups in order, in shared memory (3, kWidth), and writes the totals to
+// partial(3, width).
+template <typename Slice, int kItems, int kV>
+__device__ __forceinline__ void store_partial_sums(float (&d_gamma)[kItems][kV], float (&d_beta)[kItems][kV],
+                                                   float (&dx_sum)[kItems][kV], float* shared, int width,
+                                                   float* partial) {
+  constexpr int kWidth = Slice::kWidth;
+  for (int turn = 0; turn < Slice::kRowsPerBlock; ++turn) {
+    if (Slice::group() == turn) {
+#pragma unroll
+      for (int j = 0; j < kItems; ++j) {
+        float* at = shared + Slice::column(j);
+        if (turn > 0) {
+          float before[kV];
+          load<kV>(at, before);
+          add<kV>(before, d_gamma[j]);
+          load<kV>(at + kWidth, before);
+          add<kV>(before, d_beta[j]);
+          load<kV>(at + 2 * kWidth, before);
+          add<kV>(before, dx_sum[j]);
+        }
+        store<kV>(at, d_gamma[j]);
+        store<kV>(at + kWidth, d_beta[j]);
+        store<kV>(at + 2 * kWidth, dx_sum[j]);
+      }
+    }
+    __syncthreads();
+  }
+  for (int c = static_cast<int>(threadIdx.x); c < width; c += kRowThreads) {
+    partial[c] = shared[c];
+    partial[width + c] = shared[kWidth + c];
+    partial[2 * width + c] = shared[2 * kWidth + c];
+  }
+}
+
 // Each block processes one chunk of rows. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk,
 // 3, width).
 template <int G, int Items, typename S>
@@ -136,33 +171,8 @@ __global__ void __launch_bounds__(kRowThreads)
       if (a.dx_rounded != nullptr) store<V>(a.dx_rounded + row * a.x_stride + c, out);
     }
   }
-  for (int turn = 0; turn < Slice::kRowsPerBlock; ++turn) {
-    if (Slice::group() == turn) {
-#pragma unroll
-      for (int j = 0; j < Items; ++j) {
-        float* at = shared + Slice::column(j);
-        if (turn > 0) {
-          float before[V];
-          load<V>(at, before);
-          add<V>(before, d_gamma[j]);
-          load<V>(at + kWidth, before);
-          add<V>(before, d_beta[j]);
-          load<V>(at + 2 * kWidth, before);
-          add<V>(before, dx_sum[j]);
-        }
-        store<V>(at, d_gamma[j]);
-        store<V>(at + kWidth, d_beta[j]);
-        store<V>(at + 2 * kWidth, dx_sum[j]);
-      }
-    }
-    __syncthreads();
-  }
-  float* partial = a.workspace + static_cast<int64_t>(blockIdx.x) * 3 * width;
-  for (int c = static_cast<int>(threadIdx.x); c < width; c += kRowThreads) {
-    partial[c] = shared[c];
-    partial[width + c] = shared[kWidth + c];
-    partial[2 * width + c] = shared[2 * kWidth + c];
-  }
+  store_partial_sums<Slice>(d_gamma, d_beta, dx_sum, shared, width,
+                            a.workspace + static_cast<int64_t>(blockIdx.x) * 3 * width);
 }
 
 template <typename S>

@@ -33,7 +33,7 @@ struct LayerNorm {
 GW_TYPED_OP(layer_norm, LayerNorm)
 
 // dx (+)= gradient with respect to x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when
-// accumulating into dx, 2 more with dx_rounded.
+// accumulating into dx, 2 more with dx_rounded. One struct for all results, because one pass computes them.
 template <typename S = float>
 struct LayerNormBackward {
   const float* x = nullptr;

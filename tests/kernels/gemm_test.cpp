@@ -275,17 +275,17 @@ TEST(Gemm, RejectsUnsupportedEpilogues) {
     });
   };
   Bf16 operand;
-  const std::string single = "gemm: an epilogue goes with a single product, beta 0 and dense rows of c";
+  const std::string single = "gemm: an epilogue needs batch = 1, beta = 0 and ldc = n";
   EXPECT_EQ(message([&](Gemm&) {}), "accepted");
-  EXPECT_EQ(message([&](Gemm& g) { g.aux = nullptr; }), "gemm: an epilogue needs aux, and not in c's place");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = nullptr; }), "gemm: an epilogue needs aux, distinct from c");
   EXPECT_EQ(message([&](Gemm& g) { g.aux = nullptr, g.epilogue = Epilogue::gelu_tanh; }), "accepted");
-  EXPECT_EQ(message([&](Gemm& g) { g.aux = c.data(); }), "gemm: an epilogue needs aux, and not in c's place");
-  EXPECT_EQ(message([&](Gemm& g) { g.aux = &operand; }), "gemm: aux is not of c's type");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = c.data(); }), "gemm: an epilogue needs aux, distinct from c");
+  EXPECT_EQ(message([&](Gemm& g) { g.aux = &operand; }), "gemm: aux must have c's type");
   EXPECT_EQ(message([&](Gemm& g) { g.batch = 2; }), single);
   EXPECT_EQ(message([&](Gemm& g) { g.beta = 1.0f; }), single);
   EXPECT_EQ(message([&](Gemm& g) { g.ldc = 6; }), single);
   EXPECT_EQ(message([&](Gemm& g) { g.bias = aux.data(); }),
-            "gemm: a bias does not go with GELU's derivative");
+            "gemm: the epilogue d_gelu_tanh takes no bias; set bias to null");
 }
 
 TEST(Gemm, RejectsIncompatibleTypes) {
@@ -293,15 +293,14 @@ TEST(Gemm, RejectsIncompatibleTypes) {
   Bf16 operand;
   float number;
   EXPECT_EQ(message([&](Gemm&) {}), "accepted");
-  EXPECT_EQ(message([&](Gemm& g) { g.b = &operand; }), "gemm: a and b are of different types");
-  EXPECT_EQ(message([&](Gemm& g) { g.c = &operand; }), "gemm: c is bf16, but a and b are not");
-  EXPECT_EQ(message([&](Gemm& g) { g.bias = &operand; }), "gemm: the bias is not of c's type");
-  EXPECT_EQ(message([&](Gemm& g) { g.bias = &number, g.batch = 2; }),
-            "gemm: a bias goes with a single product, not with a batch");
+  EXPECT_EQ(message([&](Gemm& g) { g.b = &operand; }), "gemm: a and b must have the same type");
+  EXPECT_EQ(message([&](Gemm& g) { g.c = &operand; }), "gemm: c can be bf16 only if a and b are");
+  EXPECT_EQ(message([&](Gemm& g) { g.bias = &operand; }), "gemm: the bias must have c's type");
+  EXPECT_EQ(message([&](Gemm& g) { g.bias = &number, g.batch = 2; }), "gemm: a bias needs batch = 1");
   EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::bf16; }),
-            "gemm: the precision of bf16 operands is in their type");
+            "gemm: precision must be fp32 or, for FP32 operands, tf32");
   EXPECT_EQ(message([&](Gemm& g) { g.a = &operand, g.b = &operand, g.precision = Precision::tf32; }),
-            "gemm: the precision of bf16 operands is in their type");
+            "gemm: precision must be fp32 or, for FP32 operands, tf32");
   EXPECT_EQ(message([&](Gemm& g) { g.precision = Precision::tf32; }), "accepted");
 }
 
