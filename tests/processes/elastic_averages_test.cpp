@@ -114,7 +114,7 @@ class Averaging {
                        {"seconds", changes.shrunk->seconds}});
       }
     } else {
-      elastic_.keep(state(), {}, {});
+      elastic_.take_snapshot(state(), {}, {});
     }
     for (; step < steps; ++step) {
       // Waits for a process that is to join: once all earlier deaths are reported, and before the next one.
@@ -176,7 +176,7 @@ class Averaging {
     }
     stream_.submit(
         [this, step] { write_floats(residual_path(me_.option("folder"), me_.rank, step + 1), residual_); });
-    elastic_.keep(state(), {.step = step + 1}, {});
+    elastic_.take_snapshot(state(), {.step = step + 1}, {});
     stream_.synchronize();
   }
 
