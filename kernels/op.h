@@ -10,11 +10,13 @@
 // nothing.
 #pragma once
 
+#include <string>
 #include <type_traits>
 
 #include "kernels/math/bf16.h"
 #include "runtime/device/device.h"
 #include "runtime/device/op_count.h"
+#include "runtime/util/error.h"
 
 #ifdef GRADWIRE_HAS_CUDA
 #define GW_CUDA_SIDE(op) cuda::op
