@@ -19,7 +19,7 @@ change_root=$(PATH=$PATH:/usr/sbin command -v chroot)
 programs=(runtime_tests kernels_tests collectives_tests trainer_tests capi_tests processes_tests)
 
 if [ ! -f "$bundle" ]; then
-  echo "bundle-check: there is no $bundle; make one with make bundle" >&2
+  echo "bundle-check: $bundle does not exist; run make bundle" >&2
   exit 1
 fi
 

@@ -38,7 +38,7 @@ readers=(
   trainer/log/earlier_run.cpp trainer/log/live_run.cpp trainer/log/records.cpp trainer/log/stragglers.cpp
 )
 for reader in "${readers[@]}"; do
-  [ -f "$reader" ] || { echo "fuzz: there is no $reader" >&2; exit 1; }
+  [ -f "$reader" ] || { echo "fuzz: $reader does not exist" >&2; exit 1; }
 done
 if [ -n "$smoke" ]; then
   folder=$place/fuzz build=build limits=(-runs=100)

@@ -187,7 +187,7 @@ needs() {
 suite() {
   local shards=$2 filter=${3:-*cuda*} logs i rc=0 pids=()
   if [ -n "$smoke" ]; then
-    [ -x "$bin/$1_tests" ] || { echo "there is no $bin/$1_tests"; return 1; }
+    [ -x "$bin/$1_tests" ] || { echo "$bin/$1_tests does not exist"; return 1; }
     [ "$1" = processes ] || set -- standin
     "$python" tools/checks/check_filters.py "$bin/$1_tests" "$filter"
     return

@@ -66,9 +66,9 @@ class Run:
 
     def check_join(self):
         """Checks that --join takes a file. A smoke run is too short to lose and admit ranks."""
-        code = self.start("--join", "nobody").wait(timeout=60)
-        if code != 2 or "gradwire: nobody: " not in self.output():
-            raise RuntimeError(f"--join nobody: code {code}: {self.output()}")
+        code = self.start("--join", "missing").wait(timeout=60)
+        if code != 2 or "gradwire: missing: " not in self.output():
+            raise RuntimeError(f"--join missing: code {code}: {self.output()}")
 
     def run(self):
         """Returns the accuracy, and the records of lost and admitted ranks."""

@@ -4,7 +4,7 @@
     check_packages.py ROOT BUILD [--without PACKAGE]
 
 A machine that tests Gradwire has packages that a user's machine lacks, so a missing entry in setup.sh's list
-shows only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on what else is installed:
+shows only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on other installed packages:
 each system header and library of the build in BUILD, each command of the scripts, and each Python module must
 belong to a package in the closure of setup.sh's list, or to the base system (debootstrap's minbase, make and
 git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does.
@@ -23,16 +23,16 @@ BASE = ("make", "git", "apt")
 # Optional programs and modules. Each entry describes the behavior without it.
 OPTIONAL_COMMANDS = {
     "clang-format": "make format only",
-    "clang++": "make soak SOAK=fuzz says that it needs clang",
+    "clang++": "make soak SOAK=fuzz reports that it needs clang",
     "nvcc": "the CUDA side is left out",
     "nvidia-smi": "no GPU",
     "cuobjdump": "the machine-code check is skipped",
     "nvdisasm": "the machine-code check is skipped",
-    "compute-sanitizer": "make gpu-check says so",
-    "ncu": "make gpu-check says so",
-    "perf": "make host-check says so",
-    "debootstrap": "scripts/fresh_debian.sh says so",
-    "sudo": "setup.sh says what it could not install",
+    "compute-sanitizer": "make gpu-check reports it",
+    "ncu": "make gpu-check reports it",
+    "perf": "make host-check reports it",
+    "debootstrap": "scripts/fresh_debian.sh reports it",
+    "sudo": "setup.sh names the packages that are not installed",
     "gcc": "the compiler's own name on the machine",
     "srun": "its variables are tested without it",
     "mpirun": "its variables are tested without it",

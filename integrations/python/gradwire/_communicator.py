@@ -23,7 +23,7 @@ class Communicator(Handle):
         device: "host", or the number of a CUDA device.
         timeout_s: the longest wait for a peer, while joining and in every later operation. Half an hour, as
             in PyTorch: a rank may pause for minutes, for example to write a checkpoint. A dead rank is
-            detected at once, whatever the timeout.
+            detected at once, with any timeout.
         ranks_per_node: for schedule=hierarchical, with rank = node * ranks_per_node + local rank; 0: unknown.
         secret: authenticates the ranks; the same on every rank. "": the environment's GRADWIRE_SECRET.
             Required for a tcp:// address that other machines can reach (docs/running.md).

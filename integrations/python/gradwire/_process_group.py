@@ -18,7 +18,7 @@ from gradwire._communicator import Communicator
 from gradwire._port import reserve_port
 
 # PyTorch's default, half an hour. A rank may pause for minutes, as rank 0 does when it writes a checkpoint. A
-# dead rank is detected at once, whatever the timeout: its connections break.
+# dead rank is detected at once, with any timeout: its connections break.
 TIMEOUT_S = default_pg_timeout.total_seconds()
 
 
