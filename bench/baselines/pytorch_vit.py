@@ -111,5 +111,5 @@ class PyTorch:
         return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
 
     def measure(self):
-        self.marks(self.options.warmup)  # compiles
+        self.marks(self.options.warmup)  # the first step compiles the model
         return self.marks(self.options.steps)

@@ -35,7 +35,7 @@ class Copies:
 class _Part(NamedTuple):
     """A bucket in the current step."""
 
-    entry: Any  # torch._Bucket
+    entry: Any  # a Bucket of _buckets.py
     buffer: torch.Tensor
     addresses: Any
 
