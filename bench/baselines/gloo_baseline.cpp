@@ -1,4 +1,4 @@
-#include "bench/baselines/gloo_baseline.h"
+#include "bench/baselines/allreduce_baseline.h"
 
 #ifdef GRADWIRE_HAS_GLOO
 #include <gloo/allreduce.h>
@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <vector>
 
 #include "collectives/agreement/all_gather.h"
 #include "runtime/util/error.h"
@@ -50,7 +51,7 @@ std::string address_towards(const std::string& rendezvous) {
 #ifdef GRADWIRE_HAS_GLOO
 namespace {
 
-// Each of Gloo's ranks sets one key and reads all others' keys, so all-gathers over our connections suffice.
+// Each of Gloo's ranks sets one key and reads all others' keys, so all-gathers over the communicator suffice.
 class GatheringStore final : public ::gloo::rendezvous::Store {
  public:
   GatheringStore(Communicator& comm, const Stream& stream) : comm_(comm), stream_(stream) {}
@@ -67,10 +68,10 @@ class GatheringStore final : public ::gloo::rendezvous::Store {
   }
 
  private:
-  std::vector<std::vector<char>> gather(const std::vector<char>& mine) {
+  std::vector<std::vector<char>> gather(const std::vector<char>& bytes) {
     const std::string what = "addresses of the baseline's ranks";
-    const std::vector<size_t> lengths = all_gather_value(comm_.transport(), stream_, mine.size(), what);
-    std::vector<char> padded = mine;
+    const std::vector<size_t> lengths = all_gather_value(comm_.transport(), stream_, bytes.size(), what);
+    std::vector<char> padded = bytes;
     padded.resize(*std::max_element(lengths.begin(), lengths.end()));
     auto all = all_gather(comm_.transport(), stream_, padded, what);
     for (size_t r = 0; r < all.size(); ++r) all[r].resize(lengths[r]);
@@ -82,57 +83,51 @@ class GatheringStore final : public ::gloo::rendezvous::Store {
   std::map<std::string, std::vector<char>> values_;
 };
 
-}  // namespace
+class GlooBaseline final : public AllreduceBaseline {
+ public:
+  GlooBaseline(Communicator& comm, const Stream& stream, const std::string& address, double timeout_s)
+      : comm_(comm),
+        device_(::gloo::transport::tcp::CreateDevice(::gloo::transport::tcp::attr(address.c_str()))),
+        context_(std::make_shared<::gloo::rendezvous::Context>(comm.rank(), comm.world())) {
+    context_->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3)));
+    GatheringStore store(comm, stream);
+    context_->connectFullMesh(store, device_);
+  }
 
-struct GlooBaseline::Impl {
-  Communicator& comm;
-  std::shared_ptr<::gloo::transport::Device> device;
-  std::shared_ptr<::gloo::rendezvous::Context> context;
+  double time_us(int64_t count, int warmup, int iterations) override {
+    std::vector<float> data(static_cast<size_t>(count));
+    ::gloo::AllreduceOptions options(context_);
+    options.setOutput(data.data(), data.size());
+    void (*sum)(void*, const void*, const void*, size_t) = ::gloo::sum<float>;
+    options.setReduceFunction(sum);
+    for (int i = 0; i < warmup; ++i) ::gloo::allreduce(options);
+    comm_.barrier();
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < iterations; ++i) ::gloo::allreduce(options);
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
+           iterations;
+  }
+
+ private:
+  Communicator& comm_;
+  const std::shared_ptr<::gloo::transport::Device> device_;
+  const std::shared_ptr<::gloo::rendezvous::Context> context_;
 };
 
-GlooBaseline::GlooBaseline(Communicator& comm, const Stream& stream, const std::string& address,
-                           double timeout_s)
-    : impl_(new Impl{comm, nullptr, nullptr}) {
-  impl_->device = ::gloo::transport::tcp::CreateDevice(::gloo::transport::tcp::attr(address.c_str()));
-  impl_->context = std::make_shared<::gloo::rendezvous::Context>(comm.rank(), comm.world());
-  impl_->context->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1e3)));
-  GatheringStore store(comm, stream);
-  impl_->context->connectFullMesh(store, impl_->device);
-}
+}  // namespace
 
-double GlooBaseline::time_us(int64_t count, int warmup, int iterations) {
-  std::vector<float> data(static_cast<size_t>(count));
-  ::gloo::AllreduceOptions options(impl_->context);
-  options.setOutput(data.data(), data.size());
-  void (*sum)(void*, const void*, const void*, size_t) = ::gloo::sum<float>;
-  options.setReduceFunction(sum);
-  for (int i = 0; i < warmup; ++i) ::gloo::allreduce(options);
-  impl_->comm.barrier();
-  auto start = std::chrono::steady_clock::now();
-  for (int i = 0; i < iterations; ++i) ::gloo::allreduce(options);
-  return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
-         iterations;
-}
-
-bool GlooBaseline::available() {
-  return true;
+std::unique_ptr<AllreduceBaseline> make_gloo_baseline(Communicator& comm, const Stream& stream,
+                                                      const std::string& address, double timeout_s) {
+  return std::make_unique<GlooBaseline>(comm, stream, address, timeout_s);
 }
 
 #else
 
-struct GlooBaseline::Impl {};
-GlooBaseline::GlooBaseline(Communicator&, const Stream&, const std::string&, double) {
-  throw Error("this build has no Gloo; use --no-baseline");
-}
-double GlooBaseline::time_us(int64_t, int, int) {
-  return 0;
-}
-bool GlooBaseline::available() {
-  return false;
+std::unique_ptr<AllreduceBaseline> make_gloo_baseline(Communicator&, const Stream&, const std::string&,
+                                                      double) {
+  return nullptr;
 }
 
 #endif
-
-GlooBaseline::~GlooBaseline() = default;
 
 }  // namespace gradwire::bench

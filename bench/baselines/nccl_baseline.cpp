@@ -1,6 +1,4 @@
-#include "bench/baselines/nccl_baseline.h"
-
-#include "runtime/util/error.h"
+#include "bench/baselines/allreduce_baseline.h"
 
 #if defined(GRADWIRE_HAS_NCCL) && defined(GRADWIRE_HAS_CUDA)
 
@@ -12,6 +10,7 @@
 
 #include "collectives/agreement/all_gather.h"
 #include "collectives/transport/nccl/nccl_api.h"
+#include "runtime/util/error.h"
 
 namespace gradwire::bench {
 namespace {
@@ -22,53 +21,53 @@ void check(ncclResult_t result, const char* call) {
   }
 }
 
-}  // namespace
+class NcclBaseline final : public AllreduceBaseline {
+ public:
+  NcclBaseline(Communicator& group, const Stream& stream) : group_(group), stream_(stream) {
+    ncclUniqueId id{};
+    if (group.rank() == 0) check(nccl_.get_unique_id(&id), "ncclGetUniqueId");
+    id = all_gather_value(group.transport(), stream, id, "the baseline's unique id")[0];
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    check(nccl_.init_rank(&comm_, group.world(), id, group.rank(), &config), "ncclCommInitRankConfig");
+  }
+  ~NcclBaseline() override {
+    if (comm_ != nullptr) nccl_.destroy(comm_);
+  }
 
-struct NcclBaseline::Impl {
-  Communicator& group;
-  Stream stream;
-  ncclComm_t comm = nullptr;
+  double time_us(int64_t count, int warmup, int iterations) override {
+    Buffer data = make_buffer<float>(stream_.device(), count);
+    fill_zero(stream_, data.data(), data.bytes());
+    auto run = [&](int times) {
+      for (int i = 0; i < times; ++i) {
+        check(nccl_.all_reduce(data.data(), data.data(), static_cast<size_t>(count), ncclFloat32, ncclSum,
+                               comm_, reinterpret_cast<cudaStream_t>(stream_.native())),
+              "ncclAllReduce");
+      }
+      stream_.synchronize();
+    };
+    run(warmup);
+    group_.barrier();
+    const auto start = std::chrono::steady_clock::now();
+    run(iterations);
+    const double us =
+        std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
+        iterations;
+    const auto all = all_gather_value(group_.transport(), stream_, us, "the baseline's times");
+    return *std::max_element(all.begin(), all.end());
+  }
+
+ private:
+  const NcclApi& nccl_ = NcclApi::loaded();
+  Communicator& group_;
+  const Stream stream_;
+  ncclComm_t comm_ = nullptr;
 };
 
-NcclBaseline::NcclBaseline(Communicator& comm, const Stream& stream) : impl_(new Impl{comm, stream}) {
-  const NcclApi& nccl = NcclApi::loaded();
-  ncclUniqueId id{};
-  if (comm.rank() == 0) check(nccl.get_unique_id(&id), "ncclGetUniqueId");
-  id = all_gather_value(comm.transport(), stream, id, "the baseline's unique id")[0];
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  check(nccl.init_rank(&impl_->comm, comm.world(), id, comm.rank(), &config), "ncclCommInitRankConfig");
-}
+}  // namespace
 
-NcclBaseline::~NcclBaseline() {
-  if (impl_->comm != nullptr) NcclApi::loaded().destroy(impl_->comm);
-}
-
-double NcclBaseline::time_us(int64_t count, int warmup, int iterations) {
-  const NcclApi& nccl = NcclApi::loaded();
-  const Stream& stream = impl_->stream;
-  Buffer data = make_buffer<float>(stream.device(), count);
-  fill_zero(stream, data.data(), data.bytes());
-  auto run = [&](int times) {
-    for (int i = 0; i < times; ++i) {
-      check(nccl.all_reduce(data.data(), data.data(), static_cast<size_t>(count), ncclFloat32, ncclSum,
-                            impl_->comm, reinterpret_cast<cudaStream_t>(stream.native())),
-            "ncclAllReduce");
-    }
-    stream.synchronize();
-  };
-  run(warmup);
-  impl_->group.barrier();
-  const auto start = std::chrono::steady_clock::now();
-  run(iterations);
-  const double mine =
-      std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
-      iterations;
-  const auto all = all_gather_value(impl_->group.transport(), stream, mine, "the baseline's times");
-  return *std::max_element(all.begin(), all.end());
-}
-
-bool NcclBaseline::available() {
-  return NcclApi::loaded().all_reduce != nullptr;
+std::unique_ptr<AllreduceBaseline> make_nccl_baseline(Communicator& comm, const Stream& stream) {
+  if (NcclApi::loaded().all_reduce == nullptr) return nullptr;
+  return std::make_unique<NcclBaseline>(comm, stream);
 }
 
 }  // namespace gradwire::bench
@@ -77,16 +76,8 @@ bool NcclBaseline::available() {
 
 namespace gradwire::bench {
 
-struct NcclBaseline::Impl {};
-NcclBaseline::NcclBaseline(Communicator&, const Stream&) {
-  throw Error("this build has no NCCL transport; use --no-baseline");
-}
-NcclBaseline::~NcclBaseline() = default;
-double NcclBaseline::time_us(int64_t, int, int) {
-  return 0;
-}
-bool NcclBaseline::available() {
-  return false;
+std::unique_ptr<AllreduceBaseline> make_nccl_baseline(Communicator&, const Stream&) {
+  return nullptr;
 }
 
 }  // namespace gradwire::bench

@@ -9,8 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 
-#include "bench/baselines/gloo_baseline.h"
-#include "bench/baselines/nccl_baseline.h"
+#include "bench/baselines/allreduce_baseline.h"
 #include "bench/cases/collective_case.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
@@ -187,23 +186,18 @@ void run_rank(const CollectivesOptions& o, const std::string& transport, const L
       join(launch, {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s},
            nccl ? Device::cuda(local_rank % std::max(1, cuda_device_count())) : Device::host());
   CollectiveRank rank(*comm, settings_of(o, launch.world));
-  std::unique_ptr<GlooBaseline> gloo_baseline;
-  std::unique_ptr<NcclBaseline> nccl_baseline;
+  std::unique_ptr<AllreduceBaseline> baseline;
   if (!o.no_baseline && launch.world > 1) {
-    if (nccl && NcclBaseline::available()) {
-      nccl_baseline = std::make_unique<NcclBaseline>(*comm, rank.stream());
-    } else if (!nccl && GlooBaseline::available()) {
-      gloo_baseline = std::make_unique<GlooBaseline>(
-          *comm, rank.stream(), address_towards(o.rendezvous.empty() ? launch.rendezvous : o.rendezvous),
-          o.timeout_s);
-    }
+    baseline =
+        nccl ? make_nccl_baseline(*comm, rank.stream())
+             : make_gloo_baseline(*comm, rank.stream(),
+                                  address_towards(o.rendezvous.empty() ? launch.rendezvous : o.rendezvous),
+                                  o.timeout_s);
   }
   for (const CollectiveCase& c : cases) {
     CollectiveResult result = rank.run(c);
     const int64_t count = c.size_bytes / 4;
-    double baseline_us = gloo_baseline   ? gloo_baseline->time_us(count, o.warmup, o.iterations)
-                         : nccl_baseline ? nccl_baseline->time_us(count, o.warmup, o.iterations)
-                                         : 0;
+    const double baseline_us = baseline ? baseline->time_us(count, o.warmup, o.iterations) : 0;
     if (launch.rank == 0) rows.push_back(report(o, c, result, transport, launch.world, baseline_us));
   }
   comm->barrier();
