@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "bench/harness/spawn.h"
 #include "runtime/util/error.h"
 
 namespace gradwire::bench {
@@ -35,15 +36,6 @@ void write_all(int fd, const void* data, size_t bytes) {
     at += n;
     bytes -= static_cast<size_t>(n);
   }
-}
-
-std::string last_line(int fd) {
-  std::string text;
-  char chunk[4096];
-  lseek(fd, 0, SEEK_SET);
-  for (ssize_t n; (n = read(fd, chunk, sizeof chunk)) > 0;) text.append(chunk, static_cast<size_t>(n));
-  while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text.substr(text.rfind('\n') + 1);  // npos + 1 is 0
 }
 
 }  // namespace

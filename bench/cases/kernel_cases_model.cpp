@@ -248,7 +248,7 @@ Problem gelu(Arena& arena, int64_t size) {
 template <typename S, Gelu kForm = Gelu::exact>
 Problem gelu_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kMlp);
-  constexpr float kSlopeOne = 0.75179f;  // GELU' is 1 here
+  constexpr float kSlopeOne = 0.75179f;  // the slope of GELU is 1 at this value
   S* dy = operands<S>(arena, rows * kMlp);
   BiasGeluBackward<S> args{.pre = operands_of<S>(arena, rows * kMlp, kSlopeOne),
                            .dy = dy,

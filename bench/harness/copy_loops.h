@@ -1,4 +1,4 @@
-// Plain memory copies on the host, as a yardstick for kernels.
+// Plain memory copies on the host, as the reference for the speed of kernels.
 #pragma once
 
 #include <cstdint>

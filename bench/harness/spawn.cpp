@@ -51,17 +51,20 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
 
 // Returns the last line of a child's output, without the program name.
 std::string message_of(int fd) {
+  const std::string text = last_line(fd), program = "gradwire-bench: ";
+  return text.starts_with(program) ? text.substr(program.size()) : text;
+}
+
+}  // namespace
+
+std::string last_line(int fd) {
   std::string text;
   char chunk[4096];
   lseek(fd, 0, SEEK_SET);
   for (ssize_t n; (n = read(fd, chunk, sizeof chunk)) > 0;) text.append(chunk, static_cast<size_t>(n));
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  text = text.substr(text.rfind('\n') + 1);  // npos + 1 is 0
-  const std::string own = "gradwire-bench: ";
-  return text.starts_with(own) ? text.substr(own.size()) : text;
+  return text.substr(text.rfind('\n') + 1);  // the whole text without a line break: npos + 1 is 0
 }
-
-}  // namespace
 
 ScratchFolder::ScratchFolder() {
   std::string name = (std::filesystem::temp_directory_path() / "gradwire-bench-XXXXXX").string();
@@ -78,7 +81,7 @@ void run_as_ranks(const std::vector<std::string>& arguments, int world) {
   std::vector<Child> children;
   for (int r = 0; r < world; ++r) children.push_back(start(arguments, r, world));
   std::string failure;
-  // Each rank has its own deadlines, so all ranks end.
+  // Each rank has deadlines, so all ranks end.
   for (int r = 0; r < world; ++r) {
     int status = 0;
     waitpid(children[r].pid, &status, 0);

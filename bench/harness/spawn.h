@@ -23,4 +23,7 @@ class ScratchFolder {
 // shown. Throws Error with the error message of the first rank that failed.
 void run_as_ranks(const std::vector<std::string>& arguments, int world);
 
+// Returns the last line that a child has written to the file `fd`.
+std::string last_line(int fd);
+
 }  // namespace gradwire::bench

@@ -131,7 +131,7 @@ void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) 
     if (list.empty() || (by_mpirun(kind) && std::string_view(name) == "SLURM_STEP_NODELIST")) continue;
     launch.assumed_from = name;
     // If a step spans several parts of a heterogeneous job, its nodes have consecutive numbers, but each part
-    // lists only its own nodes.
+    // lists only the nodes of the part.
     const std::string node = value_of(lookup, "SLURM_NODEID"),
                       nodes = value_of(lookup, "SLURM_STEP_NUM_NODES");
     if (kind == LauncherKind::slurm && !node.empty() && !nodes.empty() &&

@@ -21,7 +21,7 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
 // lose_output() reports it.
 class TraceFile {
  public:
-  // Prepares to write config.trace if `rank` is 0; other ranks have their own files. Throws BadInput if the
+  // Prepares to write config.trace if `rank` is 0; other ranks write separate files. Throws BadInput if the
   // file cannot be written.
   explicit TraceFile(const TrainConfig& config, int rank = 0);
 

@@ -50,7 +50,7 @@ class LocalRankReports final : public RankReports {
   std::string aborted_;  // the reason; empty while not aborted
 };
 
-// For ranks that are processes, each with its own object: reports travel as the communicator's messages.
+// For ranks that are processes, each with a separate object: reports travel as the communicator's messages.
 class MessageRankReports final : public RankReports {
  public:
   explicit MessageRankReports(Communicator& comm) : comm_(comm) {}

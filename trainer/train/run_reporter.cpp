@@ -14,7 +14,7 @@ namespace gradwire {
 namespace {
 
 // Returns the images per step on rank 0's device, over all its ranks, if each has `images` per batch. With a
-// process per rank, each rank has its own GPU or its share of the cores.
+// process per rank, each rank has a separate GPU or a share of the cores.
 int64_t images_per_device(const TrainConfig& config, int64_t images) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
   return (config.processes ? 1 : here) * images * config.accumulate;

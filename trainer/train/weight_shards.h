@@ -1,4 +1,4 @@
-// --shard: each rank updates its own part of the weights, and the ranks gather the parts.
+// --shard: each rank updates a part of the weights, and the ranks gather the parts.
 //
 // A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated
 // in place and all-gathered after the step. With any other format, or with --shard full, where no rank holds
