@@ -110,7 +110,7 @@ class GlooBaseline final : public AllreduceBaseline {
 
  private:
   Communicator& comm_;
-  const std::shared_ptr<::gloo::transport::Device> device_;
+  std::shared_ptr<::gloo::transport::Device> device_;
   const std::shared_ptr<::gloo::rendezvous::Context> context_;
 };
 
