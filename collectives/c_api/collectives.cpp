@@ -9,6 +9,7 @@
 #include "collectives/c_api/dtypes.h"
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/request.h"
+#include "collectives/c_api/text.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"
 #include "runtime/util/mix.h"

@@ -106,12 +106,6 @@ struct LockedComm {
   std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
-// Returns a caller's tag, "" for null. Throws BadInput for an invalid tag.
-std::string checked_tag(const char* tag);
-// Returns " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a
-// digest, so that different tags have different texts.
-std::string quoted(const std::string& tag);
-
 // Joins the group "local://NAME" of threads of one process. Blocks until all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);

@@ -9,6 +9,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/structs.h"
+#include "collectives/c_api/text.h"
 
 namespace gradwire::c_api {
 namespace {

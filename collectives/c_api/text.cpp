@@ -1,12 +1,17 @@
 #include "collectives/c_api/text.h"
 
+#include <fmt/format.h>
+
 #include <cstddef>
 #include <cstdint>
 
 #include "collectives/c_api/errors.h"
+#include "runtime/util/mix.h"
 
 namespace gradwire::c_api {
 namespace {
+
+constexpr size_t kMostTagBytes = 1000, kShownTagBytes = 72;
 
 // Returns the length of the UTF-8 character at `at`; 0 if it is invalid: an overlong form, a surrogate, or
 // above U+10FFFF.
@@ -50,6 +55,25 @@ std::string printable(std::string text) {
     at += length > 0 ? length : 1;
   }
   return text;
+}
+
+std::string checked_tag(const char* tag) {
+  std::string text = tag != nullptr ? tag : "";
+  require(text.size() <= kMostTagBytes, "tag has {} bytes, at most {} are allowed", text.size(),
+          kMostTagBytes);
+  check_text(text, "tag");
+  return text;
+}
+
+std::string quoted(const std::string& tag) {
+  if (tag.empty()) return "";
+  if (tag.size() <= kShownTagBytes) return fmt::format(" '{}'", tag);
+  // Do not cut UTF-8 characters.
+  auto begins = [&](size_t at) { return (static_cast<uint8_t>(tag[at]) & 0xc0) != 0x80; };
+  size_t front = kShownTagBytes / 2, back = tag.size() - kShownTagBytes / 2;
+  while (!begins(front)) --front;
+  while (back < tag.size() && !begins(back)) ++back;
+  return fmt::format(" '{}...{}' #{:08x}", tag.substr(0, front), tag.substr(back), mix(0, tag) >> 32);
 }
 
 }  // namespace gradwire::c_api

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "collectives/codec/dense.h"
+
 namespace gradwire {
 namespace {
 
@@ -13,7 +15,44 @@ namespace {
 // takes 37 to 38 ms in one part and 40 to 41 ms in two.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
+// Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.
+std::unique_ptr<Program> make_plain_start(const BucketContext& c) {
+  if (c.spec.start == 0) return nullptr;
+  const auto choice = c.choose(c.elements, kFp32);
+  Program::Options options = c.plain_options("", choice.slice_bytes);
+  options.what += ", before PowerSGD starts";
+  return std::make_unique<Program>(*c.transport, choice.schedule,
+                                   ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, options);
+}
+
 }  // namespace
+
+// Factors and dense pieces begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire
+// format. The gaps are zero.
+PowerSgdPlan::PowerSgdPlan(const BucketContext& c) {
+  const int64_t unit = packing_unit(c.spec.wire, 4);
+  const auto up = [unit](int64_t x) { return (x + unit - 1) / unit * unit; };
+  std::vector<BucketTensor> others;
+  for (const BucketTensor& t : c.tensors) {
+    if (int rank = powersgd_rank(c.spec, t.rows, t.cols)) {
+      matrices.push_back({t.offset, p_elements, q_elements, static_cast<int32_t>(t.rows),
+                          static_cast<int32_t>(t.cols), rank, t.index});
+      tensors.push_back(t.index);
+      p_elements += up(t.rows * rank);
+      q_elements += up(t.cols * rank);
+    } else {
+      others.push_back(t);
+    }
+  }
+  dense = pack_tensors(others, unit);
+  dense_elements = packed_elements(dense, unit);
+}
+
+std::vector<Segment> PowerSgdPlan::dense_after(int64_t elements) const {
+  std::vector<Segment> all = dense;
+  for (Segment& s : all) s.packed += elements;
+  return all;
+}
 
 LowRankCodec::LowRankCodec(const BucketContext& c)
     : spec_(c.spec),
@@ -37,7 +76,7 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
     residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
       for (const FactorState& factor : factors_) {  // with alternate=on one factor has nothing pending
         if (!spec_.alternate && factor.which == Factor::p) continue;
-        settle(stream, matrices_, residual_.values(), pending(factor), factor.which, begin, end);
+        settle(stream, factor, begin, end);
       }
     });
   }
@@ -121,9 +160,9 @@ void LowRankCodec::choose(const BucketContext& c) {
 
 void LowRankCodec::clear(const Stream& stream) {
   for (const Buffer* b : buffers()) fill_zero(stream, b->data(), b->bytes());
-  for (const FactorState& factor : factors_) {
+  for (FactorState& factor : factors_) {
     if (!spec_.alternate && factor.which == Factor::p) continue;
-    draw_basis(stream, matrices_, factor.which, factor.basis, flags_.as<int32_t>(), spec_.seed, step_);
+    if (has_matrices()) draw_basis(stream, factor);
   }
 }
 
@@ -233,6 +272,15 @@ std::vector<ThinProducts*> LowRankCodec::products() const {
   if (spec_.alternate) all.push_back(factors_[1].product);
   for (const Half& half : halves_.parts) all.push_back(half.product);
   return all;
+}
+
+int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
+  if (rows <= 1 || cols <= 1) return 0;
+  const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});
+  const bool worth_it = static_cast<double>((rows + cols) * rank) * spec.min_ratio <
+                        static_cast<double>(rows) * static_cast<double>(cols);
+  const bool addressable = rows < (1 << 30) && cols < (1 << 30) && rows * cols < (int64_t{1} << 40);
+  return worth_it && addressable ? static_cast<int>(rank) : 0;
 }
 
 std::unique_ptr<Codec> make_powersgd_codec(const BucketContext& context) {

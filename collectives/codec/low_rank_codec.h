@@ -38,10 +38,25 @@
 #include <string>
 #include <vector>
 
+#include "collectives/codec/codec.h"
 #include "collectives/codec/powersgd_choice.h"
-#include "collectives/codec/powersgd_parts.h"
+#include "kernels/powersgd/orthonormalize.h"
+#include "kernels/powersgd/pack.h"
+#include "kernels/powersgd/powersgd.h"
 
 namespace gradwire {
+
+// The tensors that are compressed, and their places in the packed factors.
+struct PowerSgdPlan {
+  std::vector<MatrixDescriptor> matrices;
+  std::vector<int> tensors;    // tensor of each matrix
+  std::vector<Segment> dense;  // packed from 0 on
+  int64_t p_elements = 0, q_elements = 0, dense_elements = 0;
+
+  explicit PowerSgdPlan(const BucketContext& context);
+  // Returns the dense pieces, packed after `elements` elements of a factor.
+  std::vector<Segment> dense_after(int64_t elements) const;
+};
 
 class LowRankCodec final : public Codec {
  public:
@@ -109,6 +124,11 @@ class LowRankCodec final : public Codec {
   void orthonormalize_sum(const Stream& stream, const float* sum, FactorState& factor, bool keep_flags);
   void keep_own(const Stream& stream, FactorState& factor, const float* own, int64_t begin, int64_t count);
   void keep_lost(const Stream& stream, FactorState& factor, const Buffer& lost);
+  // Draws random orthonormal columns, the same on every rank.
+  void draw_basis(const Stream& stream, FactorState& factor);
+  // Adds the parts that `sent` left pending to the residual of all matrices that overlap elements [begin,
+  // end). Afterwards nothing remains pending for these matrices.
+  void settle(const Stream& stream, const FactorState& sent, int64_t begin, int64_t end) const;
   void settle_encoded(const Stream& stream, const FactorState& sent);
 
   bool has_matrices() const { return matrices_.count() > 0; }

@@ -23,9 +23,7 @@ void LowRankCodec::send_both(const Stream& stream, BucketPhases& phases) {
     for (Buffer* b : {&sum_, &halves_.sum}) fill_zero(stream, b->data(), b->bytes());
   }
   if (has_matrices()) {
-    if (!spec_.warm) {
-      draw_basis(stream, matrices_, Factor::q, q.basis, flags_.as<int32_t>(), spec_.seed, step_);
-    }
+    if (!spec_.warm) draw_basis(stream, q);
     project(stream, p, q);
   }
   sum_with_dense(stream, p, phases);
@@ -164,6 +162,25 @@ void LowRankCodec::keep_lost(const Stream& stream, FactorState& factor, const Bu
                        .own = factor.kept.as<const float>(),
                        .out = factor.kept.as<float>(),
                        .count = factor.elements});
+}
+
+// Orthonormalizing zeros re-seeds every column.
+void LowRankCodec::draw_basis(const Stream& stream, FactorState& factor) {
+  fill_zero(stream, factor.basis.data(), factor.basis.bytes());
+  orthonormalize_sum(stream, factor.basis.as<const float>(), factor, false);
+}
+
+void LowRankCodec::settle(const Stream& stream, const FactorState& sent, int64_t begin, int64_t end) const {
+  for (int matrix = 0; matrix < matrices_.count(); ++matrix) {
+    const MatrixDescriptor& d = matrices_.host()[matrix];
+    if (d.offset >= end || d.offset + int64_t{d.rows} * d.cols <= begin) continue;
+    powersgd_settle(
+        stream,
+        {.table = &matrices_, .residual = residual_.values(), .pending = pending(sent), .matrix = matrix});
+    const bool p = sent.which == Factor::p;
+    float* const kept = sent.kept.as<float>() + (p ? d.p_offset : d.q_offset);
+    fill_zero(stream, kept, sizeof(float) * (p ? d.rows : d.cols) * d.rank);
+  }
 }
 
 // Computes E now if the residual is encoded at the end of this step.
