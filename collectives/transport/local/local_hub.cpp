@@ -18,15 +18,15 @@ LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeou
 
 void LocalHub::barrier(int rank) {
   std::unique_lock lock(mutex);
-  const uint64_t mine = barriers_;
-  if (++at_barrier_ == world) {
-    at_barrier_ = 0;
-    ++barriers_;
+  const uint64_t mine = barrier_.passed;
+  if (++barrier_.arrived == world) {
+    barrier_.arrived = 0;
+    ++barrier_.passed;
     wake_all();
   }
   wait(
-      lock, rank, [&] { return barriers_ != mine; },
-      [&] { return fmt::format("at a barrier that {} of {} ranks have reached", at_barrier_, world); });
+      lock, rank, [&] { return barrier_.passed != mine; },
+      [&] { return fmt::format("at a barrier that {} of {} ranks have reached", barrier_.arrived, world); });
 }
 
 void LocalHub::rendezvous(PeerGroup& group, int rank, const std::string& what) {

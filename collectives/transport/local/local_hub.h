@@ -118,8 +118,10 @@ class LocalHub {
 
   const RunningClock::Watch watch_;
   std::string failure_;
-  int at_barrier_ = 0;
-  uint64_t barriers_ = 0;
+  struct {
+    int arrived = 0;
+    uint64_t passed = 0;  // barriers
+  } barrier_;
   std::vector<LatestCall> latest_;  // by rank
   // One per rank, so that a message wakes only its receiver.
   std::vector<std::condition_variable> changed_;
