@@ -40,15 +40,14 @@ class NcclCommunicator {
   const NcclApi& api() const { return api_; }
   GpuCalls& gpu() const { return *gpu_; }
   bool owned() const { return owned_; }
-  bool aborted() const { return comm_ == nullptr; }
 
-  // Runs `call` on this thread. Returns ncclInProgress if it must not run: after end() or close(), or while
-  // another call is in progress for longer than the limit.
+  // Runs `call` on this thread. Returns ncclInProgress if the call must not run: after end() or close(), or
+  // while another call is in progress for longer than the limit.
   ncclResult_t run(const Call& call, const Limits& limits);
-  // The same on another thread, which may outlive this object: `call` must own everything that it uses.
+  // Runs `call` on another thread, which may outlive this object: `call` must own everything that it uses.
   // Returns ncclInProgress also if `call` does not return in time.
   ncclResult_t run_apart(Call call, const Limits& limits);
-  // Returns NCCL's own error for the communicator; empty if there is none or a call is in progress.
+  // Returns NCCL's error for the communicator; empty if there is none or a call is in progress.
   std::string error(std::chrono::milliseconds patience);
   // Returns a function that runs its argument if the communicator still exists then.
   WhileAlive while_alive() const;

@@ -21,7 +21,7 @@ namespace gradwire {
 // Any thread may call the methods, except as noted.
 class NcclWatch {
  public:
-  // Describes another rank's call that differs from the one of a stalled exchange; empty if none is known.
+  // Describes another rank's call that differs from the call of a stalled exchange; empty if none is known.
   using OtherCall = std::function<std::string(const WatchedExchange& stalled)>;
 
   // `group`: null if the ranks have no store. `timeout`: of an exchange; 0: nothing is watched, and the
@@ -76,19 +76,19 @@ class NcclWatch {
   };
   // When to compare a stalled exchange's call with the other ranks'.
   struct Doubt {
-    uint64_t exchange = 0;  // its number
+    uint64_t exchange = 0;  // the exchange's number
     SteadyClock::time_point next = SteadyClock::time_point::min();
     std::chrono::milliseconds interval{0};
     bool is_due(uint64_t number, SteadyClock::time_point now);
   };
 
   void watch();
-  // The methods below require mutex_; `lock` is released meanwhile.
+  std::string notify_group(const std::string& cause);
+  // The methods below require mutex_. With a `lock`, they release it meanwhile.
   void look(std::unique_lock<std::mutex>& lock, Doubt& doubt);
+  void end_group(std::unique_lock<std::mutex>& lock);
   std::string overdue();
   std::string kernel_error_locked() const;
-  void end_group(std::unique_lock<std::mutex>& lock);
-  std::string notify_group(const std::string& cause);
 
   NcclCommunicator& comm_;
   Membership* const group_;
