@@ -14,7 +14,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
       setup_(Stream::create(Device::cuda(device), "set-up")),
-      programs_(kPlaces, [this](size_t bytes) { return Buffer::in_order(setup_, bytes); }) {
+      programs_(kMaxPrograms, [this](size_t bytes) { return Buffer::in_order(setup_, bytes); }) {
   const int world = comm_->world();
   if (world == 1) return;
   const double mine = static_cast<double>(settings.fingerprint());

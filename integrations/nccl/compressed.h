@@ -18,9 +18,9 @@ namespace gradwire::interposer {
 // For one communicator. Calls must not be concurrent, as NCCL requires.
 //
 // Error feedback is tied to memory addresses: there is a residual for each (send buffer, receive buffer,
-// count, operation), which in training frameworks is a gradient bucket. The cache has the kPlaces most
-// recently used; an evicted entry loses its residual. Residuals do not affect whether a call is compressed,
-// so they may differ between ranks.
+// count, operation), which in training frameworks is a gradient bucket. The cache has programs and residuals
+// of the kMaxPrograms most recent buckets. Residuals do not affect whether a call is compressed, so they may
+// differ between ranks.
 class CompressedAllReduce {
  public:
   // Adopts `comm` and compares settings with the other ranks. Collective; blocks.
@@ -35,7 +35,7 @@ class CompressedAllReduce {
 
   void run(const float* send, float* receive, int64_t count, ncclRedOp_t op, cudaStream_t stream);
 
-  static constexpr size_t kPlaces = 256;
+  static constexpr size_t kMaxPrograms = 256;
 
  private:
   using Key = std::tuple<const float*, float*, int64_t, ncclRedOp_t>;
