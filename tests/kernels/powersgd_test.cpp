@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 
+#include "runtime/util/error.h"
 #include "tests/kernels/powersgd_fixture.h"
 #include "tests/support/thinned.h"
 

@@ -8,6 +8,7 @@
 #include "collectives/program/program.h"
 #include "collectives/spec/spec.h"
 #include "kernels/wire/registered.h"
+#include "runtime/util/error.h"
 #include "tests/collectives/conservation.h"
 #include "tests/kernels/wire_problem.h"
 
