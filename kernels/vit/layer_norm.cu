@@ -262,8 +262,10 @@ bool sliceable(const Args<S>& a, Pointers... pointers) {
          takes_vectors<S>(a.width, pointers...);
 }
 
+}  // namespace
+
 template <typename S>
-void enqueue(CudaStream stream, const LayerNorm<S>& args) {
+void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
   LayerNorm<S> a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.rows <= 0 || a.width <= 0) return;
@@ -280,7 +282,7 @@ void enqueue(CudaStream stream, const LayerNorm<S>& args) {
 }
 
 template <typename S>
-void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
+void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
   LayerNormBackward<S> a = args;
   if (a.x_stride == 0) a.x_stride = a.width;
   if (a.width <= 0) return;
@@ -307,19 +309,6 @@ void enqueue(CudaStream stream, const LayerNormBackward<S>& args) {
     }
   }
   if (!a.partial_only) combine_sums(stream, {{a.sums()}});
-}
-
-}  // namespace
-
-// nvcc repeats a template's default argument if the template's body contains a lambda, so the ops contain
-// none.
-template <typename S>
-void layer_norm(CudaStream stream, const LayerNorm<S>& args) {
-  enqueue(stream, args);
-}
-template <typename S>
-void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
-  enqueue(stream, args);
 }
 
 GW_INSTANTIATE_CUDA_OP(layer_norm, LayerNorm)

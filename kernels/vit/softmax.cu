@@ -118,8 +118,10 @@ bool sliceable(int64_t ld, Pointers... pointers) {
          ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
+}  // namespace
+
 template <typename S>
-void enqueue(CudaStream stream, const Softmax<S>& a) {
+void softmax(CudaStream stream, const Softmax<S>& a) {
   if (a.rows <= 0 || a.ld <= 0) return;
   if (sliceable<S>(a.ld, a.x, a.y)) {
     with_row_slice<kVector<S>>(a.ld, [&]<int G, int Items>() {
@@ -133,7 +135,7 @@ void enqueue(CudaStream stream, const Softmax<S>& a) {
 }
 
 template <typename S>
-void enqueue(CudaStream stream, const SoftmaxBackward<S>& a) {
+void softmax_backward(CudaStream stream, const SoftmaxBackward<S>& a) {
   if (a.rows <= 0 || a.ld <= 0) return;
   if (sliceable<S>(a.ld, a.y, a.dy)) {
     with_row_slice<kVector<S>>(a.ld, [&]<int G, int Items>() {
@@ -145,19 +147,6 @@ void enqueue(CudaStream stream, const SoftmaxBackward<S>& a) {
            {.grid = dim3(static_cast<unsigned>(a.rows)), .block = dim3(row_threads(a.ld)), .stream = stream},
            a);
   }
-}
-
-}  // namespace
-
-// nvcc repeats a template's default argument if the template's body contains a lambda, so the ops contain
-// none.
-template <typename S>
-void softmax(CudaStream stream, const Softmax<S>& args) {
-  enqueue(stream, args);
-}
-template <typename S>
-void softmax_backward(CudaStream stream, const SoftmaxBackward<S>& args) {
-  enqueue(stream, args);
 }
 
 GW_INSTANTIATE_CUDA_OP(softmax, Softmax)
