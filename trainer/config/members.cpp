@@ -8,6 +8,7 @@
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
+#include "runtime/util/parse.h"
 
 namespace gradwire {
 namespace {
@@ -32,13 +33,14 @@ Members read_members(const std::string& path) {
                     error.what()));
   }
   std::istringstream lines(text);
-  std::string magic;
-  Members members;
-  lines >> magic >> members.launched;
+  std::string magic, launched;
+  lines >> magic >> launched;
   lines.ignore();  // end of line
-  if (magic != kMagic || members.launched < 1 || members.launched > kMostRanks) {
+  const auto ranks = parse_number(launched, 1, kMostRanks);
+  if (magic != kMagic || !ranks) {
     throw BadInput(path + ": not a list of a run's ranks; name the file of the run's --members");
   }
+  Members members{.launched = *ranks};
   members.invitation.assign(std::istreambuf_iterator<char>(lines), {});
   return members;
 }

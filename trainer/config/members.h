@@ -6,12 +6,12 @@
 
 namespace gradwire {
 
-// `launched`: the world size at launch. `invitation`: the text of Transport::invitation().
+// `launched`: the world size at launch. `invitation`: the text of Admission::invitation().
 std::string members_text(int launched, const std::string& invitation);
 
 struct Members {
   int launched = 0;
-  std::string invitation;
+  std::string invitation = {};
 };
 // Throws BadInput if the file cannot be read or is not a members file.
 Members read_members(const std::string& path);
