@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "tests/capi/ranks.h"
+#include "tests/support/expect.h"
 
 namespace {
 
@@ -82,7 +83,7 @@ TEST(CApiFormat, RegistrationChecksEveryArgumentAndNamesTheFormat) {
     change(f);
     GW_EXPECT_BAD(part, gw_format_register(&f));
     if (f.name != nullptr) {
-      EXPECT_NE(std::string(gw_last_error()).find(f.name), std::string::npos) << gw_last_error();
+      gradwire::testing::expect_has(gw_last_error(), {f.name});
     }
   };
   GW_EXPECT_BAD("format is null", gw_format_register(nullptr));

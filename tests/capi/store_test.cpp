@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "tests/capi/ranks.h"
+#include "tests/support/expect.h"
 
 namespace {
 
@@ -136,7 +137,7 @@ TEST(CApiStore, SupportsSecretsInterfacesAndShrinking) {
   });
   EXPECT_EQ(made, 3);
   const std::string meeting = shared.values["gradwire/rendezvous"];
-  EXPECT_NE(meeting.find(" 127.0.0.1\n"), std::string::npos) << meeting;
+  gradwire::testing::expect_has(meeting, {" 127.0.0.1\n"});
   EXPECT_EQ(meeting.find("of this run"), std::string::npos) << "the user's secret is not in the store";
 }
 
@@ -207,7 +208,7 @@ TEST(CApiStore, RejectsRanksWithAnotherWorldSize) {
     EXPECT_EQ(gw_comm_create(&options, &comm), GW_COMM_FAILED);
     EXPECT_EQ(comm, nullptr);
     if (rank == 1) {
-      EXPECT_NE(std::string(gw_last_error()).find("3"), std::string::npos) << gw_last_error();
+      gradwire::testing::expect_has(gw_last_error(), {"3"});
     }
   });
 }

@@ -96,7 +96,7 @@ class Checkpoints(CommandTest):
         # No checkpoint until the end: the folder is locked and empty on a machine of any speed.
         saving = ["--checkpoint", "saved", "--checkpoint-every", "100000", "--resume", "saved"]
         long = [word if word != "8" else "100000" for word in self.RUN]
-        first = subprocess.Popen([self.gradwire, *long, *synthetic(), *saving], stdout=subprocess.PIPE,
+        first = subprocess.Popen([self.program, *long, *synthetic(), *saving], stdout=subprocess.PIPE,
                                  text=True, env=self.environment(), cwd=self.folder)
         self.addCleanup(lambda: (first.kill(), first.communicate()))
         while "step 3/" not in first.stdout.readline():
@@ -114,7 +114,7 @@ class Checkpoints(CommandTest):
             "--checkpoint-every", "2"
         ]
         first = subprocess.Popen(
-            [self.gradwire, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
+            [self.program, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
             stdout=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder)
         self.addCleanup(lambda: (first.kill(), first.communicate()))
         while "step 7/" not in first.stdout.readline():

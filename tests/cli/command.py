@@ -40,7 +40,8 @@ def as_user(user, folder, top, groups=()):
 
 
 class CommandTest(unittest.TestCase):
-    gradwire = ""  # path of the executable; main() sets it
+    program = ""  # path of the executable; main() sets it
+    name = "gradwire"  # before its messages
     maxDiff = 2000
 
     def setUp(self):
@@ -55,7 +56,7 @@ class CommandTest(unittest.TestCase):
         return clean
 
     def run_command(self, *arguments, env=None):
-        return subprocess.run([self.gradwire, *map(str, arguments)], capture_output=True, text=True,
+        return subprocess.run([self.program, *map(str, arguments)], capture_output=True, text=True,
                               env=self.environment(env), cwd=self.folder, timeout=240)
 
     def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
@@ -71,7 +72,7 @@ class CommandTest(unittest.TestCase):
         for rank in range(world):
             every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
                                       **(own_env or {}).get(rank, {})})
-            words = [self.gradwire, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
+            words = [self.program, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
             process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                        env=every, cwd=folders[rank] if folders else self.folder)
             self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
@@ -90,7 +91,7 @@ class CommandTest(unittest.TestCase):
                          f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
         lines = result.stderr.splitlines()
         self.assertEqual(len(lines), 1, result.stderr)
-        self.assertTrue(lines[0].startswith("gradwire: "), lines[0])
+        self.assertTrue(lines[0].startswith(f"{self.name}: "), lines[0])
         for part in parts:
             self.assertIn(str(part), lines[0])
 
@@ -99,5 +100,5 @@ def main():
     """Runs the tests of the calling script: PATH_OF_GRADWIRE [unittest arguments]."""
     if len(sys.argv) < 2:
         sys.exit(f"usage: {sys.argv[0]} PATH_OF_GRADWIRE [unittest arguments]")
-    CommandTest.gradwire = os.path.abspath(sys.argv.pop(1))
+    CommandTest.program = os.path.abspath(sys.argv.pop(1))
     unittest.main()

@@ -23,7 +23,7 @@ class Descriptors(CommandTest):
         return process.returncode
 
     def begin(self, *arguments, closed=(), folder=None, **variables):
-        process = subprocess.Popen([self.gradwire, *map(str, arguments)], env=self.environment(variables),
+        process = subprocess.Popen([self.program, *map(str, arguments)], env=self.environment(variables),
                                    cwd=folder or self.folder, stdin=subprocess.DEVNULL,
                                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                    preexec_fn=closing(closed))
@@ -64,7 +64,7 @@ class Descriptors(CommandTest):
             name = f"{gone}.jsonl"
             streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, gone: subprocess.PIPE}
             run = subprocess.Popen([
-                self.gradwire, "train", *SYNTHETIC, "--steps", "40", "--log", name, "--checkpoint",
+                self.program, "train", *SYNTHETIC, "--steps", "40", "--log", name, "--checkpoint",
                 f"saved-{gone}"
             ], env=self.environment(), cwd=self.folder, **streams)
             getattr(run, gone).close()
@@ -74,7 +74,7 @@ class Descriptors(CommandTest):
 
     def test_reports_a_full_disk_or_a_closed_pipe(self):
         with open("/dev/full", "w") as full:
-            run = subprocess.run([self.gradwire, "train", *SYNTHETIC, "--steps", "2"], stdout=full,
+            run = subprocess.run([self.program, "train", *SYNTHETIC, "--steps", "2"], stdout=full,
                                  stderr=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder,
                                  timeout=240)
         self.assertEqual(run.returncode, 1)
@@ -85,7 +85,7 @@ class Descriptors(CommandTest):
         self.assertEqual(self.end_of(self.begin("train", "--steps", "none", closed=(0, 1, 2))), 2)
 
     def test_the_benchmark_program(self):
-        bench = pathlib.Path(self.gradwire).with_name("gradwire-bench")
+        bench = pathlib.Path(self.program).with_name("gradwire-bench")
         if not bench.exists():
             self.skipTest("gradwire-bench is not built")
         words = [bench, "schedules", "--json", "out.json"]

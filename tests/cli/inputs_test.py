@@ -42,7 +42,7 @@ class Inputs(CommandTest):
 
     def run_within(self, seconds, *arguments, program=None, **env):
         """Runs a command with a time limit, which a command that waits for a writer exceeds."""
-        return subprocess.run([program or self.gradwire, *map(str, arguments)], capture_output=True,
+        return subprocess.run([program or self.program, *map(str, arguments)], capture_output=True,
                               text=True, check=False, env=self.environment(env), cwd=self.folder,
                               timeout=seconds)
 
@@ -94,7 +94,7 @@ class Inputs(CommandTest):
                 place = self.folder / name
                 place.mkdir()
                 here = [w.replace(str(self.folder), str(place)) for w in flags]
-                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.gradwire, *here],
+                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.program, *here],
                                         cwd=place, timeout=60, env=self.environment(), capture_output=True,
                                         text=True, check=False)
                 self.assertEqual(result.returncode, 0, result.stderr)
@@ -143,7 +143,7 @@ class Inputs(CommandTest):
                 place.mkdir()
                 make(place / "g.safetensors")
                 result = self.run_within(20, "formats", "--gradients", place,
-                                         program=pathlib.Path(self.gradwire).parent / "gradwire-bench")
+                                         program=pathlib.Path(self.program).parent / "gradwire-bench")
                 self.assertEqual(result.returncode, 2, result.stderr)
 
     def test_logs_of_a_comparison(self):

@@ -65,7 +65,7 @@ class Outputs(CommandTest):
         super().setUp()
         self.folder.chmod(0o755)  # for targets of another user
         self.may_mount = targets.may_mount()
-        self.bin = pathlib.Path(self.gradwire).parent
+        self.bin = pathlib.Path(self.program).parent
         self.programs = {name: self.bin / name for name in ("gradwire", BENCH)}
         targets.Target.top = self.bin.parent
         self.run_command("train", *SYNTHETIC, "--steps", 3, "--eval-every", 0, "--checkpoint", "saved",
@@ -168,7 +168,7 @@ class Outputs(CommandTest):
     def test_training_continues_when_the_reader_of_its_log_exits(self):
         read, write = os.pipe()
         flags = [*SYNTHETIC, "--steps", "2000", "--eval-every", "0"]
-        process = subprocess.Popen([self.gradwire, "train", *flags, "--log", f"/dev/fd/{write}"],
+        process = subprocess.Popen([self.program, "train", *flags, "--log", f"/dev/fd/{write}"],
                                    pass_fds=(write, ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                    text=True, cwd=self.folder, env=self.environment())
         os.close(write)
@@ -189,7 +189,7 @@ class Outputs(CommandTest):
             " ${code:-0}"
         )
         result = subprocess.run([
-            "unshare", "-m", "sh", "-ec", script, "sh", self.gradwire, "train", *SYNTHETIC, "--steps", "100",
+            "unshare", "-m", "sh", "-ec", script, "sh", self.program, "train", *SYNTHETIC, "--steps", "100",
             "--eval-every", "0", "--log", "disk/run.jsonl", "--trace", "disk/trace.json", "--dump-gradients",
             "99:disk/gradients"
         ], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=120, check=False)
@@ -209,7 +209,7 @@ class Outputs(CommandTest):
             *SYNTHETIC, "--eval-every", "0", "--checkpoint", "saved", "--checkpoint-every", "2",
             "--checkpoint-keep", "1"
         ]
-        run = f'"{self.gradwire}" train ' + " ".join(flags)
+        run = f'"{self.program}" train ' + " ".join(flags)
         cases = {  # the setup of the folder, the warning, and the files at the end
             # A folder of the lower layer can be removed but not renamed.
             "overlayfs": (
@@ -248,7 +248,7 @@ class Outputs(CommandTest):
 
     def test_two_runs_cannot_write_one_log(self):
         flags = ["train", *SYNTHETIC, "--eval-every", "0", "--log", "run.jsonl"]
-        first = subprocess.Popen([self.gradwire, *flags, "--steps", "1000000"], stdout=subprocess.PIPE,
+        first = subprocess.Popen([self.program, *flags, "--steps", "1000000"], stdout=subprocess.PIPE,
                                  text=True, cwd=self.folder, env=self.environment())
         self.addCleanup(lambda: (first.kill(), first.wait(), first.stdout.close()))
         while "step 1/" not in first.stdout.readline():

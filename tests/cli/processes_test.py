@@ -145,7 +145,7 @@ class Processes(CommandTest):
                                    (0, 0o444, False), (54321, 0o440, False)):
             os.chown(secret, owner, 12345)
             secret.chmod(mode)
-            program = pathlib.Path(self.gradwire)
+            program = pathlib.Path(self.program)
             command = [
                 *as_user(54320, self.folder, program.parents[1], groups=[12345]), f"bin/{program.name}",
                 "train", *SYNTHETIC, "--steps", "1", "--timeout-s", "0.2"
@@ -255,7 +255,7 @@ class Processes(CommandTest):
         ]
         processes = self.start(2, *flags)
         self.kill(processes, 0, step=100)
-        words = [self.gradwire, *map(str, flags), "--join", "saved/members"]
+        words = [self.program, *map(str, flags), "--join", "saved/members"]
         joiner = subprocess.run(words, capture_output=True, text=True, env=self.environment(),
                                   cwd=self.folder, timeout=240)
         self.assertEqual(joiner.returncode, 0, joiner.stderr)

@@ -93,7 +93,7 @@ class Train(CommandTest):
     def test_a_full_disk_at_standard_output_is_a_failure(self):
         for arguments in (["train", *synthetic("--steps", 3)], ["doctor"], ["--help"]):
             with open("/dev/full", "w") as full:
-                done = subprocess.run([self.gradwire, *map(str, arguments)], stdout=full,
+                done = subprocess.run([self.program, *map(str, arguments)], stdout=full,
                                       stderr=subprocess.PIPE, text=True, env=self.environment(),
                                       cwd=self.folder, timeout=240)
             self.assertEqual(done.returncode, 1, arguments)
@@ -101,7 +101,7 @@ class Train(CommandTest):
 
     def test_progress_bar_on_a_terminal_only(self):
         leader, follower = pty.openpty()
-        process = subprocess.Popen([self.gradwire, "train", *SYNTHETIC, "--steps", "30"], stdout=follower,
+        process = subprocess.Popen([self.program, "train", *SYNTHETIC, "--steps", "30"], stdout=follower,
                                    cwd=self.folder)
         os.close(follower)
         shown = b""

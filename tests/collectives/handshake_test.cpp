@@ -294,7 +294,7 @@ TEST(RejectedConnections, LogsEachAddressAndLimitsTheLinesOfAFlood) {
     ++lines;
   }
   EXPECT_LT(lines, 15 + RejectedConnections::kMostNamed + 20);
-  EXPECT_NE(last.find("(65536 so far from more addresses than are named)"), std::string::npos) << last;
+  testing::expect_has(last, {"(65536 so far from more addresses than are named)"});
 }
 
 }  // namespace

@@ -173,8 +173,7 @@ TEST(NcclWindows, AllreduceIsOneKernel) {
 TEST(NcclWindows, SendsMessagesUnlessAllRanksAreReachable) {
   the_fake().reachable = 2;
   const auto errors = run(4, 20s, [](NcclTransport& t, const Stream& s) {
-    EXPECT_NE(t.peer_access_obstacle().find("ranks reach 2 of 4"), std::string::npos)
-        << t.peer_access_obstacle();
+    expect_has(t.peer_access_obstacle(), {"ranks reach 2 of 4"});
     expect_sum(t, s, Carrier::messages);
   });
   the_fake().reachable = 0;
@@ -257,7 +256,7 @@ TEST(NcclWindows, NamesAMissingRank) {
     ADD_FAILURE() << "rank " << t.rank() << " did not learn of the failure";
   });
   for (int r : {0, 2}) {
-    EXPECT_NE(errors[r].find("gradients"), std::string::npos) << errors[r];
+    expect_has(errors[r], {"gradients"});
     // Only rank 1, or also the other rank if it was late.
     EXPECT_TRUE(std::regex_search(errors[r], std::regex("rank 1|ranks (0, )?1"))) << errors[r];
   }

@@ -143,8 +143,7 @@ TEST(TransportLsa, AutoComparesMemoryWithMessages) {
 TEST(TransportLsa, SendsMessagesAndGivesTheReasonWithoutPeerMemory) {
   const auto choice = choose_lsa(8, 1000, kBf16, "GPUs of several machines");
   EXPECT_EQ(choice.schedule.carrier, Carrier::messages);
-  EXPECT_NE(choice.reason.find("not in one kernel: GPUs of several machines"), std::string::npos)
-      << choice.reason;
+  expect_has(choice.reason, {"not in one kernel: GPUs of several machines"});
 }
 
 }  // namespace

@@ -255,16 +255,6 @@ void allreduce_ones(
   if (starts()) run_once(program, stream);
 }
 
-// Returns the text of the error, or "".
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const CommError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
   std::vector<std::string> errors(3);
   run_ranks(3, Device::host(), 200ms, [&](Communicator& comm) {

@@ -10,17 +10,17 @@ import os
 import pickle
 import time
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 import gradwire.torch
 from stress import SHAPES, TIMEOUT_S, Run, Wrong, gradient
+from stress_model import Model
 
 with contextlib.suppress(ImportError):
     import torch._dynamo  # as DistributedDataParallel does in its constructor, for seconds
@@ -28,67 +28,6 @@ torch.set_num_threads(1)
 warnings.filterwarnings("ignore")
 SPECS = ("fp32", "bf16", "int8", "int4", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16")
 CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
-
-
-class Module(torch.nn.Module):
-    """A module whose gradients are its inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, shape in SHAPES.items():
-            setattr(self, name, torch.nn.Parameter(torch.zeros(shape)))
-
-    def forward(self, given: Dict[str, torch.Tensor]) -> torch.Tensor:
-        return sum((getattr(self, name) * values).sum() for name, values in given.items())
-
-
-class Scaler:
-    """A loss scale that the sequence chooses."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-    def get_scale(self) -> float:
-        return self.scale
-
-    def update(self, new_scale: Optional[float] = None) -> None:
-        """Without a scale: after a step that was skipped."""
-        self.scale = self.scale / 2 if new_scale is None else new_scale
-
-
-class Model:
-    """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without
-    these."""
-
-    def __init__(self, number: int, spec: str, group: Any, part: List[int]) -> None:
-        self.number, self.spec, self.group, self.part = number, spec, group, part
-        self.module = Module()
-        self.names = list(SHAPES)
-        self.scaler = Scaler()
-        self.ddp: Optional[DistributedDataParallel] = None
-        self.hook: Any = None
-        self.closed = False
-        self.dead = False  # a backward() has raised, after which PyTorch's reducer waits for the rest of it
-        self.may_refuse = False  # the next backward may raise, for a state of another model
-        self.saved: Any = None
-        self.entry: Any = None  # of Subject.groups
-
-    @property
-    def scale(self) -> float:
-        return self.scaler.scale
-
-    def wrap(self) -> None:
-        for name in SHAPES:
-            getattr(self.module, name).requires_grad_(name in self.names)
-        self.ddp = DistributedDataParallel(self.module, process_group=self.group, bucket_cap_mb=0.012)
-
-    def compress(self) -> None:
-        self.use(gradwire.torch.compress(self.ddp, self.spec, timeout_s=TIMEOUT_S))
-        self.closed = False
-
-    def use(self, hook: Any) -> None:
-        self.hook = hook
-        hook.use_scaler(self.scaler)
 
 
 class Subject:
@@ -119,8 +58,17 @@ class Subject:
     def mine(self, part: List[int]) -> bool:
         return self.run.rank in part
 
-    # ---- Groups
-    # ------------------------------------------------------------------------------------------------
+    def in_use(self, model: Model) -> bool:
+        """Whether this rank has a hook of the model, which may still average."""
+        return self.mine(model.part) and not model.closed and not model.dead and model.hook is not None
+
+    def gradient(self, step: int, name: str, scale: float = 1.0) -> torch.Tensor:
+        return torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, scale))
+
+    def inputs(self, model: Model, step: int) -> Dict[str, torch.Tensor]:
+        return {name: self.gradient(step, name, model.scale) for name in model.names}
+
+    # ---- Groups -------------------------------------------------------------------------------------------
 
     def connect(self, part: List[int], meeting: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=part.index(self.run.rank),
@@ -176,24 +124,23 @@ class Subject:
             if model.hook is not None:
                 model.hook.close()
 
-    # ---- Averages
-    # ----------------------------------------------------------------------------------------------
+    # ---- Averages -----------------------------------------------------------------------------------------
 
     def do_average(self) -> None:
         step, spec = self.next(), self.run.draw.choice(("fp32", "bf16", "int8", "int4"))
         name = self.run.draw.choice(list(SHAPES))
         dtype = self.run.draw.choice(
             (torch.float32, torch.float32, torch.float16, torch.float64, torch.complex64))
-        tensor = torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name)).to(dtype)
+        tensor = self.gradient(step, name).to(dtype)
         try:
             gradwire.allreduce_(tensor, spec)
         except CLEAR as error:
             if self.connected and dtype in (torch.float32, torch.float16):
                 raise
             return self.run.clear(error, *CLEAR)
-        self.run.check("allreduce_",
-                       torch.real(tensor).float().numpy() if tensor.is_complex() else tensor.float().numpy(),
-                       name, step, spec, floor=1e-3 if dtype == torch.float16 else 1e-6)
+        real = torch.real(tensor) if tensor.is_complex() else tensor
+        self.run.check("allreduce_", real.float().numpy(), name, step, spec,
+                       floor=1e-3 if dtype == torch.float16 else 1e-6)
 
     def train(self, models: List[Model], what: str) -> None:
         """One backward() of these models together."""
@@ -204,13 +151,7 @@ class Subject:
             model.module.zero_grad(set_to_none=True)
         may_refuse = any(model.closed or model.dead or model.may_refuse for model in models)
         try:
-            losses = [
-                model.ddp({
-                    name: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, name, model.scale))
-                    for name in model.names
-                }) for model in models
-            ]
-            sum(losses).backward()
+            sum(model.ddp(self.inputs(model, step)) for model in models).backward()
         except CLEAR as error:
             if not may_refuse:
                 raise
@@ -232,8 +173,7 @@ class Subject:
     def do_train(self) -> None:
         self.train([self.model()], "model")
 
-    # ---- Models
-    # ------------------------------------------------------------------------------------------------
+    # ---- Models -------------------------------------------------------------------------------------------
 
     def made(self, spec: str, group: Any, part: List[int]) -> Model:
         model = Model(self.next(), spec, group, part)
@@ -312,12 +252,11 @@ class Subject:
         self.models.append(copied)
         self.train([copied] if model.closed else [copied, model], "copied model")
 
-    # ---- States
-    # ------------------------------------------------------------------------------------------------
+    # ---- States -------------------------------------------------------------------------------------------
 
     def do_save(self) -> None:
         model = self.model()
-        if not self.mine(model.part) or model.closed or model.dead or model.hook is None:
+        if not self.in_use(model):
             return
         file = io.BytesIO()
         torch.save(model.hook.state_dict(), file)
@@ -325,10 +264,7 @@ class Subject:
 
     def do_load(self) -> None:
         model, source = self.model(), self.model()
-        if not self.mine(
-                model.part
-        ) or model.closed or model.dead or model.hook is None or source.saved is None or not self.mine(
-                source.part):
+        if not self.in_use(model) or source.saved is None or not self.mine(source.part):
             return
         blob, names, spec, scale = source.saved
         fits = (spec, names, source.part) == (model.spec, model.names, model.part)
@@ -385,12 +321,9 @@ class Subject:
         it."""
         model, victim, step = self.model(), self.run.draw.choice(self.run.part), self.next()
         name = self.run.draw.choice(model.names)
-        if not self.mine(model.part) or model.closed or model.dead or model.may_refuse or model.hook is None:
+        if not self.in_use(model) or model.may_refuse:
             return
-        given = {
-            n: torch.from_numpy(gradient(self.run.seed, step, self.run.rank, n, model.scale))
-            for n in model.names
-        }
+        given = self.inputs(model, step)
         if self.run.rank == (victim if victim in model.part else model.part[0]):
             given[name].view(-1)[self.run.draw.randrange(given[name].numel())] = float("inf")
         model.module.zero_grad(set_to_none=True)
@@ -402,13 +335,8 @@ class Subject:
     def do_pickle(self) -> None:
         """The copy of a hook, with another model."""
         model = self.model()
-        if (
-            model.group is not None
-            or model.closed
-            or model.hook is None
-            or model.may_refuse
-            or model.names != list(SHAPES)
-        ):
+        if (model.group is not None or model.closed or model.hook is None or model.may_refuse
+                or model.names != list(SHAPES)):
             return
         hook = pickle.loads(pickle.dumps(model.hook))
         copied = self.made(model.spec, None, self.run.part)
@@ -419,8 +347,7 @@ class Subject:
         self.models.append(copied)
         self.train([copied], "unpickled model")
 
-    # ---- Forks
-    # -------------------------------------------------------------------------------------------------
+    # ---- Forks --------------------------------------------------------------------------------------------
 
     def do_fork(self) -> None:
         """A child that ends, as one of a data loader does; without a group one that makes its own and trains
@@ -453,7 +380,7 @@ class Subject:
     def in_fork(self, part: List[int], meeting: str, step: int) -> None:
         self.connect(part, meeting)
         self.run.part = part
-        tensor = torch.from_numpy(gradient(self.run.seed, step, self.run.rank, "vector"))
+        tensor = self.gradient(step, "vector")
         gradwire.allreduce_(tensor)
         self.run.check("allreduce_ in a fork", tensor.numpy(), "vector", step, "fp32")
         for spec, hook in self.spare:

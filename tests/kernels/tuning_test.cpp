@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/support/expect.h"
 #include "tests/support/temporary_folder.h"
 
 namespace gradwire {
@@ -56,8 +57,7 @@ TEST_F(Tuning, NamesDamagedLinesAndUsesTheOthers) {
   write(text() + "half a line\n\na\tb\t\td\n");
   TuningFile(path_).add({"other", "maker", "kind"}, "2");
   const std::string said = messages();
-  for (const char* line : {"line 3", "line 4", "line 5"})
-    EXPECT_NE(said.find(line), std::string::npos) << said;
+  for (const char* line : {"line 3", "line 4", "line 5"}) testing::expect_has(said, {line});
   EXPECT_EQ(said.find("line 6"), std::string::npos) << said;
   ::testing::internal::CaptureStderr();
   const TuningFile file(path_);
@@ -72,7 +72,7 @@ TEST_F(Tuning, NamesOnlyTheFirstFewDamagedLines) {
   write(spoiled);
   const std::string said = messages();
   EXPECT_EQ(std::count(said.begin(), said.end(), '\n'), 6) << said;
-  EXPECT_NE(said.find("995 more lines are ignored"), std::string::npos) << said;
+  testing::expect_has(said, {"995 more lines are ignored"});
 }
 
 // The state that a process or an editor leaves when it dies while writing.
@@ -87,7 +87,7 @@ TEST_F(Tuning, FindsAChoiceAddedAfterATruncatedLine) {
 
 TEST_F(Tuning, DoesNotChangeAForeignFile) {
   write("my thesis\n");
-  EXPECT_NE(messages().find("neither read nor written"), std::string::npos);
+  testing::expect_has(messages(), {"neither read nor written"});
   ::testing::internal::CaptureStderr();
   TuningFile file(path_);
   file.add(key_, "1");
@@ -102,7 +102,7 @@ TEST_F(Tuning, WarnsOnceOfAFileThatCannotBeWritten) {
   file.add(key_, "1");
   file.add(key_, "2");
   const std::string said = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(said.find("cannot add a choice: No such file"), std::string::npos) << said;
+  testing::expect_has(said, {"cannot add a choice: No such file"});
   EXPECT_EQ(said.find("cannot add"), said.rfind("cannot add")) << said;
   EXPECT_EQ(file.find(key_), "2");
 }

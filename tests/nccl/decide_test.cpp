@@ -1,5 +1,6 @@
 // How the interposer reads its settings, and which calls it intercepts.
 #include "integrations/nccl/decide.h"
+#include "tests/support/expect.h"
 
 #include <gtest/gtest.h>
 
@@ -56,7 +57,7 @@ TEST(Interposer, InvalidSettingsDisableItWithTheReason) {
            {"GRADWIRE_NCCL_DRY_RUN", "yes", "GRADWIRE_NCCL_DRY_RUN must be 0 or 1, not 'yes'"}}) {
     const Settings s = with({{name, value}});
     EXPECT_FALSE(s.on) << name << "=" << value;
-    EXPECT_NE(s.why_off.find(says), std::string::npos) << s.why_off;
+    testing::expect_has(s.why_off, {says});
     EXPECT_EQ(s.fingerprint(), 0u);
     EXPECT_EQ(decide(s, {.count = 1 << 30}), Decision::untouched);
   }

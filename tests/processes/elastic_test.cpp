@@ -9,6 +9,7 @@
 #include <set>
 
 #include "tests/processes/elastic_runs.h"
+#include "tests/support/expect.h"
 #include "trainer/checkpoint/folder.h"
 
 namespace gradwire {
@@ -170,7 +171,7 @@ TEST(Elastic, FewerThanTheLeastEndWithAnErrorThatSaysSo) {
     EXPECT_EQ(trained.ranks[r].exit_code, 4);
     for (const char* part : {"2 of 3 ranks are left (lost: 1), fewer than the 3 that --elastic 3:3 asks for",
                              "/saved --resume "}) {
-      EXPECT_NE(trained.ranks[r].output.find(part), std::string::npos) << trained.ranks[r].output;
+      expect_has(trained.ranks[r].output, {part});
     }
   }
 }

@@ -11,6 +11,7 @@
 
 #include "collectives/net/quorum.h"
 #include "tests/processes/elastic_runs.h"
+#include "tests/support/expect.h"
 #include "trainer/checkpoint/folder.h"
 
 namespace gradwire {
@@ -112,14 +113,12 @@ TEST(Grow, KeepLocalGivesJoinersABatchAndRaisesTheLearningRate) {
 TEST(Grow, RejectsSurplusJoinersAndOtherSettingsByName) {
   const Trained full = train({.fates = "4 2 join", .world = 2, .steps = 12, .most = 2, .refused = {2}}, {});
   EXPECT_EQ(full.ranks[2].exit_code, 2);
-  EXPECT_NE(full.ranks[2].output.find("there are 2 ranks, and at most 2 are allowed"), std::string::npos)
-      << full.ranks[2].output;
+  expect_has(full.ranks[2].output, {"there are 2 ranks, and at most 2 are allowed"});
   EXPECT_TRUE(full.joined().empty());
   const Trained other = train({.fates = "4 2 join", .world = 2, .steps = 12, .refused = {2}}, {});
   EXPECT_EQ(other.ranks[2].exit_code, 2);
   for (const size_t r : {size_t{0}, size_t{2}}) {
-    EXPECT_NE(other.ranks[r].output.find("\"weight_decay\": 0.125 there, "), std::string::npos)
-        << other.ranks[r].output;
+    expect_has(other.ranks[r].output, {"\"weight_decay\": 0.125 there, "});
   }
   EXPECT_TRUE(other.joined().empty());
 }
@@ -147,8 +146,7 @@ TEST(Grow, JoinersThatDieOrStopCostTheRunNoRankAndNoStep) {
 TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
   const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 60, .refused = {2}}, {});
   EXPECT_EQ(trained.ranks[2].exit_code, 3);
-  EXPECT_NE(trained.ranks[2].output.find("give it the run's GRADWIRE_SECRET"), std::string::npos)
-      << trained.ranks[2].output;
+  expect_has(trained.ranks[2].output, {"give it the run's GRADWIRE_SECRET"});
   EXPECT_TRUE(trained.joined().empty());
   const std::vector<std::string> named =
       lines_with("gradwire: rank 0 rejected a connection from ", trained.ranks[0].output);

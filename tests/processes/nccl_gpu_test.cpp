@@ -18,6 +18,7 @@
 #include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {
@@ -183,7 +184,7 @@ TEST_F(NcclGpu, NamesAKilledRank) {
   for (int r : {0, 2}) {
     EXPECT_TRUE(ranks[r].ended_by_itself) << ranks[r].output;
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
-    EXPECT_NE(ranks[r].output.find("rank 1"), std::string::npos) << ranks[r].output;
+    testing::expect_has(ranks[r].output, {"rank 1"});
   }
 }
 

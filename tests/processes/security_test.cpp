@@ -27,10 +27,13 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {
 
+using testing::error_of;
+using testing::expect_has;
 using namespace std::chrono_literals;
 
 SteadyClock::time_point in(std::chrono::milliseconds time) {
@@ -244,22 +247,12 @@ TEST(UnauthenticatedPeers, StoreServesAfterTenThousandConnections) {
   second.join();
 }
 
-std::string error_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 TEST(Secrets, ReportsADifferentSecretToTheRank) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, "one"));
   ::testing::internal::CaptureStderr();
   const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
-  EXPECT_NE(text.find("has another secret"), std::string::npos) << text;
-  EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
+  expect_has(text, {"has another secret", "GRADWIRE_SECRET"});
   // It retries a few times, since a run that has just ended may still occupy the port.
   const std::string log = ::testing::internal::GetCapturedStderr();
   const std::string line = "gradwire: rank 0 rejected a connection from 127.0.0.1: wrong secret";
@@ -274,17 +267,14 @@ TEST(Secrets, RefusesNetworkPortsWithoutASecret) {
     const std::string rendezvous = fmt::format("tcp://{}:29555", address);
     for (int rank : {0, 1}) {
       const std::string text = error_of([&] { Membership(group_of(rendezvous, rank, 2, "")); });
-      EXPECT_NE(text.find(rendezvous), std::string::npos) << text;
-      EXPECT_NE(text.find("GRADWIRE_SECRET"), std::string::npos) << text;
+      expect_has(text, {rendezvous, "GRADWIRE_SECRET"});
     }
   }
 }
 
 TEST(Secrets, RejectsListenAddressesOfOtherMachines) {
   const std::string text = error_of([] { Membership(group_of("tcp://192.0.2.1:29555", 0, 2, "secret")); });
-  EXPECT_NE(text.find("cannot listen on 192.0.2.1:29555: it is not an address of this machine"),
-            std::string::npos)
-      << text;
+  expect_has(text, {"cannot listen on 192.0.2.1:29555: it is not an address of this machine"});
 }
 
 TEST(Secrets, StoreListensOnlyAtTheGivenAddress) {
@@ -312,10 +302,8 @@ TEST(TwoJobsAtOnePort, AreDistinguishedByTheLaunchersIds) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(rank_of("Slurm job 7, step 0", rendezvous, 0));
   const std::string text = error_of([&] { Membership(rank_of("Slurm job 8, step 0", rendezvous, 1)); });
-  EXPECT_NE(text.find("belongs to another run: Slurm job 7, step 0, and this rank to Slurm job 8, step 0"),
-            std::string::npos)
-      << text;
-  EXPECT_NE(text.find("a port of its own"), std::string::npos) << text;
+  expect_has(text, {"belongs to another run: Slurm job 7, step 0, and this rank to Slurm job 8, step 0",
+                    "a port of its own"});
   // The seat is still free for the right process.
   EXPECT_EQ(error_of([&] { Membership(rank_of("Slurm job 7, step 0", rendezvous, 1)); }), "no error");
 }
@@ -326,9 +314,7 @@ TEST(TwoJobsAtOnePort, AreBothRejectedWithoutIds) {
   Membership theirs(group_of(rendezvous, 1, 2, ""));  // possibly of the other job
   for (const std::string& text : {error_of([&] { Membership(group_of(rendezvous, 1, 2, "")); }),
                                   error_of([&] { first.barrier(); }), error_of([&] { theirs.barrier(); })}) {
-    EXPECT_NE(text.find("two processes were started as rank 1; if they belong to two runs"),
-              std::string::npos)
-        << text;
+    expect_has(text, {"two processes were started as rank 1; if they belong to two runs"});
   }
 }
 
@@ -351,7 +337,7 @@ TEST(TwoJobsAtOnePort, TakeTheirIdsFromLauncherVariables) {
   EXPECT_EQ(job({{"PMI_SIZE", "4"}, {"PMI_JOBID", "9"}}), "mpirun's 9");
   EXPECT_EQ(job({{"PMI_SIZE", "1"}, {"PMI_JOBID", "9"}}), "");
   EXPECT_EQ(job({{"GRADWIRE_JOB", "mine"}, {"SLURM_JOB_ID", "7"}}), "'mine'");
-  EXPECT_NE(error_of([&] { job({{"GRADWIRE_JOB", "a\nb"}}); }).find("GRADWIRE_JOB"), std::string::npos);
+  expect_has(error_of([&] { job({{"GRADWIRE_JOB", "a\nb"}}); }), {"GRADWIRE_JOB"});
 }
 
 TEST(Secrets, NextGroupReusesTheAddressOfAFailedGroup) {

@@ -15,6 +15,7 @@
 #include "collectives/net/store.h"
 #include "collectives/net/store_server.h"
 #include "runtime/util/error.h"
+#include "tests/support/expect.h"
 
 namespace gradwire::testing {
 
@@ -22,16 +23,6 @@ using namespace std::chrono_literals;
 
 inline SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
-}
-
-template <typename Action>
-std::string error_of(Action action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 class StoreFixture : public ::testing::Test {

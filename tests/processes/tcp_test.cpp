@@ -196,7 +196,7 @@ RANK_PROGRAM(ChoosesASchedule) {
 TEST(Tcp, EveryRankMakesTheSameChoiceForTheSameReason) {
   auto ranks = run_processes("ChoosesASchedule", 3);
   ASSERT_TRUE(all_succeeded(ranks));
-  EXPECT_NE(ranks[0].output.find("links measured: to a neighbour"), std::string::npos) << ranks[0].output;
+  testing::expect_has(ranks[0].output, {"links measured: to a neighbour"});
   EXPECT_EQ(ranks[1].output, ranks[0].output);
   EXPECT_EQ(ranks[2].output, ranks[0].output);
 }
@@ -327,7 +327,7 @@ TEST(Tcp, ARankThatIsMissingIsNamed) {
   auto ranks = run_processes("JustJoins", 3, {.timeout = 4000ms, .only = {0, 1}});
   for (int r : {0, 1}) {
     EXPECT_EQ(ranks[r].exit_code, 3) << ranks[r].output;
-    EXPECT_NE(ranks[r].output.find("never came: rank 2"), std::string::npos) << ranks[r].output;
+    testing::expect_has(ranks[r].output, {"never came: rank 2"});
     EXPECT_LT(ranks[r].took, 4s + 5s + 5s);
   }
 }
@@ -337,7 +337,7 @@ TEST(Tcp, ABusyPortIsReported) {
   auto ranks =
       run_processes("JustJoins", 2,
                     {.rendezvous = fmt::format("tcp://127.0.0.1:{}", local_port(taken)), .timeout = 1000ms});
-  EXPECT_NE(ranks[0].output.find("Address already in use"), std::string::npos) << ranks[0].output;
+  testing::expect_has(ranks[0].output, {"Address already in use"});
   EXPECT_EQ(ranks[1].exit_code, 3) << ranks[1].output;
 }
 

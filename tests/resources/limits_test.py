@@ -29,9 +29,9 @@ class Limits(CommandTest):
             for which, value in limits:
                 resource.setrlimit(which, (value, value))
 
-        program = [self.gradwire]
+        program = [self.program]
         if user is not None:
-            path = pathlib.Path(self.gradwire)
+            path = pathlib.Path(self.program)
             program = [*as_user(user, self.folder, path.parents[1]), f"bin/{path.name}"]
         return subprocess.Popen([*program, *map(str, arguments)], stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, text=True, cwd=self.folder, env=self.environment(env),

@@ -13,6 +13,7 @@
 
 #include "runtime/device/device.h"
 #include "runtime/threads/thread.h"
+#include "tests/support/expect.h"
 
 // By default, the sanitizers abort on an allocation of this size. This option makes it fail instead.
 extern "C" const char* __asan_default_options() {
@@ -60,8 +61,7 @@ TEST(Resources, ThreadCreationErrorsNameTheLimits) {
     FAIL() << "a stack of 64 TiB";
   } catch (const OutOfResources& error) {
     const std::string text = error.what();
-    EXPECT_NE(text.find("cannot start a thread of the test"), std::string::npos) << text;
-    EXPECT_NE(text.find("GRADWIRE_THREADS"), std::string::npos) << text;
+    testing::expect_has(text, {"cannot start a thread of the test", "GRADWIRE_THREADS"});
   }
   EXPECT_FALSE(ran);
 }
@@ -70,8 +70,7 @@ TEST(Resources, DescriptorErrorsNameTheLimit) {
   rlimit limit = {};
   ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
   const std::string text = error_text(EMFILE);
-  EXPECT_NE(text.find(std::to_string(limit.rlim_cur)), std::string::npos) << text;
-  EXPECT_NE(text.find("ulimit -n"), std::string::npos) << text;
+  testing::expect_has(text, {std::to_string(limit.rlim_cur), "ulimit -n"});
   EXPECT_EQ(error_text(ECONNREFUSED), std::strerror(ECONNREFUSED));
 }
 

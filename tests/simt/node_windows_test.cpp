@@ -14,6 +14,7 @@
 #include "tests/kernels/hierarchical.h"
 #include "tests/simt/peer_group.h"
 #include "tests/simt/runtime.h"
+#include "tests/support/expect.h"
 
 namespace gradwire::testing {
 namespace {
@@ -280,8 +281,7 @@ TEST(NodeWindowsBugs, MissingBarriersAreFound) {
       InNodes(c).run();
       ADD_FAILURE() << wire->name << ": not detected";
     } catch (const simt::Failure& failure) {
-      EXPECT_NE(std::string(failure.what()).find("depends on the order"), std::string::npos)
-          << failure.what();
+      expect_has(failure.what(), {"depends on the order"});
     }
   }
 }

@@ -11,6 +11,7 @@
 
 #include <gradwire/gradwire.h>
 #include "runtime/device/device.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {
@@ -148,8 +149,7 @@ TEST_F(StandinCApi, ACallInTheCallersCaptureIsRefusedAndTheCaptureGoesOn) {
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
     EXPECT_EQ(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream, nullptr), GW_UNSUPPORTED);
-    EXPECT_NE(std::string(gw_last_error()).find("captured in a CUDA graph"), std::string::npos)
-        << gw_last_error();
+    testing::expect_has(gw_last_error(), {"captured in a CUDA graph"});
     CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
     CHECK_CUDA(cudaGraphDestroy(graph));
     CHECK_GW(gw_allreduce(comm, data, 1000, GW_FLOAT32, GW_SUM, "fp32", stream, nullptr));

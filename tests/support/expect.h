@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <exception>
 #include <source_location>
 #include <string>
 #include <utility>
@@ -31,6 +32,17 @@ std::string expect_error(Action&& action, const std::vector<std::string>& parts,
   }
   ADD_FAILURE_AT(at.file_name(), static_cast<int>(at.line())) << "no error was thrown";
   return "";
+}
+
+// Returns the text of the exception that `action` throws, or "no error".
+template <typename Action>
+std::string error_of(Action&& action) {
+  try {
+    std::forward<Action>(action)();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no error";
 }
 
 }  // namespace gradwire::testing

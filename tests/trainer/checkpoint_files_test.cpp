@@ -7,6 +7,7 @@
 #include <random>
 
 #include "tests/support/devices.h"
+#include "tests/support/expect.h"
 #include "tests/support/thinned.h"
 #include "tests/trainer/checkpoint_fixture.h"
 #include "tests/trainer/files.h"
@@ -152,8 +153,8 @@ TEST_P(CheckpointFiles, KeepsTheLatestAndSkipsUnfinishedOnes) {
   const FoundCheckpoint found = find_checkpoint(run);
   EXPECT_EQ(found.path, run + "/step-000000006");
   ASSERT_EQ(found.ignored.size(), 2u);
-  EXPECT_NE(found.ignored[0].find("step-000000008.tmp: it was not finished"), std::string::npos);
-  EXPECT_NE(found.ignored[1].find("step-000000007: incomplete"), std::string::npos);
+  testing::expect_has(found.ignored[0], {"step-000000008.tmp: it was not finished"});
+  testing::expect_has(found.ignored[1], {"step-000000007: incomplete"});
   EXPECT_EQ(find_checkpoint(run + "/step-000000006").path, run + "/step-000000006");
   EXPECT_FALSE(find_checkpoint(run + "/not-ours").path);
   expect_bad_input([&] { find_checkpoint(run + "/nowhere"); }, {"nowhere", "no such folder"});
@@ -195,7 +196,7 @@ TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
   c.lr = 0.5;
   const auto notes = compare_with_head(c, read_head(checkpoint(4)));
   ASSERT_EQ(notes.size(), 1u);
-  EXPECT_NE(notes[0].find("lr 0.01, now 0.5"), std::string::npos) << notes[0];
+  testing::expect_has(notes[0], {"lr 0.01, now 0.5"});
 }
 
 // Bits are flipped anywhere, and the file is truncated anywhere.
@@ -225,7 +226,7 @@ TEST_P(CheckpointFiles, RejectsEveryDamagedFile) {
         ADD_FAILURE() << path << ": trial " << t << ", byte " << at << ", was not detected";
       } catch (const BadInput& error) {
         ++refused;
-        EXPECT_NE(std::string(error.what()).find(from), std::string::npos) << error.what();
+        testing::expect_has(error.what(), {from});
       }
     }
     write_bytes(path, good);

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "runtime/util/output_file.h"
+#include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/records.h"
 #include "trainer/log/comparison.h"
@@ -119,7 +120,7 @@ TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
   std::string head, rule, first, second;
   std::getline(table, head), std::getline(table, rule), std::getline(table, first),
       std::getline(table, second);
-  EXPECT_NE(head.find("compression  bucket MiB  test accuracy"), std::string::npos) << head;
+  testing::expect_has(head, {"compression  bucket MiB  test accuracy"});
   EXPECT_EQ(first.substr(0, head.find("  test accuracy")), "fp32                0.5");
   EXPECT_EQ(second.substr(0, head.find("  test accuracy")), "fp32                 25");
   const json document = json::parse(compare_document(runs));
@@ -145,8 +146,7 @@ TEST(Console, PrintsPlainLinesIfNotATerminal) {
   EXPECT_EQ(text.find('\r'), std::string::npos);
   EXPECT_EQ(text.find('\033'), std::string::npos);
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2 + 4);  // the model, the schedule; steps 1, 4, 8, 10
-  EXPECT_NE(text.find("Schedule: "), std::string::npos);
-  EXPECT_NE(text.find("step 10/10"), std::string::npos);
+  testing::expect_has(text, {"Schedule: ", "step 10/10"});
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <set>
 
+#include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "trainer/checkpoint/safetensors.h"
 #include "trainer/data/dataset.h"
@@ -78,7 +79,7 @@ TEST(FashionMnist, ReadsAGoodFileNextToADamagedOneWithANote) {
   const DataSplits splits = load_fashion_mnist(folder.path());
   EXPECT_EQ(splits.train.count(), 50);
   ASSERT_EQ(splits.notes.size(), 1u);
-  EXPECT_NE(splits.notes[0].find("truncated gzip"), std::string::npos) << splits.notes[0];
+  expect_has(splits.notes[0], {"truncated gzip"});
   write_bytes(path, Bytes(10, 'x'));
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path + ".gz", "truncated gzip"});
 }

@@ -10,6 +10,7 @@
 #include <map>
 
 #include "runtime/util/error.h"
+#include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
@@ -159,7 +160,7 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
   const Resolved four = resolve(o);
   EXPECT_EQ(four.config.gradient_group, 4);
   ASSERT_FALSE(four.notes.empty());
-  EXPECT_NE(four.notes.back().find("--gradient-group has no effect on the host"), std::string::npos);
+  testing::expect_has(four.notes.back(), {"--gradient-group has no effect on the host"});
   o.shard = Sharding::gradients, o.ranks = 2;
   expect_bad_input([&] { resolve(o); }, {"--gradient-group", "--shard gradients", "--shard optimizer"});
   for (const char* wrong : {"0", "9", "some"})
@@ -234,7 +235,7 @@ TEST(Resolve, NamesTheDeviceAndExplainsAFallback) {
   o.device = DeviceChoice::automatic;
   Resolved run = resolve(o);
   if (cuda_device_count() == 0) {
-    EXPECT_NE(run.device_line.find("no GPU: "), std::string::npos) << run.device_line;
+    testing::expect_has(run.device_line, {"no GPU: "});
     EXPECT_TRUE(run.config.devices[3].is_host());
   } else {
     EXPECT_TRUE(run.config.devices[3].is_cuda());

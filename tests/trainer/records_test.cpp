@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/records.h"
 #include "trainer/log/comparison.h"
@@ -266,8 +267,7 @@ TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
   EXPECT_EQ(row["wire_bytes_per_element"], 2.0);
   EXPECT_EQ(row["seeds"][1],
             (json{{"seed", 6}, {"test_accuracy", 0.81}, {"final_loss", 2.0}, {"log", "out.1.jsonl"}}));
-  EXPECT_NE(compare_table({run}).find("81.00 +-1.00 %  2.0000 +-1.0000"), std::string::npos)
-      << compare_table({run});
+  testing::expect_has(compare_table({run}), {"81.00 +-1.00 %  2.0000 +-1.0000"});
   run.seeds[1].summary.test_accuracy = {};  // never evaluated
   EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());
 }

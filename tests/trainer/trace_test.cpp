@@ -10,6 +10,7 @@
 
 #include "runtime/util/error.h"
 #include "tests/support/devices.h"
+#include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "tests/trainer/runs.h"
 #include "trainer/log/trace_file.h"
@@ -173,7 +174,7 @@ TEST_P(TraceTest, TracingChangesNoBit) {
 TEST_P(TraceTest, AFailedRunKeepsItsCompletedSteps) {
   EXPECT_THROW(train(config(2, "bf16"), 5), Error);
   Json trace = read();
-  EXPECT_NE(trace["otherData"]["error"].get<std::string>().find("enough of this"), std::string::npos);
+  testing::expect_has(trace["otherData"]["error"].get<std::string>(), {"enough of this"});
   std::set<int64_t> steps;
   const Rows rows = rows_of(trace);
   for (const Span& s : rows.at({0, "compute"})) steps.insert(s.step);

@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""What gradwire-bench's measurements of several ranks print and write, and how they reject bad input."""
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import unittest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
+from bench import BenchTest, compressions, main  # noqa: E402
+from command import as_user  # noqa: E402
+
+COLLECTIVES_FIELDS = [
+    "schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
+    "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us"
+]
+QUICK = ["-n", 2, "-w", 1]
+
+
+class Collectives(BenchTest):
+    def check(self, rows, transport, ranks):
+        for row in rows:
+            self.assertEqual(list(row), COLLECTIVES_FIELDS)
+            self.assertEqual((row["transport"], row["ranks"], row["wrong"]), (transport, ranks, 0))
+            self.assertAlmostEqual(row["algbw_gbps"], row["size_bytes"] / row["time_us"] / 1e3)
+            self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
+
+    def test_no_format_has_wrong_results(self):
+        # Most formats of few bits do not represent the integers by which exact formats are checked.
+        specs = ["int8", "int4", "int2", "natural", "mxfp8", "mxfp4", "sign", "topk", "int4:rotate=hadamard"]
+        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", "3", "-b", "64K", "-e", "64K",
+                            "--schedule", "two_shot", "--no-baseline", *QUICK, *compressions(*specs))
+        self.assertEqual([row["wrong"] for row in rows], [0] * len(specs))
+
+    def test_every_schedule_and_spec_between_threads(self):
+        specs = ["fp32", "bf16", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16"]
+        rows, out = self.rows("collectives", "--transport", "local", "-b", "1000", "-e", "64K", "-f", "64",
+                              *QUICK, *compressions(*specs))
+        self.check(rows, "local", 4)
+        self.assertEqual([(r["size_bytes"], r["spec"], r["schedule"]) for r in rows],
+                         [(size, spec, schedule) for size in (1000, 64000) for spec in specs
+                          for schedule in ("ring", "tree", "two_shot", "hierarchical")])
+        errors = {
+            "fp32": (1e-9, 1e-6), "bf16": (1e-3, 1e-2), "fp8": (1e-2, 1e-1), "powersgd:rank=2": (0.5, 1.1)
+        }
+        for row in rows:
+            self.assertIsNone(row["baseline_time_us"])
+            least, most = errors[row["spec"].removesuffix(",wire=bf16")]
+            self.assertTrue(least < row["rel_error"] < most, row)
+            if row["spec"] == "fp32":
+                self.assertAlmostEqual(row["busbw_gbps"], row["effective_busbw_gbps"])
+        large = {(r["schedule"], r["spec"]): r["wire_bytes"] for r in rows if r["size_bytes"] == 64000}
+        self.assertEqual(large["ring", "fp32"], 64000 * 2 * 3 / 4)
+        self.assertEqual(large["two_shot", "bf16"], 32000 * 2 * 3 / 4)
+        self.assertLess(large["ring", "powersgd:rank=2"], large["ring", "fp32"] / 15)
+        self.assertEqual(out.count("\n"), 3 + len(rows))
+
+    def test_odd_worlds(self):
+        for ranks in (1, 3):
+            rows, _ = self.rows("collectives", "--transport", "local", "--ranks", ranks, "-b", "4K", "-e",
+                                "4K", *QUICK, "--compression", "bf16")
+            self.check(rows, "local", ranks)
+            self.assertEqual([r["schedule"] for r in rows], ["ring", "tree", "two_shot"])
+        rows, _ = self.rows("collectives", "--transport", "local", "--ranks", 20, "-b", "8K", "-e", "8K",
+                            *QUICK, "-c", 0, "--compression", "fp32:schedule=tree")
+        self.assertEqual([(r["schedule"], r["wrong"], r["rel_error"]) for r in rows], [("tree", None, None)])
+
+    def test_processes_next_to_gloo(self):
+        rows, _ = self.rows("collectives", "--transport", "tcp", "--ranks", 2, "-b", "64K", "-e", "64K",
+                            *QUICK, "--schedule", "ring", "--compression", "fp32", "--compression",
+                            "powersgd:rank=2")
+        self.check(rows, "tcp", 2)
+        self.assertEqual([r["spec"] for r in rows], ["fp32", "powersgd:rank=2"])
+        for row in rows:
+            self.assertGreater(row["baseline_time_us"], 0)
+
+    def test_started_by_a_launcher(self):
+        common = [
+            self.program, "collectives", "-b", "4K", "-e", "4K", *map(str, QUICK), "--schedule", "two_shot",
+            "--no-baseline", *compressions("bf16"), "--rendezvous", f"file://{self.folder}/meet", "--json",
+            "out.json"
+        ]
+        ranks = [
+            subprocess.Popen(common, env=self.environment({"RANK": str(r), "WORLD_SIZE": "2"}),
+                             cwd=self.folder, stdout=subprocess.PIPE, text=True) for r in range(2)
+        ]
+        outputs = [rank.communicate(timeout=60)[0] for rank in ranks]
+        self.assertEqual([rank.returncode for rank in ranks], [0, 0])
+        self.assertIn("two_shot", outputs[0])
+        self.assertEqual(outputs[1], "")
+        rows = self.written()
+        self.check(rows, "tcp", 2)
+        self.assertIsNone(rows[0]["baseline_time_us"])
+
+    def test_a_rank_that_never_comes(self):
+        result = self.run_command("collectives", "--timeout-s", "1", "--rendezvous",
+                                f"file://{self.folder}/meet", env={"RANK": "0", "WORLD_SIZE": "2"})
+        self.assertEqual((result.returncode, result.stderr.count("\n")), (1, 1), result.stderr)
+        self.assertIn("rank 1", result.stderr)
+
+    def test_bad_input(self):
+        if not pathlib.Path("/dev/nvidia0").exists():
+            self.refuse("collectives --transport nccl", "cuda")
+        self.refuse("collectives -b 1M -e 4K", "-e 4K", "-b 1M")
+        self.refuse("collectives --schedule star", "star", "hierarchical")
+        self.refuse("collectives --schedule nccl --compression bf16", "add --compression fp32")
+        self.refuse("collectives --schedule nccl", "--transport local", "--transport nccl")
+        self.refuse("collectives --schedule hierarchical --ranks 3", "hierarchical", "3 ranks")
+        self.refuse("collectives --per-node 3", "--per-node 3", "4 ranks")
+        self.refuse("collectives --compression zip", "unknown method 'zip'")
+        self.refuse("collectives --transport pigeon", "pigeon", "local,tcp,nccl")
+        self.refuse("collectives --device cuda", "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
+        self.refuse("collectives --transport local", "--transport local", "WORLD_SIZE=2",
+                    env={"RANK": "0", "WORLD_SIZE": "2"})
+        for flag, value in (("-n", "0"), ("-w", "-1"), ("-f", "1"), ("-b", "two"), ("--ranks", "0")):
+            self.refuse(["collectives", flag, value], value)
+
+
+class ShapedLink(BenchTest):
+    """bench/harness/shaped_link.sh needs root and network namespaces, and says so where it lacks them."""
+
+    def link(self, *arguments, as_other=()):
+        script = "bench/harness/shaped_link.sh"
+        process = subprocess.Popen(
+            [*(as_other + [script] if as_other else [self.root / script]), *map(str, arguments)], text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment(None))
+        stdout, stderr = process.communicate(timeout=120)
+        result = subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+        self.assertEqual(self.namespaces(process), [])
+        return result
+
+    def namespaces(self, process):
+        if not shutil.which("ip"):
+            return []
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        return [line for line in listed.splitlines() if line.startswith(f"gwlink-{process.pid}-")]
+
+    def refused(self, result, *parts):
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        for part in ("shaped_link: ", *parts):
+            self.assertIn(part, result.stderr)
+
+    def test_bad_input(self):
+        self.refused(self.link("--hosts", "4"), "no command")
+        self.refused(self.link("--hosts", "many", "--", "true"), "--hosts many")
+        self.refused(self.link("--speed", "1", "--", "true"), "--speed")
+        self.refused(self.link("--rate"), "--rate needs a value")
+
+    @unittest.skipUnless(os.geteuid() == 0, "dropping root needs root")
+    def test_without_root_it_says_so(self):
+        self.folder.chmod(0o755)
+        self.refused(self.link("--", "true", as_other=as_user(65534, self.folder, self.root)), "root")
+
+    def test_hosts_see_each_other_at_the_rate_and_leave_nothing(self):
+        result = self.link("--hosts", "2", "--rate", "200mbit", "--", self.program, "collectives", "-b", "1M",
+                           "-e", "1M", *QUICK, "--schedule", "ring", "--compression", "fp32", "--json",
+                           self.folder / "out.json")
+        if result.returncode == 2 and ("root" in result.stderr or "permit" in result.stderr
+                                       or "iproute2" in result.stderr):
+            print("shaped_link cannot run here:", result.stderr.strip())
+            return
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        row = self.written()[0]
+        self.assertEqual((row["ranks"], row["wrong"]), (2, 0))
+        # 200 Mb/s are 25 MB/s; an unshaped burst cannot speed up a megabyte by more than a third.
+        self.assertLess(row["busbw_gbps"], 0.034)
+        failed = self.link("--hosts", "2", "--", "sh", "-c",
+                           'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
+        self.assertEqual(failed.returncode, 7)
+        self.assertEqual(failed.stdout, "I am 0 of 2\n")
+        self.assertIn("[host 1] I am 1 of 2", failed.stderr)
+        script = subprocess.Popen([
+            self.root / "bench/harness/shaped_link.sh", "--hosts", "2", "--", "sh", "-c",
+            "echo up; exec sleep 98765"
+        ], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.assertEqual(script.stdout.readline(), "up\n")
+        self.assertEqual(len(self.namespaces(script)), 3)
+        script.terminate()
+        self.assertEqual(script.wait(timeout=60), 143)
+        script.stdout.close()
+        self.assertEqual(self.namespaces(script), [])
+        # No process that ran in them is left either.
+        self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
+
+
+class Numerics(BenchTest):
+    def test_every_schedule_and_wire(self):
+        rows, _ = self.rows("numerics", "--ranks", "2,4", "--elements", 500)
+        cases = {(r["ranks"], r["schedule"], r["compression"]): r for r in rows}
+        self.assertEqual(len(cases), len(rows))
+        self.assertEqual(len(rows), (3 + 5) * 7)  # no nodes of 2 ranks in a world of 2
+        self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
+        self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
+        for (_, _, wire), row in cases.items():
+            self.assertLess(row["rel_error"], {"fp32": 1e-7, "bf16": 6e-3, "fp8": 1e-1,
+                                               "int8": 3e-2}[wire.partition(":")[0]], row)
+
+    def test_formats_of_ones_choice(self):
+        rows, _ = self.rows("numerics", "--ranks", "2", "--elements", 500, "--spec", "int4:block=32",
+                            "--spec", "eden:bits=1")
+        self.assertEqual({r["compression"] for r in rows}, {"int4:block=32", "eden:bits=1"})
+        self.assertEqual(len(rows), 3 * 2)
+
+    def test_what_is_no_wire_format(self):
+        self.refuse("numerics --spec powersgd:rank=4", "powersgd:rank=4", "wire format")
+        self.refuse("numerics --spec int5", "int5", "int4")
+
+    def test_too_many_ranks(self):
+        self.refuse("numerics --ranks 66", "--ranks")
+
+
+if __name__ == "__main__":
+    main()

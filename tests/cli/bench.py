@@ -1,0 +1,50 @@
+"""Shared by the tests of the real `gradwire-bench` command."""
+import json
+import os
+import pathlib
+import sys
+import unittest
+
+from command import CommandTest
+
+
+def compressions(*specs):
+    """Returns the flags that ask for these specs."""
+    return [word for spec in specs for word in ("--compression", spec)]
+
+
+class BenchTest(CommandTest):
+    name = "gradwire-bench"
+    root = pathlib.Path()  # of the sources; main() sets it
+
+    @staticmethod
+    def environment(more=None):
+        # Cold timings write twice the last-level cache before each sample, which takes seconds where that is
+        # large.
+        return CommandTest.environment({"GRADWIRE_BENCH_FLUSH_BYTES": str(4 << 20), **(more or {})})
+
+    def rows(self, *arguments):
+        """Returns the rows and the output of a successful run with --json."""
+        result = self.run_command(*arguments, "--json", "out.json")
+        self.assertEqual(result.returncode, 0, result.stdout[-500:] + result.stderr)
+        self.assertEqual(result.stderr, "")
+        return self.written(), result.stdout
+
+    def written(self):
+        return json.loads((self.folder / "out.json").read_text())
+
+    def refuse(self, words, *parts, env=None):
+        """Expects the words of a command to be refused, with every part in the message and no file left
+        behind."""
+        words = words.split() if isinstance(words, str) else words
+        self.assert_refused(self.run_command(*words, "--json", "out.json", env=env), *parts)
+        self.assertFalse((self.folder / "out.json").exists())
+
+
+def main():
+    """Runs the tests of the calling script."""
+    if len(sys.argv) < 3:
+        sys.exit(f"usage: {sys.argv[0]} PATH_OF_GRADWIRE_BENCH ROOT_OF_THE_SOURCES [unittest arguments]")
+    CommandTest.program = os.path.abspath(sys.argv.pop(1))
+    BenchTest.root = pathlib.Path(sys.argv.pop(1))
+    unittest.main()
