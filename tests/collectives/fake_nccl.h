@@ -181,123 +181,135 @@ inline FakeShrinks& fake_shrinks() {
   return shrinks;
 }
 
+inline void fake_states(NcclApi& a) {
+  a.get_version = [](int* version) { return *version = 22809, ncclSuccess; };
+  a.error_string = [](ncclResult_t r) -> const char* {
+    return r == ncclRemoteError ? "remote process exited" : "fake error";
+  };
+  a.async_error = [](ncclComm_t c, ncclResult_t* r) {
+    {
+      std::lock_guard lock(fake(c).wire->mutex);
+      ++fake(c).asked[std::this_thread::get_id()];
+    }
+    *r =
+        fake(c).busy > 0 ? (--fake(c).busy, ncclInProgress) : static_cast<ncclResult_t>(fake(c).async.load());
+    return ncclSuccess;
+  };
+  a.count = [](const ncclComm_t c, int* n) { return *n = fake(c).world, ncclSuccess; };
+  a.user_rank = [](const ncclComm_t c, int* r) { return *r = fake(c).rank, ncclSuccess; };
+  a.abort = [](ncclComm_t c) {
+    fake(c).aborted_by = std::this_thread::get_id();
+    ++fake(c).aborted;
+    fake(c).stop();
+    return ncclSuccess;
+  };
+  a.revoke = [](ncclComm_t c, int) {
+    ++fake(c).revoked;
+    fake(c).stop();
+    fake(c).busy = 2;
+    return ncclInProgress;
+  };
+  a.finalize = [](ncclComm_t c) { return ++fake(c).finalized, fake(c).busy = 2, ncclInProgress; };
+  a.destroy = [](ncclComm_t c) { return ++fake(c).destroyed, ncclSuccess; };
+}
+
+inline void fake_transfers(NcclApi& a) {
+  a.group_start = [] { return ++fake_group().depth, ncclSuccess; };
+  a.send = [](const void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
+    fake_group().operations.push_back(
+        {true, const_cast<void*>(data), n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
+    return fake(c).send_result;
+  };
+  a.receive = [](void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
+    fake_group().operations.push_back({false, data, n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
+    return ncclSuccess;
+  };
+  a.group_end = []() -> ncclResult_t {
+    EXPECT_EQ(fake_group().depth, 1);
+    --fake_group().depth;
+    auto operations = std::move(fake_group().operations);
+    fake_group().operations.clear();
+    if (operations.empty()) return ncclSuccess;
+    FakeComm& comm = *operations[0].comm;
+    ++comm.groups;
+    comm.log.clear();
+    for (const auto& op : operations) {
+      comm.log += fmt::format(" {}{}:{}", op.send ? 's' : 'r', op.peer, op.bytes);
+      ++(op.send ? comm.sends : comm.receives);
+    }
+    if (comm.stuck) {
+      comm.wait_until_stopped();
+      return ncclInternalError;
+    }
+    if (comm.send_result != ncclSuccess) return ncclSuccess;
+    operations[0].stream->submit([operations] { run_fake(operations); });
+    comm.busy = comm.busy_after_group;
+    if (comm.busy_after_group == 0) return ncclSuccess;
+    ++comm.threads;
+    return ncclInProgress;
+  };
+  a.all_reduce = [](const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                    ncclComm_t c, cudaStream_t s) -> ncclResult_t {
+    EXPECT_EQ(type, ncclFloat32);
+    EXPECT_TRUE(op == ncclSum || op == ncclAvg);
+    EXPECT_EQ(fake_group().depth, 0);
+    FakeComm& comm = fake(c);
+    ++comm.all_reduces;
+    if (comm.stuck) {
+      comm.wait_until_stopped();
+      return ncclInternalError;
+    }
+    reinterpret_cast<const Stream*>(s)->submit([&comm, in, out, count, op] {
+      run_fake_all_reduce(comm, static_cast<const float*>(in), static_cast<float*>(out), count,
+                          op == ncclAvg);
+    });
+    comm.busy = comm.busy_after_group;
+    return comm.busy_after_group == 0 ? ncclSuccess : ncclInProgress;
+  };
+}
+
+inline void fake_children(NcclApi& a) {
+  a.shrink = [](ncclComm_t c, int* out, int n, ncclComm_t* child, ncclConfig_t* config, int) {
+    EXPECT_EQ(config->blocking, 1);
+    FakeComm& parent = fake(c);
+    int mine = 0;
+    for (int r = 0; r < parent.rank; ++r) mine += std::find(out, out + n, r) == out + n;
+    std::lock_guard lock(fake_shrinks().mutex);
+    auto& world = fake_shrinks().worlds[parent.wire];
+    if (!world) world = std::make_unique<FakeWorld>(parent.world - n);
+    *child = (*world)[mine].handle();
+    parent.busy = 1;
+    (*world)[mine].busy = 2;
+    return ncclInProgress;
+  };
+  a.split = [](ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
+    EXPECT_EQ(config->blocking, 1);
+    FakeComm& parent = fake(c);
+    std::unique_lock lock(fake_shrinks().mutex);
+    FakeShrinks::Split& split = fake_shrinks().splits[parent.wire];
+    if (color != NCCL_SPLIT_NOCOLOR) split.colors[color].emplace_back(key, parent.rank);
+    if (++split.called == parent.world) split.everyone.notify_all();
+    split.everyone.wait(lock, [&] { return split.called == parent.world; });
+    parent.busy = 1;
+    if (color == NCCL_SPLIT_NOCOLOR) return *child = nullptr, ncclInProgress;
+    auto& members = split.colors[color];
+    std::sort(members.begin(), members.end());
+    auto& world = split.worlds[color];
+    if (!world) world = std::make_unique<FakeWorld>(static_cast<int>(members.size()));
+    const auto me = std::find(members.begin(), members.end(), std::pair(key, parent.rank));
+    FakeComm& made = (*world)[static_cast<int>(me - members.begin())];
+    made.busy = 2;
+    *child = made.handle();
+    return ncclInProgress;
+  };
+}
+
 inline const NcclApi& fake_nccl() {
   static const NcclApi api = [] {
     NcclApi a;
-    a.get_version = [](int* version) { return *version = 22809, ncclSuccess; };
-    a.error_string = [](ncclResult_t r) -> const char* {
-      return r == ncclRemoteError ? "remote process exited" : "fake error";
-    };
-    a.async_error = [](ncclComm_t c, ncclResult_t* r) {
-      {
-        std::lock_guard lock(fake(c).wire->mutex);
-        ++fake(c).asked[std::this_thread::get_id()];
-      }
-      *r = fake(c).busy > 0 ? (--fake(c).busy, ncclInProgress)
-                            : static_cast<ncclResult_t>(fake(c).async.load());
-      return ncclSuccess;
-    };
-    a.count = [](const ncclComm_t c, int* n) { return *n = fake(c).world, ncclSuccess; };
-    a.user_rank = [](const ncclComm_t c, int* r) { return *r = fake(c).rank, ncclSuccess; };
-    a.abort = [](ncclComm_t c) {
-      fake(c).aborted_by = std::this_thread::get_id();
-      ++fake(c).aborted;
-      fake(c).stop();
-      return ncclSuccess;
-    };
-    a.revoke = [](ncclComm_t c, int) {
-      ++fake(c).revoked;
-      fake(c).stop();
-      fake(c).busy = 2;
-      return ncclInProgress;
-    };
-    a.finalize = [](ncclComm_t c) { return ++fake(c).finalized, fake(c).busy = 2, ncclInProgress; };
-    a.destroy = [](ncclComm_t c) { return ++fake(c).destroyed, ncclSuccess; };
-    a.group_start = [] { return ++fake_group().depth, ncclSuccess; };
-    a.send = [](const void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
-      fake_group().operations.push_back(
-          {true, const_cast<void*>(data), n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
-      return fake(c).send_result;
-    };
-    a.receive = [](void* data, size_t n, ncclDataType_t, int peer, ncclComm_t c, cudaStream_t s) {
-      fake_group().operations.push_back({false, data, n, peer, &fake(c), reinterpret_cast<const Stream*>(s)});
-      return ncclSuccess;
-    };
-    a.group_end = []() -> ncclResult_t {
-      EXPECT_EQ(fake_group().depth, 1);
-      --fake_group().depth;
-      auto operations = std::move(fake_group().operations);
-      fake_group().operations.clear();
-      if (operations.empty()) return ncclSuccess;
-      FakeComm& comm = *operations[0].comm;
-      ++comm.groups;
-      comm.log.clear();
-      for (const auto& op : operations) {
-        comm.log += fmt::format(" {}{}:{}", op.send ? 's' : 'r', op.peer, op.bytes);
-        ++(op.send ? comm.sends : comm.receives);
-      }
-      if (comm.stuck) {
-        comm.wait_until_stopped();
-        return ncclInternalError;
-      }
-      if (comm.send_result != ncclSuccess) return ncclSuccess;
-      operations[0].stream->submit([operations] { run_fake(operations); });
-      comm.busy = comm.busy_after_group;
-      if (comm.busy_after_group == 0) return ncclSuccess;
-      ++comm.threads;
-      return ncclInProgress;
-    };
-    a.all_reduce = [](const void* in, void* out, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                      ncclComm_t c, cudaStream_t s) -> ncclResult_t {
-      EXPECT_EQ(type, ncclFloat32);
-      EXPECT_TRUE(op == ncclSum || op == ncclAvg);
-      EXPECT_EQ(fake_group().depth, 0);
-      FakeComm& comm = fake(c);
-      ++comm.all_reduces;
-      if (comm.stuck) {
-        comm.wait_until_stopped();
-        return ncclInternalError;
-      }
-      reinterpret_cast<const Stream*>(s)->submit([&comm, in, out, count, op] {
-        run_fake_all_reduce(comm, static_cast<const float*>(in), static_cast<float*>(out), count,
-                            op == ncclAvg);
-      });
-      comm.busy = comm.busy_after_group;
-      return comm.busy_after_group == 0 ? ncclSuccess : ncclInProgress;
-    };
-    a.shrink = [](ncclComm_t c, int* out, int n, ncclComm_t* child, ncclConfig_t* config, int) {
-      EXPECT_EQ(config->blocking, 1);
-      FakeComm& parent = fake(c);
-      int mine = 0;
-      for (int r = 0; r < parent.rank; ++r) mine += std::find(out, out + n, r) == out + n;
-      std::lock_guard lock(fake_shrinks().mutex);
-      auto& world = fake_shrinks().worlds[parent.wire];
-      if (!world) world = std::make_unique<FakeWorld>(parent.world - n);
-      *child = (*world)[mine].handle();
-      parent.busy = 1;
-      (*world)[mine].busy = 2;
-      return ncclInProgress;
-    };
-    a.split = [](ncclComm_t c, int color, int key, ncclComm_t* child, ncclConfig_t* config) {
-      EXPECT_EQ(config->blocking, 1);
-      FakeComm& parent = fake(c);
-      std::unique_lock lock(fake_shrinks().mutex);
-      FakeShrinks::Split& split = fake_shrinks().splits[parent.wire];
-      if (color != NCCL_SPLIT_NOCOLOR) split.colors[color].emplace_back(key, parent.rank);
-      if (++split.called == parent.world) split.everyone.notify_all();
-      split.everyone.wait(lock, [&] { return split.called == parent.world; });
-      parent.busy = 1;
-      if (color == NCCL_SPLIT_NOCOLOR) return *child = nullptr, ncclInProgress;
-      auto& members = split.colors[color];
-      std::sort(members.begin(), members.end());
-      auto& world = split.worlds[color];
-      if (!world) world = std::make_unique<FakeWorld>(static_cast<int>(members.size()));
-      const auto me = std::find(members.begin(), members.end(), std::pair(key, parent.rank));
-      FakeComm& made = (*world)[static_cast<int>(me - members.begin())];
-      made.busy = 2;
-      *child = made.handle();
-      return ncclInProgress;
-    };
+    fake_states(a);
+    fake_transfers(a);
+    fake_children(a);
     return a;
   }();
   return api;

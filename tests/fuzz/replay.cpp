@@ -16,6 +16,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <random>
 #include <string>
 
@@ -119,6 +120,47 @@ uint64_t number(const std::string& flag, const std::string& text) {
   return value;
 }
 
+struct Options {
+  std::string corpus = {}, seeds = {}, save = {};
+  uint64_t mutations = 1000, seed = 1, seconds = 0;
+};
+
+// Reads pairs of a flag and its value.
+Options parse(int argc, char** argv) {
+  Options o{.save = "failed-" + std::string(argv[1]) + ".bin"};
+  const std::map<std::string, std::string*> texts = {
+      {"--corpus", &o.corpus}, {"--save", &o.save}, {"--write-seeds", &o.seeds}};
+  const std::map<std::string, uint64_t*> numbers = {
+      {"--mutations", &o.mutations}, {"--seed", &o.seed}, {"--seconds", &o.seconds}};
+  for (int i = 2; i < argc; i += 2) {
+    const std::string flag = argv[i], value = argv[i + 1];
+    if (texts.contains(flag)) {
+      *texts.at(flag) = value;
+    } else if (numbers.contains(flag)) {
+      *numbers.at(flag) = number(flag, value);
+    } else {
+      usage("no option '" + flag + "'");
+    }
+  }
+  if (gradwire::testing::full_sweeps()) o.mutations *= 5;
+  return o;
+}
+
+// Returns the files of a folder, in the order of their names.
+std::vector<Bytes> files_of(const std::string& folder) {
+  std::error_code error;
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, error)) paths.push_back(entry.path());
+  if (error) usage(folder + ": " + error.message());
+  std::sort(paths.begin(), paths.end());
+  std::vector<Bytes> files;
+  for (const auto& path : paths) {
+    std::ifstream file(path, std::ios::binary);
+    files.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
+  }
+  return files;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -134,61 +176,31 @@ int main(int argc, char** argv) {
     if (each.name == argv[1]) target = &each;
   }
   if (target == nullptr) usage(std::string("no target '") + argv[1] + "'");
-  std::string corpus, seeds, save = "failed-" + std::string(target->name) + ".bin";
-  uint64_t mutations = 1000, seed = 1, seconds = 0;
-  for (int i = 2; i < argc; i += 2) {
-    const std::string flag = argv[i], value = argv[i + 1];
-    if (flag == "--corpus") {
-      corpus = value;
-    } else if (flag == "--save") {
-      save = value;
-    } else if (flag == "--write-seeds") {
-      seeds = value;
-    } else if (flag == "--mutations") {
-      mutations = number(flag, value);
-    } else if (flag == "--seed") {
-      seed = number(flag, value);
-    } else if (flag == "--seconds") {
-      seconds = number(flag, value);
-    } else {
-      usage("no option '" + flag + "'");
-    }
-  }
-
-  if (gradwire::testing::full_sweeps()) mutations *= 5;
+  const Options o = parse(argc, argv);
   std::vector<Bytes> inputs = target->seeds();
   for (size_t i = 0; i < inputs.size(); ++i) {
     target->run(inputs[i]);
-    if (!seeds.empty()) write(seeds + "/seed-" + std::to_string(i), inputs[i]);
+    if (!o.seeds.empty()) write(o.seeds + "/seed-" + std::to_string(i), inputs[i]);
   }
-  if (!corpus.empty()) {
-    std::error_code error;
-    std::vector<std::filesystem::path> paths;
-    for (const auto& entry : std::filesystem::directory_iterator(corpus, error))
-      paths.push_back(entry.path());
-    if (error) usage(corpus + ": " + error.message());
-    std::sort(paths.begin(), paths.end());
-    for (const auto& path : paths) {
-      std::ifstream file(path, std::ios::binary);
-      inputs.emplace_back(std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>());
-    }
+  if (!o.corpus.empty()) {
+    for (Bytes& file : files_of(o.corpus)) inputs.push_back(std::move(file));
   }
-  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(seconds);
-  Random random(seed);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(o.seconds);
+  Random random(o.seed);
   uint64_t run = 0;
   auto try_one = [&](const Bytes& input) {
     try {
       target->run(input);
     } catch (const std::exception& error) {
-      write(save, input);
+      write(o.save, input);
       std::fprintf(stderr, "fuzz_tests: %s: input %llu, saved as %s: %s\n", argv[1],
-                   static_cast<unsigned long long>(run), save.c_str(), error.what());
+                   static_cast<unsigned long long>(run), o.save.c_str(), error.what());
       std::exit(1);
     }
     ++run;
   };
   for (const Bytes& input : inputs) try_one(input);
-  for (uint64_t i = 0; seconds > 0 ? std::chrono::steady_clock::now() < end : i < mutations; ++i) {
+  for (uint64_t i = 0; o.seconds > 0 ? std::chrono::steady_clock::now() < end : i < o.mutations; ++i) {
     Bytes input = inputs[random() % inputs.size()];
     for (size_t k = 1 + random() % 4; k > 0; --k) mutate(input, inputs, random);
     try_one(input);

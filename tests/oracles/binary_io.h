@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <exception>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "runtime/util/error.h"
 
@@ -49,5 +52,15 @@ class Writer {
   std::string path_;
   std::ofstream file_;
 };
+
+// Runs `body` with the arguments; returns its result, or 2 for invalid input and 1 for other errors.
+inline int run(int argc, char** argv, int (*body)(std::vector<std::string> arguments)) {
+  try {
+    return body({argv + 1, argv + argc});
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", argv[0], error.what());
+    return dynamic_cast<const BadInput*>(&error) != nullptr ? 2 : 1;
+  }
+}
 
 }  // namespace gradwire::oracle

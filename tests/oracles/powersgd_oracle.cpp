@@ -110,13 +110,5 @@ int main_inner(std::vector<std::string> args) {
 }  // namespace gradwire
 
 int main(int argc, char** argv) {
-  try {
-    return gradwire::main_inner({argv + 1, argv + argc});
-  } catch (const gradwire::BadInput& error) {
-    std::fprintf(stderr, "powersgd_oracle: %s\n", error.what());
-    return 2;
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "powersgd_oracle: %s\n", error.what());
-    return 1;
-  }
+  return gradwire::oracle::run(argc, argv, gradwire::main_inner);
 }

@@ -263,6 +263,44 @@ double norm_of(const std::vector<double>& values) {
   return std::sqrt(sum);
 }
 
+// `group_from`: the ranks from a step on.
+std::vector<double> sum_of_gradients(const std::map<int64_t, std::vector<int>>& group_from, int64_t steps,
+                                     size_t elements) {
+  std::vector<double> sum(elements);
+  const GradientLayout layout = lay_out(kTensors, 4, 25 << 20);
+  for (int64_t step = 0; step < steps; ++step) {
+    for (const int r : std::prev(group_from.upper_bound(step))->second) {
+      for (size_t t = 0; t < kTensors.size(); ++t) {
+        for (int64_t e = 0; e < kTensors[t].count(); ++e) {
+          sum[static_cast<size_t>(layout.offsets[t] + e)] += gradient(r, step, static_cast<int>(t), e);
+        }
+      }
+    }
+  }
+  return sum;
+}
+
+// Runs AveragesElastically, and expects all ranks but the dead ones to succeed.
+std::vector<Outcome> run_averages(const std::string& spec, int launched, const std::string& fates,
+                                  const std::set<int>& dead, int64_t steps, const std::string& folder) {
+  const bool stops = fates.find("stop") != std::string::npos;
+  const auto ranks =
+      run_processes("AveragesElastically", launched + joining(fates_of(fates)),
+                    {.timeout = stops ? 3s : 20s,
+                     .limit = 120s,
+                     .never_ending = stops ? std::vector<int>(dead.begin(), dead.end()) : std::vector<int>(),
+                     .options = {{"spec", spec},
+                                 {"fates", fates},
+                                 {"steps", std::to_string(steps)},
+                                 {"folder", folder},
+                                 {"launched", std::to_string(launched)}}});
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    EXPECT_EQ(ranks[r].exit_code, dead.contains(static_cast<int>(r)) ? -1 : 0)
+        << "rank " << r << ": " << ranks[r].output;
+  }
+  return ranks;
+}
+
 // The longest time from a survivor's error, or from the end of a step, until all ranks are ready for the
 // next.
 struct Slowest {
@@ -282,20 +320,9 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
   static int runs = 0;
   const std::string folder = scratch_path(fmt::format("averages.{}", runs++));
   std::filesystem::create_directories(folder);
-  const auto ranks =
-      run_processes("AveragesElastically", world,
-                    {.timeout = stops ? 3s : 20s,
-                     .limit = 120s,
-                     .never_ending = stops ? std::vector<int>(dead.begin(), dead.end()) : std::vector<int>(),
-                     .options = {{"spec", spec},
-                                 {"fates", fates},
-                                 {"steps", std::to_string(steps)},
-                                 {"folder", folder},
-                                 {"launched", std::to_string(launched)}}});
+  const std::vector<Outcome> ranks = run_averages(spec, launched, fates, dead, steps, folder);
   std::vector<int> left;
   for (int r = 0; r < world; ++r) {
-    const Outcome& rank = ranks[static_cast<size_t>(r)];
-    EXPECT_EQ(rank.exit_code, dead.contains(r) ? -1 : 0) << "rank " << r << ": " << rank.output;
     if (!dead.contains(r)) left.push_back(r);
   }
   if (::testing::Test::HasFailure()) return slowest;
@@ -344,17 +371,7 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
     slowest_s = std::max(slowest_s, record["seconds"].get<double>());
   }
   EXPECT_EQ(told, dead.size());
-  std::vector<double> gradients(sum.size());
-  for (int64_t step = 0; step < steps; ++step) {
-    for (const int r : std::prev(group_from.upper_bound(step))->second) {
-      const GradientLayout layout = lay_out(kTensors, 4, 25 << 20);
-      for (size_t t = 0; t < kTensors.size(); ++t) {
-        for (int64_t e = 0; e < kTensors[t].count(); ++e) {
-          gradients[static_cast<size_t>(layout.offsets[t] + e)] += gradient(r, step, static_cast<int>(t), e);
-        }
-      }
-    }
-  }
+  const std::vector<double> gradients = sum_of_gradients(group_from, steps, sum.size());
   for (size_t i = 0; i < sum.size(); ++i) sum[i] -= gradients[i];
   EXPECT_LT(norm_of(sum) / norm_of(gradients), 1e-6);
   std::filesystem::remove_all(folder);

@@ -14,6 +14,7 @@
 #include "runtime/util/error.h"
 #include "tests/support/devices.h"
 #include "tests/support/normal.h"
+#include "tests/trainer/runs.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {
@@ -22,15 +23,9 @@ namespace {
 using testing::normal;
 
 VitConfig small_config(Gelu gelu = Gelu::exact, int32_t depth = 2) {
-  VitConfig config{.name = "small",
-                   .image = 12,
-                   .channels = 2,
-                   .patch = 4,
-                   .width = 24,
-                   .depth = depth,
-                   .heads = 3,
-                   .mlp = 40,
-                   .classes = 5};
+  VitConfig config = testing::small_model(depth);
+  config.image = 12, config.channels = 2, config.width = 24, config.heads = 3, config.mlp = 40;
+  config.classes = 5;
   config.gelu = gelu;
   return config;
 }
