@@ -32,14 +32,14 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
 
   std::vector<Outcome> outcomes(int world, const Act& act,
                                 const std::function<int(int rank)>& ranks_per_node = {}) {
-    std::vector<Outcome> all(static_cast<size_t>(world));
+    std::vector<Outcome> all(world);
     const std::string where = rendezvous();
     capi::in_threads(world, [&](int r) {
       gw_comm comm = nullptr;
       auto options = capi::comm_options(where.c_str(), r, world);
       if (ranks_per_node) options.ranks_per_node = ranks_per_node(r);
       GW_ASSERT_OK(gw_comm_create(&options, &comm));
-      Outcome& mine = all[static_cast<size_t>(r)];
+      Outcome& mine = all[r];
       const auto start = std::chrono::steady_clock::now();
       mine.status = act(comm, r);
       mine.text = gw_last_error();
@@ -134,7 +134,7 @@ TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
          for (int32_t i = 0; i < n; ++i)
            GW_EXPECT_OK(gw_reducer_ready(reducer, rank == 0 ? i : n - 1 - i, nullptr));
          GW_EXPECT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
-         EXPECT_EQ(flat[static_cast<size_t>(rank)], 1.0f);
+         EXPECT_EQ(flat[rank], 1.0f);
          GW_EXPECT_OK(gw_reducer_destroy(reducer));
          float nothing = 0;
          return gw_allreduce(comm, rank == 0 ? nullptr : &nothing, 0, GW_FLOAT32, GW_SUM, "fp32", nullptr,
@@ -297,7 +297,7 @@ TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
           if (rank == 1) load(saved[1]);
           break;
         case Loads::other_steps:
-          load(saved[static_cast<size_t>(1 + rank)]);
+          load(saved[1 + rank]);
           break;
         case Loads::other_factors:
           load(saved[rank == 0 ? 1 : 3]);

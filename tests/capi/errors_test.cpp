@@ -356,7 +356,7 @@ TEST(CApiErrors, ACancelledCallFailsBeforeItBegins) {
 
 TEST(CApiErrors, RanksThatDisagreeAreToldSo) {
   run_ranks(2, [](gw_comm comm, int rank) {
-    std::vector<float> buffer(static_cast<size_t>(100 - rank * 40));
+    std::vector<float> buffer(100 - rank * 40);
     GW_EXPECT_FAILS(GW_COMM_FAILED, "gw_allreduce", capi::sum(comm, buffer));
   });
 }

@@ -46,7 +46,7 @@ const char* encode(void* user, const float* values, int64_t blocks, uint8_t* byt
 const char* encode_less(void* user, const float* values, int64_t blocks, uint8_t* bytes) {
   std::vector<uint8_t> before(bytes, bytes + blocks * kBytes);
   encode(user, values, blocks, bytes);
-  for (int64_t b = 0; b < blocks; ++b) bytes[b * kBytes + 7] = before[static_cast<size_t>(b * kBytes + 7)];
+  for (int64_t b = 0; b < blocks; ++b) bytes[b * kBytes + 7] = before[b * kBytes + 7];
   return nullptr;
 }
 
@@ -152,10 +152,10 @@ TEST(CApiFormat, SumsOverItAreCloseAndTheSameOnAllRanksInEverySchedule) {
       for (int r = 0; r < world; ++r) inputs.push_back(normal(kCount, static_cast<unsigned>(r)));
       own.blocks = 0;
       const auto sum = [&](gw_comm comm, int rank) {
-        auto values = inputs[static_cast<size_t>(rank)];
+        auto values = inputs[rank];
         const std::string spec = std::string("codes_of_40:schedule=") + schedule;
         GW_ASSERT_OK(capi::sum(comm, values, spec));
-        results[static_cast<size_t>(rank)] = values;
+        results[rank] = values;
       };
       capi::run_ranks_at(capi::fresh_name(), world, 60'000, sum, 1);
       EXPECT_EQ(own.blocks > 0, world > 1);

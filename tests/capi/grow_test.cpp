@@ -145,8 +145,7 @@ TEST(CApiGrow, RanksLoadTheirStatesAndJoinersStartWithoutResidual) {
         const size_t sizes[] = {state.size()};
         GW_EXPECT_OK(rank < 2 ? reducer.load(state)
                               : gw_reducer_state_load_ranks(reducer.handle, copies, sizes, 1));
-        records[static_cast<size_t>(rank)] =
-            capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+        records[rank] = capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
       }
       GW_EXPECT_OK(gw_comm_destroy(comm));
     });

@@ -23,7 +23,7 @@ constexpr const char* kSpecs[] = {"fp32",
                                   "randk:ratio=0.1"};
 
 std::vector<State> trained(const std::string& spec, int world) {
-  std::vector<State> states(static_cast<size_t>(world));
+  std::vector<State> states(world);
   run_ranks(world, [&](gw_comm comm, int rank) {
     const Model model;
     const capi::Reducer reducer(comm, spec, model);
@@ -31,7 +31,7 @@ std::vector<State> trained(const std::string& spec, int world) {
       auto gradient = capi::gradients_of(model, rank, step);
       GW_EXPECT_OK(reducer.step(gradient));
     }
-    states[static_cast<size_t>(rank)] = reducer.save();
+    states[rank] = reducer.save();
   });
   return states;
 }
@@ -54,13 +54,13 @@ TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) 
       for (int now = 1; now <= 4; ++now) {
         if (now == before) continue;
         ++cases;
-        std::vector<StepRecord> records(static_cast<size_t>(now));
+        std::vector<StepRecord> records(now);
         run_ranks(now, [&](gw_comm comm, int rank) {
           const capi::Reducer reducer(comm, spec, model);
           // With fewer ranks, the last ones survive: each has another number.
           const int mine = rank + std::max(0, before - now);
           if (mine < before) {
-            const State& state = states[static_cast<size_t>(mine)];
+            const State& state = states[mine];
             load(reducer, state);
             EXPECT_EQ(capi::residuals_of(reducer.save(), model), capi::residuals_of(state, model));
           } else {
@@ -68,8 +68,7 @@ TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) 
             EXPECT_EQ(capi::norm_of(capi::residuals_of(reducer.save(), model)), 0);
           }
           EXPECT_EQ(capi::stats_of(reducer.handle).steps, 3);
-          records[static_cast<size_t>(rank)] =
-              capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+          records[rank] = capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
         });
         EXPECT_LT(capi::conservation_error(records), 1e-6) << spec << ": " << before << " ranks, now " << now;
         if (now == 1) {
@@ -115,8 +114,7 @@ TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
   run_ranks(2, [&](gw_comm comm, int rank) {
     const capi::Reducer reducer(comm, "int8:dense=off", model);
     rank == 0 ? load(reducer, alone) : load_as_new_rank(reducer, alone);
-    records[static_cast<size_t>(rank)] =
-        capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
+    records[rank] = capi::recorded_step(reducer, model, capi::gradients_of(model, rank, 3));
   });
   EXPECT_EQ(records[0].before, residual);
   EXPECT_LT(capi::conservation_error(records), 1e-6);
@@ -134,7 +132,7 @@ TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
     std::vector<void*> addresses;
     for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++)) addresses.push_back(&ones[at]);
     GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr, nullptr));
-    states[static_cast<size_t>(rank)] = reducer.save();
+    states[rank] = reducer.save();
   });
   const std::vector<double> residual = capi::residuals_of(states[1], model);
   EXPECT_GT(capi::norm_of(residual), 0);

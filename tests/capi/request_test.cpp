@@ -91,7 +91,7 @@ TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
           GW_EXPECT_OK(gw_request_wait(*at, kLong));
           GW_EXPECT_OK(gw_request_destroy(*at));
         }
-        auto& all = results[asynchronous][static_cast<size_t>(rank)];
+        auto& all = results[asynchronous][rank];
         for (const auto* part : {&own[0], &own[1], &own[2], &own[4], &flat, &shard, &whole, &replica}) {
           all.insert(all.end(), part->begin(), part->end());
         }

@@ -17,7 +17,7 @@ gw_reducer_options sharded_options() {
 std::vector<gw_range> shards_of(gw_reducer reducer) {
   int32_t count = -1;
   GW_EXPECT_OK(gw_reducer_shards(reducer, nullptr, 0, &count));
-  std::vector<gw_range> ranges(static_cast<size_t>(count));
+  std::vector<gw_range> ranges(count);
   GW_EXPECT_OK(gw_reducer_shards(reducer, ranges.data(), count, &count));
   return ranges;
 }
@@ -65,7 +65,7 @@ TEST(CApiShardedReducer, OwnersMatchAllreduceBitForBit) {
       step(sharded.handle, part);
       std::lock_guard lock(mutex);
       for (const gw_range& range : shards_of(sharded.handle)) {
-        const size_t tensor = part.begin[static_cast<size_t>(range.tensor)];
+        const size_t tensor = part.begin[range.tensor];
         EXPECT_LT(range.begin, range.end);
         EXPECT_LE(static_cast<size_t>(range.end), part.model.count(static_cast<size_t>(range.tensor)));
         for (auto e = tensor + static_cast<size_t>(range.begin); e < tensor + static_cast<size_t>(range.end);
@@ -117,7 +117,7 @@ TEST(CApiShardedReducer, Bf16GradientsGetTheRoundedMeanInPlace) {
       step(reducer.handle, wide);
       size_t owned = 0;
       for (const gw_range& range : shards_of(reducer.handle)) {
-        const size_t begin = wide.begin[static_cast<size_t>(range.tensor)];
+        const size_t begin = wide.begin[range.tensor];
         for (auto e = begin + static_cast<size_t>(range.begin); e < begin + static_cast<size_t>(range.end);
              ++e, ++owned) {
           const float mean =

@@ -24,7 +24,7 @@ int64_t before(const Counts& counts, int rank) {
 }
 Floats shard(const Floats& whole, const Counts& counts, int rank) {
   const auto begin = whole.begin() + before(counts, rank);
-  return {begin, begin + counts[static_cast<size_t>(rank)]};
+  return {begin, begin + counts[rank]};
 }
 bool same(const Floats& a, const Floats& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0);
@@ -102,7 +102,7 @@ TEST_P(CApiSharded, EveryScheduleReducesAndGathersShards) {
             for (size_t i = 0; i < want.size(); ++i) want[i] += part[i] / static_cast<float>(world);
           }
           const Floats in = normal(sum(counts), 20 + rank);
-          Floats out(static_cast<size_t>(counts[static_cast<size_t>(rank)])), all(want.size());
+          Floats out(static_cast<size_t>(counts[rank])), all(want.size());
           GW_EXPECT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_AVG,
                                          spec.c_str(), nullptr, nullptr));
           GW_EXPECT_OK(gw_all_gather(comm, out.data(), all.data(), counts.data(), GW_FLOAT32, spec.c_str(),
@@ -119,9 +119,9 @@ TEST_P(CApiSharded, GatheredWeightsHaveTheSameBitsOnAllRanks) {
   for (int world : worlds()) {
     const Counts counts = counts_for(world)[1];
     for (const char* spec : {"fp32", "bf16", "int8", "int4:schedule=ring", "bf16:schedule=two_shot,ef=off"}) {
-      std::vector<Floats> gathered(static_cast<size_t>(world));
+      std::vector<Floats> gathered(world);
       run(world, [&](gw_comm comm, int rank) {
-        Floats& out = gathered[static_cast<size_t>(rank)];
+        Floats& out = gathered[rank];
         out.assign(static_cast<size_t>(sum(counts)), -1.5e33f);
         const Floats weights = normal(sum(counts), 5), mine = shard(weights, counts, rank);
         std::copy(mine.begin(), mine.end(), out.begin() + before(counts, rank));  // in place
@@ -142,8 +142,7 @@ TEST_P(CApiSharded, Bfloat16TravelsAsItIs) {
     const Counts counts{5, 0, 130};
     std::vector<uint16_t> all(135), mine;
     for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<uint16_t>(0x3f80 + 7 * i);
-    mine.assign(all.begin() + before(counts, rank),
-                all.begin() + before(counts, rank) + counts[static_cast<size_t>(rank)]);
+    mine.assign(all.begin() + before(counts, rank), all.begin() + before(counts, rank) + counts[rank]);
     std::vector<uint16_t> out(135), root = rank == 1 ? all : std::vector<uint16_t>(135);
     GW_EXPECT_OK(
         gw_all_gather(comm, mine.data(), out.data(), counts.data(), GW_BFLOAT16, "bf16", nullptr, nullptr));
@@ -164,7 +163,7 @@ TEST_P(CApiSharded, ReplicasFollowTheirMastersWithoutDrift) {
   const Counts counts{300, 0, 211};
   const auto all = static_cast<size_t>(sum(counts));
   for (const char* spec : {"int8", "int4", "fp8", "sign", "fp32"}) {
-    std::vector<Floats> replicas(static_cast<size_t>(world));
+    std::vector<Floats> replicas(world);
     Floats masters(all);
     run(world, [&](gw_comm comm, int rank) {
       Floats replica = normal(sum(counts), 1);
@@ -188,7 +187,7 @@ TEST_P(CApiSharded, ReplicasFollowTheirMastersWithoutDrift) {
       if (spec == std::string("fp32")) {
         EXPECT_EQ(worst_late, 0);
       }
-      replicas[static_cast<size_t>(rank)] = replica;
+      replicas[rank] = replica;
       std::copy(master.begin(), master.end(), masters.begin() + before(counts, rank));
     });
     for (const Floats& replica : replicas) EXPECT_TRUE(same(replica, replicas[0])) << spec;
@@ -200,11 +199,11 @@ TEST_P(CApiSharded, BroadcastGivesAllRanksTheRootsValues) {
     for (const char* spec :
          {"fp32", "bf16:schedule=ring", "int4:schedule=two_shot", "fp32:schedule=hierarchical"}) {
       if (spec == std::string("fp32:schedule=hierarchical") && world % 2 != 0) continue;
-      std::vector<Floats> ends(static_cast<size_t>(world));
+      std::vector<Floats> ends(world);
       const Floats values = normal(1003, 3);
       for (int root : {0, world - 1}) {
         run(world, [&](gw_comm comm, int rank) {
-          Floats& mine = ends[static_cast<size_t>(rank)];
+          Floats& mine = ends[rank];
           mine = rank == root ? values : Floats(values.size(), -1.5e33f);
           GW_EXPECT_OK(gw_broadcast(comm, mine.data(), 1003, GW_FLOAT32, root, spec, nullptr, nullptr));
         });
@@ -291,8 +290,8 @@ TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
       GW_EXPECT_OK(gw_reduce_scatter(
           comm, in.data() + step % 3, out.data(), counts.data(), GW_FLOAT32, GW_SUM, "int8", nullptr,
           capi::call({.tag = "w", .residual = (rank + step) % 2 == 0 ? residual.data() : nullptr})));
-      for (int64_t i = 0; i < counts[static_cast<size_t>(rank)]; ++i) {
-        ASSERT_NEAR(out[static_cast<size_t>(i)], 2, 0.05);
+      for (int64_t i = 0; i < counts[rank]; ++i) {
+        ASSERT_NEAR(out[i], 2, 0.05);
       }
     }
   });

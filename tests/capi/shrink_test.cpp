@@ -46,7 +46,7 @@ TEST(CApiShrink, SurvivorsContinueAndLearnTheirOldRanks) {
       comm = rest;
       const size_t left = members.size() - 1;
       std::vector<int> now;
-      for (size_t i = 0; i < left; ++i) now.push_back(members[static_cast<size_t>(ranks[i])]);
+      for (size_t i = 0; i < left; ++i) now.push_back(members[ranks[i]]);
       EXPECT_EQ(ranks[left], -1) << "no more than those";
       members.erase(std::find(members.begin(), members.end(), leaves));
       EXPECT_EQ(now, members);
@@ -101,8 +101,7 @@ TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
         GW_EXPECT_OK(reducer->load(state));
         EXPECT_GT(capi::norm_of(capi::residuals_of(state, model)), 0);
         EXPECT_EQ(capi::residuals_of(reducer->save(), model), capi::residuals_of(state, model));
-        records[static_cast<size_t>(2 - leaves)][static_cast<size_t>(now)] =
-            capi::recorded_step(*reducer, model, copy);
+        records[2 - leaves][now] = capi::recorded_step(*reducer, model, copy);
       }
       reducer = nullptr;
       GW_EXPECT_OK(gw_comm_destroy(comm));

@@ -219,7 +219,7 @@ TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
       p.rank = static_cast<int>(turn % static_cast<size_t>(c.world));
       p.value = turn % 2 == 0 ? std::numeric_limits<float>::quiet_NaN()
                               : (turn % 4 == 1 ? 1.0f : -1.0f) * std::numeric_limits<float>::infinity();
-      const auto count = static_cast<size_t>(shapes[static_cast<size_t>(p.tensor)].count());
+      const auto count = static_cast<size_t>(shapes[p.tensor].count());
       switch (turn / 2 % 4) {
         case 0:
           p.elements = {0};
@@ -277,8 +277,7 @@ TEST_P(Containment, SendsLoadedResidualsOfTensorEndsAndDenseTensors) {
     std::vector<double> difference(applied.size());
     for (size_t i = 0; i < applied.size(); ++i) {
       difference[i] = kWorld * applied[i];
-      for (int r = 0; r < kWorld; ++r)
-        difference[i] += double{after[static_cast<size_t>(r)][i]} - before[static_cast<size_t>(r)][i];
+      for (int r = 0; r < kWorld; ++r) difference[i] += double{after[r][i]} - before[r][i];
     }
     const bool rounded = !CompressionSpec::parse(spec).residual->exact;
     EXPECT_LE(norm(difference), 1e-5 * std::sqrt(kept) + (rounded ? kept_rounding(spec, kept) : 0.0));

@@ -61,7 +61,7 @@ TEST(FloatMode, ParallelForComputesWithSubnormalNumbers) {
   std::vector<float> x(1 << 16);
   const volatile float tiny = 1e-38f;
   parallel_for(static_cast<int64_t>(x.size()), 256, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) x[static_cast<size_t>(i)] = tiny * 0.25f;
+    for (int64_t i = begin; i < end; ++i) x[i] = tiny * 0.25f;
   });
   const unsigned after = _mm_getcsr();
   _mm_setcsr(before);

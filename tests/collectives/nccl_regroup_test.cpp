@@ -98,7 +98,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhenAnyRanksLeave) {
         left.erase(std::find(left.begin(), left.end(), leaver));
         EXPECT_EQ(survivors.size(), left.size());
         for (size_t i = 0; i < std::min(left.size(), survivors.size()); ++i) {
-          EXPECT_EQ(was[static_cast<size_t>(survivors[i])], left[i]);
+          EXPECT_EQ(was[survivors[i]], left[i]);
         }
         EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // allowed only once
         comm = std::move(next);

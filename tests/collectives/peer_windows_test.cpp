@@ -177,8 +177,7 @@ TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
     }
     for (int step = 1; step <= 6; ++step) {
       for (size_t i = 0; i < cases.size(); ++i) {
-        const std::vector<float> mine(static_cast<size_t>(cases[i].count),
-                                      static_cast<float>(step * (comm.rank() + 1)));
+        const std::vector<float> mine(cases[i].count, static_cast<float>(step * (comm.rank() + 1)));
         to_device(stream, data[i].as<float>(), std::span<const float>(mine));
         if ((comm.rank() + step) % 4 == 0) std::this_thread::sleep_for(1ms);
         programs[i]->run(stream);
@@ -319,7 +318,7 @@ TEST(PeerWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
     for (int late : {0, 2}) {
       std::vector<std::string> errors(3);
       run_ranks(3, Device::host(), std::chrono::hours(1), [&](Communicator& comm) {
-        errors[static_cast<size_t>(comm.rank())] = error_of([&] {
+        errors[comm.rank()] = error_of([&] {
           allreduce_ones(comm, carried(3, Carrier::messages));
           allreduce_ones(comm, carried(3, Carrier::two_shot_kernel));
           if (comm.rank() == late) std::this_thread::sleep_for(20ms);

@@ -60,7 +60,7 @@ TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
       Rank rank(comm, "powersgd:rank=2", model(), 16 << 10);
       for (uint32_t step = 0; step < 4; ++step) {
         auto gradients = gradients_for(rank.tensors, 10 * step + static_cast<uint32_t>(comm.rank()));
-        all[static_cast<size_t>(comm.rank())] = rank.step(gradients);
+        all[comm.rank()] = rank.step(gradients);
       }
     });
     EXPECT_TRUE(same_bits(all[0], all[1]));

@@ -126,7 +126,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
     Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : kept);
     to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));
     ASSERT_TRUE(residuals.empty() || std::ssize(residuals[r]) == kept);
-    const std::vector<float> poison(static_cast<size_t>(outs + 4), kPoison);
+    const std::vector<float> poison(outs + 4, kPoison);
     to_device(stream, out.as<float>(), std::span<const float>(poison));
     if (residual) to_device(stream, residual.as<float>(), std::span<const float>(residuals[r]));
     Program::Options mine = options;

@@ -101,7 +101,7 @@ TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
       run_once(program, stream);
     }
     const auto waited = comm.waited_s();
-    total[static_cast<size_t>(comm.rank())] = std::accumulate(waited.begin(), waited.end(), 0.0);
+    total[comm.rank()] = std::accumulate(waited.begin(), waited.end(), 0.0);
   });
   EXPECT_EQ(std::min_element(total.begin(), total.end()) - total.begin(), 1);
 }

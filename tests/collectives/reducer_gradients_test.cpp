@@ -121,7 +121,7 @@ TEST(Reducer, Gradients16BitGetTheRoundedMean) {
               const bool is_half = given[i].dtype != DType::f32;
               float result = is_half ? value(type_of(i), half[i][at]) : values[i][at];
               if (!narrow && i != 5) result = value(type_of(i), round(type_of(i), result));
-              results[static_cast<size_t>(comm.rank())].push_back(result);
+              results[comm.rank()].push_back(result);
             }
           }
         }
@@ -147,10 +147,10 @@ TEST(Reducer, Gradients16BitNeedMemoryForTwoBucketsOnly) {
   constexpr int64_t kBucket = 4096;
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     auto staging = [&](int buckets, DType dtype) {
-      const std::vector<GradientTensor> tensors(static_cast<size_t>(buckets), {"w", {kBucket / 4}, dtype});
+      const std::vector<GradientTensor> tensors(buckets, {"w", {kBucket / 4}, dtype});
       Reducer reducer(comm, CompressionSpec::parse("int8"), tensors,
                       {.bucket_bytes = kBucket, .alignment = 1, .own_gradients = false});
-      std::vector<float> memory(static_cast<size_t>(reducer.elements()));
+      std::vector<float> memory(reducer.elements());
       std::vector<void*> addresses;
       for (int i = 0; i < buckets; ++i) addresses.push_back(memory.data() + reducer.offset(i));
       reducer.adopt(addresses);

@@ -27,7 +27,7 @@ inline int64_t count_of(const GradientTensor& t) {
 
 // Returns the values of a state of floats.
 inline std::vector<float> values_of(const Stream& stream, const TensorState& state) {
-  std::vector<float> values(static_cast<size_t>(state.count()));
+  std::vector<float> values(state.count());
   state.read(stream, 0, std::as_writable_bytes(std::span(values)));
   stream.synchronize();
   return values;
@@ -63,7 +63,7 @@ struct Rank {
 
   // Returns the residual of every element, laid out as the flat gradient; zero where none is kept.
   std::vector<float> residual() {
-    std::vector<float> all(static_cast<size_t>(reducer.elements()));
+    std::vector<float> all(reducer.elements());
     for (const TensorState& s : reducer.tensor_state()) {
       if (s.kind != kResidualKind) continue;
       auto part = values_of(stream, s);
@@ -96,7 +96,7 @@ inline std::vector<std::vector<float>> gradients_for(const std::vector<GradientT
 
 // Returns the same gradients, laid out as the reducer's flat buffer.
 inline std::vector<float> flat(const Rank& rank, const std::vector<std::vector<float>>& gradients) {
-  std::vector<float> all(static_cast<size_t>(rank.reducer.elements()), 0.0f);
+  std::vector<float> all(rank.reducer.elements(), 0.0f);
   for (size_t i = 0; i < gradients.size(); ++i) {
     std::copy(gradients[i].begin(), gradients[i].end(),
               all.begin() + rank.reducer.offset(static_cast<int>(i)));

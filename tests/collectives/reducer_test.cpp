@@ -111,11 +111,11 @@ TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
         std::vector<int> order(reducer.ranges().size());
         std::iota(order.begin(), order.end(), 0);
         std::vector<int> waits = order;
-        std::vector<float> step_result(static_cast<size_t>(reducer.elements()));
+        std::vector<float> step_result(reducer.elements());
         for (int step = 0; step < kSteps; ++step) {
           const auto gradients = gradients_for(tensors, static_cast<uint32_t>(kWorld * step + comm.rank()));
           for (int i = 0; i < reducer.tensors(); ++i) {
-            const auto& values = gradients[static_cast<size_t>(i)];
+            const auto& values = gradients[i];
             copy(stream, reducer.gradient(i), values.data(), values.size() * sizeof(float));
             reducer.ready(i, stream);
           }
@@ -123,7 +123,7 @@ TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
             std::shuffle(waits.begin(), waits.end(), own);
             for (int b : waits) {
               reducer.wait_for(b, stream);
-              const BucketRange& range = reducer.ranges()[static_cast<size_t>(b)];
+              const BucketRange& range = reducer.ranges()[b];
               copy(stream, step_result.data() + range.begin, reducer.gradients().as<float>() + range.begin,
                    static_cast<size_t>(range.elements()) * sizeof(float));
             }
@@ -145,8 +145,7 @@ TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
       });
     }
     for (int step = 0; step < kSteps; ++step) {
-      EXPECT_TRUE(same_bits(results[0][static_cast<size_t>(step)], results[1][static_cast<size_t>(step)]))
-          << spec << ", step " << step;
+      EXPECT_TRUE(same_bits(results[0][step], results[1][step])) << spec << ", step " << step;
     }
   }
 }
@@ -312,14 +311,14 @@ TEST(Reducer, ReadingResidualsBetweenStepsChangesNoBit) {
         Rank rank(comm, spec, model(), 16 << 10);
         for (int s = 0; s < 6; ++s) {
           const auto mean = rank.step(gradients_for(model(), static_cast<uint32_t>(s * 2 + comm.rank() + 1)));
-          auto& all = results[static_cast<size_t>(comm.rank())];
+          auto& all = results[comm.rank()];
           all.insert(all.end(), mean.begin(), mean.end());
           if (!reads) continue;
           const auto residual = rank.residual();
           EXPECT_EQ(rank.residual(), residual) << spec << ": a second read";
         }
         const auto residual = rank.residual();
-        auto& all = results[static_cast<size_t>(comm.rank())];
+        auto& all = results[comm.rank()];
         all.insert(all.end(), residual.begin(), residual.end());
       });
       return results;

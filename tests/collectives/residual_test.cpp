@@ -39,7 +39,7 @@ class Kept {
     return to_host<float>(stream_, residual_.values(), static_cast<int64_t>(values.size()));
   }
   std::vector<float> read(int64_t first, int64_t count) {
-    std::vector<float> values(static_cast<size_t>(count));
+    std::vector<float> values(count);
     residual_.read(stream_, 4 * first, std::as_writable_bytes(std::span(values)));
     stream_.synchronize();
     return values;

@@ -43,7 +43,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
       for (int s = 0; s < steps; ++s) {
         const auto gradients = gradients_for(model(), static_cast<uint32_t>(s * world + comm.rank() + 1));
         for (int i = 0; i < reducer.tensors(); ++i) {
-          const auto& gradient = gradients[static_cast<size_t>(i)];
+          const auto& gradient = gradients[i];
           copy(stream, reducer.gradient(i), gradient.data(), gradient.size() * sizeof(float));
           for (size_t e = 0; e < gradient.size(); ++e)
             in[static_cast<size_t>(reducer.offset(i)) + e] += gradient[e];
@@ -81,7 +81,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
   }
 
   static std::vector<float> unpacked(const Stream& stream, const Reducer& reducer) {
-    std::vector<float> flat(static_cast<size_t>(reducer.elements()));
+    std::vector<float> flat(reducer.elements());
     const std::vector<float> packed =
         to_host(stream, reducer.shard().as<const float>(), static_cast<int64_t>(reducer.shard().bytes() / 4));
     auto from = packed.begin();

@@ -27,7 +27,7 @@ TEST_P(Summable, RandkAppliesTheMeanToItsShareOfEachTensorOnly) {
   run_ranks(kWorld, GetParam(), [&](Communicator& comm) {
     Rank rank(comm, "randk:ratio=0.1,ef=off", model(), 16 << 10);
     for (uint32_t s = 0; s < 3; ++s) {
-      std::vector<double> mean(static_cast<size_t>(rank.reducer.elements()));
+      std::vector<double> mean(rank.reducer.elements());
       for (uint32_t r = 0; r < kWorld; ++r) {
         const auto part = flat(rank, gradients_for(rank.tensors, s * kWorld + r + 1));
         for (size_t i = 0; i < mean.size(); ++i) mean[i] += double{part[i]} / kWorld;
@@ -204,14 +204,14 @@ TEST_P(Summable, AlternatingMatchesThePapersAlgorithm) {
         const auto q = to_host(rank.stream, static_cast<const float*>(state.data), state.count());
         paper.basis.assign(kRank, std::vector<double>(kCols));
         for (int j = 0; j < kCols; ++j) {
-          for (int k = 0; k < kRank; ++k) paper.basis[k][j] = q[static_cast<size_t>(j * kRank + k)];
+          for (int k = 0; k < kRank; ++k) paper.basis[k][j] = q[j * kRank + k];
         }
       }
     }
     for (int s = 0; s < kSteps; ++s) {
       auto result = rank.step(gradient(s, comm.rank()));
       result.resize(kRows * kCols);
-      if (comm.rank() == 0) results[static_cast<size_t>(s)] = result;
+      if (comm.rank() == 0) results[s] = result;
     }
   });
   ASSERT_EQ(paper.basis.size(), size_t{kRank});
@@ -220,7 +220,7 @@ TEST_P(Summable, AlternatingMatchesThePapersAlgorithm) {
     for (int r = 0; r < kWorld; ++r) gradients.push_back(gradient(s, r)[0]);
     const std::vector<double> want = paper.step(s, gradients);
     std::vector<double> difference(want.size());
-    for (size_t i = 0; i < want.size(); ++i) difference[i] = results[static_cast<size_t>(s)][i] - want[i];
+    for (size_t i = 0; i < want.size(); ++i) difference[i] = results[s][i] - want[i];
     EXPECT_LT(norm(difference) / norm(want), 2e-5) << "step " << s;
   }
 }

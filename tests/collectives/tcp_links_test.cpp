@@ -47,7 +47,7 @@ TEST(TcpLinks, MessagesWakeTheirOwnerWhicheverThreadMovesThem) {
   // Rank 1 gives up early, and thereby ends rank 0's wait.
   auto run = [&](int rank) {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(rank == 0 ? 60 : 30);
-    TcpLinks& mine = links[static_cast<size_t>(rank)];
+    TcpLinks& mine = links[rank];
     mine.connect(contacts, deadline);
     of_a_rank = true;
     uint32_t random = static_cast<uint32_t>(rank);
@@ -101,7 +101,7 @@ TEST(TcpLinks, MessagesArriveWholeWithChecksumsAndWithout) {
     auto byte = [](int rank, size_t size, size_t i) { return static_cast<char>(i * 31 + size + rank); };
     auto run = [&](int rank) {
       const auto deadline = SteadyClock::now() + std::chrono::seconds(60);
-      TcpLinks& mine = links[static_cast<size_t>(rank)];
+      TcpLinks& mine = links[rank];
       mine.connect(contacts, deadline);
       for (const size_t size : sizes) {
         std::vector<char> out(size), in(size);

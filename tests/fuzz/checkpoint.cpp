@@ -72,7 +72,7 @@ struct Run {
   }
 
   void make(int rank) {
-    ranks[rank] = std::make_unique<Rank>(*comms[static_cast<size_t>(rank)], config);
+    ranks[rank] = std::make_unique<Rank>(*comms[rank], config);
     const SavedCheckpoint saved = save_checkpoint(ranks[rank]->state(), config, {.step = 3});
     if (rank == 0) checkpoint = saved.path;
   }

@@ -17,7 +17,7 @@ void safetensors(Input input) {
       file.read_bytes(tensor, 0, data);
       if (file.find(tensor.name) == nullptr) throw std::logic_error("a tensor that cannot be found");
       if (tensor.dtype != "F32") continue;
-      std::vector<float> values(static_cast<size_t>(tensor.elements));
+      std::vector<float> values(tensor.elements);
       file.read(tensor, 0, values);
     }
     if (bytes > input.size()) throw std::logic_error("tensors larger than their file");

@@ -45,8 +45,7 @@ class Bf16Gemm : public OpTest {
     o.a = widened(a), o.b = widened(b), o.c = widened(c);
     auto want = o.reference();
     for (int64_t row = 0; with_bias && row < o.args.m; ++row) {
-      for (int64_t col = 0; col < o.args.n; ++col)
-        want[static_cast<size_t>(row * o.args.ldc + col)] += widen(bias[static_cast<size_t>(col)]);
+      for (int64_t col = 0; col < o.args.n; ++col) want[row * o.args.ldc + col] += widen(bias[col]);
     }
     auto d_a = array(a, misalign), d_b = array(b, misalign);
     auto d_c = array(c, misalign), d_bias = array(bias, misalign);
@@ -209,7 +208,7 @@ TEST(Bf16Pack, MatchesTheReferenceForEveryLayoutAndRemainder) {
           SCOPED_TRACE(
               fmt::format("rows {} blocks {} width {} k {} count {}", are_rows, in_blocks, width, k, count));
           const int64_t pairs = in_blocks ? (k + 31) / 32 * 16 : (k + 1) / 2;
-          std::vector<uint32_t> want(static_cast<size_t>(pairs * width + 16), 0xabababab), got = want;
+          std::vector<uint32_t> want(pairs * width + 16, 0xabababab), got = want;
           const host::Bf16Lines lines{are_rows, values.data() + 3, 79, k, count};
           reference::pack_bf16(lines, {in_blocks, width, pairs, want.data()});
           host::pack_bf16(lines, {in_blocks, width, pairs, got.data()});

@@ -45,10 +45,10 @@ class Finished {
     for (int r = 0; r < kWorld; ++r) {
       threads.emplace_back([&, r] {
         FusedAllreduce a = call(r);
-        for (int p = 0; p < kWorld; ++p) a.peers.windows[p] = windows[static_cast<size_t>(p)].data();
+        for (int p = 0; p < kWorld; ++p) a.peers.windows[p] = windows[p].data();
         a.peers.report = &report;
-        a.in = a.out = results[static_cast<size_t>(r)].data();
-        a.residual = kept[static_cast<size_t>(r)].data();
+        a.in = a.out = results[r].data();
+        a.residual = kept[r].data();
         a.rounding.step = &step;
         host::fused_allreduce(*wire_, a);
       });
@@ -120,7 +120,7 @@ TEST_P(FusedAlone, OneRanksKernelMatchesTheHostBitForBit) {
     FusedAllreduce a = run.call(0);
     std::vector<Buffer> windows;
     for (int r = 0; r < kWorld; ++r) {
-      const auto& window = r == 0 ? own : run.windows[static_cast<size_t>(r)];
+      const auto& window = r == 0 ? own : run.windows[r];
       windows.push_back(on_device(stream, device, window.data(), window.size()));
       a.peers.windows[r] = windows.back().as<std::byte>();
     }
@@ -134,7 +134,7 @@ TEST_P(FusedAlone, OneRanksKernelMatchesTheHostBitForBit) {
     a.residual = residual.as<float>();
     a.rounding.step = step.as<const uint64_t>();
     wire->fused_allreduce(stream, a);
-    std::vector<float> result(static_cast<size_t>(run.count())), kept(result.size());
+    std::vector<float> result(run.count()), kept(result.size());
     copy(stream, result.data(), data.data(), bytes);
     copy(stream, kept.data(), residual.data(), bytes);
     stream.synchronize();

@@ -14,7 +14,7 @@ TEST(LargeHostArray, Bf16HasTheReferencesBits) {
   const int64_t count = host::kStreamBytes / 2 + 5;
   const auto grad = OpTest::normal(1021, 1), residual = OpTest::normal(1019, 2, 1e-3f);
   auto repeated = [&](const std::vector<float>& pattern) {
-    std::vector<float> all(static_cast<size_t>(count));
+    std::vector<float> all(count);
     for (size_t i = 0; i < all.size(); ++i) all[i] = pattern[i % pattern.size()];
     return all;
   };
@@ -51,7 +51,7 @@ TEST(LargeHostArray, ReconstructionDoesNotDependOnBucketSize) {
   MatrixDescriptor other = one;
   other.offset = elements;
   MatrixTable small(stream, {one}), large(stream, {one, other});
-  std::vector<float> alone(static_cast<size_t>(elements)), both(2 * alone.size());
+  std::vector<float> alone(elements), both(2 * alone.size());
   host::powersgd_reconstruct(
       {.table = &small, .p = p.data(), .q = q.data(), .grad = alone.data(), .scale = 0.5f});
   host::powersgd_reconstruct(

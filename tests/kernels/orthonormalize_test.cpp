@@ -110,7 +110,7 @@ class OrthonormalizeTest : public testing::OpTest {
 
   Result run(const std::vector<Shape>& shapes, const std::vector<Matrix>& matrices, const Options& o) {
     std::vector<MatrixDescriptor> descriptors;
-    std::vector<float> all(static_cast<size_t>(o.gap), 7.0f);
+    std::vector<float> all(o.gap, 7.0f);
     for (size_t m = 0; m < shapes.size(); ++m) {
       MatrixDescriptor d{.rows = shapes[m].n, .cols = shapes[m].n, .rank = shapes[m].rank};
       d.seed_id = static_cast<int32_t>(m);

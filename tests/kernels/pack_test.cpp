@@ -24,7 +24,7 @@ TEST_P(PackTest, UnpackRestoresPackedPieces) {
     SegmentTable table(stream, segments);
     GW_RUN(pack, (Pack{&table, scattered.data(), packed.data(), false}));
     packed.expect_guards_intact("packed");
-    std::vector<float> expected(static_cast<size_t>(packed_count));
+    std::vector<float> expected(packed_count);
     reference::pack({&table, values.data(), expected.data(), false});
     ASSERT_EQ(packed.host(), expected);
 

@@ -107,7 +107,7 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
       std::fill_n(pending.q.begin() + d.q_offset, d.cols * d.rank, kNan);
     }
     const auto& last = b.table.host().back();
-    if (last.rows > 1) pending.q[static_cast<size_t>(last.q_offset)] = 3e38f;  // overflows: E becomes 0
+    if (last.rows > 1) pending.q[last.q_offset] = 3e38f;  // overflows: E becomes 0
     auto settled = held, one_by_one = held;
     settle(b, settled, pending);
     for (int matrix = b.table.count() - 1; matrix >= 0; --matrix) settle(b, one_by_one, pending, matrix);
@@ -241,7 +241,7 @@ TEST_P(PowerSgd, ResidualsNeverOverflow) {
 
   // M - P Q^T overflows or is NaN, because P is huge: 0 is written.
   residual = normal(b.elements, 2);
-  std::vector<float> absurd(static_cast<size_t>(b.p_elements), 3e38f);
+  std::vector<float> absurd(b.p_elements, 3e38f);
   absurd[5] = -3e38f;
   settle(b, residual, {absurd, back_project(b, residual, absurd, {0}), {}});
   for (float e : residual) ASSERT_TRUE(is_finite(e));

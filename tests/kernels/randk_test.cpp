@@ -33,7 +33,7 @@ TEST(RandKStrata, ChooseKDistinctElements) {
         const RandKDraw draw{3, step, 5};
         auto chosen = all_chosen(strata, draw);
         for (int64_t j = 0; j < strata.k; ++j) {
-          ASSERT_EQ(draw.stratum_of(strata, chosen[static_cast<size_t>(j)], draw.rotation(count)), j)
+          ASSERT_EQ(draw.stratum_of(strata, chosen[j], draw.rotation(count)), j)
               << count << " elements, ratio " << ratio;
         }
         std::sort(chosen.begin(), chosen.end());
@@ -70,14 +70,14 @@ TEST(RandKStrata, EveryElementIsChosenWithTheSameProbability) {
   for (int64_t count : {10, 57, 130}) {
     for (double ratio : {0.05, 0.3, 0.7}) {
       const Strata strata{count, randk_count(count, ratio)};
-      std::vector<int> times(static_cast<size_t>(count));
+      std::vector<int> times(count);
       for (uint64_t step = 0; step < kSteps; ++step) {
-        for (int64_t at : all_chosen(strata, {1, step, 2})) ++times[static_cast<size_t>(at)];
+        for (int64_t at : all_chosen(strata, {1, step, 2})) ++times[at];
       }
       const double p = static_cast<double>(strata.k) / static_cast<double>(count);
       const double deviation = std::sqrt(kSteps * p * (1 - p));
       for (int64_t i = 0; i < count; ++i) {
-        EXPECT_NEAR(times[static_cast<size_t>(i)], kSteps * p, 5 * deviation)
+        EXPECT_NEAR(times[i], kSteps * p, 5 * deviation)
             << "element " << i << " of " << count << ", ratio " << ratio;
       }
     }
@@ -99,7 +99,7 @@ TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
   const auto gaussian = testing::normal(count, 1);
   std::vector<float> ramp, comb(static_cast<size_t>(count), 0.0f);
   for (int64_t i = 0; i < count; ++i) ramp.push_back(static_cast<float>(i));
-  for (int64_t i = 0; i < count; i += 100) comb[static_cast<size_t>(i)] = 1.0f;  // the period of the strata
+  for (int64_t i = 0; i < count; i += 100) comb[i] = 1.0f;  // the period of the strata
   for (const auto& values : {gaussian, ramp, comb}) {
     const double norm2 = testing::dot(values, values);
     for (double ratio : {0.01, 0.1, 0.7}) {
@@ -108,7 +108,7 @@ TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
       double kept = 0;
       for (uint64_t step = 0; step < steps; ++step) {
         for (int64_t at : all_chosen(strata, {9, step, 0})) {
-          const double x = values[static_cast<size_t>(at)];
+          const double x = values[at];
           kept += x * x / norm2;
         }
       }
@@ -268,12 +268,11 @@ TEST_P(RandK, NonFiniteElementsStayInTheirTensor) {
   for (float bad : {kNan, kInf, -kInf}) {
     for (int64_t element : {0, 1, 100, 255, 256}) {
       State before = start(tensors, count, 5);
-      before.grad[static_cast<size_t>(hit.offset + element)] = bad;
+      before.grad[hit.offset + element] = bad;
       const State after = gather(table, before, true, element % 2, 3);
       for (const RandKTensor& t : table.host()) {
         int64_t finite = 0;
-        for (int64_t j = t.packed; j < t.packed + t.k; ++j)
-          finite += std::isfinite(after.values[static_cast<size_t>(j)]) ? 1 : 0;
+        for (int64_t j = t.packed; j < t.packed + t.k; ++j) finite += std::isfinite(after.values[j]) ? 1 : 0;
         EXPECT_EQ(finite, t.index == hit.index ? t.k - 1 : t.k) << "tensor " << t.index;
       }
       for (float e : after.residual) ASSERT_TRUE(std::isfinite(e));
@@ -298,7 +297,7 @@ TEST_P(RandK, RunsGiveTheSameBitsForAnyNumberOfThreads) {
   const auto tensors = tensors_of({GetParam().simt ? 3000 : 200000, 5000, 77}, &count);
   RandKTable table(stream, tensors, 0.3);
   State before = start(tensors, count, 5);
-  for (int64_t i : {3, 4, 5, 2900}) before.grad[static_cast<size_t>(i)] = kNan;
+  for (int64_t i : {3, 4, 5, 2900}) before.grad[i] = kNan;
   const int threads = host_threads();
   for (int n : testing::thread_counts()) {
     set_host_threads(n);

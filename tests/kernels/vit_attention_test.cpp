@@ -147,7 +147,7 @@ template <typename S>
 Problem<S> by_parts(const Shape& s, Problem<S> in) {
   const int64_t padded = (s.tokens + 7) / 8 * 8, matrices = s.batch * s.heads;
   std::vector<S> q(in.merged.size()), k(q), v(q), heads(q), dq(q), dk(q), dv(q);
-  std::vector<S> weights(static_cast<size_t>(matrices * s.tokens * padded)), d_weights(weights);
+  std::vector<S> weights(matrices * s.tokens * padded), d_weights(weights);
   std::vector<float> scores(weights.size());
   auto sized = [&](auto args) { return Problem<S>::sized(args, s); };
   reference::split_heads(
@@ -219,14 +219,13 @@ TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
   // large.
   for (int64_t t = 0; t < s.tokens; ++t) {
     for (int64_t d = 0; d < s.dim; ++d) {
-      in.qkv[static_cast<size_t>(t * 24 + d)] = d == t % 8 ? 1e4f : 0.0f;
-      in.qkv[static_cast<size_t>(t * 24 + 8 + d)] = d == t % 8 && t < 8 ? 1e4f : 0.0f;
+      in.qkv[t * 24 + d] = d == t % 8 ? 1e4f : 0.0f;
+      in.qkv[t * 24 + 8 + d] = d == t % 8 && t < 8 ? 1e4f : 0.0f;
     }
   }
   const Problem<float> got = run(s, in, false, 0);
   for (int64_t t = 0; t < s.tokens; ++t) {
-    for (int64_t d = 0; d < s.dim; ++d)
-      EXPECT_EQ(got.merged[static_cast<size_t>(t * 8 + d)], in.qkv[static_cast<size_t>(t % 8 * 24 + 16 + d)]);
+    for (int64_t d = 0; d < s.dim; ++d) EXPECT_EQ(got.merged[t * 8 + d], in.qkv[t % 8 * 24 + 16 + d]);
   }
   for (float x : got.d_qkv) EXPECT_TRUE(std::isfinite(x));
 }
@@ -235,7 +234,7 @@ TEST_P(VitAttention, NanStaysInItsHeadAndImage) {
   const Shape s{2, 18, 2, 8};
   Problem<float> in(s, 6, 1.0f);
   // Image 0, head 0, a query.
-  in.qkv[static_cast<size_t>(4 * 48 + 3)] = std::numeric_limits<float>::quiet_NaN();
+  in.qkv[4 * 48 + 3] = std::numeric_limits<float>::quiet_NaN();
   const Problem<float> got = run(s, in, false, 0);
   for (size_t i = 0; i < got.merged.size(); ++i)
     EXPECT_EQ(std::isnan(got.merged[i]), i / 16 == 4 && i % 16 < 8) << i;

@@ -91,7 +91,7 @@ TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
   // Small integers add exactly, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
     const RowsByWidth s{rows, 5};
-    std::vector<float> x(static_cast<size_t>(s.size())), want(5, 0.0f);
+    std::vector<float> x(s.size()), want(5, 0.0f);
     for (size_t i = 0; i < x.size(); ++i) {
       x[i] = static_cast<float>((i * 7919) % 64);
       want[i % 5] += x[i];
@@ -120,8 +120,7 @@ TEST_P(VitBias, PartialSumsOfABatchMatchThoseOfEachArray) {
                              .stride = stride};
       GW_RUN(column_sum, batch);
       CombineSums combine;
-      for (int64_t i = 0; i < kBatch; ++i)
-        combine.of[static_cast<size_t>(i)] = batch.sums(i, sums.data() + i * s.width);
+      for (int64_t i = 0; i < kBatch; ++i) combine.of[i] = batch.sums(i, sums.data() + i * s.width);
       GW_RUN(combine_sums, combine);
       all.expect_guards_intact("workspace");
       sums.expect_guards_intact("sums");

@@ -13,7 +13,7 @@ struct Result {
 };
 
 std::vector<int32_t> some_labels(int64_t rows, int64_t classes) {
-  std::vector<int32_t> labels(static_cast<size_t>(rows));
+  std::vector<int32_t> labels(rows);
   for (size_t i = 0; i < labels.size(); ++i)
     labels[i] = static_cast<int32_t>((i * 31 + 7) % static_cast<size_t>(classes));
   return labels;
@@ -170,7 +170,7 @@ TEST_P(VitCrossEntropy, InvalidLabelsGiveNanLossAndNanGradientsInTheirRowOnly) {
 TEST_P(VitCrossEntropy, NanLogitsGiveNanLossAndCountAsWrong) {
   for (int32_t at = 0; at < 5; ++at) {
     std::vector<float> logits = {9.0f, 1.0f, 0.0f, 0.0f, 0.0f};
-    logits[static_cast<size_t>(at)] = kNan;
+    logits[at] = kNan;
     for (int32_t label = 0; label < 5; ++label) {
       auto got = run(logits, {label}, 5);
       EXPECT_TRUE(std::isnan(got.totals[0])) << at << " " << label;

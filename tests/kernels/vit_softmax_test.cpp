@@ -20,7 +20,7 @@ struct Shape {
   std::vector<float> draws(uint32_t seed, float size, float padding) const {
     auto values = normal(rows * ld, seed, size);
     for (int64_t i = 0; i < std::ssize(values); ++i) {
-      if (i % ld >= width) values[static_cast<size_t>(i)] = padding;
+      if (i % ld >= width) values[i] = padding;
     }
     return values;
   }
@@ -76,7 +76,7 @@ class VitSoftmax : public OpTest {
     const auto got = x.got();
     for (int64_t i = 0; i < s.size(); ++i) {
       if (i % s.ld >= s.width) {
-        ASSERT_EQ(got[static_cast<size_t>(i)], 0.0f) << i;
+        ASSERT_EQ(got[i], 0.0f) << i;
       }
     }
   }
@@ -91,7 +91,7 @@ TEST_P(VitSoftmax, MatchesTheDoubleReferenceAndZeroesThePadding) {
 
 TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
   Shape shape{4, 20, 24};
-  std::vector<float> x(static_cast<size_t>(shape.size()), 0.0f);
+  std::vector<float> x(shape.size(), 0.0f);
   for (size_t c = 0; c < 20; ++c) {
     x[c] = 3e38f;                                                         // all equal and huge
     x[24 + c] = c == 3 ? 1e30f : -1e30f;                                  // one dominant score

@@ -20,7 +20,7 @@ TEST_P(WireFormatTestErrors, ErrorStaysWithinItsBound) {
     for (int shape = 0; shape < 8; ++shape) {
       std::vector<float> x = normal(n, 61 + shape);
       for (int64_t i = 0; i < n; ++i) {
-        float& v = x[static_cast<size_t>(i)];
+        float& v = x[i];
         const bool first = i % block == 0;
         if (shape == 1) v = std::copysign(1.0f, v);  // equal magnitudes
         if (shape >= 2 && shape < 6)

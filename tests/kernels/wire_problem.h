@@ -67,7 +67,7 @@ inline WireResult reference_result(Wire format, const WireProblem& p) {
 }
 
 inline std::vector<float> reference_decoded(Wire format, const Bytes& wire, int64_t count, float scale = 1) {
-  std::vector<float> out(static_cast<size_t>(count));
+  std::vector<float> out(count);
   format->reference_decode({.wire = wire.data(), .out = out.data(), .scale = scale, .count = count});
   return out;
 }
@@ -133,7 +133,7 @@ class WireFixture : public OpFixture {
 // Returns finite values of every magnitude.
 inline std::vector<float> wild(int64_t count, uint32_t seed) {
   std::mt19937 generator(seed);
-  std::vector<float> values(static_cast<size_t>(count));
+  std::vector<float> values(count);
   for (auto& v : values) {
     do v = bits_float(generator());
     while (!is_finite(v));

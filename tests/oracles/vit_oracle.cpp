@@ -43,12 +43,12 @@ void run(Device device, Gelu gelu, const std::string& input, const std::string& 
   const std::vector<VitParameter> parameters = vit_parameters(config);
   const ParameterLayout layout = packed_layout(parameters);
 
-  std::vector<float> weights(static_cast<size_t>(layout.elements));
+  std::vector<float> weights(layout.elements);
   for (size_t i = 0; i < parameters.size(); ++i)
     in.read(weights.data() + layout.offsets[i], parameters[i].elements());
-  std::vector<float> images(static_cast<size_t>(batch * config.channels * config.image * config.image));
+  std::vector<float> images(batch * config.channels * config.image * config.image);
   in.read(images.data(), static_cast<int64_t>(images.size()));
-  std::vector<int32_t> labels(static_cast<size_t>(batch));
+  std::vector<int32_t> labels(batch);
   in.read(labels.data(), batch);
 
   Stream stream = Stream::create(device, "oracle");

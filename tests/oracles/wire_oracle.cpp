@@ -72,7 +72,7 @@ void run(const char* path) {
       }
       for (int64_t count : {1, 5, 33, 127, 513, 4133}) {
         const std::vector<float> x = values_for(count, ++seed);
-        std::vector<uint8_t> wire(static_cast<size_t>(format->bytes(count)));
+        std::vector<uint8_t> wire(format->bytes(count));
         std::vector<float> decoded(x.size());
         const auto mode = seed % 3 == 0 ? Rounding::stochastic : Rounding::nearest;
         format->reduce_encode(

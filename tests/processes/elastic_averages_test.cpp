@@ -156,7 +156,7 @@ class Averaging {
   void average(int64_t step) {
     for (int i = 0; i < reducer_.tensors(); ++i) {
       stream_.submit([this, step, i] {
-        for (int64_t e = 0; e < kTensors[static_cast<size_t>(i)].count(); ++e) {
+        for (int64_t e = 0; e < kTensors[i].count(); ++e) {
           reducer_.gradient(i)[e] = gradient(me_.rank, step, i, e);
         }
       });
@@ -171,7 +171,7 @@ class Averaging {
     });
     for (const TensorState& s : reducer_.tensor_state()) {
       if (s.kind != kResidualKind) continue;
-      float* const to = residual_.data() + layout_.offsets[static_cast<size_t>(s.tensor)];
+      float* const to = residual_.data() + layout_.offsets[s.tensor];
       s.read(stream_, 0, std::as_writable_bytes(std::span<float>(to, static_cast<size_t>(s.count()))));
     }
     stream_.submit(
@@ -272,7 +272,7 @@ std::vector<double> sum_of_gradients(const std::map<int64_t, std::vector<int>>& 
     for (const int r : std::prev(group_from.upper_bound(step))->second) {
       for (size_t t = 0; t < kTensors.size(); ++t) {
         for (int64_t e = 0; e < kTensors[t].count(); ++e) {
-          sum[static_cast<size_t>(layout.offsets[t] + e)] += gradient(r, step, static_cast<int>(t), e);
+          sum[layout.offsets[t] + e] += gradient(r, step, static_cast<int>(t), e);
         }
       }
     }
@@ -341,11 +341,11 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
   }
   // The group of each step. The last record of a step counts, because it includes all losses.
   std::map<int64_t, std::vector<int>> group_from;
-  std::vector<int> all(static_cast<size_t>(launched));
+  std::vector<int> all(launched);
   std::iota(all.begin(), all.end(), 0);
   group_from[0] = all;
   size_t told = 0;
-  const std::string& output = ranks[static_cast<size_t>(lasting)].output;
+  const std::string& output = ranks[lasting].output;
   std::vector<int> joined;
   for (const std::string& line : lines_with("grow: ", output)) {
     const json record = json::parse(line);
@@ -404,7 +404,7 @@ Drawn draw(uint32_t seed) {
   std::mt19937 random(seed);
   const char* specs[] = {"int8", "powersgd:rank=2", "powersgd:rank=1,wire=bf16", "fp8"};
   Drawn drawn{.launched = 2 + static_cast<int>(random() % 3), .spec = specs[random() % 4]};
-  std::vector<int> there(static_cast<size_t>(drawn.launched));
+  std::vector<int> there(drawn.launched);
   std::iota(there.begin(), there.end(), 0);
   const int spared = static_cast<int>(random() % there.size());
   const size_t events = 2 + random() % 4;

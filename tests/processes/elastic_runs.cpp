@@ -279,7 +279,7 @@ Trained train(const Case& c, const std::set<int>& dead) {
   }
   trained.ranks = run_processes("TrainsElastically", all, options);
   for (int r = 0; r < all; ++r) {
-    const Outcome& rank = trained.ranks[static_cast<size_t>(r)];
+    const Outcome& rank = trained.ranks[r];
     if (c.least == 1 && !c.refused.contains(r)) {
       EXPECT_EQ(rank.exit_code, dead.contains(r) ? -1 : 0) << "rank " << r << ": " << rank.output;
     }

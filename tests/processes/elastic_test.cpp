@@ -96,7 +96,7 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
   for (int run = 0; run < runs; ++run) {
     std::mt19937 random(static_cast<uint32_t>(run));
     const int world = 3 + static_cast<int>(random() % 2);
-    std::vector<int> order(static_cast<size_t>(world));
+    std::vector<int> order(world);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
     const size_t deaths = 1 + random() % static_cast<size_t>(world - 1);

@@ -196,13 +196,12 @@ TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
   }
   const std::vector<std::string> before(contacts.begin(), contacts.end() - 1);
   const auto ignore = [](const std::string&) {};
-  for (int r = 0; r < 3; ++r) ranks[static_cast<size_t>(r)]->enter(r, before, ignore);
+  for (int r = 0; r < 3; ++r) ranks[r]->enter(r, before, ignore);
   ranks[3]->begin(1, "grown");
   ranks[3]->enter(3, contacts, ignore);
   for (const int r : {0, 1}) {
-    ranks[static_cast<size_t>(r)]->grow(
-        {.ranks = {0, 1, 2}, .name = "grown", .location = "a location", .joined = {contacts[3]}});
-    ranks[static_cast<size_t>(r)]->enter(r, contacts, ignore);
+    ranks[r]->grow({.ranks = {0, 1, 2}, .name = "grown", .location = "a location", .joined = {contacts[3]}});
+    ranks[r]->enter(r, contacts, ignore);
   }
   const Quorum::NextGroup told = ranks[2]->regroup(5s);
   EXPECT_EQ(told.ranks, (std::vector<int>{0, 1, 2}));

@@ -153,12 +153,11 @@ RANK_PROGRAM(Survives) {
     const auto start = SteadyClock::now();
     comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
     if (calls_to_live > 0) raise(SIGKILL);  // it made fewer calls
-    for (int& r : left) r = ranks[static_cast<size_t>(r)];
+    for (int& r : left) r = ranks[r];
     ranks = left;
     std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
                 comm->rank(), static_cast<int>((SteadyClock::now() - start) / 1ms));
-    if (comm->world() != static_cast<int>(ranks.size()) ||
-        ranks[static_cast<size_t>(comm->rank())] != me.rank) {
+    if (comm->world() != static_cast<int>(ranks.size()) || ranks[comm->rank()] != me.rank) {
       throw std::runtime_error("WRONG WORLD");
     }
   }
@@ -194,13 +193,13 @@ void expect_survivors(int world, const std::string& fates, const std::set<int>& 
     if (!lost.contains(r)) left.push_back(r);
   }
   for (int r = 0; r < world; ++r) {
-    SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[static_cast<size_t>(r)].output));
-    EXPECT_EQ(ranks[static_cast<size_t>(r)].output.find("WRONG"), std::string::npos);
+    SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[r].output));
+    EXPECT_EQ(ranks[r].output.find("WRONG"), std::string::npos);
     if (lost.contains(r)) {
-      EXPECT_EQ(end_of(ranks[static_cast<size_t>(r)]), "");
+      EXPECT_EQ(end_of(ranks[r]), "");
     } else {
-      EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 0);
-      EXPECT_EQ(end_of(ranks[static_cast<size_t>(r)]), fmt::format("{}", fmt::join(left, " ")));
+      EXPECT_EQ(ranks[r].exit_code, 0);
+      EXPECT_EQ(end_of(ranks[r]), fmt::format("{}", fmt::join(left, " ")));
     }
   }
 }
@@ -247,14 +246,14 @@ TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
          .options = {{"fates", fmt::format("{} before_call pause", who)}, {"regroup_ms", "20000"}}});
     print_slowest(fmt::format("{} stopped", who), ranks);
     for (int r = 0; r < 3; ++r) {
-      SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[static_cast<size_t>(r)].output));
+      SCOPED_TRACE(fmt::format("rank {}: {}", r, ranks[r].output));
       if (r != who) {
-        EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 0);
+        EXPECT_EQ(ranks[r].exit_code, 0);
         continue;
       }
       // The others may have ended by now; then the rank cannot know that they have not died.
-      EXPECT_EQ(ranks[static_cast<size_t>(r)].exit_code, 3);
-      const std::string& text = ranks[static_cast<size_t>(r)].output;
+      EXPECT_EQ(ranks[r].exit_code, 3);
+      const std::string& text = ranks[r].output;
       EXPECT_TRUE(text.find("have continued without rank") != std::string::npos ||
                   text.find("may continue without it") != std::string::npos);
     }
@@ -336,12 +335,12 @@ struct Group {
       ranks.push_back(std::make_unique<Quorum>("127.0.0.1", key));
       contacts.push_back(ranks.back()->contact());
     }
-    for (int r = 0; r < world; ++r) ranks[static_cast<size_t>(r)]->enter(r, contacts, [](const auto&) {});
+    for (int r = 0; r < world; ++r) ranks[r]->enter(r, contacts, [](const auto&) {});
   }
   // Runs the rank's part of regrouping. Returns the members, "0 2", or an error.
   std::string regroup(int rank, milliseconds time) {
     try {
-      Quorum& r = *ranks[static_cast<size_t>(rank)];
+      Quorum& r = *ranks[rank];
       auto found = r.regroup(time);
       if (found.location.empty()) r.publish(found, "a location");
       return fmt::format("{}", fmt::join(found.ranks, " "));

@@ -88,9 +88,8 @@ RANK_PROGRAM(Soaked) {
       if (fault == "aborts") comm->abort("the test says so");
       if (fault == "slow") std::this_thread::sleep_for(after);
     }
-    std::vector<float> data(static_cast<size_t>(elements));
-    for (int64_t i = 0; i < elements; ++i)
-      data[static_cast<size_t>(i)] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
+    std::vector<float> data(elements);
+    for (int64_t i = 0; i < elements; ++i) data[i] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
     Program program(comm->transport(), schedule, {data.data(), data.data(), nullptr, elements}, options);
     Buffer workspace(Device::host(), program.workspace_bytes());
     program.bind(workspace.data());
@@ -105,8 +104,7 @@ RANK_PROGRAM(Soaked) {
     stream.synchronize();
     for (int64_t i = 0; i < elements; ++i) {
       const auto sum = static_cast<float>((i * 7 + call) % 16 * (me.world * (me.world + 1) / 2));
-      if (data[static_cast<size_t>(i)] != sum)
-        throw std::runtime_error(fmt::format("WRONG DATA in call {}", call));
+      if (data[i] != sum) throw std::runtime_error(fmt::format("WRONG DATA in call {}", call));
     }
   }
   comm->barrier();
@@ -177,7 +175,7 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   ++count.runs;
   std::string trouble;
   for (int r = 0; r < world; ++r) {
-    const Outcome& o = ranks[static_cast<size_t>(r)];
+    const Outcome& o = ranks[r];
     const bool hangs = !o.ended_by_itself && !(kind.stays && r == who);
     const bool wrong = o.output.find("WRONG DATA") != std::string::npos;
     const bool crashed = o.signal != 0 && r != who && !hangs;

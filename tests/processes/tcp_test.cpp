@@ -158,7 +158,7 @@ std::string two_steps(Communicator& comm, const std::string& spec) {
     add(reducer.gradients().as<const float>(), reducer.elements());
   }
   for (const TensorState& s : reducer.tensor_state()) {
-    std::vector<float> values(static_cast<size_t>(s.count()));
+    std::vector<float> values(s.count());
     s.read(stream, 0, std::as_writable_bytes(std::span(values)));
     stream.synchronize();
     add(values.data(), s.count());

@@ -199,7 +199,7 @@ TEST(ThreadPool, CoversEveryIndexOnceForEveryGrain) {
       std::vector<std::atomic<int>> hits(static_cast<size_t>(count));
       parallel_for(count, grain, [&](int64_t begin, int64_t end) {
         EXPECT_EQ(begin % grain, 0);
-        for (int64_t i = begin; i < end; ++i) ++hits[static_cast<size_t>(i)];
+        for (int64_t i = begin; i < end; ++i) ++hits[i];
       });
       for (auto& h : hits) ASSERT_EQ(h.load(), 1);
     }

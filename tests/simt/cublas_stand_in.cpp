@@ -99,11 +99,10 @@ struct Product {
 // `row_step` and `inner_step`.
 std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin, int64_t rows, int64_t inner,
                            int64_t row_step, int64_t inner_step) {
-  std::vector<double> all(static_cast<size_t>(rows * inner));
+  std::vector<double> all(rows * inner);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t k = 0; k < inner; ++k)
-      all[static_cast<size_t>(row * inner + k)] =
-          get(data, layout.type, begin + row * row_step + k * inner_step);
+      all[row * inner + k] = get(data, layout.type, begin + row * row_step + k * inner_step);
   }
   return all;
 }

@@ -137,10 +137,10 @@ std::string describe(const Grid& grid);
 std::string describe_threads();
 
 inline Thread& current_thread() {
-  return block.threads[static_cast<size_t>(block.current)];
+  return block.threads[block.current];
 }
 inline Warp& current_warp() {
-  return block.warps[static_cast<size_t>(block.current / kWarp)];
+  return block.warps[block.current / kWarp];
 }
 inline unsigned current_bit() {
   return 1u << (block.current % kWarp);

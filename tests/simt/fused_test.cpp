@@ -135,12 +135,8 @@ class Fused {
     }
   }
   size_t shift(int rank) const { return rank % 2 == 1 ? static_cast<size_t>(c_.shift) : 0; }
-  float* data(int rank, int call) {
-    return data_[static_cast<size_t>(rank * c_.calls + call)].data() + shift(rank);
-  }
-  float* kept(int rank, int call) {
-    return kept_[static_cast<size_t>(rank * c_.calls + call)].data() + shift(rank);
-  }
+  float* data(int rank, int call) { return data_[rank * c_.calls + call].data() + shift(rank); }
+  float* kept(int rank, int call) { return kept_[rank * c_.calls + call].data() + shift(rank); }
 
   const Case c_;
   std::vector<int64_t> begin_;

@@ -41,7 +41,7 @@ class Group {
 };
 
 inline std::vector<float> values(int64_t n, uint32_t seed, float spread) {
-  std::vector<float> all(static_cast<size_t>(n));
+  std::vector<float> all(n);
   for (size_t i = 0; i < all.size(); ++i) {
     seed = seed * 1664525u + 1013904223u;
     const float x = static_cast<float>(static_cast<int32_t>(seed)) * 0x1p-31f;

@@ -73,7 +73,7 @@ GW_SWITCHES int take_next() {
       block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
   if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
   block.last_warp = warp;
-  Warp& chosen = block.warps[static_cast<size_t>(warp)];
+  Warp& chosen = block.warps[warp];
   int lane = any_bit(chosen.ready);
   chosen.ready &= ~(1u << lane);
   if (chosen.ready == 0) block.ready_warps &= ~(1u << warp);
@@ -149,7 +149,7 @@ GW_SWITCHES void switch_to(Side& target) {
 }
 
 GW_SWITCHES void switch_to_thread(int index) {
-  Thread& next = block.threads[static_cast<size_t>(index)];
+  Thread& next = block.threads[index];
   next.state = Thread::State::ready;
   block.current = index;
   threadIdx = next.index;

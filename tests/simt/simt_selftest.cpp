@@ -57,7 +57,7 @@ TEST(Simt, WarpScanIsCorrect) {
   std::vector<int> data(32);
   std::iota(data.begin(), data.end(), 1);
   launch("scan", scan_kernel, {.block = dim3(32)}, data.data());
-  for (int i = 0; i < 32; ++i) EXPECT_EQ(data[static_cast<size_t>(i)], (i + 1) * (i + 2) / 2);
+  for (int i = 0; i < 32; ++i) EXPECT_EQ(data[i], (i + 1) * (i + 2) / 2);
 }
 
 // One template with two instantiations, each with its own shared array.
@@ -75,16 +75,15 @@ __global__ void transpose_kernel(const int* in, int* out, int n) {
 
 TEST(Simt, TransposeThroughSharedMemoryIsCorrectForEveryInstantiation) {
   for (int n : {1, 7, 33}) {
-    std::vector<int> in(static_cast<size_t>(n * n)), out(in.size());
+    std::vector<int> in(n * n), out(in.size());
     std::iota(in.begin(), in.end(), 0);
     auto tiles8 = static_cast<unsigned>((n + 7) / 8), tiles16 = static_cast<unsigned>((n + 15) / 16);
     launch("transpose8", transpose_kernel<8>, {.grid = dim3(tiles8, tiles8), .block = dim3(8, 8)}, in.data(),
            out.data(), n);
-    for (int i = 0; i < n * n; ++i)
-      ASSERT_EQ(out[static_cast<size_t>(i)], in[static_cast<size_t>(i % n * n + i / n)]);
+    for (int i = 0; i < n * n; ++i) ASSERT_EQ(out[i], in[i % n * n + i / n]);
     launch("transpose16", transpose_kernel<16>, {.grid = dim3(tiles16, tiles16), .block = dim3(16, 16)},
            out.data(), in.data(), n);
-    for (int i = 0; i < n * n; ++i) ASSERT_EQ(in[static_cast<size_t>(i)], i);
+    for (int i = 0; i < n * n; ++i) ASSERT_EQ(in[i], i);
   }
 }
 

@@ -55,13 +55,13 @@ void copy_now(void* to, const void* from, int64_t count) {
 // Device memory of `count` floats of value `value`.
 float* filled(int64_t count, float value) {
   void* data = nullptr;
-  const std::vector<float> values(static_cast<size_t>(count), value);
+  const std::vector<float> values(count, value);
   EXPECT_EQ(cudaMalloc(&data, values.size() * sizeof(float)), cudaSuccess);
   copy_now(data, values.data(), count);
   return static_cast<float*>(data);
 }
 std::vector<float> read(const float* data, int64_t count) {
-  std::vector<float> values(static_cast<size_t>(count));
+  std::vector<float> values(count);
   copy_now(values.data(), data, count);
   return values;
 }

@@ -317,11 +317,10 @@ TEST_F(CublasRules, OutputsOfABatchDoNotOverlap) {
       call.c.columns = call.d.columns = call.b.columns = 2;
       call.c.ld = call.d.ld = ld, call.c.stride = call.d.stride = stride;
       call.alignment = 8;
-      std::vector<int> written(static_cast<size_t>(kBatch * stride + 2 * ld + kRows));
+      std::vector<int> written(kBatch * stride + 2 * ld + kRows);
       for (int64_t product = 0; product < kBatch; ++product) {
         for (int64_t column = 0; column < 2; ++column) {
-          for (int64_t row = 0; row < kRows; ++row)
-            ++written[static_cast<size_t>(product * stride + column * ld + row)];
+          for (int64_t row = 0; row < kRows; ++row) ++written[product * stride + column * ld + row];
         }
       }
       const bool overlap = std::ranges::any_of(written, [](int times) { return times > 1; });

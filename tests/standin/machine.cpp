@@ -73,11 +73,11 @@ int current_device() {
 }
 
 uint32_t reachable_from(int device) {
-  return machine().devices[static_cast<size_t>(device)].peers | 1u << device;
+  return machine().devices[device].peers | 1u << device;
 }
 
 CUstream_st* find_stream(cudaStream_t handle) {
-  if (handle == nullptr) return machine().devices[static_cast<size_t>(current_device())].default_stream.get();
+  if (handle == nullptr) return machine().devices[current_device()].default_stream.get();
   for (const auto& stream : machine().streams) {
     if (stream.get() == handle && !stream->destroyed) return handle;
   }
@@ -185,7 +185,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   GW_STANDIN_CALL(cudaMemGetInfo);
   const Lock lock(machine().mutex);
   *total = kDeviceBytes;
-  *free = kDeviceBytes - machine().devices[static_cast<size_t>(current_device())].used_bytes;
+  *free = kDeviceBytes - machine().devices[current_device()].used_bytes;
   return cudaSuccess;
 }
 
@@ -206,7 +206,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   if (!exists(peer) || peer == device_of_thread) return failed(cudaErrorInvalidDevice);
   if (flags != 0) return failed(cudaErrorInvalidValue);
   const Lock lock(machine().mutex);
-  uint32_t& peers = machine().devices[static_cast<size_t>(device_of_thread)].peers;
+  uint32_t& peers = machine().devices[device_of_thread].peers;
   if ((peers >> peer & 1u) != 0) return failed(cudaErrorPeerAccessAlreadyEnabled);
   peers |= 1u << peer;
   return cudaSuccess;

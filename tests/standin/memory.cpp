@@ -150,7 +150,7 @@ size_t in_pages(size_t bytes) {
 
 // Reserves addresses; they become memory with make_live().
 char* reserve(int device, size_t bytes) {
-  Device& d = machine().devices[static_cast<size_t>(device)];
+  Device& d = machine().devices[device];
   if (in_pages(bytes) > kDeviceBytes - d.used_bytes) return nullptr;
   Range& range = range_of(device);
   if (range.next + in_pages(bytes) > kRange) return nullptr;
@@ -175,7 +175,7 @@ void release(int device, char* data) {
   ranges[device].allocations.erase(at);
   set_access(data, mapped, false);
   madvise(data, mapped, MADV_DONTNEED);
-  machine().devices[static_cast<size_t>(device)].used_bytes -= mapped;
+  machine().devices[device].used_bytes -= mapped;
 }
 
 }  // namespace

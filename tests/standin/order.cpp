@@ -70,8 +70,8 @@ const Op* next_to_start(const CUstream_st& stream) {
 CUstream_st* ahead_of(const CUstream_st& stream) {
   const Op* const mine = next_to_start(stream);
   if (stream.connection < 0 || mine == nullptr) return nullptr;
-  const Device& device = machine().devices[static_cast<size_t>(stream.device)];
-  if (device.streams_of_connection[static_cast<size_t>(stream.connection)] < 2) return nullptr;
+  const Device& device = machine().devices[stream.device];
+  if (device.streams_of_connection[stream.connection] < 2) return nullptr;
   for (const auto& other : machine().streams) {
     if (other.get() == &stream || other->device != stream.device || other->connection != stream.connection)
       continue;
@@ -149,7 +149,7 @@ CUstream_st* choose() {
 }
 
 void run(Lock& lock, CUstream_st& stream) {
-  Device& device = machine().devices[static_cast<size_t>(stream.device)];
+  Device& device = machine().devices[stream.device];
   Op& op = stream.queue.front();
   stream.busy = true;
   if (device.sticky == cudaSuccess) {
@@ -288,7 +288,7 @@ void begin_running() {
 }  // namespace
 
 void connect(CUstream_st& stream) {
-  auto& streams = machine().devices[static_cast<size_t>(stream.device)].streams_of_connection;
+  auto& streams = machine().devices[stream.device].streams_of_connection;
   const auto least = std::min_element(streams.begin(), streams.begin() + machine().connections);
   ++*least;
   stream.connection = static_cast<int>(least - streams.begin());
@@ -297,9 +297,7 @@ void connect(CUstream_st& stream) {
 void drop_ended_streams() {
   std::erase_if(machine().streams, [](const auto& s) {
     if (!s->destroyed || !s->queue.empty() || s->busy) return false;
-    --machine()
-          .devices[static_cast<size_t>(s->device)]
-          .streams_of_connection[static_cast<size_t>(s->connection)];
+    --machine().devices[s->device].streams_of_connection[s->connection];
     return true;
   });
 }
@@ -338,7 +336,7 @@ void wait_for(Lock& lock, const std::shared_ptr<Ticket>& ticket) {
 
 void wait_for_device(Lock& lock, int device) {
   std::vector<std::shared_ptr<Ticket>> all;
-  Device& d = machine().devices[static_cast<size_t>(device)];
+  Device& d = machine().devices[device];
   std::vector<CUstream_st*> streams;
   for_each_stream([&](CUstream_st& stream) {
     if (stream.device == device && !stream.queue.empty()) streams.push_back(&stream);
@@ -355,9 +353,8 @@ void wait_for_device(Lock& lock, int device) {
 }
 
 void wait_until_launches_may_begin(Lock& lock, int device) {
-  order().host_changed.wait(lock, [&] {
-    return machine().devices[static_cast<size_t>(device)].frees_waiting == 0 || order().ended;
-  });
+  order().host_changed.wait(lock,
+                            [&] { return machine().devices[device].frees_waiting == 0 || order().ended; });
 }
 
 void let_other_streams_run() {

@@ -97,7 +97,7 @@ TEST_F(StandinQueues, StreamsShareNoneWhileThereAreAsManyQueues) {
     const std::lock_guard lock(standin::machine().mutex);
     const auto& used = standin::machine().devices[0].streams_of_connection;
     for (int i = 0; i < standin::kMostConnections; ++i) {
-      if (used[static_cast<size_t>(i)] > 0) queues.insert(i);
+      if (used[i] > 0) queues.insert(i);
     }
   }
   while (queues.size() < standin::kMostConnections) {

@@ -94,7 +94,7 @@ cudaError_t cudaDeviceSynchronize() {
   Lock lock(machine().mutex);
   if (const cudaError_t status = forbid_while_capturing(); status != cudaSuccess) return failed(status);
   wait_for_device(lock, current_device());
-  return failed(machine().devices[static_cast<size_t>(current_device())].sticky);
+  return failed(machine().devices[current_device()].sticky);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, unsigned) {
@@ -143,7 +143,7 @@ cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (event->capture != nullptr) return failed(cudaErrorCapturedEvent);
   if (const cudaError_t status = forbid_while_capturing(); status != cudaSuccess) return failed(status);
   if (event->ticket != nullptr && !event->ticket->done) return cudaErrorNotReady;
-  return failed(machine().devices[static_cast<size_t>(event->device)].sticky);
+  return failed(machine().devices[event->device].sticky);
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   GW_STANDIN_CALL(cudaEventSynchronize);

@@ -11,7 +11,7 @@ namespace gradwire::testing {
 inline std::vector<float> normal(int64_t count, uint32_t seed, float scale = 1.0f) {
   std::mt19937 generator(seed);
   std::normal_distribution<float> distribution(0.0f, scale);
-  std::vector<float> values(static_cast<size_t>(count));
+  std::vector<float> values(count);
   for (float& v : values) v = distribution(generator);
   return values;
 }

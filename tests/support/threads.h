@@ -12,7 +12,7 @@ namespace gradwire::testing {
 // Runs body(0) ... body(count - 1), one thread each, and waits for all of them. Returns the text of each
 // thread's exception, or "".
 inline std::vector<std::string> errors_in_threads(int count, const std::function<void(int)>& body) {
-  std::vector<std::string> errors(static_cast<size_t>(count));
+  std::vector<std::string> errors(count);
   std::vector<std::thread> threads;
   for (int i = 0; i < count; ++i) {
     threads.emplace_back([&, i] {
@@ -20,7 +20,7 @@ inline std::vector<std::string> errors_in_threads(int count, const std::function
         body(i);
       } catch (const std::exception& error) {
         const std::string text = error.what();
-        errors[static_cast<size_t>(i)] = text.empty() ? "an error without a text" : text;
+        errors[i] = text.empty() ? "an error without a text" : text;
       }
     });
   }

@@ -19,7 +19,7 @@ float expected(const std::vector<uint8_t>& pixels, int height, int width, const 
                int x, float scale, float shift) {
   const int from_y = y + draw.dy, from_x = (draw.flip ? width - 1 - x : x) + draw.dx;
   const bool inside = from_y >= 0 && from_y < height && from_x >= 0 && from_x < width;
-  const float pixel = inside ? pixels[static_cast<size_t>(from_y * width + from_x)] : 0.0f;
+  const float pixel = inside ? pixels[from_y * width + from_x] : 0.0f;
   return pixel * scale + shift;
 }
 
@@ -37,8 +37,7 @@ TEST(Augment, PixelsMatchTheFlippedCrop) {
           EXPECT_TRUE(std::isnan(to.front()) && std::isnan(to.back()));
           for (int y = 0; y < height; ++y) {
             for (int x = 0; x < width; ++x) {
-              ASSERT_EQ(to[static_cast<size_t>(1 + y * width + x)],
-                        expected(pixels, height, width, draw, y, x, 0.25f, -3.0f))
+              ASSERT_EQ(to[1 + y * width + x], expected(pixels, height, width, draw, y, x, 0.25f, -3.0f))
                   << height << "x" << width << " flip " << flip << " dy " << dy << " dx " << dx << " at " << y
                   << ", " << x;
             }
@@ -135,13 +134,13 @@ TEST(Augment, ImagesDoNotDependOnRanksBatchSizeAndFirstBatch) {
   for (const auto& [label, image] : epoch) {  // each is the plain image with the draw named by the header
     const AugmentDraw draw = draw_augmentation(kBoth, 8, 2, label, 9, 9);
     for (int64_t c = 0; c < 2; ++c) {
-      const float black = -data.mean[static_cast<size_t>(c)] / data.stddev[static_cast<size_t>(c)];
+      const float black = -data.mean[c] / data.stddev[c];
       for (int64_t y = 0; y < 9; ++y) {
         for (int64_t x = 0; x < 9; ++x) {
           const int64_t from_y = y + draw.dy, from_x = (draw.flip ? 8 - x : x) + draw.dx;
           const bool inside = from_y >= 0 && from_y < 9 && from_x >= 0 && from_x < 9;
-          ASSERT_EQ(image[static_cast<size_t>(c * 81 + y * 9 + x)],
-                    inside ? plain.at(label)[static_cast<size_t>(c * 81 + from_y * 9 + from_x)] : black);
+          ASSERT_EQ(image[c * 81 + y * 9 + x],
+                    inside ? plain.at(label)[c * 81 + from_y * 9 + from_x] : black);
         }
       }
     }

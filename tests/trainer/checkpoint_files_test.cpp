@@ -35,7 +35,7 @@ GW_INSTANTIATE_ON_DEVICES(CheckpointFiles);
 std::vector<float> weights_of(const std::string& path) {
   const auto parameters = vit_parameters(tiny_model());
   const ParameterLayout layout = packed_layout(parameters);
-  std::vector<float> values(static_cast<size_t>(layout.elements));
+  std::vector<float> values(layout.elements);
   load_weights(path, parameters, layout, true, values);
   return values;
 }
@@ -53,10 +53,10 @@ TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
     CheckpointedRank rank(comm, c, reducer_options(c));
     const Optimizer optimizer(c, rank.stream, rank.reducer.owned());
     // The value of an element is its index in the layout. The elements of other ranks are wrong here.
-    std::vector<float> mine(static_cast<size_t>(rank.layout.elements), -1.0f), moments;
+    std::vector<float> mine(rank.layout.elements, -1.0f), moments;
     for (const ElementRange& part : rank.reducer.owned()) {
       for (int64_t e = part.begin; e < part.end; ++e) {
-        mine[static_cast<size_t>(e)] = static_cast<float>(e);
+        mine[e] = static_cast<float>(e);
         moments.push_back(static_cast<float>(-e));
       }
     }
@@ -68,13 +68,13 @@ TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
     rank_state.parts = rank.reducer.owned();
     rank_state.divided = true;
     const SavedCheckpoint saved = save_checkpoint(rank_state, c, {.step = 1});
-    bytes[static_cast<size_t>(comm.rank())] = saved.bytes;
+    bytes[comm.rank()] = saved.bytes;
     if (comm.rank() != 0) return;
     const SafetensorsReader model(weights_path(saved.path)), state(state_path(saved.path, 0, kRanks));
     model.verify(true), state.verify(true);
     for (size_t i = 0; i < parameters.size(); ++i) {
       const std::string& name = parameters[i].name;
-      std::vector<float> weight(static_cast<size_t>(parameters[i].elements())), m(weight.size());
+      std::vector<float> weight(parameters[i].elements()), m(weight.size());
       model.read(*model.find(name), 0, weight);
       state.read(*state.find("optimizer.m." + name), 0, m);
       for (size_t e = 0; e < weight.size(); ++e) {

@@ -87,7 +87,7 @@ struct CheckpointedRank {
   void step(int number) {
     for (int i = 0; i < reducer.tensors(); ++i) {
       const auto seed = static_cast<uint32_t>(1000 * number + 100 * comm.rank() + i);
-      const auto gradient = normal(parameters[static_cast<size_t>(i)].elements(), seed);
+      const auto gradient = normal(parameters[i].elements(), seed);
       to_device(stream, reducer.gradient(i), std::span<const float>(gradient));
       reducer.ready(i, stream);
     }
@@ -96,7 +96,7 @@ struct CheckpointedRank {
   }
   // Returns the residuals in the model's layout.
   std::vector<float> residual() {
-    std::vector<float> all(static_cast<size_t>(layout.elements));
+    std::vector<float> all(layout.elements);
     for (const TensorState& s : reducer.tensor_state()) {
       if (s.kind != kResidualKind) continue;
       const auto values = values_of(stream, s);

@@ -113,7 +113,7 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
   auto run = [&](int world, int64_t bucket_bytes, int steps, const std::string& from) {
     TrainConfig c = config;
     c.devices.assign(static_cast<size_t>(world), Device::host());
-    std::vector<Kept> kept(static_cast<size_t>(world));
+    std::vector<Kept> kept(world);
     testing::run_ranks(world, Device::host(), [&](Communicator& comm) {
       CheckpointedRank rank(comm, c, {.bucket_bytes = bucket_bytes, .make_codec = testing::make_own_codec});
       RankState state = rank.state();
@@ -122,7 +122,7 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
       for (int step = 0; step < steps; ++step) rank.step(step);
       if (from.empty()) save_checkpoint(state, c, {.step = steps});
       for (const TensorState& s : rank.reducer.tensor_state()) {
-        std::vector<std::byte>& bytes = kept[static_cast<size_t>(comm.rank())][{s.tensor, s.kind}];
+        std::vector<std::byte>& bytes = kept[comm.rank()][{s.tensor, s.kind}];
         bytes.resize(static_cast<size_t>(s.bytes()));
         s.read(rank.stream, 0, bytes);
         rank.stream.synchronize();
@@ -159,7 +159,7 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
 std::vector<float> weights_in(const std::string& path) {
   const auto parameters = vit_parameters(tiny_model());
   const ParameterLayout layout = packed_layout(parameters);
-  std::vector<float> values(static_cast<size_t>(layout.elements));
+  std::vector<float> values(layout.elements);
   load_weights(path, parameters, layout, true, values);
   return values;
 }

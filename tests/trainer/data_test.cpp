@@ -295,7 +295,7 @@ TEST(Synthetic, ClassesAreSeparable) {
   std::vector<std::vector<double>> means(10, std::vector<double>(elements));
   for (size_t i = 0; i < data.train.labels.size(); ++i) {
     for (size_t e = 0; e < elements; ++e) {
-      means[static_cast<size_t>(data.train.labels[i])][e] += data.train.images[i * elements + e] / 50.0;
+      means[data.train.labels[i]][e] += data.train.images[i * elements + e] / 50.0;
     }
   }
   int right = 0;

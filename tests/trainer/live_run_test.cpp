@@ -25,8 +25,8 @@ WaitRecord after(int second, int late, double part) {
   WaitRecord record{.step = 100 + 25 * second, .seconds = static_cast<double>(second)};
   for (int r = 0; r < 3; ++r) {
     std::vector<double> waits(3, 0.01 * second);
-    if (r != late) waits[static_cast<size_t>(late)] += part * second;
-    waits[static_cast<size_t>(r)] = 0;
+    if (r != late) waits[late] += part * second;
+    waits[r] = 0;
     record.waited_s.push_back(waits);
   }
   return record;

@@ -232,8 +232,7 @@ TEST(Loader, ShufflingReachesEveryPlace) {
   std::vector<int> landed(kCount * kCount);
   for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
     std::vector<int64_t> order = epoch_permutation(kCount, 3, epoch);
-    for (int64_t place = 0; place < kCount; ++place)
-      ++landed[static_cast<size_t>(place * kCount + order[static_cast<size_t>(place)])];
+    for (int64_t place = 0; place < kCount; ++place) ++landed[place * kCount + order[place]];
   }
   for (int times : landed) EXPECT_NEAR(times, kEpochs / kCount, 100);  // 5 standard deviations
 }

@@ -158,8 +158,7 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   Summarizer summarizer;
   summarizer.on_run(run_info("two_shot"));
   std::vector<uint64_t> wire{400, 100, 100};  // a dense first step does not change the median
-  for (int64_t i = 0; i < 3; ++i)
-    summarizer.on_step(record_step(i, 3.0 - static_cast<double>(i), wire[static_cast<size_t>(i)]));
+  for (int64_t i = 0; i < 3; ++i) summarizer.on_step(record_step(i, 3.0 - static_cast<double>(i), wire[i]));
   summarizer.on_eval({.test_accuracy = 0.1});
   summarizer.on_eval({.test_loss = 0.3, .test_accuracy = 0.9});
   RunSummary summary = summarizer.summary(2.5);

@@ -62,7 +62,7 @@ TEST_F(SafetensorsTest, FilesMayHaveHundredsOfThousandsOfTensors) {
   for (int i = 0; i < kTensors; ++i) entries.push_back({fmt::format("t{}", i), {1}});
   SafetensorsWriter writer(path_, {}, entries);
   std::vector<float> values(kTensors);
-  for (int i = 0; i < kTensors; ++i) values[static_cast<size_t>(i)] = static_cast<float>(i);
+  for (int i = 0; i < kTensors; ++i) values[i] = static_cast<float>(i);
   writer.write(values);
   writer.finish();
   const SafetensorsReader file(path_);

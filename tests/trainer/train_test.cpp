@@ -416,12 +416,12 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   // Ends far sooner than the timeout.
   const auto reasons = testing::errors_in_threads(3, [&](int rank) {
     const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
-    RankTrainer(shared, *comms[static_cast<size_t>(rank)]).run();
+    RankTrainer(shared, *comms[rank]).run();
     if (rank != 2) return;
     for (auto& comm : comms) comm->abort("rank 2 went home");
     reports.abort("rank 2 went home");
   });
-  for (int rank : {0, 1}) testing::expect_has(reasons[static_cast<size_t>(rank)], {"rank 2 went home"});
+  for (int rank : {0, 1}) testing::expect_has(reasons[rank], {"rank 2 went home"});
 }
 
 TEST_P(TrainTest, RejectsInvalidConfigurations) {

@@ -80,7 +80,7 @@ TEST(VitInitialization, MatchesTorchvisionsDistributions) {
   config.depth = 1;
   std::vector<VitParameter> parameters = vit_parameters(config);
   ParameterLayout layout = packed_layout(parameters);
-  std::vector<float> values(static_cast<size_t>(layout.elements), -7.0f);
+  std::vector<float> values(layout.elements, -7.0f);
   vit_initialize(parameters, layout, 3, values);
   struct Moments {
     double mean, deviation, most;
@@ -89,7 +89,7 @@ TEST(VitInitialization, MatchesTorchvisionsDistributions) {
     size_t i = static_cast<size_t>(parameter_index(parameters, name));
     double n = static_cast<double>(parameters[i].elements()), sum = 0, squares = 0, most = 0;
     for (int64_t j = 0; j < parameters[i].elements(); ++j) {
-      double v = values[static_cast<size_t>(layout.offsets[i] + j)];
+      double v = values[layout.offsets[i] + j];
       sum += v, squares += v * v, most = std::max(most, std::abs(v));
     }
     return Moments{sum / n, std::sqrt(squares / n - sum / n * sum / n), most};
@@ -139,7 +139,7 @@ TEST(VitInitialization, DependsOnlyOnTheSeed) {
   auto draw = [&](uint64_t seed, int threads) {
     const int before = host_threads();
     set_host_threads(threads);
-    std::vector<float> values(static_cast<size_t>(layout.elements));
+    std::vector<float> values(layout.elements);
     vit_initialize(parameters, layout, seed, values);
     set_host_threads(before);
     return values;

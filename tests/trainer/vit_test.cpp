@@ -61,11 +61,11 @@ struct Bench {
     vit.load(weights);
     std::vector<float> pixels = normal(images.bytes() / sizeof(float), seed + 1);
     to_device(stream, images.as<float>(), std::span<const float>(pixels));
-    std::vector<int32_t> answers(static_cast<size_t>(batch));
+    std::vector<int32_t> answers(batch);
     for (size_t i = 0; i < answers.size(); ++i)
       answers[i] = static_cast<int32_t>(i * 3 + seed) % config.classes;
     to_device(stream, labels.as<int32_t>(), std::span<const int32_t>(answers));
-    std::vector<float> poison(static_cast<size_t>(layout.elements), std::numeric_limits<float>::quiet_NaN());
+    std::vector<float> poison(layout.elements, std::numeric_limits<float>::quiet_NaN());
     to_device(stream, gradients.as<float>(), std::span<const float>(poison));
   }
   // Makes all weights random, so that no gradient is zero.

@@ -89,7 +89,7 @@ TEST_F(RegisteredFormat, HasTheBitsOfABuiltInOneWithItsArithmetic) {
         p.own_position = variant % (num_inputs + 1);
         p.wire = variant != 6;
         p.in_place = variant == 5;
-        if (n > 1000) p.own[static_cast<size_t>(n / 2)] = variant % 3 == 0 ? kInf : kNan;
+        if (n > 1000) p.own[n / 2] = variant % 3 == 0 ? kInf : kNan;
         SCOPED_TRACE(fmt::format("{} n {} variant {}", spec, n, variant));
         const WireResult got = run(twin, p);
         ASSERT_EQ(static_cast<int64_t>(got.wire.size()), own->bytes(n));
