@@ -12,6 +12,8 @@
 #include <fstream>
 #include <random>
 #include <thread>
+#include <tuple>
+#include <utility>
 
 #include "collectives/net/secret.h"
 #include "runtime/util/error.h"
@@ -68,13 +70,14 @@ SteadyClock::time_point soon() {
 
 class HandshakeTest : public ::testing::Test {
  protected:
-  HandshakeTest() {
+  HandshakeTest() { reconnect(); }
+  static std::pair<Socket, Socket> connected() {
     int fds[2];
     if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) != 0)
       throw std::runtime_error("socketpair");
-    connector = Socket(fds[0]);
-    acceptor = Socket(fds[1]);
+    return {Socket(fds[0]), Socket(fds[1])};
   }
+  void reconnect() { std::tie(connector, acceptor) = connected(); }
   // Advances the challenge until there is nothing left to read.
   State settle(Challenge& challenge) {
     State state = State::waiting;
@@ -112,10 +115,7 @@ TEST_F(HandshakeTest, AcceptsTheSameSecretAndLeavesLaterBytesUnread) {
 TEST_F(HandshakeTest, BothEndsRejectAnotherSecretOrPurpose) {
   for (const Credentials& other :
        {Credentials{"another", "store"}, Credentials{"", "store"}, Credentials{credentials.key, "link 3"}}) {
-    int fds[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
-    connector = Socket(fds[0]);
-    acceptor = Socket(fds[1]);
+    reconnect();
     Challenge fresh(credentials);
     std::string why;
     std::thread thread([&] { why = introduce(connector, other, soon()); });
@@ -154,16 +154,12 @@ void relay(const Socket& a, const Socket& b) {
 TEST_F(HandshakeTest, RelaysReachTheSameListenerOnly) {
   for (const char* purpose : {"store", "data of rank 1"}) {
     const Credentials listener{"the run's secret", purpose};
-    int near[2], far[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, near), 0);
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, far), 0);
-    const Socket relay_near(near[1]), relay_far(far[0]);
-    Socket rank(near[0]);
-    acceptor = Socket(far[1]);
+    auto [rank, relay_near] = connected();
+    std::tie(connector, acceptor) = connected();
     Challenge at_listener(listener);
     std::string why = "not called";
-    std::thread between([&] { relay(relay_near, relay_far); });
-    std::thread connecting([&] {
+    std::thread between([&, &near = relay_near] { relay(near, connector); });
+    std::thread connecting([&, &rank = rank] {
       why = introduce(rank, {"the run's secret", "store"}, soon());
       if (why.empty())
         send_all(rank, "payload", soon());
@@ -187,10 +183,8 @@ TEST_F(HandshakeTest, RelaysReachTheSameListenerOnly) {
 
 TEST_F(HandshakeTest, RejectsReplayedProofs) {
   // The first time, between both ends.
-  int fds[2];
-  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
-  Socket rank(fds[0]), tap(fds[1]);
-  std::thread other([&] { introduce(rank, credentials, soon()); });
+  const auto [rank, tap] = connected();
+  std::thread other([&, &rank = rank] { introduce(rank, credentials, soon()); });
   auto relay = [](const Socket& from, const Socket& to, size_t bytes) {
     std::string text(bytes, '\0');
     EXPECT_TRUE(receive_exactly(from, text.data(), bytes, soon()));
@@ -204,9 +198,7 @@ TEST_F(HandshakeTest, RejectsReplayedProofs) {
   EXPECT_EQ(settle(challenge), State::proved);
   other.join();
   // The second time, replays the same bytes.
-  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
-  connector = Socket(fds[0]);
-  acceptor = Socket(fds[1]);
+  reconnect();
   Challenge again(credentials);
   say(greeting);
   EXPECT_EQ(again.advance(acceptor), State::waiting);
@@ -227,10 +219,7 @@ TEST_F(HandshakeTest, RejectsGarbageAtItsFirstWrongByteAndWaitsForSlowBytes) {
 TEST_F(HandshakeTest, RejectsTruncationAnywhere) {
   const std::string all = "gw-rank1" + std::string(32, 'c') + std::string(32, 'p');
   for (size_t length = 0; length < all.size(); ++length) {
-    int fds[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
-    connector = Socket(fds[0]);
-    acceptor = Socket(fds[1]);
+    reconnect();
     Challenge fresh(credentials);
     say(all.substr(0, length));
     connector.close();
@@ -241,10 +230,7 @@ TEST_F(HandshakeTest, RejectsTruncationAnywhere) {
 TEST_F(HandshakeTest, RejectsRandomBytes) {
   std::mt19937 random(1);
   for (int i = 0; i < 2000; ++i) {
-    int fds[2];
-    ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds), 0);
-    connector = Socket(fds[0]);
-    acceptor = Socket(fds[1]);
+    reconnect();
     Challenge fresh(credentials);
     std::string bytes(random() % 200, '\0');
     for (char& c : bytes) c = static_cast<char>(random());

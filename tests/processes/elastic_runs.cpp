@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <thread>
@@ -18,6 +19,7 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/util/error.h"
 #include "tests/trainer/runs.h"
+#include "trainer/checkpoint/folder.h"
 #include "trainer/config/members.h"
 #include "trainer/log/run_log.h"
 
@@ -247,6 +249,16 @@ std::vector<json> Trained::records(const std::string& type) const {
   return found;
 }
 
+std::vector<int64_t> Trained::steps_of(const std::string& type) const {
+  std::vector<int64_t> steps;
+  for (const json& record : records(type)) steps.push_back(record["step"].get<int64_t>());
+  return steps;
+}
+
+std::string Trained::checkpoint(int64_t step) const {
+  return NewCheckpoint::final_path(folder + "/saved", step);
+}
+
 std::vector<int> Trained::named(const std::string& type, const std::string& field) const {
   std::vector<int> all;
   for (const json& record : records(type)) {
@@ -303,6 +315,31 @@ void expect_steps(const Trained& trained) {
   }
   missing += trained.steps - 1 - last;
   EXPECT_LE(missing, 2 * static_cast<int64_t>(trained.records("shrink").size()));
+}
+
+std::vector<int64_t> every_step(int64_t steps) {
+  std::vector<int64_t> all(steps);
+  std::iota(all.begin(), all.end(), 0);
+  return all;
+}
+
+void expect_losses(const Trained& trained, const std::vector<double>& whole) {
+  for (const json& record : trained.records("step")) {
+    const double expected = whole.at(record["step"].get<size_t>());
+    EXPECT_NEAR(record["loss"].get<double>(), expected, 1e-4 * expected) << record;
+  }
+}
+
+void expect_checkpoints(const Trained& trained, int world, const TrainConfig& rest, int64_t step) {
+  for (int64_t s = kCheckpointEvery; s <= trained.steps; s += kCheckpointEvery) {
+    EXPECT_GT(checkpoint_world(trained.checkpoint(s)), 0) << s;
+  }
+  EXPECT_EQ(checkpoint_world(trained.checkpoint(trained.steps)), world);
+  TrainConfig resumed = rest;
+  resumed.resume = trained.checkpoint(step);
+  EXPECT_EQ(checkpoint_world(resumed.resume), static_cast<int>(rest.devices.size()));
+  RunObserver nobody;
+  run_training(resumed, tiny_data(), nobody);
 }
 
 }  // namespace gradwire::testing

@@ -72,6 +72,9 @@ struct Trained {
   std::vector<int> named(const std::string& type, const std::string& field) const;
   std::vector<int> lost() const { return named("shrink", "lost"); }
   std::vector<int> joined() const { return named("grow", "joined"); }
+  // Returns the steps in the records of one type.
+  std::vector<int64_t> steps_of(const std::string& type) const;
+  std::string checkpoint(int64_t step) const;
 };
 
 // Runs the case, whose fates kill or stop the ranks `dead`. All others must exit successfully.
@@ -80,5 +83,11 @@ Trained train(const Case& c, const std::set<int>& dead);
 // Expects each step at most once and in order. A step that all ranks had completed when a rank was lost, but
 // that was not reported yet, is missing from the log: at most two per loss.
 void expect_steps(const Trained& trained);
+// Returns 0, 1, ... steps - 1.
+std::vector<int64_t> every_step(int64_t steps);
+// Expects the losses of each reported step to be `whole`, up to the order of additions.
+void expect_losses(const Trained& trained, const std::vector<double>& whole);
+// Expects all checkpoints, the last of which has `world` ranks, and that a run resumes from that of `step`.
+void expect_checkpoints(const Trained& trained, int world, const TrainConfig& rest, int64_t step);
 
 }  // namespace gradwire::testing

@@ -10,7 +10,6 @@
 
 #include "tests/processes/elastic_runs.h"
 #include "tests/support/expect.h"
-#include "trainer/checkpoint/folder.h"
 
 namespace gradwire {
 namespace {
@@ -34,15 +33,7 @@ TEST(Elastic, FromFourToThreeToTwoRanksWithACheckpointThatLoads) {
     }
     // Rank 0 compares all ranks' weights at the end.
     EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
-    for (int64_t step = kCheckpointEvery; step <= kSteps; step += kCheckpointEvery) {
-      EXPECT_GT(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", step)), 0) << step;
-    }
-    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", kSteps)), 2);
-    TrainConfig rest = tiny_run(3, spec);
-    rest.resume = NewCheckpoint::final_path(trained.folder + "/saved", 12);
-    EXPECT_EQ(checkpoint_world(rest.resume), 3);
-    RunObserver nobody;
-    run_training(rest, tiny_data(), nobody);
+    expect_checkpoints(trained, 2, tiny_run(3, spec), 12);
   }
 }
 
@@ -53,12 +44,8 @@ TEST(Elastic, AnotherRankTakesThePlaceOfRankZero) {
   EXPECT_EQ(trained.log[0]["type"], "run");
   EXPECT_EQ(trained.records("run").size(), 1u);
   EXPECT_EQ(lines_with("end: ", trained.ranks[2].output).size(), 1u);
-  std::vector<int64_t> evaluated;
-  for (const json& record : trained.records("eval")) evaluated.push_back(record["step"].get<int64_t>());
-  EXPECT_EQ(evaluated, (std::vector<int64_t>{6, 12, 18, 24}));
-  for (int64_t step = kCheckpointEvery; step <= kSteps; step += kCheckpointEvery) {
-    EXPECT_GT(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", step)), 0) << step;
-  }
+  EXPECT_EQ(trained.steps_of("eval"), (std::vector<int64_t>{6, 12, 18, 24}));
+  expect_checkpoints(trained, 1, tiny_run(3, "int8"), 12);
 }
 
 // FP32 has no residuals, and a step has the same images, so its loss is equal up to the order of additions.
@@ -66,10 +53,7 @@ TEST(Elastic, WithoutCompressionARunThatLosesRanksTrainsLikeOneThatLosesNone) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 kill 9 0 kill"}, {0, 2});
   expect_steps(trained);
-  for (const json& record : trained.records("step")) {
-    const double expected = whole.at(record["step"].get<size_t>());
-    EXPECT_NEAR(record["loss"].get<double>(), expected, 1e-4 * expected) << record;
-  }
+  expect_losses(trained, whole);
 }
 
 TEST(Elastic, KeepLocalKeepsEachRanksBatchAndLowersTheLearningRate) {
@@ -134,18 +118,10 @@ TEST(Elastic, ShardedRunsReplayFromTheNewestCheckpointOrTheBeginning) {
               {0, 2, 3});
     EXPECT_EQ(trained.lost(), (std::vector<int>{3, 0, 2}));
     EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
-    std::vector<int64_t> back;
-    for (const json& record : trained.records("shrink")) back.push_back(record["step"].get<int64_t>());
-    EXPECT_EQ(back, (std::vector<int64_t>{0, 8, 16}));
-    const std::vector<json> steps = trained.records("step");
-    ASSERT_EQ(steps.size(), static_cast<size_t>(kSteps)) << "each step must be in the log once";
-    for (size_t i = 0; i < steps.size(); ++i) {
-      EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
-      EXPECT_NEAR(steps[i]["loss"].get<double>(), whole[i], 1e-4 * whole[i]);
-    }
-    std::vector<int64_t> evaluated;
-    for (const json& record : trained.records("eval")) evaluated.push_back(record["step"].get<int64_t>());
-    EXPECT_EQ(evaluated, (std::vector<int64_t>{6, 12, 18, 24}));
+    EXPECT_EQ(trained.steps_of("shrink"), (std::vector<int64_t>{0, 8, 16}));
+    EXPECT_EQ(trained.steps_of("step"), every_step(kSteps));
+    expect_losses(trained, whole);
+    EXPECT_EQ(trained.steps_of("eval"), (std::vector<int64_t>{6, 12, 18, 24}));
   }
 }
 
@@ -169,10 +145,9 @@ TEST(Elastic, FewerThanTheLeastEndWithAnErrorThatSaysSo) {
   const Trained trained = train({.fates = "5 1 kill", .world = 3, .least = 3, .checkpoints = "on"}, {});
   for (const size_t r : {size_t{0}, size_t{2}}) {
     EXPECT_EQ(trained.ranks[r].exit_code, 4);
-    for (const char* part : {"2 of 3 ranks are left (lost: 1), fewer than the 3 that --elastic 3:3 asks for",
-                             "/saved --resume "}) {
-      expect_has(trained.ranks[r].output, {part});
-    }
+    expect_has(trained.ranks[r].output,
+               {"2 of 3 ranks are left (lost: 1), fewer than the 3 that --elastic 3:3 asks for",
+                "/saved --resume "});
   }
 }
 

@@ -40,16 +40,8 @@ TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
     EXPECT_EQ(last["global_batch"], 32);
     // Rank 0 compares all ranks' weights at the end.
     EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
-    for (int64_t step = kCheckpointEvery; step <= trained.steps; step += kCheckpointEvery) {
-      EXPECT_GT(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", step)), 0) << step;
-    }
-    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", 12)), 2);
-    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", trained.steps)), 4);
-    TrainConfig rest = tiny_run(4, spec, trained.steps);
-    rest.resume = NewCheckpoint::final_path(trained.folder + "/saved", trained.steps - 2 * kCheckpointEvery);
-    EXPECT_EQ(checkpoint_world(rest.resume), 4);
-    RunObserver nobody;
-    run_training(rest, tiny_data(), nobody);
+    EXPECT_EQ(checkpoint_world(trained.checkpoint(12)), 2);
+    expect_checkpoints(trained, 4, tiny_run(4, spec, trained.steps), trained.steps - 2 * kCheckpointEvery);
   }
 }
 
@@ -59,10 +51,7 @@ TEST(Grow, WithoutCompressionLossesMatchARunWithoutJoiners) {
   const Trained trained = train({.spec = "fp32", .fates = "4 2 join 8 3 join", .world = 2, .steps = 40}, {});
   expect_steps(trained);
   EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
-  for (const json& record : trained.records("step")) {
-    const double expected = whole.at(record["step"].get<size_t>());
-    EXPECT_NEAR(record["loss"].get<double>(), expected, 1e-4 * expected) << record;
-  }
+  expect_losses(trained, whole);
 }
 
 // The only remaining rank has no residuals and sends nothing; with other ranks, both resume. Then it dies,
@@ -92,13 +81,9 @@ TEST(Grow, ShardedRunsReshardTheirState) {
                                   {0});
     EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
     EXPECT_EQ(trained.lost(), (std::vector<int>{0}));
-    EXPECT_EQ(checkpoint_world(NewCheckpoint::final_path(trained.folder + "/saved", 28)), 4);
-    const std::vector<json> steps = trained.records("step");
-    ASSERT_EQ(steps.size(), whole.size());
-    for (size_t i = 0; i < steps.size(); ++i) {
-      EXPECT_EQ(steps[i]["step"].get<size_t>(), i);
-      EXPECT_NEAR(steps[i]["loss"].get<double>(), whole[i], 1e-4 * whole[i]);
-    }
+    EXPECT_EQ(checkpoint_world(trained.checkpoint(28)), 4);
+    EXPECT_EQ(trained.steps_of("step"), every_step(50));
+    expect_losses(trained, whole);
   }
 }
 
