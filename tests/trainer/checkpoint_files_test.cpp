@@ -32,14 +32,6 @@ using testing::write_bytes;
 class CheckpointFiles : public testing::CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(CheckpointFiles);
 
-std::vector<float> weights_of(const std::string& path) {
-  const auto parameters = vit_parameters(tiny_model());
-  const ParameterLayout layout = packed_layout(parameters);
-  std::vector<float> values(layout.elements);
-  load_weights(path, parameters, layout, true, values);
-  return values;
-}
-
 // Each rank writes its part, and no rank needs memory for the whole.
 TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
   constexpr int kRanks = 3;
@@ -120,8 +112,8 @@ TEST_P(CheckpointFiles, InitializesARunWithTheWeightsOfACheckpoint) {
   c.checkpoint_directory = folder_.path("again");
   c.checkpoint_every = 1;
   train(c);
-  EXPECT_EQ(weights_of(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
-            weights_of(c.init));
+  EXPECT_EQ(testing::weights_in(weights_path(NewCheckpoint::final_path(folder_.path("again"), 1))),
+            testing::weights_in(c.init));
 
   VitConfig other = c.model;
   other.mlp = 24, other.depth = 2;

@@ -62,6 +62,14 @@ class CheckpointFixture : public ::testing::TestWithParam<Device> {
   const DataSplits data_ = make_synthetic(tiny_model(), 38, 10, 1);
 };
 
+inline std::vector<float> weights_in(const std::string& path) {
+  const auto parameters = vit_parameters(tiny_model());
+  const ParameterLayout layout = packed_layout(parameters);
+  std::vector<float> values(layout.elements);
+  load_weights(path, parameters, layout, true, values);
+  return values;
+}
+
 // The state that a rank of a training run saves and restores, except moments.
 struct CheckpointedRank {
   CheckpointedRank(Communicator& c, const TrainConfig& config, ReducerOptions options)

@@ -156,14 +156,6 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
   }
 }
 
-std::vector<float> weights_in(const std::string& path) {
-  const auto parameters = vit_parameters(tiny_model());
-  const ParameterLayout layout = packed_layout(parameters);
-  std::vector<float> values(layout.elements);
-  load_weights(path, parameters, layout, true, values);
-  return values;
-}
-
 // One step of plain SGD, with residuals and without: the weights differ by lr times the sum of all ranks'
 // residuals.
 TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
@@ -181,7 +173,7 @@ TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
     alone.checkpoint_directory = folder_.path(to);
     alone.checkpoint_every = 1;
     train(alone);
-    return weights_in(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
+    return testing::weights_in(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
   };
   const std::vector<float> with = one_step(checkpoint(4), "with");
   // The same checkpoint without its residuals.
