@@ -8,6 +8,7 @@
 #include <map>
 #include <random>
 
+#include "kernels/wire/formats.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/collectives/schedule_mutator.h"
 

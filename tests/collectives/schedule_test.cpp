@@ -7,7 +7,6 @@
 #include <set>
 
 #include "collectives/schedule/checker.h"
-#include "kernels/wire/formats.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/support/expect.h"

@@ -29,67 +29,79 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class PowerSgd : public testing::PowerSgdFixture {};
 
-// Random gradient, residual and Q; the gaps hold poison.
-TEST_P(PowerSgd, PassesAgreeWithTheDoubleReference) {
+// Random gradient, residual and factor; the gaps hold poison.
+TEST_P(PowerSgd, ProjectionsAgreeWithTheDoubleReference) {
   uint32_t seed = 0;
   for (const auto& c : all_powersgd_cases(GetParam())) {
-    for (bool with_residual : {true, false}) {
-      SCOPED_TRACE(std::string(c.name) + (with_residual ? ", error feedback" : ""));
+    for (int which = 0; which < 4; ++which) {
+      const bool with_residual = which % 2 == 0, onto = which >= 2;
+      SCOPED_TRACE(fmt::format("{}, {}{}", c.name, onto ? "onto P" : "of Q", with_residual ? ", ef" : ""));
       MatrixBucket b = bucket(c.shapes, c.gap);
-      auto grad = normal(b.elements, ++seed), residual = normal(b.elements, ++seed);
-      auto q = normal(b.q_elements, ++seed);
-      auto want_residual = residual, want_p = normal(b.p_elements, 1);
-      std::vector<float>* e = with_residual ? &residual : nullptr;
-      auto p = project(b, grad, e, q);
-      PowerSgdProject project_args{.table = &b.table, .grad = grad.data(), .q = q.data(), .p = want_p.data()};
-      if (with_residual) project_args.residual = want_residual.data();
-      reference::powersgd_project(project_args);
+      auto grad = normal(b.elements, ++seed), residual = normal(b.elements, ++seed), want_residual = residual;
+      const auto factor = normal(onto ? b.p_elements : b.q_elements, ++seed);
+      auto want = normal(onto ? b.q_elements : b.p_elements, 1), got = want;
+      std::vector<float>* const kept = with_residual ? &residual : nullptr;
+      float* const want_kept = with_residual ? want_residual.data() : nullptr;
+      if (onto) {
+        got = project_onto(b, grad, kept, factor);
+        PowerSgdProjectOnto args{
+            .table = &b.table, .grad = grad.data(), .p = factor.data(), .q = want.data()};
+        args.residual = want_kept;
+        reference::powersgd_project_onto(args);
+      } else {
+        got = project(b, grad, kept, factor);
+        PowerSgdProject args{.table = &b.table, .grad = grad.data(), .q = factor.data(), .p = want.data()};
+        args.residual = want_kept;
+        reference::powersgd_project(args);
+      }
       ASSERT_EQ(residual, want_residual) << "M = grad + residual is one FP32 addition";
       for (const auto& d : b.table.host()) {
         // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.
-        const int64_t p_size = int64_t{d.rows} * d.rank;
-        EXPECT_LT(
-            worst(gather(p, d.p_offset, p_size), gather(want_p, d.p_offset, p_size), std::sqrt(2.0 * d.cols)),
+        const int64_t at = onto ? d.q_offset : d.p_offset, size = int64_t{onto ? d.cols : d.rows} * d.rank;
+        ASSERT_LT(
+            worst(gather(got, at, size), gather(want, at, size), std::sqrt(2.0 * (onto ? d.rows : d.cols))),
             1e-5)
             << d.rows << " x " << d.cols;
       }
-      if (HasFailure()) return;
-      if (GetParam().simt && !with_residual) continue;  // the other passes have no residual
-
-      // A P with columns of norm about 1, as produced by orthonormalize().
-      auto basis = normal(b.p_elements, ++seed);
-      for (const auto& d : b.table.host()) {
-        for (int64_t i = 0; i < int64_t{d.rows} * d.rank; ++i)
-          basis[d.p_offset + i] /= std::sqrt(float(d.rows));
-      }
-      const auto& m = with_residual ? residual : grad;
-      auto got_q = back_project(b, m, basis, {});
-      auto want_q = normal(b.q_elements, 1);
-      reference::powersgd_back_project(
-          {.table = &b.table, .m = m.data(), .p = basis.data(), .q = want_q.data()});
-
-      auto got_grad = reconstruct(b, basis, want_q, 0.5f, {});
-      auto want_grad = normal(b.elements, 1);
-      reference::powersgd_reconstruct({.table = &b.table,
-                                       .p = basis.data(),
-                                       .q = want_q.data(),
-                                       .grad = want_grad.data(),
-                                       .scale = 0.5f});
-
-      const Pending pending{basis, want_q, {}};
-      settle(b, residual, pending);
-      reference::powersgd_settle(
-          {.table = &b.table, .residual = want_residual.data(), .pending = pending.args()});
-
-      for (const auto& d : b.table.host()) {
-        SCOPED_TRACE(fmt::format("matrix of {} x {}", d.rows, d.cols));
-        int64_t size = int64_t{d.rows} * d.cols, q_size = int64_t{d.cols} * d.rank;
-        EXPECT_LT(worst(gather(got_q, d.q_offset, q_size), gather(want_q, d.q_offset, q_size), 1.0), 2e-5);
-        EXPECT_LT(worst(gather(got_grad, d.offset, size), gather(want_grad, d.offset, size), 1.0), 1e-5);
-        EXPECT_LT(worst(gather(residual, d.offset, size), gather(want_residual, d.offset, size), 1.0), 1e-5);
-      }
-      if (HasFailure()) return;
     }
+  }
+}
+
+TEST_P(PowerSgd, OtherPassesAgreeWithTheDoubleReference) {
+  uint32_t seed = 500;
+  for (const auto& c : all_powersgd_cases(GetParam())) {
+    SCOPED_TRACE(c.name);
+    MatrixBucket b = bucket(c.shapes, c.gap);
+    const auto m = normal(b.elements, ++seed);
+    // A P with columns of norm about 1, as produced by orthonormalize().
+    auto basis = normal(b.p_elements, ++seed);
+    for (const auto& d : b.table.host()) {
+      for (int64_t i = 0; i < int64_t{d.rows} * d.rank; ++i)
+        basis[d.p_offset + i] /= std::sqrt(float(d.rows));
+    }
+    auto got_q = back_project(b, m, basis, {});
+    auto want_q = normal(b.q_elements, 1);
+    reference::powersgd_back_project(
+        {.table = &b.table, .m = m.data(), .p = basis.data(), .q = want_q.data()});
+
+    auto got_grad = reconstruct(b, basis, want_q, 0.5f, {});
+    auto want_grad = normal(b.elements, 1);
+    reference::powersgd_reconstruct(
+        {.table = &b.table, .p = basis.data(), .q = want_q.data(), .grad = want_grad.data(), .scale = 0.5f});
+
+    auto residual = m, want_residual = m;
+    const Pending pending{basis, want_q, {}};
+    settle(b, residual, pending);
+    reference::powersgd_settle(
+        {.table = &b.table, .residual = want_residual.data(), .pending = pending.args()});
+    for (const auto& d : b.table.host()) {
+      SCOPED_TRACE(fmt::format("matrix of {} x {}", d.rows, d.cols));
+      int64_t size = int64_t{d.rows} * d.cols, q_size = int64_t{d.cols} * d.rank;
+      EXPECT_LT(worst(gather(got_q, d.q_offset, q_size), gather(want_q, d.q_offset, q_size), 1.0), 2e-5);
+      EXPECT_LT(worst(gather(got_grad, d.offset, size), gather(want_grad, d.offset, size), 1.0), 1e-5);
+      EXPECT_LT(worst(gather(residual, d.offset, size), gather(want_residual, d.offset, size), 1.0), 1e-5);
+    }
+    if (HasFailure()) return;
   }
 }
 
@@ -127,31 +139,6 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
           if (std::isnan(lazy_factor[i]) && std::isnan(eager_factor[i])) continue;  // of a sum that overflows
           ASSERT_EQ(lazy_factor[i], eager_factor[i]);
         }
-      }
-    }
-  }
-}
-
-TEST_P(PowerSgd, ProjectingOntoPAgreesWithTheDoubleReference) {
-  uint32_t seed = 500;
-  for (const auto& c : all_powersgd_cases(GetParam())) {
-    for (bool with_residual : {true, false}) {
-      SCOPED_TRACE(std::string(c.name) + (with_residual ? ", error feedback" : ""));
-      MatrixBucket b = bucket(c.shapes, c.gap);
-      auto grad = normal(b.elements, ++seed), residual = normal(b.elements, ++seed);
-      auto p = normal(b.p_elements, ++seed);
-      auto want_residual = residual, want_q = normal(b.q_elements, 1);
-      auto q = project_onto(b, grad, with_residual ? &residual : nullptr, p);
-      PowerSgdProjectOnto args{.table = &b.table, .grad = grad.data(), .p = p.data(), .q = want_q.data()};
-      if (with_residual) args.residual = want_residual.data();
-      reference::powersgd_project_onto(args);
-      ASSERT_EQ(residual, want_residual) << "M = grad + residual is one FP32 addition";
-      for (const auto& d : b.table.host()) {
-        const int64_t size = int64_t{d.cols} * d.rank;
-        ASSERT_LT(
-            worst(gather(q, d.q_offset, size), gather(want_q, d.q_offset, size), std::sqrt(2.0 * d.rows)),
-            1e-5)
-            << d.rows << " x " << d.cols;
       }
     }
   }
