@@ -30,7 +30,7 @@ def commands(examples: List[str], build: str) -> None:
         assert {"result.json", "run.jsonl"} <= set(written), written
 
 
-BENCH = "tests/bench_test.py runs each command of gradwire-bench, over fewer sizes"
+BENCH = "tests/bench_test.py and tests/bench_ranks_test.py run each command, over fewer sizes"
 SESSIONS = {
     "commands": Session(0, commands, [
         "build/bin/gradwire train", "build/bin/gradwire compare ... --compression", "build/bin/gradwire top"
