@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "kernels/gemm/column_major_gemm.h"
+#include "runtime/util/error.h"
 #include "tests/kernels/gemm_operands.h"
 #include "tests/support/expect.h"
 #ifdef GRADWIRE_SIMT_TESTS
