@@ -298,9 +298,7 @@ TEST(FusedAllreduce, ReportsADeadlockWhenARankNeverArrives) {
     together.run();
     ADD_FAILURE() << "it ended";
   } catch (const simt::Failure& failure) {
-    for (const char* part : {"rank 1", "kernel 'fp32_fused_allreduce'", "deadlock", "block"}) {
-      expect_has(failure.what(), {part});
-    }
+    expect_has(failure.what(), {"rank 1", "kernel 'fp32_fused_allreduce'", "deadlock", "block"});
   }
 }
 
