@@ -34,11 +34,8 @@ class Cable(CommandTest):
             "MASTER_ADDR": ADDRESS["A"], "MASTER_PORT": "29511", "GRADWIRE_SECRET": "a secret",
             "RANK": str(rank), "WORLD_SIZE": str(world), **variables
         }
-        words = ["ip", "netns", "exec", self.prefix + host, self.program, *map(str, arguments)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                   cwd=self.folder, env=self.environment(variables))
-        self.addCleanup(lambda: (process.kill(), process.communicate()))
-        return process
+        words = ["ip", "netns", "exec", self.prefix + host, self.program, *arguments]
+        return self.spawn(*words, env=variables)
 
     def cut(self):
         subprocess.run(["ip", "-n", self.prefix + "B", "link", "set", self.prefix + "B", "down"], check=True)

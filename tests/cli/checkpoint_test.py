@@ -4,7 +4,6 @@ rejected."""
 import json
 import shutil
 import struct
-import subprocess
 import zlib
 
 from command import CommandTest, main, synthetic
@@ -96,11 +95,7 @@ class Checkpoints(CommandTest):
         # No checkpoint until the end: the folder is locked and empty on a machine of any speed.
         saving = ["--checkpoint", "saved", "--checkpoint-every", "100000", "--resume", "saved"]
         long = [word if word != "8" else "100000" for word in self.RUN]
-        first = subprocess.Popen([self.program, *long, *synthetic(), *saving], stdout=subprocess.PIPE,
-                                 text=True, env=self.environment(), cwd=self.folder)
-        self.addCleanup(lambda: (first.kill(), first.communicate()))
-        while "step 3/" not in first.stdout.readline():
-            self.assertIsNone(first.poll())
+        first = self.train_until(3, *long, *synthetic(), *saving)
         second = self.run_command("train", *synthetic(), "--steps", 8, *saving)
         self.assert_refused(second, "saved: another run writes there", f"process {first.pid} on",
                             "another folder")
@@ -113,12 +108,7 @@ class Checkpoints(CommandTest):
             "train", *synthetic(), "--compression", "int8", "--bucket-mb", "0.002", "--checkpoint", "saved",
             "--checkpoint-every", "2"
         ]
-        first = subprocess.Popen(
-            [self.program, *map(str, divided), "--shard", "full", "--ranks", "3", "--steps", "100000"],
-            stdout=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder)
-        self.addCleanup(lambda: (first.kill(), first.communicate()))
-        while "step 7/" not in first.stdout.readline():
-            self.assertIsNone(first.poll())
+        first = self.train_until(7, *divided, "--shard", "full", "--ranks", 3, "--steps", 100000)
         first.kill()
         first.wait(60)
         step = max(int(path.name.split("-")[1]) for path in (self.folder / "saved").glob("step-?????????"))

@@ -55,9 +55,31 @@ class CommandTest(unittest.TestCase):
         clean.update(more or {})
         return clean
 
+    def run_words(self, *words, env=None, **options):
+        """Runs a program in the folder. options: of subprocess.run()."""
+        return subprocess.run(list(map(str, words)), **{
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
+            "env": self.environment(env), "timeout": 240, **options
+        })
+
     def run_command(self, *arguments, env=None):
-        return subprocess.run([self.program, *map(str, arguments)], capture_output=True, text=True,
-                              env=self.environment(env), cwd=self.folder, timeout=240)
+        return self.run_words(self.program, *arguments, env=env)
+
+    def spawn(self, *words, env=None, **options):
+        """Starts a program in the folder, which ends with the test at the latest."""
+        process = subprocess.Popen(list(map(str, words)), **{
+            "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
+            "env": self.environment(env), **options
+        })
+        self.addCleanup(lambda: (process.kill(), process.communicate()))
+        return process
+
+    def train_until(self, step, *arguments):
+        """Starts a run, and returns it once it has printed this step."""
+        run = self.spawn(self.program, *arguments, stderr=None)
+        while f"step {step}/" not in run.stdout.readline():
+            self.assertIsNone(run.poll())
+        return run
 
     def start(self, world, *arguments, own=None, own_env=None, folders=None, **env):
         """Starts one process per rank, with a file rendezvous by default.
@@ -70,13 +92,12 @@ class CommandTest(unittest.TestCase):
             arguments += ("--rendezvous", f"file://{self.folder}/meeting")
         processes = []
         for rank in range(world):
-            every = self.environment({"RANK": str(rank), "WORLD_SIZE": str(world), **env,
-                                      **(own_env or {}).get(rank, {})})
-            words = [self.program, *map(str, arguments), *map(str, (own or {}).get(rank, ()))]
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                       env=every, cwd=folders[rank] if folders else self.folder)
-            self.addCleanup(lambda p=process: (p.kill(), p.communicate()))
-            processes.append(process)
+            variables = {
+                "RANK": str(rank), "WORLD_SIZE": str(world), **env, **(own_env or {}).get(rank, {})
+            }
+            processes.append(
+                self.spawn(self.program, *arguments, *(own or {}).get(rank, ()), env=variables,
+                           cwd=folders[rank] if folders else self.folder))
         return processes
 
     def records(self, name="run.jsonl"):

@@ -74,9 +74,7 @@ class Descriptors(CommandTest):
 
     def test_reports_a_full_disk_or_a_closed_pipe(self):
         with open("/dev/full", "w") as full:
-            run = subprocess.run([self.program, "train", *SYNTHETIC, "--steps", "2"], stdout=full,
-                                 stderr=subprocess.PIPE, text=True, env=self.environment(), cwd=self.folder,
-                                 timeout=240)
+            run = self.run_words(self.program, "train", *SYNTHETIC, "--steps", 2, stdout=full)
         self.assertEqual(run.returncode, 1)
         self.assertIn("standard output could not be written: its disk is full, or its reader is gone",
                       run.stderr)

@@ -5,7 +5,6 @@ import os
 import pathlib
 import shutil
 import stat
-import subprocess
 
 import targets
 from command import CommandTest, SYNTHETIC, main
@@ -42,9 +41,7 @@ class Inputs(CommandTest):
 
     def run_within(self, seconds, *arguments, program=None, **env):
         """Runs a command with a time limit, which a command that waits for a writer exceeds."""
-        return subprocess.run([program or self.program, *map(str, arguments)], capture_output=True,
-                              text=True, check=False, env=self.environment(env), cwd=self.folder,
-                              timeout=seconds)
+        return self.run_words(program or self.program, *arguments, env=env, timeout=seconds)
 
     def test_named_files(self):
         """Covers the flags and the variable that name a file."""
@@ -94,9 +91,8 @@ class Inputs(CommandTest):
                 place = self.folder / name
                 place.mkdir()
                 here = [w.replace(str(self.folder), str(place)) for w in flags]
-                result = subprocess.run([*words, "bash", "-ec", script, "bash", self.program, *here],
-                                        cwd=place, timeout=60, env=self.environment(), capture_output=True,
-                                        text=True, check=False)
+                result = self.run_words(*words, "bash", "-ec", script, "bash", self.program, *here, cwd=place,
+                                        timeout=60)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertEqual(result.stderr, "")
                 left = sorted(str(p.relative_to(place)) for p in place.rglob("*"))

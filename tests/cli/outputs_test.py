@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import tempfile
 
 import targets
@@ -102,9 +101,8 @@ class Outputs(CommandTest):
             expected, target.error = 2, "File name too long"  # of its runs' logs
             target.check = lambda _test: self.assertEqual(os.listdir(folder), [])
         command = [f"bin/{program}"] if other_user else [self.programs[program]]
-        result = subprocess.run(
-            [*target.wrapper, *command, *words, str(target.path)], cwd=self.folder, env=self.environment(),
-            capture_output=True, text=True, timeout=120, check=False, pass_fds=target.pass_fds)
+        result = self.run_words(*target.wrapper, *command, *words, target.path, timeout=120,
+                                pass_fds=target.pass_fds)
         written = None
         if kind is not targets.FullDisk:
             written = target.written(result.stdout) if expected == 0 else None
@@ -159,18 +157,14 @@ class Outputs(CommandTest):
         os.mkfifo(self.folder / "fifo")
         for name in ("schedules", "train --log") if FULL else ("schedules",):
             program, words, table = WRITERS[name]
-            result = subprocess.run([self.programs[program], *words, "fifo"], cwd=self.folder,
-                                    env=self.environment(), capture_output=True, text=True, timeout=60,
-                                    check=False)
+            result = self.run_words(self.programs[program], *words, "fifo", timeout=60)
             self.assertEqual((result.returncode, table in result.stdout), (2, False))
             self.assertIn("no process has opened this FIFO for reading within 10 s", result.stderr)
 
     def test_training_continues_when_the_reader_of_its_log_exits(self):
         read, write = os.pipe()
         flags = [*SYNTHETIC, "--steps", "2000", "--eval-every", "0"]
-        process = subprocess.Popen([self.program, "train", *flags, "--log", f"/dev/fd/{write}"],
-                                   pass_fds=(write, ), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                   text=True, cwd=self.folder, env=self.environment())
+        process = self.spawn(self.program, "train", *flags, "--log", f"/dev/fd/{write}", pass_fds=(write, ))
         os.close(write)
         os.read(read, 1)
         os.close(read)
@@ -188,11 +182,9 @@ class Outputs(CommandTest):
             'mount -t tmpfs -o size=16k none disk; "$@" || code=$?; cp disk/run.jsonl after.jsonl; exit'
             " ${code:-0}"
         )
-        result = subprocess.run([
-            "unshare", "-m", "sh", "-ec", script, "sh", self.program, "train", *SYNTHETIC, "--steps", "100",
-            "--eval-every", "0", "--log", "disk/run.jsonl", "--trace", "disk/trace.json", "--dump-gradients",
-            "99:disk/gradients"
-        ], cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=120, check=False)
+        result = self.run_words("unshare", "-m", "sh", "-ec", script, "sh", self.program, "train", *SYNTHETIC,
+                                "--steps", 100, "--eval-every", 0, "--log", "disk/run.jsonl", "--trace",
+                                "disk/trace.json", "--dump-gradients", "99:disk/gradients")
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertIn("per rank at most", result.stdout)
         self.assertNotIn("Trace of steps", result.stdout)
@@ -238,9 +230,7 @@ class Outputs(CommandTest):
                 folder = self.folder / name
                 folder.mkdir()
                 shutil.copytree(self.folder / "saved", folder / "saved")
-                result = subprocess.run(["unshare", "-m", "sh", "-ec", script], cwd=folder,
-                                        env=self.environment(), capture_output=True, text=True, timeout=120,
-                                        check=False)
+                result = self.run_words("unshare", "-m", "sh", "-ec", script, cwd=folder)
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertEqual([w for w in result.stdout.splitlines() if w.startswith("step-")], left)
                 self.assertEqual(result.stderr.count(warning), 2 if warning else 1 + len(result.stderr),
@@ -248,11 +238,7 @@ class Outputs(CommandTest):
 
     def test_two_runs_cannot_write_one_log(self):
         flags = ["train", *SYNTHETIC, "--eval-every", "0", "--log", "run.jsonl"]
-        first = subprocess.Popen([self.program, *flags, "--steps", "1000000"], stdout=subprocess.PIPE,
-                                 text=True, cwd=self.folder, env=self.environment())
-        self.addCleanup(lambda: (first.kill(), first.wait(), first.stdout.close()))
-        while "step 1/" not in first.stdout.readline():
-            self.assertIsNone(first.poll())
+        first = self.train_until(1, *flags, "--steps", 1000000)
         self.assert_refused(self.run_command(*flags, "--steps", 3), "run.jsonl",
                             "another run is writing to it")
         self.assert_refused(self.run_command(*flags, "--steps", 3, "--resume", "saved"),

@@ -255,9 +255,7 @@ class Processes(CommandTest):
         ]
         processes = self.start(2, *flags)
         self.kill(processes, 0, step=100)
-        words = [self.program, *map(str, flags), "--join", "saved/members"]
-        joiner = subprocess.run(words, capture_output=True, text=True, env=self.environment(),
-                                  cwd=self.folder, timeout=240)
+        joiner = self.run_command(*flags, "--join", "saved/members")
         self.assertEqual(joiner.returncode, 0, joiner.stderr)
         self.assertEqual(joiner.stdout,
                          "Joining the run of saved/members: waiting for its ranks to finish a step\n")
@@ -270,8 +268,7 @@ class Processes(CommandTest):
         self.assertEqual([(r["joined"], r["ranks"]) for r in records if r["type"] == "grow"], [([2], [1, 2])])
         self.assertTrue((self.folder / "saved" / "step-000001500" / "state-1-of-2.safetensors").exists())
         self.assertFalse((self.folder / "saved" / "members").exists(), "the run has ended")
-        late = subprocess.run(words, capture_output=True, text=True, env=self.environment(), cwd=self.folder,
-                              timeout=240)
+        late = self.run_command(*flags, "--join", "saved/members")
         self.assertEqual(late.returncode, 2)
         self.assertIn("saved/members: no such file; name the file that the run's --members names",
                       late.stderr)
