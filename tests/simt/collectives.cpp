@@ -117,7 +117,7 @@ const char* op_name(Op op) {
                                       "__syncthreads_and",
                                       "__syncthreads_or",
                                       "__syncthreads_count"};
-  return names[op];
+  return names[static_cast<size_t>(op)];
 }
 
 uint64_t warp_collective(Op op, unsigned mask, uint64_t value, int source, Where where) {
