@@ -1,4 +1,4 @@
-// Barriers, shuffles and votes: threads wait for the last one, which computes the results of all.
+// Barriers, shuffles and votes. Threads wait for the last thread, which computes the results of all threads.
 #include <fmt/format.h>
 
 #include <cstring>
@@ -85,7 +85,8 @@ void finish(Op op, unsigned mask, Thread* lanes) {
   }
 }
 
-// Not inlined: its strings would enlarge every waiting thread's stack frame.
+// Fails with a message about a mask that excludes the calling lane. Not inlined, because its strings would
+// enlarge every waiting thread's stack frame.
 [[noreturn, gnu::noinline]] void refuse_mask(Op op, unsigned mask, const Where& where) {
   const std::string call = fmt::format("thread {} calls {} ({}:{}) with mask {:#010x}", block.current,
                                        op_name(op), where.file, where.line, mask);
@@ -176,7 +177,7 @@ int block_collective(Op op, bool predicate, Where where) {
   block.at_barrier = block.predicates = 0;
   block.spins = 0;
   for (size_t w = 0; w < block.warps.size(); ++w) make_ready(w, block.warps[w].existing);
-  // This thread continues, so it must not be drawn again.
+  // This thread continues, so the scheduler must not draw this thread again.
   Warp& warp = current_warp();
   warp.ready &= ~current_bit();
   if (warp.ready == 0) block.ready_warps &= ~(1u << (block.current / kWarp));

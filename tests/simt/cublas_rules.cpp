@@ -6,8 +6,8 @@
 namespace gradwire::simt {
 namespace {
 
-// The table of cublasLtMatmul() for regular matrices, and that of cublasGemmEx(): its rows with types that
-// Gradwire uses. The bias is of C's type. D is of C's.
+// A row of cublasLtMatmul()'s table for regular matrices or of cublasGemmEx()'s table. The tables here have
+// only rows with types that Gradwire uses. The types of the bias and of D equal C's type.
 struct Row {
   cublasComputeType_t compute;
   cudaDataType scale, ab, c;
@@ -41,7 +41,8 @@ int64_t bytes_of(cudaDataType type) {
   return type == CUDA_R_16BF ? 2 : 4;
 }
 
-// CUBLASLT_MATRIX_LAYOUT_LD: "must be large enough so that matrix memory locations are not overlapping".
+// Returns whether the leading dimension fits the matrix. CUBLASLT_MATRIX_LAYOUT_LD: "must be large enough so
+// that matrix memory locations are not overlapping".
 bool is_possible(const LtLayout& m) {
   if (m.order != CUBLASLT_ORDER_COL && m.order != CUBLASLT_ORDER_ROW) return false;
   if (m.rows < 1 || m.columns < 1 || m.rows > kMostElements || m.columns > kMostElements || m.batch < 1)
@@ -77,7 +78,8 @@ cublasStatus_t examine_epilogue(const LtOperation& o, const LtLayout& d) {
     return CUBLAS_STATUS_INVALID_VALUE;
   if (o.has_bias() && o.bias_type != -1 && o.bias_type != d.type) return CUBLAS_STATUS_INVALID_VALUE;
   if (!o.has_aux()) return CUBLAS_STATUS_SUCCESS;
-  // CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, _LD and _BATCH_STRIDE.
+  // The documentation of CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, _LD and _BATCH_STRIDE requires these
+  // checks.
   if (o.aux_type != -1 && o.aux_type != d.type) return CUBLAS_STATUS_INVALID_VALUE;
   if (o.aux_ld % 8 != 0 || o.aux_ld < static_cast<int64_t>(d.rows)) return CUBLAS_STATUS_INVALID_VALUE;
   if (d.batch > 1 && (o.aux_stride % 8 != 0 || o.aux_stride < o.aux_ld * static_cast<int64_t>(d.columns)))
@@ -85,7 +87,7 @@ cublasStatus_t examine_epilogue(const LtOperation& o, const LtLayout& d) {
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// A cublasLtMatmulAlgo_t of the stand-in.
+// Indices of the words of the stand-in's cublasLtMatmulAlgo_t.
 enum : size_t { kMark, kKind, kAlignment, kPointerAlignment, kWorkspace };
 constexpr uint64_t kIsAlgorithm = 0x616c676f72697468;
 
@@ -104,7 +106,7 @@ uint64_t alignment_of(const void* pointer) {
   return address & (~address + 1);
 }
 
-// Each matrix of a batch is to be aligned.
+// Returns whether each matrix of a batch is aligned to `bytes` bytes.
 bool is_aligned(const void* pointer, const LtLayout& m, uint64_t bytes) {
   const int64_t between = m.batch > 1 ? m.stride * bytes_of(m.type) : 0;
   return simt::is_aligned(pointer, bytes) && static_cast<uint64_t>(between) % bytes == 0;
@@ -126,7 +128,7 @@ cublasStatus_t examine(const LtProblem& p) {
   if ((ta ? p.a.columns : p.a.rows) != p.d.rows || (tb ? p.b.rows : p.b.columns) != p.d.columns ||
       (ta ? p.a.rows : p.a.columns) != (tb ? p.b.columns : p.b.rows))
     return CUBLAS_STATUS_INVALID_VALUE;
-  // Gradwire's products are in place.
+  // The stand-in requires products in place, as Gradwire's products are.
   if (!(p.c == p.d) || outputs_overlap(p.d)) return CUBLAS_STATUS_INVALID_VALUE;
   if (!is_supported(o.compute, o.scale, p.a.type, p.b.type, p.d.type)) return CUBLAS_STATUS_NOT_SUPPORTED;
   return examine_epilogue(o, p.d);
@@ -140,7 +142,8 @@ cublasLtMatmulAlgo_t describe_algorithm(const LtProblem& problem, const LtPrefer
   made.data[kAlignment] = preference.align_a | uint64_t{preference.align_b} << 16 |
                           uint64_t{preference.align_c} << 32 | uint64_t{preference.align_d} << 48;
   made.data[kPointerAlignment] = alignment_of(o.bias) | alignment_of(o.aux) << 16;
-  made.data[kWorkspace] = preference.workspace_bytes;  // an algorithm may need all that it was promised
+  // an algorithm may use the whole workspace of the preference
+  made.data[kWorkspace] = preference.workspace_bytes;
   return made;
 }
 
@@ -154,8 +157,9 @@ uint64_t workspace_of(const cublasLtMatmulAlgo_t& algorithm) {
   return algorithm.data[kWorkspace];
 }
 
-// The heuristic's answer holds for the alignments of CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_*_BYTES. For the bias
-// and aux it takes the alignment of the pointers that the descriptor had then.
+// Checks a call's pointers against the alignments for which the heuristic was asked. For the matrices these
+// are CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_*_BYTES. For the bias and aux these are the alignments of the
+// pointers in the descriptor at that time.
 cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& pointers,
                                 const cublasLtMatmulAlgo_t& algorithm) {
   if (pointers.a == nullptr || pointers.b == nullptr || pointers.c == nullptr || pointers.d == nullptr)
@@ -168,7 +172,7 @@ cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& poin
                        is_aligned(pointers.d, problem.d, part(kAlignment, 3)) &&
                        (!o.has_bias() || is_aligned(o.bias, part(kPointerAlignment, 0))) &&
                        (!o.has_aux() || is_aligned(o.aux, part(kPointerAlignment, 1)));
-  // "workspace: must be 256B aligned"
+  // The documentation says "workspace: must be 256B aligned".
   const bool enough = pointers.workspace_bytes >= workspace_of(algorithm) &&
                       (pointers.workspace_bytes == 0 ||
                        (pointers.workspace != nullptr && is_aligned(pointers.workspace, uint64_t{256})));

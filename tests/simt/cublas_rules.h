@@ -1,9 +1,9 @@
-// Rules of cuBLAS's documentation for the stand-in (cublas_stand_in.cpp): descriptors, and the checks of a
-// call.
+// Descriptors for the stand-in (cublas_stand_in.cpp), and checks of a call against the rules in cuBLAS's
+// documentation.
 //
 // Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation (https://docs.nvidia.com/cuda/cublas/),
 // sections cublasLtMatmul(), cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t and cublasGemmEx(). Types,
-// epilogues and orders that Gradwire does not use are refused, also where the library has them.
+// epilogues and orders that Gradwire does not use are refused, even if the library supports them.
 #pragma once
 
 #include <cublasLt.h>
@@ -15,21 +15,21 @@ namespace gradwire::simt {
 
 struct LtOperation {
   cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
-  cudaDataType_t scale = CUDA_R_32F;  // of alpha and beta
+  cudaDataType_t scale = CUDA_R_32F;  // type of alpha and beta
   cublasOperation_t a = CUBLAS_OP_N, b = CUBLAS_OP_N;
   uint32_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
   const void* bias = nullptr;
-  int32_t bias_type = -1;  // -1: D's
+  int32_t bias_type = -1;  // type of the bias; -1: D's type
   int64_t bias_stride = 0;
   void* aux = nullptr;
-  int32_t aux_type = -1;  // -1: D's
+  int32_t aux_type = -1;  // type of aux; -1: D's type
   int64_t aux_ld = 0, aux_stride = 0;
 
   bool has_bias() const { return (epilogue & CUBLASLT_EPILOGUE_BIAS) != 0; }
   bool has_aux() const { return (epilogue & 128) != 0; }
   bool is_gelu() const {
     return (epilogue & (CUBLASLT_EPILOGUE_GELU | 64)) != 0;
-  }  // 64: DGELU without aux's bit
+  }  // 64 is DGELU without the bit for aux
 };
 
 struct LtLayout {
@@ -40,13 +40,14 @@ struct LtLayout {
   int64_t stride = 0;
   int32_t order = CUBLASLT_ORDER_COL;
 
-  // Elements from one row, or column, to the next.
+  // Returns the distance between neighbouring rows, in elements.
   int64_t row_step() const { return order == CUBLASLT_ORDER_COL ? 1 : ld; }
   int64_t column_step() const { return order == CUBLASLT_ORDER_COL ? ld : 1; }
   bool operator==(const LtLayout&) const = default;
 };
 
-// Workspace and alignments that an algorithm may rely on. The defaults are the library's.
+// The workspace size and the alignments, in bytes, that an algorithm may rely on. The defaults equal the
+// library's.
 struct LtPreference {
   uint64_t workspace_bytes = 0;
   uint32_t align_a = 256, align_b = 256, align_c = 256, align_d = 256;
@@ -62,21 +63,22 @@ struct LtProblem {
   const LtLayout &a, &b, &c, &d;
 };
 
-// Returns SUCCESS, or how the library would refuse a product.
+// Returns SUCCESS, or the status with which the library would refuse the product.
 cublasStatus_t examine(const LtProblem& problem);
 
 // Describes an algorithm for the problem, within the preference.
 cublasLtMatmulAlgo_t describe_algorithm(const LtProblem& problem, const LtPreference& preference);
 
-// Returns SUCCESS, or INVALID_VALUE if the algorithm is for other types, orders or epilogues.
+// Returns SUCCESS, or INVALID_VALUE if the algorithm was made for other types, orders or epilogues.
 cublasStatus_t examine_algorithm(const LtProblem& problem, const cublasLtMatmulAlgo_t& algorithm);
 uint64_t workspace_of(const cublasLtMatmulAlgo_t& algorithm);
 
-// Returns SUCCESS, or INVALID_VALUE if pointers are missing or less aligned than the algorithm may rely on.
+// Returns SUCCESS, or INVALID_VALUE if a pointer is missing or less aligned than the algorithm requires.
 cublasStatus_t examine_pointers(const LtProblem& problem, const LtPointers& pointers,
                                 const cublasLtMatmulAlgo_t& algorithm);
 
-// Returns the same for cublasGemmStridedBatchedEx: column-major `c` = op(`a`) op(`b`) + `c`.
+// Returns SUCCESS, or the status with which cublasGemmStridedBatchedEx would refuse column-major `c` =
+// op(`a`) op(`b`) + `c`.
 cublasStatus_t examine_gemm(const LtLayout& a, const LtLayout& b, const LtLayout& c,
                             cublasComputeType_t compute);
 

@@ -1,7 +1,7 @@
-// A stand-in for cuBLAS, cuBLASLt and the few calls of CUDA's runtime in kernels/gemm. It computes on the
-// host, in double, according to their documentation. It stores descriptors, so it detects missing and invalid
-// settings, and it rejects calls that the documentation excludes (cublas_rules.h). Only a GPU can tell which
-// calls the library really supports.
+// A stand-in for cuBLAS, cuBLASLt and the CUDA runtime calls in kernels/gemm. Computes on the host in double
+// precision, as the libraries' documentation specifies. Stores descriptors, and so detects missing and
+// invalid settings. Rejects calls that the documentation excludes (cublas_rules.h). Only tests on a GPU show
+// which calls the library really supports.
 #include "tests/simt/cublas_stand_in.h"
 
 #include <cublasLt.h>
@@ -43,7 +43,7 @@ LtPreference& of(cublasLtMatmulPreference_t preference) {
   return *reinterpret_cast<LtPreference*>(preference);
 }
 
-// An attribute and the member that holds it.
+// An attribute of a descriptor and the member that stores its value.
 struct Attribute {
   template <typename T>
   Attribute(int which, T& member) : which(which), member(&member), bytes(sizeof member) {}
@@ -83,7 +83,7 @@ double gelu_derivative(double x) {
   return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * std::sqrt(2.0 / M_PI) * (1.0 + 0.134145 * x * x);
 }
 
-// One product: D = alpha op(A) op(B) + beta C, followed by the epilogue.
+// A product D = alpha op(A) op(B) + beta C, followed by the epilogue.
 struct Product {
   bool transpose_a, transpose_b;
   int64_t rows, columns, inner;
@@ -95,8 +95,8 @@ struct Product {
   Layout ld;
   double alpha, beta;
 };
-// Returns the elements of a matrix as doubles, row by row: `rows` rows of `inner` elements with strides
-// `row_step` and `inner_step`.
+// Returns the elements of a matrix as doubles, row by row. The matrix has `rows` rows of `inner` elements
+// with strides `row_step` and `inner_step`.
 std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin, int64_t rows, int64_t inner,
                            int64_t row_step, int64_t inner_step) {
   std::vector<double> all(rows * inner);
@@ -106,7 +106,7 @@ std::vector<double> unpack(const void* data, const Layout& layout, int64_t begin
   }
   return all;
 }
-// Adds in a few partial sums, which the compiler can keep in vectors.
+// Returns the dot product. Uses a few partial sums, which the compiler can keep in vector registers.
 double dot(const double* a, const double* b, int64_t n) {
   constexpr int kSums = 8;
   double sums[kSums] = {};
@@ -154,7 +154,8 @@ cublasStatus_t enqueue([[maybe_unused]] const char* name, [[maybe_unused]] cudaS
 #endif
 }
 
-// Returns SUCCESS, or how the library refuses a product. Tests can refuse more.
+// Returns SUCCESS, or the status with which the library refuses a product. Also refuses biases and GELU on
+// request of a test.
 cublasStatus_t examine_product(const LtProblem& p) {
   if (const cublasStatus_t status = gradwire::simt::examine(p); status != CUBLAS_STATUS_SUCCESS)
     return status;
@@ -266,7 +267,7 @@ cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t handle, cublasLtMatmulDe
   result->workspaceSize = gradwire::simt::workspace_of(*algorithm);
   return status;
 }
-// Stricter than the library: the algorithm must be given, and the product in place.
+// Computes a product. Stricter than the library: requires an algorithm, and a product in place.
 cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc, const void* alpha,
                               const void* a, cublasLtMatrixLayout_t layout_a, const void* b,
                               cublasLtMatrixLayout_t layout_b, const void* beta, const void* c,
@@ -327,7 +328,7 @@ cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
   reinterpret_cast<Handle*>(handle)->stream = stream;
   return CUBLAS_STATUS_SUCCESS;
 }
-// Its documentation: "aligned to at least 256 bytes".
+// Checks the workspace's alignment. The documentation says "aligned to at least 256 bytes".
 cublasStatus_t cublasSetWorkspace_v2(cublasHandle_t, void* workspace, size_t) {
   return gradwire::simt::is_aligned(workspace, 256) ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
 }
@@ -383,7 +384,7 @@ const char* cublasGetStatusString(cublasStatus_t) {
   return "tests/simt/cublas_stand_in.cpp";
 }
 
-#ifndef GRADWIRE_STANDIN  // which defines these functions itself
+#ifndef GRADWIRE_STANDIN  // tests/standin defines these functions itself
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return cudaSuccess;
@@ -401,7 +402,7 @@ cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  *value = 8;  // compute capability 8.x: the smaller workspace
+  *value = 8;  // compute capability 8.x, for which the workspace is smaller
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
@@ -417,7 +418,7 @@ const char* cudaGetErrorName(cudaError_t) {
 const char* cudaGetErrorString(cudaError_t) {
   return "tests/simt/cublas_stand_in.cpp";
 }
-// Called only for GRADWIRE_TUNING.
+// Reports an active capture. Called only with GRADWIRE_TUNING.
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusActive;
   return cudaSuccess;

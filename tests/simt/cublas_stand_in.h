@@ -3,10 +3,10 @@
 
 namespace gradwire::simt {
 
-// Makes cuBLASLt have no algorithm for products with GELU, as on a GPU or for types that it does not support.
-// Plans are cached, so a product's shape should be new.
+// Makes the heuristic of cuBLASLt find no algorithm for products with GELU, as on a GPU that does not support
+// them. Tests should use a new product shape, because plans are cached.
 void refuse_gelu_epilogues(bool refuses);
-// Does the same for products with a bias.
+// Makes the heuristic find no algorithm for products with a bias.
 void refuse_biases(bool refuses);
 
 }  // namespace gradwire::simt

@@ -1,8 +1,8 @@
-// State shared by the parts of the shim's engine: the running launch and block. The engine
-// itself is compiled without sanitizers, for speed; the kernels are not.
+// State shared by the parts of the shim's engine: the running launch and the running block. The engine itself
+// is compiled without sanitizers, for speed. The kernels are compiled with sanitizers.
 //   launch.cpp         limits, schedules, saved memory, log, watchdog
-//   together.cpp       grids of several ranks side by side
-//   scheduler.cpp      fibers, and the choice of the next one
+//   together.cpp       concurrent grids of several ranks
+//   scheduler.cpp      fibers, and the choice of the next fiber
 //   collectives.cpp    barriers, shuffles, votes
 //   shared_memory.cpp  poison at block start
 #pragma once
@@ -20,7 +20,8 @@ namespace gradwire::simt {
 
 inline constexpr int kWarp = 32;
 
-// SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): good enough, and independent of the library's version.
+// Generates random numbers with SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which does not depend on the
+// version of the standard library.
 struct Random {
   uint64_t state;
   uint64_t next() {
@@ -40,25 +41,25 @@ struct AsyncCopy {
 
 struct Thread {
   enum class State : uint8_t { idle, ready, in_warp_op, in_block_op, exited };
-  State state = State::idle;  // idle: not started
+  State state = State::idle;  // idle: the thread has not started
   Op op{};
   unsigned mask = 0;
   int source = 0;
   uint64_t value = 0, result = 0;
   Where where{};
   uint3 index{};
-  std::vector<AsyncCopy> copies;  // not yet arrived
-  int groups = 0;                 // number of groups that have ended
+  std::vector<AsyncCopy> copies;  // copies that have not arrived
+  int groups = 0;                 // number of closed groups of asynchronous copies
 };
 
-// Masks of a warp's lanes. Bit i is lane i.
+// Sets of a warp's lanes. Bit i is lane i.
 struct Warp {
   unsigned existing = 0, ready = 0, in_warp_op = 0;
 };
 
-// A shared variable used by a block that has yielded to others, and its bytes until that block resumes.
+// A shared variable of a block that has yielded, and the variable's bytes until the block resumes.
 struct KeptVariable {
-  void* variable;  // in shared_memory.cpp
+  void* variable;  // points to a Variable of shared_memory.cpp
   std::vector<unsigned char> bytes;
 };
 
@@ -67,55 +68,56 @@ struct Block {
   void (*thread_main)(const void*) = nullptr;
   const void* arguments = nullptr;
   uint3 index{};
-  // Fibers of the block's threads. Blocks that are alive at the same time have separate fibers.
+  // Index of the first fiber of the block's threads. Blocks that are alive at the same time have separate
+  // fibers.
   size_t first_fiber = 0;
-  void* dynamic_memory = nullptr;  // its dynamic shared memory
-  int64_t serial = 0;              // number of the block among all blocks ever started
+  void* dynamic_memory = nullptr;  // the block's dynamic shared memory
+  int64_t serial = 0;              // number of this block among all started blocks
   std::vector<KeptVariable> shared;
   int repetition = 0;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   unsigned ready_warps = 0;
   int unfinished = 0, at_barrier = 0;
-  int predicates = 0;  // threads at the barrier with a true predicate
-  int64_t spins = 0;   // preemptions since a thread last made progress
+  int predicates = 0;  // number of threads at the barrier with a true predicate
+  int64_t spins = 0;   // number of preemptions since a thread last made progress
   Random random{0};
-  // Draw any thread, preferring the last warp for a while; otherwise favour warps in a fixed order.
+  // true: draw any thread, staying with the last warp for a while; false: favour warps in a fixed order.
   bool uniform = true;
-  int first_warp = 0;          // start of that order
-  bool downward = false;       // direction of that order
-  int last_warp = 0;           // the warp of the thread drawn last
-  bool draw_any = false;       // the next draw is uniform in either mode
-  int current = -1;            // the running thread, -1: the scheduler
-  bool abandoned = false;      // resumed threads exit
-  bool beside_others = false;  // blocks of other grids also run, and may be waited for
-  bool gives_way = false;      // the scheduler lets another block run
-  std::string failure;         // the first one wins
+  int first_warp = 0;          // first warp of the fixed order
+  bool downward = false;       // whether the fixed order is descending
+  int last_warp = 0;           // warp of the last drawn thread
+  bool draw_any = false;       // whether the next draw is uniform in either mode
+  int current = -1;            // index of the running thread; -1: the scheduler
+  bool abandoned = false;      // whether resumed threads exit
+  bool beside_others = false;  // whether blocks of other grids run concurrently
+  bool gives_way = false;      // whether the scheduler lets another block run
+  std::string failure;         // text of the first failure
 };
 extern Block block;
 
-// The word that fills shared memory in the next block: a NaN, or anything.
+// The word that fills shared memory in the next block: a NaN or a random word.
 extern uint32_t poison_word;
-extern size_t static_shared_bytes;  // of the variables declared so far by the running block
+extern size_t static_shared_bytes;  // size in bytes of the running block's variables so far
 
-// Plain loads and stores, for memory that the sanitizers would report (guards, redzones).
+// Access memory that the sanitizers would report (guards, redzones), by plain loads and stores.
 void fill_unchecked(void* data, size_t bytes, uint32_t word);
-void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only what differs
-size_t first_difference(const void* a, const void* b, size_t bytes);  // `bytes` when there is none
+void copy_unchecked(void* to, const void* from, size_t bytes);        // writes only bytes that differ
+size_t first_difference(const void* a, const void* b, size_t bytes);  // index; `bytes` if a and b are equal
 
-// Prepares `block` to begin: number, order, poisoned shared memory. Its grid, index, thread_main, arguments,
-// first_fiber and dynamic_memory are set.
+// Prepares `block` to begin: sets its number and thread order, and poisons shared memory. The caller has set
+// the block's grid, index, thread_main, arguments, first_fiber and dynamic_memory.
 void begin_block(Random& random, uint64_t way);
-// Runs the block to its end, or until it yields. Returns false if block.failure was set and its threads have
-// exited.
+// Runs the block until the block ends or yields. Returns false if the block failed: block.failure is set and
+// the block's threads have exited.
 bool run_block();
 // Makes the threads that are inside the kernel exit.
 void abandon_block();
-// Switches between two blocks that are alive: shared variables are statics, so each block's values are saved
-// while others run.
+// Switch between two blocks that are alive. Shared variables are statics, so the values of one block are
+// saved while other blocks run.
 void put_shared_away();
 void bring_shared_back();
-// The launches of several ranks that run concurrently, in one of the schedules.
+// A launch by one of several ranks whose launches run concurrently.
 struct QueuedLaunch {
   Grid grid;
   void (*thread)(const void*);
@@ -123,11 +125,12 @@ struct QueuedLaunch {
   std::vector<std::span<const std::byte>> parameters;
 };
 void run_together(const std::vector<std::vector<QueuedLaunch>>& ranks, int repetition);
-// Returns the seed of a launch's schedules.
+// Returns the random numbers for a launch's schedule.
 Random random_for(const Grid& grid, int repetition);
-// Part of each switch. The engine is compiled as one file, so all callers see the definitions.
+// Marks functions that are part of each switch. The engine is compiled as one file, so all callers see the
+// definitions.
 #define GW_SWITCHES [[gnu::always_inline]] inline
-// Switches from the running thread to the next one; returns when it is resumed.
+// Switches from the running thread to the next thread. Returns when the thread is resumed.
 GW_SWITCHES void switch_out();
 // Returns "kernel 'x', block (0,0,0) of (1,1,1), threads (64,1,1), seed 1".
 std::string describe_launch();

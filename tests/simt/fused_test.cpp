@@ -1,5 +1,5 @@
-// Allreduces over peer memory (kernels/wire/fused.h) on the CPU: the kernels of all ranks run concurrently
-// and have the bits of a two-shot by messages.
+// Allreduces over peer memory (kernels/wire/fused.h) on the CPU. The kernels of all ranks run concurrently,
+// and their results equal those of a two-shot by messages bit for bit.
 #include "kernels/wire/fused.h"
 
 #include <fmt/format.h>
@@ -27,13 +27,13 @@ struct Case {
   bool one_shot = false;
   bool residual = true;
   Rounding mode = Rounding::nearest;
-  int64_t shift = 0;  // offset of the floats from a 16-byte boundary, on odd ranks
+  int64_t shift = 0;  // offset of the floats, in elements, from a 16-byte boundary on odd ranks
   int calls = 1;
-  bool poison = false;  // NaN and huge values in each chunk
+  bool poison = false;  // whether each chunk contains NaN and huge values
 };
 
-// Returns chunk boundaries like a schedule's: multiples of the format's blocks, of unequal lengths, possibly
-// empty.
+// Returns chunk boundaries as in a schedule: multiples of the format's block size. Chunks have unequal
+// lengths and may be empty.
 std::vector<int64_t> cut(const Case& c) {
   const int64_t grain = c.wire->granularity, blocks = (c.count + grain - 1) / grain;
   std::vector<int64_t> begin;
@@ -169,13 +169,13 @@ TEST_P(FusedAllreduceTest, MatchesATwoShotByMessagesBitForBit) {
   for (bool one_shot : {false, true}) {
     for (int world = 2; world <= 8; ++world) {
       if (variant && world != 3) continue;
-      // More than one tile for a block, and a tail; chunks that are empty on some ranks; a few blocks for
-      // each.
+      // The count gives more than one tile per block and a remainder, chunks that are empty on some ranks,
+      // and a few format blocks per chunk.
       const int64_t count = slow         ? 2 * grain + 5
                             : world == 2 ? 2 * (5 * 2048 + 3 * grain) + 5
                             : world == 5 ? 3 * grain + 1
                             : world == 3 && own_kernel && !variant
-                                ? 3 * 20 * 2048 + 5  // more than is prefetched
+                                ? 3 * 20 * 2048 + 5  // more elements than are prefetched
                                 : 8 * grain + 3 * world;
       const bool stochastic = wire->stochastic && world % 2 == 0;
       OneSchedule only(slow && world != 3);
@@ -191,7 +191,7 @@ TEST_P(FusedAllreduceTest, MatchesATwoShotByMessagesBitForBit) {
   }
 }
 
-// On every rank, not only on the owner that adds the result.
+// The residuals are cleared on every rank, not only on the owner that adds up the result.
 TEST_P(FusedAllreduceTest, ClearsResidualsOfNonFiniteResultsOnAllRanks) {
   for (bool one_shot : {false, true}) {
     OneSchedule only(wire->granularity > 512);
@@ -253,8 +253,8 @@ TEST(FusedAllreduceBugs, MissingBarriersAreFound) {
   }
 }
 
-// A rank that is ahead overwrites data that others still read. (Not in two-shots of one layout: the data that
-// a rank writes first is not read last.)
+// A fast rank overwrites data that slower ranks still read. Two-shots of one layout do not have this bug,
+// because a rank does not write first the data that is read last.
 TEST(FusedAllreduceBugs, SingleBufferedPeerMemoryIsFound) {
   for (Wire wire : {kFp32, kBf16}) {
     const Case c{.wire = wire, .world = 4, .count = 4000, .one_shot = true, .calls = 4};
@@ -277,7 +277,7 @@ TEST(FusedAllreduce, ReportsAMissingRankAndEndsTheKernels) {
     a.peers.patience_ns = 2'000'000;  // each check advances the clock by 1 us
     c.wire->fused_allreduce(Stream(), a);
   }
-  OneSchedule only(true);  // the first checks are a matter of chance
+  OneSchedule only(true);  // whether the first checks fail depends on the schedule
   together.run();
   for (int r : {0, 2}) {
     EXPECT_EQ(group.report(r).missing, 2u) << "rank " << r << " waited for rank 1";

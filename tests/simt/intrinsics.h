@@ -1,6 +1,6 @@
-// Device functions that involve only the calling thread: loads and stores with cache hints, bit tricks,
-// rounding-mode arithmetic. Fast approximations (__expf) compute the accurate value; tests must allow for the
-// GPU's error.
+// Device functions that involve only the calling thread: loads and stores with cache hints, bit operations,
+// arithmetic with rounding modes. Fast approximations (__expf) compute the accurate value, so tests must also
+// allow for the GPU's error.
 #pragma once
 
 #include <math.h>
@@ -88,8 +88,8 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (shift & 31));
 }
-// Byte i of the result is byte (selector >> 4i) & 7 of the eight bytes {a, b}. Selectors with bit 3 set,
-// which replicate a sign, are not supported.
+// Returns four selected bytes: byte i of the result is byte (selector >> 4i) & 7 of the eight bytes {a, b}.
+// Does not support selectors with bit 3 set, which replicate a sign.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   uint64_t bytes = uint64_t{b} << 32 | a;
   unsigned out = 0;
@@ -174,7 +174,8 @@ inline float __double2float_rn(double x) {
   return static_cast<float>(x);
 }
 
-// CUDA's min and max accept mixed integer types, and return the other operand when one is NaN.
+// Return the minimum or maximum. As in CUDA, the types may be mixed integers, and NaN is ignored if the other
+// operand is a number.
 template <typename A, typename B>
 requires std::is_arithmetic_v<A> && std::is_arithmetic_v<B>
 constexpr std::common_type_t<A, B> min(A a, B b) {

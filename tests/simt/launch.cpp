@@ -20,8 +20,9 @@
 namespace gradwire::simt {
 namespace {
 
-constexpr size_t kMostShared = 227 * 1024;  // per block on sm_90
-constexpr unsigned kWatchdogSeconds = 280;  // below the tests' time limit, so that the kernel is named
+constexpr size_t kMostShared = 227 * 1024;  // bytes per block on sm_90
+// shorter than the tests' time limit, so that the watchdog names the kernel
+constexpr unsigned kWatchdogSeconds = 280;
 
 uint64_t from_environment(const char* name, uint64_t otherwise) {
   const char* text = std::getenv(name);
@@ -38,7 +39,8 @@ void write_text(const char* text) {
   if (write(STDERR_FILENO, text, std::strlen(text)) < 0) return;
 }
 
-// Uses write() and snprintf(), because the handlers below may not allocate.
+// Writes a message and the running kernel's name. Uses write() and snprintf(), because the signal handlers
+// below must not allocate.
 void write_running_kernel(const char* what) {
   if (block.grid == nullptr) return;
   char text[512];
@@ -78,9 +80,10 @@ void install_handlers() {
 
 // --- log ---
 
-// GRADWIRE_TEST_LOG=FILE: at exit FILE gets one line for each kernel that completed, tab-separated: where the
-// function begins in the executable (as nm prints it, hexadecimal), the name given to launch(), launches,
-// most threads in a block, most dynamic shared memory. tools/checks/check_kernel_table.py reads it.
+// Counts the launches of a kernel for the log. At exit, the file in GRADWIRE_TEST_LOG gets one tab-separated
+// line per completed kernel: start of the function in the executable (hexadecimal, as nm prints it), name
+// given to launch(), number of launches, maximum threads per block, maximum bytes of dynamic shared memory.
+// tools/checks/check_kernel_table.py reads the file.
 struct Record {
   std::string name;
   int64_t launches = 0;
@@ -122,7 +125,7 @@ void note(const Grid& grid) {
 
 // --- memory ---
 
-// All allocations to which a word of the kernel's parameters points.
+// All allocations into which a word of the kernel's parameters points.
 class Memory {
  public:
   explicit Memory(std::span<const std::span<const std::byte>> parameters) {
@@ -135,7 +138,7 @@ class Memory {
     }
   }
 
-  // Saves the result of the first schedule, and throws if a later one differs.
+  // Saves the memory after the first schedule. Throws if the memory differs after a later schedule.
   void compare(const std::string& launch) {
     for (auto& [begin, region] : regions_) {
       if (region.outcome == nullptr) {
@@ -165,7 +168,8 @@ class Memory {
     size_t bytes;
     Bytes before, outcome;
   };
-  // Most words are counts and floats, and AddressSanitizer looks up unknown addresses slowly.
+  // Returns whether the pointer's page is mapped. Filters words cheaply: most words are counts and floats,
+  // and AddressSanitizer looks up unknown addresses slowly.
   static bool is_mapped(void* pointer) {
     auto address = reinterpret_cast<uintptr_t>(pointer);
     if (address < uintptr_t{1} << 32 || address >= uintptr_t{1} << 48) return false;
@@ -221,7 +225,7 @@ uint64_t hash(const std::string& text) {
 
 void* dynamic_memory = nullptr;
 
-// Returns the size permitted by allow_dynamic_shared(). Thread-safe.
+// Returns the size in bytes permitted by allow_dynamic_shared(). Thread-safe.
 size_t allowed_shared(const void* kernel, size_t at_least = 0) {
   static std::mutex mutex;
   static auto* all = new std::map<const void*, size_t>();
@@ -230,7 +234,8 @@ size_t allowed_shared(const void* kernel, size_t at_least = 0) {
   return bytes = std::max(bytes, at_least);
 }
 
-// Checks after the block has run, when the size of its static variables is known.
+// Checks the block's shared memory size after the block has run, when the size of its static variables is
+// known.
 void check_shared(const Grid& grid) {
   const size_t total = grid.shared_bytes + static_shared_bytes;
   const char* why = nullptr;
@@ -245,8 +250,8 @@ void check_shared(const Grid& grid) {
   }
 }
 
-// Runs the blocks in the order first, first + step, ... modulo their number: each exactly once, since the
-// step and the number are coprime.
+// Runs the blocks in the order first, first + step, ... modulo the number of blocks. Runs each block exactly
+// once, since the step and the number of blocks are coprime.
 void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*), const void* arguments) {
   uint64_t count = uint64_t{grid.grid.x} * grid.grid.y * grid.grid.z;
   Random random = random_for(grid, repetition);
@@ -267,7 +272,7 @@ void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*),
   }
 }
 
-// The environment of all launches: one at a time, with handlers and a watchdog.
+// Holds the lock, the signal handlers and the watchdog of a launch. Launches run one at a time.
 class Session {
  public:
   Session() : lock_(one_at_a_time()) {
@@ -289,7 +294,7 @@ class Session {
   std::lock_guard<std::mutex> lock_;
 };
 
-// Runs every schedule from the same memory, and expects the same result.
+// Runs every schedule on the same initial memory. Expects the same memory afterwards.
 template <typename Once>
 void run_schedules(const std::string& what, std::span<const std::span<const std::byte>> parameters,
                    const Once& once) {
@@ -328,7 +333,7 @@ void run(const Grid& grid, void (*thread)(const void*), std::shared_ptr<const vo
   }
   Session session;
   struct Dynamic {
-    // Exactly the requested size, so that AddressSanitizer detects accesses past the end.
+    // Allocates exactly the requested size, so that AddressSanitizer detects accesses past the end.
     explicit Dynamic(size_t bytes) {
       if (bytes > 0 && posix_memalign(&dynamic_memory, 16, bytes) != 0) throw std::bad_alloc();
     }
@@ -390,7 +395,8 @@ int64_t launches(const std::string& kernel) {
 
 namespace gradwire::cuda {
 int multiprocessors() {
-  constexpr int kForSeveralRanks = 4;  // so that blocks of different ranks interleave in many ways
+  // number of schedules, so that blocks of different ranks interleave in many ways
+  constexpr int kForSeveralRanks = 4;
   return simt::together != nullptr ? kForSeveralRanks : simt::options().multiprocessors;
 }
 

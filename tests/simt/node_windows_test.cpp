@@ -1,7 +1,7 @@
 // Hierarchical allreduces whose ranks read each other's memory inside nodes (collectives/program/program.h),
-// on the CPU: the kernels of all ranks run concurrently and have the bits of a hierarchical schedule by
-// messages. Transfers between nodes are copies that wait for all kernels; inside a node, kernels wait only
-// for their barrier.
+// on the CPU. The kernels of all ranks run concurrently, and their results equal those of a hierarchical
+// schedule by messages bit for bit. Transfers between nodes are copies that wait for all kernels. Inside a
+// node, kernels wait only for their barrier.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ struct NodeCase {
   int64_t count = 100;
   bool residual = true;
   Rounding mode = Rounding::nearest;
-  int calls = 1;  // one after the other on the same peer memory
+  int calls = 1;  // number of successive calls on the same peer memory
   int world() const { return nodes * per_node; }
 };
 
@@ -66,7 +66,7 @@ class InNodes {
   }
 
   void run() {
-    if (c_.nodes == 1) {  // nothing is sent: all calls at once
+    if (c_.nodes == 1) {  // a single node sends no messages: one launch makes all calls
       launch([&](int r) {
         for (int call = 0; call < c_.calls; ++call) {
           parts(r, call);
@@ -156,7 +156,7 @@ class InNodes {
   void meet(int rank) {
     kFp32->fused_allreduce(Stream(), stream_barrier(groups_[node(rank)].peers[local(rank)]));
   }
-  // Encodes this rank's parts of the shards of its node's other ranks.
+  // Encodes this rank's values in the shards of the node's other ranks.
   void parts(int rank, int call) {
     for (int chunk = 0; chunk < c_.world(); ++chunk) {
       if (chunk / c_.nodes == local(rank)) continue;
@@ -170,7 +170,7 @@ class InNodes {
       c_.wire->reduce_encode(Stream(), a);
     }
   }
-  // Adds up a chunk of this rank's shard: the sum over its node or, on the owner, over all ranks.
+  // Adds up a chunk of this rank's shard over the node or, on the owner, over all ranks.
   void sum(int rank, int chunk, int call) {
     const bool final = owner(chunk) == rank;
     std::vector<std::pair<int, const void*>> from;
@@ -223,7 +223,7 @@ class InNodes {
   std::vector<Group> groups_;                                 // by node
   std::vector<TwoShot> plans_;                                // by call
   std::vector<std::vector<std::vector<float>>> data_, kept_;  // [call][rank]
-  std::vector<std::vector<std::vector<Line>>> mail_;          // [rank][chunk]: sums of nodes, for other nodes
+  std::vector<std::vector<std::vector<Line>>> mail_;  // [rank][chunk]: sums that a node sends to other nodes
 };
 
 void expect_hierarchical_bits(const NodeCase& c) {

@@ -1,4 +1,4 @@
-// Ranks whose kernels run concurrently, with their peer memory, for tests of kernels over peer memory.
+// Ranks with peer memory whose kernels run concurrently, for tests of kernels over peer memory.
 #pragma once
 
 #include <cstring>
@@ -9,13 +9,13 @@
 
 namespace gradwire::testing {
 
-// A group of ranks with their peer memory.
+// A group of ranks with peer memory.
 class Group {
  public:
   Group(int world, int64_t half_bytes) : reports_(world) {
     for (int r = 0; r < world; ++r) {
       windows_.emplace_back(static_cast<size_t>(peer_window_bytes(half_bytes)) / 16);
-      // The initial contents are arbitrary, except for the signals.
+      // The initial contents are arbitrary except for the signals.
       std::memset(windows_[r].data(), 0xff, windows_[r].size() * sizeof(Line));
       std::memset(windows_[r].data(), 0, kPeerHeaderBytes);
     }
@@ -50,7 +50,8 @@ inline std::vector<float> values(int64_t n, uint32_t seed, float spread) {
   return all;
 }
 
-// Uses a single order of the threads: blocks of thousands of values, such as top-k's, are slow here.
+// Runs launches in a single order of threads during its lifetime, because blocks of thousands of values
+// (top-k) are slow here.
 class OneSchedule {
  public:
   explicit OneSchedule(bool only) : before_(simt::options().schedules) {
@@ -62,7 +63,7 @@ class OneSchedule {
   const int before_;
 };
 
-// Plants a bug: no thread waits at barriers of this number.
+// Plants a bug during its lifetime: no thread waits at barriers of this number.
 struct Unheeded {
   explicit Unheeded(int barrier) { simt::options().unheeded_barrier = barrier; }
   ~Unheeded() { simt::options().unheeded_barrier = -1; }

@@ -1,10 +1,11 @@
-// Fibers, one per CUDA thread of a block, and the choice of the next one.
+// Fibers, one per CUDA thread of a block, and the choice of the next fiber.
 //
-// A fiber is made once and reused by all later blocks: it runs a thread of the kernel, reports that it is
-// done, and waits for the next. When a launch fails, the threads that are still inside the kernel are resumed
-// one last time and leave by an exception, so that their stacks are clean for the next launch.
+// A fiber is created once and reused by all later blocks. A fiber runs a thread of the kernel, reports the
+// end of the thread, and waits for the next thread. When a launch fails, the threads that are still inside
+// the kernel are resumed once more and exit by an exception, so that their stacks are clean for the next
+// launch.
 #include <fmt/format.h>
-#ifdef GRADWIRE_STANDIN  // without sanitizers
+#ifdef GRADWIRE_STANDIN  // compiled without sanitizers
 static void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
 static void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 #else
@@ -30,7 +31,7 @@ Block block;
 
 namespace {
 
-constexpr size_t kStackBytes = 256 * 1024;  // virtual: untouched pages cost nothing
+constexpr size_t kStackBytes = 256 * 1024;  // virtual memory: untouched pages cost nothing
 constexpr int64_t kMaxSpins = int64_t{1} << 21;
 
 struct Abandon {};
@@ -68,7 +69,7 @@ GW_SWITCHES int take_next() {
   bool draw_any = block.draw_any, any = block.uniform || draw_any;
   block.draw_any = false;
   int warp = block.last_warp;
-  // Even a uniform draw stays with a warp for a while, to reuse the cache.
+  // Even a uniform draw stays with a warp for a while, to reuse the CPU's cache.
   bool stay =
       block.uniform && !draw_any && (block.ready_warps >> warp & 1u) && block.random.next() >> 62 != 0;
   if (!stay) warp = any ? any_bit(block.ready_warps) : favoured_bit(block.ready_warps);
@@ -80,9 +81,9 @@ GW_SWITCHES int take_next() {
   return warp * kWarp + lane;
 }
 
-// One side of a switch: a fiber, or the scheduler, which runs on the stack that called launch().
+// One side of a switch: a fiber, or the scheduler, which runs on the stack of the caller of launch().
 struct Side {
-  boost::context::fiber context;  // where to resume it
+  boost::context::fiber context;  // context that resumes this side
   void* asan_stack = nullptr;
   const void* bottom = nullptr;
   size_t bytes = 0;
@@ -92,11 +93,11 @@ Side scheduler;
 Side* running = &scheduler;
 Side* came_from = nullptr;  // the side that switched to `running`
 
-// Never deleted, because idle fibers never end.
+// The sides of all fibers. Never deleted, because idle fibers never end.
 std::vector<Side*>& fibers = *new std::vector<Side*>();
 
 #ifdef GRADWIRE_STANDIN
-// Saves the engine's state between the blocks of different kernels, for a kernel that yields to others.
+// Saves the engine's state when a kernel yields to blocks of other kernels.
 class EngineState {
  public:
   EngineState() {
@@ -139,7 +140,7 @@ GW_SWITCHES void arrive(boost::context::fiber&& from, Side& self) {
   came_from->context = std::move(from);
 }
 
-// Resumes `target`; returns when something switches back.
+// Resumes `target`. Returns when another side switches back.
 GW_SWITCHES void switch_to(Side& target) {
   Side& self = *running;
   came_from = &self;
@@ -162,8 +163,8 @@ void switch_to_scheduler() {
   switch_to(scheduler);
 }
 
-// Switches away from the running thread, which cannot continue: to the next one, or to the scheduler if there
-// is none.
+// Switches from the running thread, which cannot continue, to the next thread, or to the scheduler if no
+// thread can run.
 GW_SWITCHES void hand_over() {
   if (block.ready_warps != 0 && block.failure.empty() && !block.gives_way) {
     switch_to_thread(take_next());
@@ -195,7 +196,8 @@ boost::context::fiber fiber_main(boost::context::fiber&& from) {
 void make_fibers(size_t count) {
   while (fibers.size() < count) {
     Stack memory;
-    // Staggered: stacks with the same end offset in a page would compete for a few cache sets.
+    // The stacks are staggered, because stacks with the same end offset in a page would compete for a few
+    // cache sets.
     boost::context::stack_context stack;
     stack.size = kStackBytes - fibers.size() % 61 * 256;
     stack.sp = memory.bottom + stack.size;
@@ -232,7 +234,7 @@ std::string dimensions(const dim3& d) {
   return fmt::format("({},{},{})", d.x, d.y, d.z);
 }
 
-// Formats a range: "3", or "3-7".
+// Formats a range of numbers: "3", or "3-7".
 template <typename Number>
 std::string range(Number first, Number last) {
   return last > first ? fmt::format("{}-{}", first, last) : fmt::to_string(first);
@@ -317,8 +319,8 @@ void begin_block(Random& random, uint64_t way) {
   const uint64_t warps =
       (uint64_t{block.grid->block.x} * block.grid->block.y * block.grid->block.z + kWarp - 1) / kWarp;
   block.uniform = way % 3 == 0;
-  // Warp 0 last: it often has a special part, such as reading data written by the others, that must come
-  // after them.
+  // Warp 0 runs last in this order. Warp 0 often has a special part, such as reading data written by the
+  // other warps, that must run after them.
   block.first_warp = way % 3 == 1 ? 0 : static_cast<int>(draw % warps);
   block.downward = way % 3 == 1 || (draw >> 8 & 1u);
   poison_word = draw >> 9 & 1u ? 0xffffffffu : static_cast<uint32_t>(draw >> 32);
@@ -372,7 +374,7 @@ void preempt() {
         "cannot wait for another one." +
         describe_threads());
   }
-  block.draw_any = true;  // so that a spinning thread does not starve the others
+  block.draw_any = true;  // prevents a spinning thread from starving the other threads
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();
 }

@@ -1,9 +1,9 @@
-// Poisons shared memory when a block starts; on a GPU, it holds the previous block's values.
+// Poisons shared memory when a block starts. On a GPU, shared memory holds the previous block's values.
 //
-// A `__shared__` variable is a static here. Its declaration gives only its place in the source (see the macro
-// in simt.h): a macro in front of a declaration cannot know the name. AddressSanitizer knows the rest: at
-// start-up GCC passes it the address, size and source line of every static, through __asan_register_globals.
-// The linker's --wrap lets this file see those calls.
+// A `__shared__` variable is a static here. Its declaration provides only a source location (see the macro in
+// simt.h), because a macro in front of a declaration cannot know the variable's name. AddressSanitizer knows
+// the address and size: at start-up, GCC's code passes the address, size and source line of every static to
+// __asan_register_globals. The linker's --wrap lets this file see those calls.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace gradwire::simt {
 namespace {
 
-// The layout of GCC's libsanitizer (asan_interface_internal.h, __asan_global).
+// Copies the layout of GCC's libsanitizer (asan_interface_internal.h, __asan_global).
 struct SourceLocation {
   const char* file;
   int line, column;
@@ -31,7 +31,7 @@ struct Global {
   uintptr_t odr_indicator;
 };
 
-// A plain array, because it is filled before this program's constructors run.
+// Stores the registered statics in a plain array, which is filled before this program's constructors run.
 struct Registered {
   const Global* globals;
   size_t count;
@@ -45,18 +45,19 @@ struct Instance {
   size_t bytes;
 };
 struct Variable {
-  std::vector<Instance> instances;  // one per instantiation of the template that declares it
-  int64_t poisoned_in = 0;          // serial of the block whose values are in the variables
+  std::vector<Instance> instances;  // one entry per instantiation of the declaring template
+  int64_t poisoned_in = 0;          // serial number of the last block that poisoned the variable
 };
 
-// The compiler's records are separated by redzones, which instrumented standard-library code must not read.
+// Adds the statics that are declared on a line. Redzones separate the compiler's records, so instrumented
+// standard-library code must not read them.
 void add_instances(Variable& variable, const char* file, int line) {
   for (size_t m = 0; m < module_count; ++m) {
     for (size_t i = 0; i < modules[m].count; ++i) {
       const Global& g = modules[m].globals[i];
       if (g.location == nullptr || g.location->line != line || std::strcmp(g.location->file, file) != 0)
         continue;
-      if (std::strcmp(g.name, "gw_simt_site") == 0) continue;  // the macro's static, on the same line
+      if (std::strcmp(g.name, "gw_simt_site") == 0) continue;  // the macro's own static on the same line
       Instance instance{reinterpret_cast<void*>(g.begin), g.bytes};
       variable.instances.push_back(instance);
     }
@@ -89,7 +90,7 @@ void SharedSite::enter() {
   if (variable.poisoned_in == block.serial) return;
   variable.poisoned_in = block.serial;
   if (block.beside_others) block.shared.push_back({&variable, {}});
-  size_t largest = 0;  // the instantiation is unknown
+  size_t largest = 0;  // bytes of the largest instantiation, because the entered instantiation is unknown
   for (const Instance& i : variable.instances) {
     fill_unchecked(i.data, i.bytes, poison_word);
     largest = std::max(largest, i.bytes);
@@ -126,7 +127,7 @@ extern "C" void __wrap___asan_register_globals(void* globals, uintptr_t count) {
   __real___asan_register_globals(globals, count);
 }
 
-// GCC must not turn these loops into calls of memset and memcpy, which the sanitizer checks.
+// Prevents GCC from turning loops into calls of memset and memcpy, which the sanitizer checks.
 #define GW_UNCHECKED __attribute__((noinline, optimize("no-tree-loop-distribute-patterns")))
 
 GW_UNCHECKED void fill_unchecked(void* data, size_t bytes, uint32_t word) {

@@ -1,16 +1,16 @@
-// Replaces cuda_runtime.h when g++ compiles a kernel for the CPU: CUDA's vocabulary, on top of runtime.h.
+// Replaces cuda_runtime.h when g++ compiles a kernel for the CPU. Provides CUDA's names on top of runtime.h.
 //
-// A name that is missing here does not compile, on purpose. Missing: inline PTX, textures, clusters, TMA,
-// wgmma, dynamic parallelism, cooperative groups, CUB, streams that overlap. `cudaStream_t` arguments are
-// ignored: a launch has ended when it returns. (tests/standin compiles kernels with GRADWIRE_STANDIN: there a
-// launch is enqueued on its stream.)
+// Kernels that use a missing name deliberately fail to compile. Missing: inline PTX, textures, clusters, TMA,
+// wgmma, dynamic parallelism, cooperative groups, CUB, concurrent streams. `cudaStream_t` arguments are
+// ignored, because a launch has ended when it returns. tests/standin compiles kernels with GRADWIRE_STANDIN,
+// which enqueues each launch on its stream.
 //
-// Stricter than CUDA, on purpose:
-//   - every lane named in the mask of a warp collective must reach it, on the same source line; lanes that
-//     returned early do not count as arrived;
-//   - every thread of the block must reach a __syncthreads(), and the same one;
+// The shim is deliberately stricter than CUDA:
+//   - every lane named in the mask of a warp collective must reach the collective, on the same source line;
+//     lanes that returned early do not count as arrived;
+//   - every thread of the block must reach the same __syncthreads();
 //   - 16-byte accesses are checked for alignment, arithmetic for undefined behaviour, memory for bounds;
-//   - the result may not depend on the order of threads (see runtime.h).
+//   - the result must not depend on the order of threads (see runtime.h).
 #pragma once
 
 #include <array>
@@ -41,8 +41,8 @@
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #ifdef GRADWIRE_STANDIN
-// Per thread that runs a grid: a kernel that waits for another rank's kernel does not share variables with
-// it.
+// Allocates shared variables per host thread that runs a grid, so that a kernel that waits for another rank's
+// kernel does not share variables with that kernel.
 #define __shared__ static thread_local
 #else
 #define __shared__                                                                  \
@@ -102,14 +102,15 @@ GW_SIMT_REDUCE(__reduce_or_sync, bit_or, unsigned)
 GW_SIMT_REDUCE(__reduce_xor_sync, bit_xor, unsigned)
 #undef GW_SIMT_REDUCE
 
-// CUDA does not specify which lanes run together; here, all lanes that have not returned.
+// Returns all lanes that have not returned. CUDA does not specify which lanes run together.
 inline unsigned __activemask() {
   return ::gradwire::simt::lanes_alive();
 }
 
 namespace gradwire::simt {
 
-// cp.async. Checks both addresses now, and leaves garbage in the shared one until the copy happens.
+// Begins an asynchronous copy (cp.async). Checks both addresses immediately, and fills the shared destination
+// with garbage until the copy completes.
 inline void begin_copy(void* to, const void* from, int bytes) {
   const auto address = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (address % static_cast<uintptr_t>(bytes) != 0)
@@ -121,8 +122,8 @@ inline void begin_copy(void* to, const void* from, int bytes) {
   keep_copy(to, from, bytes);
 }
 
-// Uses bit_cast: with AddressSanitizer, taking a local variable's address adds a stack frame to the most
-// frequent functions.
+// Converts a value to a word. Uses bit_cast, because with AddressSanitizer, taking a local variable's address
+// adds a stack frame to the most frequently called functions.
 template <typename T>
 uint64_t to_word(T value) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8),
@@ -133,8 +134,8 @@ uint64_t to_word(T value) {
     return std::bit_cast<uint64_t>(value);
 }
 
-// `source` is the lane to read, `valid` whether it is in the caller's segment; otherwise the lane reads its
-// own value.
+// Returns the value of lane `source`. `valid` says whether that lane is in the caller's segment; otherwise
+// the lane reads its own value.
 template <typename T>
 T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
   constexpr Op op = sizeof(T) == 4 ? Op::shuffle4 : Op::shuffle8;
@@ -145,7 +146,8 @@ T shuffle(unsigned mask, T value, int source, bool valid, Where where) {
     return std::bit_cast<T>(word);
 }
 
-// Not inlined: its text would give AddressSanitizer a frame to poison in every shuffle.
+// Fails with a message about an invalid width. Not inlined, because its text would give AddressSanitizer a
+// frame to poison in every shuffle.
 [[noreturn, gnu::noinline]] inline void refuse_width(int width) {
   fail("shuffle with width " + std::to_string(width) + "; it must be a power of two up to 32");
 }
@@ -194,8 +196,9 @@ unsigned __match_all_sync(unsigned mask, T value, int* all_equal, GW_SIMT_HERE) 
 
 // --- atomics ---
 
-// One thread runs at a time, so each atomic is a plain update, after which another thread may run. Overloads
-// exist for CUDA's types only: a 64-bit `unsigned long`, which nvcc would reject, is also rejected here.
+// Defines an atomic operation as a plain update, since one thread runs at a time. Another thread may run
+// after the update. Overloads exist for CUDA's types only, so a 64-bit `unsigned long`, which nvcc would
+// reject, is also rejected here.
 #define GW_SIMT_ATOMIC(name, T, expression) \
   inline T name(T* address, T value) {      \
     T old = *address;                       \
@@ -221,7 +224,7 @@ GW_SIMT_ATOMIC_INTEGERS(atomicOr, old | value)
 GW_SIMT_ATOMIC_INTEGERS(atomicXor, old ^ value)
 GW_SIMT_ATOMIC_INTEGERS(atomicExch, value)
 GW_SIMT_ATOMIC(atomicExch, float, value)
-// Counts up to `value` and restarts at 0.
+// Counts up to `value` and then restarts at 0.
 GW_SIMT_ATOMIC(atomicInc, unsigned, old >= value ? 0u : old + 1u)
 #undef GW_SIMT_ATOMIC
 #undef GW_SIMT_ATOMIC_INTEGERS

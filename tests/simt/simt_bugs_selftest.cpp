@@ -1,4 +1,4 @@
-// Tests of the shim: each kind of planted bug is detected.
+// Tests that the shim detects each kind of planted bug.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -20,7 +20,7 @@ __device__ float warp_sum(float v) {
   return v;
 }
 
-// Returns the text of the Failure that `body` throws, "" if it throws none.
+// Returns the text of the Failure that `body` throws, or "" if `body` throws none.
 std::string failure_of(const std::function<void()>& body) {
   try {
     body();
@@ -30,7 +30,7 @@ std::string failure_of(const std::function<void()>& body) {
   return "";
 }
 
-// With each of ten seeds: detection must not depend on luck.
+// Returns the failures with each of ten seeds, so that detection does not depend on luck.
 std::vector<std::string> failures_of(const std::function<void()>& body) {
   std::vector<std::string> texts;
   uint64_t before = options().seed;
@@ -39,7 +39,8 @@ std::vector<std::string> failures_of(const std::function<void()>& body) {
   return texts;
 }
 
-// A shared array is written, then read by other threads; the bug is a missing barrier in between.
+// Writes a shared array, then reads elements that other threads wrote. The bug is a missing barrier between
+// the writes and the reads.
 __global__ void reverse_kernel(int* data, bool with_barrier) {
   __shared__ int copy[64];
   copy[threadIdx.x] = data[threadIdx.x];
@@ -59,7 +60,7 @@ TEST(SimtCatches, MissingBarrier) {
   for (const auto& text : run(false)) expect_has(text, {"reverse", "depends on the order", "parameter 0"});
 }
 
-// The missing barrier is at the end of a loop: a fast warp overwrites data that a slow one has yet to read.
+// Omits a barrier at the end of a loop, so a fast warp overwrites data that a slow warp has not read yet.
 __global__ void rounds_kernel(const float* x, float* out, bool with_second_barrier) {
   __shared__ float partial[4];
   for (int round = 0; round < 3; ++round) {
@@ -100,7 +101,8 @@ TEST(SimtCatches, UninitializedSharedValueInEveryBlock) {
   };
   run(true);
   EXPECT_EQ(out, std::vector<float>(64, 1.0f));
-  // Either two schedules differ, or the result is poison: never the values of the previous launch.
+  // Either two schedules differ, or the result is poison. The result never contains values of the previous
+  // launch.
   for (const auto& text : failures_of([&] { run(false); })) {
     if (!text.empty()) continue;
     EXPECT_NE(out[4], 1.0f);
@@ -241,7 +243,8 @@ __global__ void static_shared_kernel(int* out) {
   if (threadIdx.x == 0) *out = kept[31];
 }
 
-// Static and dynamic shared memory count together: 48 KB without permission, 227 KB with permission.
+// Checks that static and dynamic shared memory count together. The limit is 48 KB without permission and 227
+// KB with permission.
 TEST(SimtCatches, SharedMemorySizesThatCudaRejects) {
   int out = 0;
   const auto without_permission = [&](size_t bytes) {

@@ -1,4 +1,4 @@
-// Tests of the shim: correct kernels give correct results. simt_bugs_selftest.cpp plants bugs.
+// Tests that correct kernels give correct results in the shim. simt_bugs_selftest.cpp plants bugs.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -60,7 +60,7 @@ TEST(Simt, WarpScanIsCorrect) {
   for (int i = 0; i < 32; ++i) EXPECT_EQ(data[i], (i + 1) * (i + 2) / 2);
 }
 
-// One template with two instantiations, each with its own shared array.
+// Uses a shared array in a template with two instantiations, each of which has its own array.
 template <int kTile>
 __global__ void transpose_kernel(const int* in, int* out, int n) {
   __shared__ int tile[kTile][kTile + 1];

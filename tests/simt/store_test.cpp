@@ -1,4 +1,5 @@
-// Kernels that tests/kernels cannot test in this executable, because they are called through a Stream.
+// Tests kernels that tests/kernels cannot test in this executable, because the kernels are called through a
+// Stream.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -16,7 +17,7 @@ TEST(SimtStore, StoresExactlyTheGivenBytes) {
   unsigned char value[64];
   for (size_t i = 0; i < sizeof value; ++i) value[i] = static_cast<unsigned char>(i + 1);
   for (size_t bytes : {size_t{1}, size_t{7}, size_t{8}, size_t{63}, size_t{64}}) {
-    // Exactly this size, so that AddressSanitizer detects an excess byte.
+    // The array has exactly this size, so that AddressSanitizer detects an excess byte.
     std::vector<unsigned char> stored(bytes);
     store(nullptr, stored.data(), value, bytes);
     EXPECT_EQ(stored, std::vector<unsigned char>(value, value + bytes));

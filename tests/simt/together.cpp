@@ -1,5 +1,5 @@
-// Grids of several ranks run concurrently: a block runs until it reads or writes a signal, and then possibly
-// another block runs. So a rank may be as far ahead of the others as its barriers allow.
+// Runs grids of several ranks concurrently. A block runs until it reads or writes a signal, and then another
+// block may run. So a rank may be as far ahead of the other ranks as its barriers allow.
 #include <fmt/format.h>
 
 #include <cstdlib>
@@ -14,7 +14,7 @@ constexpr int64_t kMostIdleLooks = int64_t{1} << 20;
 constexpr uint64_t kLookNs = 1000;
 
 uint64_t clock_ns = 0;
-int64_t idle_looks = 0;  // since the last event that could end a block's wait
+int64_t idle_looks = 0;  // number of signal reads since the last event that could end a block's wait
 
 struct Resident {
   Block state;
@@ -51,7 +51,7 @@ class Crowd {
   }
 
  private:
-  // Starts the rank's next kernel after its last one has ended.
+  // Starts the rank's next kernel after the rank's previous kernel has ended.
   void launch(size_t rank) {
     if (next_[rank] == ranks_[rank].size()) return;
     const QueuedLaunch& launch = ranks_[rank][next_[rank]++];
@@ -99,8 +99,8 @@ class Crowd {
     if (--unfinished_[rank] == 0) launch(rank);
   }
 
-  // Fails the launch: block `which` failed and its threads have exited; makes the threads of all other blocks
-  // exit.
+  // Fails the launch after block `which` has failed and its threads have exited. Makes the threads of all
+  // other blocks exit.
   [[noreturn]] void fail_all(size_t which) {
     std::swap(block, residents_[which]->state);
     const std::string text =
@@ -126,8 +126,8 @@ class Crowd {
   const std::vector<std::vector<QueuedLaunch>>& ranks_;
   const int repetition_;
   Random random_{0};
-  std::vector<size_t> next_;          // [rank] launch
-  std::vector<uint64_t> unfinished_;  // [rank] blocks
+  std::vector<size_t> next_;          // [rank]: index of the next launch
+  std::vector<uint64_t> unfinished_;  // [rank]: number of unfinished blocks
   std::vector<std::unique_ptr<Resident>> residents_;
   size_t fibers_per_block_ = 1, most_places_ = 0;
   std::vector<size_t> places_;

@@ -1,4 +1,4 @@
-// CUDA's vector types for the CPU shim: same names, members, sizes and alignments as the toolkit's
+// CUDA's vector types for the CPU shim. Names, members, sizes and alignments equal those in the toolkit's
 // vector_types.h, so that a misaligned float4 access, which faults on a GPU, is an UBSan error here. Does not
 // need a CUDA toolkit.
 #pragma once

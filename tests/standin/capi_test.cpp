@@ -1,4 +1,4 @@
-// The C ABI on pretended GPUs: one thread for each rank, as a program with several GPUs has.
+// Tests the C ABI on pretended GPUs with one thread per rank, like a program that uses several GPUs.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@ namespace {
 #define CHECK_GW(call) ASSERT_EQ(call, GW_OK) << gw_last_error()
 #define CHECK_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
-// Runs `body` on a thread for each rank, with rank r's communicator on device r.
+// Runs `body` on one thread per rank, with rank r's communicator on device r.
 void on_ranks(int world, const std::function<void(gw_comm, int)>& body) {
   static std::atomic<int> number{0};
   const std::string meeting = fmt::format("local://standin {}", ++number);
@@ -52,7 +52,7 @@ void copy_now(void* to, const void* from, int64_t count) {
             cudaSuccess);
   EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
 }
-// Device memory of `count` floats of value `value`.
+// Allocates device memory for `count` floats, all equal to `value`.
 float* filled(int64_t count, float value) {
   void* data = nullptr;
   const std::vector<float> values(count, value);
@@ -94,7 +94,7 @@ TEST_F(StandinCApi, ACallLeavesTheCallersDeviceCurrent) {
   EXPECT_EQ(now, 0);
 }
 
-// As FSDP2's buffers do, whose addresses an allocator chooses.
+// Pairs inputs with different outputs in each step. FSDP2's allocator also changes buffer addresses.
 TEST_F(StandinCApi, ReduceScatterAndAllGatherFollowTheirAddresses) {
   on_ranks(2, [](gw_comm comm, int rank) {
     CHECK_CUDA(cudaSetDevice(rank));
@@ -114,7 +114,7 @@ TEST_F(StandinCApi, ReduceScatterAndAllGatherFollowTheirAddresses) {
     }
     CHECK_CUDA(cudaStreamSynchronize(stream));
     for (size_t i = 0; i < ins.size(); ++i) {
-      // Written last in step 1, of the input before it.
+      // In step 1, output i was written last by the reduce-scatter of the input before input i.
       const auto of = static_cast<float>(2 * ((i + 2) % 3) + 1);
       EXPECT_EQ(read(outs[i], 500), std::vector<float>(500, of)) << i;
     }

@@ -1,5 +1,5 @@
-// The stand-in for cuBLAS refuses what the documentation of cuBLAS excludes (tests/simt/cublas_rules.h): one
-// test for each rule, which changes one thing of a product that is accepted.
+// Tests that the stand-in for cuBLAS refuses what cuBLAS's documentation excludes
+// (tests/simt/cublas_rules.h). Each test covers one rule by changing one property of an accepted product.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
@@ -23,10 +23,10 @@ struct Matrix {
   cudaDataType type = CUDA_R_16BF;
   int64_t rows = 0, columns = 0, ld = 0, stride = 0;
   int32_t order = CUBLASLT_ORDER_COL;
-  int64_t offset = 0;  // of its pointer, in bytes
+  int64_t offset = 0;  // offset of the matrix's pointer in bytes
 };
 
-// A BF16 product with bias, GELU and kept pre-activations, which is accepted.
+// Describes a product. The default is an accepted BF16 product with bias, GELU and stored pre-activations.
 struct Call {
   cublasComputeType_t compute = CUBLAS_COMPUTE_32F;
   cudaDataType scale = CUDA_R_32F;
@@ -44,14 +44,14 @@ struct Call {
   uint32_t alignment = 256;
   size_t planned_workspace = kWorkspace, workspace = kWorkspace;
 
-  // The same without an epilogue.
+  // Returns the default product without an epilogue.
   static Call plain() {
     Call call;
     call.epilogue = CUBLASLT_EPILOGUE_DEFAULT;
     call.has_bias = call.has_aux = false;
     return call;
   }
-  // Several, one behind the other.
+  // Returns a batch of kBatch products whose matrices are contiguous.
   static Call several() {
     Call call;
     call.batch = kBatch, call.alignment = 128;
@@ -83,8 +83,8 @@ class CublasRules : public ::testing::Test {
     cublasDestroy(handle_);
   }
 
-  // Returns how the heuristic refuses `planned`, or else how the product refuses `called` with the algorithm
-  // for `planned`. SUCCESS: both are accepted.
+  // Returns the heuristic's error for `planned`, or else the error of product `called` with the algorithm for
+  // `planned`. Returns SUCCESS if the heuristic and the product succeed.
   cublasStatus_t result(const Call& planned, const Call& called) {
     const auto lt = reinterpret_cast<cublasLtHandle_t>(handle_);
     cublasLtMatmulHeuristicResult_t found = {};
@@ -112,7 +112,7 @@ class CublasRules : public ::testing::Test {
     change(call);
     return result(call);
   }
-  // The algorithm is for `call`; the product gets the changed one.
+  // Returns the status of a changed product that is run with the algorithm for the unchanged `call`.
   template <typename Change>
   cublasStatus_t result_after_planning(const Call& call, const Change& change) {
     EXPECT_EQ(result(call), CUBLAS_STATUS_SUCCESS);
@@ -186,7 +186,7 @@ class CublasRules : public ::testing::Test {
   cublasHandle_t handle_ = nullptr;
 };
 
-// The table of the section cublasLtMatmul(), its rows with FP32 and BF16.
+// Returns whether the table in section cublasLtMatmul() lists these types in its rows for FP32 and BF16.
 bool is_documented(cublasComputeType_t compute, cudaDataType scale, cudaDataType a, cudaDataType b,
                    cudaDataType d) {
   if (scale != CUDA_R_32F || a != b) return false;
@@ -239,7 +239,7 @@ TEST_F(CublasRules, EveryEpilogueTakesEveryRowOfTypes) {
       call.set_types(ab, d);
       call.epilogue = form.epilogue, call.has_bias = form.bias, call.has_aux = form.aux;
       EXPECT_EQ(result(call), CUBLAS_STATUS_SUCCESS) << form.epilogue;
-      // A pointer that the epilogue needs is missing, or one is given that it does not use.
+      // Omits a pointer that the epilogue needs, or passes a pointer that the epilogue does not use.
       call.has_bias = !form.bias;
       EXPECT_EQ(result(call), CUBLAS_STATUS_INVALID_VALUE) << form.epilogue;
       call.has_bias = form.bias, call.has_aux = !form.aux;
@@ -308,7 +308,7 @@ TEST_F(CublasRules, InPlaceProductsHaveOneLayout) {
   EXPECT_EQ(result(Call{}, [](Call& c) { c.c.type = CUDA_R_32F; }), CUBLAS_STATUS_INVALID_VALUE);
 }
 
-// Strides by which outputs of a batch overlap, compared with marks for each element.
+// Finds overlapping outputs of a batch by counting the writes to each element.
 TEST_F(CublasRules, OutputsOfABatchDoNotOverlap) {
   for (int64_t ld : {kRows, kRows + 8, 3 * kRows}) {
     for (int64_t stride = 0; stride <= 3 * kRows + 8; stride += 4) {
@@ -383,7 +383,7 @@ TEST_F(CublasRules, EpiloguesThatAreNotModelledAreRefused) {
         << epilogue;
 }
 
-// tests/kernels/gemm_test.cpp relies on this in simt_tests.
+// Tests refuse_biases() and refuse_gelu_epilogues(), which tests/kernels/gemm_test.cpp uses in simt_tests.
 TEST_F(CublasRules, TestsCanRefuseBiasesAndGelu) {
   simt::refuse_biases(true);
   EXPECT_EQ(result(Call{}), CUBLAS_STATUS_NOT_SUPPORTED);
@@ -413,7 +413,7 @@ TEST_F(CublasRules, OperandsInPageableHostMemoryEndTheProcess) {
   EXPECT_DEATH(multiply(host.data()), "cublasLtMatmul got .* an address of pageable host memory");
 }
 
-// A row-major A is the transpose of a column-major one.
+// Stores a row-major A with the elements of a column-major matrix's transpose.
 TEST_F(CublasRules, RowMajorOperandsGiveTheSameProduct) {
   std::vector<float> a(kRows * kInner), b(kInner * kColumns);
   for (size_t i = 0; i < a.size(); ++i) a[i] = static_cast<float>(i % 13) - 6.0f;
@@ -437,7 +437,7 @@ TEST_F(CublasRules, RowMajorOperandsGiveTheSameProduct) {
     stream_.synchronize();
   }
   EXPECT_EQ(results[0], results[1]);
-  float expected = 0.0f;  // of row 1, column 2
+  float expected = 0.0f;  // the element in row 1, column 2
   for (int64_t k = 0; k < kInner; ++k) expected += a[kInner + k] * b[2 * kInner + k];
   EXPECT_EQ(results[1][2 * kRows + 1], expected);
 }

@@ -1,4 +1,4 @@
-// Error names, each thread's last error, and the call that is made to fail:
+// Error names, the last error of each thread, and the API call that fails on purpose:
 // GRADWIRE_STANDIN_FAIL=N:error[:sticky].
 #include <execinfo.h>
 #include <fmt/format.h>
@@ -62,14 +62,14 @@ const Name* find_name(cudaError_t error) {
 
 extern "C" const char executable_begin[] __asm__("__ehdr_start");
 
-// The planted failure, and how many calls there were. At exit GRADWIRE_TEST_LOG=FILE gets both, and the
-// stack of the call that failed, as offsets in the executable for addr2line.
+// Holds the planted failure and the number of API calls. At exit, the file GRADWIRE_TEST_LOG gets the number
+// of calls, the name of the failed call, and the failed call's stack as executable offsets for addr2line.
 struct Plan {
-  int64_t number = 0;  // 0: none
+  int64_t number = 0;  // number of the call that fails; 0: no call fails
   cudaError_t error = cudaErrorUnknown;
   bool sticky = false;
   std::atomic<int64_t> calls{0};
-  std::string failed;  // the call that was made to fail
+  std::string failed;  // name of the call that failed on purpose
   std::string stack;
 };
 

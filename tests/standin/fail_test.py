@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Makes the N-th call of the CUDA runtime fail, for every N, in short runs of `gradwire train --device cuda`.
 
-    fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME]
+fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME]
 
-GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. It must fail with a
-message that names the failing call, or end with the losses of a run without a failure, where the call is one
-of IGNORED. --every K: only every K-th call, from a start that differs between runs.
+GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. A run must fail with
+a message that names the failing call. If the failing call matches IGNORED, the run may instead end with the
+losses of a run without a failure. --every K tests only every K-th call, from a start that differs between
+runs.
 """
 import argparse
 import concurrent.futures
@@ -34,17 +35,17 @@ RUNS = {
 }
 # Calls whose failures may be ignored, as "call < its callers".
 IGNORED = re.compile("|".join([
-    # The resource is lost, the result is not.
+    # These failures lose the resource but do not change the result.
     r"^cuda(Free|FreeHost|EventDestroy|StreamDestroy|GraphDestroy|GraphExecDestroy) ",
     # A destructor cannot throw.
     r"^cuda(SetDevice|StreamSynchronize) .*::~",
-    # The loader reads ahead, for steps that the run does not have.
+    # The loader reads batches ahead for steps that the run does not have.
     r" gradwire::Loader::Impl::work ",
 ]))
 
 
 def callers(gradwire, offsets):
-    """The functions that led to the failed call, innermost first."""
+    """Returns the functions that led to the failed call, innermost first."""
     if shutil.which("addr2line") is None or not offsets:
         return ""
     out = subprocess.run(["addr2line", "-Cfe", gradwire, *offsets[3:9]], capture_output=True,
@@ -53,7 +54,8 @@ def callers(gradwire, offsets):
 
 
 def run(gradwire, name, number, folder):
-    """Returns (calls, failed call, its callers, exit status or None after the deadline, stderr, losses)."""
+    """Runs the command. Returns (number of calls, failed call, callers of the failed call, exit status or
+    None after the deadline, stderr, losses)."""
     ranks, flags, error = RUNS[name]
     log, records = pathlib.Path(folder) / f"{name}-{number}", pathlib.Path(folder) / f"{name}-{number}.jsonl"
     environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks), GRADWIRE_TEST_LOG=str(log))
@@ -94,7 +96,7 @@ def problem(gradwire, name, number, folder, expected_losses):
     if status == 0:
         may_ignore = not failed or IGNORED.search(f"{failed} < {stack} ")
         return None if may_ignore else f"{where}: the failure was ignored"
-    # After a sticky error every call fails, and another thread may be the first to report it.
+    # After a sticky error, every call fails. Another thread may be the first to report the error.
     error = RUNS[name][2]
     expected = error.split(":")[0] if error.endswith(":sticky") else failed
     if (

@@ -1,5 +1,5 @@
-// Stream capture and graphs, with the rules of the CUDA programming guide (section on CUDA graphs, stream
-// capture).
+// Stream capture and graphs. Implements the rules in the CUDA programming guide's section on CUDA graphs,
+// "stream capture".
 #include <algorithm>
 #include <random>
 #include <set>
@@ -27,7 +27,7 @@ cudaError_t invalidate(Capture& capture, cudaError_t error) {
   return error;
 }
 
-// All nodes that precede these, and these.
+// Returns the nodes in `last` and all their predecessors.
 std::set<const Node*> with_predecessors(const std::vector<const Node*>& last) {
   std::set<const Node*> seen;
   std::vector<const Node*> next = last;
@@ -47,7 +47,7 @@ void end(const std::shared_ptr<Capture>& capture) {
   std::erase(machine().captures, capture);
 }
 
-// The nodes in an order, drawn by `seed`, in which each follows its predecessors.
+// Returns the nodes in a random order in which each node follows its predecessors. `seed` selects the order.
 std::vector<const Node*> in_some_order(const std::vector<std::shared_ptr<Node>>& nodes, uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<const Node*> ordered;
@@ -104,11 +104,12 @@ cudaError_t record_event_in_capture(CUstream_st& stream, const std::shared_ptr<E
 
 cudaError_t wait_in_capture(CUstream_st& stream, EventState& event) {
   if (event.capture == nullptr) {
-    if (event.ticket == nullptr) return cudaSuccess;  // never recorded: nothing to wait for
+    // The event was never recorded, so there is nothing to wait for.
+    if (event.ticket == nullptr) return cudaSuccess;
     return invalidate(*stream.capture, cudaErrorStreamCaptureIsolation);
   }
   if (std::ranges::find(machine().captures, event.capture) == machine().captures.end())
-    return cudaErrorCapturedEvent;  // that capture has ended
+    return cudaErrorCapturedEvent;  // The event's capture has ended.
   if (stream.capture != nullptr && stream.capture != event.capture) {
     stream.capture->invalid = true;
     return invalidate(*event.capture, cudaErrorStreamCaptureMerge);
@@ -214,7 +215,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete graph;
   return cudaSuccess;
 }
-// A launch that has not ended keeps its nodes.
+// Frees the executable graph. A launch that is still running keeps the graph's nodes alive.
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   GW_STANDIN_CALL(cudaGraphExecDestroy);
   delete executable;

@@ -1,9 +1,9 @@
-// Runs the grids of kernels on tests/simt's fibers: one order of threads per launch, since tests/simt tries
-// several.
+// Runs the grids of kernels on tests/simt's fibers. Each launch uses one order of threads, since tests/simt
+// tests several orders.
 //
 // Compiled as one file with tests/simt/scheduler.cpp and collectives.cpp. The engine's state is global and
-// belongs to the operation that is running. A kernel that waits for a kernel of another rank puts its state
-// away while others run.
+// belongs to the running operation. A kernel that waits for another rank's kernel saves this state while
+// other kernels run.
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +16,7 @@
 namespace gradwire::simt {
 namespace {
 
-// Dynamic shared memory of a block; filled by begin_block().
+// Holds the dynamic shared memory of a block. begin_block() fills the memory with poison.
 struct SharedMemory {
   explicit SharedMemory(size_t bytes) {
     if (bytes > 0 && posix_memalign(&data, 16, bytes) != 0) throw std::bad_alloc();
@@ -45,8 +45,8 @@ void* dynamic_shared() {
   return block.dynamic_memory;
 }
 
-// Blocks run one after the other, upwards or downwards: in the same order for all ranks, whose blocks of one
-// number wait for each other.
+// Runs blocks one after the other, in ascending or descending order. All ranks use the same order, because
+// blocks with the same index wait for each other.
 void run_grid(const Grid& grid, void (*thread)(const void*), const void* arguments) {
   const SharedMemory shared(grid.shared_bytes);
   Random random{standin::draw()};
@@ -66,7 +66,7 @@ void run_grid(const Grid& grid, void (*thread)(const void*), const void* argumen
   }
 }
 
-// Other streams run now and then; their kernels use the engine meanwhile.
+// Occasionally runs other streams, whose kernels use the engine in the meantime.
 static void give_way() {
   if (block.random.next() >> 58 != 0) return;
   EngineState kept;
@@ -84,7 +84,7 @@ void store_signal(uint32_t* word, uint32_t value) {
 uint32_t load_signal(const uint32_t* word) {
   give_way();
   const uint32_t value = *word;
-  block.spins = 0;  // a kernel may wait for its patience
+  block.spins = 0;  // a kernel may spin until its patience ends
   block.draw_any = true;
   make_ready(static_cast<size_t>(block.current / kWarp), current_bit());
   switch_out();

@@ -1,13 +1,13 @@
-// Streams that a test stops: what a call enqueues on such a stream cannot run until the test releases it. A
-// call that waits for the stream blocks.
+// Streams that a test stops. Work enqueued on a stopped stream cannot run until the test releases the stream.
+// A call that waits for a stopped stream blocks.
 #include "tests/standin/machine.h"
 
 using namespace gradwire::standin;
 
 extern "C" {
 
-// Stops a stream after its work so far. Returns a handle for standin_release(); null if the stream does not
-// exist.
+// Stops a stream after the work that is already enqueued. Returns a handle for standin_release(), or null if
+// the stream does not exist.
 void* standin_hold(cudaStream_t handle) {
   const Lock lock(machine().mutex);
   CUstream_st* const stream = find_stream(handle);
@@ -18,7 +18,7 @@ void* standin_hold(cudaStream_t handle) {
   return new std::shared_ptr<Ticket>(std::move(ticket));
 }
 
-// Lets a stream continue. `stream` is the one that was stopped; `hold` is freed.
+// Resumes a stopped stream and frees `hold`. `handle` is the stopped stream.
 void standin_release(void* hold, cudaStream_t handle) {
   const Lock lock(machine().mutex);
   auto* const ticket = static_cast<std::shared_ptr<Ticket>*>(hold);

@@ -1,4 +1,4 @@
-// Launches of kernels: their limits, attributes and place in a stream.
+// Launches of kernels: limits, function attributes, and enqueueing on a stream.
 #include <fmt/format.h>
 
 #include "runtime/device/cuda_check.h"
@@ -8,7 +8,7 @@
 namespace gradwire::standin {
 namespace {
 
-// cudaSuccess, or why a GPU would refuse the launch. The caller holds the mutex.
+// Returns cudaSuccess, or the error with which a GPU would refuse the launch. The caller holds the mutex.
 cudaError_t check_limits(const KernelCall& call, const CUstream_st& stream) {
   if (stream.device != current_device()) return cudaErrorInvalidResourceHandle;
   const size_t threads = size_t{call.block[0]} * call.block[1] * call.block[2];

@@ -1,4 +1,4 @@
-// Devices: how many there are, which one a thread works on, their properties, peer access.
+// Devices: their number, the current device of a thread, properties, and peer access.
 #include "tests/standin/machine.h"
 
 #include <cuda.h>
@@ -21,7 +21,7 @@ bool exists(int device) {
   return device >= 0 && static_cast<size_t>(device) < machine().devices.size();
 }
 
-// The driver's cuModuleGetLoadingMode(): lazy, unless CUDA_MODULE_LOADING is EAGER.
+// Imitates the driver's cuModuleGetLoadingMode(): lazy, unless CUDA_MODULE_LOADING is EAGER.
 CUresult loading_mode(CUmoduleLoadingMode* mode) {
   const char* const text = std::getenv("CUDA_MODULE_LOADING");
   const bool eager = text != nullptr && std::string_view(text) == "EAGER";
@@ -134,7 +134,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount:
-      *value = 1;  // so that grid-stride loops do loop
+      *value = 1;  // one multiprocessor, so that grid-stride loops iterate
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = static_cast<int>(kMostSharedBytes);
@@ -177,7 +177,7 @@ cudaError_t cudaDeviceGetPCIBusId(char* id, int bytes, int device) {
   GW_STANDIN_CALL(cudaDeviceGetPCIBusId);
   if (!exists(device)) return failed(cudaErrorInvalidDevice);
   std::snprintf(id, static_cast<size_t>(bytes), "ffff:%02x:00.0",
-                device);  // not that of a device of this machine
+                device);  // a PCI address that differs from those of this machine's devices
   return cudaSuccess;
 }
 
@@ -212,7 +212,7 @@ cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
   return cudaSuccess;
 }
 
-// The only driver function that is found reads how kernels are loaded.
+// Finds only one driver function, which returns how kernels are loaded.
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
   const bool found = std::string_view(name) == "cuModuleGetLoadingMode";

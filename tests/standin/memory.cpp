@@ -1,11 +1,11 @@
 // Device memory, page-locked memory, copies and fills.
 //
 // Each device has a range of addresses, reserved without access. Pages of live allocations become accessible
-// when an operation that may touch the device's memory runs, and inaccessible again when no operation runs.
-// So the host faults when it uses device memory, except while some stream's operation is running; and because
-// operations run only when the host waits, or a few milliseconds after they were enqueued, a host that
-// forgets to wait also faults. Addresses are never used twice: a use after cudaFree faults as well. New
-// memory is filled with NaN (0xff bytes).
+// when an operation that may access the device's memory runs, and inaccessible when no operation runs. So the
+// host faults when it accesses device memory, except while an operation is running. Operations run only when
+// the host waits, or a few milliseconds after being enqueued, so a host that does not wait also faults.
+// Addresses are never reused, so an access after cudaFree also faults. New memory is filled with NaN (0xff
+// bytes).
 #include <fmt/format.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -22,16 +22,16 @@ namespace gradwire::standin {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kRange = size_t{1} << 40;  // addresses of a device
+constexpr size_t kRange = size_t{1} << 40;  // bytes of address space per device
 
 struct Allocation {
   size_t bytes = 0, mapped = 0;
-  bool live = false;  // false: a cudaMallocFromPoolAsync that its stream has not reached
+  bool live = false;  // false: the stream has not reached the cudaMallocFromPoolAsync yet
 };
 
 struct Range {
   char* begin = nullptr;
-  size_t next = 0;  // offset of the next allocation
+  size_t next = 0;  // offset of the next allocation in bytes
   std::map<char*, Allocation> allocations;
 };
 
@@ -60,7 +60,7 @@ void on_fault(int signal_number, siginfo_t* info, void*) {
     if (write(STDERR_FILENO, text, std::strlen(text)) < 0) break;
     break;
   }
-  signal(signal_number, SIG_DFL);  // the access faults again, and ends the process
+  signal(signal_number, SIG_DFL);  // the repeated access faults again and ends the process
 }
 
 void install_fault_handler() {
@@ -94,7 +94,7 @@ bool is_open(int device) {
   return (opened >> device & 1u) != 0;
 }
 
-// One call for neighbouring allocations.
+// Sets the access of a device's live allocations, with one system call per run of adjacent allocations.
 void set_access_of_device(int device, bool access) {
   char* begin = nullptr;
   size_t bytes = 0;
@@ -109,7 +109,7 @@ void set_access_of_device(int device, bool access) {
   if (bytes > 0) set_access(begin, bytes, access);
 }
 
-// The allocation that holds an address, or null.
+// Returns the allocation that contains an address, or null.
 const std::pair<char* const, Allocation>* find_allocation(const void* pointer, int* device = nullptr) {
   auto* const address = const_cast<char*>(static_cast<const char*>(pointer));
   for (int d = 0; d < kMostDevices; ++d) {
@@ -127,7 +127,8 @@ const std::pair<char* const, Allocation>* find_allocation(const void* pointer, i
 
 enum class Place { device, pinned, pageable };
 
-// Where `bytes` bytes lie. False if they exceed an allocation, or lie in device memory that is not allocated.
+// Finds the kind of memory of `bytes` bytes. Returns false if the bytes exceed an allocation or are
+// unallocated device memory.
 bool locate(const void* pointer, size_t bytes, Place& place, int& device) {
   const auto* const found = find_allocation(pointer, &device);
   const auto* const address = static_cast<const char*>(pointer);
@@ -148,7 +149,7 @@ size_t in_pages(size_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
 }
 
-// Reserves addresses; they become memory with make_live().
+// Reserves addresses. make_live() turns the addresses into memory.
 char* reserve(int device, size_t bytes) {
   Device& d = machine().devices[device];
   if (in_pages(bytes) > kDeviceBytes - d.used_bytes) return nullptr;
@@ -222,7 +223,7 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   return cudaSuccess;
 }
 
-// Waits for all kernels of the memory's device, as on a GPU (docs/results/2026-11-26-gpu).
+// Frees device memory after all kernels of its device have ended, as on a GPU (docs/results/2026-11-26-gpu).
 cudaError_t cudaFree(void* pointer) {
   GW_STANDIN_CALL(cudaFree);
   if (pointer == nullptr) return cudaSuccess;
@@ -236,7 +237,8 @@ cudaError_t cudaFree(void* pointer) {
   return cudaSuccess;
 }
 
-// A pool is its device's number: what is released goes back at once, and enabled peers reach all memory.
+// Creates a pool, represented by its device's number. Freed memory is released immediately, and enabled peers
+// can access all memory.
 cudaError_t cudaMemPoolCreate(cudaMemPool_t* pool, const cudaMemPoolProps* properties) {
   GW_STANDIN_CALL(cudaMemPoolCreate);
   if (properties->location.type != cudaMemLocationTypeDevice ||
@@ -316,7 +318,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
   pinned[static_cast<char*>(*pointer)] = bytes;
   return cudaSuccess;
 }
-// Waits for all kernels, as cudaFree does.
+// Frees page-locked memory after all kernels have ended, as cudaFree does.
 cudaError_t cudaFreeHost(void* pointer) {
   GW_STANDIN_CALL(cudaFreeHost);
   if (pointer == nullptr) return cudaSuccess;
@@ -330,7 +332,7 @@ cudaError_t cudaFreeHost(void* pointer) {
   return cudaSuccess;
 }
 
-// Pageable memory is read before the call returns, and written before it returns.
+// Enqueues a copy. Pageable memory is read or written before the call returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t handle) {
   GW_STANDIN_CALL(cudaMemcpyAsync);

@@ -1,4 +1,4 @@
-// In place of kernels/powersgd/library_cuda.cpp, which loads the real cuBLAS: the stand-in has none to load.
+// Replaces kernels/powersgd/library_cuda.cpp, which loads the real cuBLAS. The stand-in cannot load cuBLAS.
 #include "kernels/powersgd/library.h"
 
 namespace gradwire::cuda {

@@ -1,20 +1,20 @@
 // Which operation runs next, and when.
 //
-// Operations run one at a time, on threads of the stand-in. They begin late: when the host waits for
-// something, or some milliseconds after they were enqueued. Streams whose next operation waits for nothing
-// are candidates. Which of them runs is drawn in one of three ways, which change every few operations,
-// because each finds other missing waits:
-//   demanded  only what the waiting host needs, so that everything it forgot to wait for has not happened yet
+// Operations run one at a time, on threads of the stand-in. An operation starts late: when the host waits, or
+// some milliseconds after the operation was enqueued. A stream is a candidate if its next operation waits for
+// nothing. The choice among candidates alternates between three ways every few operations, because each way
+// finds different missing waits:
+//   demanded  only operations that the waiting host needs; work without a wait has not run yet
 //   any       any candidate
-//   others    what the host does not wait for, so that work runs ahead of what should have preceded it
+//   others    operations that the host does not wait for, which overtake work that should precede them
 //
-// A device has CUDA_DEVICE_MAX_CONNECTIONS hardware queues. If it has more streams, some share one, which may
-// create a false dependency between their operations (CUDA programming guide, section "CUDA environment
-// variables"). Here it always does: an operation starts after all operations of its queue that were enqueued
-// before it have started. Event waits count as operations. So a kernel never ends that waits for an operation
-// which was enqueued after the next one of the kernel's stream. This is stricter than measured: 48 streams of
-// an H200 shared no queue (docs/results/2026-11-26-gpu). Programs ordered by events cannot block: each event
-// wait is for an operation that was enqueued before.
+// A device has CUDA_DEVICE_MAX_CONNECTIONS hardware queues. If a device has more streams, some streams share
+// a queue, which may create false dependencies between their operations (CUDA programming guide, section
+// "CUDA environment variables"). The stand-in always creates these dependencies: an operation starts after
+// all earlier operations of its queue have started. Event waits count as operations. So a kernel hangs if it
+// waits for an operation that was enqueued after the next operation of the kernel's stream. This rule is
+// stricter than measurements: 48 streams of an H200 shared no queue (docs/results/2026-11-26-gpu). Programs
+// ordered by events cannot hang, because each event wait is for an operation that was enqueued earlier.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -36,12 +36,12 @@ enum class Way { demanded, any, others };
 
 struct Order {
   std::condition_variable host_changed, timer_changed;
-  std::vector<std::shared_ptr<Ticket>> demands;  // what host threads wait for
+  std::vector<std::shared_ptr<Ticket>> demands;  // tickets for which host threads wait
   std::vector<Worker*> idle;
   bool running = false;  // a worker runs operations
-  bool overdue = false;  // operations run although no thread waits
+  bool overdue = false;  // operations run although no thread waits for them
   bool timer_set = false, timer_runs = false;
-  bool ended = false;  // the process exits: nothing runs any more, and nothing is waited for
+  bool ended = false;  // the process is exiting: no operation starts, and no thread waits
   Clock::time_point due{};
   Way way = Way::any;
 };
@@ -59,14 +59,14 @@ void for_each_stream(const Body& body) {
   for (const auto& stream : machine().streams) body(*stream);
 }
 
-// The operation of a stream that starts next, or null.
+// Returns the next operation that a stream starts, or null.
 const Op* next_to_start(const CUstream_st& stream) {
   const size_t started = stream.busy ? 1 : 0;
   return stream.queue.size() > started ? &stream.queue[started] : nullptr;
 }
 
-// The stream of the same hardware queue whose next operation was enqueued before this stream's. Null: there
-// is none.
+// Returns the stream of the same hardware queue whose next operation was enqueued before this stream's next
+// operation, or null.
 CUstream_st* ahead_of(const CUstream_st& stream) {
   const Op* const mine = next_to_start(stream);
   if (stream.connection < 0 || mine == nullptr) return nullptr;
@@ -81,7 +81,7 @@ CUstream_st* ahead_of(const CUstream_st& stream) {
   return nullptr;
 }
 
-// Marks records and drops waits that have come to the front of their streams.
+// Marks records and removes waits that are at the front of their streams.
 void settle() {
   bool again = true;
   while (again) {
@@ -105,7 +105,7 @@ bool is_candidate(const CUstream_st& stream) {
   return !stream.queue.empty() && stream.queue.front().kind == Op::Kind::work && ahead_of(stream) == nullptr;
 }
 
-// The stream whose next operation a host thread needs, if that can run.
+// Returns the stream whose next operation a host thread needs, or null if that operation cannot run.
 CUstream_st* demanded_stream() {
   for (const auto& demand : order().demands) {
     CUstream_st* stream = demand->stream;
@@ -121,8 +121,8 @@ CUstream_st* demanded_stream() {
   return nullptr;
 }
 
-// The stream to run, or null. A kernel that waits for another kernel gives way to every other candidate half
-// of the time, because running it alone leads nowhere.
+// Returns the next stream to run, or null. A kernel that waits for another kernel yields to any other
+// candidate half of the time, because the waiting kernel alone cannot finish.
 CUstream_st* choose() {
   settle();
   if (order().ended) return nullptr;
@@ -178,7 +178,7 @@ void run(Lock& lock, CUstream_st& stream) {
 void let_run(Worker* worker);
 void set_timer();
 
-// Runs operations until there is nothing to run.
+// Runs operations until no operation can run.
 void run_operations(Lock& lock) {
   while (CUstream_st* const stream = choose()) {
     if (stream->waiting != nullptr) {
@@ -201,7 +201,7 @@ void work() {
   Worker self;
   this_worker = &self;
   Lock lock(machine().mutex);
-  self.chosen = true;  // a worker is made to run at once
+  self.chosen = true;  // a new worker runs immediately
   while (true) {
     self.changed.wait(lock, [&] { return self.chosen; });
     self.chosen = false;
@@ -209,7 +209,7 @@ void work() {
   }
 }
 
-// Static objects are destroyed next, the engine's among them. The operation that runs now must end first.
+// Waits for the running operation before static objects, including the engine's, are destroyed.
 void end_at_exit() {
   Lock lock(machine().mutex);
   order().ended = true;
@@ -217,7 +217,7 @@ void end_at_exit() {
   order().host_changed.wait(lock, [] { return !order().running; });
 }
 
-// Wakes a worker, which runs operations from now on. Null: any.
+// Wakes `worker`, or any idle worker if null. The woken worker runs operations.
 void let_run(Worker* worker) {
   if (worker == nullptr && order().idle.empty()) {
     [[maybe_unused]] static const int registered = std::atexit(end_at_exit);
@@ -275,7 +275,7 @@ void push(CUstream_st& stream, Op op) {
   stream.queue.push_back(std::move(op));
 }
 
-// Makes operations run if they may.
+// Starts running operations if operations may run now.
 void begin_running() {
   if (order().running) return;
   if (choose() != nullptr) {
@@ -362,15 +362,15 @@ void let_other_streams_run() {
   CUstream_st& mine = *running_stream;
   mine.waiting = this_worker;
   const std::string name = mine.queue.front().name;
-  order().overdue = true;  // otherwise it would wait for work that no thread waits for
+  order().overdue = true;  // other streams must run even if no host thread waits
   CUstream_st* const next = choose();
   if (order().ended) {
     order().running = false;
     order().host_changed.notify_all();
-    this_worker->changed.wait(lock, [] { return false; });  // until the process ends
+    this_worker->changed.wait(lock, [] { return false; });  // blocks until the process ends
   }
   if (next == nullptr || next == &mine) {
-    // Nothing else can run now: the host has not enqueued it yet.
+    // No other operation can run until the host enqueues more work.
     this_worker->changed.wait_for(lock, std::chrono::microseconds(50));
     mine.waiting = nullptr;
     return;

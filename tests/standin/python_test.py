@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The Python package on simulated GPUs: XLA's calls of gradwire.jax on platform CUDA, and CUDA arrays.
+"""Tests the Python package on simulated GPUs: XLA's calls of gradwire.jax on platform CUDA, and CUDA arrays.
 
-GRADWIRE_LIBRARY is build/standin/libgradwire.so, which LD_PRELOAD loads: dlopen() has no room for the
-thread-local memory that its kernels' shared memory is. Needs GRADWIRE_STANDIN_GPUS of 4 or more and
-CUDA_DEVICE_MAX_CONNECTIONS=32, and neither JAX nor PyTorch.
+LD_PRELOAD must load build/standin/libgradwire.so, which GRADWIRE_LIBRARY also names. dlopen() lacks room for
+the thread-local memory of the library's shared-memory variables. Needs GRADWIRE_STANDIN_GPUS of at least 4
+and CUDA_DEVICE_MAX_CONNECTIONS=32, but neither JAX nor PyTorch.
 """
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from simulated import Array, Pinned, Stream, cuda, encode, group, mean, numbers,
 
 COUNT = 1500
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
-# The schedule is named because the planner may choose another one on the host, which rounds in another order.
+# The specs name a schedule, because on the host the planner may choose another schedule with another rounding
+# order.
 SPECS = ("bf16:schedule=two_shot", "int8:schedule=two_shot", "int4:rotate=hadamard,schedule=ring")
 
 
@@ -30,13 +31,13 @@ def part(spec: str = "fp32", dtype: str = "float32", keeps: bool = False, op: st
     return {"spec": spec, "keeps": keeps, "tag": "here", "op": op, "dtype": DTYPES[dtype], "devices": 0}
 
 
-# A mean that FP32 holds, and one that is rounded with a residual.
+# The plan has an exact FP32 mean, and a rounded mean with a residual.
 HELD_PLAN = [part(), part(SPECS[1], keeps=True)]
 
 
 def average(ordinal: int, stream: Optional[Stream], arrays: List[Array],
             plan: List[Dict[str, Any]]) -> Optional[xla.Failure]:
-    """Calls the handler as XLA does: with a token, of which it reads nothing, before the arrays."""
+    """Calls the handler as XLA does: an unread token precedes the arrays."""
     token = (8, 1)
     return xla.call("CUDA" if stream is not None else "cpu", ordinal,
                     stream.handle if stream is not None else 0,
@@ -45,7 +46,7 @@ def average(ordinal: int, stream: Optional[Stream], arrays: List[Array],
 
 @contextlib.contextmanager
 def jax_ranks(world: int, on: str = "cuda") -> Any:
-    """As gradwire.jax.init() in a process with `world` devices."""
+    """Sets the ranks as gradwire.jax.init() does in a process with `world` devices."""
     with group(world, on) as communicators:
         xla.ranks.set(dict(enumerate(communicators)), world)
         try:
@@ -64,7 +65,7 @@ class Bits(unittest.TestCase):
 
 
 class CudaCalls(Bits):
-    """gradwire.jax's custom call on platform CUDA."""
+    """Tests gradwire.jax's custom call on platform CUDA."""
 
     def each_world(self, body: Callable[[int, int], Any], worlds: Any = (1, 2, 4)) -> List[List[Any]]:
         results = []
@@ -103,7 +104,7 @@ class CudaCalls(Bits):
                     for array in arrays if stream is not None else []:
                         array.write(stream)
                     plan = [part(spec, keeps=True), part(spec, "float16")]
-                    # Means first, then residuals.
+                    # The arrays are the means, followed by the residuals.
                     self.assertIsNone(average(rank, stream, arrays, plan))
                     bits += [array.read(stream) for array in arrays]
                     for array in arrays:
@@ -121,11 +122,11 @@ class CudaCalls(Bits):
             self.same(means, [means[0]] * world, world)
 
     def held_call(self, rank: int, call_on: Callable[[Stream, Stream], Stream]) -> List[bytes]:
-        """Results of three calls whose stream is stopped before its arrays are written. Afterwards they are
-        overwritten.
+        """Returns the results of three calls. Each call's stream is stopped before the arrays are written,
+        and the arrays are overwritten after the call.
 
-        A call before them, on the same stream, builds the programs of these arrays, for which calls wait for
-        each other.
+        An earlier call on the same stream builds the programs of these arrays, because calls that build
+        programs wait for each other.
         """
         results = []
         with Stream(rank) as stream, Stream(rank) as other:
@@ -153,13 +154,13 @@ class CudaCalls(Bits):
                 self.assertIsNone(failure)
                 results += [copy.read() for copy in copies]
             for owned in (*arrays, *copies):
-                # waits for all streams, and those of other ranks may still be stopped
+                # Freeing waits for all streams, and streams of other ranks may still be stopped.
                 self.addCleanup(owned.free)
         return results
 
     @staticmethod
     def host_calls(world: int) -> List[List[bytes]]:
-        """Expected result of held_call() on the right stream."""
+        """Returns the expected result of held_call() on the right stream."""
         def rank_of(rank: int) -> List[bytes]:
             arrays = [
                 Array(None, numbers(rank, COUNT)),
@@ -224,7 +225,7 @@ class CudaCalls(Bits):
             cuda("cudaStreamEndCapture", stream.handle, simulated.byref(graph))
             cuda("cudaGraphDestroy", graph)
             expect(failure, xla.UNIMPLEMENTED, "captured in a CUDA graph")
-            # None of them ends the group.
+            # The failed calls must not end the group.
             self.assertIsNone(average(0, stream, [array], [part()]))
             self.same(array.read(stream), encode(numbers(0, COUNT), "float32"))
             array.free()
@@ -257,7 +258,7 @@ class CudaCalls(Bits):
 
 
 class CudaArrays(Bits):
-    """Communicators and reducers of gradwire, with arrays that look like PyTorch's CUDA tensors."""
+    """Tests gradwire's communicators and reducers with arrays that look like PyTorch's CUDA tensors."""
 
     def test_collectives_give_means_and_shards(self) -> None:
         for world in (1, 2, 4):
@@ -332,7 +333,7 @@ class Doctor(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    # A call that waits for a stopped stream never returns.
+    # Ends the process if a call hangs because its stream is stopped.
     faulthandler.dump_traceback_later(500, exit=True)
     xla.register()
     unittest.main()

@@ -1,5 +1,5 @@
-// Hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) of the stand-in: streams that share one have false
-// dependencies, which programs ordered by events do not notice.
+// Tests the stand-in's hardware queues (CUDA_DEVICE_MAX_CONNECTIONS). Streams that share a queue have false
+// dependencies, which do not affect programs ordered by events.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace gradwire {
 namespace {
 
-// Streams made meanwhile are spread over that many queues.
+// Sets the number of hardware queues for streams that are created during the lifetime of a Connections.
 class Connections {
  public:
   explicit Connections(int count) : kept_(set(count)) {}
@@ -54,8 +54,9 @@ struct StandinQueues : ::testing::Test {
     return {};
   }
 
-  // Returns whether a kernel on the first stream sees the write of a kernel on `setter`. Another kernel
-  // follows the waiting one on the first stream; it is enqueued before the writing kernel or after it.
+  // Returns whether a waiting kernel on the first stream sees the write of a kernel on `setter`. Another
+  // kernel follows on the first stream. `next_before_setter` selects whether it is enqueued before or after
+  // the writing kernel.
   bool sees(const Stream& setter, bool next_before_setter) {
     std::atomic<bool> written = false, all_enqueued = false;
     bool seen = false;
@@ -108,7 +109,8 @@ TEST_F(StandinQueues, StreamsShareNoneWhileThereAreAsManyQueues) {
   EXPECT_FALSE(queues.insert(more.native()->connection).second);
 }
 
-// A random program over a few cells of device memory: each step reads one cell and changes another.
+// One step of a random program over a few cells of device memory. A step reads one cell and changes another
+// cell.
 struct Step {
   size_t stream, from, to;
   uint64_t number;
@@ -131,8 +133,8 @@ std::vector<uint64_t> in_sequence(const std::vector<Step>& steps) {
   return cells;
 }
 
-// The cells after the steps on their streams. With events, each step waits for the steps before it that use
-// its cells.
+// Runs the steps on their streams and returns the cells. If `with_events`, each step waits for the earlier
+// steps that use the same cells.
 std::vector<uint64_t> on_streams(const std::vector<Step>& steps, bool with_events) {
   const Device device = Device::cuda(0);
   const Stream last = Stream::create(device, "last");

@@ -1,5 +1,5 @@
-"""The stand-in's CUDA runtime through ctypes: arrays on simulated GPUs, streams, and threads that are
-ranks."""
+"""Calls the stand-in's CUDA runtime through ctypes: arrays on simulated GPUs, streams, and ranks as
+threads."""
 from __future__ import annotations
 
 import concurrent.futures
@@ -52,7 +52,7 @@ def current_device() -> int:
 
 
 class Stream:
-    """A stream of a device. It has ended with its `with` statement."""
+    """A stream of a device. The end of its `with` statement waits for the stream and destroys it."""
 
     def __init__(self, device: int) -> None:
         handle = c_void_p()
@@ -72,7 +72,7 @@ class Stream:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Stops the stream after its work so far, until the end of the `with` statement."""
+        """Stops the stream after the work enqueued so far, until the end of the `with` statement."""
         hold = _RUNTIME.standin_hold(self.handle)
         assert hold, "no such stream"
         try:
@@ -81,7 +81,7 @@ class Stream:
             _RUNTIME.standin_release(hold, self.handle)
 
     def record(self) -> Callable[[], bool]:
-        """Returns a function that says whether the work that the stream has now is done."""
+        """Returns a function that returns whether the work enqueued so far is done."""
         event = c_void_p()
         cuda("cudaEventCreateWithFlags", byref(event), 0)
         cuda("cudaEventRecord", event, self.handle)
@@ -95,8 +95,8 @@ class Stream:
 
 
 class Array:
-    """A contiguous array on a device, or on the host (device=None). The package takes it for a tensor of
-    PyTorch."""
+    """A contiguous array on a device, or on the host (device=None). Gradwire treats the array as a PyTorch
+    tensor."""
 
     SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -141,14 +141,14 @@ class Array:
 
 
 class Pinned:
-    """Page-locked memory: copies to it return before they are done."""
+    """Page-locked memory, to which copies are asynchronous."""
 
     def __init__(self, size: int) -> None:
         self.address, self.bytes = c_void_p(), size
         cuda("cudaMallocHost", byref(self.address), size)
 
     def take(self, array: Array, stream: Stream) -> None:
-        """Enqueues a copy of an array."""
+        """Enqueues a copy of an array into this memory."""
         cuda("cudaMemcpyAsync", self.address, array.address, self.bytes, ANY_KIND, stream.handle)
 
     def read(self) -> bytes:
@@ -170,12 +170,13 @@ def numbers(rank: int, count: int) -> List[float]:
 
 
 def mean(world: int, count: int) -> List[float]:
-    """The mean of all ranks' numbers(), which float16 and bfloat16 hold exactly in a world of up to 4."""
+    """Returns the mean of all ranks' numbers(). Float16 and bfloat16 represent the mean exactly for a world
+    of up to 4 ranks."""
     return [sum(values) / world for values in zip(*(numbers(rank, count) for rank in range(world)))]
 
 
 def together(world: int, body: Callable[[int], Any]) -> List[Any]:
-    """Runs body(rank) on a thread for each rank, and returns what they return."""
+    """Runs body(rank) on one thread per rank. Returns the results of all ranks."""
     with concurrent.futures.ThreadPoolExecutor(world) as threads:
         return list(threads.map(body, range(world)))
 
@@ -185,7 +186,7 @@ _meetings = itertools.count()
 
 @contextlib.contextmanager
 def group(world: int, on: str) -> Iterator[List[gradwire.Communicator]]:
-    """Communicators of ranks that are threads: rank r on device r, or on="host"."""
+    """Yields the communicators of a group of threads: rank r is on device r, or on the host if on="host"."""
     meeting = f"local://standin python {next(_meetings)}"
     ranks = together(world, lambda rank: gradwire.Communicator(
         meeting, rank, world, device="host" if on == "host" else rank, timeout_s=60))

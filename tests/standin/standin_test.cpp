@@ -1,4 +1,5 @@
-// The stand-in finds planted defects: missing waits, host use of device memory, broken rules of capture.
+// Tests that the stand-in finds planted defects: missing waits, host accesses to device memory, violated
+// capture rules.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -16,7 +17,7 @@ namespace gradwire {
 namespace {
 
 constexpr int64_t kValues = 1000;
-constexpr int kTries = 96;  // each finds a missing wait with a probability of a third or so
+constexpr int kTries = 96;  // each try finds a missing wait with a probability of about 1/3
 
 struct OnStandin : ::testing::Test {
   OnStandin() {
@@ -31,7 +32,7 @@ using StandinMemory = OnStandin;
 using StandinCapture = OnStandin;
 using StandinLimits = OnStandin;
 
-// Page-locked host memory that holds `value`.
+// Returns page-locked host memory filled with `value`.
 Buffer pinned(float value) {
   Buffer buffer = Buffer::pinned(Device::cuda(0), kValues * sizeof(float));
   std::fill_n(buffer.as<float>(), kValues, value);
@@ -41,7 +42,7 @@ bool holds(const Buffer& buffer, float value) {
   return std::all_of(buffer.as<float>(), buffer.as<float>() + kValues, [&](float x) { return x == value; });
 }
 
-// Tries in which a copy on one stream did not find what another stream had been given to write before.
+// Returns the number of tries in which a copy on one stream missed an earlier write on another stream.
 int wrong_copies(bool with_wait) {
   const Device device = Device::cuda(0);
   const Stream first = Stream::create(device, "first"), second = Stream::create(device, "second");
@@ -68,7 +69,7 @@ TEST_F(StandinOrder, FindsAMissingEventWait) {
   EXPECT_EQ(wrong_copies(true), 0);
 }
 
-// The second stream overwrites what the first one still has to read.
+// The second stream overwrites memory that the first stream has not read yet.
 TEST_F(StandinOrder, FindsAnOverwriteThatDoesNotWaitForTheReader) {
   const Device device = Device::cuda(0);
   const Stream reader = Stream::create(device, "reader"), writer = Stream::create(device, "writer");

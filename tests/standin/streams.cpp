@@ -49,7 +49,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   GW_STANDIN_CALL(cudaStreamCreateWithPriority);
   if (flags != cudaStreamNonBlocking)
-    return failed(cudaErrorNotSupported);  // no implicit order with a default stream
+    return failed(cudaErrorNotSupported);  // the stand-in has no implicit order with the default stream
   const Lock lock(machine().mutex);
   auto made = std::make_unique<CUstream_st>();
   made->device = current_device();
@@ -62,7 +62,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   return cudaStreamCreateWithPriority(stream, flags, 0);
 }
-// Returns at once. Work that is enqueued still runs.
+// Destroys a stream without waiting. Enqueued work still runs.
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   GW_STANDIN_CALL(cudaStreamDestroy);
   const Lock lock(machine().mutex);

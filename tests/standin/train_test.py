@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""`gradwire train --device cuda` on pretended GPUs has the losses of the host: to 1e-6 in FP32, to 1e-4 in
-BF16.
+"""Tests that `gradwire train --device cuda` on pretended GPUs has the losses of the host, to 1e-6 in FP32 and
+to 1e-4 in BF16.
 
-    train_test.py GRADWIRE [few]
+train_test.py GRADWIRE [few]
 
-GRADWIRE is the command linked with the stand-in; `few` runs the variants that ctest runs.
+GRADWIRE is the command linked with the stand-in. `few` selects the variants that ctest runs.
 """
 import json
 import os
@@ -17,7 +17,7 @@ SMALL = [
     "--data", "synthetic:64", "--batch-size", "8", "--width", "16", "--depth", "2",
     "--heads", "2", "--mlp", "32", "--steps", "3"
 ]
-# (ranks, flags, run by ctest)
+# Each variant is (ranks, flags, whether ctest runs the variant).
 VARIANTS = [
     (1, "", True),
     (1, "--graph", True),

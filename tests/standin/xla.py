@@ -1,6 +1,7 @@
-"""The caller's side of XLA's foreign function interface: calls what gradwire.jax has registered, as XLA does.
+"""Implements the caller's side of XLA's foreign function interface. Calls gradwire.jax's registered handlers
+as XLA does.
 
-Takes the place of the module `jax`, of which this side of gradwire.jax uses three functions.
+Replaces the module `jax`, from which gradwire.jax's handlers use three functions.
 """
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from ctypes import POINTER, c_void_p
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 INVALID_ARGUMENT, ABORTED, UNIMPLEMENTED = 3, 10, 12  # XLA_FFI_Error_Code
-# The functions of XLA_FFI_Api, version 0.3, in the order of its header.
+# These are the functions of XLA_FFI_Api, version 0.3, in the order of the header.
 FUNCTIONS = ("Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get",
              "Type_Register", "ExecutionContext_Get", "State_Set", "State_Get", "DeviceMemory_Allocate",
              "DeviceMemory_Free", "ThreadPool_Schedule", "ThreadPool_NumThreads", "Future_Create",
@@ -95,7 +96,7 @@ class _Api(ctypes.Structure):
                 ("internal", c_void_p), ("functions", c_void_p * len(FUNCTIONS))]
 
 
-# Functions that the handlers do not call are null, so that a call ends the process.
+# Functions that the handlers never call are null, so calling them crashes the process.
 _api = _Api(ctypes.sizeof(_Api), None, ffi._Version(ctypes.sizeof(ffi._Version), None, 0, 3), None,
             (c_void_p *
              len(FUNCTIONS))(*(ctypes.cast(_callbacks[name], c_void_p).value if name in _callbacks else None
@@ -125,8 +126,8 @@ def _span(text: str) -> ffi._Span:
 
 def call(platform: str, ordinal: int, stream: Optional[int], arrays: Sequence[Tuple[int, int]],
          plan: List[Dict[str, Any]], *, results: Optional[Sequence[int]] = None) -> Optional[Failure]:
-    """Executes the custom call on a device: (address, elements) of its arrays, in place unless `results` are
-    elsewhere."""
+    """Executes the custom call on a device. `arrays` lists each array's (address, number of elements). The
+    call works in place unless `results` gives other addresses."""
     addresses, counts = [address for address, _ in arrays], [count for _, count in arrays]
     name, value = _span("plan"), _span(json.dumps(plan))
     attributes = ffi._Attributes(
@@ -142,7 +143,7 @@ def call(platform: str, ordinal: int, stream: Optional[int], arrays: Sequence[Tu
 
 
 def metadata(platform: str) -> Tuple[int, int, int]:
-    """Returns a handler's answer at registration: (major version, minor version, traits)."""
+    """Returns a handler's metadata from registration: (major version, minor version, traits)."""
     about = ffi._Metadata(struct_size=ctypes.sizeof(ffi._Metadata), traits=0xff)
     extension = ffi._MetadataExtension(
         ffi._Base(ctypes.sizeof(ffi._MetadataExtension), ffi._METADATA, None), ctypes.pointer(about))
