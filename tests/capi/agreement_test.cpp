@@ -22,7 +22,7 @@ struct Outcome {
 
 class CApiAgreement : public testing::TestWithParam<const char*> {
  protected:
-  // A new rendezvous. Through a file, the threads talk to each other as processes do.
+  // Returns the name of a new rendezvous. Ranks that join through a file communicate as processes do.
   std::string rendezvous() {
     if (GetParam() == std::string("threads")) return capi::fresh_name();
     static const gradwire::testing::TemporaryFolder folder;
@@ -49,7 +49,7 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
     return all;
   }
 
-  // Every rank's call is refused with a text that contains all of `parts`.
+  // Expects the call of every rank to fail with a text that contains all of `parts`.
   void expect_refused(const Act& act, const std::vector<std::string>& parts, int world = 2,
                       const std::function<int(int rank)>& ranks_per_node = {}) {
     for (const Outcome& o : outcomes(world, act, ranks_per_node)) {
@@ -60,7 +60,7 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
   }
 };
 
-// One gw_allreduce, and a second one, by which a mismatch must have been noticed.
+// The arguments of a gw_allreduce.
 struct AllreduceCall {
   int64_t count = 1024;
   gw_dtype dtype = GW_FLOAT32;
@@ -98,11 +98,11 @@ TEST_P(CApiAgreement, AllreduceRefusesEveryArgumentThatDiffers) {
                                              : "bf16:schedule=hierarchical"});
       },
       {"intra_node=fp32"}, 4, [](int) { return 2; });
-  // Long names that differ in the middle, which error texts abbreviate.
+  // Error texts abbreviate the middle of long names, where these two names differ.
   const std::string begin(200, 'a'), end(200, 'z');
   const std::string left = begin + "left" + end, right = begin + "right" + end;
   differ({.tag = left.c_str()}, {.tag = right.c_str()}, {"#"});
-  // No character is cut: the two bytes of the first would begin at 35.
+  // Error texts cut no UTF-8 character: the first two-byte character begins at byte 35.
   std::string umlauts(35, 'u');
   for (int i = 0; i < 40; ++i) umlauts += "\xc3\xbc";
   const std::string other = umlauts + "u";
@@ -125,7 +125,7 @@ TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
   for (const Outcome& o : outcomes(2, [](gw_comm comm, int rank) {
          std::vector<float> flat(Model().elements() + 8, 1.0f);
          Model model;
-         auto tensors = model.tensors(flat.data() + rank);  // other addresses
+         auto tensors = model.tensors(flat.data() + rank);  // each rank passes different addresses
          auto how = options(4 << 10);
          how.no_timing = rank;
          gw_reducer reducer = nullptr;
@@ -177,7 +177,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
          {"'tall' (129 x 31)", "'tall' (31 x 129)"});
   differ([](auto& c) { c.model.dtype = GW_BFLOAT16; }, {"'bias' (37)", "'bias' (37) in bfloat16"});
   differ([](auto& c) { c.model.dtype = GW_FLOAT16; }, {"'bias' (37)", "'bias' (37) in float16"});
-  differ(  // a matrix of as many elements that is not the other's transpose
+  differ(  // a matrix with the same number of elements, but not the transpose
       [](auto& c) { c.model.rows[6] = 32, c.model.cols[6] = 128; },
       {"'square' (64 x 64)", "'square' (32 x 128)"});
   differ(
@@ -187,7 +187,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
         std::swap(c.model.cols[1], c.model.cols[2]);
       },
       {"tensor 1: 'tall'", "tensor 1: 'wide'"});
-  differ(  // the same total, cut differently
+  differ(  // the same number of elements in total, but other tensor sizes
       [](auto& c) {
         c.model.rows[0] -= 1;
         c.model.rows[4] += 1;
@@ -227,8 +227,7 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
 TEST_P(CApiAgreement, AnotherKindOfCallIsRefusedByName) {
   expect_refused(
       [&](gw_comm comm, int rank) {
-        GW_EXPECT_OK(
-            make(comm, {}));  // the first call between processes measures the links before anything else
+        GW_EXPECT_OK(make(comm, {}));  // the first call between processes measures the links
         gw_reducer reducer = nullptr;
         const gw_status status = rank == 0 ? make(comm, {}) : create(comm, {}, &reducer);
         gw_reducer_destroy(reducer);
@@ -237,7 +236,7 @@ TEST_P(CApiAgreement, AnotherKindOfCallIsRefusedByName) {
       {"gw_allreduce", "gw_reducer_create"});
 }
 
-// Two reducers of the same tensors, stepped in a different order on each rank.
+// Steps two reducers of the same tensors in a different order on each rank.
 TEST_P(CApiAgreement, ReducersSteppedInAnotherOrderAreRefusedByName) {
   for (const bool tagged : {false, true}) {
     expect_refused(
@@ -289,7 +288,7 @@ TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
         GW_EXPECT_OK(step(10 * i));
         save();
       }
-      load(saved[0]);  // the same number of steps with other gradients
+      load(saved[0]);  // makes the same number of steps, with other gradients
       GW_EXPECT_OK(step(100));
       save();
       switch (loads) {
@@ -345,7 +344,8 @@ TEST(CApiTag, RejectsTagsThatAreLongOrNotText) {
   GW_EXPECT_OK(
       tagged("G\xc3\xbc"
              "te"));
-  // Not UTF-8: cut, a lone continuation, overlong, a surrogate, beyond U+10FFFF, Latin-1.
+  // Invalid UTF-8: truncated characters, a lone continuation byte, overlong forms, a surrogate, a character
+  // above U+10FFFF, Latin-1.
   for (const std::string bad : {"\xc3", "\xe2\x82", "\xf0\x9f\x98", "\x80", "\xc0\x80", "\xe0\x80\x80",
                                 "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xff", "G\xfcte"}) {
     for (const std::string& text : {bad, "a" + bad, bad + "a", "\xc3\xbc" + bad + "\xc3\xbc"}) {

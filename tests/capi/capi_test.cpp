@@ -1,4 +1,4 @@
-// Results of the C ABI, and states that continue training bit for bit.
+// Tests the results of the C ABI, and that loaded states continue training bit for bit.
 #include <cmath>
 
 #include "kernels/math/fp16.h"
@@ -37,8 +37,8 @@ TEST(CApi, AllreduceSumsAndAveragesIntegersExactly) {
       for (int64_t count : {0, 1, 7, 63, 1025}) {
         for (gw_op op : {GW_SUM, GW_AVG}) {
           run_ranks(world, [&](gw_comm comm, int rank) {
-            // Rank r holds i % 5 + r: sums stay below 256, where bfloat16 is exact.
-            std::vector<float> a(count + 1, -1.0f);  // the last one may not be touched
+            // Rank r holds i % 5 + r. So sums stay below 256, where BF16 is exact.
+            std::vector<float> a(count + 1, -1.0f);  // the last element must not change
             std::vector<uint16_t> b(count + 1, to_bf16(-1.0f)), h(count + 1, gradwire::float_to_fp16(-1.0f));
             for (int64_t i = 0; i < count; ++i) {
               a[i] = static_cast<float>(i % 5 + rank);
@@ -98,8 +98,8 @@ TEST(CApi, HierarchicalSchedulesNeedTheNumberOfRanksPerNode) {
   });
 }
 
-// More buffers than the library keeps programs for, of sizes that make the shared workspace grow. Each is
-// used again later.
+// Reduces more buffers than the library caches programs for. Their sizes make the shared workspace grow. Each
+// buffer is used again later.
 TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   run_ranks(2, [](gw_comm comm, int rank) {
     std::vector<std::vector<float>> buffers;
@@ -114,8 +114,8 @@ TEST(CApi, AllreduceRemembersAndForgetsBuffers) {
   });
 }
 
-// As the header says: 4 x 1.5e38 is not a float, a quarter of it is. Where a sum is not, nothing of it is
-// left for the next call.
+// Tests a promise of gradwire.h: the average is finite although the sum 4 x 1.5e38 overflows a float. A call
+// whose sum overflows leaves no residual for the next call.
 TEST(CApi, AveragesOfOverflowingSumsAreFiniteAndLeaveNoResidual) {
   const int64_t count = 1000;
   for (const char* spec : {"fp32", "fp32:schedule=ring", "fp32:schedule=tree", "bf16", "bf16:schedule=ring",
@@ -137,7 +137,7 @@ TEST(CApi, AveragesOfOverflowingSumsAreFiniteAndLeaveNoResidual) {
       GW_ASSERT_OK(gw_allreduce(comm, a.data(), count, GW_FLOAT32, GW_SUM, spec, nullptr,
                                 capi::call({.residual = residual.data()})));
       close_to(a, 4.0f);
-      if (std::string(spec).find("tree") != std::string::npos) return;  // it has no halves
+      if (std::string(spec).find("tree") != std::string::npos) return;  // a tree has no reduce-scatter
       const std::vector<int64_t> counts(4, count / 4);
       std::vector<float> in(count, 1.5e38f), shard(count / 4);
       GW_ASSERT_OK(gw_reduce_scatter(comm, in.data(), shard.data(), counts.data(), GW_FLOAT32, GW_AVG, spec,
@@ -162,8 +162,8 @@ TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
 
 class EverySpec : public ::testing::TestWithParam<const char*> {};
 
-// Gradients packed as a framework packs them, scattered, and overlapped have the same bits on all ranks. With
-// fp32 they are the mean.
+// Checks that the results have the same bits on all ranks for packed, scattered and overlapped gradients.
+// With fp32 the results are the mean.
 TEST_P(EverySpec, PackedScatteredAndOverlappedGradientsGiveTheSameBits) {
   const Model model;
   constexpr int kSteps = 3, kWorld = 3;
@@ -188,7 +188,7 @@ TEST_P(EverySpec, PackedScatteredAndOverlappedGradientsGiveTheSameBits) {
           if (model.count(i) > 0) std::memcpy(addresses[i], &gradient[at], model.count(i) * sizeof(float));
         }
         if (way == std::string("overlapped")) {
-          for (size_t i = 0; i < pieces.size(); ++i) {  // any order: here the ranks differ
+          for (size_t i = 0; i < pieces.size(); ++i) {  // ranks may use different orders
             auto tensor = static_cast<int32_t>((i + static_cast<size_t>(rank)) % pieces.size());
             GW_ASSERT_OK(gw_reducer_ready(reducer, tensor, nullptr));
           }
@@ -242,7 +242,7 @@ TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {
       auto state = straight.save();
       EXPECT_EQ(state, straight.save()) << "saving changes nothing";
 
-      // A reducer that has already made steps, which loading must undo.
+      // Loading a state must replace the state of a reducer that has already made steps.
       capi::Reducer resumed(comm, GetParam(), model);
       step(resumed.handle, 77);
       GW_ASSERT_OK(resumed.load(state));
@@ -270,7 +270,7 @@ INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
                            return text;
                          });
 
-// A state is stored by tensor: it fits a reducer with other buckets or another order of tensors.
+// Loads a state, which is stored by tensor, into a reducer with other buckets and another order of tensors.
 TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
   const Model model;
   Model reversed;
@@ -284,7 +284,7 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
     auto state = first.save();
     GW_ASSERT_OK(second.load(state));
 
-    // Both make the next step with the same gradients; the sums over the ranks agree up to rounding.
+    // Both reducers make the next step with the same gradients. The sums over the ranks agree up to rounding.
     auto a = normal(model.elements(), 10u + static_cast<unsigned>(rank));
     auto a_at = model.addresses(a.data());
     std::vector<float> b(a.size());
@@ -302,7 +302,7 @@ TEST(CApi, AStateSurvivesAnotherBucketSizeAndOrder) {
   });
 }
 
-// Residuals are saved in FP32, so a state fits a reducer that keeps them in fewer bytes, and the reverse.
+// Loads states between reducers with different residual formats: states store residuals in FP32.
 TEST(CApi, AStateFitsAReducerWithAnotherResidualFormat) {
   const Model model;
   run_ranks(2, [&](gw_comm comm, int rank) {
@@ -335,7 +335,7 @@ TEST(CApi, AReducerOutlivesTheHandleOfItsCommunicator) {
   });
 }
 
-// Two reducers and an allreduce overlap on one communicator, and run in the order in which they were issued.
+// Overlaps two reducers and an allreduce on one communicator. The operations run in the order of the calls.
 TEST(CApi, ReducersOfOneCommunicatorOverlapWithoutMixing) {
   const Model model;
   run_ranks(3, [&](gw_comm comm, int rank) {

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""A program's functions do not replace those of the same name inside libgradwire.so.
+"""Checks that a program's functions do not replace functions of the same name inside libgradwire.so.
 
 Preloads a library of traps, each of which ends the process, with every name that libgradwire.so defines but
-does not export, every name that Debian's libgloo.so exports (as PyTorch's libtorch_cpu.so does too), and some
-names that programs often define. Then ranks talk over TCP; calling a trap ends them.
+does not export, every name that Debian's libgloo.so exports (PyTorch's libtorch_cpu.so exports the same
+names), and some names that programs often define. Then ranks communicate over TCP. A call of a trap ends its
+process.
 """
 import pathlib
 import re
@@ -38,7 +39,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         source, trap = pathlib.Path(folder, "traps.s"), pathlib.Path(folder, "libtraps.so")
         lines = [f".globl {t}\n.type {t},@function\n{t}:" for t in sorted(traps)]
-        # The illegal instructions of x86 and ARM.
+        # Writes the illegal instructions of x86 and ARM.
         source.write_text(".text\n" + "\n".join(lines) +
                           "\n#if defined(__x86_64__)\nud2\n#else\nudf #0\n#endif\n"
                           ".section .note.GNU-stack,\"\",%progbits\n")

@@ -1,5 +1,5 @@
-// Wrong use of any function of the C ABI ends in a status and a text, never in a
-// crash. Also run under AddressSanitizer.
+// Tests that wrong use of the C ABI returns a status and an error text and never crashes. AddressSanitizer
+// builds run these tests as well.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -62,7 +62,7 @@ TEST(CApiErrors, FromNcclSaysWhatIsMissing) {
   options.world = 2;
   GW_EXPECT_BAD("world is 2; with gw_comm_options.nccl_comm both must be 0", gw_comm_create(&options, &comm));
   options.world = 0;
-  // Either NCCL or the GPU may be missing here.
+  // The test machine may lack NCCL or the GPU.
   const gw_status status = gw_comm_create(&options, &comm);
   EXPECT_TRUE(status == GW_UNSUPPORTED || status == GW_DEVICE_FAILED) << gw_status_string(status);
   EXPECT_TRUE(std::string(gw_last_error()).find(status == GW_UNSUPPORTED ? "NCCL" : "device 4711") !=
@@ -78,7 +78,8 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   const std::string name = capi::fresh_name();
   GW_EXPECT_FAILS(GW_COMM_FAILED, "for rank 1, 2", capi::create(name.c_str(), 0, 3, GW_HOST, 100, &comm));
 
-  // The name is free again. Two threads claim to be rank 0; the second is rejected and then joins as rank 1.
+  // The failed group's name can be used again. Two threads claim to be rank 0. The second thread is rejected
+  // and then joins as rank 1.
   std::atomic<int> refused{0};
   capi::in_threads(2, [&](int) {
     gw_comm mine = nullptr;
@@ -93,7 +94,7 @@ TEST(CApiErrors, RanksThatMeetWithWrongArgumentsAreRefused) {
   EXPECT_EQ(refused, 1);
 }
 
-// Every function that takes a handle, with every kind of wrong handle.
+// Calls every function that takes a handle with every kind of wrong handle.
 TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
   gw_comm comm = single(), dead_comm = single();
   const Model model;
@@ -199,7 +200,7 @@ TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
   how = capi::options(-5);
   GW_EXPECT_BAD("bucket_bytes is -5", gw_reducer_create(comm, "fp32", good.data(), 1, &how, &reducer));
   EXPECT_EQ(reducer, nullptr);
-  // No tensors at all, and one without a name, are legal.
+  // A reducer may have no tensors, and a tensor may have no name.
   GW_EXPECT_OK(gw_reducer_create(comm, "fp32", nullptr, 0, nullptr, &reducer));
   GW_EXPECT_OK(gw_reducer_allreduce(reducer, nullptr, nullptr, nullptr));
   GW_EXPECT_OK(gw_reducer_destroy(reducer));
@@ -208,7 +209,7 @@ TEST(CApiErrors, ReducerCreateChecksEveryArgument) {
   GW_EXPECT_OK(gw_comm_destroy(comm));
 }
 
-// A caller compiled against a later header: longer structs are accepted as long as the new fields are zero.
+// Accepts the longer structs of a later header as long as the new fields are zero.
 TEST(CApiErrors, StructsMayGrow) {
   struct LaterTensor {
     gw_tensor now;

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""libgradwire.so exports exactly the functions that gradwire.h declares, and needs no library of which a
-program could hold a second copy.
+"""Checks that libgradwire.so exports exactly the functions that gradwire.h declares, and that the library
+needs no library of which a program could load a second copy.
 
-The loader binds what a library does not define to the first definition of that name. libtorch_cpu.so exports
-its own Gloo, so a libgradwire.so that needed Gloo would run PyTorch's. Only the C and C++ runtimes, of which
-there is one per process, and NVIDIA's versioned libraries are allowed.
+The loader binds an undefined name of a library to the first definition of that name. libtorch_cpu.so exports
+the names of its Gloo, so a libgradwire.so that needed Gloo would run PyTorch's Gloo. Allowed libraries are the
+C and C++ runtimes, which a process loads once, and NVIDIA's versioned libraries.
 """
 import pathlib
 import re
@@ -49,8 +49,8 @@ def main() -> int:
         if not RUNTIMES.fullmatch(name)
     ]
 
-    # "U": must be found; "w": may be missing, such as __gmon_start__. A name without a version could be from
-    # any library.
+    # The loader must find names of kind "U". Names of kind "w", such as __gmon_start__, may be missing. Any
+    # library could define a name without a version.
     taken = [name for kind, name in symbols(library, "--undefined-only") if kind == "U"]
     print(f"takes {len(taken)} symbols from them")
     if "-fsanitize" not in sys.argv:

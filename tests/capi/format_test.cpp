@@ -1,4 +1,4 @@
-// gw_format_register(): a program's own wire formats, and what becomes of broken ones.
+// Tests gw_format_register(): wire formats of the calling program, and errors of broken formats.
 #include <barrier>
 #include <cmath>
 
@@ -11,8 +11,8 @@ using capi::Model;
 using capi::normal;
 using capi::run_ranks;
 
-// 8-bit codes and their unit for each block of 40 values. `trouble` makes a callback misbehave once a block
-// begins with more than kTrigger, or, where it is negative, always.
+// A format that stores 8-bit codes and their unit for each block of 40 values. A callback misbehaves for
+// blocks whose first value exceeds kTrigger or, if Own::always is set, for all blocks.
 constexpr int64_t kBlock = 40, kBytes = kBlock + sizeof(float);
 constexpr float kTrigger = 1000.0f;
 struct Own {
@@ -42,7 +42,7 @@ const char* encode(void* user, const float* values, int64_t blocks, uint8_t* byt
   return nullptr;
 }
 
-// Leaves byte 7 of each block alone.
+// Encodes as encode(), but leaves byte 7 of each block unchanged.
 const char* encode_less(void* user, const float* values, int64_t blocks, uint8_t* bytes) {
   std::vector<uint8_t> before(bytes, bytes + blocks * kBytes);
   encode(user, values, blocks, bytes);
@@ -134,7 +134,7 @@ TEST(CApiFormat, CallbacksThatBreakTheirPromisesAreNoticedWhenRegistered) {
   refused("decode of 4 blocks does not write value 39 of 160", Own::none, Own::missing, as_it_is);
   refused("encode of 4 blocks does not write byte 7 of 176", Own::none, Own::none,
           [](gw_format& f) { f.encode = encode_less; });
-  // Sizes that are not the callbacks' own.
+  // The registered sizes differ from the sizes that the callbacks use.
   refused("encode wrote outside", Own::none, Own::none, [](gw_format& f) { f.bytes = kBytes - 1; });
   refused("encode of 4 blocks does not write byte 176 of 180", Own::none, Own::none,
           [](gw_format& f) { f.bytes = kBytes + 1; });
@@ -173,7 +173,8 @@ TEST(CApiFormat, SumsOverItAreCloseAndTheSameOnAllRanksInEverySchedule) {
   }
 }
 
-// The deadline is longer than the test may take: other ranks are notified and need not wait for it.
+// Checks that a callback's failure ends the calls of other ranks before the deadline, which is longer than
+// the test's time limit.
 TEST(CApiFormat, AFailureInACallbackReachesEveryRankAtOnceAndIsFinal) {
   static Own own;
   const gw_format f = format("late", &own);
@@ -227,13 +228,13 @@ TEST(CApiFormat, RegisteringAgainReplacesTheCallbacksAndKeepsTheSizes) {
     if (rank == 0) {
       GW_ASSERT_OK(gw_format_register(&again));
     }
-    GW_ASSERT_OK(capi::sum(comm, value));  // both are past it
+    GW_ASSERT_OK(capi::sum(comm, value));  // both ranks have passed the registration
     const int before = first.blocks;
     GW_ASSERT_OK(sum());
     GW_ASSERT_OK(capi::sum(comm, value));
     EXPECT_EQ(first.blocks, before);
     EXPECT_GT(second.blocks, 0);
-    EXPECT_EQ(value, 16.0f);  // after four sums of two equal values
+    EXPECT_EQ(value, 16.0f);  // four sums over two ranks: 2^4
     again.block = 20;
     again.bytes = 24;
     GW_EXPECT_FAILS(
@@ -257,7 +258,8 @@ TEST(CApiFormat, AMisspelledNameIsSuggested) {
   });
 }
 
-// Calls from a callback on what it works for would wait for themselves.
+// Rejects calls from a callback on the communicator that runs the callback, because such calls would
+// deadlock.
 TEST(CApiFormat, CallsFromACallbackAreRefusedInsteadOfWaiting) {
   struct Caller {
     std::atomic<gw_comm> comm{nullptr};

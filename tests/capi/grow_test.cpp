@@ -1,5 +1,5 @@
-// gw_comm_grow(): new ranks join a communicator between two of its calls. tests/processes/grow_test.cpp has
-// them die on the way; here ranks are threads.
+// Tests gw_comm_grow() with ranks as threads: new ranks join a communicator between two of its calls. In
+// tests/processes/grow_test.cpp ranks are processes that die while they join.
 #include <chrono>
 #include <future>
 #include <string>
@@ -61,8 +61,8 @@ void expect_sum(gw_comm comm, int rank, float sum) {
   GW_EXPECT_OK(reducer.step(gradients));
 }
 
-// Two ranks become three, then four; the last joiner is admitted by a group that
-// includes a former joiner.
+// Grows a group from two ranks to three, then to four. The group that admits the last joiner includes a
+// former joiner.
 TEST(CApiGrow, JoinersTakePartInLaterCalls) {
   const TemporaryFolder folder;
   const std::string name = "file://" + folder.path("meet");
@@ -73,7 +73,7 @@ TEST(CApiGrow, JoinersTakePartInLaterCalls) {
     if (rank < 2) {
       comm = created(name, rank, 2);
       GW_EXPECT_OK(gw_comm_admit(comm, 4));
-      float all_have = 0;  // also rank 0, which rejects earlier requests
+      float all_have = 0;  // waits until rank 0 admits joiners, because rank 0 rejects earlier requests
       GW_EXPECT_OK(capi::sum(comm, all_have));
       if (rank == 1) first.set_value(invitation_of(comm));
     } else {
@@ -90,7 +90,7 @@ TEST(CApiGrow, JoinersTakePartInLaterCalls) {
       GW_EXPECT_OK(gw_comm_destroy(comm));
       comm = next;
     }
-    // Smaller again: the last joiner continues with the others, without rank 0.
+    // Rank 0 leaves, and the group shrinks. The last joiner continues with the other ranks.
     if (rank > 0) {
       std::vector<float> data(10);
       EXPECT_EQ(capi::sum(comm, data), GW_COMM_FAILED);
@@ -105,7 +105,7 @@ TEST(CApiGrow, JoinersTakePartInLaterCalls) {
   });
 }
 
-// The ranks load their states into reducers of the grown group; the new rank gets a copy of rank 0's state.
+// Loads each rank's state into a reducer of the grown group. The new rank loads a copy of rank 0's state.
 TEST(CApiGrow, RanksLoadTheirStatesAndJoinersStartWithoutResidual) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     const TemporaryFolder folder;

@@ -1,4 +1,4 @@
-// gw_comm_options.interface and .ports: where a rank listens.
+// Tests gw_comm_options.interface and .ports, which determine the address and port at which a rank listens.
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Sockets of this machine that listen at these ports, IPv4.
+// Returns the number of this machine's IPv4 sockets that listen at ports `first` to `last`.
 int listeners(int first, int last) {
   std::ifstream table("/proc/self/net/tcp");
   std::string line;
@@ -56,15 +56,15 @@ TEST(CApiListen, UsesTheChosenInterfaceAndPorts) {
   on_two_ranks([&](const std::string& name, int rank) {
     gw_comm comm = nullptr;
     auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 30'000);
-    options.shrinkable = 1;  // so that a port is kept after joining
+    options.shrinkable = 1;  // ranks keep listening after joining
     GW_EXPECT_OK(create(options, "lo", first, last, &comm));
     float x = 1;
     GW_EXPECT_OK(capi::sum(comm, x));
     EXPECT_EQ(x, 2.0f);
     if (rank == 0) {
-      EXPECT_EQ(listeners(first, last), 3);  // one of each rank, and rank 0's store
+      EXPECT_EQ(listeners(first, last), 3);  // one socket per rank, and the store of rank 0
     }
-    GW_EXPECT_OK(capi::sum(comm, x));  // rank 0 has looked
+    GW_EXPECT_OK(capi::sum(comm, x));  // waits until rank 0 has counted
     GW_EXPECT_OK(gw_comm_destroy(comm));
   });
 }

@@ -57,7 +57,7 @@ TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) 
         std::vector<StepRecord> records(now);
         run_ranks(now, [&](gw_comm comm, int rank) {
           const capi::Reducer reducer(comm, spec, model);
-          // With fewer ranks, the last ones survive: each has another number.
+          // In a smaller group the last ranks survive, and each survivor's rank changes.
           const int mine = rank + std::max(0, before - now);
           if (mine < before) {
             const State& state = states[mine];
@@ -80,7 +80,7 @@ TEST(CApiMovedState, SurvivorsAndNewRanksConserveResidualsForAnyNumbersOfRanks) 
   RecordProperty("cases", cases);
 }
 
-// A state is loaded into a world of 1 and saved again before any step.
+// Loads a state into a world of 1 and saves the state again before any step.
 TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
   const Model model;
   const std::vector<State> states = trained("int8:dense=off", 3);
@@ -94,7 +94,7 @@ TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
     EXPECT_EQ(second.save(), alone);
     auto gradient = capi::gradients_of(model, 0, 3);
     const auto given = gradient, zeros = std::vector<float>(gradient.size());
-    // Overlapped: each tensor by itself.
+    // Overlaps: marks each tensor as ready separately.
     auto all = model.tensors(gradient.data());
     auto how = capi::options();
     gw_reducer made = nullptr;
@@ -120,7 +120,7 @@ TEST(CApiMovedState, ARankAloneKeepsItsResidualUntilAStepSendsIt) {
   EXPECT_LT(capi::conservation_error(records), 1e-6);
 }
 
-// 16-bit gradients of a rank alone: the residual is added in float32, and the sum is rounded.
+// Checks 16-bit gradients in a world of 1: the residual is added in FP32, and the sum is rounded.
 TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
   Model model;
   model.dtype = GW_BFLOAT16;
@@ -128,7 +128,7 @@ TEST(CApiMovedState, ARankAloneAddsItsResidualToGradientsOf16Bits) {
   run_ranks(2, [&](gw_comm comm, int rank) {
     const capi::Reducer reducer(comm, "int4:dense=off", model);
     std::vector<uint16_t> ones(model.elements(), 0x3f80);
-    ones[5] = 0x4049;  // 3.14: the others are not multiples of its block's step
+    ones[5] = 0x4049;  // 3.14; 1 is not a multiple of the block's step
     std::vector<void*> addresses;
     for (size_t i = 0, at = 0; i < model.names.size(); at += model.count(i++)) addresses.push_back(&ones[at]);
     GW_EXPECT_OK(gw_reducer_allreduce(reducer.handle, addresses.data(), nullptr, nullptr));
@@ -163,7 +163,7 @@ TEST(CApiMovedState, RefusesAResidualThatTwoRanksHaveLoaded) {
     GW_EXPECT_FAILS(GW_COMM_FAILED, "ranks 0 and 1 have both loaded the residual that rank 2 of 3 saved",
                     reducer.step(gradient));
   });
-  // This also holds if one of them has it in a sum.
+  // The load also fails if a rank has loaded the residual as part of a sum of residuals.
   run_ranks(2, [&](gw_comm comm, int rank) {
     const capi::Reducer reducer(comm, "int8:dense=off", model);
     if (rank == 0) {

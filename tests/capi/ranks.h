@@ -15,7 +15,7 @@
 
 #define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
 #define GW_ASSERT_OK(call) ASSERT_EQ(GW_OK, (call)) << gw_last_error()
-// The call fails with `status`, and its text holds `part`.
+// Expects the call to fail with `status` and an error text that contains `part`.
 #define GW_EXPECT_FAILS(status, part, call)                                                   \
   do {                                                                                        \
     EXPECT_EQ(status, (call)) << gw_last_error();                                             \
@@ -64,7 +64,7 @@ inline gw_comm_info query(gw_comm comm) {
   return info;
 }
 
-// Options of a call, as an argument: gw_allreduce(..., call({.tag = "weight"})).
+// The options of a call, for use as an argument: gw_allreduce(..., call({.tag = "weight"})).
 struct Call {
   const char* tag = nullptr;
   float* residual = nullptr;
@@ -77,7 +77,7 @@ class CallOptions {
     options_.residual = c.residual;
     options_.request = c.request;
   }
-  operator const gw_call_options*() const { return &options_; }  // NOLINT: as an argument
+  operator const gw_call_options*() const { return &options_; }  // NOLINT: implicit, for use as an argument
 
  private:
   gw_call_options options_ = sized<gw_call_options>();
@@ -128,7 +128,7 @@ inline void run_ranks(int world, const std::function<void(gw_comm, int)>& body) 
   run_ranks(world, 60'000, body);
 }
 
-// A small model: matrices worth compressing, one that is not, vectors, a scalar, an empty tensor.
+// A small model: large matrices, a matrix too small to compress, vectors, a scalar, an empty tensor.
 struct Model {
   std::vector<std::string> names{"bias", "tall", "wide", "tiny", "scalar", "empty", "square"};
   std::vector<int64_t> rows{37, 129, 17, 3, 1, 0, 64}, cols{1, 31, 203, 3, 1, 5, 64};
@@ -140,7 +140,7 @@ struct Model {
     for (size_t i = 0; i < names.size(); ++i) sum += count(i);
     return sum;
   }
-  // Packed one after another from `flat`.
+  // Returns the addresses of the tensors, packed one after another from `flat` on.
   std::vector<void*> addresses(float* flat) const {
     std::vector<void*> all;
     for (size_t i = 0; i < names.size(); ++i) {

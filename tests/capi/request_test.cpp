@@ -1,4 +1,4 @@
-// Requests: collective calls on the host that return before they are done.
+// Tests requests: collective calls on the host that return before they are done.
 #include <barrier>
 
 #include "tests/capi/ranks.h"
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kLong = 60'000;
 
-// The request of one call, which gets it as an argument.
+// Owns the request of one call and destroys it at the end of the scope.
 struct Request {
   Request() = default;
   ~Request() { GW_EXPECT_OK(gw_request_destroy(handle)); }
@@ -39,18 +39,18 @@ TEST(CApiRequest, ACallReturnsBeforeItsPeersHaveMadeTheirs) {
     EXPECT_TRUE(request.done());
     GW_EXPECT_OK(gw_request_wait(request.handle, 0));
     EXPECT_EQ(values, std::vector<float>(1000, 3.0f));
-    // The next call has none, and returns when it is done.
+    // The next call has no request and returns when it is done.
     GW_EXPECT_OK(capi::sum(comm, other));
     EXPECT_EQ(other[9], 3.0f);
   });
 }
 
-// Every kind of call, many in flight, mixed with calls without requests; the bits are those of blocking
-// calls.
+// Makes every kind of call with many requests in flight, mixed with blocking calls. The results have the bits
+// of blocking calls.
 TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
   constexpr int kWorld = 3, kSteps = 3, kCount = 3 * 257;
   const std::vector<int64_t> counts(kWorld, 257);
-  std::vector<std::vector<float>> results[2];  // blocking, with requests
+  std::vector<std::vector<float>> results[2];  // [0]: blocking calls; [1]: calls with requests
   for (bool asynchronous : {false, true}) {
     results[asynchronous].resize(kWorld);
     capi::run_ranks(kWorld, [&](gw_comm comm, int rank) {
@@ -62,8 +62,8 @@ TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
       std::vector<float> shard(257), whole(kCount), replica(kCount, 0.5f);
       for (int step = 0; step < kSteps; ++step) {
         std::vector<gw_request> requests;
-        requests.reserve(7);  // so that their addresses stay
-        // Null: a blocking call.
+        requests.reserve(7);  // keeps the addresses of the requests valid
+        // Returns the place for a call's request; null for a blocking call.
         auto request = [&] { return asynchronous ? &requests.emplace_back() : nullptr; };
         auto option = [&](float* kept = nullptr) {
           return capi::call({.residual = kept, .request = request()});
@@ -86,7 +86,7 @@ TEST(CApiRequest, CallsInFlightGiveTheBitsOfBlockingOnes) {
         GW_EXPECT_OK(gw_broadcast(comm, own[4].data(), kCount, GW_FLOAT32, 1, "fp32", nullptr, option()));
         GW_EXPECT_OK(gw_all_gather_update(comm, own[5].data(), replica.data(), counts.data(), GW_FLOAT32,
                                           "int8", nullptr, option()));
-        // In reverse order, which is allowed.
+        // Requests may be waited for in any order, here in reverse.
         for (auto at = requests.rbegin(); at != requests.rend(); ++at) {
           GW_EXPECT_OK(gw_request_wait(*at, kLong));
           GW_EXPECT_OK(gw_request_destroy(*at));
@@ -129,7 +129,7 @@ TEST(CApiRequest, FailuresReachWhoeverWaits) {
   std::barrier failed(2);
   capi::run_ranks(2, 200, [&](gw_comm comm, int rank) {
     std::vector<float> values(10);
-    if (rank == 0) {  // its peer never comes
+    if (rank == 0) {  // rank 1 never makes the call
       Request request;
       GW_EXPECT_OK(
           gw_allreduce(comm, values.data(), 10, GW_FLOAT32, GW_SUM, "fp32", nullptr, request.option()));

@@ -1,4 +1,4 @@
-// gw_reducer_options.shard: each rank gets the mean of its own part of every bucket.
+// Tests gw_reducer_options.shard: each rank gets the mean of that rank's part of every bucket.
 #include <cmath>
 #include <mutex>
 
@@ -22,7 +22,7 @@ std::vector<gw_range> shards_of(gw_reducer reducer) {
   return ranges;
 }
 
-// One rank's gradients, and where each tensor begins in them.
+// The gradients of one rank, and the offset of each tensor.
 struct Gradients {
   explicit Gradients(uint32_t seed) : flat(capi::normal(static_cast<int64_t>(model.elements()), seed)) {
     for (size_t i = 0; i < model.names.size(); ++i) {
@@ -91,9 +91,9 @@ TEST(CApiShardedReducer, RejectsRanksThatDifferInShard) {
   });
 }
 
-// Sums are FP32; the owner rounds its part to nearest.
+// Checks that sums are computed in FP32 and that the owner rounds its part to nearest.
 TEST(CApiShardedReducer, Bf16GradientsGetTheRoundedMeanInPlace) {
-  auto upper_half = [](float x) {  // of a value that BF16 has
+  auto upper_half = [](float x) {  // returns the BF16 bits of a value that BF16 can represent
     uint32_t bits = 0;
     std::memcpy(&bits, &x, sizeof bits);
     return static_cast<uint16_t>(bits >> 16);
@@ -101,7 +101,7 @@ TEST(CApiShardedReducer, Bf16GradientsGetTheRoundedMeanInPlace) {
   for (int world : {1, 2, 3}) {
     capi::run_ranks(world, [&](gw_comm comm, int rank) {
       const gw_reducer_options options = sharded_options();
-      // Whole numbers below 257 are BF16 values, and so is the mean of equal ones.
+      // BF16 represents the integers up to 256 exactly, so the mean of equal integers is exact.
       Gradients wide(1);
       wide.model.dtype = GW_BFLOAT16;
       std::vector<uint16_t> half;
@@ -133,7 +133,7 @@ TEST(CApiShardedReducer, Bf16GradientsGetTheRoundedMeanInPlace) {
   }
 }
 
-// A program built with the first header passes a structure without the last field.
+// Passes the shorter structure of the first header, which lacks the field `shard`.
 TEST(CApiShardedReducer, OptionsOfTheFirstHeaderDoNotShard) {
   capi::run_ranks(2, [&](gw_comm comm, int) {
     gw_reducer_options options = sharded_options();

@@ -1,5 +1,5 @@
-// Reduce-scatter, all-gather, updates of replicas and broadcast, with shards of any size. Between threads and
-// over TCP.
+// Tests reduce-scatter, all-gather, updates of replicas and broadcast with shards of any size, between
+// threads and over TCP.
 #include <chrono>
 #include <cmath>
 #include <mutex>
@@ -30,7 +30,8 @@ bool same(const Floats& a, const Floats& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), 4 * a.size()) == 0);
 }
 
-// Even, uneven with empty ones, all on one rank, fewer elements than ranks, nothing.
+// Returns five cuts into shards: even, uneven with empty shards, one non-empty shard, fewer elements than
+// ranks, no elements.
 std::vector<Counts> counts_for(int world) {
   std::vector<Counts> all(5);
   for (int r = 0; r < world; ++r) {
@@ -61,7 +62,8 @@ class CApiSharded : public testing::TestWithParam<const char*> {
   }
 };
 
-// Also when its place in the input is the output, and whatever the addresses of earlier calls.
+// Checks the bits for separate outputs and for outputs in place, independent of the addresses of earlier
+// calls.
 TEST_P(CApiSharded, ReduceScatterHasTheBitsOfATwoShotAllreduce) {
   for (int world : worlds()) {
     run(world, [&](gw_comm comm, int rank) {
@@ -136,7 +138,7 @@ TEST_P(CApiSharded, GatheredWeightsHaveTheSameBitsOnAllRanks) {
   }
 }
 
-// BF16 elements over a BF16 wire lose nothing.
+// Sends BF16 elements in the format bf16 without loss.
 TEST_P(CApiSharded, Bfloat16TravelsAsItIs) {
   run(3, [&](gw_comm comm, int rank) {
     const Counts counts{5, 0, 130};
@@ -156,8 +158,8 @@ TEST_P(CApiSharded, Bfloat16TravelsAsItIs) {
   });
 }
 
-// 1000 steps of masters that move at random: replicas are the same bits on every rank after each, and as near
-// to the masters at the end as at the beginning.
+// Moves masters at random for 1000 steps. After each step replicas have the same bits on every rank, and
+// their distance from the masters does not grow.
 TEST_P(CApiSharded, ReplicasFollowTheirMastersWithoutDrift) {
   const int world = 3, steps = 1000;
   const Counts counts{300, 0, 211};
@@ -219,7 +221,7 @@ TEST_P(CApiSharded, BroadcastGivesAllRanksTheRootsValues) {
   }
 }
 
-// Ranks that make different calls get an error that names each rank's call.
+// Checks that ranks that make different calls get an error that names each rank's call.
 TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
   struct Call {
     const char* kind = "reduce_scatter";
@@ -281,7 +283,7 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
   differ({.kind = "broadcast", .tag = "a"}, {.kind = "broadcast", .tag = "b"}, {"'a'", "'b'"});
 }
 
-// A tag belongs to one call; each rank chooses which residual it passes.
+// Passes residuals and addresses that differ between ranks and steps, under one tag.
 TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
   run(2, [&](gw_comm comm, int rank) {
     const Counts counts{40, 60};

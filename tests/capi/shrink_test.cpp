@@ -1,5 +1,5 @@
-// gw_comm_shrink(): the surviving ranks of a failed communicator continue. tests/processes/shrink_test.cpp
-// kills and stops them; here ranks are threads that leave.
+// Tests gw_comm_shrink() with ranks as threads that leave: the surviving ranks of a failed communicator
+// continue. tests/processes/shrink_test.cpp kills and stops processes.
 #include <algorithm>
 #include <barrier>
 #include <memory>
@@ -29,8 +29,8 @@ TEST(CApiShrink, SurvivorsContinueAndLearnTheirOldRanks) {
     EXPECT_EQ(capi::sum_of(comm, static_cast<float>(rank)), 6.0f);
     std::vector<float> data(1000);
     std::vector<int> members = {0, 1, 2, 3};
-    for (const int leaves : {0, 2}) {  // rank 0 first, which ran the store
-      // Or a rank that misses it in its next call would end this one on the others.
+    for (const int leaves : {0, 2}) {  // rank 0, which serves the store, leaves first
+      // The departure would also fail a sum in progress, so all ranks finish the sum first.
       finished.arrive_and_wait();
       if (rank == leaves) {
         finished.arrive_and_drop();
@@ -62,13 +62,12 @@ TEST(CApiShrink, SurvivorsContinueAndLearnTheirOldRanks) {
   });
 }
 
-// Follows the example of docs/extending.md down to one rank: each failed step is repeated with
-// the residuals of the survivors.
+// Follows the example of docs/extending.md down to one rank. Each failed step is repeated with the residuals
+// of the survivors.
 TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {
   for (const std::string spec : {"int4:dense=off", "powersgd:rank=2,wire=int8"}) {
     std::barrier<> finished(3);
-    std::vector<std::vector<capi::StepRecord>> records(
-        4, std::vector<capi::StepRecord>(4));  // by world and rank
+    std::vector<std::vector<capi::StepRecord>> records(4, std::vector<capi::StepRecord>(4));  // [world][rank]
     run(3, [&](const std::string& name, int rank) {
       const capi::Model model;
       gw_comm comm = joined(name, rank, 3, true);
@@ -120,7 +119,7 @@ TEST(CApiShrink, RestoresAnAbortedGroupWithoutLosses) {
     if (rank == 1) {
       GW_EXPECT_OK(gw_comm_abort(comm, "a watchdog"));
     }
-    // Rank 2 comes without having noticed.
+    // Rank 2 calls gw_comm_shrink() without having noticed the failure.
     std::vector<float> data(10, 1.0f);
     if (rank == 0) capi::sum(comm, data);
     int32_t ranks[3];
@@ -148,7 +147,7 @@ TEST(CApiShrink, RejectsUnsupportedUsesAndInvalidArguments) {
   auto local = capi::comm_options(threads.c_str(), 0, 2);
   local.shrinkable = 1;
   GW_EXPECT_FAILS(GW_UNSUPPORTED, "shrinkable", gw_comm_create(&local, &comm));
-  // Ranks that differ get the error while they join.
+  // Ranks whose values of `shrinkable` differ get the error while they join.
   run(2, [](const std::string& name, int rank) {
     gw_comm one = nullptr;
     auto options = capi::comm_options(name.c_str(), rank, 2, GW_HOST, 20'000);

@@ -1,4 +1,4 @@
-// gw_comm_split(): parts of a communicator as communicators of their own; and gw_comm_query().
+// Tests gw_comm_split(), which makes separate communicators of groups of ranks, and gw_comm_query().
 #include <barrier>
 
 #include "tests/capi/ranks.h"
@@ -25,7 +25,7 @@ TEST_P(CApiSplit, RanksOfAColorAreAGroupInTheOrderOfTheirKeys) {
     run(world, [&](gw_comm comm, int rank) {
       EXPECT_EQ(query(comm).world, world);
       gw_comm part = nullptr;
-      // Odd and even ranks, each backwards.
+      // Splits into even and odd ranks, each group in descending order.
       GW_EXPECT_OK(gw_comm_split(comm, rank % 2, -rank, &part));
       const int size = (world + 1 - rank % 2) / 2;
       const gw_comm_info info = query(part);
@@ -50,7 +50,7 @@ TEST_P(CApiSplit, APartOutlivesTheWholeAndIsSplitAgain) {
     GW_EXPECT_OK(gw_comm_split(comm, rank / 2, 0, &half));
     GW_EXPECT_OK(gw_comm_split(comm, rank == 3 ? 7 : -1, 0, &none));
     EXPECT_EQ(none != nullptr, rank == 3);
-    split.arrive_and_wait();  // on every rank, before one of them ends the whole
+    split.arrive_and_wait();  // every rank has split before a rank aborts the original group
     GW_EXPECT_OK(gw_comm_abort(comm, "the whole is over"));
     EXPECT_EQ(sum_of(half, 1), 2.0f);
     GW_EXPECT_OK(gw_comm_split(half, rank, 0, &alone));

@@ -1,4 +1,4 @@
-// States of reducers that are damaged, forged, or of another reducer are rejected and change nothing.
+// Tests that damaged states, forged states and states of another reducer are rejected and change nothing.
 #include <zlib.h>
 
 #include <algorithm>
@@ -59,7 +59,7 @@ TEST(CApiErrors, RejectsStatesOfOtherReducers) {
     expect_refused("'taller'", "powersgd:rank=2", renamed);
     expect_refused("31 x 129", "powersgd:rank=2", reshaped);
     expect_refused("6 tensors", "powersgd:rank=2", fewer);
-    // The other rank's state, in which only the rank differs.
+    // Forges the state of rank 1 by replacing the rank.
     auto others = good;
     auto at =
         std::search(others.begin(), others.end(), std::begin("rank 0 of 2"), std::begin("rank 0 of 2") + 5);
@@ -73,7 +73,7 @@ TEST(CApiErrors, RejectsStatesOfOtherReducers) {
   });
 }
 
-// States with random bytes changed and a valid checksum. Nothing is read or written out of bounds.
+// Loads states with randomly changed bytes and a valid checksum. No access may be out of bounds.
 TEST(CApiErrors, RandomlyChangedStatesAreSafe) {
   run_ranks(2, [](gw_comm comm, int rank) {
     const Model model;
@@ -84,7 +84,7 @@ TEST(CApiErrors, RandomlyChangedStatesAreSafe) {
     for (int k = 0; k < 2000; ++k) {
       auto state = good;
       for (int change = 0; change < 4; ++change) {
-        // Mostly into headers, which are at the front and between the tensors' floats.
+        // Half of the states change only in the first 400 bytes, where headers are.
         size_t at = k % 2 == 0 ? random() % 400 : random() % state.size();
         state[at] = static_cast<char>(k % 3 == 0 ? random() : state[at] ^ (1 << random() % 8));
       }

@@ -1,4 +1,4 @@
-// States of reducers, for tests of moving them from one world to another.
+// Helpers for tests that load a reducer's state into a group of another size.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ inline std::vector<double> residuals_of(const std::vector<char>& state, const Mo
   const uint64_t tensors = number(4), identity = number(4);
   at += identity;
   for (uint64_t i = 0; i < tensors; ++i) {
-    at += 16;  // rows, cols
+    at += 16;  // skips rows and cols
     const uint64_t entries = number(8), name_bytes = number(8);
     const std::string name = text(name_bytes);
     for (uint64_t e = 0; e < entries; ++e) {

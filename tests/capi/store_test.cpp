@@ -1,4 +1,4 @@
-// gw_comm_options.store: ranks connect through the caller's key-value store.
+// Tests gw_comm_options.store: ranks connect through the caller's key-value store.
 #include <atomic>
 #include <barrier>
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace {
 
-// One rank's view of a store in this process. Tests make it fail or block.
+// One rank's view of a store in this process. Tests make the store fail or block.
 struct TestStore {
   struct Shared {
     std::mutex mutex;
@@ -127,7 +127,7 @@ TEST(CApiStore, SupportsSecretsInterfacesAndShrinking) {
     GW_ASSERT_OK(gw_comm_create(&options, &comm));
     EXPECT_EQ(capi::sum_of(comm, 1), 3.0f);
     ++made;
-    summed.arrive_and_wait();  // no rank ends the group while another is in the call
+    summed.arrive_and_wait();  // no rank leaves while another rank is in the call
     if (rank > 0) {            // rank 0 leaves
       GW_ASSERT_OK(gw_comm_shrink(comm, kPatience_ms, nullptr, &rest, nullptr, 0));
       EXPECT_EQ(capi::sum_of(rest, 1), 2.0f);

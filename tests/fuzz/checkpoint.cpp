@@ -1,5 +1,5 @@
-// A run of two ranks, of which only rank 0 restores: its files do not depend on another rank. Each input
-// replaces one file of an otherwise valid checkpoint.
+// Restores rank 0 of a run of two ranks, whose files do not depend on the other rank. Each input replaces one
+// file of an otherwise valid checkpoint.
 #include "trainer/checkpoint/checkpoint.h"
 
 #include <fmt/format.h>
@@ -103,8 +103,8 @@ void put(const std::string& path, Input bytes) {
   file.write(reinterpret_cast<const char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
 }
 
-// Returns the same file with the checksum of its contents (trainer/checkpoint/safetensors.h), if it has a
-// field for one.
+// Returns the same file with the correct checksum of its contents (trainer/checkpoint/safetensors.h), if the
+// file has a field for a checksum.
 Bytes with_its_checksum(Input input) {
   Bytes bytes(input.begin(), input.end());
   const std::string key = "\"crc32\":\"";

@@ -1,4 +1,4 @@
-// Inputs as files, for parsers that read paths.
+// Writes inputs to files, for parsers that take a path.
 #pragma once
 
 #include <cstdlib>
@@ -13,7 +13,8 @@
 
 namespace gradwire::fuzz {
 
-// Returns a folder of this process, in memory if the machine has such a file system; removed at exit.
+// Returns a folder for files of this process. The folder is in memory if the machine has such a file system,
+// and is removed at exit.
 inline const std::filesystem::path& scratch() {
   struct Folder {
     std::filesystem::path path;

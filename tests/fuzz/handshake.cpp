@@ -1,6 +1,6 @@
-// Both sides of the handshake (collectives/net/handshake.h), with a faulty other end. An input
-// describes what happens to the bytes in transit: how they are cut into pieces, which bits are flipped, what
-// follows. The other end knows the secret, so that every rejection is due to these changes.
+// Tests each side of the handshake (collectives/net/handshake.h) against a faulty other end. An input
+// describes how the bytes in transit are cut into pieces, which bits are flipped, and which bytes follow. The
+// other end knows the secret, so that every rejection is due to these changes.
 #include "collectives/net/handshake.h"
 
 #include <sys/socket.h>
@@ -40,7 +40,7 @@ std::string proof(const char* side, const std::string& connectors, const std::st
   return {digest.begin(), digest.end()};
 }
 
-// Flips the bits of `text` that are set in `mask` from `at` on. Returns whether there was one.
+// Flips the bits of `text` that are set in `mask` from `at` on. Returns whether any bit was flipped.
 bool flip(std::string& text, Input mask, size_t at) {
   bool any = false;
   for (size_t i = 0; i < text.size() && at + i < mask.size(); ++i) {
@@ -58,7 +58,7 @@ std::string what_is_there(const Socket& socket) {
   return all;
 }
 
-// Sends `text` in pieces, and advances the acceptor after each.
+// Sends `text` in pieces, and advances the acceptor after each piece.
 Challenge::State say(const Ends& ends, Challenge& challenge, const std::string& text, size_t piece) {
   auto state = Challenge::State::waiting;
   for (size_t at = 0; at < text.size() && state == Challenge::State::waiting; at += piece) {
@@ -72,8 +72,8 @@ Challenge::State say(const Ends& ends, Challenge& challenge, const std::string& 
 
 }  // namespace
 
-// The acceptor. Input: bytes per piece, then the mask of the connector's greeting, challenge and proof, then
-// the bytes that follow.
+// Tests the acceptor. Input: bytes per piece, then the mask of the connector's greeting, challenge and proof,
+// then the bytes that follow.
 void handshake_in(Input input) {
   if (input.empty()) return;
   const size_t piece = 1 + input[0];
@@ -108,7 +108,7 @@ std::vector<Bytes> handshake_in_seeds() {
   return {sound, early, late, {0}};
 }
 
-// The connector. Input: 0 and the mask of the acceptor's answer; or another byte and the answer itself.
+// Tests the connector. Input: 0 and the mask of the acceptor's answer; or another byte and the answer itself.
 void handshake_out(Input input) {
   if (input.empty()) return;
   const Input rest = input.subspan(1);
@@ -116,7 +116,7 @@ void handshake_out(Input input) {
   const auto deadline = SteadyClock::now() + std::chrono::seconds(10);
   std::string answer(reinterpret_cast<const char*>(rest.data()), rest.size());
   if (input[0] != 0) {
-    // Written before the challenge is known, so it proves nothing.
+    // The answer is written before the challenge is known, so the answer proves nothing.
     send(ends.there.fd(), answer.data(), answer.size(), MSG_NOSIGNAL);
     shutdown(ends.there.fd(), SHUT_WR);
     return check(!introduce(ends.here, kCredentials, deadline).empty(), "a proof made without the challenge");

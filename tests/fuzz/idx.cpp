@@ -30,7 +30,7 @@ void idx(Input input) {
 }
 
 std::vector<Bytes> idx_seeds() {
-  // Labels 3 and 9, as written by gzip -n.
+  // The labels 3 and 9, compressed by gzip -n.
   const Bytes gzip{0x1f, 0x8b, 8,    0,    0,    0,    0,    0,    0,    3, 0x63,
                    0x60, 0xe0, 0x60, 0x64, 0x60, 0x60, 0x60, 0x62, 0xe6, 4, 0};
   return {images(), labels(), gzip};

@@ -1,4 +1,4 @@
-// All targets as one libFuzzer program. It runs the target that ends its file's name: fuzz-NAME
+// All targets as one libFuzzer program. The program's file name, fuzz-NAME, selects the target NAME
 // (scripts/fuzz.sh).
 #include <cstdio>
 #include <cstdlib>

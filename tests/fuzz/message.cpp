@@ -10,8 +10,8 @@
 
 namespace gradwire::fuzz {
 
-// Decodes a control message, also as each message of the quorum and of admission. A decoded message encodes
-// to the same bytes.
+// Decodes a control message, also as each message type of the quorum and of admission. Checks that a decoded
+// message encodes to the same bytes.
 void message(Input input) {
   const std::string bytes(reinterpret_cast<const char*>(input.data()), input.size());
   try {

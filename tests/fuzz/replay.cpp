@@ -4,10 +4,10 @@
 //                     [--write-seeds DIR]
 //   fuzz_tests --list
 //
-// GRADWIRE_FULL_SWEEPS: five times as many mutations.
+// GRADWIRE_FULL_SWEEPS makes five times as many mutations.
 //
-// A defect ends the program, with what threw, or by a sanitizer; --save (default failed-TARGET.bin) holds the
-// input at that point, to be added to the corpus.
+// A defect ends the program with the text of an exception or with a sanitizer's report. The file of --save
+// (default failed-TARGET.bin) then holds the input, to be added to the corpus.
 #include <algorithm>
 #include <charconv>
 #include <chrono>
@@ -38,16 +38,16 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
   const size_t at = below(random, bytes.size());
   const auto here = bytes.begin() + static_cast<std::ptrdiff_t>(at);
   switch (random() % 9) {
-    case 0:  // a bit
+    case 0:  // flip a bit
       if (!bytes.empty()) bytes[at] ^= static_cast<uint8_t>(1u << random() % 8);
       break;
-    case 1:  // a byte
+    case 1:  // replace a byte
       if (!bytes.empty()) bytes[at] = static_cast<uint8_t>(random());
       break;
-    case 2:  // an end
+    case 2:  // truncate the input
       bytes.resize(at);
       break;
-    case 3: {  // a number at its limits
+    case 3: {  // write an extreme integer
       static constexpr uint64_t kLimits[] = {
           0,           1, 0x7f, 0xff, 0xffff, 0x7fffffff, 0xffffffff, uint64_t{1} << 40, ~uint64_t{0} >> 1,
           ~uint64_t{0}};
@@ -56,7 +56,7 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
       if (at + width <= bytes.size()) std::memcpy(bytes.data() + at, &value, width);
       break;
     }
-    case 4: {  // digits
+    case 4: {  // replace a decimal number
       static constexpr const char* kNumbers[] = {
           "0", "-1", "18446744073709551615", "9223372036854775808", "1e999", "null", "[]", "\"\"", "0.5"};
       const std::string_view number = kNumbers[random() % std::size(kNumbers)];
@@ -79,13 +79,13 @@ void mutate(Bytes& bytes, const std::vector<Bytes>& others, Random& random) {
       bytes.insert(here, piece.begin(), piece.end());
       break;
     }
-    case 7: {  // random bytes
+    case 7: {  // insert random bytes
       Bytes piece(below(random, 16));
       for (uint8_t& byte : piece) byte = static_cast<uint8_t>(random());
       bytes.insert(here, piece.begin(), piece.end());
       break;
     }
-    case 8: {  // the rest of another input
+    case 8: {  // append the end of another input
       const Bytes& other = others[random() % others.size()];
       bytes.resize(at);
       const auto from = static_cast<std::ptrdiff_t>(below(random, other.size() + 1));

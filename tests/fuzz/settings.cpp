@@ -8,7 +8,7 @@
 namespace gradwire::fuzz {
 namespace {
 
-// Expects an accepted value, once printed, to parse to the same value.
+// Checks that an accepted value, once printed, parses to the same value.
 template <typename T>
 void round_trip(const std::string& text) {
   may_refuse([&] {

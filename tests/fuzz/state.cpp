@@ -14,7 +14,7 @@ void require_ok(gw_status status) {
   if (status != GW_OK) throw std::logic_error(gw_last_error());
 }
 
-// Rank 0 of a world of two threads. The other rank only takes part in its creation.
+// The reducer of rank 0 in a world of two threads. Rank 1 takes part only in the reducer's creation.
 class Reducer {
  public:
   Reducer() {
@@ -32,7 +32,7 @@ class Reducer {
   }
 
   const Bytes& fresh() const { return fresh_; }
-  // Loads a state. A rejected state leaves the reducer unchanged.
+  // Loads a state. Checks that a rejected state leaves the reducer unchanged.
   void load(const Bytes& state) {
     check(gw_reducer_state_load(reducer_, state.data(), state.size()));
     const void* const states[] = {state.data(), fresh_.data()};
@@ -84,8 +84,8 @@ void state(Input input) {
   Reducer& reducer = reducer_of_two();
   Bytes bytes(input.begin(), input.end());
   reducer.load(bytes);
-  // Also tests the input with a size and checksum that would hide the damage: offsets as in
-  // docs/checkpoints.md.
+  // Tests the input also with a corrected size and checksum, which hide the damage. docs/checkpoints.md lists
+  // the offsets.
   constexpr size_t kHeader = 40;
   if (bytes.size() < kHeader) return;
   const uint64_t size = bytes.size();

@@ -20,7 +20,7 @@ void try_parse(Parse parse) {
 
 }  // namespace
 
-// Decodes a stream of frames. A decoded frame encodes to the same bytes.
+// Decodes a stream of frames. Checks that a decoded frame encodes to the same bytes.
 void store(Input input) {
   const std::string all(reinterpret_cast<const char*>(input.data()), input.size());
   std::string bytes = all, again;

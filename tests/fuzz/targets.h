@@ -1,8 +1,8 @@
-// Parsers of untrusted input, as functions of arbitrary bytes. Each may reject its input with the exception
-// that its callers expect; any other failure is a defect.
+// Fuzz targets: parsers of untrusted input, as functions of arbitrary bytes. A target may reject its input
+// with the exception that the parser's callers expect. Any other failure is a defect.
 //
-// One file per target, one line here. make test replays each target's seeds and its folder in
-// tests/fuzz/corpus, with mutations (replay.cpp); make soak SOAK=fuzz searches for new inputs under
+// Each target has a file, and a line in this header. `make test` replays each target's seeds and its folder
+// in tests/fuzz/corpus, with mutations (replay.cpp). `make soak SOAK=fuzz` searches for new inputs under
 // libFuzzer (libfuzzer.cpp).
 #pragma once
 
@@ -30,12 +30,12 @@ struct Target {
 
 GW_FUZZ_TARGET(checkpoint);     // the files of a checkpoint, as read by --resume and --init
 GW_FUZZ_TARGET(cifar);          // CIFAR-10's batches
-GW_FUZZ_TARGET(handshake_in);   // the accepting side, before the other has proved anything
+GW_FUZZ_TARGET(handshake_in);   // the accepting side, before the connector is authenticated
 GW_FUZZ_TARGET(handshake_out);  // the connecting side
 GW_FUZZ_TARGET(idx);            // IDX files, plain or gzip
 GW_FUZZ_TARGET(log);            // the log of an earlier run, and of a run watched by gradwire top
 GW_FUZZ_TARGET(message);        // control messages between processes
-GW_FUZZ_TARGET(safetensors);    // tensors of other programs
+GW_FUZZ_TARGET(safetensors);    // safetensors files of other programs
 GW_FUZZ_TARGET(settings);       // specs and values of the command line
 GW_FUZZ_TARGET(state);          // a reducer's saved state
 GW_FUZZ_TARGET(store);          // frames of the rendezvous store

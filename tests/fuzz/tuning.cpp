@@ -19,7 +19,7 @@ void tuning(Input input) {
   const std::string path = write_file("tuning", input);
   const std::string text(reinterpret_cast<const char*>(input.data()), input.size());
   const bool ours = text.empty() || text.substr(0, text.find('\n')) == kHeader;
-  // Two consecutive runs that choose differently. The second must find the first one's choice.
+  // Makes two consecutive runs that choose differently. The second run must find the first run's choice.
   std::string chosen[2];
   for (int run = 0; run < 2; ++run) {
     TuningFile file(path, ignore);

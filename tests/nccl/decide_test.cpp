@@ -1,4 +1,4 @@
-// How the interposer reads its settings, and which calls it intercepts.
+// Tests how the interposer reads its settings, and which calls it intercepts.
 #include "integrations/nccl/decide.h"
 #include "tests/support/expect.h"
 
@@ -33,7 +33,8 @@ TEST(Interposer, TakesLargeFloat32SumsAndAveragesOnly) {
   EXPECT_EQ(decide(all, {.count = 0}), Decision::untouched);
 }
 
-// A rank that is disabled or misconfigured still takes part in the comparison.
+// Checks that whether ranks compare a call depends only on the call. So a disabled or misconfigured rank also
+// takes part in the comparison.
 TEST(Interposer, RanksCompareDependingOnTheCallAlone) {
   EXPECT_TRUE(may_compare({.count = 1}));
   EXPECT_TRUE(may_compare({.count = 1 << 30, .op = ncclAvg}));

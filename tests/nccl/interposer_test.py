@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""The interposer between a program and a stand-in for NCCL: every call is passed on unchanged, and the log
-says what the settings would compress. Without a GPU nothing is compressed."""
+"""Tests the interposer between a program and a stand-in for NCCL. The interposer forwards every call unchanged,
+and the log lists the calls that the settings would compress. Without a GPU nothing is compressed."""
 import os
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-// Registered wire formats below the C ABI: their ops, the table, every schedule, error feedback.
+// Tests registered wire formats below the C ABI: ops, the table of formats, every schedule, error feedback.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 namespace gradwire::testing {
 namespace {
 
-// Registers `name` with the arithmetic of one of Gradwire's own formats, rounding to nearest.
+// Registers `name` with the arithmetic of a built-in format, rounding to nearest. Returns the new format.
 Wire register_twin(const std::string& name, const std::string& spec) {
   const Wire own = wire_format(spec);
   FormatCallbacks callbacks;
@@ -40,7 +40,7 @@ Wire register_twin(const std::string& name, const std::string& spec) {
   return find_wire_format(name);
 }
 
-// A crude format of its own: the largest of five values, and its place.
+// A coarse format without a built-in twin: stores the largest of five values, and the value's index.
 constexpr int64_t kCoarseBlock = 5;
 const char* encode_coarse(void*, const float* values, int64_t blocks, uint8_t* bytes) {
   for (int64_t b = 0; b < blocks; ++b, values += kCoarseBlock, bytes += sizeof(float) + 1) {
@@ -106,7 +106,7 @@ TEST_F(RegisteredFormat, HasTheBitsOfABuiltInOneWithItsArithmetic) {
 }
 
 TEST_F(RegisteredFormat, ResidualsKeepWhatAFormatLosesAndNothingThatIsNotFinite) {
-  // Decodes to 0 for 1, to NaN for 2, to -FLT_MAX for FLT_MAX, and otherwise to the value itself.
+  // Decodes 1 to 0, 2 to NaN, FLT_MAX to -FLT_MAX, and any other value to itself.
   const auto copy = [](void*, const float* v, int64_t blocks, uint8_t* b) -> const char* {
     std::memcpy(b, v, static_cast<size_t>(blocks) * sizeof(float));
     return nullptr;
@@ -158,8 +158,8 @@ TEST_F(RegisteredFormat, AHardGradientIsSeenOnceAndContained) {
           if (s == 1 && comm.rank() == 1) gradients[1][5] = poison;
           int bad = 0;
           for (float v : rank.step(gradients)) bad += is_finite(v) ? 0 : 1;
-          // Infinity is the largest of its block and travels unchanged; NaN compares as smaller than
-          // anything.
+          // Infinity is the largest value of its block and is sent unchanged. NaN is never sent, because
+          // every comparison with NaN is false.
           EXPECT_LE(bad, s == 1 && !is_finite(poison) ? 1 : 0) << spec << " step " << s;
           if (s == 1 && std::isinf(poison)) {
             EXPECT_EQ(bad, 1) << spec;
@@ -203,7 +203,7 @@ TEST(RegisteredFormats, TheTableCanBeReadWhileItGrows) {
   for (size_t i = 0; i < before.size(); ++i) EXPECT_EQ(wire_formats()[i], before[i]);
 }
 
-// The host's transport, as if it were a GPU's.
+// Wraps the host's transport and reports a GPU as its device.
 class OnCuda final : public Transport {
  public:
   OnCuda() : Transport("none", {0, 2, Device::cuda(0)}) {}

@@ -1,4 +1,5 @@
-// The C ABI's states hold whatever a codec keeps, of any kind and type, and resume training bit for bit.
+// Tests that the C ABI's states hold all state of a codec, of any kind and type, and resume training bit for
+// bit.
 #include "tests/support/own_codec.h"
 #include "collectives/c_api/handles.h"
 #include "collectives/c_api/reducer.h"
@@ -9,7 +10,7 @@ namespace {
 
 using gradwire::c_api::ApiReducer;
 
-// A handle like gw_reducer_create()'s, but with a codec that no spec names.
+// Returns a reducer's handle, as gw_reducer_create() does, but with a codec that no spec names.
 gw_reducer make_reducer(gw_comm comm, const Model& model, int64_t bucket_bytes, bool own_codec = true) {
   auto locked = gradwire::c_api::comms().get(comm);
   std::string tag;
@@ -43,14 +44,14 @@ TEST(CApiInside, StateOfACustomCodecIsKept) {
     const auto state = straight.save();
     EXPECT_NE(state, fresh);
     for (const Reducer* other : {&resumed, &one_bucket}) {
-      step(*other, 77);  // which loading must undo
+      step(*other, 77);  // loading must undo this step
       GW_ASSERT_OK(gw_reducer_state_load(other->handle, state.data(), state.size()));
       EXPECT_EQ(other->save(), state);
     }
     for (int s = 3; s < 6; ++s) EXPECT_EQ(step(straight, s), step(resumed, s)) << "step " << s;
     EXPECT_EQ(straight.save(), resumed.save());
 
-    // The same spec with another codec is refused by name, and nothing changes.
+    // A reducer with the same spec but another codec rejects the state by name and remains unchanged.
     Reducer plain(make_reducer(comm, model, kSmall, false));
     step(plain, 5);
     const auto plain_state = plain.save();
