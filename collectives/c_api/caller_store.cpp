@@ -11,7 +11,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kMostBytes = size_t{64} << 10;  // of a location; an address takes up to 16
+constexpr size_t kMostBytes = size_t{64}
+                              << 10;  // limit for the published text; an address takes up to 16 bytes
 
 class CallerStore {
  public:

@@ -9,12 +9,12 @@
 
 namespace gradwire::c_api {
 
-// Reads the struct. Throws BadInput if a field is invalid.
+// Returns a copy of the caller's struct. Throws BadInput if a field is invalid.
 gw_store checked_store(const gw_store* store);
 
-// Returns a rendezvous in which rank 0 publishes under one key of the store, and the other ranks read the
-// key. Both throw CommError, which names the store, if a callback fails, returns another text than rank 0's,
-// or does not return within `timeout` from now.
+// Returns a rendezvous in which rank 0 publishes a text under one key of the store, and the other ranks read
+// the key. Its functions throw CommError, which names the store, if a callback fails, returns another text
+// than rank 0's, or does not return within `timeout` from now.
 RendezvousCallbacks callbacks_of_store(const gw_store& store, std::chrono::milliseconds timeout);
 
 }  // namespace gradwire::c_api

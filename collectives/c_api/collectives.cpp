@@ -1,5 +1,5 @@
-// The collectives of gradwire.h on the caller's memory: functions that check their arguments and run
-// programs, which are built at first use and cached.
+// The collectives of gradwire.h on the caller's memory. The functions check their arguments and run programs.
+// Programs are built at first use and cached.
 #include <fmt/format.h>
 
 #include <limits>
@@ -27,7 +27,7 @@ int64_t elements_before(const Shards& shards, int rank) {
   return std::accumulate(shards.begin(), shards.begin() + rank, int64_t{0});
 }
 
-// Returns a text such as "3, 0, 5" for errors. Long lists are cut and get a digest.
+// Returns the shards' sizes for error texts, such as "3, 0, 5". A long list is cut and gets a digest.
 std::string listed(const Shards& shards) {
   if (shards.size() <= kShardsShown) return fmt::format("{}", fmt::join(shards, ", "));
   uint64_t digest = 0;
@@ -59,7 +59,8 @@ void check_memory(const char* what, const void* memory, int64_t count, size_t el
           what, element);
 }
 
-// Throws BadInput if the shard overlaps the whole, except exactly at the shard's place in it.
+// Throws BadInput if the shard overlaps the whole buffer, unless the shard is exactly at its place in the
+// whole buffer.
 void check_place(const char* shard_name, const void* shard, const char* whole_name, const void* whole,
                  const Shards& shards, int rank, size_t element) {
   const auto at = reinterpret_cast<uintptr_t>(shard), begin = reinterpret_cast<uintptr_t>(whole);
@@ -72,7 +73,7 @@ void check_place(const char* shard_name, const void* shard, const char* whole_na
           shard_name, whole_name);
 }
 
-// Returns a call with the arguments that all collectives have. Throws BadInput.
+// Returns a call with the arguments that all collectives have. Throws BadInput for an invalid argument.
 CollectiveCall begin_call(const LockedCall& locked, const char* function, Collective collective,
                           gw_dtype dtype, gw_op op, const char* spec) {
   checked_dtype(dtype);
@@ -95,7 +96,7 @@ int64_t checked_count(int64_t count) {
   return count;
 }
 
-// Reads the elements of each rank's shard into the call.
+// Copies the number of elements of each rank's shard into the call.
 void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts) {
   require(counts != nullptr, "counts is null; pass the elements of each rank's shard");
   call.shards.assign(counts, counts + comm.communicator->world());
@@ -117,8 +118,8 @@ const CompressionSpec& ApiComm::parsed(const std::string& spec) {
 }
 
 Program& ApiComm::program_for(const CollectiveCall& call) {
-  // One program per address where a change of address must not block the host: with a request, and on a GPU,
-  // where allocators reuse a few addresses.
+  // Build one program per address if a change of address must not block the host: with a request, and on a
+  // GPU, where allocators reuse a few addresses.
   const bool by_address =
       call.collective == Collective::allreduce || request != nullptr || communicator->device().is_cuda();
   const Key key{call.function, by_address ? call.out : nullptr,
@@ -130,7 +131,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
     Program& program = *entry->program;
     const ProgramBuffers& at = program.buffers();
     const bool moved = at.in != call.in || at.out != call.out;
-    if (moved || at.residual != call.residual) stream.synchronize();  // its work may be in flight
+    if (moved || at.residual != call.residual) stream.synchronize();  // work of this program may be in flight
     if (moved) program.rebind(call.in, call.out);
     if (at.residual != call.residual) program.rebind_residual(call.residual);
     return program;
@@ -172,7 +173,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
                        .spec = spec.to_string(),
                        .transfers = communicator->transfers(),
                        .slice_bytes = choice.slice_bytes});
-  stream.synchronize();  // add() may free or rebind memory that is in use
+  stream.synchronize();  // add() may free or rebind memory, so no work may be in flight
   return *programs_.add({.key = key, .residual = {}, .program = std::move(program)}).program;
 }
 
@@ -186,7 +187,7 @@ void ApiComm::between(void* native_stream, const std::function<void()>& work) {
 }
 
 void ApiComm::run(const CollectiveCall& call, void* native_stream) {
-  caller_stream(native_stream);  // rejects a bad stream before anything is built
+  caller_stream(native_stream);  // rejects an invalid stream before any program is built
   Program& program = program_for(call);
   if (communicator->world() == 1) {
     if (call.in == call.out) return;
@@ -200,15 +201,16 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
   });
 }
 
-// The owner subtracts its replica, which has the same bits as all other replicas. So the error of one encode
-// is part of the next difference, and replicas drift neither from the masters nor from each other.
+// Sends the difference between masters and replicas. All replicas have the same bits, so the owner subtracts
+// its replica. The error of an encode is part of the next difference. So replicas drift neither from the
+// masters nor from each other.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
   const CompressionSpec& spec = parsed(call.spec);
   const std::string why = spec.divergence();
   require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec,
           why);
   if (spec.wire->exact || communicator->world() == 1) {
-    return run(call, native_stream);  // gathers the masters themselves
+    return run(call, native_stream);  // an exact format gathers the masters, not the differences
   }
   caller_stream(native_stream);
   const size_t bytes = static_cast<size_t>(call.count) * sizeof(float);

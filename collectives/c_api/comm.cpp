@@ -11,8 +11,9 @@
 namespace gradwire::c_api {
 namespace {
 
-// On a GPU there is a program for each address: FSDP2 has two or three collectives for each of its groups,
-// and PyTorch's allocator uses several addresses for each collective.
+// Limits of the cache of programs. On a GPU the cache has a program for each address: FSDP2 makes two or
+// three collectives for each of its groups, and PyTorch's allocator uses several addresses for each
+// collective.
 constexpr size_t kProgramsKept = 256, kProgramsKeptOnCuda = 4096;
 constexpr size_t kCallerStreamsKept = 64;
 
@@ -66,8 +67,8 @@ void ApiComm::wait_or_notify(const std::function<void()>& wait) {
     wait();
   } catch (const BadInput&) {
     throw;
-  } catch (const std::exception&
-               error) {  // including failed allocations: the other ranks would wait for this rank
+  } catch (
+      const std::exception& error) {  // notify the other ranks of any failure, even of a failed allocation
     bool notified = false;
     try {
       communicator->check();

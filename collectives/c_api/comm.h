@@ -1,5 +1,5 @@
-// The object behind a gw_comm: a communicator, the one stream on which all its operations run in call order,
-// and the programs of the collectives on the caller's own memory.
+// The object behind a gw_comm: a communicator, the stream on which all operations run in call order, and the
+// programs of the collectives on the caller's memory.
 #pragma once
 
 #include <sys/types.h>
@@ -23,7 +23,7 @@ namespace gradwire::c_api {
 
 // The arguments of a collective on the caller's memory.
 struct CollectiveCall {
-  const char* function = "";  // "gw_reduce_scatter"
+  const char* function = "";  // name for error texts, e.g. "gw_reduce_scatter"
   Collective collective = Collective::allreduce;
   const void* in = nullptr;
   void* out = nullptr;
@@ -43,41 +43,45 @@ struct ApiComm {
   explicit ApiComm(std::unique_ptr<Communicator> communicator);
   ~ApiComm();
 
-  // Throws BadHandle in a fork of the process, which lacks the threads that do the work.
+  // Throws BadHandle in a forked child process, which lacks the threads that do the work.
   void check_process() const;
-  // Throws as check_process(), and throws BadInput in a callback of a wire format, because the call would
-  // wait for the callback.
+  // Throws the errors of check_process(). Throws BadInput in a callback of a wire format, because a call from
+  // the callback would deadlock.
   void check_caller() const;
   // Returns the caller's stream. On CUDA `native` is a cudaStream_t. On the host `native` is null, and the
   // stream blocks the caller unless the call has a request.
   Stream caller_stream(void* native);
-  // run() and run_update(), in collectives.cpp, enqueue work that runs after earlier work on the caller's
-  // stream and before later work.
+  // Enqueues the collective after earlier work and before later work on the caller's stream. Defined in
+  // collectives.cpp.
   void run(const CollectiveCall& call, void* native_stream);
-  // Implements gw_all_gather_update(). `call` gathers masters (in) into replicas (out).
+  // Implements gw_all_gather_update(): `call` gathers masters (in) into replicas (out). Enqueues work as
+  // run() does.
   void run_update(const CollectiveCall& call, void* native_stream);
   // Runs `wait`, which blocks until work on the host is done. If the work failed on this rank alone, for
-  // example in a registered format, notifies the other ranks so that they fail now rather than time out.
+  // example in a registered format, notifies the other ranks so that the other ranks fail now rather than
+  // time out.
   void wait_or_notify(const std::function<void()>& wait);
   // Returns a copy of `text` for gw_comm_info. The copy lives as long as this object.
   const char* kept(const std::string& text) { return kept_.insert(text).first->c_str(); }
-  // Aborts the communicator, and cancels calls that make communicators from this one, because the
-  // communicator's abort does not end their waits.
+  // Aborts the communicator. Also cancels the calls that create other communicators from this communicator,
+  // because Communicator::abort() does not end the waits of such calls.
   void abort(const std::string& reason) {
     __atomic_store_n(&aborted, 1, __ATOMIC_RELAXED);
     communicator->abort(reason);
   }
-  // Numbers the reducers, identically on every rank because creating one is collective.
+  // Returns the number of a new reducer. All ranks get the same number, because creating a reducer is
+  // collective.
   int next_reducer() { return ++reducers_; }
 
   const std::unique_ptr<Communicator> communicator;
   std::mutex mutex;  // held during every call except abort
-  // The request of the call that holds `mutex`; null: the call blocks until it is done.
+  // The request of the call that holds `mutex`; null: the call blocks until the work is done.
   ApiRequest* request = nullptr;
   volatile int32_t aborted = 0;
 
  private:
-  // Function, address (null: any; see program_for()), count, shards, dtype, op, root, spec, tag.
+  // Key of a program: function, address (null: any; see program_for()), count, shards, dtype, op, root, spec,
+  // tag.
   using Key = std::tuple<std::string, const void*, int64_t, Shards, int, int, int, std::string, std::string>;
   Program& program_for(const CollectiveCall& call);
   const CompressionSpec& parsed(const std::string& spec);
@@ -85,7 +89,7 @@ struct ApiComm {
 
   const pid_t process_;
   ProgramCache<Key> programs_;
-  std::map<std::string, CompressionSpec> specs_;  // parsed, by text
+  std::map<std::string, CompressionSpec> specs_;  // [spec's text]: the parsed spec
   std::map<void*, Stream> callers_;
   Stream requests_;    // for calls with a request; created by the first such call
   Buffer difference_;  // masters minus replicas, in gw_all_gather_update()
@@ -95,7 +99,7 @@ struct ApiComm {
   std::set<std::string> kept_;
 
  public:
-  Stream stream;  // last: destroyed first, before anything its tasks use
+  Stream stream;  // last member: destroyed before all memory that the stream's tasks use
 };
 
 // A live communicator, locked for the duration of a call.
@@ -106,7 +110,8 @@ struct LockedComm {
   std::unique_lock<std::mutex> lock;  // released before `comm`
 };
 
-// Joins the group "local://NAME" of threads of one process. Blocks until all ranks have joined.
+// Joins the group "local://NAME" of threads of one process. Returns this rank's communicator. Blocks until
+// all ranks have joined.
 std::unique_ptr<Communicator> join_local_group(const std::string& name, int rank, int world, Device device,
                                                std::chrono::milliseconds timeout);
 

@@ -36,7 +36,7 @@ void require_nccl() {
   if (!reason.empty()) throw Unsupported(reason);
 }
 
-// Throws BadInput if the options have a rank, in groups that determine the ranks themselves.
+// Throws BadInput if the options set a rank. Called for groups that assign the ranks.
 void require_no_ranks(const gw_comm_options& o, const char* field) {
   require(o.rank == 0 && o.world == 0, "rank is {} and world is {}; with gw_comm_options.{} both must be 0",
           o.rank, o.world, field);
@@ -49,14 +49,14 @@ GroupOptions group_of(const gw_comm_options& o) {
   const std::string interface = o.interface == nullptr ? "" : o.interface;
   if (!interface.empty()) address_of_interface(interface);  // throws if it does not exist
   GroupOptions group{.rendezvous = "", .timeout = checked_timeout(o.timeout_ms)};
-  if (o.world > 0) group.rank = o.rank, group.world = o.world;  // otherwise the group determines them
+  if (o.world > 0) group.rank = o.rank, group.world = o.world;  // otherwise the group assigns rank and world
   group.secret = o.secret == nullptr ? "" : o.secret;
   group.interface = interface;
   group.ports = ports;
   return group;
 }
 
-// Connects the processes through the group's rendezvous.
+// Connects the processes through the group's rendezvous. Returns this rank's communicator.
 std::unique_ptr<Communicator> connect_processes(GroupOptions group, bool shrinkable, Device device) {
   if (device.is_host()) {
     return Communicator::create_tcp({.group = std::move(group), .shrinkable = shrinkable});

@@ -11,10 +11,10 @@
 
 namespace gradwire::c_api {
 
-// Describes this library to the group that it joins: another version may compute other bits.
+// The description of this library that ranks compare when they join: another version may compute other bits.
 constexpr const char* kAbout = "Gradwire " GRADWIRE_VERSION;
 
-// Creates or joins a group. Throws BadInput for invalid options.
+// Creates or joins a group. Returns this rank's communicator. Throws BadInput for invalid options.
 std::unique_ptr<Communicator> create(const gw_comm_options& options);
 
 std::chrono::milliseconds checked_timeout(int64_t timeout_ms);
@@ -25,7 +25,8 @@ class CancelledBy {
   explicit CancelledBy(const volatile int32_t* flag) { RunningClock::cancel_by(flag); }
   ~CancelledBy() { RunningClock::cancel_by(nullptr); }
   CancelledBy(const CancelledBy&) = delete;
-  // Throws CommError if this thread's flag is already set: waits that begin afterwards are not cancelled.
+  // Throws CommError if this thread's flag is already set, because the flag does not cancel waits that begin
+  // later.
   static void refuse();
 };
 

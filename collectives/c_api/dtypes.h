@@ -7,7 +7,8 @@
 
 namespace gradwire::c_api {
 
-// Throws BadInput for an invalid type. `whose`: "" or "tensor 3 ('bias'): ", for the error.
+// Returns the DType of a gw_dtype. Throws BadInput for an invalid type. `whose` begins the error text: "" or
+// "tensor 3 ('bias'): ".
 inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
   constexpr DType kTypes[] = {DType::f32, DType::bf16, DType::f16};
   require(dtype >= 0 && dtype <= GW_FLOAT16, "{}dtype {} is none of GW_FLOAT32, GW_BFLOAT16, GW_FLOAT16",
@@ -15,7 +16,7 @@ inline DType checked_dtype(gw_dtype dtype, const std::string& whose = {}) {
   return kTypes[dtype];
 }
 
-// Returns the frameworks' name of the type.
+// Returns the name that frameworks use for the type.
 constexpr const char* long_name(DType dtype) {
   return dtype == DType::f32 ? "float32" : dtype == DType::bf16 ? "bfloat16" : "float16";
 }

@@ -13,7 +13,7 @@ thread_local std::string last_error;
 gw_status fail(gw_status status, const char* function, const char* text) noexcept {
   try {
     last_error = fmt::format("{}: {}", function, text);
-  } catch (...) {  // out of memory for the text
+  } catch (...) {  // no memory for the error text
     last_error.clear();
   }
   return status;

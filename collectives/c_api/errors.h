@@ -11,7 +11,7 @@
 
 namespace gradwire::c_api {
 
-// Exceptions for the statuses that only the C ABI has.
+// The exceptions for statuses that only the C ABI has.
 class BadHandle : public Error {
  public:
   using Error::Error;
@@ -25,8 +25,8 @@ class NotDone : public Error {
   using Error::Error;
 };
 
-// Returns the status for the current exception, and stores "FUNCTION: text" for gw_last_error(). Call it in a
-// catch block.
+// Returns the status for the current exception, and stores "FUNCTION: text" for gw_last_error(). Must be
+// called in a catch block.
 gw_status status_of_current_exception(const char* function) noexcept;
 
 // Runs `body`; never throws. Maps exceptions to a status, and restores the caller's current CUDA device.

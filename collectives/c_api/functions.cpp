@@ -31,7 +31,7 @@ struct LockedReducer {
   std::unique_lock<std::mutex> lock;
 };
 
-// Returns a handle for the communicator; null for null.
+// Returns a handle for the communicator, or null without a communicator.
 gw_comm handle_of(std::unique_ptr<Communicator> made) {
   if (made == nullptr) return nullptr;
   return static_cast<gw_comm>(comms().add(std::make_shared<ApiComm>(std::move(made))));
@@ -129,7 +129,7 @@ gw_status gw_comm_abort(gw_comm comm, const char* reason) {
   return guarded(__func__, [&] {
     auto object = comms().get(comm);
     object->check_process();
-    // No lock, because its holder may be waiting for the operation that is being aborted.
+    // Do not lock: the holder of the lock may be waiting for the operation that is being aborted.
     object->abort(reason != nullptr && *reason != '\0' ? printable(reason) : "gw_comm_abort was called");
   });
 }

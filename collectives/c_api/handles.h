@@ -32,8 +32,8 @@ class Handles {
     return find(handle)->second;
   }
 
-  // Removes the handle. Returns the object, so that the caller destroys it outside of the lock: destructors
-  // wait for work in flight.
+  // Removes the handle. Returns the object, so that the caller destroys the object outside of the lock:
+  // destructors wait for work in flight.
   std::shared_ptr<Object> remove(const void* handle) {
     std::lock_guard lock(mutex_);
     auto at = find(handle);
@@ -67,7 +67,8 @@ struct ApiComm;
 struct ApiReducer;
 struct ApiRequest;
 
-// Leaked on purpose: threads may still be inside calls while static destructors run.
+// Returns the table of communicators. The table is never destroyed, because threads may still be inside calls
+// while static destructors run.
 Handles<ApiComm>& comms();
 Handles<ApiReducer>& reducers();
 Handles<ApiRequest>& requests();

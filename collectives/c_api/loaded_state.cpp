@@ -1,4 +1,4 @@
-// The first step after a state was loaded: checks, and residuals loaded in a world of 1.
+// Work of the first step after a load: checks of the states, and sending residuals loaded in a world of 1.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ void ApiReducer::refuse_residuals_loaded_twice() const {
        all_gather(transport, comm->stream, {static_cast<double>(loaded_.residuals.size())}, what)) {
     most = std::max(most, static_cast<size_t>(count[0]));
   }
-  constexpr size_t kNumbers = 3;  // world (0: none), rank, digest
+  constexpr size_t kNumbers = 3;  // world (0: no residual), rank, digest
   std::vector<double> numbers;
   for (const LoadedResidual& r : loaded_.residuals) {
     numbers.insert(numbers.end(), {static_cast<double>(r.world), static_cast<double>(r.rank),

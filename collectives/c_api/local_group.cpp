@@ -17,7 +17,7 @@ struct Rendezvous {
   std::vector<std::optional<Device>> devices;  // [rank]; empty: has not joined
   int joined = 0;
   bool complete = false;
-  std::string problem;  // why creating the group failed
+  std::string problem;  // the reason why the group could not be created
   std::vector<std::unique_ptr<Communicator>> communicators;
 };
 

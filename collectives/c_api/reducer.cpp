@@ -19,7 +19,7 @@
 namespace gradwire::c_api {
 namespace {
 
-// A limit on the product of the extents, so that sizes in bytes fit in 64 bits.
+// Limit on a tensor's number of elements, so that sizes in bytes fit in 64 bits.
 constexpr int64_t kMostElements = int64_t{1} << 50;
 
 void check_alignment(const GradientTensor& tensor, const void* gradient) {
@@ -94,7 +94,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
       fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
-  // Each rank orthonormalizes and multiplies the same factors, so all ranks need the same loops.
+  // Each rank orthonormalizes and multiplies the same factors, so all ranks must use the same loops.
   if (spec.method == CompressionSpec::Method::powersgd && group.device().is_host()) {
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }

@@ -38,13 +38,13 @@ struct ApiReducer {
   void load_state(const void* bytes, size_t size);
   void load_states(const void* const* states, const size_t* sizes, int32_t n);
 
-  const std::shared_ptr<ApiComm> comm;  // outlives the reducer
+  const std::shared_ptr<ApiComm> comm;  // the communicator outlives the reducer
   const CompressionSpec spec;
   const std::vector<GradientTensor> tensors;
   const ReducerOptions options;
   Reducer reducer;
   const std::string description;
-  // The request of the last step; null: the step was done when its call returned.
+  // The request of the last step; null: the last call blocked until the step was done.
   std::shared_ptr<ApiRequest> in_flight;
 
  private:
@@ -55,27 +55,27 @@ struct ApiReducer {
   SavedState read_state(const void* bytes, size_t size) const;
   void restore(std::vector<SavedState> states);
 
-  // Compares the loaded states of all ranks in the first step after a load. In loaded_state.cpp.
+  // Compares the loaded states of all ranks in the first step after a load. Defined in loaded_state.cpp.
   void announce_loaded_state();
   void refuse_residuals_loaded_twice() const;
   // Adds the tensor's residual in unsent_ to its gradient, and removes it from unsent_.
   void add_unsent(int32_t tensor, const Stream& stream);
 
   bool addresses_known_ = false;
-  int ready_ = 0;           // tensors, in the current step
-  int64_t first_step_ = 0;  // where this reducer began or resumed
+  int ready_ = 0;           // number of ready tensors in the current step
+  int64_t first_step_ = 0;  // the step at which this reducer began or resumed
   struct Loaded {
     Call call;
     std::vector<LoadedResidual> residuals;
     bool unannounced = false;
   };
   Loaded loaded_;
-  // By tensor: residuals loaded in a world of 1, where no codec holds them. The next step adds them to the
-  // gradients.
+  // [tensor]: residuals loaded in a world of 1, which has no codec to hold residuals. The next step adds the
+  // residuals to the gradients.
   std::map<size_t, std::vector<float>> unsent_;
 };
 
-// Read the caller's array and struct, which may have the sizes of another version of the header.
+// Return copies of the caller's array and struct, which may have the sizes of another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads);
 ReducerOptions read_options(const gw_reducer_options* options, std::string* tag);
 // Throws CommError on every rank unless all ranks create the same reducer. Collective.

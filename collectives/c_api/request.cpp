@@ -60,7 +60,8 @@ CallRequest::CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out) 
         "calls on a CUDA device return at once: pass no request, and synchronize with their stream");
   }
   request_ = std::make_shared<ApiRequest>(comm);
-  handle_ = static_cast<gw_request>(requests().add(request_));  // first, because it may fail
+  handle_ = static_cast<gw_request>(
+      requests().add(request_));  // before any work is enqueued, because add() may fail
   comm_.request = request_.get();
 }
 

@@ -13,7 +13,7 @@ namespace gradwire::c_api {
 struct ApiRequest {
   explicit ApiRequest(std::shared_ptr<ApiComm> comm);
 
-  // Call once all work of the call is enqueued on `stream`.
+  // Marks the end of the call's work on `stream`. Call start() once all work of the call is enqueued.
   void start(const Stream& stream);
   bool in_flight() const { return !done_.query(); }
   // Blocks until the call is done, or until `deadline`. Returns whether the call is done. Throws the error of
@@ -35,7 +35,7 @@ class CallRequest {
   CallRequest(const std::shared_ptr<ApiComm>& comm, gw_request* out);
   ~CallRequest();
   CallRequest(const CallRequest&) = delete;
-  // Writes the handle to `out`. Call once all work of the call is enqueued.
+  // Writes the handle to `out`. Call start() once all work of the call is enqueued.
   void start();
   const std::shared_ptr<ApiRequest>& get() const { return request_; }
 
@@ -43,7 +43,7 @@ class CallRequest {
   ApiComm& comm_;
   gw_request* const out_;
   std::shared_ptr<ApiRequest> request_;
-  gw_request handle_ = nullptr;  // null: the caller owns it
+  gw_request handle_ = nullptr;  // null: the caller owns the handle
 };
 
 // A collective call on a live communicator, and its options.

@@ -1,11 +1,11 @@
 // The bytes of a reducer's checkpoint: one self-describing block of memory. docs/checkpoints.md documents the
-// layout for readers; change both together, and kVersion with them.
+// layout for readers. A change of the layout must change docs/checkpoints.md and kVersion.
 //
 //   header    magic "GRADWIRE", version, CRC-32 of everything after the header, total bytes, steps, tensors
 //   identity  length and text: what the loading reducer must match
 //   tensors   each: name, rows, cols and its entries; each entry: kind, dtype, count and the elements
-// Integers and floats are little-endian, lengths are not padded. Stored by tensor rather than by bucket, so
-// that a state can be loaded with another bucket size.
+// Integers and floats are little-endian, and texts and elements are not padded. Values are stored by tensor
+// rather than by bucket, so that a state can be loaded with another bucket size.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +26,7 @@ struct SavedEntry {
 
   size_t bytes() const { return count * static_cast<size_t>(bytes_of(dtype)); }
   bool is_zero() const;
-  // Copies the elements, which must be FP32.
+  // Returns a copy of the elements, which must be FP32.
   std::vector<float> floats() const;
 };
 
@@ -52,23 +52,23 @@ struct SavedState {
   int64_t steps = 0;
   std::vector<SavedTensor> tensors = {};
 
-  // Parses untrusted bytes, which must outlive the result. Throws BadInput.
+  // Parses untrusted bytes, which must outlive the result. Throws BadInput for an invalid state.
   static SavedState parse(const void* state, size_t size);
 };
 
-// Writes a state. The caller determines its size with size() and the static functions.
+// Writes a state. The caller determines the state's size with size() and the static functions.
 class StateWriter {
  public:
   static size_t header_bytes(const std::string& identity);
   static size_t tensor_bytes(const std::string& name);
   static size_t entry_bytes(const std::string& kind, size_t bytes);
 
-  // Writes to `state`, beginning with the identity.
+  // Writes the identity to `state`. Later calls append entries.
   StateWriter(void* state, const std::string& identity);
   void add_tensor(int64_t rows, int64_t cols, const std::string& name, size_t entries);
-  // Returns where the caller puts the elements, (count).
+  // Adds an entry. Returns the memory for the entry's elements, (count), which the caller fills.
   std::byte* add_entry(DType dtype, int64_t count, const std::string& kind);
-  // Writes the header. All elements must be in place.
+  // Writes the header, after the caller has filled in all elements.
   void finish(int64_t steps);
 
  private:

@@ -74,7 +74,7 @@ class ApiReducer::Sources {
     for (const SavedState& state : states) check_rest(state);
   }
 
-  // Enqueues the copies. The states must stay valid until `stream` has passed them.
+  // Enqueues the copies. The states must stay valid until `stream` has executed the copies.
   void load(const Stream& stream) const {
     for (size_t k = 0; k < targets_.size(); ++k) {
       if (of_[k] != nullptr || targets_[k].kind == kResidualKind) targets_[k].clear(stream);
@@ -97,13 +97,13 @@ class ApiReducer::Sources {
   }
 
  private:
-  // Returns the elements for `target`; null: zero.
+  // Returns the saved elements for `target`; null: the target becomes zero.
   const char* take(const TensorState& target, SavedState& state) const {
     auto& entries = state.tensors[static_cast<size_t>(target.tensor)].entries;
     const std::string& tensor = reducer_.tensors[static_cast<size_t>(target.tensor)].name;
     const auto entry = std::ranges::find(entries, target.kind, &SavedEntry::kind);
     if (entry == entries.end()) {
-      const bool alone = saved_world_ == 1;  // no codec, hence no factors
+      const bool alone = saved_world_ == 1;  // a world of 1 saves no factors, because it has no codec
       require(target.kind == kResidualKind || alone, "the state has no '{}' of '{}'", target.kind, tensor);
       return nullptr;
     }
@@ -148,7 +148,7 @@ class ApiReducer::Sources {
   const std::vector<TensorState>& targets_;
   const ApiReducer& reducer_;
   const int saved_world_, world_;
-  std::vector<const char*> of_;           // [target]; null: zero
+  std::vector<const char*> of_;           // [target]; null: the target becomes zero
   std::vector<std::vector<float>> sums_;  // sums of residuals of several ranks, to which sources point
 };
 
@@ -184,7 +184,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   const FinishOnError finish(comm->stream);  // the caller may free `state`
   StateWriter writer(state, identity());
   const std::vector<TensorState> all = reducer.tensor_state();
-  auto state_of = all.begin();  // in the order of the tensors
+  auto state_of = all.begin();  // the states of `all` have the order of the tensors
   for (int i = 0; i < reducer.tensors(); ++i) {
     const GradientTensor& t = tensors[static_cast<size_t>(i)];
     const auto end = std::find_if(state_of, all.end(), [i](const TensorState& s) { return s.tensor != i; });
@@ -197,7 +197,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
                   values.size() * sizeof(float));
     }
     for (; state_of != end; ++state_of) {
-      // In stream order, hence after the step. Elements need not be aligned in the state.
+      // The copy runs in stream order, hence after the step. Elements need not be aligned in the state.
       state_of->read(comm->stream, 0,
                      {writer.add_entry(state_of->dtype, state_of->count(), state_of->kind),
                       static_cast<size_t>(state_of->bytes())});
@@ -207,7 +207,7 @@ void ApiReducer::save_state(void* state, size_t size) const {
   writer.finish(reducer.steps());
 }
 
-// Reads a state of this run. Its tensors are in the order of the reducer's.
+// Parses a state of this run. Returns the state with the tensors in the reducer's order.
 SavedState ApiReducer::read_state(const void* bytes, size_t size) const {
   SavedState state = SavedState::parse(bytes, size);
   require(state.identity.run == SavedIdentity::parse(identity()).run,
@@ -274,16 +274,17 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
   restore(std::move(mine));
 }
 
-// Checks everything before copying anything: a rejected state must leave the reducer unchanged.
+// Loads the states. Checks all states before the first copy, because a rejected state must leave the reducer
+// unchanged.
 void ApiReducer::restore(std::vector<SavedState> states) {
   std::vector<LoadedResidual> residuals = residuals_in(states);
   std::map<size_t, std::vector<float>> unsent;
-  // A world of 1 has no codec to load residuals into.
+  // A world of 1 has no codec to hold residuals.
   if (comm->communicator->world() == 1) unsent = take_residuals(states, tensors);
   const std::vector<TensorState> targets = reducer.tensor_state();
   const Sources sources(targets, *this, states);
 
-  const FinishOnError finish(comm->stream);  // the caller may free its states
+  const FinishOnError finish(comm->stream);  // the caller may free the states
   sources.load(comm->stream);
   comm->stream.synchronize();
   unsent_ = std::move(unsent);

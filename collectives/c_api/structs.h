@@ -8,11 +8,11 @@
 
 namespace gradwire::c_api {
 
-// Returns a caller's struct. A longer struct must have zeros after the fields that this version knows. A
-// shorter struct, of at least `least` bytes, is extended with zeros.
+// Returns a copy of a caller's struct. A longer struct must have zeros after the fields that this version
+// knows. A shorter struct, of at least `least` bytes, is extended with zeros.
 template <typename Struct>
 Struct read_struct(const void* from, const char* what, size_t least = sizeof(Struct)) {
-  constexpr size_t kMostBytes = 4096;  // a larger size is uninitialized memory
+  constexpr size_t kMostBytes = 4096;  // a larger size means that the caller did not initialize the struct
   size_t size = 0;
   std::memcpy(&size, from, sizeof size);
   require(size >= least && size <= kMostBytes, "{0}.size is {1}; set it to sizeof({0}), which is {2}", what,
@@ -27,7 +27,7 @@ Struct read_struct(const void* from, const char* what, size_t least = sizeof(Str
   return result;
 }
 
-// Fills a caller's struct. The caller has set its `size`.
+// Fills a caller's struct. The caller has set the struct's field `size`.
 template <typename Struct>
 void write_struct(const Struct& from, Struct* to, const char* what) {
   size_t size = 0;

@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kMostTagBytes = 1000, kShownTagBytes = 72;
 
-// Returns the length of the UTF-8 character at `at`; 0 if it is invalid: an overlong form, a surrogate, or
-// above U+10FFFF.
+// Returns the length in bytes of the UTF-8 character at `at`; 0 for an invalid character, such as an overlong
+// form, a surrogate, or a character above U+10FFFF.
 size_t character_length(const std::string& text, size_t at) {
   auto byte = [&](size_t i) {
     return at + i < text.size() ? static_cast<uint8_t>(text[at + i]) : uint8_t{0};

@@ -65,7 +65,7 @@ const LinkCosts& Communicator::link_costs(const Stream& stream) {
 }
 void Communicator::set_link_costs(const LinkCosts& costs) {
   link_costs_ = costs;
-  // The costs may come from another group, as in a checkpoint.
+  // The costs may come from another group, for example from a checkpoint.
   link_costs_->library_measured = costs.library_measured && transport_->native_allreduce() != nullptr;
 }
 std::string Communicator::peer_access_obstacle(ScheduleKind kind) {

@@ -30,12 +30,12 @@ class Communicator {
   // Creates one rank of a group of processes, on the host. Blocks until all ranks have joined. Throws
   // CommError at the timeout. See transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> create_tcp(const TcpOptions& options);
-  // Joins a running group as a new rank: see transport/tcp/tcp.h.
+  // Joins a running group as a new rank. See transport/tcp/tcp.h.
   static std::unique_ptr<Communicator> join_tcp(const TcpOptions& options, const TcpJoinOptions& join);
   // Creates one rank of a group of processes, on a GPU. Blocks until all ranks have joined. Throws CommError
   // at the timeout. See transport/nccl/nccl.h.
   static std::unique_ptr<Communicator> create_nccl(const NcclOptions& options);
-  // Uses the caller's ncclComm_t, which the caller continues to own.
+  // Creates a communicator that uses the caller's ncclComm_t, which the caller continues to own.
   static std::unique_ptr<Communicator> adopt_nccl(void* nccl_comm, int device,
                                                   std::chrono::milliseconds timeout);
   // Creates a world of 1.
@@ -48,55 +48,59 @@ class Communicator {
   Transport& transport() { return *transport_; }
 
   // Sets how ranks are placed on nodes: rank = node * ranks_per_node + local index. 0, the default: unknown.
-  // Needed by hierarchical schedules. Set it before creating reducers, to the same value on every rank.
-  // Throws BadInput unless it divides the world.
+  // Hierarchical schedules need a known placement. All ranks must set the same value, before they create
+  // reducers. Throws BadInput unless `ranks` divides the world size.
   void set_ranks_per_node(int ranks);
-  // Sets ranks_per_node to the number of ranks that each rank sees on its machine (0: unknown), or to 0 if
-  // the ranks differ or the number does not divide the world. Collective; blocks.
+  // Sets ranks_per_node to `ranks_here`, the number of ranks on this rank's machine (0: unknown). Sets
+  // ranks_per_node to 0 if the ranks pass different numbers or the number does not divide the world size.
+  // Collective; blocks.
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
-  // Returns the costs from which schedule=auto chooses. Unless set, measures them on first use (then
-  // collective, and blocks; the exchanges run on `stream`). Groups in one process use LinkCosts' defaults
-  // instead, so that every run gives the same bits.
+  // Returns the link costs from which schedule=auto chooses. Unless the costs are set, the first call
+  // measures the costs: this call is collective and blocks, and the exchanges run on `stream`. Groups in one
+  // process use LinkCosts' defaults instead, so that every run gives the same bits.
   const LinkCosts& link_costs(const Stream& stream);
   void set_link_costs(const LinkCosts& costs);
 
-  // Returns why peer access is impossible for a schedule of this kind: inside nodes if hierarchical,
-  // otherwise between all ranks. Empty if it is possible. Collective; blocks.
+  // Returns the reason why peer access is impossible for a schedule of this kind; empty if peer access is
+  // possible. A hierarchical schedule needs peer access inside nodes, any other schedule between all ranks.
+  // Collective; blocks.
   std::string peer_access_obstacle(ScheduleKind kind);
 
   // Returns the stream for exchanges that overlap with kernels, shared by all users of this communicator.
-  // Transports, and NCCL, make a rank's exchanges in the order in which they were enqueued, even on several
+  // Transports execute a rank's exchanges in the order in which the exchanges were enqueued, even on several
   // streams. So a second stream would only add waits.
   const Stream& transfers();
   // Blocks until transfers() is idle. Never throws, because the failed operation reports its failure. Does
-  // not create the stream, so that destructors may call it when no thread can be started.
+  // not create the stream, so that destructors may call finish_transfers() when no thread can be started.
   void finish_transfers() noexcept;
 
-  // Returns the bytes this rank has sent so far, counted as they leave.
+  // Returns the number of bytes that this rank has sent so far.
   uint64_t bytes_sent() const { return transport_->bytes_sent(); }
   // Fails every pending and later operation of every rank of the group with `reason`. Any thread may call it.
   void abort(const std::string& reason) { transport_->abort(reason); }
-  // Throws CommError once the group has failed. On CUDA: call it after synchronizing a stream, before using
-  // the results.
+  // Throws CommError once the group has failed. On CUDA, call check() after synchronizing a stream and before
+  // using the results.
   void check() { transport_->check(); }
   // Returns how long this rank has waited for data of each rank, in seconds; empty if not measured.
   std::vector<double> waited_s() const { return transport_->waited_s(); }
-  // Returns a communicator of a failed group's survivors, which determine their members themselves: see
-  // ElasticGroup::regroup(). TCP and NCCL, if created `shrinkable`. Afterwards this communicator can only be
-  // destroyed.
+  // Returns a communicator of a failed group's survivors. The survivors agree on the members: see
+  // ElasticGroup::regroup(). Requires TCP or NCCL, and a communicator created with `shrinkable`. Afterwards
+  // this communicator can only be destroyed.
   std::unique_ptr<Communicator> regroup(std::chrono::milliseconds timeout, std::vector<int>& survivors);
-  // Returns a new group of these ranks and the waiting joiners, or null: see Admission::grow(). TCP only, if
-  // created `shrinkable`. After a success this communicator can only be destroyed.
+  // Returns a new group of these ranks and the waiting joiners; null without joiners: see Admission::grow().
+  // Requires TCP, and a communicator created with `shrinkable`. After a success this communicator can only be
+  // destroyed.
   std::unique_ptr<Communicator> grow();
-  // Returns a group of the ranks that pass the same `color`, ordered by `key`, then by their rank here; null
-  // for a rank with a negative color. The new group is not notified of failures of this group. Collective;
-  // blocks.
+  // Returns a group of the ranks that pass the same `color`, ordered by `key`, then by their rank in this
+  // group; null for a rank with a negative color. The new group is not notified of failures of this group.
+  // Collective; blocks.
   std::unique_ptr<Communicator> split(int color, int key);
-  // Blocks until all ranks have called it. For set-up and between epochs, not in a step.
+  // Blocks until all ranks have called barrier(). For set-up and between epochs, not in a step.
   void barrier() { transport_->barrier(); }
-  // Send and receive short messages to rank 0 for reports, between processes only: see MessagesToRankZero.
+  // Send and receive short messages to rank 0, for reports. Available only between processes: see
+  // MessagesToRankZero.
   void send_message(const std::string& message) { require_messages(*transport_).send_message(message); }
   std::string take_message(int from) { return require_messages(*transport_).take_message(from); }
 
@@ -104,7 +108,7 @@ class Communicator {
   std::unique_ptr<Transport> transport_;
   int ranks_per_node_ = 0;
   std::optional<LinkCosts> link_costs_;
-  Stream transfers_;  // last member: destroyed before the transport that its tasks use
+  Stream transfers_;  // last member: destroyed before the transport that the stream's tasks use
 };
 
 }  // namespace gradwire

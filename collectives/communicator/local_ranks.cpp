@@ -37,7 +37,7 @@ void run_local_ranks(const std::vector<std::unique_ptr<Communicator>>& group,
       break;
     }
   }
-  threads.clear();  // joins
+  threads.clear();  // joins the threads
   if (first) std::rethrow_exception(first);
 }
 

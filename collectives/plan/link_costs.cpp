@@ -13,14 +13,15 @@
 namespace gradwire {
 namespace {
 
-// A fourth-generation NVLink, less a quarter for headers.
+// The cost of a fourth-generation NVLink; a quarter of the throughput is deducted for headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
 constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr double kPeerReadUs = 1;
-constexpr size_t kSmallBytes = 64;        // per message
-constexpr size_t kLeastLarge = 2 << 20;   // smallest sum of the messages of a rank
-constexpr size_t kMostLarge = 64 << 20;   // largest sum of the messages of a rank, between GPUs
-constexpr double kLongestRoundUs = 10e3;  // larger rounds must not take longer
+constexpr size_t kSmallBytes = 64;       // per message
+constexpr size_t kLeastLarge = 2 << 20;  // smallest number of bytes that a rank sends in a large round
+constexpr size_t kMostLarge =
+    64 << 20;  // largest number of bytes that a rank sends in a large round, between GPUs
+constexpr double kLongestRoundUs = 10e3;  // limit on the duration of a large round
 
 class Meter {
  public:
@@ -71,8 +72,8 @@ class Meter {
   LinkCosts::Pattern fit(Share share, Bytes bytes, Round round) {
     const double small = round_us(round(kSmallBytes), 8, 6);
     auto time = [&](size_t all) { return round_us(round(share(all)), 1, 3); };
-    // NVLink moves 2 MiB in less time than a round takes to start: measuring a fast link takes larger
-    // messages.
+    // NVLink moves 2 MiB in less time than a round takes to start, so the measurement of a fast link needs
+    // larger messages.
     size_t large_bytes = kLeastLarge;
     double large = time(large_bytes);
     const double slowest = slowest_us(large);
@@ -102,9 +103,9 @@ class Meter {
     return transfers;
   }
 
-  // Returns the best of `repeats` runs of `rounds` consecutive rounds, after one warm-up run. Timed by
-  // events, after an unmeasured round that synchronizes the ranks and, on a GPU, gives the host time to
-  // enqueue.
+  // Returns the shortest time of `repeats` runs of `rounds` consecutive rounds, after one warm-up run. Events
+  // measure the time. Each run begins with an unmeasured round, which synchronizes the ranks and, on a GPU,
+  // gives the host time to enqueue the other rounds.
   template <typename Round>
   double round_us(const Round& round, int rounds, int repeats) {
     const FinishOnError finish(stream_);  // rounds use memory owned by `round`

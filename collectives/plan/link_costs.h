@@ -12,37 +12,38 @@
 namespace gradwire {
 
 struct LinkCosts {
-  // The defaults are typical of threads of one process, and the same in every run.
+  // The cost of a round in one pattern. The defaults are typical of threads of one process, and the same in
+  // every run.
   struct Pattern {
     double latency_us = 20;
     double bytes_per_us = 4000;
     bool operator==(const Pattern&) const = default;
   };
   Pattern neighbour;   // rank r to r + 1: the rounds of a ring and, roughly, of a tree
-  Pattern all_pairs;   // every rank to every other: two-shot
+  Pattern all_pairs;   // every rank to every other rank: the rounds of a two-shot
   Pattern intra_node;  // ranks of a node to each other; all_pairs if nodes are unknown
   Pattern inter_node;  // ranks with the same local index to each other; all_pairs if nodes are unknown
   // Loads from other ranks' memory, and the time of a barrier. Assumed, never measured.
   Pattern peer_memory;
-  // The time of a read from another GPU's memory. Assumed; 0 between threads on the host.
+  // The time in microseconds of a read from another GPU's memory. Assumed; 0 between threads on the host.
   double peer_read_us = 0;
   bool measured = false;
-  // NCCL's own allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us. Measured
-  // if the transport has one.
+  // The cost of NCCL's allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us.
+  // Measured if the transport has an allreduce.
   Pattern library;
   bool library_measured = false;
 
   bool operator==(const LinkCosts&) const = default;
-  // Returns "to a neighbour 31 us and 1.10 GB/s, to all 45 us and 0.93 GB/s, ..."
+  // Returns a text such as "to a neighbour 31 us and 1.10 GB/s, to all 45 us and 0.93 GB/s, ...".
   std::string to_string() const;
 };
 
-// Measures the links with a few dozen small exchanges and a few large exchanges per pattern, and with as many
-// of the transport's own allreduces, if it has one. A large exchange has 2 MiB per rank, which takes 0.1 s in
-// all at 1 Gb/s, and on fast links up to `most_bytes`, the same on all ranks; 0: 64 MiB between GPUs, 2 MiB
-// on the host. Events measure the time, so that the host's work counts only if it takes longer than the
-// transfers. Returns the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective;
-// blocks.
+// Measures the links with a few dozen small exchanges and a few large exchanges per pattern. Measures the
+// transport's allreduce, if the transport has one, with the same numbers of exchanges. A large exchange sends
+// 2 MiB per rank, or up to `most_bytes` on fast links. `most_bytes` must be the same on all ranks; 0 stands
+// for 64 MiB between GPUs and 2 MiB on the host. At 1 Gb/s all large exchanges together take 0.1 s. Events
+// measure the time, so that the host's work counts only if that work takes longer than the transfers. Returns
+// the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
                              size_t most_bytes = 0);
 

@@ -73,7 +73,8 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     c.schedule = make_schedule(request.collective, kind, world, topology, request.root);
     c.even = loads(c.schedule, std::vector<double>(c.schedule.chunks, 1.0 / c.schedule.chunks));
   };
-  // Without peer access, messages give the kernel's bits, so that a spec has the same result everywhere.
+  // Without peer access, use messages that give the kernel's bits, so that a spec has the same result on
+  // every machine.
   const bool like_a_kernel = request.peer_access == PeerAccessMode::on &&
                              request.collective == Collective::allreduce &&
                              request.kind == ScheduleKind::automatic;
@@ -88,7 +89,7 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
     inside_->schedule.carrier = Carrier::node_windows;
     return;
   }
-  const bool broadcast = request.collective == Collective::broadcast;  // adds nothing
+  const bool broadcast = request.collective == Collective::broadcast;  // a broadcast adds no contributions
   if (world <= kMaxInputs + 1 || broadcast) add(ScheduleKind::two_shot);
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world && world % ranks_per_node == 0;
   if (nodes && (ranks_per_node <= kMaxInputs || broadcast)) add(ScheduleKind::hierarchical);
@@ -152,7 +153,7 @@ bool SchedulePlanner::can_serve(const Candidate& candidate, Wire wire, const Sha
   if (candidates_.size() == 1) return true;  // no alternative
   switch (candidate.schedule.kind) {
     case ScheduleKind::tree:
-      return shards.empty();  // a tree gives parts to two ranks only
+      return shards.empty();  // a tree assigns chunks to only two ranks
     case ScheduleKind::nccl:
       return shards.empty() && wire->exact;
     default:
@@ -176,8 +177,9 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
     rate = std::min(rate, limits.bytes_ahead / costs_.peer_read_us);
     encode_us = static_cast<double>(count) / limits.values_per_us;
   }
-  // The model ignores the encodes of messages, which have the whole GPU, but not of the kernel: each value is
-  // encoded or added up, and decoded. In one shot, each rank adds up all values.
+  // The model includes the encodes of the kernel: each value is encoded or added up, and decoded. In one
+  // shot, each rank adds up all values. The model ignores the encodes of messages, which may use the whole
+  // GPU.
   const double two = 2 * link.latency_us + std::max(2 * (n - 1) / n * bytes / rate, 2 * encode_us);
   const double one =
       link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);

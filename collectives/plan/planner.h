@@ -1,23 +1,24 @@
-// Chooses a collective's schedule: the spec's or, for schedule=auto, the fastest according to a model of this
-// group's link costs, with a penalty for rounding error.
+// Chooses a collective's schedule: the spec's schedule or, for schedule=auto, the fastest schedule according
+// to a model of this group's link costs, with a penalty for rounding error.
 //
 // Predicted time: rounds x latency + bytes / rate, for the pattern in which the schedule loads the links
-//   (link_costs.h). Counted are the bytes of the busiest rank in each round, in the wire format of the link.
+//   (link_costs.h). `bytes` are the bytes of the busiest rank in each round, in the wire format of the link.
 //   Slices add rounds and fill rounds in which few ranks are busy. Kernels are not modelled.
 // Error: if the wire is lossy, each lossy step beyond the fewest available counts as 10 % more time.
 // Choice: the first of two_shot, hierarchical, ring, tree, nccl within 20 % of the best, so that measurement
 //   noise seldom changes it. Equal costs give equal choices, so ranks decide without communication.
-// NCCL's own allreduce is predicted from its measured time. It is a candidate only if measured, and only for
-// whole FP32 allreduces.
+// The time of NCCL's allreduce is predicted from measurements. NCCL's allreduce is a candidate only if
+// measured, and only for whole FP32 allreduces.
 //
-// Peer access (transport=lsa): one kernel, in two shots, or in one shot where the saved barrier takes longer
-// than the added bytes. In a hierarchical schedule, rounds inside nodes then cost as much as loads from other
-// ranks' memory. transport=auto uses peer access unless messages are predicted to be faster.
+// Peer access (transport=lsa): one kernel carries out the allreduce in two shots, or in one shot where the
+// saved barrier takes longer than the added bytes. In a hierarchical schedule, rounds inside nodes then cost
+// as much as loads from other ranks' memory. transport=auto uses peer access unless messages are predicted to
+// be faster.
 //
-// Slices: long enough to amortize the latency of an exchange, but not longer, because the first and the last
-// slice of a buffer do not overlap with other work. If links were measured, an exchange is sized to take four
-// latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: steps of 374 ms with slices of
-// 2 MiB, 367 with 700 kB, 356 with 350 kB (this rule's choice), 360 with 150 kB.
+// Slices are long enough to amortize the latency of an exchange, but not longer, because the first and the
+// last slice of a buffer do not overlap with other work. If links were measured, an exchange is sized to take
+// four latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: a step takes 374 ms with
+// slices of 2 MiB, 367 ms with 700 kB, 356 ms with 350 kB (this rule's choice), 360 ms with 150 kB.
 #pragma once
 
 #include <cstdint>
@@ -37,27 +38,27 @@ struct ScheduleRequest {
   bool fp32_intra_node = false;  // only links between nodes use the wire format
   Collective collective = Collective::allreduce;
   int root = 0;  // root of a broadcast
-  // When peer access replaces messages in an allreduce. peer_access_obstacle: why it cannot
-  // (Communicator::peer_access_obstacle()); "" if it can.
+  // When peer access replaces messages in an allreduce. peer_access_obstacle: the reason why peer access is
+  // impossible (Communicator::peer_access_obstacle()); "" if possible.
   PeerAccessMode peer_access = PeerAccessMode::off;
   std::string peer_access_obstacle = {};
 };
 
 class SchedulePlanner {
  public:
-  // `costs` are used only for schedule=auto and kAutomaticSlices. Throws BadInput if the requested schedule
-  // does not support this world.
+  // Prepares the candidates. `costs` are used only for schedule=auto and kAutomaticSlices. Throws BadInput if
+  // the requested schedule does not support this world.
   SchedulePlanner(const ScheduleRequest& request, int world, int ranks_per_node, const LinkCosts& costs,
                   int64_t slice_bytes);
 
   struct Choice {
     Schedule schedule;
     std::string reason;       // "requested", or the predictions
-    double predicted_us = 0;  // from costs(), which may be assumed
+    double predicted_us = 0;  // from costs(), which may be assumed, not measured
     int64_t slice_bytes = 0;  // for Program::Options
   };
-  // Returns the choice for `count` floats in this wire format, cut evenly or into these shards. Cheap: call
-  // it for every program. Throws BadInput if the requested schedule does not support the shards.
+  // Returns the choice for `count` floats in this wire format, cut evenly or into these shards. Fast enough
+  // to be called for every program. Throws BadInput if the requested schedule does not support the shards.
   Choice choose(int64_t count, Wire wire, const Shards& shards = {}) const;
 
   const LinkCosts& costs() const { return costs_; }
@@ -66,14 +67,14 @@ class SchedulePlanner {
   // A schedule's load on one class of links, inside or between nodes.
   struct Load {
     int rounds = 0;
-    // Sum over rounds of the most that any rank sends or receives, in buffers.
+    // Sum over rounds of the largest amount that any rank sends or receives, as a fraction of the buffer.
     double serial = 0;
-    // The most that any rank sends or receives in total.
+    // The largest amount that any rank sends or receives in total, as a fraction of the buffer.
     double busiest = 0;
   };
   struct Loads {
     Load of[2];        // [intra_node]
-    int messages = 1;  // the most that a rank sends in a round
+    int messages = 1;  // the largest number of messages that a rank sends in a round
   };
   struct Candidate {
     Schedule schedule;
@@ -86,7 +87,7 @@ class SchedulePlanner {
     double us, score;
     int lossy_steps;
   };
-  // `parts`: each chunk's fraction of the buffer, (chunks).
+  // Returns the schedule's loads. `parts`: each chunk's fraction of the buffer, (chunks).
   static Loads loads(const Schedule& schedule, const std::vector<double>& parts);
   const LinkCosts::Pattern& link(const Candidate& candidate, bool intra_node) const;
   int64_t slice_bytes(const Candidate& candidate, const Loads& loads) const;
@@ -103,9 +104,9 @@ class SchedulePlanner {
   const int world_;
   const LinkCosts costs_;
   const int64_t slice_bytes_;
-  std::vector<Candidate> candidates_;  // in order of preference; one if the spec names it
+  std::vector<Candidate> candidates_;  // in order of preference; one candidate if the spec names the schedule
   std::optional<Candidate> inside_;    // the hierarchical schedule with peer access inside nodes
-  std::string reason_;                 // if there is only one candidate
+  std::string reason_;                 // the reason for the choice if there is only one candidate
 };
 
 }  // namespace gradwire

@@ -35,7 +35,7 @@ std::string words(const std::vector<std::pair<std::string_view, T>>& choices) {
   return all;
 }
 
-// Returns the choice that a word names, such as on or off.
+// Returns the choice that a word names, such as `on` or `off`.
 template <typename T>
 T choose(std::string_view text, std::string_view key, std::string_view value,
          const std::vector<std::pair<std::string_view, T>>& choices) {
@@ -64,7 +64,7 @@ std::vector<std::string_view> format_names() {
   return all;
 }
 
-// Returns the insertions, deletions and replacements from a to b.
+// Returns the least number of insertions, deletions and replacements that turn `a` into `b`.
 size_t edits(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
@@ -79,7 +79,7 @@ size_t edits(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-// Returns "; did you mean 'int4'?" if a name is near.
+// Returns a text such as "; did you mean 'int4'?" if a name is similar to the wrong name; otherwise "".
 std::string suggestion(std::string_view wrong, const std::vector<std::string_view>& names) {
   const auto distance = [&](std::string_view name) { return edits(wrong, name); };
   const auto best = std::ranges::min_element(names, {}, distance);
@@ -93,15 +93,15 @@ Wire wire_named(std::string_view text, std::string_view name) {
                         suggestion(name, format_names())));
 }
 
-// Returns the formats of residual=. Their blocks are contiguous, so that parts of a residual can be read and
-// written.
+// Returns the formats that residual= accepts. The blocks of these formats are contiguous, so that parts of a
+// residual can be read and written.
 std::vector<std::pair<std::string_view, Wire>> residuals() {
   std::vector<std::pair<std::string_view, Wire>> all;
   for (const char* name : {"fp32", "bf16", "int8"}) all.emplace_back(name, find_wire_format(name));
   return all;
 }
 
-// Parses "off", or names joined by '+'. Returns them in the order in which a spec stores them.
+// Parses "off", or names joined by '+'. Returns the names in the order in which a spec stores names.
 std::vector<std::string> dense_names(std::string_view text, std::string_view value) {
   if (value == "off") return {};
   std::vector<std::string> names;
@@ -122,7 +122,8 @@ std::vector<std::string> dense_names(std::string_view text, std::string_view val
   return names;
 }
 
-// Below 8 bits per element, compressing a vector saves few bytes at a large error.
+// Returns the default of dense=. Below 8 bits per element, compressing a vector saves few bytes and causes a
+// large error.
 std::vector<std::string> default_dense(Wire wire) {
   if (wire->bytes_per_value() < 1) return {kDenseAuto};
   return {};
@@ -231,10 +232,10 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   return options;
 }
 
-// Applies items to the spec's options and to those of its wire format, and stores that format in spec.wire.
+// Applies the items to the spec's options and to the wire format's options. Stores the format in spec.wire.
 void apply(CompressionSpec& spec, std::string_view text, std::string_view method, const Options& options,
            const std::vector<std::pair<std::string_view, std::string_view>>& items) {
-  // The wire first: its options may precede it.
+  // Apply the option `wire` first, because options of the wire format may precede `wire` in the text.
   for (const auto& [key, value] : items) {
     if (key == "wire" && options.contains(key)) options.at(key)(value);
   }
@@ -313,7 +314,7 @@ bool CompressionSpec::is_codec(std::string_view name) {
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
   CompressionSpec spec;
-  // Also accepts a comma after the name, as in "bf16,schedule=ring".
+  // A comma may also follow the name, as in "bf16,schedule=ring".
   const size_t separator = text.find_first_of(":,");
   const std::string_view method = text.substr(0, separator);
   if (const Wire wire = find_wire_format(method)) {

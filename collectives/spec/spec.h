@@ -28,18 +28,19 @@ struct CompressionSpec {
   // and small tensors. Sorted, without duplicates.
   std::vector<std::string> dense;
   ScheduleKind schedule = ScheduleKind::automatic;
-  // transport=lsa: peer access where ranks can read each other's memory (LSA is NCCL's term:
-  // load/store-accessible). An allreduce is then one kernel or, with schedule=hierarchical, has no messages
-  // inside nodes. transport=auto: only where the planner predicts peer access to be faster.
+  // transport=lsa: peer access where ranks can read each other's memory (NCCL's term LSA means
+  // load/store-accessible). An allreduce is then one kernel or, with schedule=hierarchical, sends no messages
+  // inside nodes. transport=auto: peer access only where the planner predicts peer access to be faster.
   PeerAccessMode peer_access = PeerAccessMode::off;
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 
   // PowerSGD only. The name of PyTorch's option is in brackets.
   int rank = 1;       // [matrix_approximation_rank]
-  int64_t start = 0;  // [start_powerSGD_iter, default 1000] first compressed step; plain FP32 before it
+  int64_t start = 0;  // [start_powerSGD_iter, default 1000] first compressed step; earlier steps send FP32
   bool warm = true;   // [warm_start]
-  // P and Q are sent alternately, one per step (ACP-SGD), instead of both in every step. Needs a warm start.
+  // Whether steps send P and Q alternately (ACP-SGD), instead of both factors in every step. Needs a warm
+  // start.
   bool alternate = false;
   double min_ratio = 2.0;  // [min_compression_rate]
   // [random_seed] Seeds the first Q, re-seeded directions, and randk's coordinates.
@@ -47,15 +48,15 @@ struct CompressionSpec {
 
   double ratio = 0.01;  // randk only: the fraction of each tensor's elements that is sent
 
-  // Throws BadInput that names the offending part and the legal values.
+  // Parses a spec. Throws BadInput that names the offending part and the legal values.
   static CompressionSpec parse(std::string_view text);
   // Returns the shortest text that parses to this spec; omits options with their default value.
   std::string to_string() const;
-  // Returns whether this codec can load a state saved under the spec `text`. residual= may differ: residuals
-  // are saved in FP32 whatever their format.
+  // Returns whether this codec can load a state saved under the spec `text`. residual= may differ, because
+  // states store residuals in FP32.
   bool loads_state_of(std::string_view text) const;
-  // Returns why the residual of error feedback may grow without bound, with the remedy; "" if it cannot grow,
-  // or if the bound of the format is unknown.
+  // Returns why the residual of error feedback may grow without bound, and the remedy. Returns "" if the
+  // residual is bounded or the bound of the format is unknown.
   std::string divergence() const;
   // Returns whether `name` is the name of a codec, which no wire format can have.
   static bool is_codec(std::string_view name);
