@@ -26,8 +26,8 @@
 
 namespace gradwire::detail {
 
-// Calls one side of an op with `args`: usually one argument struct, for some ops also a wire format's
-// options.
+// Calls one side of an op with `args`: usually one argument struct; some ops also take the options of a wire
+// format.
 template <typename... Args>
 void dispatch(const Stream& stream, const char* name, void (*host_op)(const Args&...),
               std::type_identity_t<void (*)(CudaStream, const Args&...)> cuda_op, const Args&... args) {
@@ -40,7 +40,8 @@ void dispatch(const Stream& stream, const char* name, void (*host_op)(const Args
   }
 }
 
-// Returns whether args.partial_only is set: the op leaves its sums to combine_sums() (kernels/vit/bias.h).
+// Returns whether args.partial_only is set; if so, the op leaves its sums to combine_sums()
+// (kernels/vit/bias.h).
 template <typename Args>
 bool first_stage_only(const Args& args) {
   if constexpr (requires { args.partial_only; }) return args.partial_only;
@@ -49,7 +50,7 @@ bool first_stage_only(const Args& args) {
 
 }  // namespace gradwire::detail
 
-// Declares an op's three sides, and defines its public function.
+// Declares an op's host, CUDA and reference functions, and defines its public function.
 #define GW_OP(op, Args)                                                    \
   namespace reference {                                                    \
   void op(const Args& args);                                               \
@@ -64,8 +65,8 @@ bool first_stage_only(const Args& args) {
     detail::dispatch<Args>(stream, #op, host::op, GW_CUDA_SIDE(op), args); \
   }
 
-// As GW_OP, for an op over the storage type S of the operands of matrix products: float (also when the
-// arguments are a braced list) or Bf16. Args is a template.
+// Declares and defines the same as GW_OP for an op over the storage type S of the operands of matrix
+// products: float (also when the arguments are a braced list) or Bf16. Args is a template.
 #define GW_TYPED_OP(op, Args)                                                                            \
   namespace reference {                                                                                  \
   template <typename S = float>                                                                          \
@@ -85,7 +86,7 @@ bool first_stage_only(const Args& args) {
     detail::dispatch<Args<S>>(stream, name, host::op<S>, GW_CUDA_SIDE(op<S>), args);                     \
   }
 
-// Follow the definitions of a typed op: of its reference or host side, and of its CUDA side.
+// Instantiate a typed op after its definitions: its reference or host side, and its CUDA side.
 #define GW_INSTANTIATE_OP(op, Args)       \
   template void op(const Args<float>& a); \
   template void op(const Args<Bf16>& a);

@@ -21,8 +21,8 @@
 // OpenBLAS's internal symbols: not in its headers, but the same since its first release with run-time
 // dispatch. Absent if the archive holds only one kernel set.
 extern "C" {
-[[gnu::weak]] extern void* gotoblas;         // the set in use
-[[gnu::weak]] void gotoblas_dynamic_init();  // chooses, unless `gotoblas` is set
+[[gnu::weak]] extern void* gotoblas;         // the kernel set in use
+[[gnu::weak]] void gotoblas_dynamic_init();  // chooses the kernel set, unless `gotoblas` is set
 
 void* __real_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);
 void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);
@@ -45,7 +45,7 @@ void run(const char* kernels) {
 
 struct Library : GradwireBlas {
   Library() : GradwireBlas{} {
-    // "OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH ..." without the options.
+    // Example of the version text: "OpenBLAS 0.3.21 NO_LAPACKE DYNAMIC_ARCH ..."; the options are removed.
     version_text = openblas_get_config();
     version_text.resize(std::min(version_text.find(' ', version_text.find(' ') + 1), version_text.size()));
     version = version_text.c_str();
@@ -61,8 +61,8 @@ struct Library : GradwireBlas {
     kernels = openblas_get_corename();
   }
 
-  // Selects the set that `wanted` names, if OpenBLAS has it and the processor can run it; else reports an
-  // error.
+  // Selects the kernel set that `wanted` names. Reports an error if OpenBLAS lacks the set or the processor
+  // cannot run it.
   void run_wanted(Level processor) {
     std::string names;
     for (const KernelSet& set : kKernelSets) {
@@ -82,10 +82,11 @@ struct Library : GradwireBlas {
 
 // The return point of a product when the system refuses memory; null outside products.
 thread_local jmp_buf* way_out = nullptr;
-std::atomic<size_t> refused_bytes{0};  // of the last refusal, until memory is available again
+std::atomic<size_t> refused_bytes{
+    0};  // the size of the last refused mapping; 0 once memory is available again
 
-// Each refusal uses up an entry of OpenBLAS's table of buffers, so a refused product is retried only when
-// memory is available.
+// Returns whether memory is available again. Each refusal uses up an entry of OpenBLAS's table of buffers, so
+// a refused product is retried only then.
 bool memory_is_back() {
   const size_t bytes = refused_bytes.load();
   if (bytes == 0) return true;
@@ -98,8 +99,8 @@ bool memory_is_back() {
 
 }  // namespace
 
-// OpenBLAS must not see the environment, whose variables are meant for another copy. With one thread it
-// starts none.
+// Hides the environment from OpenBLAS: its variables are meant for the process's other copy of OpenBLAS. Sets
+// one thread, so that OpenBLAS starts no threads.
 char* __wrap_getenv(const char* name) {
   static char one[] = "1";
   const std::string_view asked = name;
@@ -107,7 +108,8 @@ char* __wrap_getenv(const char* name) {
   return asked == "OPENBLAS_NUM_THREADS" ? one : nullptr;
 }
 
-// OpenBLAS repeats a refused mmap() endlessly. At that point it holds no lock.
+// Maps memory for OpenBLAS; on a refusal, leaves the product, because OpenBLAS repeats a refused mmap()
+// endlessly. OpenBLAS holds no lock when it maps memory.
 void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
   void* const memory = __real_mmap(address, bytes, protection, flags, file, offset);
   if (memory != MAP_FAILED || way_out == nullptr) return memory;

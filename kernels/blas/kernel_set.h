@@ -39,7 +39,7 @@ inline Level level_of_kernels(std::string_view name) {
   return Level::base;
 }
 
-// Returns the set to run instead of OpenBLAS's choice; null: the choice suits the processor.
+// Returns the kernel set to run instead of OpenBLAS's choice; null: the choice suits the processor.
 inline const char* better_kernels(std::string_view chosen, Level processor) {
   if (level_of_kernels(chosen) >= processor) return nullptr;
   return processor == Level::avx512 ? "SkylakeX" : "Haswell";

@@ -68,9 +68,9 @@ void for_columns(const char* name, CudaStream stream, bool vectors, const Op& op
   }
 }
 
-// First stage: block (x, chunk) writes partial(chunk, c) = sum of op over the chunk's rows; pitch floats
-// between chunks. In a batch, block z processes array z, which op finds by blockIdx.z; its partial sums
-// follow array z - 1's.
+// Runs the first stage: block (x, chunk) writes partial(chunk, c) = sum of op over the chunk's rows; pitch
+// floats between chunks. In a batch, block z processes array z, which op finds by blockIdx.z; its partial
+// sums follow array z - 1's.
 template <int W, typename Op>
 __global__ void __launch_bounds__(256)
     column_partials_kernel(Op op, int64_t rows, int64_t width, int64_t rows_per_chunk, float* partial,

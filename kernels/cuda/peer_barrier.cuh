@@ -1,5 +1,5 @@
-// A barrier between the thread blocks of one number in the kernels of all ranks, which run concurrently on
-// devices that write each other's memory (runtime/device/peers.h).
+// A barrier between the thread blocks with the same number in the kernels of all ranks. The kernels run
+// concurrently on devices that write each other's memory (runtime/device/peers.h).
 //
 // Writes of a block's threads before the barrier, also to the rank's own window, are visible to the blocks of
 // other ranks after the barrier. Each call of a kernel has a fixed number of barriers, at most two. Signals
@@ -14,10 +14,10 @@
 
 namespace gradwire::cuda {
 
-// Between devices. A store also releases the writes of the block's other threads before the preceding
-// __syncthreads(). A load returns the newest value and orders nothing, because ordering would empty the
-// multiprocessor's L1 at each poll. After the last poll, acquire() and the following __syncthreads() order
-// reads for the whole block.
+// Store and load signals between devices. A store also releases the writes of the block's other threads
+// before the preceding __syncthreads(). A load returns the newest value and orders nothing, because ordering
+// would empty the multiprocessor's L1 at each poll. After the last poll, acquire() and the following
+// __syncthreads() order reads for the whole block.
 __device__ __forceinline__ void store_signal(uint32_t* word, uint32_t value) {
 #ifdef GRADWIRE_SIMT
   simt::store_signal(word, value);
@@ -76,8 +76,8 @@ class PeerBarrier {
     return __syncthreads_and(all ? 1 : 0) != 0;
   }
 
-  // Called after the last barrier. Also counts for the blocks that this launch lacks, so that all counters
-  // agree.
+  // Ends the call; runs after its last barrier. Also counts for the blocks that this launch lacks, so that
+  // all counters agree.
   __device__ __forceinline__ void end_call() const {
     if (threadIdx.x != 0) return;
     for (int block = static_cast<int>(blockIdx.x); block < kMostPeerBlocks;
@@ -102,7 +102,7 @@ class PeerBarrier {
     uint64_t began = 0;
 #pragma unroll 1
     for (uint32_t looks = 1; static_cast<int32_t>(load_signal(word) - target) < 0; ++looks) {
-      if (looks % 1024 != 0) continue;  // the report is across the bus
+      if (looks % 1024 != 0) continue;  // reading the report crosses the bus
       if (began == 0) began = clock_ns();
       if (load_signal(&peers_.report->stop) != 0) return false;
       if (clock_ns() - began < static_cast<uint64_t>(peers_.patience_ns)) continue;

@@ -36,7 +36,7 @@ __device__ __forceinline__ void end_group() {
 #endif
 }
 
-// Blocks until all groups of this thread but the last kGroups have arrived.
+// Blocks until all copy groups of this thread except the last kGroups have arrived.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_groups() {
 #ifdef GRADWIRE_SIMT
@@ -46,15 +46,15 @@ __device__ __forceinline__ void wait_for_groups() {
 #endif
 }
 
-// One thread's slots in shared memory, 16 bytes each; those of a warp are adjacent.
+// One thread's slots in shared memory, 16 bytes each. The slots of a warp's threads are adjacent.
 struct Pieces {
   unsigned char* first;
   __device__ __forceinline__ unsigned char* at(int k) const { return first + k * 16 * kVectorThreads; }
 };
 
 // The reads of a thread for the vectors first, first + stride, ... of a loop, in order: Reads::kSlots - 1
-// items are in flight while it uses one. Each thread copies and uses only its own slots, so no barrier is
-// needed.
+// items are in flight while the thread uses another item. Each thread copies and uses only its own slots, so
+// no barrier is needed.
 //   struct Reads {
 //     static constexpr int kSlots, kPieces;  // per item
 //     int items() const;                     // per vector

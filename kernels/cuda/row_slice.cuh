@@ -23,8 +23,8 @@ struct RowSlice {
   // Returns the first of the V columns of item j.
   static __device__ __forceinline__ int column(int j) { return (j * G + lane()) * V; }
 
-  // `width` is a multiple of V and the row 16-byte aligned. Reads 0 beyond the width, and if the row is not
-  // live.
+  // Reads the slice; 0 beyond the width, and everywhere if the row is not live. `width` is a multiple of V
+  // and the row is 16-byte aligned.
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int width, bool live) {
 #pragma unroll

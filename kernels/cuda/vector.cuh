@@ -39,12 +39,12 @@ __host__ __device__ __forceinline__ int64_t usable_vectors(int64_t vectors) {
   return W == 8 ? vectors - vectors % 32 : vectors;
 }
 
-// Finds the head that aligns all arrays. Floats need 16 bytes; so do `width` 16-bit elements when width is 8.
-// Four BF16 operands next to four floats need 8.
+// Finds the head that aligns all arrays. Floats need an alignment of 16 bytes; so do 16-bit elements when
+// `width` is 8. Four BF16 operands next to four floats need 8 bytes.
 class Alignment {
  public:
   explicit Alignment(int width) : width_(width), possible_((1u << width) - 1) {}
-  // Ignores null.
+  // Adds an array; ignores null.
   template <typename T>
   Alignment& with(const T* data) {
     if (data == nullptr) return *this;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_vector(uint16_t* to, const uint16_t (&from
 // BF16 operands, widened when loaded and rounded when stored (kernels/math/bf16.h).
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 #ifdef __CUDA_ARCH__
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction for both
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction rounds both values
   uint32_t word;
   memcpy(&word, &both, sizeof word);
   return word;
@@ -225,11 +225,12 @@ __device__ __forceinline__ void store(Bf16* to, const float (&from)[W]) {
   }
 }
 
-// Elements of S in a 16-byte access.
+// The number of elements of S in a 16-byte access.
 template <typename S>
 inline constexpr int kVector = 16 / static_cast<int>(sizeof(S));
 
-// Sets `kept` to 0 where the vector x is not finite. That is rare; the test costs an instruction per value.
+// Sets `kept` to 0 where the vector x is not finite. Such vectors are rare; the test costs an instruction per
+// value.
 template <int W>
 __device__ __forceinline__ void forget_not_finite(const float (&x)[W], float* kept) {
   float none = 0.0f;

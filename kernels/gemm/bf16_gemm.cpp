@@ -9,14 +9,14 @@
 namespace gradwire::host {
 namespace {
 
-// Returns at least one pair, of zeros, so that k = 0 still applies bias and beta.
+// Returns the number of pairs along k, at least one (of zeros), so that k = 0 still applies bias and beta.
 int64_t pairs_of(const Gemm& g, Bf16Products way) {
   const int64_t pairs = std::max<int64_t>(1, (g.k + 1) / 2);
   if (!tile_shape(way).in_blocks) return pairs;
   return (pairs + kPairsPerBlock - 1) / kPairsPerBlock * kPairsPerBlock;
 }
 
-// A tile's place in C: `rows` x `columns` from (row, column) on.
+// The part of C that a tile covers: `rows` x `columns` elements, starting at (row, column).
 struct TilePlace {
   int64_t index, row, column, rows, columns;
 };
@@ -46,7 +46,7 @@ GW_INLINE void put(const FinishedTile& finished, int64_t begin, int64_t end, int
     for (int64_t j = 0; j < columns; ++j) c[j] = narrow<Out>(x[j]);
   }
 }
-// Most tiles are whole: loops of a constant length stay in registers.
+// Writes a finished tile to C. Most tiles are whole, so loops of constant length keep them in registers.
 template <typename Out>
 GW_INLINE void put_any(const FinishedTile& f, int64_t begin, int64_t end) {
   f.at.columns == kBf16Columns ? put<Out>(f, begin, end, kBf16Columns)
@@ -79,8 +79,8 @@ void Bf16Panels::resize(const Gemm& g, Bf16Products way) {
 
 namespace {
 
-// Packs all of `lines`, `width` per panel, panels in sequence from the first on. Lines that are columns share
-// their rows' cache lines and pages, so some pairs of all panels are packed before the next pairs.
+// Packs all of `lines`, `width` per panel, panels in sequence, starting at `first`. Lines that are columns
+// share their rows' cache lines and pages, so some pairs of all panels are packed before the next pairs.
 void pack_panels(const Bf16Lines& lines, const Bf16Panel& first) {
   const int64_t pairs_at_once = lines.are_rows ? first.pairs : kPairsPerBlock;
   for (int64_t pair = 0; pair < first.pairs; pair += pairs_at_once) {
@@ -122,7 +122,7 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
     return std::min<int64_t>(tile_rows, end - begin - i * tile_rows);
   };
   const Bf16* a = g.a.at<Bf16>(index * g.stride_a + (g.transpose_a ? begin : begin * g.lda));
-  // Whole tiles are read in place, if each row begins with a cache line and ends with a block.
+  // Whole tiles of A are read in place if each row begins with a cache line and ends with a block.
   const bool in_place = in_blocks && !g.transpose_a && g.k % (2 * kPairsPerBlock) == 0 && g.k > 0 &&
                         g.lda % 32 == 0 && reinterpret_cast<uintptr_t>(a) % 64 == 0;
   const int64_t unpacked = in_place ? (end - begin) / tile_rows : 0, first = unpacked * tile_rows;

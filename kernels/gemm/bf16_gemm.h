@@ -7,7 +7,7 @@
 // division of C.
 //
 // Floor: 2 m n k FLOPs at 1024 (AMX) or 64 (each 512-bit unit) per cycle. Packing moves 4 B per element of A
-// and of B once.
+// and of B.
 #pragma once
 
 #include <vector>
@@ -21,7 +21,8 @@ namespace gradwire::host {
 Bf16Products bf16_products();
 void use_bf16_products(Bf16Products way);
 
-// A buffer that begins with a cache line, since tile loads that cross lines take twice as long. Only grows.
+// A buffer that begins with a cache line, since tile loads that cross lines take twice as long. The buffer
+// only grows.
 template <typename T>
 class AlignedMemory {
  public:
@@ -43,7 +44,7 @@ class AlignedMemory {
 // op(B) of one product, packed for one way to multiply.
 class Bf16Panels {
  public:
-  // Packs the columns of panels [begin, end) of count().
+  // Resizes to the panels of a product. pack() then packs the columns of panels [begin, end) of count().
   void resize(const Gemm& g, Bf16Products way);
   void pack(const Gemm& g, int64_t index, int64_t begin, int64_t end);
   int64_t count() const { return count_; }

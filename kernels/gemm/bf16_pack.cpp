@@ -37,7 +37,7 @@ namespace host {
 #ifdef __x86_64__
 namespace {
 
-// 16 lines of 16 pairs, or 16 pairs of 16 lines.
+// A block of words: 16 lines of 16 pairs, or 16 pairs of 16 lines.
 struct Words {
   __m512i row[16];
 };
@@ -90,7 +90,7 @@ GW_AVX512_INLINE Words load_rows(const Bf16Lines& lines, int64_t line, int64_t p
   }
   return w;
 }
-// As load_rows(), with a row per pair.
+// Loads the same words as load_rows(), with a row per pair.
 GW_AVX512_INLINE Words load_columns(const Bf16Lines& lines, int64_t line, int64_t pair) {
   const auto there = static_cast<__mmask16>(first_bits(lines.count - line));
   const Bf16* from = lines.from + 2 * pair * lines.ld + line;

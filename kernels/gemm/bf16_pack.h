@@ -10,14 +10,14 @@ namespace gradwire::host {
 // The location of a panel's lines.
 struct Bf16Lines {
   bool
-      // line i begins at from + i ld and is contiguous; else it begins at from + i, with its elements ld
-      // apart
+      // true: line i begins at from + i ld and is contiguous. false: line i begins at from + i, and its
+      // elements are ld apart.
       are_rows;
   const Bf16* from;
   int64_t ld, k, count;  // count <= width of the panel; further lines are zero
 };
 
-// to: pairs x width words, pairs >= (k + 1) / 2; all are written.
+// The packed lines. to: pairs x width words, pairs >= (k + 1) / 2; all words are written.
 //   in_blocks = false   to[p * width + i] = pair p of line i
 //   in_blocks = true    to[(p / 16 * width + i) * 16 + p % 16] = pair p of line i; pairs is a multiple of 16
 struct Bf16Panel {
@@ -27,7 +27,7 @@ struct Bf16Panel {
   uint32_t* to;
 };
 
-// Uses AVX-512 where the processor has it.
+// Packs the lines into the panel. Uses AVX-512 where the processor has it.
 void pack_bf16(const Bf16Lines& lines, const Bf16Panel& panel);
 
 }  // namespace gradwire::host

@@ -19,10 +19,10 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kAvx512Rows = 14;  // 28 of 32 vector registers
-constexpr int kAmxRows = 32;     // 2 x 2 tile registers of 16 x 16
+constexpr int kAvx512Rows = 14;  // accumulators use 28 of 32 vector registers
+constexpr int kAmxRows = 32;     // accumulators use 2 x 2 tile registers of 16 x 16
 
-// Sets subnormal operands and results to zero.
+// Returns x, or zero if x is subnormal: applied to operands and results.
 float flushed(float x) {
   return std::abs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
@@ -140,16 +140,18 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 __attribute__((target("amx-tile"))) void configure_amx() {
-  // static, so that all 64 bytes are in memory: the intrinsic's argument type covers only the first 8
+  // `config` is static, so that all 64 bytes are in memory: the intrinsic's argument type covers only the
+  // first 8
   static constexpr TileConfig config;
   _tile_loadconfig(&config);
 }
-// Otherwise the kernel saves 8 KB more at each of this thread's context switches.
+// Releases the tile registers. Otherwise the kernel saves 8 KB more at each of this thread's context
+// switches.
 __attribute__((target("amx-tile"))) void release_amx() {
   _tile_release();
 }
 
-// Checks CPUID's bits and requests permission from Linux, which a process needs for tile registers.
+// Returns whether the process may use tile registers: checks CPUID's bits and requests Linux's permission.
 bool permits_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
@@ -170,8 +172,9 @@ bool has_avx512_bf16() {
 #endif
 }
 
-// AVX512-FP16 identifies Intel's processors since Sapphire Rapids, whose VDPBF16PS is slower than two FP32
-// FMAs: 115 against 174 GFLOP/s were measured. They should use AMX, but a virtual machine may hide it.
+// Returns whether the processor has AVX512-FP16, which identifies Intel's processors since Sapphire Rapids.
+// Their VDPBF16PS is slower than two FP32 FMAs: 115 against 174 GFLOP/s were measured. These processors
+// should use AMX, but a virtual machine may hide it.
 bool has_avx512_fp16() {
 #ifdef __x86_64__
   return __builtin_cpu_supports("avx512fp16");
@@ -180,7 +183,7 @@ bool has_avx512_fp16() {
 #endif
 }
 
-// Packing for AMX uses AVX-512; every processor with AMX has it.
+// Returns whether AMX is usable. Packing for AMX uses AVX-512; every processor with AMX has AVX-512.
 bool has_amx() {
 #ifdef GW_AMX
   static const bool permitted = has_avx512_bf16() && permits_amx();

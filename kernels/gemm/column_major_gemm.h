@@ -1,6 +1,6 @@
-// A product as cuBLASLt takes it: column-major, D = op(A) op(B) [+ bias], where A, B and D are described as
-// stored. A pure function of Gemm, so that machines without a GPU can test it (tests/kernels/gemm_test.cpp
-// has an interpreter).
+// A product in cuBLASLt's terms: column-major, D = op(A) op(B) [+ bias], where A, B and D are described as
+// stored. The conversion is a pure function of Gemm, so that machines without a GPU can test it
+// (tests/kernels/gemm_test.cpp has an interpreter).
 //
 // A row-major matrix is the column-major matrix of its transpose, in the same memory. C^T = op(B)^T op(A)^T,
 // so the operands are swapped, and each keeps its flag: the memory of B, read as column-major, is B^T, which
@@ -16,17 +16,17 @@ namespace gradwire {
 struct ColumnMajorMatrix {
   const void* data = nullptr;
   Element type = Element::fp32;
-  int64_t rows = 0, columns = 0, ld = 0;  // as stored; ld: elements between columns
+  int64_t rows = 0, columns = 0, ld = 0;  // sizes as stored; ld: elements between columns
   int64_t stride = 0;                     // elements between the products of a batch
 };
 
 struct ColumnMajorGemm {
   bool transpose_a = false, transpose_b = false;
   ColumnMajorMatrix a, b, d;
-  const void* bias = nullptr;  // (d.rows) of d's type, or null
+  const void* bias = nullptr;  // (d.rows) elements of d's type, or null
   int64_t batch = 1;
   Epilogue epilogue = Epilogue::none;
-  const void* aux = nullptr;  // of d's size, ld and type; written by Epilogue::gelu_tanh
+  const void* aux = nullptr;  // has d's size, ld and type; written by Epilogue::gelu_tanh
 };
 
 inline ColumnMajorGemm column_major(const Gemm& g) {

@@ -1,4 +1,4 @@
-// A product of cuBLASLt: its descriptors, and the algorithm that it uses each time (see gemm_cuda.cpp).
+// A product of cuBLASLt: its descriptors, and the algorithm that it always uses (see gemm_cuda.cpp).
 #pragma once
 
 #include <cublasLt.h>
@@ -16,7 +16,7 @@
 
 namespace gradwire::cuda {
 
-// Throws OutOfResources or DeviceError unless a call of cuBLAS succeeded.
+// Throws OutOfResources or DeviceError if a call of cuBLAS failed.
 void check_cublas(cublasStatus_t status, const char* call);
 #define GW_CUBLAS_CHECK(call) ::gradwire::cuda::check_cublas((call), #call)
 
@@ -31,7 +31,7 @@ inline cublasComputeType_t compute_type(Precision precision) {
 // Returns the largest power of two, up to 256, that divides the address: the alignment that an algorithm may
 // assume.
 uint32_t alignment_of(const void* pointer);
-// Returns the alignment of every matrix of a batch.
+// Returns the alignment that all matrices of a batch have.
 uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch);
 
 // Owns one of cuBLASLt's descriptors.
@@ -83,7 +83,7 @@ class Plan {
  private:
   void describe(const ColumnMajorGemm& g, Precision precision);
   Preference preference_for(const ColumnMajorGemm& g, size_t workspace_bytes) const;
-  // Uses the algorithm in the file, or times those found and saves the fastest.
+  // Uses the algorithm in the file, or times the algorithms that cuBLASLt found and saves the fastest.
   void choose(const LtContext& context, const ColumnMajorGemm& g, const Tuning& tuning,
               std::span<const cublasLtMatmulHeuristicResult_t> found);
   bool take_saved(const LtContext& context, const Tuning& tuning);

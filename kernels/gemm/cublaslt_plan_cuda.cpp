@@ -27,7 +27,7 @@ uint32_t alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256u;
   return static_cast<uint32_t>(address & (~address + 1));
 }
-// Returns the alignment of every matrix of a batch.
+// Returns the alignment that all matrices of a batch have.
 uint32_t alignment_of(const void* pointer, int64_t stride, Element type, int64_t batch) {
   const auto between = static_cast<uintptr_t>(batch > 1 ? stride * element_bytes(type) : 0);
   return alignment_of(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(pointer) | between));
@@ -39,7 +39,7 @@ constexpr int kMostTimed = 12;
 
 class CudaMemory {
  public:
-  // Null if there is not enough memory.
+  // Allocates device memory; get() is null if there is not enough.
   explicit CudaMemory(size_t bytes) {
     const cudaError_t status = cudaMalloc(&data_, bytes);
     if (status == cudaErrorMemoryAllocation) {
@@ -58,7 +58,8 @@ class CudaMemory {
   void* data_ = nullptr;
 };
 
-// Returns the milliseconds of several runs, the least of a few measurements; the first run is not counted.
+// Returns the milliseconds that several runs take: the least of a few measurements. The first run is not
+// counted.
 template <typename Run>
 float time_ms(const Run& run, CudaStream stream) {
   constexpr int kTimes = 3, kRuns = 8;
@@ -132,7 +133,7 @@ void Plan::describe(const ColumnMajorGemm& g, Precision precision) {
   set(CUBLASLT_MATMUL_DESC_TRANSB, op_b);
   if (const cublasLtEpilogue_t epilogue = epilogue_of(g); epilogue != CUBLASLT_EPILOGUE_DEFAULT)
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
-  if (g.aux != nullptr) {  // of D's type by default
+  if (g.aux != nullptr) {  // D's type is the default
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.d.ld);
   }
@@ -167,13 +168,13 @@ Preference Plan::preference_for(const ColumnMajorGemm& g, size_t workspace_bytes
 void Plan::run(const LtContext& context, const ColumnMajorGemm& g, float alpha, float beta) {
   if (g.bias != nullptr) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias);
   if (g.aux != nullptr) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux);
-  void* d = const_cast<void*>(g.d.data);  // a Gemm's c, which is mutable
+  void* d = const_cast<void*>(g.d.data);  // a Gemm's c is mutable
   GW_CUBLAS_CHECK(cublasLtMatmul(context.lt, operation_.get(), &alpha, g.a.data, a_.get(), g.b.data, b_.get(),
                                  &beta, d, d_.get(), d, d_.get(), &*algorithm_, context.workspace,
                                  context.workspace_bytes, context.stream));
 }
 
-// Returns false if the file has no algorithm for the product, or none that this library accepts.
+// Returns false if the file has no algorithm for the product, or if this library rejects the saved algorithm.
 bool Plan::take_saved(const LtContext& context, const Tuning& tuning) {
   cublasLtMatmulAlgo_t saved = {};
   const auto text = tuning.file->find(tuning.key);

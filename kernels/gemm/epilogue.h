@@ -6,7 +6,7 @@
 
 namespace gradwire {
 
-// Leaves x in C; for gelu_tanh in aux, if aux is given.
+// Returns g without its epilogue: the product leaves x in C, or for gelu_tanh in aux, if aux is given.
 inline Gemm without_epilogue(Gemm g) {
   if (g.epilogue == Epilogue::gelu_tanh && g.aux.data != nullptr) g.c = g.aux;
   g.epilogue = Epilogue::none;

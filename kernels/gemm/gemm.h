@@ -4,11 +4,11 @@
 // C = alpha * op(A) op(B) + beta * C + bias, where op(A) is (m, k), op(B) is (k, n), C is (m, n), for `batch`
 // products whose operands are `stride_*` elements apart. lda/ldb/ldc are the distances between rows as
 // stored. FLOPs: 2 m n k per product. On the host C is cut into pieces that do not depend on the number of
-// threads, so results do not either; OpenBLAS itself runs single-threaded.
+// threads, so results do not depend on it; OpenBLAS itself runs single-threaded.
 //
-// A and B are both FP32 or both BF16; C is FP32, or BF16 where A and B are. Products of two BF16 numbers are
-// exact in FP32. On either device sums are kept in FP32 and rounded once, when C is stored: on the host by
-// AVX512-BF16 (bf16_gemm.h), or by OpenBLAS on operands widened to FP32.
+// A and B are both FP32 or both BF16; C is FP32, or BF16 where A and B are BF16. Products of two BF16 numbers
+// are exact in FP32. On either device sums are kept in FP32 and rounded once, when C is stored: on the host
+// by AVX512-BF16 (bf16_gemm.h), or by OpenBLAS on operands widened to FP32.
 #pragma once
 
 #include <cstddef>
@@ -50,14 +50,16 @@ struct MatrixPointer {
 };
 
 // The function applied to x = alpha * op(A) op(B) + bias before it is stored. On the host, and where cuBLASLt
-// lacks it, a separate op (epilogue.h). Either may use x before its rounding.
+// lacks the epilogue, a separate op applies it (epilogue.h). The epilogue may use x before or after its
+// rounding.
 enum class Epilogue : uint8_t {
   none,
   gelu_tanh,    // aux = x unless null, C = GELU(x) in its tanh form
   d_gelu_tanh,  // C = x GELU'(aux), with the aux of a product with gelu_tanh
 };
 
-// As many members as BLAS has parameters: the shape, three matrices with their layouts, and the epilogue.
+// The class has over 15 members because BLAS has as many parameters: the shape, three matrices with their
+// layouts, and the epilogue.
 struct Gemm {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
@@ -69,13 +71,13 @@ struct Gemm {
   int64_t ldc = 0, stride_c = 0;
   int64_t batch = 1;
   float alpha = 1.0f, beta = 0.0f;
-  Precision precision = Precision::fp32;  // of FP32 operands: fp32 or tf32
-  // (n), of C's type, added to each row; null: no bias. Only for batch == 1.
+  Precision precision = Precision::fp32;  // precision of FP32 operands: fp32 or tf32
+  // (n) elements of C's type, added to each row; null: no bias. Only for batch == 1.
   MatrixPointer<const void> bias = {};
-  // Except for none only for batch == 1, beta == 0 and dense rows (ldc == n).
+  // Epilogues other than none need batch == 1, beta == 0 and dense rows (ldc == n).
   Epilogue epilogue = Epilogue::none;
-  // (m, n) of C's type, distinct from C: the pre-activations of the epilogue. With gelu_tanh null: not
-  // stored, because no backward pass follows.
+  // (m, n) elements of C's type, distinct from C: the pre-activations of the epilogue. With gelu_tanh, null:
+  // the pre-activations are not stored, because no backward pass follows.
   MatrixPointer<void> aux = {};
 };
 GW_OP(gemm, Gemm)

@@ -1,17 +1,17 @@
-// Products and batches of them on cuBLASLt, or on cuBLAS where cuBLASLt has no algorithm.
+// Products and batches of products on cuBLASLt, or on cuBLAS where cuBLASLt has no algorithm.
 //
 // cuBLASLt selects its best algorithm once per kind of product (shape, types, layout, batch, bias,
-// alignment). With GRADWIRE_TUNING its best few are timed instead, unless the file has the fastest. The
-// choice is kept with the descriptors. Later products are one library call, without allocation or
-// synchronization, which a CUDA graph can capture. Where the library has no algorithm with GELU in the
-// product, the plan is a product without it, followed by our kernel. A bias that the library cannot add, such
-// as to empty products (k = 0), is written to C before the product is added. Split products add their parts
-// in FP32, in a fixed order.
+// alignment). With GRADWIRE_TUNING, its best few algorithms are timed instead, unless the file names the
+// fastest. The choice is kept with the descriptors. Each later product is one library call without allocation
+// or synchronization, so a CUDA graph can capture it. Where the library has no algorithm with GELU in the
+// product, the plan is a product without it, followed by our kernel. A bias that the library cannot add, for
+// example with k = 0, is written to C before the product is added. Split products add their parts in FP32, in
+// a fixed order.
 //
 // Two threads must not share a cuBLAS handle. Repeatable bits need a stream and a workspace that no other
-// handle uses. Each thread therefore keeps one handle per (device, stream), with its own workspace, made at
-// the first product there; so a CUDA graph is captured after one plain run. FP32 products use TF32 only when
-// requested.
+// handle uses. Each thread therefore keeps one handle per (device, stream), with a separate workspace, made
+// at the first product on that stream. Therefore a CUDA graph is captured after one plain run. FP32 products
+// use TF32 only when requested.
 #include <cublasLt.h>
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
@@ -42,7 +42,7 @@ bool fits_epilogue(const Gemm& g) {
   return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
 }
 
-// All properties that determine a plan.
+// The properties that determine a plan.
 using PlanKey = std::tuple<bool, bool, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Element, Element,
                            Precision, bool, Epilogue, std::array<uint32_t, 5>, std::array<int64_t, 4>>;
 // Returns the alignments of a, b, c, the bias and aux; 0: no aux.
@@ -52,7 +52,7 @@ std::array<uint32_t, 5> alignments_of(const Gemm& g) {
           alignment_of(g.c.data, g.stride_c, g.c.type, g.batch), alignment_of(g.bias.data),
           g.aux.data == nullptr ? 0 : alignment_of(g.aux.data)};
 }
-// Returns the number of products and their distances, which are ignored in a batch of one.
+// Returns the number of products and their distances; a batch of one has distances of 0.
 std::array<int64_t, 4> batch_of(const Gemm& g) {
   if (g.batch == 1) return {1, 0, 0, 0};
   return {g.batch, g.stride_a, g.stride_b, g.stride_c};
@@ -68,7 +68,7 @@ PlanKey key_of(const Gemm& g) {
           batch_of(g)};
 }
 
-// Returns the kind as text, for a file.
+// Returns the kind of product as text, the key in the tuning file.
 std::string kind_of(const Gemm& g) {
   auto type = [](Element t) { return t == Element::bf16 ? "bf16" : "fp32"; };
   const auto aligned = alignments_of(g);
@@ -85,10 +85,10 @@ std::string kind_of(const Gemm& g) {
                      epilogue, batch);
 }
 
-// One thread's products on one stream.
+// One thread's products on one stream, with the handle, the workspace and the plans.
 class Context {
  public:
-  // Delegates, so that a failure halfway runs the destructor.
+  // Creates the handles. Delegates, so that a failure halfway runs the destructor.
   Context(int device, CudaStream stream) : Context() {
     GW_CUBLAS_CHECK(cublasCreate(&handle_));
     GW_CUBLAS_CHECK(cublasSetStream(handle_, stream));
@@ -98,14 +98,14 @@ class Context {
     GW_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
     device_name_ = properties.name;
     const size_t workspace_bytes = size_t{major >= 9 ? 32u : 4u}
-                                   << 20;  // as NVIDIA's documentation recommends
+                                   << 20;  // the size that NVIDIA's documentation recommends
     const Ones ones;
     GW_CUDA_CHECK(cudaMalloc(&workspace_, workspace_bytes + sizeof ones));
     ones_ = reinterpret_cast<const Ones*>(static_cast<const char*>(workspace_) + workspace_bytes);
     GW_CUDA_CHECK(
         cudaMemcpyAsync(const_cast<Ones*>(ones_), &ones, sizeof ones, cudaMemcpyHostToDevice, stream));
     GW_CUBLAS_CHECK(cublasSetWorkspace(handle_, workspace_, workspace_bytes));
-    // A cuBLAS handle contains a cuBLASLt one and may be used as such.
+    // A cuBLAS handle contains a cuBLASLt handle and may be used as one.
     lt_ = {reinterpret_cast<cublasLtHandle_t>(handle_), stream, workspace_, workspace_bytes};
     GW_CUBLAS_CHECK(cublasSetMathMode(
         handle_,
@@ -120,7 +120,7 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Returns false when cuBLASLt has no algorithm for it.
+  // Runs the product by a plan. Returns false when cuBLASLt has no algorithm for the product.
   bool planned(const Gemm& g) {
     const ColumnMajorGemm call = column_major(g);
     auto at = plans_.find(key_of(g));
@@ -134,7 +134,7 @@ class Context {
     return true;
   }
 
-  // cuBLAS is also column-major: kernels/gemm/column_major_gemm.h.
+  // Runs a batch on cuBLAS, which is also column-major: kernels/gemm/column_major_gemm.h.
   void batch(const Gemm& g) {
     auto distance = [](int64_t ld) { return static_cast<int>(std::max<int64_t>(1, ld)); };
     GW_CUBLAS_CHECK(cublasGemmStridedBatchedEx(
@@ -184,12 +184,12 @@ class Context {
   cublasHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
   LtContext lt_;
-  const Ones* ones_ = nullptr;  // on the device, after the workspace
+  const Ones* ones_ = nullptr;  // ones in device memory, after the workspace
   std::map<PlanKey, std::unique_ptr<Plan>> plans_;
 };
 
-// Returns the thread's context for the stream. Keeps the most recently used: each has a workspace of up to 32
-// MiB, and streams are short-lived.
+// Returns the thread's context for the stream. Keeps only the most recently used contexts: each has a
+// workspace of up to 32 MiB, and streams are short-lived.
 Context& context_for(CudaStream stream) {
   constexpr size_t kMost = 8;
   using Key = std::pair<int, CudaStream>;

@@ -2,8 +2,8 @@
 // pool.
 //
 // BF16 operands stay BF16 where the processor multiplies them (bf16_gemm.h). Elsewhere they are widened to
-// FP32, which is exact: B once per product, A and C piece by piece. That costs 6 B per element, little
-// compared with the 2 n or 2 m operations on each.
+// FP32, which is exact: B once per product, A and C piece by piece. Widening moves 6 B per element, which is
+// little compared with the 2 n or 2 m operations on each element.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@
 namespace gradwire::host {
 namespace {
 
-// One FP32 product, or some of its rows.
+// One FP32 product, or some rows of one product.
 struct Product {
   bool transpose_a, transpose_b;
   int64_t m, n, k;
@@ -67,7 +67,7 @@ void add_bias(const Gemm& g, float* c, int64_t rows) {
   for (int64_t row = 0; row < rows; ++row) add_all(g.bias.at<float>(0), g.n, c + row * g.ldc);
 }
 
-// A thread's memory for FP32 copies; only grows.
+// A thread's memory for FP32 copies; each buffer only grows.
 enum class Copy { a, b, c };
 float* scratch(Copy which, int64_t floats) {
   thread_local std::vector<float> memory[3];
@@ -120,15 +120,15 @@ void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, i
   }
 }
 
-// Only grows, like scratch().
+// Returns the thread's packed panels, which only grow, like scratch().
 Bf16Panels& thread_panels() {
   thread_local Bf16Panels panels;
   return panels;
 }
 
 // Returns the number of pieces of whole tiles for a product's rows. Each piece reads all of B, so it needs
-// many rows, but they must stay in the second-level cache (2 MiB on processors with AMX, 1 on others). The
-// number is a multiple of the threads, since there are few pieces.
+// many rows, but the rows must stay in the second-level cache (2 MiB on processors with AMX, 1 MiB on
+// others). The number of pieces is a multiple of the number of threads, since there are few pieces.
 int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
   const int64_t most_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
   const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, most_rows);
@@ -184,8 +184,9 @@ void part_of_product(const Gemm& g, int64_t index, int64_t begin, int64_t end, i
   for (int64_t row = begin; row < end; ++row, c += g.ldc) add_all(g.bias.at<float>(first), last - first, c);
 }
 
-// OpenBLAS packs parts of A and B again for each piece, so few large pieces are faster: 400 rows run at 1.5
-// times the speed of 64. But there must be enough for all threads.
+// Computes one FP32 product in pieces. OpenBLAS packs parts of A and B again for each piece, so few large
+// pieces are faster: pieces of 400 rows run at 1.5 times the speed of pieces of 64. However, there must be
+// enough pieces for all threads.
 void one_fp32_product(const Gemm& g) {
   constexpr int64_t kRows = 256, kLeastColumns = 512, kEnough = 16;
   const int64_t row_pieces = (g.m + kRows - 1) / kRows;
@@ -202,8 +203,8 @@ void one_fp32_product(const Gemm& g) {
   });
 }
 
-// Returns whether the products of a batch fill enough of the tiles: AMX is twice as fast for 50 x 50 x 64,
-// small_gemm for 17 x 17 x 16.
+// Returns whether the products of a batch fill enough of the AMX tiles to be faster than small_gemm: AMX is
+// twice as fast for 50 x 50 x 64, small_gemm for 17 x 17 x 16.
 bool worth_tiles(const Gemm& g, Bf16Products way) {
   if (way == Bf16Products::amx || way == Bf16Products::amx_emulated) return g.m * g.n * g.k >= 16384;
   return way != Bf16Products::widened && !is_small(g);

@@ -22,7 +22,7 @@ void product(const Gemm& g) {
         }
         Out& out = c[row * g.ldc + col];
         double old = g.beta == 0.0f ? 0.0
-                                    // as in BLAS: beta 0 ignores even a NaN in C
+                                    // as in BLAS, beta = 0 ignores even a NaN in C
                                     : static_cast<double>(g.beta) * widen(out);
         if (bias != nullptr) old += widen(bias[col]);
         out = narrow<Out>(static_cast<float>(static_cast<double>(g.alpha) * sum + old));

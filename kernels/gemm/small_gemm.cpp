@@ -1,5 +1,5 @@
-// One product: op(B) is packed into rows of whole vectors (unless stored that way), then blocks of 4 rows by
-// 24 columns of C stay in registers over all of k.
+// One product: op(B) is packed into rows of whole vectors (unless stored that way), then each block of 4 rows
+// by 24 columns of C stays in registers over all of k.
 #include "kernels/gemm/small_gemm.h"
 
 #include <algorithm>
@@ -12,7 +12,8 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-constexpr int64_t kLargest = 64;  // rows, columns and inner size; beyond, OpenBLAS is at least as fast
+constexpr int64_t kLargest =
+    64;  // largest number of rows, columns and k; for larger sizes OpenBLAS is at least as fast
 
 // Strides of op(A): element (row, k) is a[row * row_stride + k * k_stride].
 struct Left {

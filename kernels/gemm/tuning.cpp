@@ -27,7 +27,7 @@ bool is_field(const std::string& text) {
   return !text.empty() && text.find_first_of("\t\n\r") == std::string::npos;
 }
 
-// Replaces tabs and line ends in a device's name, which would end the field.
+// Returns a device's name with tabs and line ends replaced, because they would end the field.
 std::string field(std::string text) {
   std::replace_if(
       text.begin(), text.end(), [](char c) { return c == '\t' || c == '\n' || c == '\r'; }, ' ');
@@ -65,7 +65,7 @@ void TuningFile::read() {
   }
   std::ifstream in(path_);
   std::string line;
-  if (!in || !std::getline(in, line)) return;  // missing or empty: to be written
+  if (!in || !std::getline(in, line)) return;  // missing or empty: add() writes the file
   if (line != kHeader) {
     ours_ = false;
     return say(fmt::format("does not begin with '{}', so it is neither read nor written", kHeader));

@@ -1,4 +1,4 @@
-// The fastest choices measured, in a text file that runs share, so that each is measured once:
+// The fastest choices measured, in a text file that several runs share, so that each choice is measured once:
 //
 //   gradwire tuning 1
 //   NVIDIA H100 80GB HBM3 <tab> cublasLt 130100 <tab> NT 1600 4096 1024 ... <tab> 0a1b...
@@ -27,13 +27,14 @@ class TuningFile {
   // Reports a recoverable problem with a file.
   using Say = std::function<void(const std::string& message)>;
 
-  // Reads the file, if there is one. `say` replaces standard error.
+  // Reads the file, if it exists. `say` replaces standard error.
   explicit TuningFile(std::string path, Say say = {});
   // Returns the file of GRADWIRE_TUNING; null if not set.
   static TuningFile* shared();
 
   std::optional<std::string> find(const Key& key) const;
-  // Also appends to the file. A failure to write is a message, and the choice holds for this process.
+  // Adds a choice to the table and to the file. If writing fails, reports a message; the choice still holds
+  // for this process.
   void add(const Key& key, const std::string& choice);
 
  private:
@@ -42,13 +43,13 @@ class TuningFile {
 
   const std::string path_;
   const Say say_;
-  bool ours_ = true;  // or there is no file
+  bool ours_ = true;  // true: the file has our format or does not exist
   mutable std::mutex mutex_;
   std::map<Key, std::string> choices_;
 };
 
-// Convert bytes to hexadecimal digits, and back. from_hex_bytes() returns false unless there are `count`
-// bytes.
+// Convert bytes to hexadecimal digits, and hexadecimal digits to bytes. from_hex_bytes() returns false unless
+// there are `count` bytes.
 std::string hex_bytes(const void* data, size_t count);
 bool from_hex_bytes(const std::string& text, void* data, size_t count);
 

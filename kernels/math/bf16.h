@@ -11,7 +11,7 @@
 
 namespace gradwire {
 
-// A BF16 number in memory, as an operand of matrix products. (Wires are plain uint16_t.)
+// A BF16 number in memory, as an operand of matrix products. (BF16 on the wire is plain uint16_t.)
 struct Bf16 {
   uint16_t bits;
 };
@@ -37,9 +37,10 @@ GW_HD float bf16_to_float(uint16_t b) {
 }
 
 namespace detail {
-// `rounded` is the magnitude-and-sign word after the increment; `x` the word before it.
+// Returns the upper half of the rounded word. `rounded`: magnitude and sign after the increment; `x`: the
+// word before the increment.
 GW_HD uint16_t bf16_finish(uint32_t x, uint32_t rounded) {
-  if ((x & 0x7f800000u) == 0x7f800000u) {  // Inf or NaN: keep, and keep a NaN a NaN
+  if ((x & 0x7f800000u) == 0x7f800000u) {  // Inf stays Inf, NaN stays NaN
     uint16_t top = static_cast<uint16_t>(x >> 16);
     return (x & 0x007fffffu) ? static_cast<uint16_t>(top | 0x0040u) : top;
   }
@@ -61,7 +62,7 @@ GW_HD uint16_t float_to_bf16_stochastic(float value, uint32_t random) {
   return detail::bf16_finish(x, x + (random & 0xffffu));
 }
 
-// Load and store for kernels written once for FP32 and BF16 operands: all arithmetic is FP32.
+// Load and store operands in kernels written once for FP32 and BF16 operands; all arithmetic is FP32.
 GW_HD float widen(float x) {
   return x;
 }
@@ -69,7 +70,8 @@ GW_HD float widen(Bf16 x) {
   return bf16_to_float(x.bits);
 }
 
-// Rounds to nearest, ties to even, as the products do: values beyond the largest finite BF16 become infinity.
+// Rounds to nearest, ties to even, as matrix products do: values beyond the largest finite BF16 become
+// infinity.
 template <typename T>
 GW_HD T narrow(float x);
 template <>

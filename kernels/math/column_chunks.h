@@ -1,6 +1,6 @@
-// Sums over rows are taken in two stages, the same on host and CUDA: each chunk of rows into a row of partial
-// sums in the workspace, then the partial sums in chunk order. The chunks depend only on the number of rows,
-// so the sum is deterministic without atomics.
+// Sums over rows are taken in two stages, the same on host and CUDA: first each chunk of rows is summed into
+// a row of partial sums in the workspace, then the partial sums are added in chunk order. The chunks depend
+// only on the number of rows, so the sum is deterministic without atomics.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace gradwire {
 inline constexpr int64_t kMostChunks = 256;
 
 struct ColumnChunks {
-  int64_t count = 0;  // at most kMostChunks
-  int64_t rows = 0;   // per chunk, the last may be shorter
+  int64_t count = 0;  // number of chunks, at most kMostChunks
+  int64_t rows = 0;   // rows per chunk; the last chunk may be shorter
 };
 
 inline ColumnChunks column_chunks(int64_t rows) {
@@ -23,7 +23,7 @@ inline ColumnChunks column_chunks(int64_t rows) {
   return {(rows + per_chunk - 1) / per_chunk, per_chunk};
 }
 
-// Returns the workspace, in floats, for the partial sums of `width` columns.
+// Returns the size of the workspace, in floats, for the partial sums of `width` columns.
 inline int64_t column_sum_workspace(int64_t rows, int64_t width) {
   return column_chunks(rows).count * width;
 }
@@ -32,7 +32,7 @@ inline int64_t column_sum_workspace(int64_t rows, int64_t width) {
 struct PartialSums {
   const float* partial = nullptr;  // (count, pitch): the partial sums of sum i begin at column i * width
   int64_t count = 0, pitch = 0, width = 0;
-  std::array<float*, 3> sums = {};  // (width) each; may be null
+  std::array<float*, 3> sums = {};  // (width) elements each; a pointer may be null
   bool accumulate = false;
   const Bf16* partial_bf16 = nullptr;  // if not null: read instead of `partial`
 };

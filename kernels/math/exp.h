@@ -13,9 +13,10 @@
 namespace gradwire {
 
 inline constexpr float kExpLowest = -87.33654f;  // ln(2^-126): results below are flushed to 0
-inline constexpr float kExpHighest = 88.02969f;  // ln(2^127): arguments above are treated as this one
+inline constexpr float kExpHighest = 88.02969f;  // ln(2^127): larger arguments are treated as kExpHighest
 
-// The operations on a type that the arithmetic below needs; kernels/simd/vector.h adds eight floats at once.
+// The operations on a type that the arithmetic below needs; kernels/simd/vector.h adds the operations on
+// eight floats.
 template <typename F>
 struct FloatWords;
 template <>
@@ -24,8 +25,8 @@ struct FloatWords<float> {
   static GW_HD float floats(uint32_t u) { return bits_float(u); }
 };
 
-// Returns exp(high + low) for |low| <= 0.04: for exp(-x*x/2), where rounding x*x would cost digits. A NaN in
-// `high` stays a NaN; -inf gives 0.
+// Returns exp(high + low) for |low| <= 0.04; meant for exp(-x*x/2), where rounding x*x would cost digits. A
+// NaN in `high` stays a NaN; -inf gives 0.
 template <typename F>
 GW_HD F exp_sum(F high, F low) {
   const F lowest = F{} + kExpLowest, highest = F{} + kExpHighest;

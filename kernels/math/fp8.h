@@ -35,7 +35,7 @@ GW_HD float e4m3_to_float(uint32_t code) {
 #endif
 }
 
-// Returns the code of a finite value without its sign; to nearest, ties to even, saturating.
+// Returns the code of a finite value without its sign, rounded to nearest, ties to even; saturates.
 GW_HD uint32_t e4m3_magnitude(float value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;
@@ -46,9 +46,9 @@ GW_HD uint32_t e4m3_magnitude(float value) {
 #endif
 }
 
-// Saturates at 448; Inf and NaN become NaN, unless kFinite excludes them. Rounds to nearest, ties to even, if
-// `random` is negative; else up in magnitude with probability equal to the discarded fraction, by its 16
-// bits.
+// Returns the code of a value. Saturates at 448; Inf and NaN become NaN, unless kFinite excludes them. Rounds
+// to nearest, ties to even, if `random` is negative; otherwise rounds up in magnitude with probability equal
+// to the discarded fraction, by the 16 bits of `random`.
 template <bool kFinite>
 GW_HD uint32_t float_to_e4m3(float value, int32_t random) {
   const uint32_t rounded =
@@ -63,8 +63,8 @@ GW_HD uint8_t float_to_e4m3_stochastic(float value, uint32_t random) {
   return static_cast<uint8_t>(float_to_e4m3<false>(value, static_cast<int32_t>(random & 0xffffu)));
 }
 
-// Returns the scale byte for a block whose largest finite magnitude is `largest` (as its bits, which have the
-// same order): the least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
+// Returns the scale byte for a block whose largest finite magnitude is `largest`, given as its bits: the
+// least k with largest <= 448 * 2^k = 1.75 * 2^(k + 8).
 GW_HD uint8_t fp8_scale_byte(uint32_t largest_bits) {
   int32_t exponent = static_cast<int32_t>(largest_bits >> 23);
   int32_t byte = exponent - 8 + ((largest_bits & 0x7fffffu) > 0x600000u ? 1 : 0);

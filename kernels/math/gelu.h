@@ -1,9 +1,9 @@
 // The normal distribution's Phi and phi, and GELU from them, exact or in its tanh form, branch-free in float.
 //
-// For a = |x|: Phi(-a) = exp(-a^2 / 2) S(a), where S is smooth: (a + 3.5) S(a) is a degree-9 polynomial in
-// u = (a - 3.5) / (a + 3.5) to 5e-9 relative. One exponential serves both Phi and phi. Computing the small
-// tail first keeps its relative accuracy, where 0.5 * (1 + erf(x / sqrt 2)) would cancel. Measured over [-13,
-// 13]: relative error of Phi and of GELU below 4e-7 everywhere, of phi below 2e-7.
+// For a = |x|: Phi(-a) = exp(-a^2 / 2) S(a), where S is smooth: (a + 3.5) S(a) is a degree-9 polynomial in u
+// = (a - 3.5) / (a + 3.5) to 5e-9 relative. One exponential serves both Phi and phi. Computing the small tail
+// first keeps its relative accuracy, whereas 0.5 * (1 + erf(x / sqrt 2)) would lose digits by cancellation.
+// Measured over [-13, 13]: relative error of Phi and of GELU below 4e-7 everywhere, of phi below 2e-7.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-// x Phi(x) by erf, or by the tanh approximation: PyTorch's approximate='none' and 'tanh'.
+// The form of GELU: x Phi(x) by erf, or by the tanh approximation: PyTorch's approximate='none' and 'tanh'.
 enum class Gelu : uint8_t { exact, tanh };
 
 struct Normal {
@@ -21,8 +21,8 @@ struct Normal {
   float density;  // phi(x)
 };
 
-// Returns 1 / x for x far from float's limits. On a GPU: the hardware's estimate and one step of Newton's
-// method, exact to a unit in the last place like the division, without a subroutine call.
+// Returns 1 / x for x far from float's limits. On a GPU, refines the hardware's estimate by one step of
+// Newton's method: exact to a unit in the last place, like the division, but without a subroutine call.
 GW_HD float reciprocal(float x) {
 #ifdef __CUDA_ARCH__
   const float estimate = __fdividef(1.0f, x);
@@ -54,7 +54,7 @@ GW_HD Normal normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
-// 2^x for x <= 0 and 1 / x by the hardware's estimates: exact to 2 units in the last place.
+// Return 2^x for x <= 0 and 1 / x by the hardware's estimates, exact to 2 units in the last place.
 GW_HD float exp2_estimate(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -74,8 +74,9 @@ GW_HD float reciprocal_estimate(float x) {
 #endif
 }
 
-// As normal_at(), for results that are rounded to BF16, 2^-8: Phi(-|x|) and phi to 1e-5 relative, in a third
-// of the instructions. The polynomial is of degree 7, to 4e-7.
+// Returns the same as normal_at(), for results that are rounded to BF16 (2^-8): the relative error of
+// Phi(-|x|) and phi is up to 1e-5, with a third of the instructions. The polynomial has degree 7 and an error
+// of 4e-7.
 GW_HD Normal coarse_normal_at(float x) {
   float a = x < 0.0f ? -x : x;
   a = a < 14.0f ? a : 14.0f;
@@ -94,9 +95,10 @@ GW_HD Normal coarse_normal_at(float x) {
   return {x < 0.0f ? tail : 1.0f - tail, 0.398942280f * e};
 }
 
-// The tanh form: Phi is (1 + tanh(v / 2)) / 2 = 1 / (1 + exp(-v)) with v = 2 sqrt(2 / pi) (x + 0.044715 x^3),
-// so that GELU differs from the exact one by up to 5e-4; the density is its derivative. Phi(-|x|) is exact to
-// (2 + v) 1e-7 relative. kCoarse: to 1e-5, for results that are rounded to BF16.
+// Returns the tanh form: Phi is (1 + tanh(v / 2)) / 2 = 1 / (1 + exp(-v)) with v = 2 sqrt(2 / pi) (x +
+// 0.044715 x^3), so that GELU differs from the exact form by up to 5e-4; the density is its derivative.
+// Phi(-|x|) is exact to (2 + v) 1e-7 relative. kCoarse: with a relative error of 1e-5, for results that are
+// rounded to BF16.
 template <bool kCoarse = false>
 GW_HD Normal tanh_normal_at(float x) {
   float a = x < 0.0f ? -x : x;

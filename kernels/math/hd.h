@@ -1,4 +1,5 @@
-// GW_HD marks arithmetic that is written once and compiled for both sides, GW_HD_LAMBDA a lambda in it:
+// GW_HD marks arithmetic that is written once and compiled for the host and the device. GW_HD_LAMBDA marks a
+// lambda in such code:
 //   auto square = [=](int i) GW_HD_LAMBDA { return x[i] * x[i]; };
 // Both are inlined on the host, so that they get their caller's instruction set (kernels/simd/simd.h).
 // GW_NO_UNROLL before a loop keeps nvcc from unrolling it.

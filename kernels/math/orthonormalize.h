@@ -8,17 +8,18 @@ namespace gradwire {
 
 // All pivots below are of the Gram matrix with columns scaled to norm 1, so they are squared sines.
 
-// At or below this a column depends on the previous ones: only the rounding of its FP32 entries is left.
+// At or below this pivot, a column depends on the previous columns: only the rounding of its FP32 entries is
+// left.
 inline constexpr double kDependentPivot = 1e-14;
-// A pass loses about eps64 / pivot of orthogonality. From this pivot up, its result is final (1e-10, far
-// below the rounding of the FP32 result); below, another pass follows.
+// A pass loses about eps64 / pivot of orthogonality. At or above this pivot, the result is final: the loss is
+// 1e-10, far below the rounding of the FP32 result. Below this pivot, another pass follows.
 inline constexpr double kFinalPivot = 1e-6;
-// Two passes suffice up to condition 1e8, one more per re-seeding; more passes are rare cases of bad random
-// directions.
+// Two passes suffice up to a condition number of 1e8, plus one pass per re-seeding. Bad random directions,
+// which are rare, need more passes.
 inline constexpr int kMaxOrthonormalizePasses = 16;
 
-// Returns row `row` of the random direction that replaces `column`; about normal. `attempt` counts its
-// re-seedings.
+// Returns row `row` of the random direction that replaces `column`; approximately normal. `attempt` counts
+// the column's re-seedings.
 GW_HD float reseed_value(uint64_t seed, uint64_t step, int32_t seed_id, int which, int column, int attempt,
                          int32_t row) {
   uint64_t stream = (static_cast<uint64_t>(static_cast<uint32_t>(seed_id)) << 32) |

@@ -31,10 +31,10 @@ GW_HD Random4 philox(uint64_t seed, uint64_t stream, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
-// 16 random bits for each element, for stochastic rounding. Every element of every gradient draws some, so
-// this is not philox but a mixer of 32 bits (triple32 of C. Wellons' hash prospector, 2018), with a key
-// before and within it: a quarter of the multiplications. The smaller mixer, lowbias32, was visibly uneven
-// over four million draws.
+// The key of 16 random bits for each element, for stochastic rounding. Every element of every gradient draws
+// random bits, so the generator is not Philox but a mixer of 32 bits (triple32 of C. Wellons' hash
+// prospector, 2018), with a key before and within the mixer. It needs a quarter of Philox's multiplications.
+// The smaller mixer, lowbias32, was visibly uneven over four million draws.
 //
 // A word serves two elements, eight apart, so that a vector of eight words serves sixteen neighbours. A key
 // serves the 2^32 elements around `element`.
@@ -58,7 +58,7 @@ GW_HD uint32_t rounding_shift_of(uint64_t element) {
   return (static_cast<uint32_t>(element) & 8u) * 2u;
 }
 
-// For a number, or a vector of numbers.
+// Mixes the bits of a number or of a vector of numbers.
 template <typename Word>
 GW_HD Word rounding_word(const RoundingKey& key, Word number) {
   Word x = number ^ key.before;
@@ -78,7 +78,7 @@ GW_HD uint32_t random16(uint64_t seed, uint64_t stream, uint64_t element) {
   return (word >> rounding_shift_of(element)) & 0xffffu;
 }
 
-// random16() for elements near one, whose key is computed once.
+// Computes random16() for elements near a given element, with a key that is computed once.
 struct RoundingBits {
   uint64_t seed, stream, near;
   RoundingKey key;
@@ -94,13 +94,13 @@ struct RoundingBits {
   }
 };
 
-// Returns a uniform number in (0, 1), never 0 or 1.
+// Returns a uniform number in the open interval (0, 1).
 GW_HD float uniform01(uint32_t bits) {
   return (static_cast<float>(bits >> 9) + 0.5f) * (1.0f / 8388608.0f);
 }
 
-// Returns a roughly normal number with mean 0 and variance 1, enough for a random direction: four uniforms,
-// scaled.
+// Returns a roughly normal number with mean 0 and variance 1, good enough for a random direction: the scaled
+// sum of four uniform numbers.
 GW_HD float rough_normal(const Random4& r) {
   float sum = uniform01(r.v[0]) + uniform01(r.v[1]) + uniform01(r.v[2]) + uniform01(r.v[3]) - 2.0f;
   return sum * 1.7320508f;

@@ -1,5 +1,5 @@
-// Floats of a few bits as integer codes: rounding to them and back in a few instructions that vectorize, the
-// same bits on host and device.
+// Floats of a few bits as integer codes: conversions in both directions take a few instructions, vectorize,
+// and give the same bits on host and device.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace gradwire {
 
-// kMantissa bits of mantissa, exponents with kBias, magnitudes up to code kMostCode; larger ones saturate.
-// Codes exclude the sign. No infinity; the caller handles NaN.
+// A format with kMantissa bits of mantissa, exponent bias kBias and magnitudes up to code kMostCode; larger
+// values saturate. Codes exclude the sign. The format has no infinity; the caller handles NaN.
 template <int kMantissa, int kBias, uint32_t kMostCode>
 struct SmallFloat {
   static constexpr int kDropped = 23 - kMantissa;  // bits of a float's mantissa

@@ -1,10 +1,11 @@
-// The coordinates that random-k chooses: one in each of k strata, drawn from the counter-based generator.
+// The coordinates that random-k chooses: one element in each of k strata, drawn from the counter-based
+// generator.
 //
 // A tensor of n elements is turned by a random rotation, as a ring, and cut into k strata of floor(n / k) or
 // ceil(n / k) consecutive elements; one element of each is chosen uniformly. Exactly k distinct elements are
 // chosen, in O(k) and without communication. With the rotation each element is chosen with probability k / n
-// in each step, independent of its position. Without it, elements of the shorter strata, always the same
-// ones, would be chosen more often.
+// in each step, independent of its position. Without the rotation, the elements of the shorter strata would
+// be chosen more often in every step.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace gradwire {
 
-// k strata of count elements; 1 <= k <= count, and strata have fewer than 2^32 elements.
+// The division of count elements into k strata; 1 <= k <= count, and strata have fewer than 2^32 elements.
 struct Strata {
   int64_t count, k;
 
@@ -43,7 +44,7 @@ struct RandKDraw {
     const uint64_t bits = static_cast<uint64_t>(r.v[0]) << 32 | r.v[1];
     return static_cast<int64_t>(bits % static_cast<uint64_t>(count));
   }
-  // Returns the element chosen from a stratum.
+  // Returns the index of the element chosen from a stratum.
   GW_HD int64_t chosen(const Strata& strata, int64_t stratum, int64_t rotation) const {
     const uint64_t size = static_cast<uint64_t>(strata.size(stratum));
     const uint64_t pick = draw(static_cast<uint64_t>(stratum)).v[0] * size >> 32;

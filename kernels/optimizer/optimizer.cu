@@ -1,7 +1,7 @@
 // SGD and AdamW steps over one flat buffer, in one launch; scalars are read from device memory.
 //
-// Bytes per element: SGD 20 with momentum, 12 without; AdamW 28; 2 more for a copy in BF16. 16-byte accesses
-// where all buffers can be aligned together. Limit: memory bandwidth. Deterministic.
+// Bytes per element: SGD 20 with momentum, 12 without; AdamW 28; 2 more for a copy in BF16. Accesses are 16
+// bytes wide where all buffers can be aligned together. Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/vector.cuh"
 #include "kernels/optimizer/optimizer.h"
 
@@ -46,7 +46,7 @@ struct AdamW {
     load<W>(a.v + i, v);
 #pragma unroll
     for (int k = 0; k < W; ++k) {
-      // Explicit, because nvcc otherwise contracts a different one of two products for W = 1 than for W = 4.
+      // fmaf() is explicit, because nvcc otherwise contracts different products for W = 1 and W = 4.
       m[k] = fmaf(a.beta1, m[k], (1.0f - a.beta1) * g[k]);
       v[k] = fmaf(a.beta2, v[k], (1.0f - a.beta2) * g[k] * g[k]);
       w[k] = fmaf(keep, w[k], -(step * m[k] / fmaf(sqrtf(v[k]), root_correction, a.eps)));

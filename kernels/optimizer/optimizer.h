@@ -2,8 +2,8 @@
 //
 // Values that change between steps (learning rate, bias corrections) are read from device memory, so that a
 // captured CUDA graph can be replayed: write an OptimizerScalars there with store() in stream order. The BF16
-// copy of the parameters, for products with BF16 operands, is written in the same pass: 2 B per element
-// instead of 6.
+// copy of the parameters, for products with BF16 operands, is written in the same pass, which moves 2 B per
+// element instead of 6 B in a separate pass.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct OptimizerScalars {
 };
 
 // PyTorch's SGD: g = grad + weight_decay * w; v = momentum * v + g (v = g in the first step, as with a zeroed
-// v); w -= lr * v. 20 B per element with momentum, 12 without.
+// v); w -= lr * v. Moves 20 B per element with momentum, 12 B without.
 struct SgdStep {
   float* params = nullptr;
   const float* grads = nullptr;
@@ -31,9 +31,9 @@ struct SgdStep {
 };
 GW_OP(sgd_step, SgdStep)
 
-// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch computes it:
-// w *= 1 - lr * weight_decay; m = b1 m + (1-b1) g; v = b2 v + (1-b2) g^2;
-// w -= lr / correction1 * m / (sqrt(v) / sqrt(correction2) + eps). 28 B per element.
+// AdamW (Loshchilov and Hutter, arXiv 1711.05101) as PyTorch computes it: w *= 1 - lr * weight_decay; m = b1
+// m + (1-b1) g; v = b2 v + (1-b2) g^2; w -= lr / correction1 * m / (sqrt(v) / sqrt(correction2) + eps). Moves
+// 28 B per element.
 struct AdamWStep {
   float* params = nullptr;
   const float* grads = nullptr;

@@ -50,7 +50,7 @@ GW_SIMD void round_range(const float* params, Bf16* rounded, int64_t begin, int6
 
 constexpr int64_t kGrain = 32768;
 
-// Rounds a piece's new parameters while they are in cache.
+// Rounds a piece's new parameters to BF16 while they are in cache.
 template <typename Args>
 void step(const Args& a, void (*range)(const Args&, int64_t begin, int64_t end)) {
   parallel_for(a.count, kGrain, [&](int64_t begin, int64_t end) {

@@ -1,11 +1,12 @@
 // PowerSGD passes (b) and (d) on CUDA: Q = M^T P; or E = residual + pending, M = grad + E, stored into
 // residual, and Q = M^T P.
 //
-// Bytes per element: 4; (d) 12. Limit: memory bandwidth up to about rank 8; beyond, M is read again for every
-// eight columns of P, mostly from the L2 cache. A block takes a panel of 16 or 32 whole columns. Each thread
-// owns four columns, and rows at a fixed stride; as the panel streams in, it accumulates its part of Q in
-// registers. Parts are summed over a warp's lanes, then over warps in order. Blocks are independent: nothing
-// to zero or to wait for. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned.
+// Bytes per element: 4 B in pass (b), 12 B in pass (d). Limit: memory bandwidth up to about rank 8; beyond, M
+// is read again for every eight columns of P, mostly from the L2 cache. A block takes a panel of 16 or 32
+// whole columns. Each thread owns four columns, and rows at a fixed stride; as the panel streams in, the
+// thread accumulates its part of Q in registers. Parts are summed over a warp's lanes, then over warps in
+// order. Blocks are independent of each other. Alignment: any; 16-byte accesses when a matrix's rows are
+// 16-byte aligned.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
@@ -25,7 +26,7 @@ struct BackProjectArgs {
   const int32_t* flags;
 };
 
-// Loads columns k0 .. k0 + kRank of a row of P; zero beyond the rank.
+// Loads columns [k0, k0 + kRank) of a row of P; columns beyond the rank are zero.
 template <int kRank>
 __device__ __forceinline__ void load_p(const float* row, int k0, int rank, bool vector, float (&p)[kRank]) {
   if (kRank % 4 == 0 && vector) {
@@ -42,8 +43,8 @@ __device__ __forceinline__ void load_p(const float* row, int k0, int rank, bool 
 }
 
 struct Panel {
-  int column0, columns, width;  // width: panel_columns(); columns: those within the matrix
-  float* parts;                 // shared: (kWarps, width * kRank)
+  int column0, columns, width;  // width: panel_columns(); columns: the panel's columns within the matrix
+  float* parts;                 // shared memory: (kWarps, width * kRank)
 };
 
 // Sums acc over the block and writes columns [k0, k0 + kRank) of the panel's Q.
@@ -82,7 +83,8 @@ __device__ __forceinline__ void combine(const BackProjectArgs& a, const MatrixDe
   }
 }
 
-// Forms M for the four columns of kBatch rows, row_step rows apart from row0 on. `m` holds the gradient.
+// Forms M for the four columns of kBatch rows, which start at row0 and are row_step rows apart. `m` holds the
+// gradient.
 template <int kBatch, bool kVector>
 __device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDescriptor& d, bool pending,
                                        const Panel& panel, const Quad<kVector>& quad, int row0, int row_step,
@@ -133,7 +135,8 @@ __device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDes
 template <int kRank, bool kForms, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    bool pending, const Panel& panel) {
-  constexpr int kBatch = kForms || kRank > 4 ? 2 : 4;  // rows per thread and load; more would spill
+  constexpr int kBatch =
+      kForms || kRank > 4 ? 2 : 4;  // rows per thread and load; more rows would spill registers
   Quad<kVector> quad{panel.width / 4, static_cast<int>(threadIdx.x) % (panel.width / 4)};
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   const float* p = a.p + d.p_offset;
@@ -190,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   panel.column0 = (block - a.matrices.starts[matrix].panel) * panel.width;
   panel.columns = min(panel.width, d.cols - panel.column0);
   panel.parts = shared;
-  if (a.flags != nullptr && a.flags[matrix] != 0) {  // not finite
+  if (a.flags != nullptr && a.flags[matrix] != 0) {  // M was not finite
     for (int item = static_cast<int>(threadIdx.x); item < panel.columns * d.rank; item += kThreads) {
       a.q[d.q_offset + static_cast<int64_t>(panel.column0) * d.rank + item] = 0.0f;
     }

@@ -8,19 +8,20 @@
 
 namespace gradwire {
 
-// project: a block takes whole rows, so that P needs no second pass. Two small blocks may share a row tile.
+// project(): a block processes whole rows, so that P needs no second pass. Two small blocks may share a row
+// tile.
 inline constexpr int kRowTileRows = 16;
-// reconstruct: a block writes a tile.
+// reconstruct(): a block writes a tile of this many rows.
 inline constexpr int kTileRows = 64;
 inline constexpr int kTileCols = 256;
-// back_project: a block takes a panel of whole columns, a cache line wide. For tall matrices half of that,
-// for more and shorter blocks.
+// back_project(): a block processes a panel of whole columns, one cache line wide. For tall matrices the
+// panel is half as wide, so that there are more blocks, which end sooner.
 inline constexpr int kMostPanelColumns = 32;
 GW_HD int panel_columns(int32_t rows) {
   return rows <= 1280 ? kMostPanelColumns : kMostPanelColumns / 2;
 }
 
-// First block of a matrix in the grid of each kernel.
+// The first block of a matrix in the grid of each kernel.
 struct MatrixBlocks {
   int32_t row_tile = 0;
   int32_t panel = 0;

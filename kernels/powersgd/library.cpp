@@ -32,7 +32,7 @@ std::vector<ThinProduct> products_of(const MatrixTable& table, bool onto_p, cons
   return all;
 }
 
-// Forms M in the residual, and marks where it is not finite.
+// Forms M in the residual, and marks the matrices whose M is not finite.
 template <typename Project>
 void form(const Stream& stream, const Project& a, int32_t* marks) {
   fill_zero(stream, marks, static_cast<size_t>(a.table->count()) * sizeof(int32_t));

@@ -1,14 +1,14 @@
 // PowerSGD's passes with the products by a BLAS library, one call per matrix, instead of by kernels that form
-// M while they multiply. The library reads M once more: with error feedback 16 B per element instead of 12,
-// without it 4. M replaces the residual in memory in either case. The library pays where arithmetic is the
-// limit: at high ranks.
+// M while they multiply. The library reads M once more: with error feedback 16 B per element instead of 12 B;
+// without it, 4 B more. M replaces the residual in memory in either case. The library is faster where
+// arithmetic is the limit: at high ranks.
 //
 //   project        form (M into the residual, 12 B)   P = M Q     overwrite: NaN where M was not finite
 //   project_onto   form                               Q = M^T P   overwrite
 //   back_project                                      Q = M^T P   overwrite: 0 where flagged
 //
 // Residuals have the bits of the fused passes; factors may differ in the last bits. The residual stays finite
-// even where M is not, so the product alone would not show it: form marks such matrices.
+// even where M is not, so the product alone would not reveal it: the form pass marks such matrices.
 //
 // On CUDA the library is cuBLAS, loaded on first use: libgradwire.so does not need it. The host has none,
 // because the passes are limited by memory there; tests install a stand-in.
@@ -22,7 +22,8 @@
 
 namespace gradwire {
 
-// P (rows, rank) = M Q or, onto P, Q (cols, rank) = M^T P, all row-major dense FP32.
+// A product with a thin factor: P (rows, rank) = M Q or, with onto_p, Q (cols, rank) = M^T P. All matrices
+// are row-major dense FP32.
 struct ThinProduct {
   bool onto_p = false;
   int32_t rows = 0, cols = 0, rank = 0;
@@ -32,7 +33,7 @@ struct ThinProduct {
 };
 
 // ThinProduct as an sgemm of BLAS, which is column-major: C (m, n) = A op(B), with op(B) (k, n). A row-major
-// matrix is the column-major one of its transpose.
+// matrix in memory equals the column-major matrix of its transpose.
 struct ThinGemm {
   bool transpose_b = false;
   int m = 0, n = 0, k = 0;
@@ -54,11 +55,12 @@ class ThinProducts {
 
 // Returns the device's library, or null.
 ThinProducts* thin_products(const Device& device);
-// For tests: installs a stand-in on the host; null removes it.
+// Installs a stand-in for the host's library in tests; null removes it.
 void stand_in_for_thin_products(ThinProducts* on_the_host);
 
 namespace by_library {
-// `marks`: scratch, one int32_t per matrix of the table; unused without a residual.
+// Run a pass with its products by the library. `marks`: scratch memory, one int32_t per matrix of the table;
+// unused without a residual.
 void powersgd_project(const Stream& stream, const PowerSgdProject& args, ThinProducts& library,
                       int32_t* marks);
 void powersgd_project_onto(const Stream& stream, const PowerSgdProjectOnto& args, ThinProducts& library,

@@ -1,9 +1,10 @@
-// The products of PowerSGD's passes by cuBLAS, in FP32. Loaded by name, so that libgradwire.so does not need
-// it.
+// The products of PowerSGD's passes by cuBLAS, in FP32. The library is loaded by name, so that libgradwire.so
+// does not need it.
 //
 // Two threads must not share a handle. Repeatable bits need a stream and a workspace that no other handle
-// uses. Each thread therefore keeps one handle per (device, stream), made at its first product there. Later
-// products neither allocate nor synchronize, so a CUDA graph can capture them after one plain run.
+// uses. Each thread therefore keeps one handle per (device, stream), made at its first product on that
+// stream. Later products neither allocate nor synchronize, so a CUDA graph can capture them after one plain
+// run.
 #include <cublas_v2.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -19,7 +20,7 @@
 #include "runtime/device/op_count.h"
 
 #define GW_TEXT_OF(x) #x
-#define GW_TEXT(x) GW_TEXT_OF(x)  // the header may define the name as another
+#define GW_TEXT(x) GW_TEXT_OF(x)  // the header may define the function's name as a macro for another name
 
 namespace gradwire::cuda {
 namespace {
@@ -35,7 +36,7 @@ struct CublasApi {
   decltype(&cublasGetStatusString) status_string = nullptr;
 };
 
-// Returns null when the library cannot be loaded.
+// Loads cuBLAS. Returns null when the library cannot be loaded.
 const CublasApi* load() {
   const std::string name = fmt::format("libcublas.so.{}", CUBLAS_VER_MAJOR);
   void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);

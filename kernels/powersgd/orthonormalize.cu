@@ -1,7 +1,7 @@
 // CholeskyQR on CUDA: all matrices of a table in one launch, a block per matrix.
 //
-// Bytes: 4 n r read twice and written once per pass, one or two passes; from the L2 cache for the sizes
-// PowerSGD has. Limit: FP64 throughput and latency of one SM per matrix: a matrix costs n r^2 FP64
+// Bytes: 4 n r read twice and written once per pass, in one or two passes. For PowerSGD's sizes the L2 cache
+// serves the reads. Limit: FP64 throughput and latency of one SM per matrix: a matrix costs n r^2 FP64
 // multiply-adds for the Gram matrix (half of them, in 4 x 4 register tiles) and as many for the product with
 // the inverse factor. The algorithm is that of kernels/powersgd/orthonormalize_host.cpp. All threads take
 // each decision (a column is dependent, another pass is needed) from the same shared values. Deterministic:
@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kChunkFloats = 16 * kThreads;  // rows staged for the product: a 4 x 4 tile per thread
+constexpr int kChunkFloats =
+    16 * kThreads;  // elements of the rows staged for the product: a 4 x 4 tile per thread
 
 struct OrthonormalizeArgs {
   Matrices matrices;
@@ -35,15 +36,15 @@ struct Workspace {
   double *a, *b;  // (padded, stride) each
   float* chunk;   // (kChunkFloats); also the Gram matrix's partial sums
   int stride;
-  int *order, *attempts, *dependent;  // (rank)
-  double* scale;                      // (rank)
+  int *order, *attempts, *dependent;  // (rank) elements each
+  double* scale;                      // (rank) elements
 };
 
 __host__ __device__ constexpr int padded(int rank) {
   return (rank + 3) / 4 * 4;
 }
 
-// Loads four columns of a row; zero beyond the rank.
+// Loads four columns of a row; columns beyond the rank are zero.
 __device__ __forceinline__ void load_quad(const float* row, int column, int rank, bool vector,
                                           double (&x)[4]) {
   if (vector) {
@@ -55,8 +56,8 @@ __device__ __forceinline__ void load_quad(const float* row, int column, int rank
   }
 }
 
-// Sets w.a = A^T A, both triangles, columns padded with zeros. A run of `splits` threads computes each 4 x 4
-// tile of the lower triangle; each thread sums every splits-th row.
+// Computes w.a = A^T A, both triangles, columns padded with zeros. A run of `splits` threads computes each 4
+// x 4 tile of the lower triangle; each thread sums every splits-th row.
 __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank, bool vector,
                                             const Workspace& w) {
   int quads = padded(rank) / 4, tiles = quads * (quads + 1) / 2;
@@ -83,7 +84,7 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
 #pragma unroll
     for (int x = 0; x < 16; ++x) acc[x / 4][x % 4] += __shfl_xor_sync(kAllLanes, acc[x / 4][x % 4], offset);
   }
-  // One sum per warp remains of the splits.
+  // After the reduction, one sum per warp remains.
   int warps = max(1, splits / 32);
   double* partial = reinterpret_cast<double*>(w.chunk);
   __syncthreads();
@@ -112,8 +113,8 @@ __device__ __forceinline__ void gram_matrix(const float* in, int32_t n, int rank
   __syncthreads();
 }
 
-// Subtracts L[i][j] times row j from each row i below: of the inverse in columns up to j, of the matrix
-// beyond.
+// Subtracts L[i][j] times row j from each row i below row j. Columns up to j belong to the inverse, later
+// columns to the matrix.
 __device__ __forceinline__ void eliminate(int rank, int j, const Workspace& w) {
   int rows = rank - j - 1;
   for (int item = static_cast<int>(threadIdx.x); item < rows * rank; item += kThreads) {
@@ -180,8 +181,8 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
   return smallest;
 }
 
-// Sets out = in * weights (w.b), with dependent columns drawn again. In place is allowed: rows pass through
-// shared memory.
+// Computes out = in * weights (w.b), with dependent columns drawn again. `out` may equal `in`, because rows
+// pass through shared memory.
 __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixDescriptor& d, const float* in,
                                       float* out, int32_t n, bool vector, const Workspace& w) {
   int rank = d.rank, quads = padded(rank) / 4, row_tiles = kThreads / quads;
@@ -237,7 +238,8 @@ __device__ __forceinline__ void apply(const OrthonormalizeArgs& a, const MatrixD
   }
 }
 
-// Eliminates columns that were ever re-seeded last; the order of the others is unchanged.
+// Moves columns that were ever re-seeded to the end of the elimination order; the order of the other columns
+// is unchanged.
 __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
   if (threadIdx.x == 0) {
     int sorted[2] = {0, 0};

@@ -1,20 +1,21 @@
 // Orthonormalizes the columns of many tall thin matrices in one call: CholeskyQR2 with sums in FP64.
 //
 // Per matrix A (n, r), row-major, n >= r: scale the columns, G = A^T A and its Cholesky factor in FP64, A <-
-// A L^-T. Repeated until the factor's pivots show that the columns are orthonormal: one pass for
+// A L^-T. These steps repeat until the factor's pivots show that the columns are orthonormal: one pass for
 // well-conditioned columns, more after a re-seed. Columns are FP32 in memory. Orthogonality error about 5e-8
 // up to a condition number of 1e8 (docs/numerics.md).
 //
-// A column that is zero, or depends on the previous ones to within FP64 rounding, is replaced by a random
-// direction orthogonal to the others, drawn from philox(seed, seed_id, ...) and *step, so that all ranks draw
-// the same. Zero columns can therefore recover. There are always r orthonormal columns.
+// A column that is zero, or depends on the previous columns to within FP64 rounding, is replaced by a random
+// direction orthogonal to the other columns. The direction is drawn from philox(seed, seed_id, ...) and
+// *step, so that all ranks draw the same direction. Zero columns can therefore recover. There are always r
+// orthonormal columns.
 //
 // A matrix that holds a NaN or Inf is flagged: flags[i] = 1 and `out` is unchanged (pass out == in to keep
-// the input). Other matrices write flags[i] = 0. With keep_flags flags are never cleared, and a matrix that
+// the input). Other matrices write flags[i] = 0. With keep_flags, flags are never cleared, and a matrix that
 // is already flagged is skipped.
 //
-// Bytes: 4 * n * r read twice and written once per pass, in cache for the sizes PowerSGD has. Deterministic,
-// and independent of the number of threads. In place (out == in) is allowed.
+// Bytes: 4 * n * r read twice and written once per pass; at PowerSGD's sizes in cache. Deterministic, and
+// independent of the number of threads. In place (out == in) is allowed.
 #pragma once
 
 #include <cstdint>

@@ -3,8 +3,8 @@
 //
 // One pass: G = A^T A in FP64 (products of two floats are exact there); scale its columns to norm 1; Cholesky
 // without the dependent columns; A <- A W with W the inverse of the factor. A dependent column is replaced by
-// a random one, and comes last in the next pass's elimination, so that it is made orthogonal to the others,
-// not the others to it.
+// a random column, which comes last in the next pass's elimination. The random column is thereby made
+// orthogonal to the other columns, not the other columns to it.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>
@@ -30,8 +30,9 @@ struct Workspace {
   bool dependent[kMax];
 };
 
-// Both loops over the rows of A are compiled for common ranks, whose sums then stay in registers, and once
-// for any rank (kRank == 0). The order of the terms is the same in all.
+// Adds rows of A to the Gram matrix. Both loops over the rows of A are compiled for common ranks, whose sums
+// then stay in registers, and once for any rank (kRank == 0). The order of the terms is the same in all
+// versions.
 template <int kRank>
 GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
   const int r = kRank > 0 ? kRank : rank;
@@ -47,7 +48,7 @@ GW_INLINE void add_gram(const float* a, int64_t n, int rank, Workspace& w) {
   for (int i = 0; i < kRank; ++i) std::copy(local[i], local[i] + kRank, w.gram[i]);
 }
 
-// Sets G = A^T A, both triangles.
+// Computes G = A^T A, both triangles.
 GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   for (int i = 0; i < r; ++i) std::fill(w.gram[i], w.gram[i] + r, 0.0);
   if (r == 1) return add_gram<1>(a, n, r, w);
@@ -57,7 +58,7 @@ GW_SIMD void gram_matrix(const float* a, int64_t n, int r, Workspace& w) {
   add_gram<0>(a, n, r, w);
 }
 
-// Sets out = in * weights, row by row; in place if they are the same.
+// Computes out = in * weights, row by row; `out` may equal `in`.
 template <int kRank>
 GW_INLINE void multiply(const float* in, float* out, int64_t n, int rank, const Workspace& w) {
   const int r = kRank > 0 ? kRank : rank;
@@ -79,8 +80,8 @@ GW_SIMD void apply_weights(const float* in, float* out, int64_t n, int r, const 
   multiply<0>(in, out, n, r, w);
 }
 
-// Factors the scaled Gram matrix in w.order and fills w.weights and w.dependent. Returns the smallest pivot
-// of the independent columns, or 0 if a column is dependent.
+// Factors the scaled Gram matrix in the elimination order w.order, and fills w.weights and w.dependent.
+// Returns the smallest pivot of the independent columns, or 0 if a column is dependent.
 double factor(int r, Workspace& w) {
   double smallest = 1.0;
   for (int k = 0; k < r; ++k) w.scale[k] = w.gram[k][k] > 0.0 ? 1.0 / std::sqrt(w.gram[k][k]) : 0.0;

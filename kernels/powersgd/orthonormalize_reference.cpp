@@ -1,6 +1,6 @@
-// Scalar reference of the orthonormalization: Gram-Schmidt in double, each column orthogonalized until it no
-// longer changes, dependent columns last. In exact arithmetic the Cholesky form gives the same columns, so
-// the other implementations are tested against this one.
+// Scalar reference of the orthonormalization: Gram-Schmidt in double, each column orthogonalized until it is
+// stable, dependent columns last. In exact arithmetic the Cholesky form gives the same columns, so the other
+// implementations are tested against this reference.
 #include <cmath>
 #include <vector>
 
@@ -19,7 +19,7 @@ double dot(const Column& a, const Column& b) {
   return sum;
 }
 
-// Makes `column` orthogonal to `done`, with norm 1. Returns false when it depends on them or is zero.
+// Makes `column` orthogonal to `done`, with norm 1. Returns false when `column` is zero or depends on `done`.
 bool add_column(std::vector<Column>& done, Column column) {
   double before = dot(column, column);
   if (before == 0.0) return false;

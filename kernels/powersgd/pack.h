@@ -1,5 +1,6 @@
 // Gathers scattered pieces of one array into another, and scatters them back, so that dense tensors share a
-// collective with the PowerSGD factors. One launch for all pieces. 8 B per element. Limit: memory bandwidth.
+// collective with the PowerSGD factors. One launch handles all pieces. Bytes per element: 8. Limit: memory
+// bandwidth.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@ struct Segment {
   int64_t count = 0;
 };
 
-// The pieces, on the host and on the device. Set-up only; must outlive the ops that use it.
+// The pieces, on the host and on the device. Built during set-up only; must outlive the ops that use the
+// table.
 class SegmentTable {
  public:
   SegmentTable() = default;
@@ -32,8 +34,8 @@ class SegmentTable {
   int64_t longest_ = 0;
 };
 
-// packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or the reverse. Unpacking
-// from null writes zeros.
+// Arguments of packing: packed[segment.packed + i] = scattered[segment.scattered + i] for every segment, or
+// the reverse. Unpacking from null writes zeros.
 struct Pack {
   const SegmentTable* table = nullptr;
   float* scattered = nullptr;

@@ -1,7 +1,8 @@
 // Shared by the three PowerSGD kernels: finding a block's matrix, and four-column accesses.
 //
-// A thread owns four columns of a row. In an aligned matrix they are adjacent, one 16-byte access; otherwise
-// they are `spread` columns apart, so that each of a warp's four 4-byte accesses is contiguous.
+// A thread owns four columns of a row. In an aligned matrix the four columns are adjacent and take one
+// 16-byte access. Otherwise they are `spread` columns apart, so that each of a warp's four 4-byte accesses is
+// contiguous.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +44,8 @@ struct Quad {
   int spread, index;  // index in 0 .. spread - 1
   __device__ __forceinline__ int column(int c) const { return kVector ? 4 * index + c : index + c * spread; }
 
-  // Loads the strip's columns at `row`; 0 from `limit` on. With kVector, limit is a multiple of 4.
+  // Loads the strip's columns at `row`; columns from `limit` on are 0. With kVector, limit is a multiple of
+  // 4.
   __device__ __forceinline__ void load(const float* row, int limit, float (&x)[4]) const {
     if constexpr (kVector) {
       float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -72,7 +74,7 @@ __device__ __forceinline__ bool is_pending(const PendingFactors& pending, int ma
 }
 
 // Replaces E in `m` by M. `keep` is the value for the residual: E where the gradient is not finite, the
-// largest float where only the sum is not.
+// largest float where only the sum is not finite.
 __device__ __forceinline__ void add_gradient(const float (&gradient)[4], float (&m)[4], float (&keep)[4]) {
 #pragma unroll
   for (int c = 0; c < 4; ++c) {

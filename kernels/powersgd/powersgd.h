@@ -16,7 +16,8 @@
 // computing it in the same step would read and write M once more. Until then the residual array holds M, and
 // P and -Q are *pending*. settle() computes E in place (8 B/element), for callers that need it between steps.
 //
-// Where P and Q alternate (ACP-SGD), a step sums one of them, with the other's orthonormal columns Q0 or P0:
+// Where P and Q alternate (ACP-SGD), a step sums one factor, computed from the other factor's orthonormal
+// columns Q0 or P0:
 //
 //   (a) project       as above with Q = Q0, or
 //   (d) project_onto  the same with Q = M^T P0                                           12 B/element
@@ -25,9 +26,9 @@
 //                     minus the same with this rank's local factor is pending             4 B/element
 //
 // Non-finite input: (a) and (d) keep the old residual where the gradient is not finite, and let the factor
-// become non-finite, so that every rank sees it after the sum. orthonormalize() then flags the matrix; (b)
-// writes Q = 0, so that nothing is pending; (c) restores the old residual (M - grad where finite) and writes
-// NaN over the whole matrix. Residuals never become non-finite.
+// become non-finite, so that every rank detects the input after the sum. orthonormalize() then flags the
+// matrix; (b) writes Q = 0, so that nothing is pending; (c) restores the old residual (M - grad where finite)
+// and writes NaN over the whole matrix. Residuals never become non-finite.
 //
 // Sums over rows and columns have a fixed order that does not depend on the number of threads.
 #pragma once
@@ -43,20 +44,22 @@ namespace gradwire {
 inline constexpr int kMaxPowerSgdRank = 64;
 
 struct MatrixDescriptor {
-  int64_t offset = 0;    // of M in the gradient and residual arrays, in elements
-  int64_t p_offset = 0;  // of P in the P array, in elements
-  int64_t q_offset = 0;  // of Q in the Q array, in elements
+  int64_t offset = 0;    // position of M in the gradient and residual arrays, in elements
+  int64_t p_offset = 0;  // position of P in the P array, in elements
+  int64_t q_offset = 0;  // position of Q in the Q array, in elements
   int32_t rows = 0;
   int32_t cols = 0;
   int32_t rank = 0;     // 1 .. min(rows, cols, kMaxPowerSgdRank)
   int32_t seed_id = 0;  // identifies the matrix in random draws: the same on every rank
 };
 
-// The matrices of a bucket, on the host and on the device. Set-up only; must outlive the ops that use it.
+// The matrices of a bucket, on the host and on the device. Built during set-up only; must outlive the ops
+// that use the table.
 class MatrixTable {
  public:
   MatrixTable() = default;
-  // Copies the descriptors to the stream's device and synchronizes. Throws BadInput on a rank out of range.
+  // Copies the descriptors to the stream's device and synchronizes. Throws BadInput if a rank is out of
+  // range.
   MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices);
 
   const std::vector<MatrixDescriptor>& host() const { return host_; }
@@ -78,13 +81,12 @@ class MatrixTable {
   int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0;
 };
 
-// The term still to be added to the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's
-// offsets. Products of the columns k of P and Q are added in the order of k; non-finite results then become
-// 0.
+// The pending term of the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's offsets.
+// Products of the columns k of P and Q are added in the order of k; non-finite results then become 0.
 struct PendingFactors {
   const float* p = nullptr;  // null: nothing is pending
   const float* q = nullptr;
-  // (table count) nonzero: nothing is pending for this matrix; null: no matrix is flagged.
+  // (table count) elements, or null: no matrix is flagged. Nonzero: nothing is pending for the matrix.
   const int32_t* flags = nullptr;
 };
 
@@ -98,14 +100,14 @@ struct PowerSgdProject {
 };
 GW_OP(powersgd_project, PowerSgdProject)
 
-// (a) and (d) without their product, which a BLAS library computes (library.h): M = grad + E, stored into the
-// residual. 12 B/element.
+// Arguments of (a) and (d) without their product, which a BLAS library computes (library.h): M = grad + E,
+// stored into the residual. Moves 12 B/element.
 struct PowerSgdForm {
   const MatrixTable* table = nullptr;
   const float* grad = nullptr;
   float* residual = nullptr;  // in: E, out: M
   PendingFactors pending = {};
-  // (table count) set to 1 where M is not finite, which the residual does not show; else unchanged.
+  // (table count) elements, set to 1 where M is not finite, which the residual does not show; else unchanged.
   int32_t* marks = nullptr;
 };
 GW_OP(powersgd_form, PowerSgdForm)
@@ -113,19 +115,19 @@ GW_OP(powersgd_form, PowerSgdForm)
 // Overwrites one factor of each marked matrix.
 struct PowerSgdOverwrite {
   const MatrixTable* table = nullptr;
-  const int32_t* marks = nullptr;  // (table count)
-  float* p = nullptr;              // this factor, or
-  float* q = nullptr;              // this factor
+  const int32_t* marks = nullptr;  // (table count) elements
+  float* p = nullptr;              // the factor to overwrite; null: overwrite q
+  float* q = nullptr;              // the factor to overwrite; null: overwrite p
   float value = 0.0f;
 };
 GW_OP(powersgd_overwrite, PowerSgdOverwrite)
 
 struct PowerSgdBackProject {
   const MatrixTable* table = nullptr;
-  const float* m = nullptr;        // the residual; the gradient without error feedback
+  const float* m = nullptr;        // the residual; without error feedback the gradient
   const float* p = nullptr;        // orthonormal columns
   float* q = nullptr;              // out: M^T P, local to this rank
-  const int32_t* flags = nullptr;  // (table count) nonzero: the matrix was not finite
+  const int32_t* flags = nullptr;  // (table count) elements; nonzero: the matrix was not finite
 };
 GW_OP(powersgd_back_project, PowerSgdBackProject)
 
@@ -146,12 +148,12 @@ struct PowerSgdReconstruct {
   float* grad = nullptr;     // out: scale * P Q^T, or NaN where flagged
   float scale = 1.0f;
   const int32_t* flags = nullptr;
-  // Of a flagged matrix: in M, out the last step's E, M - grad; null: no error feedback.
+  // Restored for flagged matrices: from M to the last step's E, M - grad. null: no error feedback.
   float* residual = nullptr;
 };
 GW_OP(powersgd_reconstruct, PowerSgdReconstruct)
 
-// residual += P Q^T: the same term, with the same bits, that project() would add.
+// Arguments of settling, residual += P Q^T: the same term, with the same bits, that project() would add.
 struct PowerSgdSettle {
   const MatrixTable* table = nullptr;
   float* residual = nullptr;

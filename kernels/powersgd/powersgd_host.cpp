@@ -2,7 +2,7 @@
 //
 // Bytes per element: project, project_onto and form 12, back_project 4, reconstruct 4 (non-temporal stores
 // when the result is larger than a cache), settle 8. Limit: memory up to about rank 8, then arithmetic. Rows
-// are read in memory order, because hardware prefetches only along them. Pieces depend on the shapes alone.
+// are read in memory order, because hardware prefetches only along rows. Pieces depend on the shapes alone.
 // Sums within a piece, and over pieces, have a fixed order, so results do not depend on the number of
 // threads. Alignment: any. The loops are in powersgd_simd.cpp.
 #include "kernels/powersgd/powersgd.h"
@@ -22,11 +22,12 @@
 namespace gradwire::host {
 namespace {
 
-// Enough rows to pay for transposing a piece of Q.
+// Rows per task: enough to amortize transposing a piece of Q.
 constexpr int64_t kTaskRows = 128;
-// A thread takes adjacent tasks together.
+// Each thread processes this many runs of adjacent tasks.
 constexpr int64_t kRunsPerThread = 16;
-// A piece of back_project: about a megabyte, with enough rows that its sums are small in comparison.
+// Elements of a piece of back_project: about a megabyte, with enough rows that its sums are small in
+// comparison.
 constexpr int64_t kPieceElements = 256 * 1024;
 constexpr int64_t kPieceRowsPerRank = 64;
 
@@ -66,7 +67,7 @@ void restore_run(const float* grad, float* residual, int64_t begin, int64_t end)
   }
 }
 
-// The pending factors of a matrix, from a row and a column on; null: nothing is pending.
+// The pending factors of a matrix, starting at a row and a column; null: nothing is pending.
 struct PendingPart {
   const float *p = nullptr, *q = nullptr;
 };
@@ -81,7 +82,7 @@ struct ColumnSums {
   int matrix;
   int64_t column, columns, stride;
   int64_t piece_rows, first_piece, pieces;
-  int64_t sums;  // offset of their sums
+  int64_t sums;  // offset of the sums of these columns
 };
 
 // Computes Q = M^T P; body(columns, row, rows, sums) sums one piece.
@@ -190,7 +191,7 @@ void powersgd_form(const PowerSgdForm& a) {
       finite &= is_finite(sum);
       if (is_finite(grad[i])) m[i] = std::clamp(sum, -FLT_MAX, FLT_MAX);
     }
-    // Atomic: several threads may have rows of one matrix.
+    // The store is atomic because several threads may have rows of one matrix.
     if (!finite) std::atomic_ref(a.marks[matrix]).store(1, std::memory_order_relaxed);
   });
 }

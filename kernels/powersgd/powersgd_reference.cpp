@@ -15,8 +15,8 @@ bool flagged(const int32_t* flags, int matrix) {
   return flags != nullptr && flags[matrix] != 0;
 }
 
-// Returns E of element (i, j): the residual plus the pending product, whose terms are added in order, each
-// rounded once, as in the fast paths with an FMA.
+// Returns E of element (i, j): the residual plus the pending product, whose terms are added in order. Each
+// addition is rounded once, as in the fast paths with an FMA.
 float settled(const PendingFactors& pending, int matrix, const MatrixDescriptor& d, int64_t i, int64_t j,
               float residual) {
   if (pending.p == nullptr || flagged(pending.flags, matrix)) return residual;
@@ -27,7 +27,7 @@ float settled(const PendingFactors& pending, int matrix, const MatrixDescriptor&
   return is_finite(residual) ? residual : 0.0f;
 }
 
-// Returns M = grad + E of element (i, j) for the product; stores it into the residual if there is one.
+// Returns M = grad + E of element (i, j) for the product; stores M into the residual if there is one.
 template <typename Project>
 float form_m(const Project& a, int matrix, const MatrixDescriptor& d, int64_t i, int64_t j) {
   const int64_t at = d.offset + i * d.cols + j;

@@ -1,8 +1,10 @@
-// Sixteen columns at a time (kernels/simd/vector.h); tiles of rows x columns whose sums stay in registers.
+// The loops process sixteen columns at a time (kernels/simd/vector.h), in tiles of rows x columns whose sums
+// stay in registers.
 //
-// Q is transposed piece by piece, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
+// Q is transposed in pieces, (cols, rank) to (rank, columns of the piece), so that adjacent columns of a
 // matrix row have adjacent elements of Q. Pieces are padded to whole vectors with zeros; a row's last,
-// partial vector goes through a buffer. A product and its addition are rounded once where there is an FMA.
+// partial vector goes through a buffer. A product and its addition are rounded once where the processor has
+// an FMA.
 #include "kernels/powersgd/powersgd_simd.h"
 
 #include <algorithm>
@@ -19,7 +21,8 @@ namespace {
 using Vec = F32x16;
 constexpr int kLanes = gradwire::kLanes<Vec>;
 
-constexpr int64_t kPieceFloats = 32 * 1024;  // of a transposed factor, in the second-level cache
+constexpr int64_t kPieceFloats =
+    32 * 1024;  // size of a piece of a transposed factor, which stays in the second-level cache
 constexpr int kRowTile = 4;
 constexpr int kRankTile = 4;
 constexpr int kTileVecs = 2;  // vectors whose sums stay in registers
@@ -32,7 +35,7 @@ GW_INLINE Vec clamp_finite(const Vec& x) {
 }
 
 // Returns M = grad + E and stores it into the residual. The residual gets E where the gradient is not finite,
-// the clamped sum where only the sum is not.
+// and the clamped sum where only the sum is not finite.
 GW_INLINE Vec form_m(const Vec& grad, const Vec& e, float* residual, int64_t count) {
   const Vec sum = grad + e;
   store_some(residual, blend(finite_lanes(grad), clamp_finite(sum), e), count);
@@ -47,7 +50,7 @@ int64_t round_up(int64_t n, int64_t to) {
   return (n + to - 1) / to * to;
 }
 
-// Sets turned[k][column] = q[column][k]; zero up to `stride` and to a whole rank tile.
+// Transposes turned[k][column] = q[column][k]; pads with zeros to `stride` columns and to a whole rank tile.
 GW_INLINE void turn(const float* q, int rank, int64_t columns, int64_t stride, float* turned) {
   int64_t padded_rank = round_up(rank, kRankTile);
   for (int64_t k = 0; k < padded_rank; ++k) {
@@ -115,7 +118,7 @@ GW_INLINE void form_tile(const Fresh& a, int64_t row, int64_t column, int64_t co
   }
 }
 
-// Forms M for `rows` rows from `row` on and `columns` columns from `column` on.
+// Forms M for `rows` rows starting at `row` and `columns` columns starting at `column`.
 GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t column, int64_t columns,
                           float* m, int64_t m_stride) {
   int64_t i = 0;
@@ -157,7 +160,8 @@ GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, c
   }
 }
 
-// For the memory limit: one whole row at a time, a single stream that continues in the next row.
+// Processes one whole row at a time, a single stream that continues in the next row: fastest where memory is
+// the limit.
 template <int kRank, bool kPending>
 GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t columns, const float* turned,
                            float* sums) {
@@ -196,11 +200,11 @@ GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, i
   }
 }
 
-// For the arithmetic limit: several rows share the loads of Q.
+// Processes several rows, which share the loads of Q: fastest where arithmetic is the limit.
 template <int kRows>
 GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_t columns,
                              const float* turned, float* m, float* sums) {
-  // The transposed factors begin with `column`.
+  // The transposed factors begin at `column`.
   Fresh here = a;
   here.grad += column;
   if (a.residual != nullptr) here.residual += column;
@@ -212,7 +216,7 @@ GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_
 
 }  // namespace
 
-// Returns a multiple of the strip.
+// Returns the columns per piece, a multiple of the strip.
 int64_t piece_columns(int rank, int64_t cols) {
   int64_t most = kPieceFloats / round_up(rank, kRankTile) / kStrip * kStrip;
   return std::min(most, round_up(cols, kStrip));
@@ -253,13 +257,13 @@ GW_SIMD void project_rows(const ProjectRows& a) {
 
 namespace {
 
-// Rows of M that are summed together: few, so that prefetched rows stay in the cache; more where loading and
-// storing the sums takes longer.
+// Rows of M that are summed together: few rows, so that prefetched rows stay in the cache, but more rows
+// where loading and storing the sums takes longer.
 constexpr int64_t kMostBlockRows = 16;
 constexpr int64_t block_rows(int rank) {
   return rank <= 2 ? 8 : kMostBlockRows;
 }
-constexpr int64_t kBlockColumns = 512;  // of M where it is formed
+constexpr int64_t kBlockColumns = 512;  // columns of M per block where M is formed
 
 // Adds rows of P^T M to sums[k][strip], for a strip of columns and kRank of P's columns.
 template <int kRank, bool kWhole>
@@ -317,7 +321,7 @@ GW_INLINE void back_rows(const float* m, int64_t m_stride, int64_t columns, cons
 
 GW_SIMD void back_project_piece(const BackProjectPiece& a) {
   alignas(64) float pending[kPieceFloats];
-  alignas(64) float block[kMostBlockRows * kBlockColumns];  // of M
+  alignas(64) float block[kMostBlockRows * kBlockColumns];  // a block of M
   std::fill(a.sums, a.sums + a.rank * a.stride, 0.0f);
   if (a.pending_p != nullptr) turn(a.pending_q, a.rank, a.columns, a.stride, pending);
   const Fresh fresh{a.m, a.residual, a.pending_p, pending, a.cols, a.stride, a.rank};
@@ -384,8 +388,9 @@ GW_INLINE void reconstruct_tile(const ReconstructRows& a, int64_t row0, int64_t 
   }
 }
 
-// Returns the distance to the next cache line. Lines written past the caches in two parts, interleaved with
-// other rows, become two partial writes: a third of the speed on Intel's Granite Rapids.
+// Returns the distance to the next cache line. A line that is written past the caches in two parts,
+// interleaved with other rows, becomes two partial writes, which reach a third of the speed on Intel's
+// Granite Rapids.
 GW_INLINE int64_t floats_to_line(const float* at) {
   return static_cast<int64_t>((64 - reinterpret_cast<uintptr_t>(at) % 64) % 64 / sizeof(float));
 }
@@ -412,8 +417,8 @@ GW_INLINE void reconstruct_piece(const ReconstructRows& a, int64_t row0, int64_t
 GW_SIMD void reconstruct_rows(const ReconstructRows& a) {
   alignas(64) float turned[kPieceFloats + kLanes];  // the last vector may begin between two vectors
   int64_t piece = piece_columns(a.rank, a.cols);
-  // Rows whose cache lines begin in different columns are written one at a time, unless that costs more in
-  // sums than it saves.
+  // Rows whose cache lines begin in different columns are written one at a time, unless the slower sums cost
+  // more time than whole-line writes save.
   const bool together = a.mode != Reconstruct::stream || a.cols % 16 == 0 || a.rank > 8;
   for (int64_t column0 = 0; column0 < a.cols; column0 += piece) {
     int64_t columns = std::min(piece, a.cols - column0), stride = round_up(columns, kLanes);

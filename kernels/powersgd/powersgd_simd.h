@@ -1,5 +1,5 @@
-// The loops of the host's PowerSGD passes: each processes a piece of a matrix; compiled for several
-// instruction sets.
+// The loops of the host's PowerSGD passes: each loop processes a piece of a matrix and is compiled for
+// several instruction sets.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace gradwire::host {
 
-// Rows of M = grad + E (stored into the residual), P = M Q. E = residual + pending_p pending_q^T.
+// Arguments for rows of M = grad + E, stored into the residual, and of P = M Q. E = residual + pending_p
+// pending_q^T.
 struct ProjectRows {
   const float* grad;       // (rows, cols)
   float* residual;         // (rows, cols) or null
@@ -21,8 +22,8 @@ struct ProjectRows {
 };
 void project_rows(const ProjectRows& a);
 
-// Rows of some columns of M^T P. If `residual` is given, M is formed from grad and residual, and stored
-// there.
+// Arguments for a piece of M^T P: some rows and columns of M. If `residual` is given, M is formed from grad
+// and residual, and stored in the residual.
 struct BackProjectPiece {
   const float* m;          // (rows, columns), rows `cols` apart: M, or grad
   float* residual;         // as m, or null
@@ -38,11 +39,12 @@ struct BackProjectPiece {
 int64_t piece_columns(int rank, int64_t cols);
 inline constexpr int64_t kStrip = 64;
 void back_project_piece(const BackProjectPiece& a);
-// Sets Q (columns, rank) = the sum of `pieces` consecutive arrays (rank, stride), in order. Overwrites the
-// first.
+// Computes Q (columns, rank) as the sum of `pieces` consecutive arrays (rank, stride), in order. Overwrites
+// the first array.
 void add_pieces(float* sums, int64_t pieces, int64_t columns, int64_t stride, int rank, float* q);
 
-// Rows of out = scale * P Q^T, or of out += P Q^T, which becomes 0 where it is not finite.
+// The mode of reconstruction: out = scale * P Q^T, stored or streamed past the caches; or settling, out += P
+// Q^T, which becomes 0 where it is not finite.
 enum class Reconstruct : uint8_t { store, stream, settle };
 struct ReconstructRows {
   const float* p;  // (rows, rank)

@@ -2,23 +2,23 @@
 //
 // Bytes per element: 12 with residual, 4 without. Limit: memory bandwidth up to about rank 32. A block takes
 // 8 or 16 whole rows and walks over the columns in strips of 1024. Each thread holds 8 rows x 4 columns of M
-// in registers, while the strip's Q passes through shared memory, transposed, up to 8 of its columns at a
-// time. The pending product is also added from shared memory. Sums over a warp are taken by halving (32
-// values over 32 lanes cost 31 shuffles, not 160), sums over warps at the end. M is therefore read once for
-// any rank, and the order of every sum is fixed. Alignment: any; 16-byte accesses when a matrix's rows are
-// 16-byte aligned in both arrays.
+// in registers, while the strip's Q, transposed, passes through shared memory, up to 8 columns at a time. The
+// pending product is also added from shared memory. Sums over a warp are taken by halving (32 values over 32
+// lanes cost 31 shuffles, not 160), sums over warps at the end. M is therefore read once for any rank, and
+// the order of every sum is fixed. Alignment: any; 16-byte accesses when a matrix's rows are 16-byte aligned
+// in both arrays.
 #include "kernels/powersgd/powersgd.cuh"
 
 namespace gradwire::cuda {
 namespace {
 
-constexpr int kRows = 8;  // per thread
+constexpr int kRows = 8;  // rows per thread
 
-constexpr int kStripThreads = 256;  // that share a row
+constexpr int kStripThreads = 256;  // threads that share a row
 constexpr int kStrip = 4 * kStripThreads;
-constexpr int kStripStride = kStrip + 4;  // keeps the transposing stores free of bank conflicts
-// Up to this rank the pending factors fit in shared memory. A separate kernel adds higher ranks first: 8
-// bytes more, where arithmetic is the limit already.
+constexpr int kStripStride = kStrip + 4;  // avoids bank conflicts in the transposing stores
+// Up to this rank the pending factors fit in shared memory. For higher ranks a separate kernel first adds the
+// product, which moves 8 more bytes per element; arithmetic is already the limit there.
 constexpr int kMostPendingRank = 16;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
@@ -33,8 +33,8 @@ struct ProjectArgs {
 };
 
 // Sums each of kCount values over the 32 lanes; kCount is a power of 2 up to 32. Afterwards v[0] of lane l is
-// the sum of value l / (32 / kCount). Each step sends the half of the values that the partner lane keeps.
-// Recursive, so that all indices are compile-time constants.
+// the sum of value l / (32 / kCount). In each step a lane sends the half of the values that the partner lane
+// continues to sum. The function is recursive so that all indices are compile-time constants.
 template <int kCount, int kOffset = 16, int kTotal>
 __device__ __forceinline__ void sum_over_lanes(float (&v)[kTotal], int lane) {
   if constexpr (kOffset > 0) {
@@ -53,7 +53,8 @@ __device__ __forceinline__ void sum_over_lanes(float (&v)[kTotal], int lane) {
   }
 }
 
-// Stages columns [k0, k0 + kRank) of the strip's Q as shared[k][column]; zero outside the matrix.
+// Stages columns [k0, k0 + kRank) of the strip's Q as shared[k][column]; elements outside the matrix are
+// zero.
 template <int kRank>
 __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int columns, float* shared) {
   int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
@@ -79,10 +80,10 @@ __device__ __forceinline__ void stage_q(const float* q, int rank, int k0, int co
   }
 }
 
-// Forms M for four columns of kBatch rows, from row `first` of m on, and stores it with error feedback. All
-// loads come before the first store: a store waits for its value, and later loads would wait for the store.
-// `pending_q` (rank, kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if nothing
-// is pending.
+// Forms M for four columns of kBatch rows, starting at row `first` of m, and stores M with error feedback.
+// All loads come before the first store: a store waits for its value, and later loads would wait for the
+// store. `pending_q` (rank, kStripStride) and `pending_p` (rank, kRows) are in shared memory; rank is 0 if
+// nothing is pending.
 template <int kBatch, bool kVector>
 __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>& quad, int64_t at,
                                        int64_t stride, int first, int rows, int columns, int rank,
@@ -119,7 +120,7 @@ __device__ __forceinline__ void load_m(const ProjectArgs& a, const Quad<kVector>
   }
 }
 
-// Sets sum[i * kRank + k] to the products of the thread's four columns of row i of M and column k of the
+// Sets sum[i * kRank + k] to the product of the thread's four columns of row i of M and column k of the
 // staged Q.
 template <int kRank, bool kVector>
 __device__ __forceinline__ void multiply_strip(const float (&m)[kRows][4], const float* staged_q,
@@ -138,7 +139,7 @@ __device__ __forceinline__ void multiply_strip(const float (&m)[kRows][4], const
   }
 }
 
-// Writes a group's rows of P: the sums over the warps that share the rows, in order.
+// Writes a group's rows of P: adds the sums of the warps that share the rows, in order.
 template <int kRank>
 __device__ __forceinline__ void write_p(const ProjectArgs& a, const MatrixDescriptor& d, int row0, int thread,
                                         int chunks, const float* sums) {
@@ -152,13 +153,13 @@ __device__ __forceinline__ void write_p(const ProjectArgs& a, const MatrixDescri
   }
 }
 
-// Computes the products with `chunks` times kRank columns of Q. Shared memory: staged Q, pending Q, pending P
-// per group, column, row, and sums per warp, row, column.
+// Computes the products with `chunks` times kRank columns of Q. Shared memory holds the staged Q, the pending
+// Q, the pending P (by group, column, row), and the sums (by warp, row, column).
 template <int kRank, int kGroups, bool kVector>
 __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixDescriptor& d, bool pending,
                                              int row0, float* shared) {
   constexpr int kValues = kRows * kRank, kLanesPerValue = 32 / kValues;
-  // Rows per thread and load; more would spill.
+  // Rows per thread and load; more rows would spill registers.
   constexpr int kBatch = kGroups == 1 && kVector ? 4 : 2;
   static_assert(kValues <= 32);
   int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
@@ -174,7 +175,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
     pending_p[item] =
         row < d.rows ? a.pending.p[d.p_offset + static_cast<int64_t>(row) * d.rank + item / kRows] : 0.0f;
   }
-  // Used by one lane only, until the end.
+  // Until the end, only one lane uses each sum.
   float* lane_sum = sums + warp * chunks * kValues + lane / kLanesPerValue;
 
   for (int column0 = 0; column0 < d.cols; column0 += kStrip) {
@@ -215,7 +216,8 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
   write_p<kRank>(a, d, row0, quad.index, chunks, sums + warp / kWarps * kWarps * chunks * kValues);
 }
 
-// kGroups groups of 256 threads, 8 rows each: two groups share a staged Q where staging costs more.
+// Runs kGroups groups of 256 threads with 8 rows each. Two groups share a staged Q where staging is
+// expensive.
 template <int kRank, int kGroups>
 __global__ void __launch_bounds__(kGroups* kStripThreads)
     project_kernel(const __grid_constant__ ProjectArgs a) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kQuads = kTileCols / 4;       // threads that share a row
-constexpr int kGroups = kThreads / kQuads;  // of rows, interleaved
+constexpr int kGroups = kThreads / kQuads;  // groups of rows, interleaved
 constexpr int kQStride = kTileCols + 4;
 
 enum class Mode : uint8_t { reconstruct, settle, form };
@@ -27,7 +27,7 @@ struct ReconstructArgs {
   int32_t* marks;      // form only: 1 where M is not finite
   float scale;
   const int32_t* flags;
-  int32_t first_block;  // of the table
+  int32_t first_block;  // first block of the table
   int padded_rank;      // the table's largest rank, rounded up to 4: sizes the shared arrays
 };
 
@@ -35,8 +35,8 @@ struct Tile {
   int row0, rows, column0, columns;
 };
 
-// Stages shared[k][column] = Q[column0 + column][k], zero outside the matrix. The tile's part of Q is
-// contiguous.
+// Stages shared[k][column] = Q[column0 + column][k], elements outside the matrix are zero. The tile's part of
+// Q is contiguous.
 __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = q + d.q_offset + static_cast<int64_t>(tile.column0) * d.rank;
@@ -49,7 +49,7 @@ __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& 
   }
 }
 
-// Stages shared[row][k] = P[row0 + row][k], zero outside the matrix.
+// Stages shared[row][k] = P[row0 + row][k], elements outside the matrix are zero.
 __device__ __forceinline__ void stage_p(const float* p, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = p + d.p_offset + static_cast<int64_t>(tile.row0) * d.rank;
@@ -98,7 +98,7 @@ template <Mode kMode, bool kVector>
 __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const MatrixDescriptor& d,
                                                  const Tile& tile, int matrix, bool flagged, float* shared) {
   constexpr bool kReads = kMode != Mode::reconstruct, kForms = kMode == Mode::form;
-  constexpr int kRows = kReads ? 4 : 8;  // per thread and pass; more would spill
+  constexpr int kRows = kReads ? 4 : 8;  // rows per thread and pass; more rows would spill registers
   Quad<kVector> quad{kQuads, static_cast<int>(threadIdx.x) % kQuads};
   int group = static_cast<int>(threadIdx.x) / kQuads;
   float* shared_q = shared;

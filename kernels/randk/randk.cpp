@@ -7,7 +7,7 @@ namespace gradwire {
 
 int64_t randk_count(int64_t count, double ratio) {
   if (count == 0) return 0;
-  // A stratum's size fits into 32 bits.
+  // Use enough strata that a stratum's size fits into 32 bits.
   const int64_t least = count / (int64_t{1} << 31) + 1;
   return std::clamp<int64_t>(std::llround(static_cast<double>(count) * ratio), least, count);
 }

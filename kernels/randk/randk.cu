@@ -1,5 +1,6 @@
-// Random-k on CUDA (see kernels/randk/randk.h). One launch takes the chosen elements, a thread each. The next
-// processes all other elements with 16-byte accesses, and looks up a tensor only for a non-finite element.
+// Random-k on CUDA (see kernels/randk/randk.h). One launch processes the chosen elements, one thread per
+// element. The next launch processes all other elements with 16-byte accesses, and looks up a tensor only for
+// a non-finite element.
 #include "kernels/randk/randk.h"
 
 #include <cfloat>
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid
   for (int64_t value = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; value < a.value_count;
        value += stride) {
     const RandKTensor t = a.tensors[find_tensor(a, &RandKTensor::packed, value)];
-    if (value - t.packed >= t.k) {  // a gap
+    if (value - t.packed >= t.k) {  // a position in a gap
       a.values[value] = 0.0f;
       a.chosen[value] = -1;
       continue;
@@ -63,7 +64,7 @@ __global__ void __launch_bounds__(kVectorThreads) randk_take_kernel(const __grid
   }
 }
 
-// Sets the value of the stratum of a non-finite element to NaN. Rarely called.
+// Sets the value of the stratum of a non-finite element to NaN. Non-finite elements are rare.
 __device__ void show_non_finite(const GatherArgs& a, int64_t at) {
   const int index = find_tensor(a, &RandKTensor::offset, at);
   if (index < 0) return;

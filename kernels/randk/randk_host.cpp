@@ -1,4 +1,4 @@
-// Random-k on the host: the k chosen elements first, then all others in one vectorized pass.
+// Random-k on the host: the k chosen elements first, then all other elements in one vectorized pass.
 //
 // Results do not depend on the number of threads: one thread owns each element and each value. Exception:
 // several non-finite elements may write the same NaN to their stratum's value.
@@ -15,15 +15,16 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int64_t kStrataGrain = 4096;  // values
-constexpr int64_t kGrain = 64 * 1024;   // elements
+constexpr int64_t kStrataGrain = 4096;  // values per task
+constexpr int64_t kGrain = 64 * 1024;   // elements per task
 constexpr int64_t kPiece = 4 * 1024;    // elements that stay in the first-level cache between two passes
 
 RandKDraw draw_of(const RandKGather& a, const RandKTensor& t) {
   return {a.seed, a.step != nullptr ? *a.step : 0, t.index};
 }
 
-// Moves strata [begin, end) of a tensor from grad and residual to the values; both become 0 there.
+// Moves strata [begin, end) of a tensor from grad and residual to the values; grad and residual become 0 at
+// the chosen elements.
 void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end) {
   const RandKDraw draw = draw_of(a, t);
   const int64_t rotation = draw.rotation(t.count);
@@ -40,7 +41,8 @@ void take(const RandKGather& a, const RandKTensor& t, int64_t begin, int64_t end
   }
 }
 
-// Sets the values of the strata of all non-finite elements of [begin, end) to NaN. Rarely called.
+// Sets the values of the strata of all non-finite elements of [begin, end) to NaN. Non-finite elements are
+// rare.
 void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
   const auto& tensors = a.table->host();
   for (int64_t at = begin; at < end; ++at) {
@@ -57,7 +59,7 @@ void show_non_finite(const RandKGather& a, int64_t begin, int64_t end) {
   }
 }
 
-// Returns whether all of grad is finite.
+// Returns whether all elements of grad are finite.
 GW_SIMD bool all_finite(const float* grad, int64_t count) {
   uint32_t bad = 0;
 #pragma omp simd reduction(| : bad)
@@ -65,7 +67,7 @@ GW_SIMD bool all_finite(const float* grad, int64_t count) {
   return bad == 0;
 }
 
-// Sets residual += grad, grad = 0.
+// Adds grad to the residual and sets grad to 0.
 GW_SIMD void keep(float* grad, float* residual, int64_t count) {
 #pragma omp simd
   for (int64_t i = 0; i < count; ++i) {

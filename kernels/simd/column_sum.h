@@ -9,8 +9,8 @@
 
 namespace gradwire::host {
 
-// First stage: calls add_rows(begin, end, partial) for each chunk of rows, to add rows [begin, end) to the
-// chunk's `width` partial sums in `workspace`, initially 0. Returns the number of chunks.
+// Runs the first stage: calls add_rows(begin, end, partial) for each chunk of rows, to add rows [begin, end)
+// to the chunk's `width` partial sums in `workspace`, initially 0. Returns the number of chunks.
 template <typename AddRows>
 int64_t sum_chunks(int64_t rows, int64_t width, float* workspace, const AddRows& add_rows) {
   const auto chunks = column_chunks(rows);
@@ -24,8 +24,8 @@ int64_t sum_chunks(int64_t rows, int64_t width, float* workspace, const AddRows&
   return chunks.count;
 }
 
-// Second stage: sum(c) = [sum(c) +] partial(0, c) + ... + partial(count - 1, c), with `stride` floats between
-// rows of partial sums.
+// Runs the second stage: sum(c) = [sum(c) +] partial(0, c) + ... + partial(count - 1, c), with `stride`
+// floats between rows of partial sums.
 void combine_partial_sums(const float* partial, int64_t count, int64_t stride, int64_t width, bool accumulate,
                           float* sum);
 void combine_partial_sums(const PartialSums& of);

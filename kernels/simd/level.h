@@ -1,7 +1,7 @@
 // The instruction set for which the host's loops (kernels/simd/simd.h) were compiled and run in this process.
 //
-// Sums over vectors have the same bits in two processes only if the level is the same. Values that every rank
-// computes locally and that must be identical depend on it.
+// Sums over vectors have the same bits in two processes only if the level is the same. Therefore ranks that
+// compute identical values locally must have the same level.
 #pragma once
 
 #include <string>

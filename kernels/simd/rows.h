@@ -1,4 +1,5 @@
-// Cuts rows into pieces for host ops: by shape alone, so that results never depend on the threads.
+// Divides rows into pieces for host ops. The division depends only on the shape, so that results never depend
+// on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +9,8 @@
 
 namespace gradwire::host {
 
-// Returns about 64 KiB of floats per piece: large enough to hide a task's cost, small enough for a core's
-// cache.
+// Returns the number of rows in a piece of about 64 KiB of floats: large enough to hide a task's cost, small
+// enough for a core's cache.
 inline int64_t rows_per_piece(int64_t width) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, width));
 }

@@ -47,7 +47,7 @@ inline constexpr int64_t kStreamBytes = 16 * 1024 * 1024;
 GW_INLINE bool streams(const void* to, int64_t bytes) {
   return bytes >= kStreamBytes && reinterpret_cast<uintptr_t>(to) % 16 == 0;
 }
-// Stores a GCC vector past the caches. `to` is 16-byte aligned.
+// Stores a GCC vector without filling the caches. `to` is 16-byte aligned.
 template <typename V>
 GW_INLINE void stream_store(void* to, const V& v) {
 #ifdef __SSE2__
@@ -58,7 +58,7 @@ GW_INLINE void stream_store(void* to, const V& v) {
   std::memcpy(to, &v, sizeof v);
 #endif
 }
-// Makes the results of stream_store() visible; call before another thread reads them.
+// Makes the results of stream_store() visible to other threads; required before another thread reads them.
 GW_INLINE void stream_fence() {
 #ifdef __SSE2__
   _mm_sfence();

@@ -3,8 +3,9 @@
 //
 // An operation compiles to the instruction set of its function (kernels/simd/simd.h): F32x8 is one AVX
 // register or two of SSE, and F32x16 is two F32x8. Arithmetic and comparisons are written as for plain
-// numbers, also with a plain number on one side. This header has the rest: memory, BF16, blends, parts of
-// vectors, sums and maxima over lanes, which halve: the same bits on every machine. No alignment is needed.
+// numbers, and one operand may be a plain number. This header has the other operations: memory, BF16, blends,
+// parts of vectors, and sums and maxima over lanes. Sums over lanes add halves, so that they have the same
+// bits on every machine. No alignment is needed.
 #pragma once
 
 #include <bit>
@@ -22,8 +23,9 @@ using I32x8 = int32_t __attribute__((vector_size(32)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 
-// Two vectors of eight, not one of 64 bytes: without AVX-512, GCC 12 splits operations on the latter into
-// sixteen scalar ones (-Wvector-operation-performance), and most loops are several times slower.
+// Sixteen numbers as two vectors of eight, not as one vector of 64 bytes: without AVX-512, GCC 12 splits
+// operations on 64-byte vectors into sixteen scalar operations (-Wvector-operation-performance), which makes
+// most loops several times slower.
 template <typename V>
 struct Pair {
   V low, high;
@@ -126,7 +128,8 @@ GW_INLINE typename Lanes<V>::U16 narrow_bf16(const V& v) {
   return to_u16(blend((x & 0x7fffffffu) > 0x7f800000u, nan, rounded));
 }
 
-// Loads a V from as many T: float for a vector of floats, uint16_t for a vector of uint16_t. Widens Bf16.
+// Loads a V from consecutive elements of type T: float for a vector of floats, uint16_t for a vector of
+// uint16_t. Widens Bf16.
 template <typename V, typename T>
 GW_INLINE V load(const T* from) {
   if constexpr (std::is_same_v<T, Bf16>) {
@@ -146,7 +149,7 @@ GW_INLINE void store(T* to, const V& v) {
   }
 }
 
-// Loads or stores the first `count` lanes; the others read as 0 and are not written.
+// Load or store the first `count` lanes. Loading sets the other lanes to 0; storing skips the other lanes.
 template <typename V>
 GW_INLINE V load_some(const float* from, int64_t count) {
   if (count >= kLanes<V>) return load<V>(from);
@@ -190,8 +193,8 @@ GW_INLINE float largest_of(F32x8 v) {
   return v[0] > v[1] ? v[0] : v[1];
 }
 
-// Adds the halves of every group of lanes: first the sums of a's groups, of half the length, then those of
-// b's.
+// Adds the halves of every group of lanes: first the sums of a's groups, of half the length, then the sums of
+// b's groups.
 template <int kHalf>
 GW_INLINE F32x8 add_halves(const F32x8& a, const F32x8& b) {
   I32x8 low, high;

@@ -2,7 +2,7 @@
 //
 // Forward: a warp takes 16 queries and walks over the keys, 16 at a time. It computes scores, their
 // exponentials relative to the largest so far, and the weighted sum of values, which is rescaled when a
-// larger score comes. Backward: the weights are recomputed from the largest score and 1 / sum that forward
+// larger score appears. Backward: the weights are recomputed from the largest score and 1 / sum that forward
 // stored for each row. A warp takes 16 queries and walks over the keys, giving dQ, or 16 keys and walks over
 // the queries, giving dK and dV. Nothing of size (T, T) is stored, and no two warps add to the same value;
 // the price is that backward computes Q K^T and dO V^T twice.
@@ -10,9 +10,9 @@
 // BF16 operands use the tensor cores, FP32 operands FMAs (attention_tiles.cuh). A weight is rounded to S
 // before it multiplies, as in a product of stored operands.
 //
-// Traffic: each row of qkv, merged and their gradients once: 16 or 8 B per (b, t, c) forward, 32 or 16 B
-// backward. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16 the limit is memory bandwidth, with
-// FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
+// Traffic: each row of qkv, merged and their gradients is moved once. Forward moves 16 B (FP32) or 8 B (BF16)
+// per element (b, t, c), backward 32 or 16 B. FLOPs per head: 4 T^2 D forward, 14 T^2 D backward. With BF16
+// the limit is memory bandwidth, with FP32 the FMAs. Deterministic: sums in fixed order, no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/math/exp.h"
 #include "kernels/vit/attention.h"
@@ -95,13 +95,13 @@ __global__ void __launch_bounds__(kAttentionThreads)
   }
 }
 
-// The values per row that backward keeps in shared memory in addition to the rows.
+// The sums per row that backward keeps in shared memory in addition to the rows.
 struct RowSums {
   float *greatest, *inverse;
   float* dot;  // dot product of the row's output and its gradient
 
-  // Sets a row's values; a warp calls it. `statistics`: of the row, from forward. Rows that only pad the tile
-  // get weight 0.
+  // Computes a row's sums; called by a whole warp. `statistics`: the row's statistics from the forward pass.
+  // Rows that only pad the tile get weight 0.
   template <typename S, typename Gradient>
   __device__ __forceinline__ void set(int row, const HeadRows<S>& outputs,
                                       const HeadRows<Gradient>& gradients, const float* statistics) const {
@@ -120,9 +120,9 @@ struct RowSums {
     }
   }
 
-  // Replaces an unscaled score by its weight, and the weight's gradient by the score's gradient.
+  // Replaces an unscaled score with its weight, and the weight's gradient with the score's gradient.
   __device__ __forceinline__ void weigh(int row, float scale, float& score, float& gradient) const {
-    // Rounds before subtracting, as the forward pass does; an FMA would change the weights.
+    // __fmul_rn() rounds before the subtraction, as the forward pass does; an FMA would change the weights.
     const float weight = exp_float(__fmul_rn(scale, score) - greatest[row]) * inverse[row];
     gradient = scale * weight * (gradient - dot[row]);
     score = weight;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void store_column_sums(const Values (&tiles)[kTiles],
   }
 }
 
-// A head of the backward pass, whose rows are in shared memory: the work of a thread block.
+// The work of a thread block in the backward pass: one head, whose rows are in shared memory.
 template <int kDim, typename S>
 struct BackwardHead {
   static constexpr int kP = kPitch<S, kDim>;
@@ -247,7 +247,7 @@ size_t shared_bytes(int64_t tokens, int64_t head_dim, int matrices, int sums) {
          (static_cast<size_t>(matrices * pitch) * sizeof(S) + static_cast<size_t>(sums) * sizeof(float));
 }
 
-// Returns the threads for `units` units of work: a warp per unit, up to a block's maximum.
+// Returns the number of threads for `units` units of work: a warp per unit, up to a block's maximum.
 unsigned threads_for(int64_t units) {
   const int64_t threads = units * 32;
   return static_cast<unsigned>(threads < kAttentionThreads ? threads : kAttentionThreads);

@@ -1,5 +1,5 @@
 // Host attention and attention_backward: a task per image and head, whose rows are first widened. Models on
-// the host use products and softmax instead, which are faster there.
+// the host use products and softmax instead, which are faster on the host.
 #include <algorithm>
 #include <vector>
 
@@ -25,7 +25,8 @@ GW_SIMD void add_scaled(const float* x, float factor, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] += factor * x[i];
 }
 
-// A head's rows, (tokens, dim), in part number `part` of `parts` matrices side by side in an array.
+// A head's rows (tokens, dim) in matrix number `part` of the `parts` matrices that lie side by side in an
+// array.
 template <typename Args>
 struct Head {
   const Args& a;

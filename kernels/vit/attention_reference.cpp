@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in attention.h.
+// Scalar reference of the formulas in attention.h, with every sum in double.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -9,7 +9,7 @@
 namespace gradwire::reference {
 namespace {
 
-// One head of one image; part 0, 1 and 2 are Q, K and V.
+// One head of one image; parts 0, 1 and 2 are Q, K and V.
 template <typename Args>
 struct Head {
   const Args& a;
@@ -36,7 +36,8 @@ struct Head {
     }
     return out;
   }
-  // Returns the softmax of the scores; `greatest` and `sum` as in the statistics.
+  // Returns the softmax of the scores; sets `greatest` to the largest score and `sum` to the sum of the
+  // exponentials.
   std::vector<double> weights(int64_t token, double& greatest, double& sum) const {
     std::vector<double> out = scores(token);
     greatest = *std::max_element(out.begin(), out.end());

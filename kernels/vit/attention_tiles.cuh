@@ -1,8 +1,8 @@
 // Tiles of 16 x 8 values in registers, their products, and the rows of a head in shared memory: the parts of
 // attention's kernels (attention.cu).
 //
-// A warp holds a tile in the layout of mma.sync, whose operands are BF16, for FP32 operands as well. The same
-// code therefore serves products on tensor cores and products by FMAs.
+// A warp holds a tile in the layout of mma.sync, also for FP32 operands. The same code therefore serves
+// products on tensor cores and products by FMAs.
 #pragma once
 
 #include <type_traits>
@@ -16,13 +16,13 @@ namespace {
 
 constexpr int kTile = static_cast<int>(kAttentionTile);
 
-// Elements between rows in shared memory: 16 bytes more than the row, so that eight rows start in different
-// banks.
+// The number of elements between rows in shared memory: 16 bytes more than the row, so that eight rows start
+// in different banks.
 template <typename S, int kDim>
 inline constexpr int kPitch = kDim + kVector<S>;
 
 // The place of a lane's four values of a 16 x 8 tile: rows row() and row() + 8, columns column() and column()
-// + 1. Values 0 and 1 are of the first row.
+// + 1. Values 0 and 1 belong to the first row.
 struct Lane {
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
   static __device__ __forceinline__ int row() { return lane() / 4; }
@@ -30,11 +30,11 @@ struct Lane {
 };
 using Values = float[4];
 
-// Sets c (16, 8) += a (16, 16) b (16, 8), for BF16 in registers in the layout of mma.m16n8k16.
+// Adds a (16, 16) b (16, 8) to c (16, 8), for BF16 in registers in the layout of mma.m16n8k16.
 __device__ __forceinline__ void multiply_add(Values& c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef GRADWIRE_SIMT
   const uint32_t b[2] = {b0, b1};
-  // `from`: the lane of a quad that has elements 2 from, 2 from + 1, and the same + 8.
+  // `from`: the lane of a quad that has elements 2 from, 2 from + 1, and these plus 8.
   for (int from = 0; from < 4; ++from) {
     uint32_t rows[4];
     for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(kFullWarp, a[i], 4 * Lane::row() + from);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_add(Values& c, const uint32_t (&a)[4], 
 #endif
 }
 
-// The left operand of a product of tiles: 16 rows by 16 of the inner dimension.
+// The left operand of a product of tiles: 16 rows by 16 elements of the inner dimension.
 template <typename S>
 struct Left;
 
@@ -70,17 +70,17 @@ struct Left<Bf16> {
     const Bf16* at = from + Lane::row() * pitch + Lane::column();
     return {{word(at), word(at + 8 * pitch), word(at + 8), word(at + 8 * pitch + 8)}};
   }
-  // Rounds two tiles of a product.
+  // Returns the left operand made of two rounded tiles of a product.
   static __device__ __forceinline__ Left of(const Values (&tiles)[2]) {
     return {{pack_bf16(tiles[0][0], tiles[0][1]), pack_bf16(tiles[0][2], tiles[0][3]),
              pack_bf16(tiles[1][0], tiles[1][1]), pack_bf16(tiles[1][2], tiles[1][3])}};
   }
-  // Adds this times the transpose of eight rows in shared memory to c.
+  // Adds the product of this operand and the transpose of eight rows in shared memory to c.
   __device__ __forceinline__ void times_transposed(const Bf16* rows, int pitch, Values& c) const {
     const Bf16* at = rows + Lane::row() * pitch + Lane::column();
     multiply_add(c, words, word(at), word(at + 8));
   }
-  // Adds this times eight columns of sixteen rows in shared memory to c.
+  // Adds the product of this operand and eight columns of sixteen rows in shared memory to c.
   __device__ __forceinline__ void times(const Bf16* rows, int pitch, Values& c) const {
     const Bf16* at = rows + Lane::column() * pitch + Lane::row();
     multiply_add(c, words, pair(at, pitch), pair(at + 8 * pitch, pitch));
@@ -97,7 +97,7 @@ struct Left<Bf16> {
 
 template <>
 struct Left<float> {
-  float values[2][16];  // of the lane's rows of a tile
+  float values[2][16];  // the values in the lane's rows of a tile
 
   static __device__ __forceinline__ Left load(const float* from, int pitch) {
     Left left;
@@ -152,7 +152,8 @@ struct Left<float> {
   }
 };
 
-// Multiplies sixteen rows with the transposes of sixteen others, over kDim elements, into two tiles.
+// Multiplies sixteen rows by the transpose of sixteen other rows, over kDim elements; stores the product in
+// two tiles.
 template <int kDim, typename S>
 __device__ __forceinline__ void dot_rows(const S* left, const S* right, Values (&tiles)[2]) {
   constexpr int kP = kPitch<S, kDim>;
@@ -169,7 +170,7 @@ __device__ __forceinline__ void dot_rows(const S* left, const S* right, Values (
   }
 }
 
-// Sets sums (16, kDim) += weights (16, 16), rounded to S, times sixteen rows.
+// Adds the product of weights (16, 16), rounded to S, and sixteen rows to sums (16, kDim).
 template <int kDim, typename S>
 __device__ __forceinline__ void add_weighted_rows(const Values (&weights)[2], const S* rows,
                                                   Values (&sums)[kDim / 8]) {
@@ -184,10 +185,10 @@ struct HeadRows {
   S* first;
   int64_t pitch;
   int tokens, dim;
-  bool aligned;  // 16-byte accesses are possible
+  bool aligned;  // true: 16-byte accesses are possible
 
-  // Copies the rows to shared memory, padded with zeros to `rows` rows and kDim columns. The whole block
-  // calls it.
+  // Copies the rows to shared memory, padded with zeros to `rows` rows and kDim columns. Called by the whole
+  // block.
   template <int kDim, typename To>
   __device__ __forceinline__ void load(To* to, int rows) const {
     constexpr int V = kVector<To>, kAccesses = kDim / V, kBatch = 4;
@@ -215,7 +216,7 @@ struct HeadRows {
     }
   }
 
-  // Writes a warp's tiles, sixteen rows from `row` on.
+  // Writes a warp's tiles: sixteen rows, starting at `row`.
   template <int kTiles>
   __device__ __forceinline__ void store(int row, const Values (&tiles)[kTiles]) const {
 #pragma unroll
@@ -245,7 +246,7 @@ struct HeadRows {
   }
 };
 
-// The place of a block's head. Arrays have `parts` matrices of width heads * head_dim side by side.
+// The place of a block's head. Arrays hold `parts` matrices of width heads * head_dim, side by side.
 struct Head {
   int64_t image, head, heads, tokens, dim;
   bool aligned;
@@ -269,7 +270,7 @@ __device__ __forceinline__ Head head_of(const Args& a, bool aligned) {
           aligned};
 }
 
-// Returns the number of rows in shared memory: whole tiles.
+// Returns the number of rows in shared memory: `tokens` rounded up to whole tiles.
 __host__ __device__ __forceinline__ int tile_rows(int64_t tokens) {
   return static_cast<int>((tokens + kTile - 1) / kTile * kTile);
 }

@@ -1,8 +1,8 @@
 // column_sum and bias_residual.
 //
-// column_sum reads each element once (4 or 2 B), in 16-byte accesses; the partial sums are at most a
-// sixteenth of that. bias_residual reads 8 or 6 B and writes 4 B per element. Limit: memory bandwidth.
-// Deterministic: sums in fixed order.
+// column_sum reads each element once (FP32 4 B, BF16 2 B), in 16-byte accesses. The partial sums are at most
+// a sixteenth of these bytes. bias_residual reads 8 B (FP32) or 6 B (BF16) and writes 4 B per element. Limit:
+// memory bandwidth. Deterministic: sums in fixed order.
 #include <tuple>
 
 #include "kernels/cuda/columns.cuh"
@@ -20,8 +20,8 @@ __device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int
   return total;
 }
 
-// A row of blocks (y) per sum: 32 columns by 8 lanes. Lane y adds partial rows y, y + 8, ...; then the 8
-// lanes are added in order.
+// Adds partial sums; a row of blocks (y) per sum, each block with 32 columns by 8 lanes. Lane y adds partial
+// rows y, y + 8, ...; then the 8 lanes are added in order.
 __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
   __shared__ float shared[8][32];
   constexpr unsigned kSums = std::tuple_size_v<decltype(PartialSums::sums)>;
@@ -90,7 +90,7 @@ struct AddBiasResidual {
 
 void combine_sums(CudaStream stream, const CombineSums& a) {
   int64_t width = 0;
-  unsigned rows = 0, row = 0;  // up to the last sum that is not null
+  unsigned rows = 0, row = 0;  // number of sums up to the last sum that is not null
   for (const PartialSums& of : a.of) {
     for (const float* sum : of.sums) {
       ++row;
@@ -107,7 +107,8 @@ void combine_sums(CudaStream stream, const CombineSums& a) {
 
 template <typename S>
 void column_sum(CudaStream stream, const ColumnSum<S>& a) {
-  // At other distances the further arrays are not aligned as the first one.
+  // The other arrays of the batch are aligned like the first array only if `stride` is a whole number of
+  // vectors.
   const bool vectors = takes_vectors<S>(a.width, a.x, a.workspace) && a.stride % kVector<S> == 0;
   partial_sums_over_rows<S>("column_sum", stream, vectors, Load<S>{a.x, a.width, a.stride}, a.rows, a.width,
                             a.workspace, a.width, a.batch);

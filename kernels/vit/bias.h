@@ -11,8 +11,9 @@
 
 namespace gradwire {
 
-// x (rows, C) += y + bias: a residual branch and the bias of the preceding product, in one pass. 12 or 10 B
-// per element. With residual == null: x = y + bias; y may be x (plain bias).
+// Arguments of x (rows, C) = residual + y + bias: a residual branch and the bias of the preceding product, in
+// one pass. Moves 12 B (FP32) or 10 B (BF16) per element. With residual == null: x = y + bias, and y may
+// equal x.
 template <typename S = float>
 struct BiasResidual {
   const S* y = nullptr;             // (rows, C)
@@ -23,8 +24,8 @@ struct BiasResidual {
 };
 GW_TYPED_OP(bias_residual, BiasResidual)
 
-// sum (C) = column sums of x (rows, C): a bias gradient. 4 or 2 B per element. A batch of arrays `stride`
-// elements apart, with consecutive partial sums, requires partial_only.
+// Arguments of sum (C) = column sums of x (rows, C): a bias gradient. Reads 4 B (FP32) or 2 B (BF16) per
+// element. A batch of arrays `stride` elements apart, with consecutive partial sums, requires partial_only.
 template <typename S = float>
 struct ColumnSum {
   const S* x = nullptr;
@@ -40,8 +41,8 @@ struct ColumnSum {
     const int64_t count = column_chunks(rows).count;
     return {workspace + i * count * width, count, width, width, {to}, accumulate};
   }
-  // Returns the rows themselves as partial sums: for few rows (kMostChunks), combine_sums() can add them
-  // without column_sum().
+  // Returns the rows of x as partial sums: for few rows (kMostChunks), combine_sums() can add them without
+  // column_sum().
   PartialSums of_rows() const {
     PartialSums of{nullptr, rows, width, width, {sum}, accumulate};
     if constexpr (std::is_same_v<S, float>)
@@ -53,10 +54,11 @@ struct ColumnSum {
 };
 GW_TYPED_OP(column_sum, ColumnSum)
 
-// The second stage of the sums of several ops with `partial_only`, in one launch. Their workspaces must not
-// have been used since.
+// Arguments of the second stage of the sums of several ops with `partial_only`, in one launch. The workspaces
+// of these ops must still hold their partial sums.
 struct CombineSums {
-  static constexpr size_t kMost = 34;      // four for each of eight layers, and two for a head
+  static constexpr size_t kMost =
+      34;  // four sums for each of eight layers, and two sums for a classifier head
   std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
 };
 GW_OP(combine_sums, CombineSums)

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in bias.h.
+// Scalar reference of the formulas in bias.h, with every sum in double.
 #include "kernels/vit/bias.h"
 #include "kernels/vit/reference.h"
 

@@ -1,10 +1,11 @@
-// cross_entropy: one warp per row, then one block that adds the rows in order. With at most as many rows as a
-// block has warps: one block and one launch. For 32,000 logits, one multiprocessor takes about 2 us longer
-// than four; a second launch and its wait take as long.
+// cross_entropy: one warp per row, then one block that adds the rows in order. If a block has at least as
+// many warps as there are rows, one block in one launch computes everything. For 32,000 logits, one
+// multiprocessor takes about 2 us longer than four multiprocessors; a second launch and its wait also take 2
+// us.
 //
-// Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 or
-// 6 B per logit. Limit: launch latency at the sizes of a classifier head. Deterministic: losses are added in
-// row order, in double.
+// Reads the logits once from memory (three passes, the later ones from cache) and writes the gradients: 8 B
+// (FP32) or 6 B (BF16) per logit. Limit: launch latency at the sizes of a classifier head. Deterministic:
+// losses are added in row order, in double.
 #include <limits>
 
 #include "kernels/cuda/reduce.cuh"
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int kThreads = 256, kRowsPerBlock = kThreads / 32;
 
-// Called by a warp. Writes the row's gradient; the first lane calls keep(loss, 1 if correct).
+// Writes the row's gradient; the first lane calls keep(loss, 1 if correct). Called by a whole warp.
 template <typename S, typename Keep>
 __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64_t row, const Keep& keep) {
   const int64_t lane = threadIdx.x % 32, label = a.labels[row];
@@ -30,7 +31,8 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
   }
   const float at_label = x[label];
   float highest = Max::kIdentity;
-  // Correct if all logits before the label are smaller and none after it is larger; a NaN is never correct.
+  // The prediction is correct if all logits before the label are smaller and no logit after the label is
+  // larger; a NaN is never correct.
   bool right = true;
   for (int64_t c = lane; c < a.classes; c += 32) {
     const float v = x[c];
@@ -53,15 +55,15 @@ __device__ __forceinline__ void cross_entropy_of(const CrossEntropy<S>& a, int64
 template <typename S>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(CrossEntropy<S> a) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / 32;
-  if (row >= a.rows) return;  // the whole warp
+  if (row >= a.rows) return;  // returns in the whole warp
   cross_entropy_of(a, row, [&](float loss, float right) {
     a.workspace[row] = loss;
     a.workspace[a.rows + row] = right;
   });
 }
 
-// cross_entropy_kernel and add_losses_kernel in one, for at most as many rows as there are warps; may have
-// none.
+// Combines cross_entropy_kernel and add_losses_kernel, for at most as many rows as the block has warps; there
+// may be 0 rows.
 template <typename S>
 __global__ void __launch_bounds__(32 * CrossEntropy<S>::kOneBlock)
     cross_entropy_block_kernel(CrossEntropy<S> a) {

@@ -8,10 +8,10 @@
 
 namespace gradwire {
 
-// Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax - onehot). totals[0] += sum
-// of losses over rows, totals[1] += rows whose largest logit (first on ties) is the label; = instead of +=
-// without `accumulate`. Both are doubles in device memory, added to in row order. d_logits may be null
-// (evaluation) or equal logits. A label outside 0..classes-1 gives a NaN loss.
+// Arguments of the loss. Per row: loss = -log softmax(logits)[label]; d_logits = grad_scale * (softmax -
+// onehot). totals[0] += sum of losses over rows, totals[1] += rows whose largest logit (first on ties) is the
+// label; without `accumulate`, = instead of +=. Both totals are doubles in device memory; rows are added in
+// order. d_logits may be null (evaluation) or equal logits. A label outside 0..classes-1 gives a NaN loss.
 template <typename S = float>
 struct CrossEntropy {
   const float* logits = nullptr;    // (rows, K)
@@ -21,7 +21,7 @@ struct CrossEntropy {
   float* workspace = nullptr;  // (2 * rows) floats
   int64_t rows = 0, classes = 0;
   float grad_scale = 1.0f;  // 1 / rows for the mean
-  bool accumulate = true;   // to totals
+  bool accumulate = true;   // adds to `totals`
 
   static constexpr int64_t kOneBlock = 32;  // rows that one launch handles on CUDA
 };

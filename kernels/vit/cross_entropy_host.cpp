@@ -34,7 +34,8 @@ GW_INLINE void loss_rows_of(const CrossEntropy<S>& a, int64_t begin, int64_t end
 #pragma omp simd reduction(+ : sum)
     for (int64_t c = 0; c < classes; ++c) sum += exp_float(x[c] - highest);
     const float at_label = x[label];
-    // Correct if all logits before the label are smaller and none after it is larger; a NaN is never correct.
+    // The prediction is correct if all logits before the label are smaller and no logit after the label is
+    // larger; a NaN is never correct.
     int wrong = 0;
 #pragma omp simd reduction(+ : wrong)
     for (int64_t c = 0; c < label; ++c) wrong += x[c] < at_label ? 0 : 1;

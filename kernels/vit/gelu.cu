@@ -2,8 +2,8 @@
 // element, or 20 where the result is rounded to BF16; the tanh form in 30, or 15.
 //
 // Forward: reads 4 B, writes 8 B per element, or without a bias 4; backward: reads 8 B, writes 4 B, and
-// computes the bias gradient in the same pass; half of that with BF16 operands. Limit: memory bandwidth
-// (arithmetic takes about two thirds of that time).
+// computes the bias gradient in the same pass; BF16 operands move half of these bytes. Limit: memory
+// bandwidth (arithmetic takes about two thirds of the time).
 #include <type_traits>
 
 #include "kernels/cuda/columns.cuh"
@@ -43,7 +43,7 @@ struct Forward {
     load<W>(x + i, pre);
     if (bias != nullptr) {
 #pragma unroll
-      // the value that backward will read
+      // pre is rounded to the value that the backward pass will read
       for (int k = 0; k < W; ++k) pre[k] = widen(narrow<S>(pre[k] + b.value[k]));
       store<W>(x + i, pre);
     }
@@ -71,7 +71,7 @@ struct Backward {
   }
 };
 
-// Backward without sums, for for_columns(): nothing depends on the column alone.
+// State per column for for_columns() in a backward pass without sums: no value depends on the column alone.
 struct Nothing {};
 template <typename S, Gelu kForm>
 struct BackwardAlone : Backward<S, kForm> {

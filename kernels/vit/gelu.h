@@ -10,19 +10,20 @@
 
 namespace gradwire {
 
-// pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi. 12 or 6 B per
-// element. Without a bias x is only read: 8 or 4 B.
+// Arguments of GELU: pre = x + bias (in place in x); y = GELU(pre) = pre * Phi(pre), in either form of Phi.
+// Moves 12 B (FP32) or 6 B (BF16) per element. Without a bias, x is only read: 8 or 4 B.
 template <typename S = float>
 struct BiasGelu {
   S* x = nullptr;               // (rows, F) in: product without bias, out: pre-activation, kept for backward
-  const float* bias = nullptr;  // (F), or null: x already includes the bias
+  const float* bias = nullptr;  // (F) elements, or null: x already includes the bias
   S* y = nullptr;               // (rows, F); without a bias it may be x
   int64_t rows = 0, width = 0;
   Gelu form = Gelu::exact;
 };
 GW_TYPED_OP(bias_gelu, BiasGelu)
 
-// d_pre = dy * GELU'(pre); d_bias = its sum over rows, before rounding. 12 or 6 B per element.
+// Arguments of the backward pass: d_pre = dy * GELU'(pre); d_bias = the sum of d_pre over rows, before
+// rounding. Moves 12 B (FP32) or 6 B (BF16) per element.
 template <typename S = float>
 struct BiasGeluBackward {
   const S* pre = nullptr;  // (rows, F)

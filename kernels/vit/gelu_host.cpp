@@ -58,7 +58,7 @@ GW_INLINE void backward_rows_of(const BiasGeluBackward<S>& a, int64_t begin, int
   }
 }
 
-// Both forms in one function, so that it is compiled once per instruction set.
+// Computes either form of GELU, so that the code is compiled once per instruction set.
 template <typename S>
 GW_INLINE void forward_rows_in_form(const BiasGelu<S>& a, int64_t begin, int64_t end) {
   if (a.form == Gelu::tanh) return forward_rows_of<Gelu::tanh>(a, begin, end);

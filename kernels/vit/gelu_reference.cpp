@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in gelu.h.
+// Scalar reference of the formulas in gelu.h, with every sum in double.
 #include <cmath>
 
 #include "kernels/vit/gelu.h"

@@ -1,8 +1,8 @@
 // split_heads, split_heads_backward and merge_heads: permutations of runs of head_dim elements.
 //
 // A thread keeps its column of the (B * T, 3C) or (B * T, C) side, so the column is divided into part, head
-// and dim only once. That side is read or written in whole lines, the other in runs of head_dim. Limit:
-// memory bandwidth.
+// and dim only once. This side is read or written in whole lines, the other side in runs of head_dim
+// elements. Limit: memory bandwidth.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit/heads.h"
 

@@ -1,5 +1,5 @@
-// Conversions between the layout of a product (a row per token) and that of attention (a matrix per head).
-// Shapes and the storage type S: kernels/vit/vit.h.
+// Conversions between the layout of a product (a row per token) and the layout of attention (a matrix per
+// head). Shapes and the storage type S: kernels/vit/vit.h.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@
 
 namespace gradwire {
 
-// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). 24 or 12 B per (b, t, c).
+// Splits qkv (B, T, 3C) + bias (3C) into q, k, v, each (B, H, T, D). Moves 24 B (FP32) or 12 B (BF16) per
+// element (b, t, c).
 template <typename S = float>
 struct SplitHeads {
   const S* qkv = nullptr;
@@ -20,7 +21,8 @@ struct SplitHeads {
 };
 GW_TYPED_OP(split_heads, SplitHeads)
 
-// The inverse for gradients: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). 24 or 12 B per (b, t, c).
+// Merges gradients, the inverse of the split: dq, dk, dv (B, H, T, D) -> d_qkv (B, T, 3C). Moves 24 B (FP32)
+// or 12 B (BF16) per element (b, t, c).
 template <typename S = float>
 struct SplitHeadsBackward {
   const S* dq = nullptr;
@@ -31,7 +33,7 @@ struct SplitHeadsBackward {
 };
 GW_TYPED_OP(split_heads_backward, SplitHeadsBackward)
 
-// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. 8 or 4 B per element.
+// Merges (B, H, T, D) into (B, T, C), or splits with `inverse`. Moves 8 B (FP32) or 4 B (BF16) per element.
 template <typename S = float>
 struct MergeHeads {
   const S* in = nullptr;

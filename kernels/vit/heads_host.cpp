@@ -6,7 +6,8 @@
 namespace gradwire::host {
 namespace {
 
-// Swaps out(token, head, d) and in(head, token, d) for one image; strides in elements; `bias` may be null.
+// Copies in(token, head, d), plus the bias, to out(token, head, d) for one image; strides in elements; `bias`
+// may be null.
 template <typename S>
 GW_INLINE void move_heads_of(const S* in, int64_t in_token, int64_t in_head, const float* bias, S* out,
                              int64_t out_token, int64_t out_head, int64_t tokens, int64_t heads,

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in heads.h.
+// Scalar reference of the formulas in heads.h, with every sum in double.
 #include "kernels/vit/heads.h"
 
 namespace gradwire::reference {

@@ -1,13 +1,13 @@
 // layer_norm and layer_norm_backward.
 //
 // Rows of up to 1024 elements (a multiple of 4, or of 8 with BF16 operands, aligned) are held in the
-// registers of a group of lanes: forward moves 8 or 6 B per element (16 or 12 with a residual branch),
-// backward 12 or 10 B (4 more when accumulating into dx, 2 more for its rounded copy), in 16-byte accesses.
-// The backward kernel computes d_gamma, d_beta and the sum of dx in the same pass. A block owns a chunk of
-// rows (kernels/math/column_chunks.h); its groups keep per-column sums in registers, add them in group order
-// and write one partial row. A second kernel adds the partial rows in order. Other rows are processed by one
-// block each, with 4-byte accesses, and the parameter gradients read x and dy a second time. Limit: memory
-// bandwidth. Deterministic: no atomics.
+// registers of a group of lanes: forward moves 8 B (FP32) or 6 B (BF16) per element, or 16 or 12 B with a
+// residual branch. Backward moves 12 or 10 B, plus 4 B when accumulating into dx and 2 B for a rounded copy
+// of dx, in 16-byte accesses. The backward kernel computes d_gamma, d_beta and the sum of dx in the same
+// pass. A block owns a chunk of rows (kernels/math/column_chunks.h); its groups keep per-column sums in
+// registers, add them in group order and write one partial row. A second kernel adds the partial rows in
+// order. Other rows are processed by one block each, with 4-byte accesses, and the parameter gradients read x
+// and dy a second time. Limit: memory bandwidth. Deterministic: no atomics.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/cuda/row_slice.cuh"
 #include "kernels/vit/bias.h"
@@ -16,7 +16,7 @@
 namespace gradwire::cuda {
 namespace {
 
-// Adds branch + branch_bias to x, and stores the sum also in sum.
+// Adds branch + branch_bias to x, and also stores the result in `sum`.
 template <int G, int Items, int V, typename S>
 __device__ __forceinline__ void join_branch(const LayerNorm<S>& a, int64_t row, int width,
                                             RowSlice<G, Items, V>& x) {
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kRowThreads) layer_norm_kernel(LayerNorm<S> a)
   const float* x = a.x + row * a.x_stride;
   const float inverse_width = 1.0f / static_cast<float>(a.width);
   if (a.branch != nullptr) {
-    // Each thread reads back only its own writes.
+    // A thread reads back only elements that the same thread wrote.
     const S* branch = a.branch + row * a.x_stride;
     float* joined = a.sum + row * a.x_stride;
     for (int64_t c = threadIdx.x; c < a.width; c += blockDim.x)
@@ -295,7 +295,7 @@ void layer_norm_backward(CudaStream stream, const LayerNormBackward<S>& args) {
     });
   } else {
     const auto across = static_cast<unsigned>((a.width + kRowThreads - 1) / kRowThreads);
-    // Parameter gradients first, because dx may replace dy or x.
+    // Compute the parameter gradients first, because dx may replace dy or x.
     launch("layer_norm_parameters", layer_norm_parameters_kernel<S>,
            {.grid = dim3(across, count), .block = dim3(kRowThreads), .stream = stream}, a, chunks.rows);
     launch(
