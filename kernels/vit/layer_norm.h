@@ -9,31 +9,32 @@
 
 namespace gradwire {
 
-// y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 / sqrt(var + eps). 8 or 6 B per
-// element.
+// Arguments of layer normalization: y = (x - mean) * rstd * gamma + beta per row, biased variance, rstd = 1 /
+// sqrt(var + eps). Moves 8 B (FP32) or 6 B (BF16) per element.
 //
 // With `branch`, a residual branch is added first: sum = x + (branch + branch_bias) is stored and normalized.
-// The rows of branch and sum have the stride of x. 16 or 12 B per element, 4 fewer than bias_residual
-// followed by this; the same bits.
+// The rows of branch and sum have the stride of x. Moves 16 or 12 B per element, 4 B fewer than bias_residual
+// followed by layer_norm, with the same bits.
 template <typename S = float>
 struct LayerNorm {
   const float* x = nullptr;      // (rows, C)
   const float* gamma = nullptr;  // (C)
   const float* beta = nullptr;   // (C)
   S* y = nullptr;                // (rows, C)
-  float* mean = nullptr;         // (rows) out, for backward
-  float* rstd = nullptr;         // (rows) out, for backward
+  float* mean = nullptr;         // (rows) out, for the backward pass
+  float* rstd = nullptr;         // (rows) out, for the backward pass
   int64_t rows = 0, width = 0;
   int64_t x_stride = 0;  // distance between rows of x; 0 means width (the head normalizes every T-th row)
   float eps = 1e-6f;
   const S* branch = nullptr;           // layout of x: a product without its bias, or null
-  const float* branch_bias = nullptr;  // (C); with a branch only
-  float* sum = nullptr;                // layout of x: out; with a branch only; may be x or branch
+  const float* branch_bias = nullptr;  // (C); used only with a branch
+  float* sum = nullptr;                // layout of x: out; used only with a branch; may equal x or branch
 };
 GW_TYPED_OP(layer_norm, LayerNorm)
 
-// dx (+)= gradient with respect to x; d_gamma, d_beta = sums over rows. 12 or 10 B per element, 4 more when
-// accumulating into dx, 2 more with dx_rounded. One struct for all results, because one pass computes them.
+// Arguments of the backward pass: dx (+)= gradient with respect to x; d_gamma, d_beta = sums over rows. Moves
+// 12 B (FP32) or 10 B (BF16) per element, plus 4 B when accumulating into dx and 2 B with dx_rounded. One
+// struct holds all results, because one pass computes them.
 template <typename S = float>
 struct LayerNormBackward {
   const float* x = nullptr;
@@ -42,7 +43,7 @@ struct LayerNormBackward {
   const float* mean = nullptr;
   const float* rstd = nullptr;
   float* dx = nullptr;
-  // A rounded copy of dx with the same strides, for the products that follow; null when they read dx.
+  // A rounded copy of dx with the same strides, for the products that follow; null when the products read dx.
   S* dx_rounded = nullptr;
   float* d_gamma = nullptr;
   float* d_beta = nullptr;
@@ -51,7 +52,7 @@ struct LayerNormBackward {
   float* dx_sum = nullptr;
   float* workspace = nullptr;  // layer_norm_backward_workspace(rows, width) floats
   int64_t rows = 0, width = 0;
-  int64_t x_stride = 0;        // of x and dx; 0 means width
+  int64_t x_stride = 0;        // distance between rows of x and dx; 0 means width
   bool accumulate_dx = false;  // residual branch: dx += instead of dx =
   bool accumulate = false;     // adds to the parameter gradients, including dx_sum
   bool partial_only = false;   // leave sums() to combine_sums()

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in layer_norm.h.
+// Scalar reference of the formulas in layer_norm.h, with every sum in double.
 #include <cmath>
 #include <vector>
 

@@ -1,4 +1,4 @@
-// Shared by the scalar references of this folder.
+// Definitions shared by the scalar references of this folder.
 #pragma once
 
 #include "kernels/math/bf16.h"

@@ -1,9 +1,9 @@
 // softmax and softmax_backward, fused with the scale and the zeroing of the padding.
 //
 // Rows of up to 1024 elements whose ld is a multiple of 4 (8 with BF16 operands) stay in registers between
-// the passes: softmax moves 8 or 6 B per element, its backward 12 or 6 B, in 16-byte accesses. Other rows are
-// processed by one block each, with 4-byte accesses, and read again from cache. Limit: memory bandwidth.
-// Deterministic.
+// the passes: softmax moves 8 B (FP32) or 6 B (BF16) per element, and its backward pass 12 or 6 B, in 16-byte
+// accesses. Other rows are processed by one block each, with 4-byte accesses, and read again from cache.
+// Limit: memory bandwidth. Deterministic.
 #include "kernels/cuda/row_slice.cuh"
 #include "kernels/math/exp.h"
 #include "kernels/vit/softmax.h"
@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kRowThreads) softmax_backward_slice_kernel(Sof
   d.write(a.dy + row * a.ld, ld, live);
 }
 
-// One block per row. A thread accesses the same elements in every pass, so only the sums need a barrier.
+// Processes one row per block. A thread accesses the same elements in every pass, so only the sums need a
+// barrier.
 template <typename S>
 __global__ void __launch_bounds__(kRowThreads) softmax_kernel(Softmax<S> a) {
   __shared__ float shared[32];

@@ -8,8 +8,9 @@
 
 namespace gradwire {
 
-// Each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width` entries. Entries between
-// width and ld become 0, so that padded products are exact. y may be x. 8 or 6 B per element.
+// Arguments of softmax: each row of y (rows, ld) becomes softmax(scale * row of x) over its first `width`
+// entries. Entries between width and ld become 0, so that padded products are exact. y may equal x. Moves 8 B
+// (FP32) or 6 B (BF16) per element.
 template <typename S = float>
 struct Softmax {
   float* x = nullptr;  // (rows, ld) scores; unspecified afterwards unless x is y
@@ -19,7 +20,8 @@ struct Softmax {
 };
 GW_TYPED_OP(softmax, Softmax)
 
-// dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0. 12 or 6 B per element.
+// Arguments of the backward pass: dx = scale * y * (dy - sum(dy * y)), in place over dy; padding becomes 0.
+// Moves 12 B (FP32) or 6 B (BF16) per element.
 template <typename S = float>
 struct SoftmaxBackward {
   const S* y = nullptr;  // (rows, ld), the output of softmax

@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in softmax.h.
+// Scalar reference of the formulas in softmax.h, with every sum in double.
 #include <algorithm>
 #include <cmath>
 #include <limits>

@@ -1,11 +1,11 @@
 // patchify, assemble_tokens and assemble_tokens_backward.
 //
-// patchify moves each pixel once (8 or 6 B); a thread keeps its column of the patch matrix, so channel, line
-// and pixel are computed only once. assemble_tokens reads 4 or 2 B and writes 4 B per element (positions and
-// bias come from cache). The backward op reads dx once: block x owns a slice of columns and walks over all
-// its tokens and images in order, so one pass gives the copy, d_position, d_class_token and d_bias,
-// deterministically and without a workspace. 8 or 6 B per element. Limit: memory bandwidth, once width / 16
-// blocks fill the device.
+// patchify moves each pixel once (8 B in FP32, 6 B in BF16); a thread keeps its column of the patch matrix,
+// so channel, line and pixel are computed only once. assemble_tokens reads 4 or 2 B and writes 4 B per
+// element (positions and bias come from cache). The backward op reads dx once: block x owns a slice of
+// columns and walks over all tokens and images of these columns in order, so one pass gives the copy,
+// d_position, d_class_token and d_bias, deterministically and without a workspace. It moves 8 or 6 B per
+// element. Limit: memory bandwidth, once width / 16 blocks fill the device.
 #include "kernels/cuda/columns.cuh"
 #include "kernels/vit/tokens.h"
 

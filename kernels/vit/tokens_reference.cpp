@@ -1,4 +1,4 @@
-// Scalar, with every sum in double: the formulas in tokens.h.
+// Scalar reference of the formulas in tokens.h, with every sum in double.
 #include "kernels/vit/reference.h"
 #include "kernels/vit/tokens.h"
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kWidth = 8;
 
-// Sets wire[k] = round(s[k]) for the vector at element i of the call.
+// Stores round(s[k]) in wire[k] for the vector at element i of the call.
 template <Coding kCoding, int W>
 __device__ __forceinline__ void round_all(const WireRounding& rounding, uint64_t step, int64_t i,
                                           const float (&s)[W], uint16_t (&wire)[W]) {
@@ -63,7 +63,7 @@ struct Reads {
     }
   };
 
-  // Takes the vectors from the queue's copies in shared memory.
+  // Reads the vectors from the queue's copies in shared memory.
   template <typename Queue>
   struct Queued {
     Queue& queue;
@@ -85,7 +85,7 @@ struct Reads {
   };
 };
 
-// kSum: S has inputs, or its scale is not 1.
+// Encodes a vector of the call. kSum: S has inputs, or the scale of S is not 1.
 template <Coding kCoding, bool kSum, typename Args = ReduceEncode>
 struct ReduceEncodeBody {
   const Args& a;
@@ -95,7 +95,7 @@ struct ReduceEncodeBody {
   __device__ __forceinline__ void at(int64_t i) const {
     at<W>(i, Reads::Direct{i});
   }
-  // Reads own, residual and inputs in the order of PartReads.
+  // Reads `own`, `residual` and `inputs` in the order of PartReads.
   template <int W, typename From>
   __device__ __forceinline__ void at(int64_t i, From from) const {
     float s[W];
@@ -110,7 +110,7 @@ struct ReduceEncodeBody {
   }
 
  private:
-  // Turns s from this rank's part into the sum of all parts.
+  // Replaces s, this rank's part, with the sum of all parts.
   template <int W, typename From>
   __device__ __forceinline__ void sum_all(From& from, float (&s)[W]) const {
     float own[W];
@@ -134,7 +134,7 @@ struct ReduceEncodeBody {
     if (a.own_position == a.num_inputs) add<W>(a.own_scale, own, s);
   }
 
-  // Writes wire, residual and out.
+  // Writes `wire`, `residual` and `out`.
   template <int W>
   __device__ __forceinline__ void finish(int64_t i, const float (&s)[W]) const {
     float sent[W], left[W];
@@ -193,7 +193,8 @@ struct Bf16Tiles : TilesAhead<Reads> {
   }
 };
 
-// With inputs, four blocks share a multiprocessor, which hides the latency of consecutive inputs.
+// Encodes all vectors of the call. With inputs, four blocks share a multiprocessor, which hides the latency
+// of consecutive inputs.
 template <Coding kCoding, bool kSum>
 __global__ void __launch_bounds__(kVectorThreads, kSum ? 4 : 1)
     bf16_reduce_encode_kernel(const __grid_constant__ ReduceEncode a,

@@ -3,8 +3,8 @@
 // wire + residual == S exactly, in both rounding modes: the difference of a float and its BF16 rounding is a
 // float, except where it underflows.
 //
-// Wires may lie at any 2-byte address; 16-byte alignment is fast. The ops therefore also convert arrays
-// between FP32 and BF16: a ReduceEncode without inputs and residual, 6 bytes per element.
+// Encoded arrays may start at any 2-byte address; 16-byte alignment is fast. The ops therefore also convert
+// arrays between FP32 and BF16: a ReduceEncode without inputs and residual, which moves 6 bytes per element.
 #pragma once
 
 #include "kernels/op.h"

@@ -1,9 +1,9 @@
 // The BF16 wire format on the host: eight elements at a time, in one pass, on all cores.
 //
-// Bytes per element as in the header. The lines of a small result are prefetched before they are written. A
-// large result, and the wire of a large gradient, are written past the caches. Limit: memory; with stochastic
-// rounding, the random generator. Alignment: any. Deterministic: each element depends on its inputs only. The
-// bits equal those of the scalar reference.
+// Bytes per element: as in the header. The lines of a small result are prefetched before they are written. A
+// large result, and the encoding of a large gradient, are written past the caches. Limit: memory; with
+// stochastic rounding, the random generator. Alignment: any. Deterministic: each element depends on its
+// inputs only. The bits equal the scalar reference's bits.
 #include "kernels/wire/bf16.h"
 
 #include <bit>
@@ -17,14 +17,15 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
 constexpr int kRun = 128;  // elements per batch of random bits
-// Software prefetch: the hardware prefetcher falls behind with two streams read and two written.
+// Distance of software prefetching: the hardware prefetcher falls behind when two streams are read and two
+// are written.
 constexpr int64_t kPrefetchFloats = 512;
 
 GW_INLINE F32x8 decode(const void* wire, int64_t i) {
   return widen_bf16<F32x8>(load<U16x8>(static_cast<const uint16_t*>(wire) + i));
 }
 
-// Returns the wire of eight sums, as words. `add` is added to the lower half before truncation.
+// Returns the encoding of eight sums, as words. `add` is added to the lower half before truncation.
 GW_INLINE U32x8 round_bits(const F32x8& s, const U32x8& add) {
   U32x8 x = words_of(s), top = (x + add) >> 16;
   top = (top & 0x7f80u) == 0x7f80u ? top - 1 : top;  // saturates finite values
@@ -36,7 +37,7 @@ GW_INLINE U32x8 half_way(const F32x8& s) {
   return ((words_of(s) >> 16) & 1u) + 0x7fffu;
 }
 
-// Writes wire, residual and out of eight sums.
+// Writes `wire`, `residual` and `out` for eight sums.
 GW_INLINE void finish(const F32x8& s, const U32x8& add, uint16_t* wire, float* residual, float unit,
                       float* out, float scale, bool stream_wire) {
   U32x8 bits = round_bits(s, add);
@@ -120,7 +121,7 @@ GW_SIMD void reduce_encode_piece(const ReduceEncode& a) {
   encode_sums(a, sum, a.residual, false);
 }
 
-// a.count is a multiple of eight.
+// Encodes a piece; a.count is a multiple of eight.
 void piece(const ReduceEncode& a, bool stream_wire) {
   if (a.num_inputs == 0 && a.own_scale * a.residual_scale == 1.0f) {
     encode_piece(a, stream_wire);
@@ -134,13 +135,14 @@ GW_SIMD void decode_piece(const uint16_t* wire, float* out, float scale, int64_t
   for (int64_t i = 0; i < count; ++i) out[i] = scale * bf16_to_float(wire[i]);
 }
 
-// `count` is a multiple of the width, `out` 16-byte aligned.
+// Decodes a piece past the caches. `count` is a multiple of the vector's width, and `out` is 16-byte aligned.
 GW_SIMD void decode_piece_past_caches(const uint16_t* wire, float* out, float scale, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) stream_store(out + i, scale * decode(wire, i));
   stream_fence();
 }
 
-// Does forget_not_finite() of host.h from the wire, which stays in a cache; the result may not.
+// Does the same as forget_not_finite() of host.h, but tests the encoding, because it stays in a cache and the
+// result may not.
 GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t count) {
   uint32_t any = 0;
 #pragma omp simd reduction(| : any)
@@ -151,7 +153,7 @@ GW_SIMD void forget_not_finite_in(const uint16_t* wire, float* kept, int64_t cou
   }
 }
 
-// Returns the part of `a` from element `begin` to `end`.
+// Returns the call for elements [begin, end) of `a`.
 ReduceEncode part_of(ReduceEncode a, int64_t begin, int64_t end) {
   for (int k = 0; k < a.num_inputs; ++k) a.inputs[k] = static_cast<const uint16_t*>(a.inputs[k]) + begin;
   advance(a.own, begin);

@@ -1,7 +1,7 @@
 // The ops of the block formats on CUDA (block.cuh).
 //
-// Bytes per element: as in kernels/wire/format.h. Limit: memory bandwidth. Alignment: any for floats, 16
-// bytes fast. Deterministic: a value depends on its block only.
+// Bytes per element: as in kernels/wire/format.h. Limit: memory bandwidth. Alignment: any for floats, 16-byte
+// alignment is fast. Deterministic: a value depends on its block only.
 #include "kernels/wire/block.cuh"
 
 namespace gradwire::cuda {

@@ -1,8 +1,8 @@
 // Block formats (kernels/wire/block.h) on CUDA: a warp per block, or a thread block per block where blocks
-// are long. Wires move in tiles of whole blocks through shared memory, in 16-byte pieces.
+// are long. Encoded values move in tiles of whole blocks through shared memory, in 16-byte pieces.
 //
-// block.cu defines the ops, block_fused.cu the allreduce over peer access. They differ in how wires reach
-// shared memory: Fetch reads one at a time, WireQueue several ahead.
+// block.cu defines the ops, block_fused.cu the allreduce over peer access. The two files differ in how
+// encoded values reach shared memory: Fetch reads one tile at a time, WireQueue reads several tiles ahead.
 #pragma once
 
 #include "kernels/cuda/vector.cuh"
@@ -15,7 +15,7 @@
 namespace gradwire::cuda {
 namespace {  // internal to each file: the shim finds only the shared variables of internal functions
 
-// The work of a thread block at a time, in dynamic shared memory:
+// The layout of a thread block's current tile in dynamic shared memory:
 //   float sums[blocks][block]; float values[teams][block]; uint16_t random[teams][block]; uint8_t bytes[...]
 // `bytes` has the same offset from a 16-byte boundary as the tile in the wire, so that blocks of any length
 // move in 16-byte pieces.
@@ -26,8 +26,8 @@ struct TileShape {
            static_cast<size_t>(teams) * static_cast<size_t>(block) * 2 +
            static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 32;
   }
-  // For WireQueue: the offset of its slots, and the length of one. A slot begins up to 15 bytes before its
-  // tile.
+  // Return, for WireQueue, the offset of the slots and the length of a slot. A slot begins up to 15 bytes
+  // before its tile.
   __host__ __device__ size_t slots_offset() const { return (shared_bytes() + 15) / 16 * 16; }
   __host__ __device__ size_t slot_bytes() const {
     return (static_cast<size_t>(blocks) * static_cast<size_t>(bytes) + 30) / 16 * 16;
@@ -52,12 +52,12 @@ struct Worker {
   int64_t count;  // values of the whole call
   bool wide;      // floats are 16-byte aligned
   Lanes lanes;
-  float *sums, *values;  // sums: of the tile; values: those the team decoded last
-  uint16_t* random;      // of the team
-  uint8_t* memory;       // for the tile's bytes
+  float *sums, *values;  // sums: of the tile; values: last decoded by the team
+  uint16_t* random;      // the team's random bits
+  uint8_t* memory;       // room for the tile's bytes
   int64_t first_block = 0;
-  int blocks = 0;            // in the tile
-  uint8_t* bytes = nullptr;  // of the tile, in `memory`
+  int blocks = 0;            // number of blocks in the tile
+  uint8_t* bytes = nullptr;  // the tile's bytes, in `memory`
 
   __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
                                     int64_t its_count, bool is_wide, unsigned char* shared)
@@ -99,12 +99,12 @@ struct Worker {
     lanes.sync();
   }
 
-  // Copies the tile's bytes; all threads of the block call it. `to` and `from` have the same offset from a
+  // Copies the tile's bytes; called by all threads of the block. `to` and `from` have the same offset from a
   // 16-byte boundary.
   __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
     const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
     const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
-    __syncthreads();  // the earlier bytes are no longer in use; all threads have written the new ones
+    __syncthreads();  // the earlier bytes are no longer in use; all threads have written the new bytes
     for (int i = static_cast<int>(threadIdx.x); i < head; i += kBlockThreads) to[i] = from[i];
     for (int i = static_cast<int>(threadIdx.x); i < whole; i += kBlockThreads) {
       reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
@@ -151,7 +151,7 @@ struct AddOwn {
   }
 };
 
-// Writes residual and result of a block whose wire decodes to `sent`.
+// Writes the residual and the result of a block whose encoding decodes to `sent`.
 template <typename F, typename Args>
 struct Finish {
   const Worker<F>& w;
@@ -211,7 +211,7 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
   const int n = w.shape.block;
   const RoundingBits draws(a.rounding.seed, step, first);
   w.lanes.each((n + shift + 15) / 16 * 8, [&](int word) {
-    const int i = word / 8 * 16 + word % 8 - shift;  // and i + 8
+    const int i = word / 8 * 16 + word % 8 - shift;  // the word also serves element i + 8
     const uint32_t bits = draws.word(first + static_cast<uint64_t>(static_cast<int64_t>(i)));
     if (i >= 0 && i < n) random[i] = static_cast<uint16_t>(bits);
     if (i + 8 >= 0 && i + 8 < n) random[i + 8] = static_cast<uint16_t>(bits >> 16);
@@ -219,7 +219,7 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
   return random;
 }
 
-// Fetches the bytes of a tile from one wire at a time.
+// Fetches the bytes of a tile from one input at a time.
 template <typename F>
 struct Fetch {
   const Worker<F>& w;

@@ -30,14 +30,15 @@
 // encode writes all bytes() of a block from values[block()]. Only the last block of an array has a count
 // below block(); its other values are 0, unless rotated: then all values count. `random` holds 16 uniform
 // bits per value; null means round to nearest. decode assigns each of values[0..count) once. A decode that
-// also reads values, or assigns them in another order, takes `float* values`, which has room for kMaxBlock;
+// also reads values, or assigns values in another order, takes `float* values`, which has room for kMaxBlock;
 // on the host this costs an extra pass.
 //
-// Non-finite values: where kMasks is false, encode gets them, and decode gives NaN in their places only.
-// Where kMasks is true, or the block is rotated, encode and decode see only finite blocks. A block with a
-// non-finite value is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is not finite, the
-// other bytes are 0, and the scale, which ends the block, is NaN (FP32) or 255 (one byte). It decodes to NaN
-// in those places and to 0 elsewhere, so that error feedback keeps the finite values of the block.
+// Non-finite values: where kMasks is false, encode receives non-finite values, and decode returns NaN only in
+// their positions. Where kMasks is true, or the block is rotated, encode and decode see only finite blocks. A
+// block with a non-finite value is sent as a mask instead: bit i % 8 of byte i / 8 is set where value i is
+// not finite, the other bytes are 0, and the scale, which ends the block, is NaN (FP32) or 255 (one byte). A
+// mask decodes to NaN at the marked positions and to 0 elsewhere, so that error feedback keeps the finite
+// values of the block.
 //
 // `lanes` are the workers of a block: one on the host, a warp or a thread block on the GPU. Every lane calls
 // encode, and gets the same results from
@@ -47,7 +48,7 @@
 //   lanes.count(n, f)       the number of i for which f(i) is true
 //   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, for which f(i) is true
 // where f is [&](int i) GW_HD_LAMBDA { ... }. Every lane computes the code outside of f. codes.h builds on
-// these; the host's lanes override some of its functions.
+// these functions; the host's lanes override some functions of codes.h.
 //
 // Example: sign.h, here with blocks of 8 values, encodes 0.5 -1.5 1 -2 0.25 -0.75 3 -1 into 5 bytes:
 //
@@ -75,7 +76,7 @@ namespace gradwire {
 
 inline constexpr int kSumLanes = 32;
 
-// The use of a randomized Hadamard transform before encoding, which makes the values nearly normal.
+// The use of a randomized Hadamard transform before encoding. The transform makes the values nearly normal.
 enum class Rotation : uint8_t { never, optional, always };
 
 // The random signs of the transform, as sign bits; the same for every block.
@@ -99,17 +100,18 @@ GW_HD uint32_t rotation_sign(int i) {
 #endif
 }
 
-// Clamps the magnitude of x to `most`; NaN is unchanged. On integers, whose minimum is one instruction.
+// Clamps the magnitude of x to `most`; NaN is unchanged. Compares integers, whose minimum is one instruction.
 GW_HD float within(float x, float most) {
   const uint32_t bits = float_bits(x), magnitude = bits & 0x7fffffffu, limit = float_bits(most);
   const uint32_t less = magnitude < limit ? magnitude : limit;
   return bits_float((magnitude > 0x7f800000u ? magnitude : less) | (bits & 0x80000000u));
 }
 
-// Sets `to` to the randomized Hadamard transform of n values. Lanes may override this and
+// Computes in `to` the randomized Hadamard transform of n values. Lanes may override this and
 // rotate_block_back().
 //
-// Scales by 1/n here and by 1 on the way back, instead of 1/sqrt(n) twice: a power of two is exact.
+// The transform scales by 1/n and the inverse by 1, instead of 1/sqrt(n) in each: scaling by a power of two
+// is exact.
 template <typename Lanes>
 GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* to) {
   const float scale = 1.0f / static_cast<float>(n);
@@ -121,8 +123,8 @@ GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* t
     lanes.hadamard(to, n);
   }
 }
-// Keeps finite values finite: a sum of 512 values, each scaled by 2^-10, does not overflow; scaling back
-// saturates.
+// Scales that keep finite values finite: a sum of 512 values, each scaled by 2^-10, does not overflow;
+// scaling back saturates.
 inline constexpr float kRotationDown = 0x1p-10f, kRotationUp = 0x1p10f,
                        kRotationMost = 0x1.fffffep127f * kRotationDown;
 // Transforms n values back; only the first `count` are needed.
@@ -139,8 +141,8 @@ GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count
   }
 }
 
-// Returns the residual of a sum s if the wire carries `sent`. kFar: the difference may exceed a float, for
-// example after a rotation.
+// Returns the residual of a sum s if the encoding decodes to `sent`. kFar: the difference may overflow a
+// float, for example after a rotation.
 template <bool kFar>
 GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   float rest = s - sent;
@@ -164,7 +166,7 @@ struct BlockCoder {
   static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
   GW_HD bool masks() const { return F::kMasks || rotates(); }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
-  // Returns the place of block `block` in a wire of `count` values.
+  // Returns the address of block number `block` in the encoding of `count` values.
   template <typename Byte>
   GW_HD auto place(Byte* wire, int64_t count, int64_t block) const {
     if constexpr (requires { F::place(wire, count, block); }) {
@@ -174,7 +176,8 @@ struct BlockCoder {
     }
   }
 
-  // `s` holds block() values, 0 after `count`, and is not changed. `scratch` holds as many.
+  // Encodes a block. `s` holds block() values, 0 after `count`, and is unchanged. `scratch` has room for
+  // block() values.
   template <typename Lanes, typename To>
   GW_HD void encode(const Lanes& lanes, const float* s, int count, const uint16_t* random, const To& to,
                     float* scratch) const {
@@ -191,11 +194,11 @@ struct BlockCoder {
         values = scratch;
       }
     }
-    // A single call, because every call is inlined.
+    // The code has a single call of encode, because every call is inlined.
     format.encode(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to);
   }
 
-  // `values` holds block() values.
+  // Decodes a block; `values` has room for block() values.
   template <typename Lanes, typename From>
   GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
     const int n = block();
@@ -211,7 +214,8 @@ struct BlockCoder {
   }
 
  private:
-  // lanes.each() for masks, not unrolled: unrolling costs registers in every encode and decode.
+  // Does the same as lanes.each(), for masks, without unrolling: unrolling costs registers in every encode
+  // and decode.
   template <typename Lanes, typename Body>
   GW_HD static void each_rarely(const Lanes& lanes, int n, const Body& body) {
     if constexpr (requires { lanes.each_rarely(n, body); }) {

@@ -1,4 +1,4 @@
-// The block formats (kernels/wire/block.h). A new format takes a header and two lines here.
+// The block formats (kernels/wire/block.h). A new format needs a header and two lines in this file.
 #pragma once
 
 #include "kernels/op.h"
@@ -32,7 +32,7 @@
 
 namespace gradwire {
 
-// Each format's ops, with the format and its options before the arguments.
+// Declares each format's ops. The format with its options precedes the arguments.
 #define GW_DECLARE(F, NAME)                                                             \
   namespace reference {                                                                 \
   void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& args);      \

@@ -5,8 +5,8 @@
 namespace gradwire::cuda {
 namespace {
 
-// A queue of wire tiles in shared memory: kBlockReadsAhead are in flight while the thread block uses one.
-// Order: for each tile of the thread block, the wires of all inputs.
+// A queue of wire tiles in shared memory: kBlockReadsAhead are in flight while the thread block uses another
+// tile. Order: for each tile of the thread block, the encodings of all inputs.
 template <typename F, typename Inputs>
 class WireQueue {
  public:
@@ -19,7 +19,7 @@ class WireQueue {
     for (int k = 0; k < kBlockReadsAhead; ++k) begin();
   }
 
-  // Returns the next wire's bytes of the worker's tile, valid until the next call. Called by all threads of
+  // Returns the next input's bytes of the worker's tile, valid until the next call. Called by all threads of
   // the block.
   __device__ __forceinline__ const uint8_t* operator()(const void*) {
     wait_for_groups<kBlockReadsAhead - 1>();
@@ -78,7 +78,7 @@ struct DecodeInput {
   __device__ __forceinline__ const void* operator()(int) const { return a.wire; }
 };
 
-// True if wires are read ahead. False for topk, whose blocks take up to 24 KB.
+// True if tiles are read ahead. False for topk, whose blocks need up to 24 KB.
 template <typename F>
 inline constexpr bool kQueues = std::is_same_v<LanesFor<F>, WarpLanes>;
 
@@ -90,7 +90,7 @@ struct BlockTiles {
   struct Form {
     BlockCoder<F> coder;
     TileShape shape;
-    bool wide;  // the caller's arrays take 16-byte accesses
+    bool wide;  // the caller's arrays allow 16-byte accesses
   };
   const Form& form;
   unsigned char* shared_bytes;

@@ -1,7 +1,8 @@
-// The host's part that all block formats share. Threads get runs of whole blocks: some hundred values, whose
-// sums and codes stay in the first cache. Longer runs are slower: reading pauses while a run is encoded.
+// The part of the host's ops that all block formats share. Threads process runs of whole blocks: some hundred
+// values, whose sums and codes stay in the first cache. Longer runs are slower: reading pauses while a run is
+// encoded.
 //
-// Bytes per element as in kernels/wire/format.h; large results are written past the caches. Limit: memory;
+// Bytes per element: as in kernels/wire/format.h; large results are written past the caches. Limit: memory;
 // with stochastic rounding, the random generator. Deterministic: a value depends on its block only.
 #include "kernels/wire/block_host.h"
 
@@ -10,12 +11,12 @@
 namespace gradwire::host {
 namespace {
 
-constexpr int kRun = 256, kMostInRun = 4096;  // values; the second for formats with long blocks
+constexpr int kRun = 256, kMostInRun = 4096;  // values per run; kMostInRun for formats with long blocks
 constexpr int64_t kPiece = 32 * 1024;
 
 struct Run {
-  int64_t first, last;  // blocks
-  int64_t begin;        // of its first value
+  int64_t first, last;  // the run's blocks
+  int64_t begin;        // index of the run's first value
   int count;            // values in the run
 };
 Run run_of(const HostBlocks& f, int64_t all, int64_t first, int64_t last) {
@@ -71,7 +72,7 @@ GW_INLINE void put_scaled(const float* __restrict from, float scale, float* __re
   for (int k = i; k < n; ++k) to[k] = scale * from[k];
 }
 
-// Prefetches the next input of sum_run(): otherwise reading pauses while a run is encoded.
+// Prefetches the next input of sum_run(); otherwise reading pauses while a run is encoded.
 GW_INLINE void prefetch_run(const ReduceEncode& a, int64_t begin) {
   constexpr int kLine = 64 / sizeof(float);
   const int64_t end = std::min(begin + kRun, a.count);
@@ -138,7 +139,7 @@ GW_SIMD void decode_piece(const HostBlocks& f, const Decode& a, bool stream, int
   if (stream) stream_fence();
 }
 
-// Calls piece(first, last) over the blocks of `count` values, from several threads.
+// Calls piece(first, last) for ranges that cover the blocks of `count` values, from several threads.
 template <typename Piece>
 void for_pieces(const HostBlocks& f, int64_t count, const Piece& piece) {
   parallel_for((count + f.block - 1) / f.block, std::max<int64_t>(1, kPiece / f.block), piece);

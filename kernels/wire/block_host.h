@@ -54,7 +54,8 @@ struct OneLane {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
-  // Most formats pick few values: tests sixteen at a time for any hit.
+  // Calls take(k, i) for the values that pass the test. Formats pick few values, so sixteen values are tested
+  // at a time for any hit.
   template <typename Test, typename Take>
   GW_INLINE void pick(int n, const Test& test, const Take& take) const {
     constexpr int kAtOnce = 16;
@@ -70,7 +71,8 @@ struct OneLane {
       }
     }
   }
-  // Narrows the candidates to few more than k by the upper 15 of the keys' 31 bits; then compares all bits.
+  // Selects the k largest keys: narrows the candidates to few more than k by the upper 15 of the keys' 31
+  // bits, then compares all bits.
   template <typename Key, typename Put>
   GW_INLINE void pick_largest(int n, int k, const Key& key, const Put& put) const {
     alignas(64) int16_t upper[kMostKeys];
@@ -118,8 +120,8 @@ struct OneLane {
     }
   }
 
-  // The layouts of codes.h. With too few bytes for the compiler to vectorize, computes all codes first, as
-  // words.
+  // Packs codes in the layouts of codes.h. If there are too few bytes for the compiler to vectorize, first
+  // computes all codes, as words.
   template <int kBits, typename Code>
   GW_INLINE void pack(int n, uint8_t* bytes, const Code& code) const {
     const int m = n * kBits / 8;
@@ -165,8 +167,8 @@ struct OneLane {
     each(count, [&](int i) { take(i, codes[i]); });
   }
 
-  // As rotate_block and rotate_block_back of block.h, with the steps before and after the butterflies in
-  // registers. n is a power of two, at least 16.
+  // Does the same as rotate_block and rotate_block_back of block.h, with the steps before and after the
+  // butterflies in registers. n is a power of two, at least 16.
   GW_INLINE void rotate(const float* values, int n, float scale, float* to) const {
     hadamard(
         values, n, to, [=](const F32x8& x, int i) GW_HD_LAMBDA { return with_sign(words_of(scale * x), i); },
@@ -187,7 +189,7 @@ struct OneLane {
  private:
   static constexpr int kMostCodes = 512, kMostKeys = 4096, kFullBytes = 32;
 
-  // Returns how many of n keys, a multiple of 16, are at least `least`.
+  // Returns the number of keys that are at least `least`; n is a multiple of 16.
   GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
     using I16x16 = int16_t __attribute__((vector_size(32)));
     I16x16 sum = {};
@@ -234,7 +236,7 @@ struct OneLane {
     return std::bit_cast<F32x8>(bits ^ load<U32x8>(kRotationSigns.of + i));
   }
 
-  // Sets to = after(H before(from)); both callbacks get the first of their eight indices.
+  // Computes to = after(H before(from)). Each callback receives the first of its eight indices.
   template <typename Before, typename After>
   GW_INLINE void hadamard(const float* from, int n, float* to, const Before& before,
                           const After& after) const {
@@ -291,16 +293,16 @@ struct OneLane {
   }
 };
 
-// Loops over blocks [first, last) of a wire of `count` values. `values` begins with block `first`.
+// Loops over blocks [first, last) of the encoding of `count` values. `values` begins with block `first`.
 struct HostBlocks {
   const void* coder;  // a BlockCoder<F>
   int block;          // values per block
   int max_block;
   bool stochastic, far;  // far: as in rest_of()
-  // Encodes values, which are 0 after `count`. `random` as in block.h, for all values.
+  // Encodes values, which are 0 after `count`. `random`: as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                  const uint16_t* random, uint8_t* wire);
-  // Encodes, and sets residual = values - decoded values. Null where this is not faster for the
+  // Encodes, and sets residual = values - decoded values. Null where a combined loop is not faster for the
   // format or its rotation.
   void (*encode_and_keep)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
                           const uint16_t* random, uint8_t* wire, float* residual);
@@ -318,7 +320,8 @@ GW_INLINE int values_in(const BlockCoder<F>& coder, int64_t count, int64_t block
   return left < coder.block() ? static_cast<int>(left) : coder.block();
 }
 
-// For GW_SIMD functions, each with a copy of the coder, so that its options stay in registers.
+// Encode or decode blocks for GW_SIMD functions. Each function has a copy of the coder, so that the coder's
+// options stay in registers.
 template <typename F>
 GW_INLINE void encode_each(const BlockCoder<F> coder, const float* values, int64_t count, int64_t first,
                            int64_t last, const uint16_t* random, uint8_t* wire) {

@@ -95,7 +95,7 @@ struct WarpLanes {
   }
 };
 
-// A thread block per block, for formats with long blocks. `warps` is shared memory.
+// A thread block per block, for formats with long blocks. `warps` is in shared memory.
 struct ThreadBlockLanes {
   static constexpr int kTeams = 1, kSize = kBlockThreads;
   uint32_t* warps;
@@ -108,7 +108,7 @@ struct ThreadBlockLanes {
     __syncthreads();
   }
   // Stores `mine` of each warp's first lane in warps[]. Ends with a barrier, after which all threads may read
-  // it.
+  // warps[].
   __device__ __forceinline__ void share(uint32_t mine) const {
     __syncthreads();  // the earlier values have been read
     if (lane % 32 == 0) warps[lane / 32] = mine;
@@ -125,7 +125,7 @@ struct ThreadBlockLanes {
     for (int w = 0; w < kBlockWarps; ++w) largest = warps[w] > largest ? warps[w] : largest;
     return largest;
   }
-  // Done by one warp: the sums of long blocks are short.
+  // Computes the sum in one warp, because the sums of long blocks are short.
   template <typename Value>
   __device__ __forceinline__ float sum(int n, const Value& value) const {
     float sum = 0.0f;

@@ -1,4 +1,4 @@
-// Shared by the block formats: codes of a few bits, and unaligned floats.
+// Functions that the block formats share: codes of a few bits, and unaligned floats.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace gradwire {
 
-// Returns the bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
+// Returns the size in bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
 template <int kBits>
 GW_HD constexpr int code_bytes(int n) {
   return n * kBits / 8;
 }
 
-// Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... from its low bits on, so that
+// Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... starting at the low bits, so that
 // neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper
 // thirds. Lanes may override this.
 template <int kBits, typename Lanes, typename Code>
@@ -35,7 +35,7 @@ GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& cod
   }
 }
 
-// Calls take(i, code) for i in [0, count) of n codes.
+// Calls take(i, code) for i in [0, count) of n packed codes.
 template <int kBits, typename Lanes, typename Take>
 GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, const Take& take) {
   if constexpr (requires { lanes.template unpack<kBits>(bytes, n, count, take); }) {
@@ -79,8 +79,8 @@ struct NoSink {
   GW_HD void put(int, float) const {}
 };
 
-// A block's largest finite magnitude, as bits, and whether all its values are finite, so that loops need not
-// test each value.
+// Computes a block's largest finite magnitude, as bits, and whether all values are finite, so that loops need
+// not test each value.
 template <typename Lanes>
 struct Largest {
   uint32_t bits;
@@ -93,8 +93,8 @@ struct Largest {
   }
 };
 
-// Encodes n values, at least `count`, as E4M3. Returns the byte of their power-of-two scale, the least one
-// that clamps no value.
+// Encodes n values, at least `count`, as E4M3. Returns the byte of their power-of-two scale, the least scale
+// that does not clamp any value.
 template <typename Lanes, typename Sink>
 GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, int n, const uint16_t* random,
                           uint8_t* codes, const Sink& sink) {
@@ -120,7 +120,8 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, in
 }
 
 // Selects the k largest of n keys of 31 bits. Calls put(j, i), j in [0, k), for the keys above the k-th
-// largest, ascending in i, and then for as many equal to it as fit. Lanes may override this.
+// largest, ascending in i, and then for keys equal to the k-th largest until there are k. Lanes may override
+// this.
 template <typename Lanes, typename Key, typename Put>
 GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const Put& put) {
   if constexpr (requires { lanes.pick_largest(n, k, key, put); }) {
@@ -131,7 +132,7 @@ GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const 
       const uint32_t tried = least | (1u << bit);
       const int reach = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried; });
       if (reach >= k) least = tried;
-      if (reach == k) {  // exactly k: the k-th largest is the least of these
+      if (reach == k) {  // exactly k: the k-th largest is the least of these keys
         least = ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
         break;
       }
@@ -169,17 +170,17 @@ GW_HD float get_float(const uint8_t* from) {
   return bits_float(bits);
 }
 
-// Returns the exponent + 127 of a power of two near a magnitude. Relative to it, squares neither overflow nor
-// vanish, and it has an inverse.
+// Returns the exponent + 127 of a power of two near a magnitude. Squares relative to this power neither
+// overflow nor vanish, and the power has an inverse.
 GW_HD uint8_t near_exponent(uint32_t magnitude_bits) {
   const uint32_t exponent = magnitude_bits >> 23;
   return static_cast<uint8_t>(exponent > 253u ? 253u : exponent < 1u ? 1u : exponent);
 }
 
-// Rounds `magnitude`, at least 0 and under 2^22, to an integer: to nearest with ties to even if random is
-// negative, else up with probability (discarded fraction).
+// Rounds `magnitude`, at least 0 and under 2^22, to an integer: to nearest with ties to even if `random` is
+// negative, otherwise up with probability (discarded fraction).
 GW_HD uint32_t round_magnitude(float magnitude, int32_t random) {
-  // A float of 2^23 has units of 1: adding 2^23 rounds to nearest.
+  // Floats from 2^23 have units of 1, so adding 2^23 rounds to nearest.
   return random < 0 ? float_bits(magnitude + 8388608.0f) - 0x4b000000u
                     : static_cast<uint32_t>(
                           static_cast<int32_t>(magnitude + static_cast<float>(random) * (1.0f / 65536.0f)));

@@ -1,7 +1,7 @@
-// EDEN with 1 to 4 bits. After a random rotation any values are nearly normal, so each becomes the nearest
-// Lloyd-Max level of a Gaussian. The FP32 scale minimizes the squared error for the levels chosen. (The
-// source's unbiased scale is larger; with error feedback the smaller error is better.)
-// Error: Lloyd-Max's, 0.3634, 0.1175, 0.03454, 0.009497 for 1 to 4 bits.
+// EDEN with 1 to 4 bits. After a random rotation any values are nearly normal, so each value becomes the
+// nearest Lloyd-Max level of a Gaussian. The FP32 scale minimizes the squared error for the levels chosen.
+// (The source's unbiased scale is larger; with error feedback the smaller error is better.) The error is the
+// error of Lloyd-Max: 0.3634, 0.1175, 0.03454, 0.009497 for 1 to 4 bits.
 #pragma once
 
 #include <cmath>
@@ -53,8 +53,8 @@ struct Eden {
     if (size != 512) return 0;
     return bits == 1 ? 0.3634 : bits == 2 ? 0.1175 : bits == 3 ? 0.03454 : 0.009497;
   }
-  // The bound for levels from a to b is 1 - 4 a b / (a + b)^2 / n, by the inequalities of Chebyshev and
-  // Kantorovich.
+  // Returns the bound of the squared error. The bound for levels from a to b is 1 - 4 a b / (a + b)^2 / n, by
+  // the inequalities of Chebyshev and Kantorovich.
   double error_bound(bool) const {
     constexpr double kShares[] = {1, 0.71, 0.367, 0.171};  // 4 a b / (a + b)^2
     return 1 - kShares[bits - 1] / size;

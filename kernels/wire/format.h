@@ -1,13 +1,14 @@
 // Wire formats: how a run of FP32 values becomes bytes, and the two ops per format that collectives need.
 //
-// S below is the value a rank wants to send: its gradient, plus the residual of the last step, plus the
-// values received from other ranks. The wire carries round(S); the residual becomes S - round(S), so nothing
-// is lost.
+// S below is the value that a rank sends: its gradient, plus the residual of the last step, plus the values
+// received from other ranks. The wire carries round(S); the residual becomes S - round(S), so no part of S is
+// lost.
 //
-// Non-finite S: the wire carries it, because the user must see it (as NaN where the format has no infinity).
-// The residual becomes 0, so that it does not spread to later steps. The finite values of the block are sent
-// as if the non-finite value were 0; with `masks` they are not sent and stay in the residual. A finite S
-// never becomes non-finite on the wire: it saturates, and the residual keeps the rest.
+// Non-finite S: the wire carries S, as NaN where the format has no infinity, because the user must see it.
+// The residual becomes 0, so that the non-finite value does not spread to later steps. The finite values of
+// the block are sent as if the non-finite value were 0; with `masks`, finite values of the block are not sent
+// and stay in the residual. A finite S never becomes non-finite on the wire: S saturates, and the residual
+// keeps the rest.
 //
 // Stochastic rounding draws from random16(seed, *step, element index) of kernels/math/random.h, so a rank's
 // results repeat; give each rank a different seed. `first_element` is the index of a call's element 0 within
@@ -36,10 +37,10 @@ struct WireRounding {
   int64_t first_element = 0;
 };
 
-// S = inputs[0..own_position) + (own + residual) + inputs[own_position..num_inputs), in FP32, added in this
-// order. The order is part of the contract, so that every transport and device gives the same bits. Then
-// wire = round(S), residual = S - wire, out = out_scale * decode(wire). Without a wire, out gets S unrounded,
-// and the residual, which is part of S, becomes 0.
+// Arguments of an encode: S = inputs[0..own_position) + (own + residual) + inputs[own_position..num_inputs),
+// in FP32, added in this order. The order is part of the contract, so that every transport and device gives
+// the same bits. Then wire = round(S), residual = S - wire, out = out_scale * decode(wire). Without a wire,
+// out gets S unrounded, and the residual, which is part of S, becomes 0.
 //
 // Each term of S has its scale (part_scale.h), a power of two: input_scale(k) * inputs[k] and
 // own_scale * (own + residual_scale * residual). The new residual is divided by own_scale * residual_scale;
@@ -47,14 +48,14 @@ struct WireRounding {
 // Bytes per element, for w bytes on the wire: 12 + w (1 + num_inputs) with a residual, 4 + w (1 + num_inputs)
 // without; + 4 with out.
 struct ReduceEncode {
-  const void* inputs[kMaxInputs] = {};  // each bytes(count)
+  const void* inputs[kMaxInputs] = {};  // each input has bytes(count) bytes
   InputScales input_scales = {};
   int num_inputs = 0;
   int own_position = 0;        // 0..num_inputs
   const float* own = nullptr;  // (count)
   float* residual = nullptr;   // (count) in and out; null: no error feedback
-  void* wire = nullptr;        // bytes(count) out; null: nothing is encoded
-  float* out = nullptr;        // (count) optional with a wire; may equal own
+  void* wire = nullptr;        // out: bytes(count) bytes; null: no encode
+  float* out = nullptr;        // (count) out; optional with a wire; may equal own
   float own_scale = 1.0f, residual_scale = 1.0f;
   float out_scale = 1.0f;
   int64_t count = 0;
@@ -69,10 +70,10 @@ GW_HD float residual_unit(const Args& a) {
   return inverse_part_scale(a.own_scale * a.residual_scale);
 }
 
-// Sets out = scale * decode(wire). Where that is not finite, the residual becomes 0: the part kept by earlier
-// encodes of these elements must not spoil later steps. Bytes per element: 4 + w.
+// Arguments of a decode: out = scale * decode(wire). Where `out` is not finite, the residual becomes 0: the
+// part kept by earlier encodes of these elements must not spoil later steps. Bytes per element: 4 + w.
 struct Decode {
-  const void* wire = nullptr;  // bytes(count)
+  const void* wire = nullptr;  // bytes(count) bytes
   float* out = nullptr;        // (count)
   float scale = 1.0f;
   int64_t count = 0;
@@ -82,55 +83,60 @@ struct Decode {
 struct FusedAllreduce;  // fused.h
 
 // A format with its options; the only interface for code outside this folder. The table (formats.h) has one
-// per name, with default options.
+// format per name, with default options.
 class WireFormat {
  public:
   constexpr virtual ~WireFormat() = default;
 
   const char* name = "";
-  const char* options = "";  // those that differ from the default: "block=64,rotate=hadamard"
-  const char* summary = "";  // a few words on the wire's contents, for help texts and the docs' table
-  const char* source = "";   // the paper or specification
-  // An exact format is the floats themselves. It is sent from, and received into, the caller's buffer, summed
-  // by fp32_reduce, and has no further ops.
+  const char* options = "";  // the options that differ from the default: "block=64,rotate=hadamard"
+  const char* summary = "";  // a few words on the encoding, for help texts and the docs' table
+  const char* source = "";   // the paper or specification of the format
+  // True if the encoding is the floats themselves. Values are sent from, and received into, the caller's
+  // buffer and are summed by fp32_reduce. There are no other ops.
   bool exact = false;
-  bool stochastic = false;                // has round=stochastic
+  bool stochastic = false;                // accepts round=stochastic
   Rounding rounding = Rounding::nearest;  // unless the spec says otherwise
-  // A block with non-finite values carries a mask of these values, and 0 for the finite values, which stay in
-  // the residual (block.h).
+  // True if a block with non-finite values is sent as a mask of these values. The finite values of the block
+  // are sent as 0 and stay in the residual (block.h).
   bool masks = false;
-  // Clamps a block's largest values, so that stochastic rounding is unbiased for the others only.
+  // True if a block's largest values are clamped, so that stochastic rounding is unbiased only for the other
+  // values.
   bool clips = false;
-  bool selects = false;  // sends some of a block's values; a non-finite value takes the place of another
-  // by the program, at run time (registered.h): host only, and may differ between ranks
+  bool selects = false;  // sends some of a block's values; a non-finite value replaces another value
+  // True if the program registered the format at run time (registered.h). Such a format runs on the host only
+  // and may differ between ranks.
   bool registered = false;
   int64_t granularity = 8;  // chunks begin at multiples of this many values, the beginning of a block
   // Expected squared error of one encode with `rounding` over the squared norm, on Gaussian values; a test
   // requires the format to be within 5 % of it. 0: exact, or unknown for these options.
   double gaussian_error = 0;
   // Bounds the squared error of one encode over the square of S, in the L2 norm or the largest magnitude,
-  // whichever gives the lower bound. With stochastic rounding it bounds the expected value. Below 1 an encode
-  // contracts: error feedback keeps a bounded residual. At 1 and above the residual may grow from step to
-  // step. 0: exact, or unknown. For terngrad the bound holds for blocks in which nothing is clipped.
+  // whichever gives the lower bound. With stochastic rounding the bound applies to the expected value. With a
+  // bound below 1, an encode contracts: error feedback keeps a bounded residual. With a bound of 1 or above,
+  // the residual may grow from step to step. 0: exact, or unknown. For terngrad the bound holds for blocks
+  // without clipped values.
   virtual double error_bound(Rounding rounding) const = 0;
 
   virtual int64_t bytes(int64_t count) const = 0;
   virtual void reduce_encode(const Stream&, const ReduceEncode&) const = 0;
   virtual void decode(const Stream&, const Decode&) const = 0;
-  // Allreduces over peer access: one kernel on CUDA, the ops above in sequence on the host.
+  // Runs an allreduce over peer access: one kernel on CUDA, the encode and decode ops in sequence on the
+  // host.
   virtual void fused_allreduce(const Stream&, const FusedAllreduce&) const;
-  // The scalar references of both ops, on the host, for tests.
+  // Run the scalar references of encode and decode, on the host, for tests.
   virtual void reference_reduce_encode(const ReduceEncode&) const = 0;
   virtual void reference_decode(const Decode&) const = 0;
 
-  // choices() returns the options that a spec can set. problem() returns why their values conflict, or "".
+  // Return the options that a spec can set, and any conflict: choices() returns the options that a spec can
+  // set. problem() returns why their values conflict, or "".
   virtual std::vector<FormatOption> choices() { return {}; }
   virtual std::string problem() const { return {}; }
   // Recomputes the derived fields.
   virtual void settle() {}
   // Returns options whose code deserves a separate test or bench.
   virtual std::vector<const char*> examples() const { return {}; }
-  // Returns null when there are no options.
+  // Returns a copy of the format; null if it has no options.
   virtual std::unique_ptr<WireFormat> copy() const { return nullptr; }
 
   // Returns whether zero always decodes to zero. All formats without a code for zero send masks.

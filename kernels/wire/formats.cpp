@@ -16,7 +16,7 @@
 namespace gradwire {
 namespace {
 
-// Calls the side of an op that the stream's device needs.
+// Calls the host or CUDA side of an op, depending on the stream's device.
 #ifdef GRADWIRE_SIMT_TESTS
 // Where CUDA kernels run on the CPU there are no CUDA streams: the table leads to the kernels only.
 #define GW_ENQUEUE(op, stream, args) (void)stream, cuda::op(nullptr, args)
@@ -108,7 +108,7 @@ class Fp8Format final : public WireFormat {
   GW_OPS(fp8)
 };
 
-// The members that all block formats have in common; each format's ops are in a derived class.
+// Defines the members that all block formats have in common; a derived class per format defines its ops.
 template <typename F>
 class BlockFormat : public WireFormat {
  public:
@@ -209,7 +209,7 @@ struct Table {
   std::atomic<const std::vector<Wire>*> newest{&versions.back()};
 };
 Table& table() {
-  // Never destroyed: other static objects use formats until the program ends.
+  // The table is never destroyed, because other static objects use formats until the program ends.
   static auto& only = *new Table;
   return only;
 }
@@ -240,7 +240,7 @@ Wire find_wire_format(std::string_view name) {
 Wire intern_wire_format(WireFormat& variant) {
   static std::mutex mutex;
   static auto& variants = *new std::vector<Wire>;
-  static auto& texts = *new std::deque<std::string>;  // of the formats' options
+  static auto& texts = *new std::deque<std::string>;  // texts of the formats' options
   const Wire entry = find_wire_format(variant.name);
   const std::string options = options_of(variant, *entry->copy());
   if (options.empty()) return entry;

@@ -1,12 +1,12 @@
 // 16-bit floats in the caller's memory, which are summed as FP32: widened before a collective, rounded after
 // it.
 //
-// FP16 is not a wire format: it breaks two promises of the others (format.h, part_scale.h). Values beyond
-// 65504 would saturate and stay in the residual, unseen by loss scaling. Below 2^-14 a power-of-two scale,
-// which sums of parts use on the wire, changes how a value is rounded.
+// FP16 is not a wire format: it would break two promises of wire formats (format.h, part_scale.h). Values
+// beyond 65504 would saturate and stay in the residual, unseen by loss scaling. Below 2^-14 a power-of-two
+// scale, which sums of parts use on the wire, changes how a value is rounded.
 //
-// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all 16-byte accesses when both arrays share
-// a head (kernels/cuda/vector.cuh). Deterministic.
+// Bytes per element: 6. Limit: memory bandwidth. Alignment: any; all accesses are 16 bytes wide when both
+// arrays share a head (kernels/cuda/vector.cuh). Deterministic.
 #pragma once
 
 #include "kernels/op.h"
@@ -21,7 +21,7 @@ struct Fp16Widen {
   int64_t count = 0;
 };
 
-// Rounds to nearest; values beyond FP16's range become infinity.
+// Arguments of rounding to FP16: rounds to nearest; values beyond FP16's range become infinity.
 struct Fp16Narrow {
   const float* values = nullptr;  // (count)
   uint16_t* out = nullptr;        // (count)
@@ -32,7 +32,7 @@ GW_OP(fp16_widen, Fp16Widen)
 
 GW_OP(fp16_narrow, Fp16Narrow)
 
-// Sets out (count) = from (count), of type bf16 or f16.
+// Widens `from` (count), of type bf16 or f16, to `out` (count).
 inline void widen(const Stream& stream, DType dtype, const void* from, float* out, int64_t count) {
   if (dtype == DType::f16) {
     fp16_widen(stream, {.halves = static_cast<const uint16_t*>(from), .out = out, .count = count});

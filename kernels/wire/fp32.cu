@@ -33,7 +33,7 @@ struct Reads {
     }
   };
 
-  // Takes the vectors from the queue's copies in shared memory.
+  // Reads the vectors from the queue's copies in shared memory.
   template <typename Queue>
   struct Queued {
     Queue& queue;
@@ -44,7 +44,7 @@ struct Reads {
   };
 };
 
-// Sets s to the sum of all parts; reads own and inputs in the order of PartReads.
+// Sets s to the sum of all parts; reads `own` and `inputs` in the order of PartReads.
 template <int W, typename Args, typename From>
 __device__ __forceinline__ void sum_all(const Args& a, From from, float (&s)[W]) {
   float own[W];
@@ -73,7 +73,7 @@ struct ReduceBody {
   }
 };
 
-// In an allreduce over peer access: writes the scaled sum to `out` and to peer memory.
+// Body of an allreduce over peer access: writes the scaled sum to `out` and to peer memory.
 struct FusedBody {
   const FusedPart& a;
 

@@ -8,11 +8,12 @@
 
 namespace gradwire {
 
-// Sets out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in FP32, added in
-// this order. Without inputs it is a scaled copy. Each term has its scale as in ReduceEncode.
-// Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Alignment: any. Deterministic.
+// Arguments of a sum: out = scale * (inputs[0..own_position) + own + inputs[own_position..num_inputs)), in
+// FP32, added in this order. Without inputs, the op is a scaled copy. Each term has a scale, as in
+// ReduceEncode. Bytes per element: 8 + 4 * num_inputs. Limit: memory bandwidth. Alignment: any.
+// Deterministic.
 struct Reduce {
-  const float* inputs[kMaxInputs] = {};  // each (count)
+  const float* inputs[kMaxInputs] = {};  // (count) floats each
   InputScales input_scales = {};
   int num_inputs = 0;
   int own_position = 0;        // 0..num_inputs

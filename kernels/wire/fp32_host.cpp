@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kGrain = 64 * 1024;
 
-// `count` is a multiple of the width.
+// Reduces a piece; `count` is a multiple of the vector's width.
 GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) {
     F32x8 s = -F32x8{};  // -0: the additive identity, also for -0
@@ -22,7 +22,7 @@ GW_SIMD void reduce_piece(const Reduce& a, int64_t count) {
   }
 }
 
-// Returns the part of `a` from element `begin` to `end`.
+// Returns the call for elements [begin, end) of `a`.
 Reduce part_of(Reduce a, int64_t begin, int64_t end) {
   for (int k = 0; k < a.num_inputs; ++k) advance(a.inputs[k], begin);
   advance(a.own, begin);

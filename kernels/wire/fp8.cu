@@ -1,9 +1,9 @@
 // Block-scaled FP8 wire format on CUDA: a warp per block of 128 values, four consecutive values per lane, so
-// that floats move in 16-byte pieces and codes in 4-byte ones, both whole cache lines per warp. Shuffles find
-// the block's largest magnitude; nothing is staged in shared memory.
+// that floats move in 16-byte pieces and codes in 4-byte pieces, each a whole number of cache lines per warp.
+// Shuffles find the block's largest magnitude; shared memory is not used.
 //
 // Bytes per element: as in kernels/wire/format.h, with w = 1.008. Limit: memory bandwidth. Alignment: any for
-// floats, 16 bytes fast. Deterministic: a value depends on its block only.
+// floats, 16-byte alignment is fast. Deterministic: a value depends on its block only.
 #include "kernels/wire/fp8.h"
 
 #include "kernels/cuda/vector.cuh"
@@ -21,8 +21,8 @@ static_assert(kPerLane == 4);
 
 // A lane's four values of one block; `valid` of them exist.
 struct Lane {
-  int64_t begin;  // index of the first
-  int valid;      // 0..4
+  int64_t begin;  // index of the lane's first value
+  int valid;      // number of the lane's values that exist, 0..4
 };
 
 __device__ __forceinline__ Lane lane_of(int64_t block, int64_t count) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ Lane lane_of(int64_t block, int64_t count) {
   return {begin, left >= kPerLane ? kPerLane : (left > 0 ? static_cast<int>(left) : 0)};
 }
 
-// kWhole: all 128 values of the block exist and floats are 16-byte aligned. The two kinds of blocks have
-// separate loops; in one loop the compiler merges both into scalar stores.
+// Load and store a lane's floats. kWhole: all 128 values of the block exist and floats are 16-byte aligned.
+// The two kinds of blocks have separate loops; in one loop the compiler merges both into scalar stores.
 template <bool kWhole>
 __device__ __forceinline__ void load_floats(const float* from, const Lane& lane, float (&x)[kPerLane]) {
   if constexpr (kWhole) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_floats(const float* from, const Lane& lane,
 template <bool kWhole>
 __device__ __forceinline__ void store_floats(float* to, const Lane& lane, const float (&x)[kPerLane]) {
   if constexpr (kWhole) {
-    // Assigning a float4 compiles to four stores here; this compiles to one.
+    // __stwb() compiles to one store; assigning a float4 would compile to four stores.
     __stwb(reinterpret_cast<float4*>(to + lane.begin), make_float4(x[0], x[1], x[2], x[3]));
   } else {
 #pragma unroll
@@ -62,8 +62,8 @@ __device__ __forceinline__ void decode_word(uint8_t scale_byte, uint32_t word, f
   for (int k = 0; k < kPerLane; ++k) x[k] = scale * e4m3_to_float((word >> (8 * k)) & 0xffu);
 }
 
-// Reads a lane's values of a block from global memory. Wires are 16-byte aligned and padded to 16 codes, so
-// a lane with any value may read its four codes as one word.
+// Reads a lane's values of a block from global memory. Encoded arrays are 16-byte aligned and padded to 16
+// codes, so a lane with any value may read its four codes as one word.
 template <bool kWhole>
 struct Direct {
   const Lane& lane;
@@ -79,7 +79,7 @@ struct Direct {
 };
 
 // Copies a lane's values of a block to shared memory (read_ahead.cuh): a vector is a lane's part of a block.
-// A wire's scale is copied with the word around it.
+// A scale byte is copied with the aligned word that contains it.
 struct Reads {
   static constexpr int kSlots = kFp8ReadsAhead + 1, kPieces = 1;
   static constexpr bool kResidual = true;
@@ -96,7 +96,7 @@ struct Reads {
     begin_copy<4>(to.at(0) + 4, wire + fp8_scales_offset(count) + block / 4 * 4);
   }
 };
-// Takes the values from the queue's copies in shared memory.
+// Reads the values from the queue's copies in shared memory.
 template <typename Queue>
 struct Queued {
   Queue& queue;
@@ -110,7 +110,7 @@ struct Queued {
   }
 };
 
-// Sums a lane's values as in format.h. Reads own, residual and inputs in the order of PartReads.
+// Sums a lane's values as in format.h. Reads `own`, `residual` and `inputs` in the order of PartReads.
 template <typename Args, typename From>
 __device__ __forceinline__ void sum_block(const Args& a, From& from, float (&s)[kPerLane]) {
   float own[kPerLane];
@@ -198,7 +198,7 @@ __device__ __forceinline__ void for_each_block(int64_t count, bool wide, const B
   for (; block < whole; block += stride) body.template at<true>(block);
   for (; block < all; block += stride) body.template at<false>(block);
 }
-// As for_each_block(), with whole blocks read through a queue.
+// Calls the body like for_each_block(), with whole blocks read through a queue.
 template <typename Body, typename PartOrWire>
 __device__ __forceinline__ void for_each_block_ahead(int64_t count, bool wide, const Body& body,
                                                      const PartOrWire& reads, unsigned char* shared) {

@@ -1,11 +1,12 @@
 // Block-scaled FP8 on the wire: E4M3 codes, one power-of-two scale per 128 values (kernels/math/fp8.h).
 //
-// A wire of `count` values is fp8_wire_bytes(count) long: count codes, padding to a multiple of 16, then one
-// scale byte per block of 128 values; the last block may be short. 1.0078 bytes per value.
+// The encoding of `count` values is fp8_wire_bytes(count) long: count codes, padding to a multiple of 16,
+// then one scale byte per block of 128 values; the last block may be short. The size is 1.0078 bytes per
+// value.
 //
-// wire + residual == S exactly with round to nearest, to FP32 rounding with stochastic. Values far below the
-// block's largest round to zero and stay in the residual. NaN and Inf are both sent as NaN; they do not
-// affect the scale.
+// wire + residual == S exactly with round to nearest, and up to FP32 rounding with stochastic rounding.
+// Values far below the block's largest value round to zero and stay in the residual. NaN and Inf are both
+// sent as NaN; they do not affect the scale.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +26,7 @@ GW_HD int64_t fp8_wire_bytes(int64_t count) {
   return fp8_scales_offset(count) + (count + kFp8Block - 1) / kFp8Block;
 }
 
-// The arithmetic as a block format (kernels/wire/block.h); the layout differs.
+// The arithmetic of FP8 as a block format (kernels/wire/block.h); the layout on the wire differs.
 struct Fp8 {
   static constexpr int kBlock = kFp8Block, kMaxBlock = kBlock;
   static constexpr Rotation kRotation = Rotation::never;

@@ -1,4 +1,4 @@
-// The allreduce over peer access on the host: the kernel's steps in sequence, made of a format's ops.
+// The allreduce over peer access on the host: runs the kernel's steps in sequence, by a format's ops.
 #include "kernels/wire/fused.h"
 
 #include <fmt/format.h>
@@ -44,17 +44,18 @@ int64_t lay_out(FusedAllreduce& call, Wire wire) {
   if (call.one_shot && !wire->exact) {
     call.exported = used;
     call.scratch = used + aligned(4 * largest);
-    used += call.scratch;  // the wires have the same layout again
+    used += call.scratch;  // scratch holds encodings in the same layout
   }
   return used;
 }
 
 PeerKernelLimits peer_kernel_limits(Wire wire) {
   constexpr double kThreads = 256, kTile = 2048;
-  // The GPU's own memory delivers own values and residuals in 0.8 us, as many in flight as wires.
+  // Values per microsecond. The GPU's local memory delivers the rank's values and residuals in 0.8 us; as
+  // many values are in flight as for peer reads.
   constexpr double kFp32Values = 280e3, kBf16Values = 200e3;
-  // The share of 32 of 132 multiprocessors in an H200's speed. Block formats, with 130 (int8) to 530 (mxfp4)
-  // instructions per value, also have a third of the warps.
+  // Values per microsecond for 32 of an H200's 132 multiprocessors. Block formats, with 130 (int8) to 530
+  // (mxfp4) instructions per value, also have a third of the warps.
   constexpr double kFp8Values = 50e3, kBlockValues = 10e3;
   if (wire->exact) return {kMostPeerBlocks * kThreads * kFp32ReadsAhead * 16, kFp32Values};
   if (wire == kBf16) return {kMostPeerBlocks * kThreads * kBf16ReadsAhead * 16, kBf16Values};
@@ -107,7 +108,7 @@ class Call {
   T* at(T* data, int chunk) const {
     return data == nullptr ? nullptr : data + a_.begin[chunk];
   }
-  // Returns the arguments for chunk c, without inputs and results.
+  // Returns the encode's arguments for chunk c, without inputs and results.
   ReduceEncode own(int c) const {
     ReduceEncode args;
     args.own = at(a_.in, c);
@@ -163,7 +164,7 @@ class Call {
       args.rounding.seed = a_.seeds[c];
     }
     format_.reduce_encode(now_, args);
-    if (!mine && a_.residual != nullptr) {  // as Decode does
+    if (!mine && a_.residual != nullptr) {  // resets the residual as Decode does
       for (int64_t i = 0; i < args.count; ++i) {
         if (!is_finite(args.out[i])) at(a_.residual, c)[i] = 0.0f;
       }

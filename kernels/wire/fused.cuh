@@ -23,8 +23,8 @@
 
 namespace gradwire::cuda {
 
-// A ReduceEncode whose inputs are at one offset in the peer memory of all ranks but one. With an exact wire,
-// `wire` is a second place for the result.
+// A ReduceEncode whose inputs are at the same offset in the peer memory of all ranks except one. With an
+// exact format, `wire` is a second place for the result.
 struct FusedPart {
   std::byte* const* windows = nullptr;  // peer memory of all ranks; the array is in shared memory
   int64_t place = 0;                    // offset in each window
@@ -46,8 +46,8 @@ struct FusedPart {
   __device__ __forceinline__ float input_scale(int) const { return part_scale; }
 };
 
-// The reads of ReadAhead for a vector of a part: own, residual, inputs. Format begins the copies of floats
-// and wires.
+// The reads of ReadAhead for a vector of a part: `own`, `residual`, `inputs`. Format begins the copies of
+// floats and encoded values.
 template <typename Format>
 struct PartReads : Format {
   const FusedPart& a;
@@ -64,7 +64,7 @@ struct PartReads : Format {
   }
 };
 
-// The reads for a vector of a wire to decode.
+// The reads of ReadAhead for decoding a vector.
 template <typename Format>
 struct WireReads : Format {
   const Decode& a;
@@ -81,7 +81,7 @@ struct TilesAhead {
   static constexpr int kThreads = kVectorThreads, kBlocks = 2;
   static constexpr size_t kSharedBytes = ReadAhead<PartReads<Reads>>::kSharedBytes;
   struct Form {
-    bool wide;  // the caller's arrays take 16-byte accesses
+    bool wide;  // the caller's arrays allow 16-byte accesses
   };
   bool wide;
   unsigned char* shared_bytes;
@@ -91,8 +91,8 @@ struct TilesAhead {
   }
 };
 
-// As for_each_vector() of vector.cuh, in tiles of kVectorThreads * W elements: calls body.at<W>(i, Queued)
-// for vectors, body.at<1>(i, Direct) for single elements.
+// Does the same as for_each_vector() of vector.cuh, in tiles of kVectorThreads * W elements: calls
+// body.at<W>(i, Queued) for vectors, body.at<1>(i, Direct) for single elements.
 template <int W, typename Reads, typename Body>
 __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, const Body& body,
                                                   const Reads& reads, unsigned char* shared) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void for_each_in_tiles(bool wide, int64_t count, cons
   for (int64_t v = first; v < vectors; v += stride) {
     body.template at<W>(vector_begin<W>(v), typename Reads::template Queued<ReadAhead<Reads>>{ahead});
   }
-  int64_t tile = vectors * W / kTile;  // the first with single elements
+  int64_t tile = vectors * W / kTile;  // the first tile with single elements
   tile += (int64_t{blockIdx.x} - tile % gridDim.x + gridDim.x) % gridDim.x;
   for (; tile * kTile < count; tile += gridDim.x) {
     const int64_t begin = vectors * W > tile * kTile ? vectors * W : tile * kTile;
@@ -159,7 +159,7 @@ class FusedSteps {
     return p;
   }
 
-  // One-shot: exports this rank's term of the sum of its chunk to the other ranks.
+  // In a one-shot, exports this rank's term of its chunk's sum to the other ranks.
   __device__ __forceinline__ void export_own(int64_t tile) const {
     const FusedPart p = part(a_.peers.rank, false);
     float* const to = exported(a_.peers.rank);
@@ -171,7 +171,7 @@ class FusedSteps {
     }
   }
 
-  // One-shot: resets the residual of another rank's chunk as Decode does.
+  // In a one-shot, resets the residual of another rank's chunk as Decode does.
   __device__ __forceinline__ void forget_not_finite_of(int c, int64_t tile) const {
     if (a_.residual == nullptr) return;
     __syncthreads();  // results of this block's tiles were written by other threads
@@ -187,7 +187,7 @@ class FusedSteps {
   __device__ __forceinline__ Decode result(int c) const {
     return {.wire = wire(c, c),
             .out = a_.out + a_.begin[c],
-            .scale = Tiles::kExact ? 1.0f : a_.scale,  // the owner has scaled it
+            .scale = Tiles::kExact ? 1.0f : a_.scale,  // with an exact format the owner has scaled the sum
             .count = a_.begin[c + 1] - a_.begin[c],
             .residual = Tiles::kExact || a_.residual == nullptr ? nullptr : a_.residual + a_.begin[c]};
   }
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(Tiles::kThreads, Tiles::kBlocks)
   const Tiles tiles(form, a);
   const PeerBarrier barrier(a.peers);
   const FusedSteps<Tiles> steps(a, windows, barrier.half());
-  // One loop, so that the format's code, which is most of the kernel, is instantiated once.
+  // A single loop instantiates the format's code once; this code is the largest part of the kernel.
 #pragma unroll 1
   for (int sums = 0; sums < 2; ++sums) {
     const int end = sums == 0 || a.one_shot ? world : 1;
@@ -246,8 +246,8 @@ void launch_fused(const char* name, CudaStream stream, const FusedAllreduce& cal
     const int64_t count = call.begin[c + 1] - call.begin[c];
     most = count > most ? count : most;
   }
-  // The same on all ranks, whose GPUs are of one kind. At least one block, because every rank's barriers need
-  // it.
+  // The number of blocks is the same on all ranks, whose GPUs are of one kind. There is at least one block,
+  // because the barriers of every rank need it.
   const int64_t tiles = most > tile ? (most + tile - 1) / tile : 1;
   int64_t blocks = multiprocessors() < call.peers.blocks ? multiprocessors() : call.peers.blocks;
   blocks = tiles < blocks ? tiles : blocks;

@@ -15,18 +15,19 @@
 // of result and residual are those of a two-shot schedule that exchanges messages.
 //
 // A thread block processes the same tiles of a chunk in each step, on all ranks. A barrier therefore
-// synchronizes the blocks of one number, and steps of different blocks overlap. All ranks must launch the
-// same number of blocks.
+// synchronizes the blocks with the same number, and steps of different blocks overlap. All ranks must launch
+// the same number of blocks.
 //
 // A kernel whose peers do not arrive ends after patience_ns, or when the host requests a stop. Its results
 // are then undefined, and the group is unusable.
 //
-// Reads from other ranks take about 1 us, so each thread has several in flight (kernels/cuda/read_ahead.cuh).
+// Reads from other ranks take about 1 us, so each thread has several reads in flight
+// (kernels/cuda/read_ahead.cuh).
 //
 // Bytes per element and rank, for n ranks and w bytes on the wire: two-shot 4 + 8 (residual) + 4 + 2 w (2 -
 // 2/n), of which 2 w (1 - 1/n) come from other ranks; one-shot w (n - 1) from other ranks. Limit: the links
-// between the ranks, and a few multiprocessors' share of the memory bandwidth. Alignment: any for floats, 16
-// bytes fast. Deterministic.
+// between the ranks, and a few multiprocessors' share of the memory bandwidth. Alignment: any for floats,
+// 16-byte alignment is fast. Deterministic.
 #pragma once
 
 #include <cstdint>
@@ -42,39 +43,39 @@ struct FusedAllreduce {
   const float* in = nullptr;        // (count)
   float* out = nullptr;             // (count); may equal `in`
   float* residual = nullptr;        // (count) in and out; null: no error feedback; ignored by exact formats
-  float part_scale = 1.0f;          // of each part in the sum (part_scale.h)
-  float scale = 1.0f;               // of the sum
+  float part_scale = 1.0f;          // scale of each part in the sum (part_scale.h)
+  float scale = 1.0f;               // scale of the sum
   WireRounding rounding = {};       // first_element is the index of element 0
-  uint64_t seeds[kMostPeers] = {};  // of all ranks' rounding, by rank; for a one-shot
+  uint64_t seeds[kMostPeers] = {};  // seeds of all ranks' rounding, by rank; used by a one-shot
   int64_t begin[kMostPeers + 1] = {};  // chunk r is [begin[r], begin[r + 1]); count is begin[world]
-  int64_t offset[kMostPeers] = {};     // of the wire of chunk r in half a window
-  // Offsets that only a lossy one-shot uses: the floats of the rank's chunk, and room for wires that are
+  int64_t offset[kMostPeers] = {};     // offset of chunk r's encoding in half a window
+  // Offsets that only a lossy one-shot uses: the floats of the rank's chunk, and space for encodings that are
   // never read.
   int64_t exported = 0, scratch = 0;
 };
 
-// Reads in flight while a kernel uses one: vectors of a thread or, for block formats, tiles of a thread
-// block.
+// The number of reads in flight while a kernel uses another value: vectors of a thread or, for block formats,
+// tiles of a thread block.
 inline constexpr int kFp32ReadsAhead = 7, kBf16ReadsAhead = 5, kFp8ReadsAhead = 11, kBlockReadsAhead = 7;
 
-// The limits of a kernel of kMostPeerBlocks thread blocks on a GPU, apart from the links.
+// The limits of a kernel of kMostPeerBlocks thread blocks on a GPU, without the limit of the links.
 struct PeerKernelLimits {
-  double bytes_ahead;    // of wires, in flight from other ranks
-  double values_per_us;  // summed, encoded or decoded
+  double bytes_ahead;    // encoded bytes in flight from other ranks
+  double values_per_us;  // values summed, encoded or decoded per microsecond
 };
-// Estimates: bytes from the kernels' reads ahead, values from measurements of reduce_encode on an H200. The
-// kernel itself has not been measured on GPUs.
+// Returns estimates: the bytes follow from the kernels' reads ahead, the values from measurements of
+// reduce_encode on an H200. The kernel itself has not been measured on GPUs.
 PeerKernelLimits peer_kernel_limits(Wire wire);
 
 // Returns a call without data: a barrier between the streams of all ranks. Earlier work in each stream is
 // complete, and visible to all ranks, before later work in any stream begins.
 FusedAllreduce stream_barrier(const PeerMemory& peers);
 
-// Sets the offsets from `begin`. Returns the bytes that the call needs in half a window.
+// Computes the offsets from `begin`. Returns the number of bytes that the call needs in half a window.
 int64_t lay_out(FusedAllreduce& call, Wire wire);
 
 namespace host {
-// Runs with the host's ops of `format`. Throws CommError when a peer does not arrive.
+// Runs the allreduce with the host's ops of `format`. Throws CommError when a peer does not arrive.
 void fused_allreduce(const WireFormat& format, const FusedAllreduce& call);
 }  // namespace host
 

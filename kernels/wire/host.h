@@ -1,4 +1,4 @@
-// Shared by the host sides of the wire formats: parts of a call, random bits.
+// Helpers for the host's ops of the wire formats: parts of a call, random bits.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ void advance(T*& p, int64_t n) {
   if (p != nullptr) p += n;
 }
 
-// Draws random16() for `count` elements from `first` on, sixteen at a time. Returns their place in `buffer`,
-// which holds random_buffer(count).
+// Draws random16() for `count` elements starting at `first`, sixteen at a time. Returns the address of the
+// bits in `buffer`, which has room for random_buffer(count) elements.
 inline constexpr int kDraw = 16;
 constexpr int random_buffer(int count) {
   return (count + kDraw - 1) / kDraw * kDraw + kDraw;

@@ -1,12 +1,12 @@
 // Integers on the wire: codes from -m to m, m = 2^(bits - 1) - 1, times the block's unit.
 //
 // 8 and 4 bits: the unit is the largest magnitude / m in FP32, or, with scale=pow2, the next power of two,
-// whose exponent + 127 is one byte (OCP Microscaling's E8M0). Relative to the largest magnitude the error is
-// uniform, u^2 / 12 for a unit u. 2 bits: -1, 0 and 1 times 1.534 mean |x|, the best three levels for a
+// stored as one byte, exponent + 127 (OCP Microscaling's E8M0). Relative to the largest magnitude the error
+// is uniform, u^2 / 12 for a unit u. 2 bits: -1, 0 and 1 times 1.534 mean |x|, the best three levels for a
 // Gaussian: error 0.19; larger values are clamped, so unbiased rounding is not possible.
 //
-// With a power of two, wire + residual == S exactly with round to nearest; otherwise to FP32 rounding. NaN
-// and Inf are both sent as NaN, code -m - 1; they do not affect the unit.
+// With a power of two, wire + residual == S exactly with round to nearest; otherwise the equation holds up to
+// FP32 rounding. NaN and Inf are both sent as NaN, code -m - 1; NaN and Inf do not affect the unit.
 #pragma once
 
 #include "kernels/math/fp8.h"
@@ -40,12 +40,13 @@ struct Int {
   GW_HD int scale_bytes() const { return fp32_scale != 0 ? 4 : 1; }
   GW_HD int bytes() const { return code_bytes<kBits>(size) + scale_bytes(); }
   double gaussian_error(bool rotated) const {
-    // A power-of-two unit is 1 to 2 times the least one; rotation changes the ratio, so the error is unknown.
+    // A power-of-two unit is 1 to 2 times the least possible unit; rotation changes the ratio, so the error
+    // is unknown.
     if (*this != Int() || (rotated && fp32_scale == 0)) return 0;
     return kBits == 8 ? 8.34e-5 : kBits == 4 ? 1.4e-2 : 0.19;
   }
-  // A unit is 1 / kMost of the largest magnitude, or up to twice that. The bound of int2 follows from its
-  // scale, a mean.
+  // Bounds the squared error. A unit is 1 / kMost of the largest magnitude, or up to twice as large. The
+  // bound of int2 follows from its scale, a mean.
   double error_bound(bool stochastic) const {
     if (kBits == 2) return 1 - 1.534 * (2 - 1.534) / size;
     const double error = (fp32_scale != 0 ? 1.0 : 2.0) / kMost / (stochastic ? 1 : 2);
@@ -59,7 +60,7 @@ struct Int {
   // Returns the least k, as k + 127, with largest <= kMost * 2^k; kMost = (2 - 2^(2 - kBits)) * 2^(kBits -
   // 2). Where kMost * 2^k overflows a float, larger values saturate.
   GW_HD static uint8_t unit_byte(uint32_t largest_bits) {
-    constexpr uint32_t kFraction = 0x7fffffu & ~((1u << (25 - kBits)) - 1u);  // of kMost
+    constexpr uint32_t kFraction = 0x7fffffu & ~((1u << (25 - kBits)) - 1u);  // the fraction bits of kMost
     constexpr int32_t kLast = kBits == 2 ? 253 : 256 - kBits;  // its inverse must also be a normal number
     int32_t byte = static_cast<int32_t>(largest_bits >> 23) - (kBits - 2);
     byte += (largest_bits & 0x7fffffu) > kFraction ? 1 : 0;
@@ -67,14 +68,14 @@ struct Int {
     return static_cast<uint8_t>(byte < 1 ? 1 : byte);
   }
 
-  // Returns the code of a number of units; -kMost - 1 for NaN. `random` is 16 bits; negative: round to
-  // nearest.
+  // Returns the code of a number of units; -kMost - 1 for NaN. `random` has 16 random bits; if negative,
+  // rounds to nearest.
   template <bool kFinite>
   GW_HD static int32_t code_of(float units, int32_t random) {
-    // Random bits shift by less than a half either way, so integers are unchanged.
+    // Random bits shift by less than a half in either direction, so integers are unchanged.
     const float shifted =
         random < 0 ? units : units + (static_cast<float>(random) * 0x1p-16f - (0.5f - 0x1p-17f));
-    // Near 1.5 * 2^23 floats are integers, so adding it rounds.
+    // Near 1.5 * 2^23 floats are integers, so adding this constant rounds.
     const float large = 12582912.0f;
     int32_t code =
         static_cast<int32_t>(float_bits(shifted + large)) - static_cast<int32_t>(float_bits(large));
@@ -86,7 +87,8 @@ struct Int {
     return code == -kMost - 1 ? bits_float(0x7fc00000u) : unit * static_cast<float>(code);
   }
 
-  // Returns at least the value of the largest code. `largest` is the largest finite magnitude, as bits.
+  // Returns the least value that the largest code must represent. `largest` is the largest finite magnitude,
+  // as bits.
   template <typename Lanes>
   GW_HD static float scaled_value(const Lanes& lanes, const float* values, int count, uint32_t largest) {
     if constexpr (kBits > 2) return bits_float(largest);
