@@ -28,7 +28,7 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return shape.empty() ? "a scalar" : fmt::format("{}", fmt::join(shape, "x"));
 }
 
-// "a, b, c and 4 more"
+// Returns the first names and the number of further names: "a, b, c and 4 more".
 std::string few(const std::vector<std::string>& names) {
   constexpr size_t kShown = 3;
   const size_t shown = std::min(names.size(), kShown);
@@ -36,10 +36,10 @@ std::string few(const std::vector<std::string>& names) {
   return names.size() > kShown ? fmt::format("{} and {} more", text, names.size() - kShown) : text;
 }
 
-// A tensor of a file or a part of one, and its source or destination in memory.
+// A tensor of a file, or a part of a tensor, with its source or destination in memory.
 struct Piece {
   std::string tensor;
-  int64_t first = 0;  // first element
+  int64_t first = 0;  // first element in the file's tensor
   TensorState state;
   uint64_t first_byte() const { return static_cast<uint64_t>(first * bytes_of(state.dtype)); }
 };
@@ -147,7 +147,7 @@ namespace {
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
   const bool chooses = config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2;
-  // Known since the construction of the reducer.
+  // The reducer's constructor has measured the costs, so this call does not measure.
   const LinkCosts* links = chooses ? &rank.comm.link_costs(rank.stream) : nullptr;
   if (links != nullptr && !links->measured) links = nullptr;
   return about_file(config, position, rank.comm.rank(), links);
@@ -166,7 +166,7 @@ std::string agreed_id(const RankState& rank, std::string id) {
 
 std::unique_ptr<SafetensorsWriter> create_file(const std::string& path, const Json& about,
                                                const std::vector<Entry>& entries) {
-  // "format" is required by Hugging Face's readers.
+  // Hugging Face's readers require the key "format".
   return std::make_unique<SafetensorsWriter>(
       path, std::map<std::string, std::string>{{"format", "pt"}, {kAboutKey, about.dump()}}, entries);
 }
@@ -189,7 +189,7 @@ void append_entries(std::vector<Entry>& entries, const std::vector<VitParameter>
   for (const VitParameter& p : parameters) entries.push_back({prefix + p.name, p.shape});
 }
 
-// The files that can contain parts of several ranks. Rank 0 creates and finishes them.
+// The files that can contain parts of several ranks. Rank 0 creates and finishes these files.
 struct CommonFiles {
   std::unique_ptr<SafetensorsWriter> weights, state;
 
@@ -246,7 +246,8 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
     checkpoint.emplace(directory, position.step);
     common = create_common_files(rank, about, folder);
   }
-  about["id"] = agreed_id(rank, about.value("id", ""));  // afterwards the folder and its common files exist
+  about["id"] = agreed_id(
+      rank, about.value("id", ""));  // waits until rank 0 has created the folder and its common files
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   try {
@@ -280,7 +281,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   if (leads) common.finish(written);
   for (const SafetensorsWriter* file : common.all())
     saved.bytes += file != nullptr ? file->written().bytes : 0;
-  rank.comm.barrier();  // so that all files are on disk
+  rank.comm.barrier();  // returns when all ranks' files are on disk
   if (checkpoint) checkpoint->commit(config.checkpoint_keep);
   return saved;
 }

@@ -24,7 +24,7 @@ namespace fs = std::filesystem;
 
 const std::string kPrefix = "step-", kUnfinished = ".tmp";
 
-// Returns the number of steps: "step-000000030" -> 30; -1 for any other name.
+// Returns the number of steps in a checkpoint's name: 30 for "step-000000030", -1 for any other name.
 int64_t steps_of(const std::string& name) {
   if (!name.starts_with(kPrefix)) return -1;
   return parse_number<int64_t>(name.substr(kPrefix.size()), 0).value_or(-1);
@@ -37,7 +37,7 @@ bool is_unfinished(const std::string& name) {
 
 struct Listing {
   std::vector<std::pair<int64_t, std::string>> checkpoints;  // number of steps and path, newest first
-  std::vector<std::string> unfinished;                       // paths
+  std::vector<std::string> unfinished;                       // paths of unfinished checkpoints
 };
 
 Listing list(const std::string& directory) {

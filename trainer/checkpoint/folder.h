@@ -23,12 +23,12 @@ struct FoundCheckpoint {
   std::vector<std::string> ignored;  // one message for each newer or unfinished checkpoint that was skipped
 };
 // Finds the newest complete checkpoint. `directory`: a folder of checkpoints, or a checkpoint. Throws
-// BadInput if it is not a folder.
+// BadInput if `directory` is not a folder.
 FoundCheckpoint find_checkpoint(const std::string& directory);
-// Returns false if the folder does not exist.
+// Returns whether the folder exists and contains complete checkpoints.
 bool holds_checkpoints(const std::string& directory);
-// Throws BadInput, which names `flag`, unless files can be written into this folder, which need not exist.
-// Creates nothing.
+// Throws BadInput, which names `flag`, unless this process can write files into the folder. The folder need
+// not exist. Creates nothing.
 void check_output_directory(const std::string& flag, const std::string& directory);
 
 // The lock of a checkpoint folder. Two runs must not write to one folder, because each would remove the
@@ -36,24 +36,26 @@ void check_output_directory(const std::string& flag, const std::string& director
 // ends. Creates `directory`. Throws BadInput, which names the run that holds the lock.
 class FolderLock {
  public:
-  // `displaces`: takes the lock from its holder, the run's previous rank 0, which must not write afterwards.
-  // The holder may be a stopped process.
+  // Acquires the lock. `displaces`: takes the lock from its holder, the run's previous rank 0, which may be a
+  // stopped process and must not write afterwards.
   explicit FolderLock(const std::string& directory, bool displaces = false);
 
  private:
   FileDescriptor file_;
 };
 
-// One rank creates this object, all ranks write files to temporary_path(), then that rank commits.
+// A checkpoint that is being written. One rank creates this object, all ranks write files to
+// temporary_path(), then the creating rank calls commit().
 class NewCheckpoint {
  public:
-  // Creates the folder, and removes unfinished folders of earlier runs; warns if it cannot remove one.
+  // Creates the folder, and removes unfinished folders of earlier runs. Warns if a folder cannot be removed.
   NewCheckpoint(const std::string& directory, int64_t step);
-  // Static, so that ranks without the object can compute the paths.
+  // Return the path during writing and after commit(). Static, so that ranks without the object can compute
+  // both paths.
   static std::string temporary_path(const std::string& directory, int64_t step);
   static std::string final_path(const std::string& directory, int64_t step);
-  // Syncs and renames the folder, and removes all but the last `keep` checkpoints; warns if it cannot remove
-  // one.
+  // Syncs and renames the folder, and removes all but the last `keep` checkpoints. Warns if a checkpoint
+  // cannot be removed.
   void commit(int keep);
 
  private:

@@ -1,4 +1,4 @@
-// The gradients of one step on one rank before they are sent. `gradwire train --dump-gradients` writes them
+// The gradients of one step on one rank, before communication. `gradwire train --dump-gradients` writes them
 // to a safetensors file with torchvision's names and shapes, for `gradwire-bench formats --gradients`.
 #pragma once
 
@@ -17,15 +17,16 @@ std::string gradients_path(const std::string& directory, int64_t step);
 
 class GradientDump {
  public:
-  // Dumps the gradients of config.gradients_step. All referenced arguments must outlive the object.
+  // Prepares to dump the gradients of config.gradients_step. All referenced arguments must outlive the
+  // object.
   GradientDump(const TrainConfig& config, const std::vector<VitParameter>& parameters,
                const ParameterLayout& layout, Device device);
 
   // Copies gradient i in stream order. Call after enqueuing the computation of the gradient, and before the
-  // reducer may change it. `gradient` is on the stream's device.
+  // reducer may change the gradient. `gradient` is on the stream's device.
   void take(const Stream& stream, int i, const float* gradient);
-  // Writes the file, after the stream has passed every take(). The file is complete or absent. A failure is
-  // reported, and the run continues.
+  // Writes the file; requires that the stream has passed every take(). The file is complete or absent.
+  // Reports a failure without ending the run.
   void write() const;
 
  private:

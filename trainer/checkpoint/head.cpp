@@ -126,7 +126,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
   std::vector<std::string> notes, differences;
   for (const char* key : {"model", "optimizer", "momentum"}) {
     const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
-    // Only the existence of a momentum buffer matters.
+    // For momentum, compare only whether a momentum buffer exists.
     auto zero = [](const Json& j) { return j.is_number() && j.get<double>() == 0.0; };
     const bool fits =
         std::string(key) == "momentum" ? zero(old_value) == zero(new_value) : old_value == new_value;
@@ -149,7 +149,7 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (old_value != new_value)
       differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));
   }
-  // An allreduce encodes the sum, a reduce-scatter does not. In an exact format this makes no difference.
+  // An allreduce encodes the sum, but a reduce-scatter does not. In an exact format the results are equal.
   if (const Json old_value = saved.value("shard", Json("none"));
       old_value != current["shard"] && !config.compression.wire->exact) {
     differences.push_back(fmt::format("shard {}, now {}", old_value.dump(), current["shard"].dump()));

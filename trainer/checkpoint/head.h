@@ -1,4 +1,4 @@
-// A checkpoint's description of itself: its position in the run, and its settings.
+// The description in a checkpoint's files: the position in the run, and the run's settings.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-// The metadata key of this description, which is JSON text, in every file.
+// The metadata key in every file of a checkpoint. The value is the description as JSON text.
 inline constexpr const char* kAboutKey = "gradwire";
 
 struct Position {
@@ -31,24 +31,25 @@ struct CheckpointHead {
   // schedule.
   std::optional<LinkCosts> links;
   std::string config;  // the run's settings as JSON text
-  std::string parts;   // common to all files of the checkpoint, as JSON text
+  std::string parts;   // the values that all files of the checkpoint share, as JSON text
 };
 
-// Reads only headers. Throws BadInput, which names the file, when something is missing or inconsistent.
+// Returns the head of a checkpoint. Reads only the files' headers. Throws BadInput, which names the file,
+// when a file or value is missing or inconsistent.
 CheckpointHead read_head(const std::string& checkpoint);
 // Returns a note for each setting that changes how the run continues from the checkpoint. Throws BadInput
 // when the run cannot continue (another model or optimizer, or fewer steps than the checkpoint has done).
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
 // Convert measured link costs to and from JSON: latency and rate of four patterns, of peer memory reads and,
-// if the transport has one, of the library's allreduce. Any other JSON gives nullopt.
+// if the transport has a library allreduce, of this allreduce. Invalid JSON gives nullopt.
 nlohmann::ordered_json links_json(const LinkCosts& links);
 std::optional<LinkCosts> links_of(const nlohmann::ordered_json& json);
 
 // Returns the description of rank `rank`'s files; add the checkpoint's "id". `links`: null unless measured.
 nlohmann::ordered_json about_file(const TrainConfig& config, const Position& at, int rank,
                                   const LinkCosts* links);
-// Throws BadInput, which names `file`, unless it was saved together with the file from which `head` was read.
+// Throws BadInput, which names `file`, unless `file` and the file of `head` were saved together.
 void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& file);
 // Returns the head of a file. Throws BadInput, which names the file, if the head is incomplete.
 nlohmann::ordered_json about_of(const SafetensorsReader& file);

@@ -23,7 +23,8 @@
 namespace gradwire {
 namespace {
 
-// Ordered for writing. Sorted for reading, because an ordered object searches linearly for each name.
+// The writer uses ordered JSON. The reader uses sorted JSON, because an ordered object searches linearly for
+// each name.
 using Json = nlohmann::ordered_json;
 using SortedJson = nlohmann::json;
 
@@ -113,7 +114,8 @@ void SafetensorsWriter::seek(const std::string& tensor, uint64_t first) {
   at_ = begin->second + first;
 }
 
-// The CRC of the whole is the sum in GF(2) of the CRCs of its parts, each shifted by the length after it.
+// Adds data to the CRC. The CRC of the whole data is the sum in GF(2) of the CRCs of the parts, each shifted
+// by the number of bytes after the part.
 void SafetensorsWriter::put(const void* data, size_t bytes) {
   if (at_ + bytes > end_) {
     throw Error(fmt::format("{}: {} bytes written, the header declares {}", path_, at_ + bytes, end_));

@@ -22,8 +22,8 @@
 
 namespace gradwire {
 
-// One writer creates a file. Writers in other threads or processes may write parts of its data; they open the
-// file, and close it before the first writer finishes it.
+// Writes a file. One writer creates the file. Writers in other threads or processes may open the file and
+// write parts of its data. They must close the file before the creating writer finishes the file.
 class SafetensorsWriter {
  public:
   struct Entry {
@@ -42,16 +42,17 @@ class SafetensorsWriter {
                     const std::vector<Entry>& entries);
   // Opens a file that another writer has created.
   explicit SafetensorsWriter(std::string path);
-  // Continues after the previous write; starts at the first value of the first tensor.
+  // Writes values after the previously written values. The first write() starts at the first value of the
+  // first tensor.
   void write(std::span<const float> values) { write(std::as_bytes(values)); }
   void write(std::span<const std::byte> values);
   // Sets the position of write() to byte `first` of a tensor.
   void seek(const std::string& tensor, uint64_t first);
-  const Written& written() const { return written_; }  // the creating writer includes the header
+  const Written& written() const { return written_; }  // includes the header for the creating writer
   // Syncs and closes a file that another writer finishes.
   void close();
   // Writes the checksum, syncs and closes. Throws Error unless the writers together wrote as many bytes as
-  // the header declares. Only for the writer that created the file.
+  // the header declares. Callable only for the writer that created the file.
   void finish(const Written& by_others);
   void finish() { finish(Written()); }
 
@@ -76,8 +77,8 @@ class SafetensorsReader {
     int64_t elements = 0;
   };
 
-  // Reads only the header, and checks every size in it against the file size before use. Throws BadInput,
-  // which names the file and the problem.
+  // Reads only the header, and checks every size in the header against the file size before use. Throws
+  // BadInput, which names the file and the problem.
   explicit SafetensorsReader(std::string path);
 
   const std::string& path() const { return path_; }
@@ -85,9 +86,10 @@ class SafetensorsReader {
   const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
   uint64_t data_at() const { return data_at_; }                    // offset of the data in the file
   uint64_t file_bytes() const { return file_bytes_; }
-  const Tensor* find(const std::string& name) const;  // null: not found
+  const Tensor* find(const std::string& name) const;  // null if the file has no such tensor
 
-  // Reads the whole file. Throws BadInput if the checksum does not match, or is missing and `required`.
+  // Verifies the checksum of the whole file. Throws BadInput if the checksum is wrong, or if `required` and
+  // the file has no checksum.
   void verify(bool required) const;
   // Reads elements [first, first + out.size()) of a tensor, which must be F32.
   void read(const Tensor& tensor, int64_t first, std::span<float> out) const;
@@ -102,7 +104,7 @@ class SafetensorsReader {
   void index_tensors();
   void read_at(uint64_t at, void* out, size_t bytes) const;
   [[noreturn]] void refuse(const std::string& why) const;
-  // Names the file's actual kind, if recognized; otherwise `why`.
+  // Throws BadInput, which names the file's actual kind if foreign_kind() recognizes it, otherwise `why`.
   [[noreturn]] void refuse_kind(const std::string& why) const;
 
   std::string path_;

@@ -145,7 +145,7 @@ int cli_main(int argc, char** argv) {
   try {
     const int done = parse_and_run(argc, argv);
     const int code = done == kDone && any_output_lost() ? kFailed : done;
-    // A full disk is detected here at the latest. Incomplete output must not look like success.
+    // Flushing stdout detects a full disk at the latest. Incomplete output must not look like success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
     return report(
         "standard output could not be written: its disk is full, or its reader is gone; all other work is "

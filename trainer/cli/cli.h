@@ -3,7 +3,8 @@
 
 namespace gradwire {
 
-// Returns the exit code: 0 done, 1 failed while running, 2 bad input. 1 and 2 print one line on stderr.
+// Runs the command, and returns the exit code: 0 for success, 1 for a failure while running, 2 for bad input.
+// Codes 1 and 2 print one line on stderr.
 int cli_main(int argc, char** argv);
 
 }  // namespace gradwire

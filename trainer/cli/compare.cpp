@@ -23,12 +23,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A run of the comparison. Runs are ordered by seed, so that all specs have a first result before any has a
-// second, and within a seed by the order of the table.
+// A run of the comparison. Runs are ordered by seed, so that all specs have a first result before any spec
+// has a second result. Runs of one seed are in the order of the table.
 struct PlannedRun {
   TrainConfig config;
   std::string title;                       // unique among the runs
-  std::string log = {};                    // file; "": none
+  std::string log = {};                    // file name; "" for no log
   std::optional<RunSummary> earlier = {};  // result of an earlier call
   bool half = false;                       // an earlier call started the run and did not finish it
 };
@@ -83,7 +83,7 @@ std::vector<std::string> logs_next_to(const std::string& json) {
   return paths;
 }
 
-// Finds the logs of runs with the same settings. Each log belongs to one run. Finished logs come first,
+// Finds the logs of runs with the same settings. Assigns each log to one run. Assigns finished logs first,
 // because a compression that is given twice has two logs with equal settings.
 void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, const std::string& json) {
   std::vector<std::string> settings;
@@ -103,7 +103,7 @@ void find_earlier_runs(std::vector<PlannedRun>& runs, const DataSplits& data, co
   }
 }
 
-// Gives every other run the first free number that does not name a device or a FIFO.
+// Gives every run without a log the first free number that does not name a device or a FIFO.
 void name_logs(std::vector<PlannedRun>& runs, const std::string& json) {
   std::set<std::string> taken;
   for (const PlannedRun& run : runs) taken.insert(run.log);

@@ -5,7 +5,7 @@
 
 namespace gradwire {
 
-// Returns the specs of --preset, then those of --compression. Throws BadInput without specs.
+// Returns the specs of --preset, followed by the specs of --compression. Throws BadInput without specs.
 std::vector<std::string> compared_specs(const RunOptions& options);
 
 // Runs the comparison. Throws BadInput before the first run starts, and the exceptions of a run. Skips runs

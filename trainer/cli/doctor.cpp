@@ -359,7 +359,7 @@ void doctor(RunOptions options) {
     json["peaks"] = peaks_json(report.peaks);
     json["ranks"] = ranks_json(report);
     json["prediction"] = recommendation_json(report, config.model);
-    if (comm) comm->barrier();  // so that no rank exits while others still communicate
+    if (comm) comm->barrier();  // keeps a rank from exiting while others communicate
   }
   file.write(json.dump(2) + "\n");
 }

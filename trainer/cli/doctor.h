@@ -6,7 +6,8 @@
 
 namespace gradwire {
 
-// Returns defaults that differ from those of train: vit_b_32, batches of 32, a timeout of 10 s.
+// Returns doctor's default options, which differ from the defaults of train: vit_b_32, batches of 32, a
+// timeout of 10 s.
 RunOptions doctor_defaults();
 
 // Prints the report on rank 0 and, with options.json, writes it to a file. Collective if a launcher has

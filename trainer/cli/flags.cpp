@@ -26,7 +26,8 @@ struct Limits {
   T least, most;
 };
 
-// CLI11 by itself reads "" as 0 and 010 as octal, and wraps -1 into an unsigned.
+// Parses a number strictly. CLI11's parser reads "" as 0 and 010 as octal, and wraps -1 to an unsigned
+// number.
 template <typename T>
 CLI::Validator number_within(Limits<T> limits) {
   const std::string range = fmt::format(" from {} to {}", limits.least, limits.most);
@@ -303,7 +304,7 @@ void add_train_flags(CLI::App& command, RunOptions& o) {
   add_checkpoint_flags(command, o, init);
   set_group(command, "Output");
   add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line");
-  // A graph's steps run without the host, which would have to copy each gradient before it is sent.
+  // A graph's steps run without the host, so the host cannot copy each gradient before communication.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
            "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")

@@ -1,4 +1,4 @@
-// The flags of each command: ranges, choices, conflicts. Parsing throws CLI::ParseError if they are invalid.
+// The flags of each command: ranges, choices, conflicts. Parsing throws CLI::ParseError if a flag is invalid.
 #pragma once
 
 #include "trainer/cli/options.h"

@@ -33,9 +33,9 @@ struct Variables {
   const char *rank, *world, *local_rank, *local_world;
 };
 
-// In order of precedence. torchrun may run under Slurm, and so may mpirun: it starts its daemons with srun,
-// and the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS even
-// if nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
+// The launchers in order of precedence. torchrun and mpirun may run under Slurm. mpirun starts its daemons
+// with srun, and the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have
+// SLURM_NTASKS even if nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
 constexpr Variables kLaunchers[] = {
     {LauncherKind::by_hand, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     {LauncherKind::open_mpi, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
@@ -79,7 +79,7 @@ std::string tcp(std::string host, int port) {
   return fmt::format("tcp://{}:{}", v6 ? "[" + host + "]" : host, port);
 }
 
-// Returns MASTER_PORT; 0: not set.
+// Returns MASTER_PORT, or 0 if the variable is not set.
 int master_port(const Lookup& lookup) {
   const std::string text = value_of(lookup, "MASTER_PORT");
   if (text.find("://") != std::string::npos) {
@@ -97,8 +97,8 @@ int master_port(const Lookup& lookup) {
   return port;
 }
 
-// Returns MASTER_PORT, or `otherwise` if it is not set. Ignores Kubernetes' variable of that name, because
-// the ranks can connect without a port from the environment.
+// Returns MASTER_PORT, or `otherwise` if the variable is not set. Ignores Kubernetes' variable of that name,
+// because the ranks can connect without a port from the environment.
 int port_or(const Lookup& lookup, int otherwise) {
   if (value_of(lookup, "MASTER_PORT").find("://") != std::string::npos) return otherwise;
   const int port = master_port(lookup);
@@ -109,8 +109,9 @@ std::string slurm_job(const Lookup& lookup) {
   return first_of(lookup, {"SLURM_HET_JOB_ID", "SLURM_JOB_ID"});
 }
 
-// mpirun starts a daemon as a Slurm step on each node except the first, and its ranks inherit the variables
-// of these steps. So only the Slurm variables of the job are common to the ranks.
+// Returns whether mpirun started the ranks. mpirun starts a daemon as a Slurm step on each node except the
+// first node, and its ranks inherit the variables of these steps. So only the Slurm variables of the job are
+// common to the ranks.
 bool by_mpirun(LauncherKind kind) {
   return kind == LauncherKind::open_mpi || kind == LauncherKind::mpich;
 }
@@ -124,7 +125,8 @@ std::string id_of(LauncherKind kind, bool all_here, const Lookup& lookup) {
   return fmt::format("{}.{}", slurm_job(lookup), value_of(lookup, "SLURM_STEP_ID"));
 }
 
-// Assumes that rank 0 is on the first node of the Slurm step, or of mpirun's allocation.
+// Sets the rendezvous to the first node of the Slurm step, or of mpirun's allocation, where rank 0 is assumed
+// to run.
 void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"}) {
     std::string list = value_of(lookup, name);
@@ -174,7 +176,7 @@ int local_world_of(const Variables& v, const std::string& text, const Lookup& lo
   return count_of_node(text, node.empty() ? 0 : parse("SLURM_NODEID", node));
 }
 
-// srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra does.
+// Returns whether srun set the variables: srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, as Hydra does.
 bool is_srun(const Variables& v, const Lookup& lookup) {
   return v.kind == LauncherKind::mpich && value_of(lookup, v.local_world).empty() &&
          value_of(lookup, "SLURM_STEP_NUM_TASKS") == value_of(lookup, v.world) &&
@@ -254,8 +256,7 @@ int count_of_node(const std::string& slurm_counts, int index) {
     nodes += repeated;
     if (index < nodes) return count;
   }
-  return nodes == repeated ? count
-                           : 0;  // a later part of a heterogeneous job: all its nodes have the same number
+  return nodes == repeated ? count : 0;  // later part of a heterogeneous job; its nodes share one number
 }
 
 std::optional<Launch> detect_launcher(const Lookup& lookup) {
@@ -273,7 +274,7 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     }
     if (!found) found = launch;
   }
-  // Only PRRTE's prun does not provide a number of ranks.
+  // PRRTE's prun is the only launcher that does not provide a number of ranks.
   if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
     throw BadInput(fmt::format(
         "each process would train alone: PMIX_RANK={} in the environment, but no variable has the number of "
@@ -356,7 +357,7 @@ int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
 
 void share_cores(const Launch& launch) {
   if (launch.local_world < 2 || environment("GRADWIRE_THREADS") != nullptr) return;
-  // Under Slurm: the job's cores on this machine. The machine may have more cores.
+  // Under Slurm, use the job's cores on this machine. The machine may have more cores.
   const char* of_job = launch.launcher == "Slurm" ? environment("SLURM_CPUS_ON_NODE") : nullptr;
   const int of = of_job != nullptr ? parse("SLURM_CPUS_ON_NODE", of_job)
                                    : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));

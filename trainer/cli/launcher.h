@@ -18,14 +18,16 @@ struct Launch {
   std::string launcher;   // "torchrun", "Slurm", "mpirun (Open MPI)", ...
   std::string variables;  // "RANK=1 WORLD_SIZE=4"
   int rank = 0, world = 1;
-  // Among the ranks on this machine. -1 and 0 if the launcher does not set them.
+  // The rank's number among the ranks on this machine, and the count of these ranks. -1 and 0 if the launcher
+  // does not set the values.
   int local_rank = -1, local_world = 0;
-  // tcp://host:port, the same on every rank. Empty if unknown, and in a world of 1.
+  // The rendezvous tcp://host:port, the same on every rank. Empty if unknown, and in a world of 1.
   std::string rendezvous;
-  // The reason for an empty rendezvous: an invalid variable. An error only if the ranks need it.
+  // The reason for an empty rendezvous: an invalid variable. This is an error only if the ranks need a
+  // rendezvous.
   std::string no_rendezvous = {};
-  // Set if rank 0's node is assumed: the variable with the list of nodes, whose first node is assumed to be
-  // rank 0's.
+  // The variable with the list of nodes, if rank 0 is assumed to run on the first node of this list.
+  // Otherwise empty.
   std::string assumed_from = {};
 };
 
@@ -44,37 +46,39 @@ std::optional<Launch> detect_launcher();
 // if neither is known.
 std::string rendezvous_for(const Launch& launch, const std::string& rendezvous);
 
-// How a process connects to the others, from its flags. The fields are those of GroupOptions and TcpOptions.
+// The flags that determine how a process connects to the others. The fields have the meaning of the same
+// fields of GroupOptions and TcpOptions.
 struct JoinOptions {
-  std::string rendezvous;  // empty: the launcher's
+  std::string rendezvous;  // if empty, the launcher's rendezvous
   double timeout_s = 60;
   bool shrinkable = false;
 };
 
 // Connects to the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is
-// known, when other machines can reach it and the run has no secret, or when this build lacks NCCL.
+// known, when other machines can reach the rendezvous and the run has no secret, or when this build lacks
+// NCCL.
 std::unique_ptr<Communicator> join(const Launch& launch, const JoinOptions& how,
                                    Device device = Device::host());
 
 // Returns the Launch of a process that joins the run whose --members is `path`. Until admission, its rank is
 // the run's world size at launch. Throws BadInput if the file cannot be read.
 Launch launch_of_joiner(const std::string& path);
-// Sends the run `about`, and blocks until the run admits this process: see Communicator::join_tcp().
+// Sends `about` to the run, and blocks until the run admits this process: see Communicator::join_tcp().
 std::unique_ptr<Communicator> join_members(const std::string& path, const std::string& about,
                                            const JoinOptions& how);
 
 // Divides the machine's cores among its processes, unless the launcher has bound each process to separate
 // cores or GRADWIRE_THREADS is set.
 void share_cores(const Launch& launch);
-// Returns the resulting number of threads. `cpus`: processors on which this process may run. `of`: processors
-// of the machine (or of the job on it). `quota`: quota of processor time, in processors, for all processes of
-// the machine together; 0: none.
+// Returns the number of threads that share_cores() sets. `cpus`: processors on which this process may run.
+// `of`: processors of the machine, or of the job on this machine. `quota`: quota of processor time in
+// processors, for all processes of the machine together; 0 for no quota.
 int threads_of_share(const Launch& launch, int cpus, int of, int quota);
 
 // Returns the first name in a Slurm host list: "gpu[03-05,9],login1" -> "gpu03".
 std::string first_host(const std::string& slurm_list);
-// Returns the entry of node `index` in a Slurm list of counts: "2(x3),1" -> 2 2 2 1. Returns 0 if the list
-// has no such entry or is invalid.
+// Returns the entry of node `index` in a Slurm list of counts: "2(x3),1" has the entries 2 2 2 1. Returns 0
+// if the list has no such entry or is invalid.
 int count_of_node(const std::string& slurm_counts, int index);
 
 }  // namespace gradwire

@@ -1,7 +1,7 @@
 #include "runtime/util/no_memory.h"
 #include "trainer/cli/cli.h"
 
-// Runs before the static initializers, which allocate.
+// Prepares the process before the static initializers allocate memory.
 [[gnu::constructor(101)]] static void prepare() {
   gradwire::exit_cleanly_without_memory("gradwire");
 }

@@ -16,7 +16,7 @@ namespace gradwire {
 enum class DeviceChoice : uint8_t { automatic, host, cuda };
 
 // Flags as given, each within its range (trainer/cli/flags.cpp). Flags that were not given are empty and get
-// defaults in resolve().
+// their defaults from resolve().
 struct RunOptions {
   std::string model = "vit_tiny";
   std::optional<int32_t> image_size, patch, width, depth, heads, mlp;
@@ -24,10 +24,10 @@ struct RunOptions {
   std::string data = "fashion-mnist", augment = "none";
   std::optional<int> ranks;
   std::optional<Launch> launch;        // set if a launcher started this process
-  std::string rendezvous;              // empty: the launcher's
+  std::string rendezvous;              // if empty, the launcher's rendezvous
   std::optional<std::string> elastic;  // MIN:MAX
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  std::string members;                // file for joiners; empty: a file in the checkpoint folder, if any
+  std::string members;                // file for joiners; if empty, a file in the checkpoint folder
   std::string join;                   // the `members` file of the run that this process joins
   std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
   DeviceChoice device = DeviceChoice::automatic;
@@ -56,7 +56,7 @@ struct RunOptions {
   std::optional<std::string> trace_steps, profile_steps;
   std::string init, checkpoint, resume;
   std::optional<std::string> dump_gradients;  // STEP:DIR
-  std::optional<int64_t> checkpoint_every;    // default: an epoch
+  std::optional<int64_t> checkpoint_every;    // in steps; by default an epoch
   std::optional<int> checkpoint_keep;
   int64_t log_every = 1;
   bool dry_run = false;
@@ -70,7 +70,7 @@ struct Resolved {
   std::vector<CompressionSpec> compressions;
   std::vector<double> buckets_mb;
   DataSplits data;
-  std::string device_line;         // the device, the number of ranks, and the reason
+  std::string device_line;         // names the device, the number of ranks, and the reason for the device
   std::vector<std::string> notes;  // further notes for the user
 };
 
@@ -78,7 +78,7 @@ struct Resolved {
 // precision. Throws BadInput.
 Resolved resolve_machine(const RunOptions& options);
 
-// Connects to the other processes if this is one of several; returns null otherwise.
+// Connects to the other processes. Returns null if this process is the only process of the run.
 JoinOptions join_options(const RunOptions& options);
 std::unique_ptr<Communicator> join(const RunOptions& options, const TrainConfig& config);
 

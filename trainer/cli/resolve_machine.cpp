@@ -73,7 +73,7 @@ int resolve_ranks(const RunOptions& o, Resolved& out) {
   return world;
 }
 
-// Call after the ranks are known.
+// Resolves the number of ranks per node. Call after resolving the ranks.
 void resolve_nodes(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int ranks = config.ranks();
@@ -94,7 +94,8 @@ void resolve_nodes(const RunOptions& o, Resolved& out) {
   }
 }
 
-// Call after the devices are known.
+// Checks that the ranks can use schedule=nccl if a spec requires this schedule. Call after resolving the
+// devices.
 void check_schedules(const Resolved& out) {
   const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
   for (const CompressionSpec& spec : out.compressions) {
@@ -113,7 +114,8 @@ void check_schedules(const Resolved& out) {
   }
 }
 
-// Returns the number of GPUs for `count` ranks, of which `here` are on this machine; 0: train on the host.
+// Returns the number of GPUs for `count` ranks, of which `here` are on this machine. 0 means training on the
+// host.
 int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
   if (o.device == DeviceChoice::host) return 0;
   const bool required = o.device == DeviceChoice::cuda;
@@ -140,7 +142,7 @@ int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
 void resolve_devices(const RunOptions& o, Resolved& out) {
   const int count = resolve_ranks(o, out);
   const bool processes = out.config.processes;
-  // Ranks on this machine, if known.
+  // The number of ranks on this machine, or `count` if unknown.
   const int here = processes && o.launch->local_world > 0 ? o.launch->local_world : count;
   const int gpus = usable_gpus(o, count, here, out);
   const std::string ranks = counted(count, "rank") + (processes ? ", a process each" : "");
@@ -151,7 +153,8 @@ void resolve_devices(const RunOptions& o, Resolved& out) {
       out.device_line += " (no GPU: " + cuda_unavailable_reason() + ")";
     return;
   }
-  // Other machines are assumed to be numbered the same way. join() determines this rank's device exactly.
+  // Other machines are assumed to number their ranks and GPUs in the same way. join() determines this rank's
+  // device exactly.
   for (int r = 0; r < count; ++r) out.config.devices.push_back(Device::cuda(r % here % gpus));
   if (processes) {
     out.device_line = fmt::format("Device: cuda, {} through NCCL {}, {} on this machine", ranks,
@@ -195,7 +198,7 @@ void check_shard(const RunOptions& o) {
   }
 }
 
-// Call after the ranks and devices are known.
+// Resolves --gradient-group. Call after resolving the ranks and devices.
 void resolve_gradient_group(const RunOptions& o, Resolved& out) {
   if (!o.gradient_group) return;
   if (o.shard >= Sharding::gradients) {
@@ -225,7 +228,7 @@ void check_overlap(const RunOptions& o) {
   }
 }
 
-// Call after the ranks and devices are known.
+// Resolves --elastic. Call after resolving the ranks and devices.
 void resolve_elastic(const RunOptions& o, Resolved& out) {
   if (!o.elastic) return;
   TrainConfig& config = out.config;

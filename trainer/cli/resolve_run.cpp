@@ -17,7 +17,8 @@
 namespace gradwire {
 namespace {
 
-// Measuring the peak takes 0.2 s, too long for a run with fewer FLOPs.
+// Least FLOPs of a run that measures the peak. The measurement takes 0.2 s, too long for a run with fewer
+// FLOPs.
 constexpr double kPeakRunFlops = 1e12;
 
 // Returns the number of optimizer steps in an epoch. Throws BadInput if an epoch has no step.
@@ -44,7 +45,8 @@ bool same_folder(const std::string& a, const std::string& b) {
   return fs::weakly_canonical(a + "/", ignored) == fs::weakly_canonical(b + "/", ignored);
 }
 
-// Call after all other options are known, because the checkpoint is compared with them.
+// Resolves --init, --checkpoint and --resume. Call after resolving all other options, because the checkpoint
+// is compared with these options.
 void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved& out) {
   TrainConfig& config = out.config;
   // A joiner gets its state from the other ranks, even if they started from a checkpoint.
@@ -97,7 +99,7 @@ int64_t first_step(const TrainConfig& config) {
 // The default range begins after the warm-up of caches and clocks.
 constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
 
-// Call after the steps and the first step of a resumed run are known.
+// Resolves --trace and --profile-steps. Call after resolving the steps and the first step of a resumed run.
 void resolve_trace(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int64_t first = first_step(config);

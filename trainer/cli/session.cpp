@@ -91,7 +91,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   std::vector<RunObserver*> observers;
   if (!output.log.empty()) {
     log = std::make_unique<RunLog>(output.log, config, data);
-    observers.push_back(log.get());  // first, so that printed results are already in the file
+    observers.push_back(log.get());  // first observer, so that the file has each result before stdout
   }
   observers.push_back(&summarizer);
   auto start = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// Shared by `train` and `compare`: console output, and running one configuration end to end.
+// Console output and the execution of one configuration, for `train` and `compare`.
 #pragma once
 
 #include <cstdint>
@@ -15,25 +15,25 @@ namespace gradwire {
 
 // Prints a line on stdout and flushes it.
 void say(const std::string& text);
-// Returns whether this process prints. Of ranks that are processes, only rank 0 prints, except for errors.
+// Returns whether this process prints. If ranks are processes, only rank 0 prints, except for errors.
 bool leads(const RunOptions& options);
 void say_start(const Resolved& run, const RunOptions& options);
 // Prints the plan for --dry-run.
 void say_plan(const TrainConfig& config);
 
-// This process's part of a run: all of it, one launched rank, or a joiner.
+// This process's part of a run: the whole run, one launched rank, or a joiner.
 struct RunPart {
   Communicator* comm = nullptr;
-  // Joins a running job.
+  // Set for a joiner: joins a running job.
   std::function<std::unique_ptr<Communicator>(const std::string& about)> join_group = {};
 };
 void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                 const RunPart& part);
 
 struct RunOutput {
-  std::string log = {};    // file; "": none
+  std::string log = {};    // file name; "" for no log
   int64_t log_every = 1;   // steps between log lines when output is not a terminal
-  std::string label = {};  // on a terminal, before the progress bar
+  std::string label = {};  // text before the progress bar on a terminal
 };
 // Trains, with a log and a report on stdout on rank 0. With --elastic, call it on every rank, because each
 // may have to replace rank 0. Ranks other than rank 0 print nothing.

@@ -10,8 +10,8 @@ struct TopOptions {
   bool prometheus = false;
 };
 
-// Returns when the run has ended or, without a terminal, after one reading. Throws BadInput if the file
-// cannot be read or is not a run log.
+// Displays the run's state. Returns when the run has ended or, without a terminal, after one reading. Throws
+// BadInput if the file cannot be read or is not a run log.
 void top(const TopOptions& options);
 
 }  // namespace gradwire

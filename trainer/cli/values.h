@@ -9,7 +9,7 @@
 namespace gradwire {
 
 // Checks a path, or a path after `prefix`: after the first ':' of fashion-mnist:DIR, or after file:// of a
-// URL. Rejects ~, because shells do not expand it there.
+// URL. Rejects a path that begins with ~, because shells do not expand ~ after a prefix.
 inline CLI::Validator path_value(const std::string& prefix = "") {
   return CLI::Validator(
       [prefix](std::string& text) {
@@ -19,8 +19,8 @@ inline CLI::Validator path_value(const std::string& prefix = "") {
       "");
 }
 
-// Checks a size in bytes: a number, with or without a unit. kb_is_1000: K is 1000 and KiB 1024; otherwise
-// both are 1024. CLI11's validator accepts -1 as 2^64 - 1.
+// Checks a size in bytes: a number, with or without a unit. kb_is_1000: K is 1000 and KiB is 1024. Otherwise
+// K and KiB are 1024. CLI11's validator accepts -1 as 2^64 - 1.
 inline CLI::Validator size_value(bool kb_is_1000) {
   const CLI::AsSizeValue units(kb_is_1000);
   return CLI::Validator(

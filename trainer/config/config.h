@@ -19,7 +19,7 @@ struct VitConfig {
   int32_t image = 28, channels = 1, patch = 7;
   int32_t width = 64, depth = 4, heads = 4, mlp = 256;
   int32_t classes = 10;
-  Gelu gelu = Gelu::exact;  // the MLPs' form of GELU; exact: as in torchvision
+  Gelu gelu = Gelu::exact;  // the MLPs' form of GELU; torchvision uses the exact form
 
   int32_t grid() const { return image / patch; }
   int32_t tokens() const { return grid() * grid() + 1; }  // patches and the class token
@@ -30,7 +30,7 @@ struct VitConfig {
 // Returns a model by name. Throws BadInput, which lists the known names, for an unknown name.
 VitConfig named_model(const std::string& name);
 std::vector<std::string> model_names();
-// The largest value of each size; the smallest is 1.
+// The largest value of each size. The smallest value is 1.
 struct VitLimits {
   static constexpr int32_t image = 4096, patch = 4096, width = 1 << 16, depth = 1024, heads = 1024,
                            mlp = 1 << 18, channels = 1024, classes = 1 << 24;
@@ -40,11 +40,11 @@ void check_model(const VitConfig& model);
 // Returns the number of parameters, from a formula. A test compares it with the model's tensors.
 int64_t parameter_count(const VitConfig& model);
 
-// fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N]
+// The value of --data: fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N].
 struct DataSpec {
   enum class Kind : uint8_t { fashion_mnist, cifar10, synthetic };
   Kind kind = Kind::fashion_mnist;
-  std::string directory;  // empty: the default folder of fashion-mnist
+  std::string directory;  // if empty, the default folder of fashion-mnist
   int64_t count = 0;      // synthetic: training images; 0: chosen from the image size (load_data())
 
   static DataSpec parse(const std::string& text);  // throws BadInput
@@ -52,7 +52,7 @@ struct DataSpec {
   bool operator==(const DataSpec&) const = default;
 };
 
-// none | flip | crop | flip,crop: augmentation of training images (trainer/data/augment.h).
+// The augmentation of training images: none | flip | crop | flip,crop (trainer/data/augment.h).
 struct Augmentation {
   bool flip = false, crop = false;
 
@@ -81,7 +81,7 @@ enum class ElasticBatch : uint8_t { keep_global, keep_local };
 
 // The world sizes MIN:MAX with which a run continues.
 struct ElasticRange {
-  int least = 0, most = 0;  // 0: the run ends with the first rank that fails
+  int least = 0, most = 0;  // if 0, the run ends when the first rank fails
 
   explicit operator bool() const { return least > 0; }
   static ElasticRange parse(const std::string& text);  // throws BadInput
@@ -102,20 +102,22 @@ struct TrainConfig {
   int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's value, if all ranks agree
   int ranks_here = 0;           // ranks on this machine, from the launcher; 0: unknown
   int ranks() const { return static_cast<int>(devices.size()); }
-  ElasticRange elastic;  // on: the run continues when ranks die (trainer/train/elastic.h)
+  ElasticRange elastic;  // if set, the run continues when ranks die (trainer/train/elastic.h)
   ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  // Elastic: the file through which joiners find the run (trainer/config/members.h). Empty: no rank can join.
+  // --elastic: the file through which joiners find the run (trainer/config/members.h). If empty, no rank can
+  // join.
   std::string members;
 
   CompressionSpec compression;
   double bucket_mb = 25;  // MiB
   Sharding shard = Sharding::none;
-  Wire gather_weights = kFp32;  // with shard: the format in which ranks exchange updated weights
-  // Returns whether the ranks divide `what` among them. A single rank divides nothing.
+  Wire gather_weights = kFp32;  // --shard: the format in which ranks exchange updated weights
+  // Returns whether the ranks divide `what` among themselves. A single rank divides nothing.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
-  int64_t memory_limit = 0;      // bytes per rank; a run that needs more is rejected. 0: none
-  bool overlap_forward = false;  // the next forward begins while gradients are in transfer; same bits
-  int64_t gradient_group = 2;    // layers whose gradients CUDA ranks compute and send together (layout.h)
+  int64_t memory_limit = 0;  // bytes per rank; a run that needs more memory is rejected. 0: no limit
+  bool overlap_forward =
+      false;  // the next forward begins while gradients are in transfer; the bits do not change
+  int64_t gradient_group = 2;  // layers whose gradients CUDA ranks compute and send together (layout.h)
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 
   int64_t batch_size = 64;  // images per rank and micro-batch; the maximum over ranks if they differ
@@ -132,7 +134,7 @@ struct TrainConfig {
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
-  bool graph = false;  // capture the step once, then launch it as a graph; same bits
+  bool graph = false;  // capture the step once, then launch the graph; the bits do not change
   uint64_t seed = 0;   // for weights, shuffling, augmentation and stochastic rounding
 
   int64_t eval_every = 1;         // epochs between evaluations; also after the last step. 0: never
@@ -153,9 +155,9 @@ struct TrainConfig {
   StepRange trace_steps;    // steps in the trace
   StepRange profile_steps;  // steps between cudaProfilerStart and cudaProfilerStop
 
-  double timeout_s = 60;  // how long a rank waits for a peer in one operation
+  double timeout_s = 60;  // maximum wait for a peer in one operation
 
-  // Images over all ranks: per micro-batch, and per optimizer step.
+  // Return the images over all ranks: per micro-batch, and per optimizer step.
   int64_t micro_batch() const { return shared_batch > 0 ? shared_batch : batch_size * ranks(); }
   int64_t global_batch() const { return micro_batch() * accumulate; }
 };

@@ -35,7 +35,7 @@ Members read_members(const std::string& path) {
   std::istringstream lines(text);
   std::string magic, launched;
   lines >> magic >> launched;
-  lines.ignore();  // end of line
+  lines.ignore();  // skip the end of the line
   const auto ranks = parse_number(launched, 1, kMostRanks);
   if (magic != kMagic || !ranks) {
     throw BadInput(path + ": not a list of a run's ranks; name the file of the run's --members");

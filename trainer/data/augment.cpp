@@ -14,7 +14,8 @@ GW_SIMD void normalize(const uint8_t* from, int64_t count, float scale, float sh
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[i]) * scale + shift;
 }
 
-// `to_end`: one past the last value, which is the first pixel.
+// Normalizes a row of pixels and writes the values in reverse order. `to_end`: one past the last value, which
+// belongs to the first pixel.
 GW_SIMD void normalize_reversed(const uint8_t* from, int64_t count, float scale, float shift, float* to_end) {
   float* to = to_end - count;
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<float>(from[count - 1 - i]) * scale + shift;

@@ -1,7 +1,7 @@
 // Flips and shifts of training images, drawn on demand.
 //
-// A draw is a pure function of (seed, epoch, index of the image in the data set). It is independent of ranks,
-// batches, timing and the step from which a run resumed. Evaluation does not augment.
+// A draw is a pure function of (seed, epoch, index of the image in the data set). The draw is independent of
+// ranks, batches, timing and the step from which a run resumed. Evaluation does not augment.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ int32_t crop_padding(int32_t side);
 AugmentDraw draw_augmentation(const Augmentation& which, uint64_t seed, int64_t epoch, int64_t image,
                               int32_t height, int32_t width);
 
-// Normalizes one channel of an image, (height, width): to[y][x] = pixel * scale + shift, where the pixel is
-// that of the crop, flipped after cropping. Reads 1 byte and writes 4 bytes per pixel. No alignment required.
+// Normalizes one channel of an image, (height, width): to[y][x] = pixel * scale + shift, where `pixel` is
+// taken from the crop, flipped after cropping. Reads 1 byte and writes 4 bytes per pixel. No alignment
+// required.
 void normalize_plane(const uint8_t* pixels, int32_t height, int32_t width, const AugmentDraw& draw,
                      float scale, float shift, float* to);
 

@@ -18,7 +18,7 @@ constexpr const char* kCifar10Remedy =
     "cifar10:DIR must have the binary version (cifar-10-binary.tar.gz): data_batch_1.bin to data_batch_5.bin "
     "and test_batch.bin";
 
-// Appends the records of one file. Returns their number.
+// Appends the records of one file. Returns the number of records.
 size_t append(Dataset& data, const std::string& path) {
   std::vector<uint8_t> bytes = read_file(path, kDatasetFileLimit, kCifar10Remedy);
   auto fail = [&](const std::string& why) {
@@ -60,7 +60,7 @@ DataSplits load_cifar10(const std::string& directory) {
   namespace fs = std::filesystem;
   std::error_code ignored;
   fs::path root = directory;
-  // The archive has a top-level folder. Accept that folder or its parent.
+  // The archive has a top-level folder. Accept this folder or its parent.
   if (!fs::exists(root / "data_batch_1.bin", ignored) &&
       fs::is_directory(root / "cifar-10-batches-bin", ignored)) {
     root /= "cifar-10-batches-bin";

@@ -21,26 +21,27 @@ struct Dataset {
 };
 
 struct DataSplits {
-  Dataset train = {}, test = {};  // same shape, classes, mean and stddev
+  Dataset train = {}, test = {};  // both splits have the same shape, classes, mean and stddev
   std::vector<std::string> notes = {};
 };
 
 // Loads the data that `spec` names. Synthetic data has the model's image shape and at least `min_train`
-// training images, unless the spec sets a count. Throws BadInput, which names the file and the remedy, for
-// missing or truncated files, wrong magic numbers or counts, and labels out of range.
+// training images, unless the spec sets their count. Throws BadInput, which names the file and the remedy,
+// for missing or truncated files, wrong magic numbers or counts, and labels out of range.
 DataSplits load_data(const DataSpec& spec, const VitConfig& model, uint64_t seed, int64_t min_train = 0);
 
 // Loads the four IDX files of Fashion-MNIST (or MNIST), each plain or gzip (.gz), from `directory` or from
 // torchvision's folder in it. If several files match a name, uses the first that can be read.
 DataSplits load_fashion_mnist(const std::string& directory);
-// Loads data_batch_1..5.bin and test_batch.bin of the binary version.
+// Loads data_batch_1..5.bin and test_batch.bin of CIFAR-10's binary version.
 DataSplits load_cifar10(const std::string& directory);
-// Draws a smooth pattern per class. An image is its class's pattern, shifted, plus noise.
+// Draws synthetic data: a smooth pattern per class. An image is the pattern of its class, shifted, plus
+// noise.
 DataSplits make_synthetic(const VitConfig& shape, int64_t train_count, int64_t test_count, uint64_t seed);
 
-// Returns the folder of fashion-mnist if the spec does not name one: $GRADWIRE_DATA or a folder in it. If the
-// variable is not set, returns the folder of Debian's package. Throws BadInput if $GRADWIRE_DATA does not
-// have such data.
+// Returns the folder of fashion-mnist if the spec does not name a folder: $GRADWIRE_DATA or a subfolder of
+// $GRADWIRE_DATA. If the variable is not set, returns the folder of Debian's package. Throws BadInput if
+// $GRADWIRE_DATA does not have fashion-mnist.
 std::string default_fashion_mnist_directory();
 
 // Throws BadInput unless the model accepts these images and has an output for each class.

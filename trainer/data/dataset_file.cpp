@@ -42,7 +42,7 @@ std::vector<uint8_t> read_file(const std::string& path, size_t limit_bytes, cons
     contents.resize(filled + static_cast<size_t>(got));
     if (got == 0) break;
   }
-  // zlib reports a gzip stream that ends before its trailer only on closing.
+  // Close explicitly: only closing reports a gzip stream that ends before its trailer.
   closer.release();
   if (int code = gzclose_r(file); code != Z_OK) {
     fail(code == Z_BUF_ERROR ? "truncated gzip file" : fmt::format("cannot be read (zlib error {})", code));

@@ -51,7 +51,7 @@ bool holds_fashion_mnist(const std::string& directory) {
   return std::filesystem::exists(idx_files(directory, "train", kImages)[0], ignored);
 }
 
-// Returns `directory`, or the folder in it that has the files: Gradwire's or torchvision's.
+// Returns `directory` or the subfolder with the files: Gradwire's or torchvision's subfolder.
 std::string folder_in(const std::string& directory) {
   namespace fs = std::filesystem;
   for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
@@ -103,7 +103,7 @@ struct FoundIdx {
   std::string path;
 };
 
-// Returns the first readable file. Adds a note for each unreadable file, unless all are unreadable.
+// Returns the first readable file. Adds a note for each unreadable file, unless all files are unreadable.
 FoundIdx read_first(const std::vector<std::string>& paths, uint32_t dimensions,
                     std::vector<std::string>& notes) {
   std::vector<std::string> problems;

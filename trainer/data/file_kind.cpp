@@ -29,8 +29,8 @@ constexpr Kind kKinds[] = {
     {257, "ustar"sv, "a tar archive; unpack it with tar -xf"},
 };
 
-// Detects a tag after white space: "<!DOCTYPE html>", "<html>", "<?xml ...", as in a server's answer to a
-// failed request.
+// Returns whether the text begins with a tag, after white space: "<!DOCTYPE html>", "<html>", "<?xml ...".
+// Servers answer failed requests with such texts.
 bool is_markup(std::string_view text) {
   const size_t begin = text.find_first_not_of(" \t\r\n\xef\xbb\xbf");
   if (begin == std::string_view::npos) return false;

@@ -149,7 +149,8 @@ class Loader::Impl {
     Buffer staged_images, staged_labels;  // filled by the loading thread; on the host the same buffers
     int64_t count = 0;
     Event copied, released;
-    // Guarded by mutex_. If true, the other members belong to the caller, otherwise to the loading thread.
+    // Whether the slot has a batch; guarded by mutex_. If true, the caller owns the other members, otherwise
+    // the loading thread.
     bool full = false;
   };
 
@@ -174,7 +175,7 @@ class Loader::Impl {
             changed_.wait(lock, [&] { return stop_ || !slot.full; });
             if (stop_) return;
           }
-          // The buffers must have been read: by the copy, or on the host by the step.
+          // Wait until the slot's buffers have been read: by the copy, or on the host by the step.
           (copies() ? slot.copied : slot.released).synchronize();
           fill(slot, epoch, positions, batch);
           if (copies()) send(slot);
@@ -185,7 +186,7 @@ class Loader::Impl {
           changed_.notify_all();
         }
       }
-    } catch (...) {  // a stream failed; next() rethrows it
+    } catch (...) {  // a stream failed; next() rethrows the exception
       std::lock_guard lock(mutex_);
       error_ = std::current_exception();
       changed_.notify_all();
@@ -208,7 +209,7 @@ class Loader::Impl {
     auto fill_images = [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) fill_image(slot, epoch, i, order[i]);
     };
-    // On the host the model keeps the cores busy; with a GPU they are idle.
+    // On the host the model keeps the cores busy. With a GPU the cores are idle.
     const int64_t grain = std::max<int64_t>(1, kGrainElements / data_.image_elements());
     if (copies() && slot.count > grain) {
       parallel_for(slot.count, grain, fill_images);
@@ -237,7 +238,7 @@ class Loader::Impl {
   std::vector<float> scale_, shift_;  // normalized = pixel * scale + shift
   std::vector<Slot> slots_;
   Stream copy_stream_;                // CUDA only
-  int64_t taken_ = 0, released_ = 0;  // batches; used only by the caller's thread
+  int64_t taken_ = 0, released_ = 0;  // numbers of batches; used only by the caller's thread
 
   std::mutex mutex_;
   std::condition_variable changed_;

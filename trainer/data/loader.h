@@ -1,9 +1,9 @@
 // Prefetches one rank's batches: sharded, shuffled by seed, augmented, normalized and copied to the device.
 //
-// Epoch e visits the images in a permutation that depends only on (seed, e), so it is the same on every rank.
-// Global batch i is a contiguous run of world * batch_size (or global_batch) positions of the permutation;
-// rank r takes the r-th part. Training drops the last incomplete group of batches (drop_last). Evaluation
-// returns it as smaller batches. Nothing depends on timing: same options, same batches.
+// Epoch e visits the images in a permutation that depends only on (seed, e), so the permutation is the same
+// on every rank. Global batch i is a contiguous run of world * batch_size (or global_batch) positions of the
+// permutation; rank r takes the r-th part. Training drops the last incomplete group of batches (drop_last).
+// Evaluation returns this group as smaller batches. Nothing depends on timing: same options, same batches.
 //
 // A batch is in a slot, device memory at a fixed address. Slots form a ring: the loader's k-th batch is in
 // slot k % slots. With slots = 2 x batches per step, all batches of a step are available at once, and every
@@ -29,32 +29,33 @@ namespace gradwire {
 struct LoaderOptions {
   int rank = 0, world = 1;
   int64_t batch_size = 1;  // images per rank and batch
-  // Images per batch over all ranks; need not be a multiple of their number. Parts differ by at most one
-  // image, and batch_size is the largest part. 0: world * batch_size.
+  // Images per batch over all ranks; need not be a multiple of the number of ranks. Ranks' parts differ by at
+  // most one image, and batch_size is the largest part. 0 means world * batch_size.
   int64_t global_batch = 0;
-  int64_t group = 1;  // batches per optimizer step; with drop_last an epoch is a multiple of it
+  int64_t group = 1;  // batches per optimizer step; with drop_last an epoch has a multiple of `group` batches
   bool shuffle = true;
   bool drop_last = true;
   Augmentation augment = {};
-  uint64_t seed = 0;               // seed of the order and augmentation
-  int64_t first_batch = 0;         // batches to skip, counted across epochs
-  int64_t slots = 2;               // batches in flight; at least 2, to load one while another trains
+  uint64_t seed = 0;        // seed of the order and augmentation
+  int64_t first_batch = 0;  // batches to skip, counted across epochs
+  int64_t slots = 2;        // batches in flight; at least 2, to load a batch while another batch trains
   Device device = Device::host();  // memory of the batches
 };
 
 class Loader {
  public:
-  // Memory owned by the loader, valid until release().
+  // A batch in memory that the loader owns. Valid until release().
   struct Batch {
     const float* images = nullptr;    // (count, channels, height, width), normalized
     const int32_t* labels = nullptr;  // (count)
-    int64_t count = 0;                // part of this rank; smaller at the end of an evaluation, even 0
+    int64_t count = 0;                // images of this rank; fewer at the end of an evaluation, possibly 0
     int64_t slot = 0;                 // 0 .. slots - 1
   };
 
-  // `data` must outlive the loader. Throws BadInput when an epoch would have no batch.
+  // Starts to load the first batches. `data` must outlive the loader. Throws BadInput when an epoch would
+  // have no batch.
   Loader(const Dataset& data, LoaderOptions options);
-  // Before destruction, the streams given to next() and release() must have finished with the batches.
+  // Stops the loading thread. The streams given to next() and release() must have finished with the batches.
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
@@ -63,9 +64,10 @@ class Loader {
   int64_t batches_per_epoch() const;
 
   // Returns the next batch, which later work on `stream` may read. Blocks only if the loading thread is
-  // behind. The next epoch follows an epoch's last batch. Throws Error when all slots are in use.
+  // behind. After the last batch of an epoch, returns the first batch of the next epoch. Throws Error when
+  // all slots are in use.
   Batch next(const Stream& stream);
-  // Frees the oldest batch not yet released, once `stream` has finished the work enqueued so far.
+  // Frees the oldest unreleased batch, once `stream` has finished the work enqueued so far.
   void release(const Stream& stream);
 
   // Returns the indices of the images in this rank's batch `batch` of epoch `epoch`, in the order of next().

@@ -1,6 +1,6 @@
 // Synthetic images that a classifier can learn: each class has a smooth pattern; an image is that pattern
-// shifted by a few pixels, plus noise. A pure function of (shape, counts, seed). The generator is
-// counter-based, so every process gets the same bytes.
+// shifted by a few pixels, plus noise. The data are a pure function of (shape, counts, seed). The generator
+// is counter-based, so every process gets the same bytes.
 #include <algorithm>
 #include <cmath>
 
@@ -15,14 +15,14 @@ namespace {
 
 constexpr int kKnots = 5;           // a pattern is a kKnots x kKnots grid of normal draws, interpolated
 constexpr float kContrast = 44.0f;  // gray levels per standard deviation of the pattern
-constexpr int kNoise = 3;           // noise: the sum of two bytes, divided by this
+constexpr int kNoise = 3;           // the noise is the sum of two bytes, divided by kNoise
 enum SyntheticStream : uint64_t {
   kPatternStream = 0x5359'0001,
   kTrainStream = 0x5359'0002,
   kTestStream = 0x5359'0003
 };
 
-// Returns gray levels (channels, height, width) of every class.
+// Returns the pattern of every class: gray levels (channels, height, width).
 std::vector<float> class_patterns(const VitConfig& shape, uint64_t seed) {
   int64_t size = shape.image, plane = size * size;
   std::vector<float> patterns(static_cast<size_t>(shape.classes * shape.channels * plane));

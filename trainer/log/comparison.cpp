@@ -13,8 +13,8 @@
 namespace gradwire {
 namespace {
 
-// Mean and sample standard deviation over the seeds. The deviation is NaN for a single seed; both are NaN
-// when a value is missing.
+// Mean and sample standard deviation over the seeds. The deviation is NaN for a single seed. Mean and
+// deviation are NaN when a value is missing.
 struct Spread {
   double mean = 0, deviation = std::numeric_limits<double>::quiet_NaN();
 };
@@ -117,7 +117,7 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
                     ratio ? fmt::format("{:.2f}x", *ratio) : "-",
                     milliseconds(median_of(run, &RunSummary::exposed_comm_ms))});
   }
-  // Only if the bucket sizes differ.
+  // Show the bucket sizes only if they differ.
   if (std::any_of(runs.begin(), runs.end(),
                   [&](const auto& r) { return r.bucket_mb != runs[0].bucket_mb; })) {
     rows[0].insert(rows[0].begin() + 1, "bucket MiB");

@@ -12,10 +12,10 @@ namespace gradwire {
 struct SeedRun {
   uint64_t seed = 0;
   RunSummary summary;
-  std::string log;  // file name; "": none
+  std::string log;  // file name; "" for no log
 };
 
-// One compression with one bucket size, and its runs: one per seed, at least one.
+// A compression with a bucket size, and at least one run: one run per seed.
 struct ComparedRun {
   std::string compression;
   std::vector<SeedRun> seeds = {};

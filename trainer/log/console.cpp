@@ -135,7 +135,7 @@ void Console::print(const std::string& text) {
 void Console::draw_bar() {
   drawn_ = Clock::now();
   double done = static_cast<double>(steps_done_) / static_cast<double>(std::max<int64_t>(1, config_.steps));
-  // The share of this process's steps, which may start from a checkpoint.
+  // The finished share of this process's steps. The first of these steps may follow a checkpoint.
   double share = static_cast<double>(steps_done_ - first_step_) /
                  static_cast<double>(std::max<int64_t>(1, config_.steps - first_step_));
   double elapsed = std::chrono::duration<double>(drawn_ - start_).count();

@@ -20,7 +20,7 @@ struct ConsoleOptions {
   std::FILE* out = stdout;
   bool terminal = false;   // draw a progress bar
   int64_t log_every = 1;   // without a terminal: steps per line; the last step always gets a line
-  std::string label = {};  // shown before the bar, to identify one of several runs
+  std::string label = {};  // shown before the bar, to identify the run among several runs
 };
 
 class Console final : public RunObserver {
@@ -34,7 +34,7 @@ class Console final : public RunObserver {
   void on_eval(const EvalRecord& eval) override;
 
  private:
-  void print(const std::string& text);  // a whole line, above the bar
+  void print(const std::string& text);  // prints a whole line above the bar
   void draw_bar();
   void erase_bar();
 
@@ -52,8 +52,8 @@ std::string summary_line(const RunSummary& summary);
 // Returns the straggler and the time for which the other ranks waited for it; empty if the time was
 // negligible.
 std::string straggler_text(const RunSummary& summary);
-// Returns the shares of the step time: a line of parts that add up to 100 % and, if there was communication,
-// a line for the parts that ran in parallel.
+// Returns the shares of the step time: a line of parts whose sum is 100 % and, if the ranks communicated, a
+// line for the parts that ran in parallel.
 std::string shares_text(const RunSummary& summary);
 
 }  // namespace gradwire

@@ -8,8 +8,8 @@
 namespace gradwire {
 
 struct EarlierRun {
-  std::string settings;   // settings_text() of the first line; "": not a run log
-  bool finished = false;  // ends with its summary
+  std::string settings;   // settings_text() of the first line; "" if the file is not a run log
+  bool finished = false;  // the log ends with its summary
   RunSummary summary;     // if finished: the fields that a comparison shows; other fields are zero
 };
 

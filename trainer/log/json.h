@@ -24,14 +24,15 @@ inline Json or_null(const std::optional<double>& value) {
 }
 
 // Returns a discarded value (is_discarded(), not an object) if the text is not JSON. Drops values nested
-// deeper than any that Gradwire writes, because printing and comparing them would overflow the stack.
+// deeper than Gradwire's output, because printing and comparing such values would overflow the stack.
 inline Json parse_json(const std::string& text) {
   constexpr int kDeepest = 50;
   return Json::parse(
       text, [](int depth, Json::parse_event_t, Json&) { return depth <= kDeepest; }, false);
 }
 
-// Returns json[key] if it exists and is a T, which must be one of Json's types (bool, numbers, std::string).
+// Returns json[key] if the value exists and is a T. T must be one of Json's types (bool, numbers,
+// std::string).
 template <typename T>
 std::optional<T> field(const Json& json, const char* key) {
   const auto at = json.find(key);
@@ -43,12 +44,12 @@ std::optional<T> field(const Json& json, const char* key) {
   return fits ? std::optional(at->template get<T>()) : std::nullopt;
 }
 
-// Returns json[key], or NaN if it is not a number.
+// Returns json[key], or NaN if the value is not a number.
 inline double number_in(const Json& json, const char* key) {
   return field<double>(json, key).value_or(std::numeric_limits<double>::quiet_NaN());
 }
 
-// Returns 25 instead of 25.0.
+// Returns an integer for a whole number (25 instead of 25.0).
 inline Json shortest(double value) {
   return value == std::floor(value) ? Json(static_cast<int64_t>(value)) : Json(value);
 }

@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kMostRows = 32;  // maximum ranks shown: the ranks with the shortest waits
 
-// Returns a square matrix with a row per rank; empty for any other JSON.
+// Returns the waits, a square matrix with a row per rank. Empty if the JSON is not such a matrix.
 std::vector<std::vector<double>> waits_in(const Json& json) {
   const auto rows = json.find("waited_s");
   std::vector<std::vector<double>> waits;
@@ -31,7 +31,7 @@ std::vector<std::vector<double>> waits_in(const Json& json) {
   return waits;
 }
 
-// Returns a number of steps or ranks, clamped to the range of valid logs.
+// Returns json[key], a number of steps or ranks, clamped to the range of valid logs.
 int64_t count_in(const Json& json, const char* key) {
   return std::clamp<int64_t>(field<int64_t>(json, key).value_or(0), 0, int64_t{1} << 53);
 }

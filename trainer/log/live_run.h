@@ -12,12 +12,12 @@ namespace gradwire {
 
 class LiveRun {
  public:
-  // Reads the next line of the log. Throws BadInput if the first line is not a run record.
+  // Updates the state from the next line of the log. Throws BadInput if the first line is not a run record.
   void read(const std::string& line);
   // Returns whether the log ends with its summary.
   bool finished() const { return finished_; }
 
-  // Returns text for a person: progress, the straggler, and each rank's waits.
+  // Returns the state as readable text: progress, the straggler, and each rank's waits.
   std::string text() const;
   // Returns the state in Prometheus's text format.
   std::string metrics() const;

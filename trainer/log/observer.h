@@ -8,11 +8,11 @@
 
 namespace gradwire {
 
-// Known before the first step, once the model and the reducer exist.
+// The properties of a run that are known before the first step, once the model and the reducer exist.
 struct RunInfo {
   int64_t parameters = 0;
   int64_t tensors = 0;
-  int buckets = 0;                  // 0 with one rank
+  int buckets = 0;                  // number of buckets; 0 with one rank
   std::string schedule;             // "ring", "two_shot", ...; "none" with one rank
   std::string schedule_reason;      // Reducer::schedule_reason()
   std::string reducer;              // Reducer::describe()
@@ -23,8 +23,8 @@ struct RunInfo {
   std::string slow_products;  // a warning, or empty
   std::string products;       // the host's BLAS (measure/products.h); empty on a GPU
   int64_t first_step = 0;     // steps done by the checkpoint that the run resumes from
-  // --elastic: a ShrinkRecord follows. Either this rank reports from first_step on, in place of a lost rank;
-  // or this rank's reports after first_step are void, because the run returns to first_step.
+  // --elastic: a ShrinkRecord follows. Either this rank reports from first_step on, in place of a lost rank.
+  // Or this rank's reports of steps after first_step are void, because the run returns to first_step.
   bool takes_over = false;
 };
 
@@ -40,7 +40,7 @@ struct StepRecord {
   uint64_t dense_bytes = 0;  // bytes of the same schedule in FP32
   double comm_ms = 0;        // on the reducer's stream, compression included
   double compress_ms = 0, communicate_ms = 0,
-         decompress_ms = 0;    // parts of comm_ms (collectives/program/phases.h)
+         decompress_ms = 0;    // parts of comm_ms (collectives/program/phases.h), in ms
   double exposed_comm_ms = 0;  // time for which the optimizer waited for communication
   double data_ms = 0;          // time for which the device waited for the batch
   double forward_ms = 0;
@@ -54,7 +54,7 @@ struct EvalRecord {
   int64_t step = 0;  // optimizer steps done
   double epoch = 0;  // passes over the training set
   double test_loss = 0;
-  double test_accuracy = 0;  // 0 to 1
+  double test_accuracy = 0;  // fraction from 0 to 1
   int64_t images = 0;
 };
 
@@ -68,11 +68,11 @@ struct CheckpointRecord {
 
 // --elastic: the run continues without some of its ranks. Ranks are identified by their numbers at launch.
 struct ShrinkRecord {
-  // Optimizer steps done. The next is the interrupted one; with `goes_back`, the first after the newest
-  // checkpoint.
+  // Optimizer steps done. The next step is the interrupted step or, with `goes_back`, the first step after
+  // the newest checkpoint.
   int64_t step = 0;
   std::vector<int> lost = {};  // ascending
-  // L2 norm of each lost rank's residual after these steps. These residuals are lost.
+  // L2 norm of the residual of each lost rank after these steps. The run continues without these residuals.
   std::vector<double> lost_residual_norms = {};
   std::vector<int> ranks = {};  // survivors; afterwards rank r of the group is ranks[r]
   int64_t global_batch = 0;     // images per step afterwards
@@ -82,7 +82,7 @@ struct ShrinkRecord {
   bool goes_back = false;  // --shard: the run returns to the newest checkpoint, or to its start without one
 };
 
-// --elastic: new ranks take part. They get the next unused numbers.
+// --elastic: new ranks have joined. They get the next unused numbers.
 struct GrowRecord {
   int64_t step = 0;  // optimizer steps done; the next step is the first with the new ranks
   std::vector<int> joined = {};
@@ -100,18 +100,19 @@ struct WaitRecord {
   std::vector<std::vector<double>> waited_s = {};
 };
 
-// Reported after the last step and evaluation.
+// The end of a run, reported after the last step and evaluation.
 struct EndRecord {
   uint64_t parameter_hash = 0;  // the same on all ranks; otherwise the run fails
   // As in WaitRecord, over the whole run. Empty if not measured, and with one rank.
   std::vector<std::vector<double>> waited_s = {};
   // Peak device memory of rank 0, in bytes: weights, activations, gradients, moments, residuals and buffers.
-  // If several ranks share the device, their mean.
+  // If several ranks share the device, the mean over these ranks.
   int64_t memory_bytes = 0;
 };
 
-// Called only by rank 0, one call at a time, in order. The host does not wait for steps, so reports of steps
-// may be late, but they precede the next evaluation. An exception from an observer ends the run.
+// Receives the records of a run. Only rank 0 calls the observer, one call at a time, in order. The host does
+// not wait for steps, so reports of steps may be late, but they precede the next evaluation. An exception
+// from an observer ends the run.
 class RunObserver {
  public:
   virtual ~RunObserver() = default;

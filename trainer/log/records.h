@@ -26,14 +26,15 @@ std::string summary_record(const RunSummary& summary);
 // Returns the resolved config as indented JSON (--dry-run).
 std::string config_text(const TrainConfig& config);
 
-// Returns whether this is the first line of a log.
+// Returns whether `line` is the first record of a log.
 bool is_run_record(const std::string& line);
 // Returns whether a line of an old log is retained when a run resumes at step `first_step`. False for records
 // that the run will write again, and for incomplete lines. `evaluates`: the run starts with an overdue
 // evaluation.
 bool is_before(const std::string& line, int64_t first_step, bool evaluates);
 
-// Returns the part of a run's first record that determines its results, as text; "" for any other line.
+// Returns the settings that determine the results of a run, as text, from the first line of the run's log.
+// Returns "" for any other line.
 std::string settings_text(const std::string& run_record);
 
 }  // namespace gradwire

@@ -57,7 +57,7 @@ FileDescriptor RunLog::open(const RunInfo& info, bool& continues) const {
   return continues ? file.begin_with(kept, lock) : file.begin(lock);
 }
 
-// Returns the records of the old log before this run's first step; "" if there is no old log.
+// Returns the records of the old log before this run's first step, or "" without an old log.
 std::string RunLog::kept_until(const RunInfo& info) const {
   // A run that resumes after its last step repeats its evaluation. A rank that replaces rank 0 may repeat an
   // overdue evaluation.

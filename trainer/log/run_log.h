@@ -1,4 +1,5 @@
-// The log of a run: one JSON record per line, flushed after each, so that a killed run leaves complete lines.
+// The log of a run: one JSON record per line. Each line is flushed, so that a killed run leaves complete
+// lines.
 #pragma once
 
 #include <string>
@@ -9,21 +10,21 @@
 
 namespace gradwire {
 
-// Throws BadInput if two of these are the same file: the later output would overwrite the earlier.
+// Throws BadInput if two of the outputs are the same file, because one output would overwrite the other.
 struct NamedFile {
   const char* flag;
-  std::string path;  // empty: not given
+  std::string path;  // empty if the flag is not given
 };
 void check_all_different(const std::vector<NamedFile>& files);
 
 class RunLog final : public RunObserver {
  public:
-  // Opens and locks the file in on_run(): a run that never starts does not leave a file, and two runs cannot
-  // write to the same file. A run that resumes from a checkpoint appends to its old log, if there is one, and
-  // drops the lines of steps after the checkpoint. A rank that replaces a lost rank 0 does the same. If the
-  // path is not a regular file, a resumed run starts a new log. A write error does not end the run: the log
-  // ends with its last complete line, and lose_output() reports the error. `config` and `data` must outlive
-  // the log. Throws BadInput when the path cannot be written.
+  // Prepares the log. on_run() opens and locks the file: a run that never starts does not leave a file, and
+  // two runs cannot write to the same file. A run that resumes from a checkpoint, or a rank that replaces a
+  // lost rank 0, appends to the run's old log, if the file exists. It drops the lines of steps after the
+  // checkpoint. If the path is not a regular file, a resumed run starts a new log. A write error does not end
+  // the run: the log ends with its last complete line, and lose_output() reports the error. `config` and
+  // `data` must outlive the log. Throws BadInput when the path cannot be written.
   RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
 
   void on_run(const RunInfo& info) override;

@@ -7,8 +7,8 @@ namespace gradwire {
 
 std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& waited_s, double seconds) {
   if (waited_s.size() < 2) return {};
-  // A rank that waits for a late rank is late for the next rank. So the straggler is not the rank for which
-  // others wait most, but the rank that waits least.
+  // A rank that waits for a late rank is late for the next rank. So the straggler is the rank that waits
+  // least, not the rank for which others wait most.
   std::vector<double> total;
   for (const auto& of_rank : waited_s) total.push_back(std::accumulate(of_rank.begin(), of_rank.end(), 0.0));
   const auto least = std::min_element(total.begin(), total.end());

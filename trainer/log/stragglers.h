@@ -13,13 +13,14 @@ namespace gradwire {
 struct Straggler {
   int rank = 0;
   double behind_s = 0;  // mean wait of the other ranks minus this rank's wait
-  double share = 0;     // behind_s as a share of the time
+  double share = 0;     // behind_s / the measured time
 };
 
-// Finds the straggler. waited_s: as in WaitRecord, collected over `seconds`. Empty if no rank stands out.
+// Finds the straggler. waited_s: as in WaitRecord, collected over `seconds`. Returns nothing if no rank waits
+// clearly less than the others.
 std::optional<Straggler> find_straggler(const std::vector<std::vector<double>>& waited_s, double seconds);
 
-// The wait records of a run so far, in order.
+// Collects the wait records of a run, in order.
 class WaitHistory {
  public:
   // Adds a record. The history restarts if the number of ranks changes, or if time goes back, as after a
@@ -32,9 +33,9 @@ class WaitHistory {
   int64_t recent_steps() const;
 
   struct Finding {
-    Straggler straggler;  // in the window
+    Straggler straggler;  // the straggler in the window
     int64_t since_step = 0;
-    double since_s = 0;  // when this rank became the straggler, in the records' time
+    double since_s = 0;  // the records' time at which this rank became the straggler
   };
   const std::optional<Finding>& finding() const { return finding_; }
 

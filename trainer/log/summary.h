@@ -13,9 +13,9 @@ namespace gradwire {
 
 // Fractions of the total step time.
 struct StepShares {
-  // On the compute stream, in sequence. The sum is 1.
+  // Fractions on the compute stream, where the phases run in sequence. The sum is 1.
   double data = 0, forward = 0, backward = 0, exposed_comm = 0, optimizer = 0, other = 0;
-  // On the communication stream, in parallel.
+  // Fractions on the communication stream, in parallel to the compute stream.
   double compress = 0, communicate = 0, decompress = 0;
   double comm() const { return compress + communicate + decompress; }
   // Returns the fraction of comm() for which the compute stream did not wait. Empty without communication.
@@ -26,8 +26,8 @@ struct RunSummary {
   int64_t steps = 0;
   double seconds = 0;     // from the first step to the end of the last evaluation
   double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
-  std::optional<double> test_loss;      // from the last evaluation; empty without evaluations
-  std::optional<double> test_accuracy;  // 0 to 1
+  std::optional<double> test_loss;      // loss of the last evaluation; empty without evaluations
+  std::optional<double> test_accuracy;  // fraction from 0 to 1
   // Medians over the steps.
   double step_ms = 0, images_per_s = 0;
   double wire_bytes = 0, dense_bytes = 0;
@@ -51,7 +51,7 @@ constexpr int64_t kFinalLossSteps = 20;
 // Returns the median, ignoring NaN values (not measured). NaN if no value was measured.
 double median(std::vector<double> values);
 
-// Collects a run's records.
+// Collects a run's records and summarizes them.
 class Summarizer final : public RunObserver {
  public:
   void on_run(const RunInfo& info) override;
@@ -59,7 +59,7 @@ class Summarizer final : public RunObserver {
   void on_eval(const EvalRecord& eval) override;
   void on_end(const EndRecord& end) override;
   RunSummary summary(double seconds) const;
-  // Returns whether this process has reported the end of the run. With --elastic any rank may do so.
+  // Returns whether this process has reported the end of the run. With --elastic any rank may report the end.
   bool ended() const { return ended_; }
 
  private:

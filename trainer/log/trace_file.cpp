@@ -42,7 +42,7 @@ Json metadata(const char* kind, int rank, int row, Json args) {
 
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us) {
-  // Sort parents before children: readers nest spans by their order.
+  // Sort parents before children, because readers nest spans by their order.
   std::stable_sort(spans.begin(), spans.end(), [](const TraceSpan& a, const TraceSpan& b) {
     return a.begin_ns != b.begin_ns ? a.begin_ns < b.begin_ns : a.end_ns > b.end_ns;
   });

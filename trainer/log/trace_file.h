@@ -12,13 +12,13 @@
 
 namespace gradwire {
 
-// Returns a rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on its clock's
-// error.
+// Returns a rank's spans as a comma-separated list of events; "" for none. `error_us`: bound on the error of
+// the rank's clock.
 std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, size_t dropped,
                          double error_us);
 
-// Collects the ranks' parts and writes them (runtime/util/output_file.h). A write error does not end the run:
-// lose_output() reports it.
+// Collects the ranks' events and writes the file (runtime/util/output_file.h). A write error does not end the
+// run: lose_output() reports it.
 class TraceFile {
  public:
   // Prepares to write config.trace if `rank` is 0; other ranks write separate files. Throws BadInput if the
@@ -27,7 +27,8 @@ class TraceFile {
 
   // Adds a rank's part. Callable from any thread. The last part writes the file.
   void add(int rank, std::string events);
-  // After a failure: adds the spans that a rank has so far. Ignored if the rank's part was already added.
+  // Adds the spans that a rank has so far, after a failure. Does nothing if the rank's part was already
+  // added.
   void keep(int rank, std::string events);
   // Writes the available parts at the end of a failed run, unless the file was already written. Rank r > 0 of
   // a run of processes cannot send its part to rank 0, so it writes a separate file: trace.json ->
@@ -41,7 +42,7 @@ class TraceFile {
   const int rank_;
   OutputFile file_;
   std::mutex mutex_;
-  std::vector<std::string> parts_;  // by rank
+  std::vector<std::string> parts_;  // parts by rank
   std::vector<bool> there_;
   bool written_ = false;
 };

@@ -19,7 +19,7 @@ double best_round_us(Communicator& comm, const Stream& stream, const std::vector
   using Clock = std::chrono::steady_clock;
   const FinishOnError finish(stream);
   double best = std::numeric_limits<double>::infinity();
-  for (int i = 0; i <= repeats; ++i) {  // the first is a warm-up
+  for (int i = 0; i <= repeats; ++i) {  // the first run is a warm-up
     const auto start = Clock::now();
     for (int k = 0; k < rounds; ++k) comm.transport().exchange(stream, transfers, label);
     stream.synchronize();
@@ -61,7 +61,8 @@ LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const L
       const double small_us = best_round_us(comm, stream, transfers(kSmallBytes), label, 16, 4);
       const double large_us = best_round_us(comm, stream, transfers(large), label, 1, 3);
       mine[static_cast<size_t>(2 * peer)] = small_us;
-      // If latency dominates, noise may make the difference tiny or negative: use at least half of large_us.
+      // If latency dominates, noise may make the difference tiny or negative. Therefore use at least half of
+      // large_us.
       mine[static_cast<size_t>(2 * peer + 1)] =
           static_cast<double>(large) / std::max(large_us - small_us, 0.5 * large_us) / 1e3;
     }

@@ -18,8 +18,8 @@ struct LinkMatrix {
   const Link& between(int a, int b) const { return links[static_cast<size_t>(a * world + b)]; }
 };
 
-// Measures all pairs. Collective; blocks for about 50 ms per pair on any link. `costs`, which must be the
-// same on every rank, determines the message sizes. Every rank returns the same values.
+// Measures all pairs. Collective; blocks for about 50 ms per pair on any link. `costs` determines the message
+// sizes and must be the same on every rank. Every rank returns the same values.
 LinkMatrix measure_link_matrix(Communicator& comm, const Stream& stream, const LinkCosts& costs);
 
 }  // namespace gradwire

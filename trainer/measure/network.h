@@ -10,7 +10,7 @@ namespace gradwire {
 struct NetInterface {
   std::string name;
   bool up = false;
-  int64_t megabits = -1;  // per second; -1: unknown
+  int64_t megabits = -1;  // megabits per second; -1 if unknown
 };
 struct InfinibandPort {
   std::string device;  // "mlx5_0"

@@ -19,7 +19,7 @@
 namespace gradwire {
 namespace {
 
-constexpr double kBudgetMs = 40;  // per measurement
+constexpr double kBudgetMs = 40;  // time of a measurement
 
 // Fills a matrix with values in (-1, 1). A GPU multiplies constants faster than real data.
 Buffer random_matrix(const Stream& stream, int64_t count) {
@@ -73,7 +73,7 @@ double product_tflops(const Stream& stream, Precision precision) {
   return 2.0 * static_cast<double>(batch * n) * static_cast<double>(n * n) / (ms * 1e9);
 }
 
-// Copies with non-temporal stores. A normal store reads its cache line first, which limits a copy to two
+// Copies with non-temporal stores. A normal store first reads its cache line, so a copy reaches at most two
 // thirds of the bandwidth.
 void copy_piece(std::byte* to, const std::byte* from, int64_t bytes) {
   using Vector [[gnu::vector_size(16), gnu::may_alias]] = float;
@@ -112,7 +112,8 @@ double copy_gb_per_s(const Stream& stream) {
   return 2.0 * static_cast<double>(bytes) / (ms * 1e6);
 }
 
-// Returns the best peaks of this process so far. A shared machine can be half as fast for seconds.
+// Returns the best peaks of this process so far. The best value counts, because a shared machine can be half
+// as fast for seconds.
 Peaks best_so_far(Device device, Precision precision, const Peaks& now) {
   static std::mutex mutex;
   static std::vector<std::tuple<Device, Precision, Peaks>> seen;

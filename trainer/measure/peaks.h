@@ -8,14 +8,14 @@
 
 namespace gradwire {
 
-// NaN: not measured.
+// The speeds of a device. NaN means not measured.
 struct Peaks {
   double tflops = std::numeric_limits<double>::quiet_NaN();  // speed of a large product of random matrices
   double copy_gb_per_s = std::numeric_limits<double>::quiet_NaN();  // bytes read plus bytes written
   double fma_share = std::numeric_limits<double>::quiet_NaN();      // host: measure/products.h
 };
 
-// Measures the peaks. Blocks for about a tenth of a second; nothing else should run on the device.
+// Measures the peaks. Blocks for about a tenth of a second. No other work should run on the device.
 //   product   host: 768^3 FP32, one on each of the process's threads
 //             CUDA: 8192^3 (FP32: 4096^3) in `precision`
 //   copy      host: 64 MiB on all threads; CUDA: 256 MiB

@@ -14,11 +14,12 @@
 namespace gradwire {
 namespace {
 
-constexpr double kProbeMs = 150;  // about one forward and backward of the probe model on the host
+constexpr double kProbeMs = 150;  // about the time of a forward and backward of the probe model on the host
 constexpr double kProbeBudgetMs = 700, kCodecBudgetMs = 150;
 constexpr double kOptimizerBytes = 28;  // AdamW reads four floats per parameter and writes three
 
-// Exchanges return immediately and transfer nothing, so only a codec's kernels take time.
+// A transport whose exchanges return immediately and transfer nothing, so that only a codec's kernels take
+// time.
 class SilentTransport final : public PlannedTransport {
  public:
   using PlannedTransport::PlannedTransport;
@@ -38,7 +39,7 @@ std::vector<float> random_floats(int64_t count, float scale) {
   return values;
 }
 
-// Returns the TFLOP/s of forward and backward.
+// Returns the speed of forward and backward, in TFLOP/s.
 double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision,
                        double budget_ms) {
   const std::vector<VitParameter> parameters = vit_parameters(model);

@@ -1,5 +1,5 @@
 // Measures a group of ranks: its links, the training speed of each rank, and the cost of compression.
-// Predicts from these which compression pays.
+// Predicts from these measurements which compression reduces the step time.
 #pragma once
 
 #include <optional>
@@ -24,18 +24,19 @@ struct RanksReport {
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;
   double flops_per_image = 0;
-  double optimizer_bytes = 0;  // read and written by an AdamW step
+  double optimizer_bytes = 0;  // bytes that an AdamW step reads and writes
   StepCosts costs;
   Recommendation recommendation;
 };
 constexpr int kMatrixRanks = 8;
 
-// Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config, of which the
-// model, batch size, precision and devices are used. `sharing`: ranks on rank 0's device. `patience` scales
-// the time for each measurement; 1: about two seconds in all. Every rank returns the same report.
+// Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config. Only the
+// config's model, batch size, precision and devices are used. `sharing`: ranks on rank 0's device. `patience`
+// scales the time for each measurement; 1 means about two seconds for all measurements. Every rank returns
+// the same report.
 RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience = 1);
 
-// Return the report as text: the links, then the prediction with its arithmetic.
+// Return the report as text: the links, and the prediction with its arithmetic.
 std::string links_text(const RanksReport& report);
 std::string recommendation_text(const RanksReport& report, const VitConfig& model);
 

@@ -82,7 +82,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     out.comm_ms += us * 1e-3;
     if (costs.shared_cores) delay += kernels;
   }
-  // `ready` is the end of backward. The last bucket's share of `delay` follows it.
+  // `ready` is the end of backward. The last bucket's share of `delay` follows `ready`.
   out.exposed_ms = std::max(0.0, free - ready);
   out.step_ms = std::max(free, ready) + costs.optimizer_ms;
   return out;

@@ -6,8 +6,8 @@
 // Backward, two thirds of compute, finishes gradients in order, in time proportional to their elements. A
 // full bucket is compressed and reduced after the previous buckets, while backward continues. This takes
 // `codec` for its kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces.
-// Exposed is the time that remains after backward. On the host, kernels and backward share the cores: a
-// bucket's kernels delay backward by the kernels' time, and take twice as long while backward runs.
+// Exposed is the communication time that remains after backward. On the host, kernels and backward share the
+// cores: a bucket's kernels delay backward by the kernels' time, and take twice as long while backward runs.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +21,14 @@
 namespace gradwire {
 
 struct StepCosts {
-  std::vector<GradientTensor> tensors;  // in the order in which backward finishes them
+  std::vector<GradientTensor> tensors;  // in the order in which backward finishes the gradients
   int world = 1;
   int ranks_per_node = 0;
   LinkCosts links;
   double compute_ms = 0;  // forward and backward of a rank's batch, without communication
   double optimizer_ms = 0;
   std::map<std::string, double> codec_ns;  // by spec: kernel time per gradient element
-  bool shared_cores = false;               // kernels slow backward down
+  bool shared_cores = false;               // true if kernels slow down backward
 };
 
 struct Prediction {
@@ -37,26 +37,27 @@ struct Prediction {
   int buckets = 0;
   std::string schedule = {};  // schedule of the largest bucket's largest allreduce
   double sent_bytes = 0;      // bytes sent by the busiest rank
-  double dense_bytes = 0;     // the gradients in FP32
+  double dense_bytes = 0;     // bytes of the gradients in FP32
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
 };
 
 // Predicts a step with one spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
 
-// Return candidate specs, most accurate first, and bucket sizes in MiB, of which the last holds all.
+// Return the candidate specs, most accurate first, and the candidate bucket sizes in MiB. The last bucket
+// size holds all gradients.
 std::vector<std::string> candidate_specs();
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs);
 
 struct Recommendation {
-  std::vector<Prediction> best;  // by candidate spec, with its best bucket size
+  std::vector<Prediction> best;  // for each candidate spec, the prediction with the best bucket size
   Prediction one_bucket;         // FP32 without overlap
   size_t chosen = 0;             // index in `best`
   bool compress() const { return chosen != 0; }
 };
 
 // Chooses the most accurate spec whose predicted step is within 10 % of the fastest: a smaller gain does not
-// justify rounding errors. Prefers the default bucket size of 25 MiB if it is within 2 % of the best.
+// justify rounding errors. Prefers the default bucket size of 25 MiB if its step is within 2 % of the best.
 Recommendation recommend(const StepCosts& costs);
 
 }  // namespace gradwire

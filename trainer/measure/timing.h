@@ -8,8 +8,8 @@
 namespace gradwire {
 
 struct Timing {
-  double fastest_ms = 0;  // least disturbed by other work
-  double mean_ms = 0;     // includes the effect of other work
+  double fastest_ms = 0;  // shortest run, least disturbed by other work
+  double mean_ms = 0;     // mean over the runs, which includes the effect of other work
 };
 
 // Runs `work`, which enqueues on `stream`, once as a warm-up, then 2 to 20 times until `budget_ms` have

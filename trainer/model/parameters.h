@@ -25,9 +25,9 @@ struct VitParameter {
 
 // Returns all parameters, in the order in which their gradients become ready.
 std::vector<VitParameter> vit_parameters(const VitConfig& config);
-// Returns the index of the first parameter of each block, in that order: the head with the last norm, the
-// layers from last to first, the embedding. A layer's last bias belongs to the next block in forward order,
-// whose norm adds the bias and whose backward sums its gradient.
+// Returns the index of the first parameter of each block, in the order of the parameters: the head with the
+// last norm, the layers from last to first, the embedding. A layer's last bias belongs to the next block in
+// forward order, whose norm adds the bias and whose backward sums its gradient.
 std::vector<int> vit_blocks(const std::vector<VitParameter>& parameters);
 // Returns the number of elements of all parameters, as in "the model has N parameters".
 int64_t count_elements(const std::vector<VitParameter>& parameters);
@@ -36,7 +36,7 @@ int64_t count_elements(const std::vector<VitParameter>& parameters);
 // the layout of the reducer's gradient buffer (16-byte aligned, zero gaps), so one launch updates everything.
 struct ParameterLayout {
   std::vector<int64_t> offsets;
-  int64_t elements = 0;  // gaps included
+  int64_t elements = 0;  // number of elements, including gaps
 };
 // Values of the elements in some parts of a layout: at the layout's offsets, or packed.
 template <typename T>

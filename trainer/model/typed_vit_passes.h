@@ -1,6 +1,6 @@
 // The forward and backward pass, for product operands of type S. This file declares the activations and
-// products, which both share. vit_passes.cpp lays out the activations; vit_forward.cpp and vit_backward.cpp
-// implement the passes.
+// products that both passes share. vit_passes.cpp lays out the activations; vit_forward.cpp and
+// vit_backward.cpp implement the passes.
 #pragma once
 
 #include <cmath>
@@ -22,7 +22,7 @@ namespace gradwire {
 class GradientOutput {
  public:
   const bool accumulate;
-  // Set to let ops leave their sums partial. flush() then combines the sums of several ops in one launch.
+  // If true, ops leave their sums partial, and flush() combines the sums of several ops in one launch.
   bool defer_sums = false;
 
   GradientOutput(float* base, const ParameterLayout& layout, bool accumulate_,
@@ -47,7 +47,7 @@ class GradientOutput {
     report(finished);
   }
   void add_partial(const PartialSums& sums) { partial_.of[partial_count_++] = sums; }
-  // Leaves gradient i to flush(). Its op must be enqueued before flush().
+  // Leaves gradient i to flush(). The gradient's op must be enqueued before flush().
   void defer(int i) { deferred_.push_back(i); }
   void flush(const Stream& stream) {
     if (partial_count_ > 0) combine_sums(stream, partial_);
@@ -99,18 +99,18 @@ class TypedVitPasses final : public VitPasses {
 
  private:
   static constexpr bool kInPlace = std::is_same_v<S, float>;
-  // Stored by forward for backward, per layer.
+  // The activations of a layer that forward stores for backward.
   struct LayerActivations {
     float* x;              // (rows, C) input
     S* ln1;                // (rows, C)
     float *mean1, *rstd1;  // (rows)
-    // With fused_attention:
-    S* qkv;             // (rows, 3C) with its bias; backward overwrites it with its gradient
+    // Used with fused_attention:
+    S* qkv;             // (rows, 3C) with the bias; backward overwrites qkv with its gradient
     float* statistics;  // (B, H, T, 2)
-    // Without fused_attention:
+    // Used without fused_attention:
     S *q, *k, *v;  // (B, H, T, D)
     S* attention;  // (B, H, T, Tp) softmax
-    // In both cases:
+    // Used in both cases:
     S* merged;             // (rows, C)
     float* x_mid;          // (rows, C) after the attention branch
     S* ln2;                // (rows, C)
@@ -130,10 +130,10 @@ class TypedVitPasses final : public VitPasses {
     // Scratch memory, shared by the layers.
     S* qkv;            // (rows, 3C); also the gradient of the embedding's product
     PerSlot<S> d_qkv;  // (rows, 3C); only without fused_attention
-    S* heads_out;      // (B, H, T, D), also its gradient; without fused_attention, like the next two lines
-    S *dq, *dk, *dv;   // (B, H, T, D)
-    S* d_attention;    // (B, H, T, Tp)
-    float* dx;         // (rows, C) gradient of the residual stream
+    S* heads_out;     // (B, H, T, D), also its gradient; used without fused_attention, like dq to d_attention
+    S *dq, *dk, *dv;  // (B, H, T, D)
+    S* d_attention;   // (B, H, T, Tp)
+    float* dx;        // (rows, C) gradient of the residual stream
     // dx as an operand of products, after the MLP and after the attention branch. Null if S is float
     // (kInPlace) and layers are not grouped: dx is then the operand.
     PerSlot<S> dx_mlp, dx_attention;  // (rows, C)
@@ -143,7 +143,7 @@ class TypedVitPasses final : public VitPasses {
     // Partial sums of ops whose second stage is one launch per group. Separate memory for each layer.
     PerSlot<float> mlp0_sums, ln2_sums, in_sums, ln1_sums;
     float *head_bias_sums, *head_norm_sums;
-    // Unused if S is float (kInPlace): see branch_of() and scores_of().
+    // The next two buffers are unused if S is float (kInPlace): see branch_of() and scores_of().
     S* branch;      // (rows, C) a residual branch before the addition
     float* scores;  // (B, H, T, Tp) before softmax
   };
@@ -160,7 +160,8 @@ class TypedVitPasses final : public VitPasses {
     else
       return options_.rounded_weights.as<S>() + offset(i);
   }
-  // Returns the buffer for a branch that is then added to the residual stream, giving `sum`.
+  // Returns the buffer for a residual branch. The branch is later added to the residual stream, whose result
+  // is `sum`.
   S* branch_of(float* sum) const {
     if constexpr (kInPlace)
       return sum;
@@ -187,7 +188,7 @@ class TypedVitPasses final : public VitPasses {
   LayerGroup group_below(int64_t top) const;
   // Returns a layer's block. Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
-  // Call once the previous block is fully enqueued.
+  // Makes the weights of `block` available to later ops. Call once the previous block is fully enqueued.
   void enter_block(int block, int next) const {
     if (options_.enter_block) options_.enter_block(block, next);
   }
@@ -197,16 +198,16 @@ class TypedVitPasses final : public VitPasses {
   void backward_embedding(GradientOutput& to);
   void clear_dx() const;
   void backward_layer(const LayerGroup& group, int64_t slot, GradientOutput& to);
-  // dx_mlp -> l.d_pre, mlp0_bias
+  // Computes l.d_pre and the gradient of mlp0_bias from dx_mlp.
   void backward_gelu(const LayerGroup& group, int64_t slot, GradientOutput& to);
-  // a_.d_branch -> d_qkv(), in_bias
+  // Computes d_qkv() and the gradient of in_bias from a_.d_branch.
   void backward_attention(size_t layer, int64_t slot, GradientOutput& to);
   // Computes the gradient dW = dy^T x of a layer's weight (out, in) in a product y = x W^T. The group's last
-  // layer computes it for all of them. dy_of and x_of return the operands in a slot.
+  // layer computes the gradients of all layers of the group. dy_of and x_of return the operands in a slot.
   template <typename Dy, typename X>
   void weight_gradient(const LayerGroup& group, int64_t slot, int VitLayerIndex::*weight, int64_t out,
                        int64_t in, const Dy& dy_of, const X& x_of, GradientOutput& to) const;
-  // C = op(A) op(B) + beta C with dense operands. Shapes as in kernels/gemm/gemm.h.
+  // Returns the arguments of C = op(A) op(B) + beta C with dense operands. Shapes as in kernels/gemm/gemm.h.
   template <typename Out>
   void product(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t k, const S* a, const S* b,
                Out* c, float beta = 0.0f, const Out* bias = nullptr) const {
@@ -237,7 +238,7 @@ class TypedVitPasses final : public VitPasses {
   const ParameterLayout layout_;
   const VitPassesOptions options_;
   const VitIndex index_;
-  const int64_t group_layers_;  // maximum
+  const int64_t group_layers_;  // maximum layers in a group
   Buffer arena_;
   Activations a_{};
   int64_t batch_ = 0;  // images in the last forward

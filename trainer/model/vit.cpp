@@ -28,8 +28,8 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   } else {
     enter_block_ = options.enter_block;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
-    fill_zero(stream_, weights_.data(), weights_.bytes());  // the gaps; nothing else writes them
-    stream_.synchronize();                                  // before an exception frees the memory
+    fill_zero(stream_, weights_.data(), weights_.bytes());  // zeroes the gaps, which no other code writes
+    stream_.synchronize();                                  // waits before an exception can free the memory
     if (rounds) rounded_ = make_buffer<Bf16>(stream_.device(), layout_.elements);
   }
   passes_ = make_vit_passes(config_, stream_, parameters_, layout_,

@@ -3,16 +3,16 @@
 // The same code runs on host and CUDA: every call only enqueues on the model's stream. The constructor
 // allocates all memory. Deterministic: same input, same bits.
 //
-// On CUDA attention is one kernel forward and one backward, which do not store the attention matrices
-// (kernels/vit/attention.h).
+// On CUDA attention is one kernel in forward and one kernel in backward. These kernels do not store the
+// attention matrices (kernels/vit/attention.h).
 //
 // Shapes: B images, T tokens, C width, H heads, D = C / H, F MLP width, K classes; rows = B * T. Without
 // fused attention, attention matrices are (B, H, T, Tp) with Tp = T rounded up to a multiple of 8, which
 // aligns their rows for tensor cores (50 -> 56, 197 -> 200).
 //
 // With Precision::bf16 the operands of products are stored as BF16 (docs/training.md): activations, their
-// gradients, and a copy of the weights that is updated with them. The weights, the residual stream and all
-// parameter gradients stay FP32.
+// gradients, and a copy of the weights that is updated with the weights. The weights, the residual stream and
+// all parameter gradients stay FP32.
 #pragma once
 
 #include <cstdint>
@@ -34,22 +34,26 @@ class Vit {
   struct Options {
     int64_t max_batch = 1;  // maximum images in one forward
     Precision precision = Precision::fp32;
-    bool training = true;  // false: forward only; layers share their activations
-    // Share the weights and enter_block of this Vit, which has the same layout, stream and precision.
+    bool training = true;  // if false, the model only runs forward, and layers share their activations
+    // If set, the model shares the weights and enter_block of `share`, which must have the same layout,
+    // stream and precision.
     const Vit* share = nullptr;
-    // The offset of each gradient in the `gradients` of backward(). Empty: the layout of the weights.
+    // The offset of each gradient in the `gradients` of backward(). If empty, the layout of the weights.
     ParameterLayout gradients = {};
     EnterBlock enter_block = {};
-    // Attention as one op forward and one backward, or as products and softmax. Empty: the device's default.
+    // Whether attention is one op in forward and one op in backward, or products and softmax. If empty, the
+    // device's default.
     std::optional<bool> fused_attention = {};
-    // GELU and its derivative inside products; only for the tanh form. Empty: the device's default.
+    // Whether products compute GELU and its derivative; only for the tanh form. If empty, the device's
+    // default.
     std::optional<bool> fused_gelu = {};
-    // Layers whose weight gradients are computed together. One at a time if gradients are not evenly spaced.
+    // Layers whose weight gradients are computed together. If gradients are not evenly spaced, a group has
+    // one layer.
     GradientGroups groups = {};
   };
 
-  // `layout`: the offset of parameter i of vit_parameters(config) in the flat buffers. Blocks may share
-  // memory that enter_block() fills.
+  // Allocates all memory. `layout`: the offset of parameter i of vit_parameters(config) in the flat buffers.
+  // Blocks may share memory that enter_block() fills.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
@@ -60,24 +64,25 @@ class Vit {
   // Copies `values` (layout().elements floats in host memory) into weights(). Blocks until done.
   void load(std::span<const float> values);
   // Returns the BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After
-  // writing weights() other than by load(), also write the copy or call round_weights().
+  // writing to weights() without load(), also write the copy or call round_weights().
   Bf16* rounded_weights() const { return rounded_.as<Bf16>(); }
   void round_weights() { round_weights(stream_, 0, layout_.elements); }
   // Rounds `count` weights from element `first`, on the caller's stream.
   void round_weights(const Stream& stream, int64_t first, int64_t count);
 
-  // images (batch, channels, image, image) in device memory -> logits(). 0 <= batch <= max_batch.
+  // Computes logits() from `images`: (batch, channels, image, image) in device memory. 0 <= batch <=
+  // max_batch.
   void forward(const float* images, int64_t batch) { passes_->forward(images, batch); }
   // Returns the logits (batch, K) of the last forward. A backward may overwrite them.
   const float* logits() const { return passes_->logits(); }
 
-  // Adds to totals[0] the sum of the cross-entropy losses of the last forward's logits, to totals[1] the
-  // number of correct answers (doubles in device memory). labels (batch).
+  // Adds to totals[0] the sum of the cross-entropy losses of the last forward's logits, and to totals[1] the
+  // number of correct answers. `totals`: doubles in device memory. `labels`: (batch).
   void evaluate(const int32_t* labels, double* totals) { passes_->evaluate(labels, totals); }
 
   // Computes the totals of evaluate(), and the gradient of grad_scale * (sum of losses) with respect to every
   // parameter. Overwrites `totals` and `gradients` or, with `accumulate`, adds to them. `gradients` is a flat
-  // buffer in the layout of the gradients; gaps are not touched. Calls ready(i) right after enqueuing the op
+  // buffer in the layout of the gradients; gaps are unchanged. Calls ready(i) right after enqueuing the op
   // that finishes gradient i or later, in order of i; `ready` may be empty. Call once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {

@@ -32,12 +32,12 @@ void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float gr
   backward_embedding(to);
 }
 
-// The loss, the head and the last norm.
+// Computes the loss and runs backward through the head and the last norm.
 template <typename S>
 void TypedVitPasses<S>::backward_head(const int32_t* labels, double* totals, float grad_scale,
                                       GradientOutput& to) {
-  // To save launches, report the gradients of the head, which is small, with the gradients of the first group
-  // of layers.
+  // The head is small. To save launches, report its gradients with the gradients of the first group of
+  // layers.
   to.defer_sums = group_layers_ > 1;
   const int64_t t = config_.tokens(), c = config_.width, k = config_.classes;
   cross_entropy<S>(stream_, {.logits = a_.logits,
@@ -67,7 +67,7 @@ void TypedVitPasses<S>::backward_head(const int32_t* labels, double* totals, flo
   enter_block(0, 1);
   product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
 
-  // Rows other than the class token's get no gradient from the head.
+  // The head gives a gradient only to the class token's rows.
   clear_dx();
   const LayerNormBackward<S> norm{.x = a_.x_last,
                                   .dy = a_.d_features,
@@ -143,16 +143,17 @@ void TypedVitPasses<S>::weight_gradient(const LayerGroup& group, int64_t slot, i
   to.report({parameter(slot)});
 }
 
-// On entry a_.dx holds the gradient with respect to the layer's output, on exit with respect to its input.
-// The sum of the rows of dx is the gradient of the preceding bias: the op that wrote dx has already computed
-// mlp3_bias.
+// Runs backward through a layer. On entry a_.dx holds the gradient with respect to the layer's output, on
+// exit the gradient with respect to the layer's input. The sum of the rows of dx is the gradient of the
+// preceding bias: the op that wrote dx has already computed mlp3_bias.
 template <typename S>
 void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, GradientOutput& to) {
   const auto layer = static_cast<size_t>(group.layer(slot));
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
-  enter_block(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);  // the embedding's weights are not used
+  enter_block(block_of(layer),
+              layer > 0 ? block_of(layer - 1) : -1);  // backward does not use the embedding's weights
   // Saves one launch per sum if gradients may be reported together. After layer 0, too little computation
   // follows to hide a later exchange.
   to.defer_sums = layer > 0 || !options_.groups.awaited;
@@ -168,7 +169,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Gr
                             .accumulate = to.accumulate,
                             .partial_only = to.defer_sums};
 
-  // The MLP branch.
+  // Backward of the MLP branch.
   weight_gradient(
       group, slot, &VitLayerIndex::mlp3_weight, c, f,
       [&](int64_t in_slot) { return dx_operand(a_.dx_mlp.of(in_slot)); }, kept(&LayerActivations::gelu), to);
@@ -183,7 +184,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Gr
   layer_norm_backward(stream_, norm);
   to.report(norm.sums(), {at.ln2_weight, at.ln2_bias, at.out_bias});
 
-  // The attention branch.
+  // Backward of the attention branch.
   weight_gradient(
       group, slot, &VitLayerIndex::out_weight, c, c,
       [&](int64_t in_slot) { return dx_operand(a_.dx_attention.of(in_slot)); },
@@ -199,7 +200,7 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Gr
   norm.d_gamma = to.at(at.ln1_weight), norm.d_beta = to.at(at.ln1_bias);
   norm.dx_sum = layer > 0 ? to.at(index_.layers[layer - 1].mlp3_bias) : nullptr;
   norm.workspace = a_.ln1_sums.of(slot);
-  // For the next layer's MLP. The embedding reads dx.
+  // The MLP of the next layer in backward reads dx_rounded. The embedding reads dx.
   norm.dx_rounded = layer > 0 ? a_.dx_mlp.of(slot + 1 < group.count ? slot + 1 : 0) : nullptr;
   layer_norm_backward(stream_, norm);
   to.report(norm.sums(), {at.ln1_weight, at.ln1_bias});
@@ -234,7 +235,8 @@ void TypedVitPasses<S>::backward_gelu(const LayerGroup& group, int64_t slot, Gra
   args.epilogue = Epilogue::d_gelu_tanh;
   args.aux = l.pre;
   gemm(stream_, args);
-  // The product does not sum its rows: do so for all layers of the group at once, as for weight gradients.
+  // The product does not sum its rows. Sum the rows of all layers of the group at once, as for weight
+  // gradients.
   if (slot + 1 < group.count) return to.defer(mlp0_bias);
   auto d_pre = [&](int64_t of) { return a_.layers[static_cast<size_t>(group.layer(of))].d_pre; };
   const ColumnSum<S> sum{.x = d_pre(0),

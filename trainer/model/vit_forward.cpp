@@ -22,7 +22,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                         .patch = config_.patch});
   const int embedding = block_of(0) + 1;
   enter_block(embedding, block_of(0));
-  // The projection goes to a_.qkv, a scratch buffer that is not in use yet.
+  // The projection writes to a_.qkv, a scratch buffer that is still unused.
   product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
   assemble_tokens<S>(stream_, {.projected = a_.qkv,
                                .bias = weight(index_.conv_bias),
@@ -53,8 +53,8 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
           weight(index_.head_bias));
 }
 
-// The bias and residual of a layer's last product are added in the next layer's first layer norm. So on
-// entry, except in the first layer, l.x (or a_.branch) holds the product without bias and residual.
+// Runs a layer. The next layer's first layer norm adds the bias and residual of the layer's last product. So
+// on entry, except in the first layer, l.x or a_.branch holds the product without bias and residual.
 template <typename S>
 void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const LayerActivations& l = a_.layers[layer];
@@ -62,7 +62,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
 
   enter_block(block_of(layer), block_of(layer) - 1);
-  // x_mid = x + out_proj(attention(ln_1(x)))
+  // Computes x_mid = x + out_proj(attention(ln_1(x))).
   const bool joins = layer > 0;
   layer_norm<S>(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,
                           .gamma = weight(at.ln1_weight),
@@ -78,7 +78,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   forward_attention(layer);
   product(false, true, rows, c, c, l.merged, operand(at.out_weight), branch_of(l.x_mid));
 
-  // x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid))))
+  // Computes x_out = x_mid + mlp.3(GELU(mlp.0(ln_2(x_mid)))).
   layer_norm<S>(stream_, {.x = l.x,
                           .gamma = weight(at.ln2_weight),
                           .beta = weight(at.ln2_bias),

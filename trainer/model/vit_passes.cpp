@@ -8,7 +8,8 @@
 
 namespace gradwire {
 
-// Cuts an allocation into pieces. Used twice: without memory to compute the size, then with memory.
+// Cuts an allocation into pieces. The first pass, without memory, computes the size. The second pass assigns
+// memory.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -92,8 +93,8 @@ void TypedVitPasses<S>::lay_out(Arena& arena) {
   if (options_.training) lay_out_backward(arena);
 }
 
-// Lays out the layers in the order of backward, like the weights' gradients: batched products stride through
-// both.
+// Lays out the layers in the order of backward, like the weights' gradients, because batched products stride
+// through activations and gradients.
 template <typename S>
 void TypedVitPasses<S>::lay_out_layers(Arena& arena) {
   const int64_t c = config_.width, f = config_.mlp, rows = options_.max_batch * config_.tokens();
@@ -152,14 +153,14 @@ void TypedVitPasses<S>::lay_out_backward(Arena& arena) {
   }
   a_.dx = take(rows * c);
   if (!kInPlace || group_layers_ > 1) {
-    a_.dx_mlp = take_slots(rows * c);  // directly after dx: cleared together
+    a_.dx_mlp = take_slots(rows * c);  // directly after dx, because both are cleared together
     a_.dx_attention = take_slots(rows * c);
   }
   a_.d_branch = take_operand(rows * c);
   a_.d_gelu = take_operand(rows * f);
   if (options_.fused_gelu) {
-    // A product cannot overwrite the input of its epilogue. Backward has finished with the pre-activations of
-    // the layer above.
+    // A product cannot overwrite the input of its epilogue. Backward no longer reads the pre-activations of
+    // the layer above, so reuse their memory.
     for (size_t layer = a_.layers.size(); layer-- > 1;) a_.layers[layer].pre = a_.layers[layer - 1].d_pre;
     a_.layers[0].pre = a_.d_gelu;
   }

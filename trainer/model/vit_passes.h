@@ -13,9 +13,9 @@
 
 namespace gradwire {
 
-// Called before the first op of each block of vit_blocks(), once all ops of the previous block are enqueued.
-// Until the next call, ops use only the weights of `block`. `next`: the block of the next call, or -1.
-// Weights need to be in memory only while they are used.
+// The callback before the first op of each block of vit_blocks(), once all ops of the previous block are
+// enqueued. Until the next call, ops use only the weights of `block`. `next`: the block of the next call, or
+// -1. Weights need to be in memory only while ops use them.
 using EnterBlock = std::function<void(int block, int next)>;
 
 // Adjacent layers whose weight gradients are computed together, in one batched product of each kind. This
@@ -23,7 +23,7 @@ using EnterBlock = std::function<void(int block, int next)>;
 struct GradientGroups {
   static constexpr int64_t kMost = 8;
   int64_t layers = 1;  // layers in a group, 1 to kMost
-  // True if gradients are exchanged as they become ready. Layers 1 and 0, the last of backward, are then
+  // True if ranks exchange gradients as they become ready. Layers 1 and 0, the last of backward, are then
   // groups of one layer, because little computation follows to hide their exchange.
   bool awaited = true;
 };
@@ -35,7 +35,7 @@ struct VitPassesOptions {
   Buffer weights;             // layout.elements floats
   Buffer rounded_weights;     // BF16 copy; only with Precision::bf16
   ParameterLayout gradients;  // layout of the gradients
-  EnterBlock enter_block;     // may be empty
+  EnterBlock enter_block;     // may be empty, if all weights are in memory
   bool fused_attention = false;
   bool fused_gelu = false;
   GradientGroups groups = {};

@@ -96,8 +96,8 @@ void DeferredUpdate::order_exchanges() {
 
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share) {
   std::vector<int> order;
-  std::vector<int> full;  // not yet sent
-  double now = 0;         // time, in elements sent on the link
+  std::vector<int> full;  // buckets that are full but not yet sent
+  double now = 0;         // time, in elements that the link can send
   for (size_t b = 0; b < buckets.size() || !full.empty();) {
     auto full_at = [&] { return share * static_cast<double>(buckets[b].end); };
     if (full.empty()) now = std::max(now, full_at());

@@ -22,7 +22,8 @@ namespace gradwire {
 
 class DeferredUpdate {
  public:
-  // `compute`: the stream of the model's ops. All arguments must outlive the object.
+  // Prepares deferred updates. `compute`: the stream of the model's ops. All arguments must outlive the
+  // object.
   DeferredUpdate(Communicator& comm, const Stream& compute, Reducer& reducer, Optimizer& optimizer,
                  Vit& model);
 
@@ -32,7 +33,7 @@ class DeferredUpdate {
   void begin(TrainingMarks& marks, const float* gradients, double lr);
   // Vit's EnterBlock: updates the weights of `block`.
   void enter_block(int block);
-  // Updates the remaining buckets and ends the step. Does nothing if no update is pending.
+  // Updates the weights of the remaining buckets and ends the step. Does nothing if no update is pending.
   void finish();
 
   // Orders the exchanges by the times measured so far. Call once, when orders_now(). Collective; blocks.
@@ -51,7 +52,7 @@ class DeferredUpdate {
   Optimizer& optimizer_;
   Vit& model_;
   std::vector<std::vector<int>> buckets_of_;  // buckets of each block
-  std::vector<bool> due_;                     // per bucket: the update is pending
+  std::vector<bool> due_;                     // whether the update of a bucket is pending
   TrainingMarks* marks_ = nullptr;            // marks of the step whose update is pending
   const float* gradients_ = nullptr;
   int measured_steps_ = -kWarmUpSteps;
@@ -59,8 +60,8 @@ class DeferredUpdate {
   bool ordered_ = false;
 };
 
-// Returns the order of the buckets' exchanges: whenever the link is free, the bucket that backward filled
-// last, which forward uses first. `share`: time of backward / time of all exchanges.
+// Returns the order of the buckets' exchanges. A free link next sends the full bucket that backward filled
+// last, because forward uses this bucket first. `share`: time of backward / time of all exchanges.
 std::vector<int> exchange_order(const std::vector<BucketRange>& buckets, double share);
 
 }  // namespace gradwire

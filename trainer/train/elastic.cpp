@@ -19,24 +19,25 @@
 namespace gradwire {
 namespace {
 
-// All ranks learn of a failure within the deadline plus five seconds (docs/faults.md).
+// Time beyond the deadline to wait for survivors. All ranks learn of a failure within the deadline plus five
+// seconds (docs/faults.md).
 constexpr std::chrono::seconds kBeyondDeadline{10};
 
-// A rank's description of the step to continue from. Sent as bytes, so it has no padding.
+// A rank's description of the step to continue from. The struct has no padding, because ranks send its bytes.
 struct StepDescription {
   int64_t epoch = 0, images = 0;
   int64_t evaluation_due = 0, checkpoint_due = 0;  // 0 or 1
-  double residual_norm = 0;                        // of this rank
+  double residual_norm = 0;                        // norm of this rank's residual
 };
 static_assert(sizeof(StepDescription) == 40);
 
-// Returns the settings without those that are specific to the launch.
+// Returns the settings without the launch-specific values.
 TrainConfig as_launched(TrainConfig config) {
   config.resume.clear();
   config.trace.clear();
   config.trace_steps = {};
   config.measure_peak = false;
-  config.ranks_per_node = config.ranks_here = 0;  // nodes will differ in size
+  config.ranks_per_node = config.ranks_here = 0;  // later, nodes can have different numbers of ranks
   return config;
 }
 
@@ -123,8 +124,8 @@ int64_t Elastic::reached() const {
   return snapshots_.newest().value_or(begun_with);
 }
 
-// Returns to the newest checkpoint. It belongs to this run: a run does not start in a folder with other
-// checkpoints (cli/resolve_run.cpp).
+// Returns to the newest checkpoint. The checkpoint belongs to this run, because a run does not start in a
+// folder with other checkpoints (cli/resolve_run.cpp).
 void Elastic::go_back_to_checkpoint() {
   const std::string& folder = launched_.checkpoint_directory;
   int64_t found = -1;
@@ -178,8 +179,8 @@ bool Elastic::agree() {
   return true;
 }
 
-// Returns whether rank 0 has completed the checkpoint after `step`; another rank knows only of its part.
-// Collective.
+// Returns whether rank 0 has completed the checkpoint after `step`. The other ranks know only whether their
+// part is complete. Collective.
 bool Elastic::is_saved(int64_t step) {
   const std::string path = NewCheckpoint::final_path(launched_.checkpoint_directory, step);
   return all_gather_value(comm().transport(), Stream::immediate_host(), checkpoint_world(path),
@@ -227,7 +228,8 @@ void Elastic::agree_on_kept(int64_t step) {
         .ranks = {},
         .residual_norms = {}};
   }
-  // Keeps lost ranks as long as this step is the one to return to.
+  // Adds the group's ranks to the description. Lost ranks remain in the description while the run may return
+  // to this step.
   for (size_t r = 0; r < all.size(); ++r) {
     if (std::find(start_snapshot_.ranks.begin(), start_snapshot_.ranks.end(), ranks_[r]) !=
         start_snapshot_.ranks.end())

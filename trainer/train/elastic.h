@@ -2,30 +2,30 @@
 //
 //   a step breaks     every survivor's operations fail (transport.h), and its RankTrainer is destroyed
 //   regroup()         the survivors form a new group (net/quorum.h), with or without rank 0
-//   agree()           they compare the steps each has finished, and choose the newest that all have finished
-//   new RankTrainers  each restores its snapshot of that step (snapshots.h) and repeats the next step
+//   agree()           they compare their finished steps, and choose the newest step that all have finished
+//   new RankTrainers  each restores its snapshot of this step (snapshots.h) and repeats the next step
 //
-// So a step is applied by all survivors or by none: a rank that had already applied it drops the result.
-// Weights, moments and factors are equal on all ranks after a step that all have finished, so no state is
-// sent. Residuals differ from rank to rank. The residuals of dead ranks are lost; the ShrinkRecord reports
-// their norms.
+// So either all survivors apply a step or no survivor does: a rank that has already applied the step drops
+// the result. Weights, moments and factors are equal on all ranks after a step that all ranks have finished,
+// so the ranks send no state. Residuals differ from rank to rank. The residuals of dead ranks are lost; the
+// ShrinkRecord reports their norms.
 //
 //   a joiner          sends a request (net/joiner.h) and waits. The exchange after each step
 //                     notifies all ranks
 //   grow()            after the next step the ranks form a group with the joiners, and destroy their
 //                     RankTrainers
-//   agree()           as above; joiners have no state, and get numbers that no rank has had
-//   new RankTrainers  each continues from its state. Joiners receive the state from the others
+//   agree()           as above; joiners have no state, and get unused numbers
+//   new RankTrainers  each continues from its state. Joiners receive the state from the other ranks
 //                     (state_transfer.h), except residuals, which start at 0
 //
 // A joiner without state is expendable: on any failure it leaves and retries.
 //
 // With --shard no other rank holds a lost rank's part of the state. Survivors and joiners therefore start
-// from the newest checkpoint; one is saved before joiners are admitted. It also holds the residuals of lost
-// ranks.
+// from the newest checkpoint, which also holds the residuals of lost ranks. The run saves a checkpoint before
+// it admits joiners.
 //
-// A rank that fails by itself (for example because its disk is full) is lost to the others like a killed
-// rank. A failure before the first step ends the run.
+// The other ranks treat a rank that fails alone, for example because its disk is full, like a killed rank. A
+// failure before the first step ends the run.
 #pragma once
 
 #include <chrono>
@@ -42,28 +42,29 @@
 
 namespace gradwire {
 
-// The state that each rank of a new group sends to the others. Sent as bytes, so it has no padding.
+// The state that each rank of a new group sends to the other ranks. The struct has no padding, because ranks
+// send its bytes.
 struct ElasticState {
   int64_t reached = -1;     // steps done, as far as this process knows; -1: no state
   int64_t evaluated = -1;   // step of the latest evaluation that rank 0 has reported
   int64_t finished = 0;     // 1: rank 0 has reported the end of the run
   int64_t number = -1;      // launch or join number; -1: unknown
-  int64_t next_number = 0;  // of the next joiner
+  int64_t next_number = 0;  // number of the next joiner
 };
 static_assert(sizeof(ElasticState) == 40);
 
-// The state that a process keeps while its groups change. Most functions use most members, so the class is
-// not split further.
+// The state that a process keeps while its groups change. The class has many members because most functions
+// use most of them.
 class Elastic {
  public:
-  // Starts this process's part of a run with `comm`, which must be shrinkable and outlive the object.
+  // Starts this process's part of a run. `comm` must be shrinkable and outlive the object.
   Elastic(const TrainConfig& config, Communicator& comm);
-  // Starts a joiner's part of a run that has these settings. Call join() next.
+  // Starts a joiner's part of a run with the settings `config`. Call join() next.
   explicit Elastic(const TrainConfig& config);
   // Ends admission and notifies waiting joiners.
   ~Elastic();
 
-  // Returns the group. Changes in regroup(), move_on() and join(), as do the settings in config().
+  // Returns the group. regroup(), move_on() and join() change the group and the settings in config().
   Communicator& comm() { return group_ ? *group_ : *first_; }
   const TrainConfig& config() const { return config_; }
   // Returns the run's settings at launch, which are equal on all ranks, joiners included.
@@ -71,56 +72,56 @@ class Elastic {
 
   // ---- New ranks
 
-  // Opens admission. `validate` validates a joiner's description; see Admission::open_admission().
+  // Opens admission. `validate` checks a joiner's description; see Admission::open_admission().
   void open_admission(std::function<std::string(const std::string& about)> validate);
   // Writes config().members, the file through which joiners find the group. Does nothing except on rank 0.
   void post_members();
-  // Makes this joiner a member of `comm`. It has no state yet.
+  // Makes this joiner a member of `comm`. The joiner has no state yet.
   void join(std::unique_ptr<Communicator> comm);
   // Returns whether joiners were waiting after this step; the same on all ranks. Call after the step's
   // snapshot is complete and before the step after next is enqueued.
   bool joiners_wait(int64_t step) const { return snapshots_.at(step).joiners; }
-  // Forms a group with the joiners. Returns whether it has formed; then destroy the RankTrainer and call
-  // move_on(). Collective; call after the newest step's snapshot is complete.
+  // Forms a group with the joiners. Returns whether the group has formed. If so, destroy the RankTrainer and
+  // call move_on(). Collective; call after the newest step's snapshot is complete.
   bool grow();
   bool has_grown() const { return next_ != nullptr; }
   void move_on();
 
-  // ---- For the run's loop, once the group has failed and its RankTrainer is destroyed.
+  // ---- Functions for the run's loop, after the group has failed and its RankTrainer is destroyed.
 
   // Returns whether there is a step to return to.
   bool has_begun() const { return reached() >= 0; }
-  // Forms a group of the survivors. Collective over them. Throws CommError when they do not find each other,
-  // when this rank was left out, or when other ranks may have continued without it (split brain). Throws
-  // Error when fewer ranks are left than --elastic allows. Both messages name the remedy.
+  // Forms a group of the survivors. Collective over them. Throws CommError when the survivors do not find
+  // each other, when the group excludes this rank, or when other ranks may have continued without it (split
+  // brain). Throws Error when fewer ranks are left than --elastic allows. Both messages name the remedy.
   void regroup(const std::string& why);
   // Agrees on the step to continue from. Collective over a new group; does nothing in the first group.
   // Returns false if rank 0 has already reported the end of the run. Throws Error when the same step breaks
   // again although no rank is lost, CommError like any collective.
   bool agree();
 
-  // ---- For the RankTrainer.
+  // ---- Functions for the RankTrainer.
 
   struct Start {
     Position position;                            // steps done, and the position in the data
-    bool evaluation = false, checkpoint = false;  // due after these steps, but not done
+    bool evaluation = false, checkpoint = false;  // due after these steps, but not yet done
   };
   // Returns the step to continue from; empty in the first group.
   const std::optional<Start>& start() const { return start_; }
   // Returns whether the run returns to a checkpoint when ranks are lost or join (--shard). start() is then
   // the position of config().resume, or the start of the run.
   bool from_checkpoints() const { return from_checkpoints_; }
-  // Restores the state of start(). Collective over a group with joiners. Returns as Snapshots::restore().
-  // Must not be called if from_checkpoints().
+  // Restores the state of start(). Collective over a group with joiners. Returns the result of
+  // Snapshots::restore(). Must not be called if from_checkpoints().
   bool restore(const RankState& rank);
   // Returns whether this process has replaced a lost rank 0 and has not reported yet.
   bool takes_over() { return start_ && comm().rank() == 0 && !announced_; }
   // Returns whether this process is rank 0 and earlier reports of steps after start() are now void.
   bool takes_back() { return start_ && comm().rank() == 0 && from_checkpoints_ && record_.failed_at; }
   void announced() { announced_ = true; }
-  // Returns the changes to report: the ranks that joined, the ranks that were lost, or, with no change of
-  // ranks, that the group has formed again. Call when the group is ready for its next step; later losses
-  // belong to the next record.
+  // Returns the changes to report: `grown` if ranks joined, and `shrunk` if the previous group failed, even
+  // if no rank was lost. Call when the group is ready for its next step. Later losses belong to the next
+  // record.
   struct Changes {
     std::optional<GrowRecord> grown;
     std::optional<ShrinkRecord> shrunk;
@@ -135,15 +136,15 @@ class Elastic {
  private:
   static constexpr int kUnknown = -1;
 
-  // For the next records.
+  // The values for the next records.
   struct Record {
-    std::vector<int> reported = {};  // ranks in the latest record
-    std::string why = {};            // the first error since then
+    std::vector<int> reported = {};  // numbers of the ranks in the latest record
+    std::string why = {};            // the first error since the latest record
     std::optional<std::chrono::steady_clock::time_point> failed_at = {}, stopped_at = {};
   };
-  // For noticing that a step breaks again and again.
+  // The counts that detect a step that breaks repeatedly.
   struct Retries {
-    int64_t broke_at = -1;  // the newest step that all had finished at the latest agree()
+    int64_t broke_at = -1;  // the newest step that all ranks had finished at the latest agree()
     bool others = false;    // ranks were lost or replaced since the latest agree()
     int fruitless = 0;      // regroups without a lost rank or a finished step
   };
@@ -160,16 +161,16 @@ class Elastic {
 
   const TrainConfig launched_;  // settings at launch
   const bool from_checkpoints_;
-  // The checkpoint from which the run was resumed. Empty: none, or unknown to a joiner.
+  // The checkpoint from which the run was resumed. Empty if none, or if this process is a joiner.
   const std::string resumed_;
   TrainConfig config_;
   Communicator* const first_;              // null for a joiner
   std::unique_ptr<Communicator> group_;    // null before the first regroup()
   std::unique_ptr<Communicator> next_;     // grown from the current group
   std::vector<int> ranks_;                 // launch or join number of each rank; kUnknown before agree()
-  int next_number_ = 0;                    // of the next joiner
+  int next_number_ = 0;                    // number of the next joiner
   std::vector<int> joiners_;               // ranks in the group that have no state yet
-  Snapshots snapshots_;                    // from_checkpoints_: without states
+  Snapshots snapshots_;                    // without states if from_checkpoints_
   Snapshots::Description start_snapshot_;  // describes the step to continue from
   std::optional<Start> start_;
   bool announced_ = false, finished_ = false;

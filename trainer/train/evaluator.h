@@ -1,4 +1,4 @@
-// Evaluates the model being trained on this rank's share of the test set.
+// Evaluates the trained model on this rank's share of the test set.
 #pragma once
 
 #include "collectives/communicator/communicator.h"
@@ -11,7 +11,7 @@ namespace gradwire {
 
 class Evaluator {
  public:
-  // `data` and `model` must outlive this object; the model's ops run on `stream`.
+  // Allocates an evaluator. `data` and `model` must outlive the object. The model's ops run on `stream`.
   Evaluator(const TrainConfig& config, const Dataset& data, const Communicator& comm, const Stream& stream,
             const Vit& model);
 
@@ -25,8 +25,8 @@ class Evaluator {
  private:
   Stream stream_;
   Loader loader_;
-  Vit model_;      // shares the weights of the model being trained
-  Buffer totals_;  // two doubles
+  Vit model_;      // shares the weights of the trained model
+  Buffer totals_;  // sum of losses and correct answers, two doubles
 };
 
 }  // namespace gradwire

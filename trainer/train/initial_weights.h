@@ -1,4 +1,5 @@
-// The weights from which all ranks start: drawn once, copied by each rank, freed after the last copy.
+// The weights from which all ranks start. They are drawn once, copied by each rank, and freed after the last
+// copy.
 #pragma once
 
 #include <memory>
@@ -13,11 +14,11 @@ namespace gradwire {
 
 class InitialWeights {
  public:
-  // Loads the weights from `file`; draws them from the seed if `file` is empty.
+  // Selects the source of the weights: `file`, or the seed if `file` is empty.
   explicit InitialWeights(uint64_t seed, std::string file = {}) : seed_(seed), file_(std::move(file)) {}
 
   // Returns the weights: a pure function of the arguments and the seed or file. Callers share the result
-  // while any of them holds it.
+  // while any caller holds it.
   std::shared_ptr<const std::vector<float>> get(const std::vector<VitParameter>& parameters,
                                                 const ParameterLayout& layout) {
     std::lock_guard lock(mutex_);

@@ -1,4 +1,4 @@
-// The layout of a model's parameters. It follows the reducer's layout of their gradients.
+// The layout of a model's parameters, which follows the reducer's layout of the gradients.
 #pragma once
 
 #include <vector>
@@ -16,12 +16,14 @@ inline std::vector<GradientTensor> gradient_tensors(const VitConfig& model) {
   return tensors;
 }
 
-// Returns the alignment in elements. Every tensor starts on a multiple of 16 bytes, also in the BF16 copy.
+// Returns the alignment of tensors in elements. Every tensor starts on a multiple of 16 bytes, also in the
+// BF16 copy.
 inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }
 
-// Buckets in memory at a time when gradients are divided: one for backward, and two being reduced.
+// The number of buckets in memory when gradients are divided: backward writes one bucket while the reducer
+// reduces two buckets.
 inline constexpr int kGradientSlots = 3;
 
 // Returns the reducer's options for the run's settings.

@@ -8,7 +8,7 @@
 namespace gradwire {
 
 // Returns lr * (step + 1) / warmup_steps while step < warmup_steps, so the first rate is not 0 and the last
-// is the peak. Then lr * (1 + cos(pi * p)) / 2, where p rises from 0 to 1 at `steps`.
+// warm-up rate is the peak. Then lr * (1 + cos(pi * p)) / 2, where p rises from 0 to 1 at `steps`.
 double learning_rate(const TrainConfig& config, int64_t step);
 
 }  // namespace gradwire

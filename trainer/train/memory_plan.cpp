@@ -18,7 +18,7 @@ namespace gradwire {
 
 RunMemory plan_memory(const TrainConfig& config) {
   Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
-  comm.set_link_costs({});  // no peers to measure
+  comm.set_link_costs({});  // the planned run has no peers to measure
   const Stream stream = Stream::immediate_host();
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
   const bool full = config.divides(Sharding::full);

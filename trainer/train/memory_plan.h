@@ -14,20 +14,20 @@ struct RunMemory {
   int64_t gradients = 0;      // one FP32 value per parameter, including gaps between tensors; less if divided
   int64_t optimizer = 0;      // moments and, with --gather-weights, a rank's FP32 weights
   ReducerMemory compression;  // in addition to the gradients
-  int64_t kept = 0;           // --elastic: snapshots of the last two steps
+  int64_t kept = 0;           // --elastic: bytes of the snapshots of the last two steps
   int64_t evaluation = 0;     // activations of an evaluation batch, and loaded images
 
   int64_t total() const { return model + gradients + optimizer + compression.total() + kept + evaluation; }
 };
 
 // Returns rank 0's memory; other ranks differ by the rounding of their chunks. Builds rank 0's model and
-// reducer on the host without peers, which briefly takes as much host memory, except for activations.
+// reducer on the host without peers. This briefly takes as much host memory, except for activations.
 RunMemory plan_memory(const TrainConfig& config);
 
 // Returns the plan as two lines of text.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
-// Throws BadInput if the run needs more than its --memory-limit. The message names the need and the
-// sufficient --shard.
+// Throws BadInput if the run needs more than its --memory-limit. The message names the required memory and
+// the sufficient --shard.
 void check_memory_limit(const TrainConfig& config);
 
 }  // namespace gradwire

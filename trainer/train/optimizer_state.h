@@ -1,5 +1,5 @@
-// The optimizer's state and its step over the flat parameter buffer or a rank's parts of it: one launch for
-// the whole model, or one per part.
+// The optimizer's state and its step over the flat parameter buffer or a rank's parts of the buffer: one
+// launch for the whole model, or one launch per part.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ class Optimizer {
   // Sends the values that change with the step (counted from 0) to the device in stream order, so the host
   // need not wait for the previous step. Call before step(), and outside a graph that contains step().
   void prepare(const Stream& stream, int64_t step, double lr);
-  // Enqueues a step. The work is the same each time, so it can be captured. Also writes the new parameters as
-  // BF16 to the same offsets in `rounded`, unless that is null.
+  // Enqueues a step. The work is the same in each step, so a graph can capture it. Also writes the new
+  // parameters as BF16 to the same offsets in `rounded`, unless `rounded` is null.
   void step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded = nullptr);
   // Enqueues a step of the elements `range` of the flat buffer. Requires state for the whole buffer.
   void step(const Stream& stream, float* params, const float* grads, ElementRange range,

@@ -22,7 +22,8 @@ TraceLabelPtr label(Activity activity) {
 
 }  // namespace
 
-// The profiler covers the whole process, so with ranks as threads only rank 0 controls it.
+// Starts and stops the profiler. The profiler covers the whole process, so with ranks as threads only rank 0
+// controls the profiler.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
   const StepRange& steps = config.profile_steps;
   if (steps.empty() || (step != steps.begin && step != steps.end)) return;
@@ -72,7 +73,7 @@ std::string RankTrace::text() {
 }
 
 // Sends the spans of a process to rank 0: first the number of messages, then messages of limited size. All
-// ranks do this after the same step's report, so rank 0 takes the right messages.
+// ranks send their spans after the same step's report, so rank 0 receives these messages in order.
 void RankTrace::send_spans() {
   constexpr size_t kMessageBytes = 512 << 10;
   std::string spans = text();

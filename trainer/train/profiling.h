@@ -14,21 +14,23 @@
 
 namespace gradwire {
 
-// --profile-steps: starts the profiler before the first step of the range and stops it after the last step.
+// Starts the profiler before the first step of --profile-steps and stops the profiler after the last step.
 // Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 
-// --trace: the spans of this rank's steps, from the same marks as the log.
+// --trace: collects the spans of this rank's steps from the marks that the log uses.
 class RankTrace {
  public:
-  // `file`: null without --trace; the class then does nothing. `instant`: time 0 of the trace.
+  // Prepares the trace. `file`: null without --trace; the class then does nothing. `instant`: time 0 of the
+  // trace.
   RankTrace(const TrainConfig& config, Communicator& comm, TraceFile* file, const SharedInstant& instant);
 
-  // Returns the sink for finer spans than those of add(); null without --trace.
+  // Returns the sink for spans within the phases of a step; null without --trace.
   Tracer* tracer() { return tracer_ ? &*tracer_ : nullptr; }
-  // Adds a finished step, which ended at `end`. The last traced step sends all spans to the trace file.
+  // Adds the spans of a finished step, which ended at `end`. The last traced step sends all spans to the
+  // trace file.
   void add(const TrainingMarks& marks, const Event& end, const std::string& row, const Reducer& reducer);
-  // After a failure: adds the spans to the trace file, unless they were already added.
+  // Adds the spans to the trace file after a failure, unless they were already added.
   void keep();
 
  private:

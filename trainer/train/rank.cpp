@@ -25,7 +25,7 @@ LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, 
           .augment = config.augment,
           .seed = config.seed,
           .first_batch = first_batch,
-          // One batch trains while the next is loaded; a graph needs all batches of a step at once.
+          // One batch trains while the next batch is loaded. A graph needs all batches of a step at once.
           .slots = config.graph ? 2 * config.accumulate : 2,
           .device = comm.device()};
 }
@@ -94,7 +94,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
       totals_(make_buffer<double>(comm.device(), 2)) {
-  // Loading may throw, which frees memory that the stream may still be zeroing.
+  // Wait, because loading may throw. The exception would free memory that the stream may still be zeroing.
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool snapshot = start_.again != nullptr && !shared.elastic->from_checkpoints();
@@ -138,7 +138,7 @@ void RankTrainer::create_slots() {
 RankTrainer::~RankTrainer() {
   try {
     stream_.synchronize();
-  } catch (...) {  // the failure is already known
+  } catch (...) {  // ignore errors: the failure is already known
   }
 }
 
@@ -171,7 +171,7 @@ void RankTrainer::run() {
       catch_up();
       if (shared_.elastic->from_checkpoints() && !checkpoint_follows(step)) save(step + 1);
       if (shared_.elastic->grow()) return;
-      joiners_wait_ = false;  // the joiners have left
+      joiners_wait_ = false;  // the group has not formed, because the joiners have left
     }
   }
   catch_up();
@@ -242,11 +242,11 @@ EnterBlock RankTrainer::enter_block() {
   return [this](int block, int next) { shards_->window()->enter_block(block, next); };
 }
 
-// `weights`: all weights, in host memory.
+// Loads the model's weights or, with --shard, this rank's shards. `weights`: all weights, in host memory.
 void RankTrainer::load(std::span<const float> weights) {
   if (!shards_) return model_.load(weights);
   shards_->take_weights(weights.data());
-  stream_.synchronize();  // before the caller frees the memory
+  stream_.synchronize();  // waits before the caller frees the memory
 }
 
 void RankTrainer::evaluate(int64_t steps_done) {

@@ -1,5 +1,5 @@
 // One rank of a training run: its stream, model, reducer, optimizer and data, driven by one thread. The class
-// has one member for each of these parts, so it has more than 15.
+// has one member for each of these parts, so it has more than 15 members.
 //
 // The thread only enqueues. It runs at most one step ahead of its device: after enqueuing step s it waits for
 // step s-1, to read that step's loss and times. The host never waits between backward and the optimizer.
@@ -37,7 +37,7 @@
 
 namespace gradwire {
 
-// Shared by all ranks of a run. Everything outlives the ranks.
+// The objects that all ranks of a run share. The objects outlive the ranks.
 struct SharedRun {
   const TrainConfig& config;
   const DataSplits& data;
@@ -53,22 +53,22 @@ struct SharedRun {
 class RankTrainer {
  public:
   RankTrainer(const SharedRun& shared, Communicator& comm);
-  // Waits for all enqueued work. After a failure, abort the communicator first; otherwise the destructor
-  // waits for a peer.
+  // Waits for all enqueued work. After a failure, abort the communicator first, or the destructor waits for a
+  // peer.
   ~RankTrainer();
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
-  // Runs to the end of the run or, with --elastic, until the group has grown.
+  // Trains to the end of the run or, with --elastic, until the group has grown.
   void run();
-  // After a failure: adds this rank's spans to the trace file, unless they were already added.
+  // Adds this rank's spans to the trace file after a failure, unless they were already added.
   void keep_trace() { trace_.keep(); }
 
  private:
   // A step in flight. Two slots alternate.
   struct Slot : TrainingMarks {
     double lr = 0;
-    Buffer totals;  // pinned: sum of losses, correct answers
+    Buffer totals;  // pinned memory: sum of losses, and number of correct answers
     WeightShards::Sent weights;
     // --graph: the captured step, which contains these marks, and the batches that it reads.
     Graph graph;
@@ -83,10 +83,10 @@ class RankTrainer {
     std::optional<CheckpointHead> from;
     const Elastic::Start* again = nullptr;  // set after ranks were lost or joined
     int64_t step = 0;
-    int64_t data_step = 0;  // steps of the current global batch that would use as much data
+    int64_t data_step = 0;  // number of steps that use the same amount of data with the current global batch
   };
   static Start find_start(const SharedRun& shared, Communicator& comm);
-  // Returns `step`, counted as if the whole run had used the current global batch.
+  // Converts `step` to the number that it would have if the whole run had used the current global batch.
   int64_t data_step(int64_t step) const { return step - start_.step + start_.data_step; }
 
   void create_slots();
@@ -104,19 +104,20 @@ class RankTrainer {
   void enqueue_step(int64_t step);
   EnterBlock enter_block();
   void load(std::span<const float> weights);
-  // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds to them.
+  // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds its gradients
+  // to the residuals.
   void load_residuals(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
   void enqueue_update(Slot& slot);
-  // The part that a graph can capture: forward, backward, communication, optimizer.
+  // Enqueues the work that a graph can capture: forward, backward, communication, optimizer.
   void enqueue_work(Slot& slot);
   // Waits until step `slot.step` is done, and reports it. `next_start`: the mark at which the next step
   // began; null if no step follows directly.
   void harvest(Slot& slot, const Event* next_start);
   void evaluate(int64_t steps_done);
   void save(int64_t steps_done);
-  RankState state();  // for checkpoints
+  RankState state();  // returns the state for checkpoints
   void restore();
   void finish_run();
 
@@ -128,24 +129,25 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
-  // The layouts of whole weights, moments and residuals, and of gradients, possibly of some buckets only.
+  // The layout of weights, moments and residuals of the whole model, and the layout of gradients, which may
+  // have only some of the buckets.
   const ParameterLayout layout_, gradient_layout_;
   Vit model_;
   Optimizer optimizer_;
   std::optional<WeightShards> shards_;      // empty unless state is sharded
   std::optional<DeferredUpdate> deferred_;  // --overlap-forward
-  std::optional<GradientDump> dump_;        // empty on ranks and in runs that write no gradients
+  std::optional<GradientDump> dump_;        // empty unless this rank writes gradients
   std::optional<Evaluator> evaluator_;      // empty if the run never evaluates
   const int64_t images_;                    // images of this rank per micro-batch
   RunReporter reporter_;
   const int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step launched as a graph
   float* gradients_;          // laid out as gradient_layout_
-  Buffer totals_;             // device: two doubles
+  Buffer totals_;             // device memory: two doubles
   std::array<Slot, 2> slots_;
-  bool joiners_wait_ = false;  // joiners wait since the latest harvested step
-  bool carried_ = false;  // the gradients begin with a checkpoint's residuals; the first step adds to them
-  Buffer left_over_;      // these residuals, if they do not fit into the gradient buffer
+  bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
+  bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
+  Buffer left_over_;      // the checkpoint's residuals, if they do not fit into the gradient buffer
 };
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// How ranks send rank 0 the numbers to log: losses, test totals, parameter hashes.
+// Sends each rank's numbers for the log to rank 0: losses, test totals, parameter hashes.
 //
 // post() never blocks, so no step waits for a report. Only collect() on rank 0 blocks. Round k consists of
 // the k-th report of every rank.
@@ -23,18 +23,18 @@ class RankReports {
     double correct = 0;  // correct answers
     int64_t images = 0;
     uint64_t hash = 0;                  // hash of the parameters
-    std::vector<double> waited_s = {};  // wait for each rank so far; may be empty
+    std::vector<double> waited_s = {};  // seconds waited for each rank so far; may be empty
   };
 
   virtual ~RankReports() = default;
   virtual void post(int rank, const Report& report) = 0;
-  // Returns the next round, in rank order. Throws CommError if a rank does not post in time, or after
-  // abort().
+  // Returns the reports of the next round, in rank order. Blocks until every rank has posted its report.
+  // Throws CommError if a rank does not post in time, or after abort().
   virtual std::vector<Report> collect() = 0;
   virtual void abort(const std::string& reason) = 0;
 };
 
-// For ranks that are threads of one process: all share one object.
+// Reports of ranks that are threads of one process. All ranks share one object.
 class LocalRankReports final : public RankReports {
  public:
   LocalRankReports(int world, std::chrono::milliseconds timeout);
@@ -50,7 +50,8 @@ class LocalRankReports final : public RankReports {
   std::string aborted_;  // the reason; empty while not aborted
 };
 
-// For ranks that are processes, each with a separate object: reports travel as the communicator's messages.
+// Reports of ranks that are processes. Each rank has a separate object, which sends the reports as messages
+// of the communicator.
 class MessageRankReports final : public RankReports {
  public:
   explicit MessageRankReports(Communicator& comm) : comm_(comm) {}

@@ -38,8 +38,8 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.enqueue_end = std::chrono::steady_clock::now();
 }
 
-// A graph contains the marks of its slot and the addresses of its batches, so there are two graphs: for even
-// and odd steps.
+// Captures a step's work, or launches the captured graph. A graph contains the marks of its slot and the
+// addresses of its batches, so even and odd steps have separate graphs.
 void RankTrainer::enqueue_graph(Slot& slot) {
   std::vector<Loader::Batch> batches;
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) batches.push_back(next_batch(slot.step));
@@ -64,8 +64,8 @@ void RankTrainer::enqueue_graph(Slot& slot) {
 
 void RankTrainer::enqueue_work(Slot& slot) {
   const int64_t step = slot.step;
-  // The mean over this rank's images, or its share of the mean over all images. The reducer divides by the
-  // number of ranks.
+  // Scale the gradients to the mean over this rank's images, or to this rank's share of the mean over all
+  // images. The reducer divides by the number of ranks.
   const float grad_scale = static_cast<float>(comm_.world()) / static_cast<float>(config_.global_batch());
   const bool dumps = dump_ && step == config_.gradients_step;
   if (dumps && carried_) {
@@ -89,7 +89,8 @@ void RankTrainer::enqueue_work(Slot& slot) {
     const Loader::Batch batch = config_.graph ? slot.batches[static_cast<size_t>(micro)] : next_batch(step);
     marks.forward.record(stream_);
     range.emplace(Activity::forward, step);
-    // backward() adds to the residuals in the gradient buffer, and also to the totals.
+    // backward() adds to the residuals in the gradient buffer, and also to the totals, which must therefore
+    // start at zero.
     if (micro == 0 && carried_) fill_zero(stream_, totals_.data(), totals_.bytes());
     model_.forward(batch.images, batch.count);
     if (deferred_) deferred_->finish();  // ends the previous step
@@ -147,7 +148,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
   const Event& end = next_start != nullptr ? *next_start : slot.end;
   slot.wait_begin = std::chrono::steady_clock::now();
   end.synchronize();
-  if (deferred_) slot.end.synchronize();  // inside the next step
+  if (deferred_) slot.end.synchronize();  // the step ends inside the next step
   // Report only steps that will not be repeated.
   if (shared_.elastic != nullptr) {
     slot.snapshot_done.synchronize();

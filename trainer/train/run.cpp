@@ -37,7 +37,7 @@ class Failure {
   Failure(std::vector<std::unique_ptr<Communicator>>& comms, RankReports& reports)
       : comms_(comms), reports_(reports) {}
 
-  // Call inside a catch block of the rank's thread.
+  // Records the current exception as the failure of `rank`. Call inside a catch block of the rank's thread.
   void report(int rank) {
     std::lock_guard lock(mutex_);
     if (first_) return;  // later errors are consequences of the first
@@ -127,8 +127,8 @@ std::string first_difference(const std::string& remote, const std::string& local
   }
 }
 
-// Checks that all ranks train with the same settings and data. Processes have separate flags, and gradients
-// of different trainings must not be averaged.
+// Checks that all ranks train with the same settings and data. Processes have separate flags, and ranks must
+// not average gradients of different trainings.
 void check_agreement(const TrainConfig& config, const std::string& data, Communicator& comm) {
   const std::string local = described(config, data);
   if (comm.rank() != 0) return comm.send_message(local);
@@ -143,15 +143,15 @@ void check_agreement(const TrainConfig& config, const std::string& data, Communi
   }
 }
 
-// Locks the checkpoint folder. Rank 0 holds the lock while it may write. `takes_over`: takes the lock from a
-// lost rank 0.
+// Locks the checkpoint folder. Rank 0 holds the lock while it may write checkpoints. `takes_over`: takes the
+// lock from a lost rank 0.
 std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes_over = false) {
   if (config.checkpoint_directory.empty()) return std::nullopt;
   return std::optional<FolderLock>(std::in_place, config.checkpoint_directory, takes_over);
 }
 
 // Runs this process's part of a run as one rank of a group, to the end of the run or until the group fails or
-// grows. `about_data`: from described().
+// grows. `about_data`: the result of described().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
                   RunObserver& observer, Communicator& comm, Elastic* elastic) {
   std::unique_ptr<RankTrainer> trainer;
@@ -177,7 +177,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
     } else {
       comm.agree_on_ranks_per_node(config.ranks_here);
     }
-    if (config.measure_peak) {  // on rank 0, while the other ranks are idle
+    if (config.measure_peak) {  // rank 0 measures while the other ranks are idle
       comm.barrier();
       if (comm.rank() == 0) peaks = measure_peaks(comm.device(), config.precision);
       comm.barrier();
@@ -185,14 +185,14 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
     trainer = std::make_unique<RankTrainer>(shared, comm);
     trainer->run();
     if (elastic != nullptr && elastic->has_grown()) return;
-    comm.barrier();  // so that an error of rank 0 at the end reaches all ranks
+    comm.barrier();  // passes an error of rank 0 at the end to all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
     if (trainer && shared.trace != nullptr) {
       trainer->keep_trace();
       trace->write_rest(error.what());
     }
-    trainer.reset();  // waits for the rank's stream: after the abort
+    trainer.reset();  // waits for the rank's stream, so this must follow the abort
     throw;
   }
 }
@@ -293,7 +293,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
     failure.report(static_cast<int>(threads.size()) + 1);
   }
   run_rank(0);
-  threads.clear();  // joins
+  threads.clear();  // joins the threads
   if (shared.trace != nullptr && failure.happened()) trace.write_rest(failure.text());
   failure.rethrow();
 }

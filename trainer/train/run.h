@@ -20,15 +20,15 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 
 // Trains as rank comm.rank() of ranks that are processes. Collective. Every process must pass the same
 // config, which is checked. Returns when all ranks are done, with the same bits as ranks in one process.
-// Throws on every rank when one fails. With config.elastic, `comm` must be shrinkable, and the current rank 0
-// calls its `observer`.
+// Throws on every rank when one rank fails. With config.elastic, `comm` must be shrinkable, and the current
+// rank 0 calls its `observer`.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm);
 
 // Joins a running job that was started with config.elastic. `config`: the job's settings, with as many ranks
 // as at launch. `join_group` (Communicator::join_tcp()) sends `about`, the description of this process's
-// settings and data, and blocks until the job admits the process. Returns and throws as above; throws
-// BadInput if the job rejects the process.
+// settings and data, and blocks until the job admits the process. Returns and throws like run_training().
+// Throws BadInput if the job rejects the process.
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                    const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group);
 

@@ -13,14 +13,14 @@
 namespace gradwire {
 namespace {
 
-// Returns the images per step on rank 0's device, over all its ranks, if each has `images` per batch. With a
-// process per rank, each rank has a separate GPU or a share of the cores.
+// Returns the images per step on rank 0's device, over all ranks of the device, if each rank has `images` per
+// batch. With a process per rank, each rank has a separate GPU or a share of the cores.
 int64_t images_per_device(const TrainConfig& config, int64_t images) {
   const auto here = std::count(config.devices.begin(), config.devices.end(), config.devices.front());
   return (config.processes ? 1 : here) * images * config.accumulate;
 }
 
-// Sums in rank order, so that the rounding is the same in every run.
+// Returns the sum of the reports in rank order, so that the rounding is the same in every run.
 RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
   RankReports::Report all;
   for (const RankReports::Report& entry : entries) {
@@ -88,8 +88,8 @@ void RunReporter::report_step(const FinishedStep& step) {
   report_waits(marks, reports);
 }
 
-// Each rank adds its waits to a report when a second has passed on the rank's clock. The latest reports
-// therefore belong to the same second.
+// Reports the waits. Each rank adds its waits to a report when a second has passed on the rank's clock. The
+// latest reports therefore belong to the same second.
 void RunReporter::report_waits(const TrainingMarks& marks, const std::vector<RankReports::Report>& reports) {
   latest_waits_.resize(reports.size());
   for (size_t rank = 0; rank < reports.size(); ++rank) {
@@ -133,7 +133,7 @@ void RunReporter::report_end(uint64_t hash) {
   for (RankReports::Report& entry : entries) {
     if (!entry.waited_s.empty()) waited.push_back(std::move(entry.waited_s));
   }
-  // Ranks that are processes do not share their devices' memory.
+  // Count the ranks that share rank 0's device. Ranks that are processes do not share device memory.
   const auto here =
       config_.processes ? 1 : std::count(config_.devices.begin(), config_.devices.end(), comm_.device());
   observer_.on_end({.parameter_hash = hash,

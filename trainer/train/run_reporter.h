@@ -19,23 +19,25 @@ namespace gradwire {
 
 class RunReporter {
  public:
-  // `images`: of this rank per micro-batch. All referenced arguments must outlive the object.
+  // Prepares the reports. `images`: this rank's images per micro-batch. All referenced arguments must outlive
+  // the object.
   RunReporter(const TrainConfig& config, Communicator& comm, const Reducer& reducer, RankReports& reports,
               RunObserver& observer, int64_t images);
 
   struct FinishedStep {
     const TrainingMarks& marks;
     const Event& end;      // the start of the next step, if one follows directly
-    const double* totals;  // this rank's sum of losses, and correct answers
+    const double* totals;  // this rank's sum of losses, and number of correct answers
     int64_t epoch;
     double lr;
     WeightShards::Sent weights;
   };
-  // Call the following functions on every rank in the same order. They block on rank 0 until all ranks have
-  // posted their parts; they do not block on other ranks.
+  // Report a step, an evaluation or the end of the run. Call these functions on every rank in the same order.
+  // On rank 0 they block until all ranks have posted their parts. On other ranks they do not block.
   void report_step(const FinishedStep& step);
   void report_evaluation(const RankReports::Report& mine, int64_t steps_done, double epoch);
-  // `hash`: of the parameters. Rank 0 throws Error if a rank's hash differs from rank 0's.
+  // Reports the end of the run. `hash`: hash of the parameters. Rank 0 throws Error if another rank's hash
+  // differs.
   void report_end(uint64_t hash);
 
  private:
@@ -48,9 +50,9 @@ class RunReporter {
   RunObserver& observer_;
   const int64_t images_;
   double updated_ms_ =
-      0;  // --overlap-forward: of the latest reported update, which the next forward contains
+      0;  // --overlap-forward: time of the latest reported update, which the next forward contains
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
-  // On rank 0: each rank's latest waits, and the time of the first complete report.
+  // Each rank's latest waits, and the time of the first complete report; used only on rank 0.
   std::vector<std::vector<double>> latest_waits_;
   std::optional<std::chrono::steady_clock::time_point> first_waits_;
 };

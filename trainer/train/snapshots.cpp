@@ -41,7 +41,7 @@ void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const
                 fmt::format("the norms of the residuals after {} steps", step)};
   if (states_) {
     exchange_status(slot, rank, stream);
-  } else {  // this rank's next forward may still be gathering weights
+  } else {  // use another stream: this rank's next forward may still be gathering weights
     if (!slot.ended) slot.ended = Event::create(stream.device());
     if (!slot.exchanged) slot.exchanged = Event::create(stream.device());
     const Stream& exchanges = rank.comm.transfers();

@@ -1,10 +1,10 @@
-// The snapshots from which a rank repeats a step without the ranks that died in it: its state after each of
-// the last two steps, in host memory, and the norms of all ranks' residuals at that time.
+// The snapshots from which a rank repeats a step without the ranks that died in the step. A snapshot has the
+// rank's state, in host memory, and the norms of all ranks' residuals after one of the last two steps.
 //
 // All survivors continue from the same step, the minimum over ranks of the newest finished step. Two
 // snapshots are enough: a step's exchanges need data from every rank, so a rank that has finished step s + 1
-// knows that all others have finished step s. A rank finishes a step only after it has received all residual
-// norms, so every survivor that needs the norm of a dead rank has it.
+// knows that all other ranks have finished step s. A rank finishes a step only after it has received all
+// residual norms, so every survivor has the norms of dead ranks that it needs.
 #pragma once
 
 #include <array>
@@ -22,11 +22,11 @@ namespace gradwire {
 
 class Snapshots {
  public:
-  // `states`: false with --shard: each rank holds only its part, so no step can be repeated. take() then
-  // stores only what ranks exchange.
+  // Creates an empty object. `states`: false with --shard, where each rank holds only its part, so no step
+  // can be repeated. take() then stores only the exchanged values.
   explicit Snapshots(bool states) : states_(states) {}
 
-  // Work that is due after a step, other than the next step.
+  // The work that is due between a step and the next step.
   struct Pending {
     bool evaluation = false, checkpoint = false;
   };
@@ -42,17 +42,17 @@ class Snapshots {
   // residual norms and waiting joiners. `ranks`: launch numbers of the group's ranks. Collective; host only.
   void take(const RankState& rank, const std::vector<int>& ranks, const Position& position, Pending pending);
 
-  // ---- Call the following functions while no work is in flight.
+  // ---- The following functions may be called only while no work is in flight.
 
-  // Returns the newest step with a complete snapshot; none before the first.
+  // Returns the newest step with a complete snapshot; nothing before the first complete snapshot.
   std::optional<int64_t> newest() const;
-  // Returns the description of the newest snapshot or the one before it. Throws Error for any other step.
+  // Returns the description of one of the two newest snapshots. Throws Error for any other step.
   const Description& at(int64_t step) const { return find(step).description; }
   // Drops snapshots after `step`, because all survivors continue from `step`.
   void drop_after(int64_t step);
-  // Replaces a snapshot's description by the one on which the ranks of a grown group have agreed.
+  // Replaces a snapshot's description by the agreed description of the ranks of a grown group.
   void describe(const Description& description);
-  // Takes the first snapshot of a joiner, after it has received its state.
+  // Takes the first snapshot of a joiner, after the joiner has received its state.
   void take_first(const RankState& rank, const Description& description);
   // Restores the state after `step` into a newly constructed rank of another group. Returns true if residuals
   // are in rank.left_over(), as in restore_checkpoint().
@@ -64,13 +64,14 @@ class Snapshots {
  private:
   static constexpr size_t kSlots = 2;
   struct Slot {
-    std::atomic<int64_t> step{-1};  // -1: none, or incomplete
-    // Written only in stream order: the host runs one step ahead, and the old content may still be needed.
+    std::atomic<int64_t> step{-1};  // -1 without a complete snapshot
+    // Written only in stream order, because the host runs one step ahead and may still need the old content.
     Description description;
     std::vector<float> weights;
     std::vector<std::vector<float>> moments;
     ReducerSnapshot codecs;
-    // The exchange. The stream has passed the previous exchange before the host prepares the next.
+    // The data of the exchange. The stream has passed a slot's previous exchange before the host prepares the
+    // next exchange.
     struct RankStatus {
       double residual_norm = 0, joiners = 0;  // number of joiners waiting
     };
@@ -86,7 +87,7 @@ class Snapshots {
   const Slot& find(int64_t step) const;
 
   const bool states_;
-  std::array<Slot, kSlots> slots_;  // by step
+  std::array<Slot, kSlots> slots_;  // indexed by step modulo kSlots
 };
 
 }  // namespace gradwire

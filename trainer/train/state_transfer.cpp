@@ -26,7 +26,8 @@ class StateTransfer {
 
   bool joins() const { return is_new(transport_.rank()); }
 
-  // `bytes` must have the same size on all ranks.
+  // Transfers `bytes` from the senders to the joiners, in pieces. `bytes` must have the same size on all
+  // ranks.
   void send(std::span<std::byte> bytes) {
     for (size_t begin = 0; begin < bytes.size(); begin += kPieceBytes) {
       send_piece(bytes.subspan(begin, std::min(kPieceBytes, bytes.size() - begin)));

@@ -8,9 +8,9 @@
 
 namespace gradwire {
 
-// Sends the state to the ranks `joiners`. Collective over the group, whose ranks hold the whole state on
-// the host. Each other rank sends every joiner a part of everything, so that all links carry it in parallel.
-// No work may be in flight.
+// Sends the state to the ranks `joiners`. Collective over the group, whose ranks hold the whole state on the
+// host. Every other rank sends each joiner a part of every tensor, so that the links transfer the parts in
+// parallel. No work may be in flight.
 void transfer_state(const RankState& rank, const std::vector<int>& joiners);
 
 }  // namespace gradwire

@@ -1,4 +1,4 @@
-// The times of one training step: marks on the rank's stream, and times on its thread.
+// The times of one training step: marks on the rank's stream, and times on the rank's thread.
 #pragma once
 
 #include <cstdint>
@@ -10,20 +10,21 @@
 namespace gradwire {
 
 struct TrainingMarks {
-  // One micro-batch: the starts of its three phases, and the end of the last.
+  // The marks of a micro-batch: the starts of the three phases, and the end of the last phase.
   struct Micro {
     Event data, forward, backward, done;
   };
-  // --overlap-forward: the wait for a bucket's gradients, and the update of its weights.
+  // --overlap-forward: the wait for a bucket's gradients, and the update of the bucket's weights.
   struct Update {
     Event wait, begin, end;
   };
   int64_t step = -1;
-  SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // on the thread
-  std::vector<Micro> micros;                                    // config.accumulate of them
-  Event reduced, end;                                           // gradients averaged; parameters updated
-  std::vector<Update> updates;      // one per bucket; empty without --overlap-forward
-  bool updated_in_forward = false;  // updated inside the next forward, not after this step's backward
+  SteadyTime enqueue_begin, enqueue_end, wait_begin, wait_end;  // times on the thread
+  std::vector<Micro> micros;                                    // config.accumulate elements
+  Event reduced, end;           // the gradients are averaged; the parameters are updated
+  std::vector<Update> updates;  // one per bucket; empty without --overlap-forward
+  bool updated_in_forward =
+      false;  // parameters are updated inside the next forward, not after this step's backward
 
   double backward_ms() const {
     double ms = 0;

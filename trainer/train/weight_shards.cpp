@@ -34,7 +34,7 @@ WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const 
       gathers_(programs(config, config.gather_weights)),
       dense_(programs(config, kFp32)) {
   fill_zero(stream, masters_.data(), masters_.bytes());
-  stream.synchronize();  // before an exception frees the memory
+  stream.synchronize();  // waits before an exception can free the memory
   size_t bytes = 0;
   for (const auto& gather : gathers_) bytes = std::max(bytes, gather->workspace_bytes());
   workspace_ = Buffer(comm.device(), bytes);

@@ -1,10 +1,10 @@
 // --shard: each rank updates a part of the weights, and the ranks gather the parts.
 //
 // A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated
-// in place and all-gathered after the step. With any other format, or with --shard full, where no rank holds
-// all weights, each rank also keeps its shards in FP32 (master weights), which the optimizer updates. All
-// ranks, including the owner, compute with the transmitted values. So all ranks hold the same bits, and the
-// rounding errors of steps do not accumulate.
+// in place and all-gathered after the step. With any other format, and with --shard full, each rank also
+// keeps its shards in FP32 (master weights), which the optimizer updates. All ranks, including the owner,
+// compute with the transmitted values. So all ranks hold the same bits, and the rounding errors of steps do
+// not accumulate.
 #pragma once
 
 #include <cstdint>
@@ -26,19 +26,21 @@ namespace gradwire {
 
 class WeightShards {
  public:
-  // Collective. `model` runs on `stream`; all arguments must outlive the object.
+  // Allocates the shards and binds the gathers. Collective. `model` runs on `stream`. All arguments must
+  // outlive the object.
   WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream, const Reducer& reducer,
                Vit& model);
   WeightShards(const WeightShards&) = delete;
 
   // Returns this rank's shards in FP32: the weights that the optimizer updates and a checkpoint stores.
   Parts<float> weights() const;
-  // Sends this rank's shards to every rank's model, in the transmitted format. Call after weights() has
-  // changed. Collective.
+  // Sends this rank's shards to every rank's model, in the transmitted format. Call after weights() changes.
+  // Collective.
   void share_weights();
   // Copies the shards from `flat`, reducer.elements() floats on host or device, and shares them. Collective.
   void take_weights(const float* flat);
-  // Enqueues the optimizer's step and the gathers; with --shard full only the first, and not capturable.
+  // Enqueues the optimizer's step and the gathers. With --shard full, enqueues only the optimizer's step, and
+  // a graph cannot capture the work.
   void step(Optimizer& optimizer, Parts<const float> gradients);
   // Returns the window that the model calls before it uses a block's weights; null without --shard full.
   WeightWindow* window() { return window_ ? &*window_ : nullptr; }
@@ -47,8 +49,8 @@ class WeightShards {
 
   // Returns the number of FP32 master weights of a rank: its part of the weights; 0 if updated in place.
   static int64_t master_elements(const TrainConfig& config, const Reducer& reducer);
-  // Bytes this rank sent for weights since begin_step(), or in any one step if all are alike: in the chosen
-  // format, and in FP32.
+  // The bytes that this rank sent for weights since begin_step(), or per step if all steps send the same
+  // bytes: in the chosen format, and in FP32.
   struct Sent {
     uint64_t wire = 0, dense = 0;
   };
@@ -57,7 +59,7 @@ class WeightShards {
 
  private:
   using Programs = WeightWindow::Programs;
-  // Builds a program per bucket that gathers its weights in format `wire`.
+  // Builds a program per bucket that gathers the bucket's weights in format `wire`.
   Programs programs(const TrainConfig& config, const Wire& wire) const;
 
   Communicator& comm_;
@@ -67,10 +69,10 @@ class WeightShards {
   const std::vector<ElementRange> owned_;
   Buffer masters_;                      // FP32 shards; empty if updated in place
   Programs gathers_;                    // one program per bucket
-  const Programs dense_;                // the same in FP32, to count its bytes; never run
+  const Programs dense_;                // the same programs in FP32, to count their bytes; never run
   Buffer workspace_;                    // sized for the largest gather
   std::optional<WeightWindow> window_;  // --shard full
-  Sent before_;                         // sent by the window before the step
+  Sent before_;                         // bytes that the window had sent before the step
 };
 
 }  // namespace gradwire

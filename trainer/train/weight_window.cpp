@@ -33,10 +33,11 @@ WeightWindow::WeightWindow(Communicator& comm, const Stream& compute, const Redu
 }
 
 WeightWindow::~WeightWindow() {
-  for (const Stream& stream : {stream_, transfers_}) {  // both, even if one has failed
+  for (const Stream& stream :
+       {stream_, transfers_}) {  // synchronize both streams, even if one stream has failed
     try {
       stream.synchronize();
-    } catch (...) {  // the failure is already known
+    } catch (...) {  // ignore errors: the failure is already known
     }
   }
 }

@@ -23,8 +23,9 @@ class WeightWindow {
   static constexpr int kSlots = 2;
   using Programs = std::vector<std::unique_ptr<Program>>;
 
-  // `gathers`: bound programs by bucket, which write into the slots. `dense`: the same in FP32, to count its
-  // bytes. `model` uses its weights on `compute`, in layout(). All arguments must outlive the object.
+  // Allocates the slots. `gathers`: bound programs by bucket, which write into the slots. `dense`: the same
+  // programs in FP32, to count their bytes. `model` uses its weights on `compute`, in layout(). All arguments
+  // must outlive the object.
   WeightWindow(Communicator& comm, const Stream& compute, const Reducer& reducer, Vit& model,
                const Programs& gathers, const Programs& dense);
   // Waits for gathers in flight. After a failure, abort the communicator first.
@@ -36,10 +37,11 @@ class WeightWindow {
   // Returns the offset of a bucket's first element in layout().
   static int64_t offset(const Reducer& reducer, size_t bucket);
 
-  // Vit's EnterBlock: makes the model wait for the weights of `block`, and starts to gather those of `next`.
+  // Vit's EnterBlock: makes the model wait for the weights of `block`, and starts to gather the weights of
+  // `next`.
   void enter_block(int block, int next);
-  // Call when the ops enqueued so far on the model's stream have changed this rank's shards. Immediately
-  // starts to gather the first bucket of the next forward.
+  // Starts to gather the first bucket of the next forward. Call when the ops enqueued so far on the model's
+  // stream have changed this rank's shards.
   void changed();
   // Visits each bucket in turn, as the model would use it.
   void visit(const std::function<void(const float* weights, int64_t count)>& each);
@@ -55,7 +57,7 @@ class WeightWindow {
   void fetch(int bucket);
 
   struct Slot {
-    int bucket = -1;  // -1: out of date
+    int bucket = -1;  // -1 if the slot is out of date
     Event gathered;
   };
 
