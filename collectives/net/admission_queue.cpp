@@ -16,8 +16,8 @@ using Op = Frame::Op;
 constexpr std::chrono::milliseconds kNotifyEvery{1000}, kInvitation{1000};
 constexpr const char* kEnded = "the run has ended or no longer admits ranks";
 
-// Sends to a joiner without waiting. The connection's buffer has room unless the joiner has not read for
-// hours.
+// Sends a frame to a joiner without waiting. The connection's buffer has room unless the joiner has not read
+// from the connection for hours.
 bool notify(const Socket& socket, Op op, const std::string& value = "") {
   const std::string bytes = Frame{op, 0, "", value}.encode();
   return send(socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT) ==
@@ -98,7 +98,7 @@ std::vector<AdmissionQueue::Joiner> AdmissionQueue::invite() {
     try {
       const auto reply = receive_frame(joiner.socket, bytes, deadline);
       if (reply && reply->op == Op::present) present.push_back(std::move(joiner));
-    } catch (const CommError&) {  // not a joiner after all
+    } catch (const CommError&) {  // the peer is not a joiner
     }
   }
   return present;

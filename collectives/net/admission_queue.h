@@ -1,8 +1,8 @@
 // The group's side of admitting new ranks; joiner.h is the joiner's side.
 //
-// Joiners send their request to any rank's Quorum. The lowest rank keeps them waiting; the other ranks
-// redirect them to it. Between two calls the group invites the joiners that still answer, and all form a
-// group with the joiners as the highest ranks.
+// Joiners send their request to any rank's Quorum. The lowest rank keeps the joiners waiting; the other ranks
+// redirect the joiners to the lowest rank. Between two calls the group invites the joiners that still answer.
+// All ranks then form a group with the joiners as the highest ranks.
 #pragma once
 
 #include <poll.h>
@@ -19,7 +19,7 @@
 
 namespace gradwire {
 
-// Any thread may call the member functions.
+// Holds the waiting joiners. Any thread may call the member functions.
 class AdmissionQueue {
  public:
   struct Joiner {
@@ -28,13 +28,13 @@ class AdmissionQueue {
   };
 
   // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
-  // joiner's description of itself and returns why it is rejected, or "". request() calls it.
+  // joiner's description of itself and returns why the joiner is rejected, or "". request() calls `validate`.
   void open(int most, std::function<std::string(const std::string& about)> validate);
   // Closes admission and notifies waiting joiners that the run has ended.
   void close();
   // Returns how many joiners wait.
   int waiting() const { return count_; }
-  // Returns the waiting joiners that still answer; for the lowest rank. Takes at most a second.
+  // Returns the waiting joiners that still answer. Only the lowest rank calls it. Takes at most a second.
   std::vector<Joiner> invite();
 
   // Answers a joiner's request to the lowest rank of a group of `ranks` ranks: keeps the joiner waiting or
@@ -42,9 +42,10 @@ class AdmissionQueue {
   void request(Socket socket, const Message& request, int ranks);
   // Redirects a joiner to the rank with this contact.
   static void redirect(const Socket& socket, const std::string& contact);
-  // Appends the sockets of waiting joiners, to notice when joiners hang up.
+  // Appends the sockets of waiting joiners to `entries`, so that poll() reports joiners that hang up.
   void add_entries(std::vector<pollfd>& entries) const;
-  // Removes joiners that have hung up. Once per second, notifies the others that they are still waiting.
+  // Removes joiners that have hung up. Once per second, notifies the remaining joiners that they are still
+  // waiting.
   void update();
 
  private:

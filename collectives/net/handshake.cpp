@@ -74,7 +74,7 @@ Challenge::State Challenge::advance(const Socket& socket) {
     theirs_ = received_.substr(kGreeting.size());
     received_.clear();
     const std::string answer = mine_ + text_of(proof(credentials_, "acceptor", theirs_, mine_));
-    // Fits into a new connection's buffer.
+    // The answer fits into a new connection's buffer.
     if (send(socket.fd(), answer.data(), answer.size(), MSG_NOSIGNAL | MSG_DONTWAIT) !=
         static_cast<ssize_t>(answer.size())) {
       return refuse("hung up");
@@ -125,8 +125,8 @@ Introduction::State Introduction::advance(const Socket& socket) {
   }
   const std::string theirs = received_.substr(0, kChallenge);
   const bool right = equal(digest_at(received_, kChallenge), proof(credentials_, "acceptor", mine_, theirs));
-  // Sent even if the proof is wrong, so that the other side can distinguish a wrong secret from a lost
-  // connection.
+  // Send the proof even if the acceptor's proof is wrong, so that the acceptor can distinguish a wrong secret
+  // from a lost connection.
   const bool answered = sent(text_of(proof(credentials_, "connector", mine_, theirs)));
   if (!right) return refuse(kOtherSecret);
   return answered ? State::proved : refuse(kHungUp);

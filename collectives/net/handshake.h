@@ -1,9 +1,9 @@
-// The handshake by which both ends of a new connection prove that they know the run's secret, before either
-// reads anything else.
+// The handshake by which both ends of a new connection prove that they know the run's secret. Neither end
+// reads other data before the handshake.
 //
-//   connector -> acceptor   greeting (8), its challenge (32)
-//   acceptor -> connector   its challenge (32), proof (32)
-//   connector -> acceptor   proof (32)
+//   connector -> acceptor   greeting (8 bytes), connector's challenge (32 bytes)
+//   acceptor -> connector   acceptor's challenge (32 bytes), proof (32 bytes)
+//   connector -> acceptor   proof (32 bytes)
 //
 // A proof is HMAC-SHA256(key, side | purpose | both challenges). Challenges are fresh random numbers, so
 // proofs cannot be replayed on another connection. The side prevents reflecting a proof to its sender. The
@@ -22,28 +22,29 @@
 
 namespace gradwire {
 
-// Limits on unauthenticated connections: how long they are kept, and how many (beyond one per rank) before
-// the oldest is dropped.
+// Limits on unauthenticated connections: how long a connection is kept, and how many connections (beyond one
+// per rank) are kept before the oldest connection is dropped.
 inline constexpr std::chrono::seconds kHandshakeTime{5};
 inline constexpr size_t kMaxUnauthenticated = 64;
 
 inline constexpr const char* kStorePurpose = "store";
 
 struct Credentials {
-  std::string key;      // may be empty: then any process can make a proof
-  std::string purpose;  // the same on both sides: the listener's purpose
+  std::string key;      // if the key is empty, any process can make a proof
+  std::string purpose;  // the listener's purpose, the same on both sides
 };
 
-// The acceptor's side, for connections served by one thread; processes the bytes that have arrived.
+// The acceptor's side of the handshake, for a thread that serves several connections. Processes the bytes
+// that have arrived.
 class Challenge {
  public:
   explicit Challenge(const Credentials& credentials);
 
   enum class State { waiting, proved, refused };
-  // Reads available bytes, at most those of the handshake, and answers. After `proved` the connection's next
-  // byte is the peer's first.
+  // Reads the available bytes of the handshake and answers. Reads no byte after the handshake: after
+  // `proved`, the connection's next byte is the first byte of the peer's data.
   State advance(const Socket& socket);
-  // After `refused`: "wrong secret", "not a rank of this version", "hung up".
+  // Returns the reason of the state `refused`: "wrong secret", "not a rank of this version", "hung up".
   const std::string& why() const { return why_; }
   bool expired() const { return SteadyClock::now() >= until_; }
 
@@ -56,14 +57,14 @@ class Challenge {
   std::string why_;
 };
 
-// Counts a listener's rejected connections and decides which to log: for each address and reason, the first
-// and every doubling of their number. Beyond kMostNamed of them, the rest is counted together, so that
-// neither the record nor the log grows with a flood.
+// Counts a listener's rejected connections and decides which rejections to log: for each address and reason,
+// the first rejection and every doubling of the count. Beyond kMostNamed pairs of address and reason, the
+// other rejections share one count, so that neither the table nor the log grows with a flood.
 class RejectedConnections {
  public:
   static constexpr size_t kMostNamed = 64;
-  // Returns "rejected a connection from 10.0.0.7: wrong secret (8 so far)", or "". `from`: an address;
-  // empty: the peer is gone.
+  // Adds a rejected connection. Returns the line to log, "rejected a connection from 10.0.0.7: wrong secret
+  // (8 so far)", or "". `from`: the peer's address; empty if the peer is gone.
   std::string note(const std::string& from, const std::string& why);
 
  private:
@@ -71,22 +72,22 @@ class RejectedConnections {
   uint64_t others_ = 0;
 };
 
-// Reasons to drop a connection that sent nothing invalid.
+// Reasons to drop a connection whose bytes were all valid.
 inline constexpr const char* kTooMany = "too many connections at once";
 inline constexpr const char* kSaidNothing = "nothing said in time";
 
-// introduce()'s text for an acceptor with another key.
+// The text that introduce() returns if the acceptor has another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";
 
-// The connector's side for a polled socket: processes the bytes that have arrived.
+// The connector's side of the handshake, for a polled socket. Processes the bytes that have arrived.
 class Introduction {
  public:
   explicit Introduction(const Credentials& credentials);
 
   enum class State { waiting, proved, refused };
-  // Sends pending bytes, and reads at most the bytes that the handshake needs.
+  // Sends pending bytes, and reads at most the remaining bytes of the handshake.
   State advance(const Socket& socket);
-  // After `refused`: the reason.
+  // Returns the reason of the state `refused`.
   const std::string& why() const { return why_; }
 
  private:
@@ -97,7 +98,8 @@ class Introduction {
   std::string received_, why_;
   bool greeted_ = false;
 };
-// Performs the same handshake, blocking. Returns nothing on success, or the reason of the failure.
+// Performs the connector's side of the handshake, blocking. Returns "" on success, or the reason of the
+// failure.
 std::string introduce(const Socket& socket, const Credentials& credentials, SteadyClock::time_point deadline);
 
 }  // namespace gradwire

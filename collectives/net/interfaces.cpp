@@ -17,7 +17,7 @@
 namespace gradwire {
 namespace {
 
-// Returns the bytes of an address, or of a network's mask; empty if it is neither IPv4 nor IPv6.
+// Returns the bytes of an address or of a network's mask; empty if the address is neither IPv4 nor IPv6.
 std::string bytes_of(const sockaddr* address) {
   if (address != nullptr && address->sa_family == AF_INET) {
     const in_addr& bytes = reinterpret_cast<const sockaddr_in*>(address)->sin_addr;
@@ -41,14 +41,15 @@ struct Interface {
   std::string name, address, mask;  // the mask's bytes
 };
 
-// Returns the interfaces that are up, with each of their addresses; IPv4 first. Link-local addresses of IPv6
-// (fe80::) are left out: they are meaningless without an interface of the connecting host. Throws
-// OutOfResources: without the list other hosts could not reach this rank.
+// Returns one entry per address of each interface that is up, IPv4 addresses first. Leaves out link-local
+// addresses of IPv6 (fe80::), because they are meaningless without an interface of the connecting host.
+// Throws OutOfResources if the system lacks the resources: without the list, other hosts could not reach this
+// rank.
 std::vector<Interface> interfaces() {
   std::vector<Interface> found;
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) {
-    // If the list is forbidden, as in some sandboxes, ranks of one host can still connect.
+    // If the system forbids reading the list, as in some sandboxes, ranks of one host can still connect.
     if (errno == EMFILE || errno == ENFILE || errno == ENOMEM || errno == ENOBUFS)
       throw_refused("the list of network interfaces", errno);
     return found;
@@ -106,7 +107,7 @@ bool in_own_network(const std::string& address) {
   try {
     all = interfaces();
   } catch (const OutOfResources&) {
-    return false;  // this only decides which address is tried first
+    return false;  // the result only decides which address is tried first
   }
   for (const Interface& i : all) {
     const std::string mine = bytes_of(i.address);

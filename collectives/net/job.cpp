@@ -33,7 +33,8 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   if (const std::string id = value("TORCHELASTIC_RUN_ID"); !id.empty() && id != "none") {
     return named("torchrun's", id);
   }
-  // With one process per launch, a run's ranks are separate launches, and a launch's id is not the run's.
+  // If each launch starts one process, a run's ranks are separate launches, and a launch's id does not
+  // identify the run.
   const auto several = [&](const char* processes) {
     const std::string count = value(processes);
     return !count.empty() && count != "1";
@@ -45,12 +46,13 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   }
   if (const std::string id = value("PMI_JOBID"); !id.empty() && several("PMI_SIZE"))
     return named("mpirun's", id);
-  // The parts of a heterogeneous job have separate ids and share the id of the first part.
+  // The parts of a heterogeneous job have separate ids, and all have the id of the first part in this
+  // variable.
   std::string job = value("SLURM_HET_JOB_ID");
   if (job.empty()) job = value("SLURM_JOB_ID");
   if (job.empty()) return "";
   const std::string step = value("SLURM_STEP_ID");
-  // Hydra's ranks inherit the steps of its daemons, and some daemons may not be steps.
+  // Hydra's ranks inherit the steps of Hydra's daemons, and some daemons may not be steps.
   const bool by_hydra = several("PMI_SIZE") && !value("MPI_LOCALNRANKS").empty();
   const bool a_step = several("SLURM_STEP_NUM_TASKS") && !step.empty() && !by_hydra;
   return named("Slurm job", a_step ? fmt::format("{}, step {}", job, step) : job);

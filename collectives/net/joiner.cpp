@@ -18,10 +18,11 @@ namespace {
 using Op = Frame::Op;
 using std::chrono::milliseconds;
 
-// The silence after which this process stops waiting for a rank that keeps it waiting.
+// Maximal time without a message from the rank that keeps this process waiting.
 constexpr milliseconds kSilence{3000};
 constexpr milliseconds kRequestAgain{50};
-// How long a group may take to publish its new location if all its ranks are gone or have another secret.
+// How long a group may take to publish its new location if all its published ranks are gone or have another
+// secret.
 constexpr milliseconds kUnpublished{3000};
 
 struct ParsedInvitation {
@@ -52,14 +53,14 @@ class JoinAttempt {
     auto answered_at = start;
     while (true) {
       const ParsedInvitation invitation = parse_invitation(request_.invitation());
-      // The invitation is removed when the run ends.
+      // The group removes the invitation when the run ends.
       bool may_admit = invitation.contacts.empty() && !seen_;
       seen_ = seen_ || !invitation.contacts.empty();
       if (invitation.contacts.empty())
         why_ = seen_ ? "its ranks have gone" : "no rank has published its contact yet";
       for (const std::string& contact : invitation.contacts) {
         std::string next = contact;
-        // A rank may redirect this process to a rank that is gone by now.
+        // A rank may redirect this process to a rank that has ended meanwhile.
         for (int hops = 0; hops < 2 && !next.empty(); ++hops) {
           const std::string at = std::exchange(next, "");
           if (auto admitted = ask(at, secret_ + invitation.secret, next)) return std::move(*admitted);
@@ -84,8 +85,9 @@ class JoinAttempt {
  private:
   static SteadyClock::time_point patience_end() { return SteadyClock::now() + Quorum::kPatience; }
 
-  // Sends a join request to one rank and waits for as long as the rank says so. Returns nullopt if the rank
-  // cannot admit this process; `next` is the contact to which it redirects, if any.
+  // Sends a join request to the rank at `contact` and waits as long as the rank sends wait messages. Returns
+  // nullopt if the rank cannot admit this process; `next` is then the contact to which the rank redirects, if
+  // any.
   std::optional<Admitted> ask(const std::string& contact, const std::string& key, std::string& next) {
     const Contact theirs = Contact::parse(contact).value_or(Contact());
     Reach reached = reach(theirs, {key, Quorum::purpose_of(theirs.name)}, {.deadline = patience_end()});
@@ -107,16 +109,17 @@ class JoinAttempt {
     return wait_at(at, std::move(socket), next);
   }
 
-  // Listens like the rank at the other end of `socket`: at one address, or at all addresses.
+  // Starts a quorum that listens like the rank at the other end of `socket`: at one address, or at all
+  // addresses.
   void listen_like(const Contact& theirs, const Socket& socket, const std::string& key) {
     std::string address = theirs.addresses.size() > 1 ? "" : socket.local_address();
     if (!request_.interface.empty()) address = address_of_interface(request_.interface);
     if (quorum_ && quorum_->key() == key && quorum_->address() == address) return;
-    quorum_ = nullptr;  // frees the port, which may be the only one
+    quorum_ = nullptr;  // frees the port, which may be the only free port
     quorum_ = std::make_shared<Quorum>(address, key, request_.ports);
   }
 
-  // Waits for the answer to the request to the rank `at`.
+  // Waits for the answer to the request that was sent to the rank `at`.
   std::optional<Admitted> wait_at(const std::string& at, Socket socket, std::string& next) {
     std::string bytes;
     while (true) {
@@ -156,9 +159,9 @@ class JoinAttempt {
   const std::string secret_;
   std::shared_ptr<Quorum> quorum_;
   std::string why_;
-  bool seen_ = false;          // ranks have been published
+  bool seen_ = false;          // a rank's contact has been published
   bool other_secret_ = false;  // a rank has another secret, and no rank has answered since
-  bool may_admit_ = false;     // the rank asked last may admit this process, now or later
+  bool may_admit_ = false;     // the latest asked rank may admit this process, now or later
   SteadyClock::time_point give_up_at_, until_;
 };
 

@@ -12,31 +12,32 @@
 
 namespace gradwire {
 
-// Returns the text with which a process finds a group: the group's secret, or "-", on a line, then the
-// contacts of its ranks. A process that can read the text may join, unless the run has another secret.
+// Returns the text by which a process finds a group. The first line is the group's secret, or "-"; the next
+// lines are the contacts of the group's ranks. A process that can read the text may join, unless the run has
+// another secret.
 std::string invitation_text(const std::string& secret, const std::string& contacts);
 
 struct JoinRequest {
   std::function<std::string()> invitation;  // returns the newest invitation_text(); "" while there is none
   std::string secret = {};                  // as in GroupOptions
-  std::string about = {};                   // this process's description of itself
-  std::string interface = {};               // to listen on; empty: like the rank that answers
+  std::string about = {};                   // this process's description of itself, for `validate`
+  std::string interface = {};               // on which to listen; empty: as the answering rank does
   PortRange ports = {};
-  std::chrono::milliseconds patience;  // with a group in which no rank answers
-  // With a group that keeps this process waiting; 0: no limit.
+  std::chrono::milliseconds patience;  // longest time without an answer from any rank
+  // Longest time that this process waits in a group's queue; 0: no limit.
   std::chrono::milliseconds longest{0};
 };
 
 // The new group, as described to an admitted joiner.
 struct Admitted {
   int rank = 0, world = 1;
-  int number = 0;             // of groups before this one
-  std::string name = {};      // of the group
-  std::string location = {};  // of the group's store
+  int number = 0;             // the number of groups before this group
+  std::string name = {};      // the group's name
+  std::string location = {};  // the location of the group's store
   // The joiner's quorum.
   std::shared_ptr<Quorum> quorum = nullptr;
-  // To the rank that admits this process. If it closes before say_joined(), the group continues without this
-  // process.
+  // The connection to the rank that admits this process. If the connection closes before say_joined(), the
+  // group continues without this process.
   Socket host = {};
 
   // Encode the members that describe the group.
@@ -44,8 +45,9 @@ struct Admitted {
   static Admitted decode(const std::string& text);  // throws CommError
 };
 void say_joined(const Admitted& admitted);
-// Sends each joiner its rank in the group `next` of `world` ranks and the joiners. `number`: of groups before
-// that group. A joiner that does not receive it is detected when the group forms.
+// Sends each joiner the joiner's rank in the group `next`, which has `world` ranks followed by the joiners.
+// `number`: the number of groups before `next`. A joiner that does not receive the message is detected when
+// the group forms.
 void admit(const std::vector<AdmissionQueue::Joiner>& joiners, const Quorum::NextGroup& next, int world,
            int number);
 

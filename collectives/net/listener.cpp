@@ -20,7 +20,7 @@ Socket listen_on(const Endpoint& endpoint) {
   std::string why;
   std::vector<Address> addresses = resolve(endpoint, why, true);
   const auto is_v6 = [](const Address& address) { return address.bytes.ss_family == AF_INET6; };
-  // [::] also serves IPv4; 0.0.0.0 on hosts without IPv6.
+  // [::] also serves IPv4. Hosts without IPv6 have only 0.0.0.0.
   if (endpoint.host.empty()) std::stable_partition(addresses.begin(), addresses.end(), is_v6);
   for (const Address& address : addresses) {
     Socket socket(::socket(address.bytes.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));

@@ -22,7 +22,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Rejects a rendezvous without a secret at an address that other machines can reach.
+// Throws BadInput for a rendezvous without a secret at an address that other machines can reach.
 void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
   if (!options.secret.empty() || !faces_network(endpoint.host)) return;
   if (options.insecure || environment_flag("GRADWIRE_INSECURE")) {
@@ -37,10 +37,11 @@ void check_secrecy(const GroupOptions& options, const Endpoint& endpoint) {
                   options.rendezvous));
 }
 
-// Connects a rank to rank 0's store, as soon as the store is published and running.
+// Connects a rank to rank 0's store as soon as rank 0 has published and started the store.
 class StoreSearch {
  public:
-  // `callbacks`: null with tcp://. `file`: of a file:// rendezvous, or empty. `server`: on rank 0.
+  // Prepares the search. `callbacks`: null with tcp://. `file`: the path of a file:// rendezvous, or empty.
+  // `server`: the store on rank 0; null on other ranks.
   StoreSearch(const GroupOptions& options, const RendezvousCallbacks* callbacks, const std::string& file,
               const StoreServer* server, SteadyClock::time_point deadline)
       : options_(options), callbacks_(callbacks), file_(file), server_(server), deadline_(deadline) {
@@ -64,13 +65,14 @@ class StoreSearch {
       throw_if_hopeless();
       constexpr milliseconds kRetry{20}, kLongestPause{1000};
       std::this_thread::sleep_for(other_run ? refused_pause : kRetry);
-      // Each of these attempts can add a line to the other run's log.
+      // Pause longer after each rejection, because each attempt can add a line to the other run's log.
       if (other_run) refused_pause = std::min(2 * refused_pause, kLongestPause);
     }
   }
 
  private:
-  // Returns null if the attempt fails. `other_run`: another run's store has answered.
+  // Makes one attempt. Returns null if the attempt fails. Sets `other_run` if another run's store has
+  // answered.
   std::unique_ptr<StoreClient> connect(const StoreLocation& location, bool& other_run) {
     const auto now = SteadyClock::now();
     const auto patience = std::max(std::min(deadline_, now + milliseconds(2000)), now + milliseconds(500));
@@ -86,7 +88,7 @@ class StoreSearch {
       why_ = error.what();
       other_run = why_.find(kOtherJob) != std::string::npos;
     }
-    if (file_.empty() && other_run) {  // a file may be an earlier run's
+    if (file_.empty() && other_run) {  // a file may be an earlier run's file
       refused_ = why_;
       // The previous run may still have the port.
       constexpr milliseconds kPatience{3000};
@@ -130,7 +132,7 @@ class StoreSearch {
   const StoreServer* server_;
   const SteadyClock::time_point deadline_;
   std::string why_;      // why the latest attempt failed
-  std::string refused_;  // by a process of another run: its reason
+  std::string refused_;  // the reason given by a process of another run; "" if none
   SteadyClock::time_point patient_until_ = SteadyClock::time_point::max();
 };
 
@@ -166,7 +168,8 @@ Membership::Membership(const GroupOptions& options) : options_(options) {
   key_ = options_.secret + location.secret;
 }
 
-// On rank 0, starts the store and publishes its location. Returns an empty location on the other ranks.
+// Starts the store on rank 0 and publishes the store's location. Returns an empty location on the other
+// ranks.
 StoreLocation Membership::serve_at_any_port(RendezvousCallbacks& callbacks) {
   if (callbacks.address.empty() && !options_.interface.empty()) {
     callbacks.address = address_of_interface(options_.interface);
@@ -190,7 +193,7 @@ StoreLocation Membership::serve_at_any_port(RendezvousCallbacks& callbacks) {
 StoreLocation Membership::serve_at(const Endpoint& endpoint) {
   check_secrecy(options_, endpoint);
   if (rank() == 0) {
-    // Debian gives a machine's own name a loopback address, which other machines cannot reach.
+    // Debian gives a machine's host name a loopback address, which other machines cannot reach.
     const bool own_name = !is_loopback(endpoint.host) && !faces_network(endpoint.host);
     const Endpoint here{own_name && !options_.secret.empty() ? "" : endpoint.host, endpoint.port};
     server_ = std::make_unique<StoreServer>(listen_on(here), world(), options_.secret, options_.job);
@@ -222,8 +225,8 @@ std::string Membership::listening_address(SteadyClock::time_point deadline) {
 }
 
 std::string Membership::address(SteadyClock::time_point deadline) {
-  // Both ends of this rank's connection to rank 0, as seen from this rank. All ranks publish them, because
-  // other ranks wait for them.
+  // Both ends of this rank's connection to rank 0, as seen from this rank. Every rank publishes these
+  // addresses, because other ranks wait for them.
   const std::string mine = client_->local_address();
   Message ends;
   ends.add("local", mine).add("peer", client_->peer_address());
@@ -252,7 +255,7 @@ void Membership::barrier() {
   std::string key = fmt::format("barrier/{}", barriers_);
   auto deadline = SteadyClock::now() + options_.timeout;
   if (client_->add(key) == world()) {
-    // All ranks have left the previous barrier: the store need not keep it.
+    // All ranks have left the previous barrier, so the store need not keep the previous barrier's key.
     if (barriers_ > 0) client_->drop(fmt::format("barrier/{}", barriers_ - 1));
     client_->set(key, "open");
   }

@@ -1,4 +1,4 @@
-// The messages from all ranks to rank 0 (store.h) that rank 0 has not taken yet.
+// The queue of messages from all ranks to rank 0 (store.h) that rank 0 has not taken yet.
 #pragma once
 
 #include <condition_variable>
@@ -14,13 +14,13 @@
 
 namespace gradwire {
 
-// Filled by the store server's thread, drained by rank 0's other threads.
+// The store server's thread adds messages; rank 0's other threads take messages.
 class MessageQueue {
  public:
   MessageQueue(int world, const StoreLimits& limits)
       : by_rank_(static_cast<size_t>(world)), bytes_of_(static_cast<size_t>(world)), limits_(limits) {}
 
-  // Returns false if the message exceeds the limits.
+  // Adds a message of rank `rank`. Returns false if the message exceeds the limits.
   bool add(int rank, std::string message) {
     std::lock_guard lock(mutex_);
     const size_t more = message.size() + kOverhead;
@@ -66,13 +66,13 @@ class MessageQueue {
   }
 
  private:
-  static constexpr size_t kOverhead = 64;  // bytes of an empty message
+  static constexpr size_t kOverhead = 64;  // bookkeeping bytes counted for each message
 
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::deque<std::string>> by_rank_;
-  std::vector<size_t> bytes_of_;  // by rank
-  size_t bytes_ = 0;              // of all ranks
+  std::vector<size_t> bytes_of_;  // bytes of each rank's messages
+  size_t bytes_ = 0;              // bytes of all ranks' messages
   const StoreLimits limits_;
   std::string failure_;
 };

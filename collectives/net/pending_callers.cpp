@@ -25,7 +25,7 @@ std::vector<PendingCallers::Caller> PendingCallers::advance(const std::vector<po
         ready.push_back({std::move(caller.socket), std::move(caller.address), std::move(*first)});
       }
     } catch (const CommError&) {
-      caller.socket.close();  // not a rank
+      caller.socket.close();  // the caller is not a rank
     }
   }
   std::erase_if(pending_, [](const Pending& caller) { return !caller.socket; });
@@ -43,7 +43,8 @@ std::vector<PendingCallers::Caller> PendingCallers::advance(const std::vector<po
   return ready;
 }
 
-// Closes the socket of a caller that is rejected or hangs up.
+// Reads available bytes and returns the caller's first frame once it is complete. Closes the socket of a
+// caller that is rejected or hangs up.
 std::optional<Frame> PendingCallers::read_first(Pending& caller) {
   const auto reject = [&](const std::string& why) {
     log_rejected(caller.address, why);

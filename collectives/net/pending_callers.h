@@ -25,24 +25,24 @@ class PendingCallers {
     Frame first;
   };
 
-  // Serves `listener`. Both arguments must outlive the object.
+  // Serves `listener`. `listener` and `credentials` must outlive the object.
   PendingCallers(const Socket& listener, const Credentials& credentials)
       : acceptor_(listener), credentials_(credentials) {}
 
-  // Appends the sockets to poll.
+  // Appends the sockets to poll to `entries`.
   void add_entries(std::vector<pollfd>& entries);
-  // Continues after poll(), with the entries of add_entries(). Returns the callers whose first frame is
-  // complete. Keeps at most kMaxUnauthenticated connections and two per rank of the group; it then rejects
-  // the oldest. Accepts at most kMaxUnauthenticated connections, so that a flood cannot keep the ranks from
-  // being served.
+  // Processes the results of poll() for the entries of add_entries(). Returns the callers whose first frame
+  // is complete. Keeps at most kMaxUnauthenticated connections and two per rank of the group; rejects the
+  // oldest connection beyond that limit. Accepts at most kMaxUnauthenticated connections per call, so that a
+  // flood cannot delay serving the ranks.
   std::vector<Caller> advance(const std::vector<pollfd>& entries, size_t ranks);
-  // Adds all callers to the log as rejected for this reason.
+  // Logs all pending callers as rejected for the reason `why`.
   void reject_all(const std::string& why);
   // Removes and returns the log's lines about rejected connections (see RejectedConnections).
   std::vector<std::string> take_log();
 
   bool empty() const { return pending_.empty(); }
-  // See Acceptor.
+  // Returns why the system refuses connections, as Acceptor::refused() does.
   std::string refused() const { return acceptor_.refused(); }
   std::chrono::milliseconds patience(std::chrono::milliseconds at_most) const {
     return acceptor_.patience(at_most);
@@ -52,8 +52,8 @@ class PendingCallers {
   struct Pending {
     Socket socket;
     std::string address;
-    std::unique_ptr<Challenge> challenge;  // null once answered
-    std::string received = {};             // of the first frame
+    std::unique_ptr<Challenge> challenge;  // null once the caller has proved the key
+    std::string received = {};             // the received bytes of the first frame
     SteadyClock::time_point until = SteadyClock::now() + 2 * kHandshakeTime;
   };
 
@@ -62,8 +62,8 @@ class PendingCallers {
 
   Acceptor acceptor_;
   const Credentials& credentials_;
-  std::vector<Pending> pending_;  // oldest first
-  size_t entry_ = 0;              // index of the acceptor's entry
+  std::vector<Pending> pending_;  // in the order of arrival, oldest first
+  size_t entry_ = 0;              // index of the acceptor's entry among the polled entries
   RejectedConnections rejected_;
   std::vector<std::string> log_;
 };

@@ -52,7 +52,7 @@ void Quorum::enter(int rank, std::vector<std::string> contacts,
   group_.rank = rank;
   group_.contacts = std::move(contacts);
   owner_ = {std::move(failed), std::move(note)};
-  failure_reported_ = false;  // belongs to the previous group
+  failure_reported_ = false;  // a reported failure belongs to the previous group
   forming_.followers.clear();
   if (forming_.announcer) {
     send_frame(forming_.announcer, {Op::joined, 0, "", ""}, patience_end());
@@ -71,7 +71,7 @@ void Quorum::serve() {
   while (true) {
     try {
       return serve_until_stopped();
-    } catch (const std::bad_alloc&) {  // retry once there is memory
+    } catch (const std::bad_alloc&) {  // retry once memory is available
       std::this_thread::sleep_for(kTick);
     }
   }
@@ -94,7 +94,7 @@ void Quorum::serve_until_stopped() {
     for (auto& caller : listener_.pending.advance(entries, ranks)) {
       try {
         answer(std::move(caller));
-      } catch (const CommError&) {  // not a rank; hangs up
+      } catch (const CommError&) {  // the caller is not a rank; hang up
       }
     }
     admission_.update();
@@ -112,8 +112,8 @@ void Quorum::remove_lost_callers() {
   });
 }
 
-// Reports rejected connections and the failure of the group. Runs without the mutex, because rank 0 may be
-// slow.
+// Reports rejected connections and the failure of the group to the owner. Runs without the mutex, because
+// rank 0 may be slow to answer.
 void Quorum::notify_owner(const std::vector<std::string>& log) {
   const auto state = [&] {
     std::lock_guard lock(mutex_);
@@ -126,7 +126,7 @@ void Quorum::notify_owner(const std::vector<std::string>& log) {
     if (owner_.note && owner_.note(line)) continue;
     print_error_line(fmt::format("rank {} {}", rank, line));
   }
-  if (!state().second) return;  // this process has entered the next group meanwhile
+  if (!state().second) return;  // this process has already entered the next group
   {
     std::lock_guard lock(mutex_);
     failure_reported_ = false;
@@ -155,11 +155,12 @@ void Quorum::answer_rank(PendingCallers::Caller caller) {
   std::lock_guard lock(mutex_);
   if (number + 1 == group_.number && name == group_.previous_name &&
       std::count(group_.survivors.begin(), group_.survivors.end(), rank) > 0) {
-    // The caller has not received it yet. The connection stays open until the caller has entered the group.
+    // The caller has not received the survivors yet. The connection stays open until the caller has entered
+    // the group.
     reply(Op::survivors, group_.announcement);
     callers_.push_back({std::move(caller.socket), -1});
   } else if (number > group_.number) {
-    reply(Op::retry);  // this rank has not received it yet
+    reply(Op::retry);  // this rank has not received the survivors yet
   } else if (number < group_.number || name != group_.name) {
     reply(Op::missed,
           fmt::format("the other ranks have continued without rank {}, which did not answer them in time",

@@ -15,21 +15,22 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Delay before the next address if one does not answer: while connecting, and once connected. An accepting
-// rank may be busy for a long time, and each dropped connection would add a line to its log.
+// Delays before an attempt at the next address if the current address does not answer: while connecting, and
+// after the connection is established. An accepting rank may be busy for a long time, and each dropped
+// connection would add a line to that rank's log.
 constexpr milliseconds kNextAfter{200}, kNextAfterConnected{2000};
-// Delay before another attempt at a host that did not answer; it may be reachable by then.
+// Delay before another attempt at an address that did not answer; the address may be reachable by then.
 constexpr milliseconds kConnectAnew{5000};
 constexpr milliseconds kFirstPause{20}, kLongestPause{500};
 
-// One address: waits for its start time, connects, performs the handshake, and retries after a failure if
-// allowed.
+// The attempts at one address: waits for its start time, connects, performs the handshake, and, if allowed,
+// retries after a failure.
 class Attempt {
  public:
   Attempt(const Address& address, const Credentials& credentials, bool retry)
       : address_(address), credentials_(credentials), retry_(retry), why_("no answer") {}
 
-  // Starts at the start time. Returns whether the handshake has succeeded.
+  // Continues the attempt; does nothing before the start time. Returns whether the handshake has succeeded.
   bool advance(SteadyClock::time_point now) {
     if (state_ == State::idle && now >= begin_at_) begin(now);
     if (state_ == State::connecting && writable_) finish_connecting();
@@ -45,13 +46,14 @@ class Attempt {
   }
   void polled(const pollfd& entry) { writable_ = state_ == State::connecting && entry.revents != 0; }
 
-  // Returns when advance() must run even if nothing arrives; far in the future if never.
+  // Returns the time at which advance() must run even if no data arrives; far in the future if advance() need
+  // not run.
   SteadyClock::time_point wake_at() const {
     if (state_ == State::idle) return begin_at_;
     if (state_ == State::connecting && retry_) return began_at_ + kConnectAnew;
     return SteadyClock::time_point::max();
   }
-  // Returns when the next address may start.
+  // Returns when the attempt at the next address may start.
   SteadyClock::time_point next_at() const {
     if (failed_ || state_ == State::ended) return SteadyClock::time_point::min();
     if (state_ == State::idle) return SteadyClock::time_point::max();
@@ -162,7 +164,7 @@ Reach reach(const Contact& contact, const Credentials& credentials, const ReachO
       wake_at = std::min(wake_at, attempt.wake_at());
     }
     if (all_ended || now >= options.deadline) break;
-    // An attempt that has just failed lets the next one start.
+    // An attempt that has just failed lets the next attempt start.
     bool begin = false;
     for (size_t i = 1; i < attempts.size(); ++i) {
       begin = begin || (attempts[i]->waits() && attempts[i - 1]->next_at() <= now);

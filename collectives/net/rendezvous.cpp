@@ -18,7 +18,7 @@ namespace {
 constexpr const char* kFileMagic = "gradwire-rendezvous-1";
 constexpr char kHostMark = '@';
 
-// Returns "" until the file is readable.
+// Returns the content of the rendezvous file; "" until the file is readable.
 std::string read_rendezvous_file(const std::string& path) {
   struct stat status {};
   if (stat(path.c_str(), &status) != 0) return "";
@@ -28,14 +28,15 @@ std::string read_rendezvous_file(const std::string& path) {
   }
   try {
     return read_regular_file(path);
-  } catch (const BadInput&) {  // removed or replaced meanwhile
+  } catch (const BadInput&) {  // the file was removed or replaced concurrently
     return "";
   }
 }
 
 }  // namespace
 
-// The magic word, and on the next line: the secret, the port, the addresses, and the host's id after a mark.
+// Returns the text to publish: the magic word on the first line. The second line contains the secret, the
+// port, the addresses, and, after a mark, the host's id.
 std::string StoreLocation::text() const {
   std::string text =
       fmt::format("{}\n{} {} {}", kFileMagic, secret, store.port, fmt::join(store.addresses, " "));

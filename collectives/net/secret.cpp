@@ -25,8 +25,8 @@ bool in_own_groups(gid_t group) {
   return group == getegid() || std::find(groups.begin(), groups.end(), group) != groups.end();
 }
 
-// Returns whether only this user can read the file, or whether root owns it and a group of this process can
-// read it, as Kubernetes mounts secrets with fsGroup.
+// Returns whether other users cannot read the file. A file that root owns and that one of this process's
+// groups can read is also accepted: Kubernetes mounts secrets in that way with fsGroup.
 bool is_private(const struct stat& file) {
   if ((file.st_mode & 077) == 0) return true;
   return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
@@ -45,7 +45,7 @@ std::string secret_from_environment() {
   auto refuse = [&](const std::string& why) {
     throw BadInput(fmt::format("GRADWIRE_SECRET_FILE {}: {}", path, why));
   };
-  // Opens a FIFO without waiting for a writer. Socket closes any file descriptor.
+  // The flag O_NONBLOCK opens a FIFO without waiting for a writer. Socket closes any file descriptor.
   const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
   struct stat status {};
@@ -68,7 +68,7 @@ std::string secret_from_environment() {
 
 std::string random_secret() {
   std::array<uint8_t, 16> bytes;
-  // Up to 256 bytes are returned whole, without EINTR.
+  // getrandom() returns requests of up to 256 bytes whole, and without EINTR.
   if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
     throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
   }

@@ -5,11 +5,11 @@
 
 namespace gradwire {
 
-// Returns GRADWIRE_SECRET, or the content of GRADWIRE_SECRET_FILE without its line end; empty if neither is
-// set. Throws BadInput for a file that is unreadable, empty, or readable by other users.
+// Returns GRADWIRE_SECRET, or the content of GRADWIRE_SECRET_FILE without its line end; "" if neither
+// variable is set. Throws BadInput for a file that is unreadable, empty, or readable by other users.
 std::string secret_from_environment();
 
-// Returns 32 unpredictable characters.
+// Returns 32 unpredictable characters for use as a secret.
 std::string random_secret();
 
 }  // namespace gradwire

@@ -1,5 +1,6 @@
-// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Not from a library, because its functions could be
-// replaced by the functions of a program that links another version of it (see tests/capi/capture_test.py).
+// SHA-256 (FIPS 180-4) and HMAC-SHA256 (RFC 2104). Implemented here instead of taken from a library: a
+// program that links another version of the library could replace the library's functions (see
+// tests/capi/capture_test.py).
 #pragma once
 
 #include <array>
@@ -28,7 +29,7 @@ class Sha256 {
 
 Digest hmac_sha256(std::string_view key, std::string_view message);
 
-// Compares in constant time.
+// Compares two digests in constant time.
 bool equal(const Digest& a, const Digest& b);
 
 }  // namespace gradwire

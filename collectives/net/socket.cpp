@@ -80,7 +80,7 @@ int milliseconds_until(SteadyClock::time_point deadline) {
   const auto end = SteadyClock::slice_end(deadline);
   if (end == SteadyClock::time_point::max()) return -1;
   const auto now = SteadyClock::now();
-  if (end <= now) return 0;  // includes time_point::min(), from which nothing can be subtracted
+  if (end <= now) return 0;  // includes time_point::min(), for which the subtraction below would overflow
   const auto left = std::chrono::ceil<std::chrono::milliseconds>(end - now).count();
   return static_cast<int>(std::min<int64_t>(left, 1'000'000));
 }
@@ -106,9 +106,9 @@ void expect_full_buffers(const Socket& socket) {
   setsockopt(socket.fd(), IPPROTO_TCP, TCP_USER_TIMEOUT, &none, sizeof none);
 }
 
-// A machine that loses power or its cable sends nothing. The kernel probes the other machine on idle
-// connections, and ends them after kHostGoneAfter without an answer. A stopped process does not end a
-// connection: its kernel answers.
+// Sets the options of a connection. A machine that loses power or its cable sends nothing, so the kernel
+// probes the other machine on idle connections, and ends a connection after kHostGoneAfter without an answer.
+// A stopped process does not end a connection, because its kernel answers.
 void prepare_for_messages(const Socket& socket) {
   constexpr int kIdle = 5, kBetweenProbes = 1, kProbes = static_cast<int>(kHostGoneAfter.count()) - kIdle;
   const auto set = [&](int level, int option, int value) {

@@ -17,7 +17,7 @@ namespace gradwire {
 
 using SteadyClock = RunningClock;
 
-// Owns a file descriptor above 2, so never standard input, output or error.
+// Owns a file descriptor above 2, so the descriptor is never standard input, output or error.
 class Socket {
  public:
   Socket() = default;
@@ -29,7 +29,7 @@ class Socket {
   explicit operator bool() const { return fd_ >= 0; }
   void close();
 
-  // Return addresses as numbers, e.g. "10.0.0.1"; empty if not connected.
+  // Return the addresses of both ends as numbers, e.g. "10.0.0.1"; "" if not connected.
   std::string local_address() const;
   std::string peer_address() const;
   // Returns whether the peer has closed the connection or is gone, even if bytes are still unread.
@@ -45,10 +45,10 @@ struct Endpoint {
   std::string text() const;
 };
 
-// Wakes a poll() of another thread.
+// An event that wakes a poll() of another thread.
 class WakeEvent {
  public:
-  // Throws OutOfResources.
+  // Creates the event. Throws OutOfResources if the system refuses a descriptor.
   WakeEvent();
   void set();
   void clear();
@@ -62,19 +62,19 @@ class WakeEvent {
 struct Address {
   sockaddr_storage bytes = {};
   socklen_t length = 0;
-  std::string host() const;  // as in "10.0.0.1"; empty if unknown
+  std::string host() const;  // e.g. "10.0.0.1"; "" if unknown
   int port() const;
-  std::string text() const;  // as in "10.0.0.1:4000"
+  std::string text() const;  // e.g. "10.0.0.1:4000"
 };
 // Returns the addresses to connect to, or to listen at. An empty host with `listens` means all addresses of
 // this host. Returns an empty list, with the reason in `why`, if the host is unknown.
 std::vector<Address> resolve(const Endpoint& endpoint, std::string& why, bool listens = false);
 
-// Begins to connect, without waiting. The socket becomes writable once connect_error() is known; 0 means
-// connected. Returns nullopt, with the reason in `why`, if this host cannot reach the address.
+// Begins to connect, without waiting. The socket becomes writable once connect_error() is known; the error 0
+// means connected. Returns nullopt, with the reason in `why`, if this host cannot reach the address.
 std::optional<Socket> begin_connect(const Address& address, std::string& why);
 int connect_error(const Socket& socket);
-// Sets the options of a connection of a group.
+// Sets the socket options that connections between ranks need.
 void prepare_for_messages(const Socket& socket);
 // Makes one attempt to connect. Returns nullopt, with the reason in `why`, on failure.
 std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
@@ -83,23 +83,24 @@ std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_po
 // Time after which a connection ends if the other machine has lost power or its network. Applies to accepted
 // connections and to connections of try_connect().
 constexpr std::chrono::seconds kHostGoneAfter{10};
-// For connections whose receiver may be busy for longer than kHostGoneAfter: unread bytes at the receiver do
-// not end the connection. (TCP_USER_TIMEOUT would end it, although the receiver's machine answers.) While
-// such bytes are pending, only another connection shows that the machine is gone.
+// Makes the connection tolerate a receiver that is busy for longer than kHostGoneAfter: unread bytes at the
+// receiver do not end the connection. (TCP_USER_TIMEOUT would end the connection, although the receiver's
+// machine answers.) While unread bytes are pending, only another connection shows that the machine is gone.
 void expect_full_buffers(const Socket& socket);
 
-// Return false if the peer is gone or the deadline has passed.
+// Send and receive all bytes. Return false if the peer is gone or the deadline has passed.
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
 bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
 
 bool is_loopback(const std::string& address);
-// Returns whether other machines could reach a listener there; false for a name that does not resolve.
+// Returns whether other machines could reach a listener at the address `host`; false for a name that does not
+// resolve.
 bool faces_network(const std::string& host);
 
-// Returns a timeout for poll(): the time until `deadline`, or until poll() must be called again; -1 without a
-// deadline.
+// Returns a timeout for poll(): the time until `deadline`, or less if the caller must then call poll() again;
+// -1 without a deadline.
 int milliseconds_until(SteadyClock::time_point deadline);
-// Wait until `fd` can be read (or written). Return false at the deadline.
+// Block until `fd` can be read (or written). Return false at the deadline.
 bool wait_readable(int fd, SteadyClock::time_point deadline);
 bool wait_writable(int fd, SteadyClock::time_point deadline);
 

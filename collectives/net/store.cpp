@@ -20,8 +20,8 @@ namespace {
 
 using Op = Frame::Op;
 
-// Time limit for requests that the server answers at once. Well below the 5 s within which every rank must
-// report an error.
+// Time limit for requests that the server answers at once. The limit is well below 5 s, within which every
+// rank must report an error.
 constexpr std::chrono::milliseconds kPromptly{2000};
 
 constexpr const char* kGone = "rank 0, which runs the store, is gone";
@@ -45,7 +45,7 @@ Socket connect_to(const Contact& server, const std::string& key, SteadyClock::ti
   return std::move(*reached.socket);
 }
 
-// Returns the same server's contact with the address at which it has answered.
+// Returns the contact of the same server with only the address at which the server has answered.
 Contact again(Contact server, const Socket& connected) {
   if (const std::string address = connected.peer_address(); !address.empty()) server.addresses = {address};
   return server;
@@ -59,7 +59,7 @@ std::string StoreHello::encode() const {
 
 StoreHello StoreHello::decode(const std::string& text) {
   const Message message = Message::decode(text);
-  constexpr int kLeast = std::numeric_limits<int>::min();  // the server validates the rank and the world
+  constexpr int kLeast = std::numeric_limits<int>::min();  // the server validates rank and world
   return {message.number("rank", kLeast), message.number("world", kLeast), message.text("job")};
 }
 
@@ -101,8 +101,8 @@ std::string RollCall::absent() const {
   return text;
 }
 
-// The second connection is made after the first is accepted, so that a process with a wrong secret adds only
-// one line to the server's log.
+// Makes the second connection only after the server has accepted the first connection, so that a process with
+// a wrong secret adds only one line to the server's log.
 StoreClient::StoreClient(const Contact& server, const std::string& key, int rank, int world,
                          SteadyClock::time_point deadline, const std::string& job)
     : world_(world),
@@ -123,8 +123,8 @@ StoreClient::~StoreClient() {
     wake_.set();
     watcher_.join();
   }
-  // Wait until the store has recorded the departure and hangs up, so that a rank that then sees this rank's
-  // connections close can find out why.
+  // Wait until the store has recorded the departure and hangs up. Other ranks that then see this rank's
+  // connections close can ask the store for the reason.
   const auto deadline = SteadyClock::now() + kPromptly;
   if (!send_on_watch({Op::bye, 0, "", ""})) return;
   shutdown(watch_.fd(), SHUT_WR);
@@ -136,7 +136,8 @@ StoreClient::~StoreClient() {
   }
 }
 
-// One request at a time. Late replies to abandoned requests are recognized by their id and skipped.
+// Sends a request and returns the reply, one request at a time. Skips late replies to abandoned requests,
+// which it recognizes by their ids.
 Frame StoreClient::request(Frame frame, SteadyClock::time_point deadline) {
   std::lock_guard lock(mutex_);
   frame.id = next_id_++;
@@ -235,7 +236,7 @@ void StoreClient::watch(std::function<void(const std::string&)> on_failure,
     } catch (const std::exception& error) {
       try {
         fail(text_of(error));
-      } catch (const std::exception&) {  // no memory: this rank's calls end at their deadline
+      } catch (const std::exception&) {  // no memory: this rank's calls end at their deadlines
       }
     }
   });

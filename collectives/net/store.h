@@ -8,7 +8,7 @@
 //   roll      after a failure: the ranks that still answer, and the state of each
 //   notes     lines from any rank for rank 0's standard error
 //
-// Every call has a deadline; it throws if the server does not answer.
+// Every call has a deadline. A call throws if the server does not answer.
 #pragma once
 
 #include <algorithm>
@@ -33,18 +33,18 @@ namespace gradwire {
 // The value of a hello frame.
 struct StoreHello {
   int rank = 0, world = 1;
-  std::string job = {};  // job.h; empty: unknown
+  std::string job = {};  // the rank's run (job.h); "" if unknown
 
   std::string encode() const;
   static StoreHello decode(const std::string& text);  // throws CommError
 };
 
-// The ranks that answered after a failure.
+// The presence of each rank after a failure.
 struct RollCall {
   enum class Presence : char { here = 'h', silent = 's', gone = 'g', left = 'l', never_came = 'n' };
   struct Entry {
     Presence presence = Presence::silent;
-    std::string state;  // of a rank that answered
+    std::string state;  // the rank's state, if the rank answered
   };
   std::vector<Entry> ranks;
 
@@ -53,11 +53,11 @@ struct RollCall {
   }
   std::string encode() const;
   static RollCall decode(const std::string& text);  // throws CommError
-  // Returns the ranks that did not answer, as in "no answer from rank 2; gone: rank 3"; empty if all did.
+  // Returns the ranks that did not answer: "no answer from rank 2; gone: rank 3"; "" if all ranks answered.
   std::string absent() const;
 };
 
-// The server rejects this rank permanently; retrying does not help.
+// Thrown if the server rejects this rank permanently; retrying does not help.
 class StoreRefused : public CommError {
  public:
   using CommError::CommError;
@@ -74,14 +74,14 @@ class OtherSecret : public CommError {
 // error names the rank: a defective rank, or a process with the secret, must not exhaust the memory of rank
 // 0's machine.
 struct StoreLimits {
-  size_t message_bytes_of_rank = size_t{64} << 20;  // not yet taken by rank 0
+  size_t message_bytes_of_rank = size_t{64} << 20;  // messages not yet taken by rank 0
   size_t message_bytes;
-  size_t key_bytes_of_rank = size_t{16} << 20;  // with their values and counts
+  size_t key_bytes_of_rank = size_t{16} << 20;  // bytes of keys, values and counts
   size_t key_bytes;
   size_t unanswered_of_rank = 1000;        // requests waiting for a key or a roll call
-  size_t unread_bytes = size_t{64} << 20;  // not yet read by one connection
+  size_t unread_bytes = size_t{64} << 20;  // bytes that one connection's peer has not read yet
   size_t connections_of_rank = 16;
-  size_t notes_of_rank = 500;  // printed; more are dropped without a failure
+  size_t notes_of_rank = 500;  // printed notes; further notes are dropped without a failure
 
   explicit StoreLimits(int world)
       : message_bytes(std::max(size_t{256} << 20, static_cast<size_t>(world) * (size_t{32} << 20))),
@@ -95,18 +95,19 @@ class StoreClient {
  public:
   using Milliseconds = std::chrono::milliseconds;
 
-  // Makes two connections to the server and says hello on both. Throws CommError if the server cannot be
-  // reached, rejects this rank or does not answer; OtherSecret if the process that answers does not know
-  // `key`.
+  // Makes two connections to the server and sends a hello frame on each. Throws CommError if the server
+  // cannot be reached, rejects this rank or does not answer. Throws OtherSecret if the process that answers
+  // does not know `key`.
   StoreClient(const Contact& server, const std::string& key, int rank, int world,
               SteadyClock::time_point deadline, const std::string& job = "");
-  // Leaves in an orderly way; immediately if the server has not answered the last request.
+  // Announces an orderly departure and waits until the store has recorded it. Does not wait if the server has
+  // not answered the last request.
   ~StoreClient();
 
   void set(const std::string& key, const std::string& value);
-  // Waits until the key is set. Throws CommError: "<what>: nothing after 500 ms".
+  // Waits until the key is set, and returns the value. Throws CommError: "<what>: nothing after 500 ms".
   std::string get(const std::string& key, SteadyClock::time_point deadline, const std::string& what);
-  // Returns the value, or "" while the key is not set. Waits for the server only.
+  // Returns the value, or "" while the key is not set. Waits only for the server's answer.
   std::string look(const std::string& key);
   int64_t add(const std::string& key);
   // Removes a key that no rank will request again. Does not wait for an answer; a lost connection is detected
@@ -118,17 +119,18 @@ class StoreClient {
   // Any thread may call it at any time.
   bool note(const std::string& text);
 
-  // When the group fails, calls `on_failure` with the cause on another thread, then sends the server the text
-  // that `where` returns: this rank's state. At most once, maybe before watch() returns.
+  // Starts a thread that waits for the group's failure. The thread calls `on_failure` with the cause, at most
+  // once, maybe before watch() returns. The thread then sends the server the text that `where` returns: this
+  // rank's state.
   void watch(std::function<void(const std::string& cause)> on_failure, std::function<std::string()> where);
-  // Reports that this rank failed. Returns the group's first failure, which may be another one; nullopt if
-  // the server does not answer.
+  // Reports that this rank failed. Returns the group's first failure, which may be another rank's failure;
+  // nullopt if the server does not answer.
   std::optional<std::string> report(const std::string& what);
-  // Returns the roll call after a failure. If the server does not answer, rank 0, which runs it, counts as
-  // silent, and the state of the others is unknown.
+  // Returns the roll call after a failure. If the server does not answer, rank 0, which runs the server,
+  // counts as silent, and the state of the other ranks is unknown.
   RollCall roll_call();
 
-  // The two ends of the connection to the server.
+  // Return the addresses of this end and of the server's end of the connection.
   std::string local_address() const { return command_.local_address(); }
   std::string peer_address() const { return command_.peer_address(); }
 

@@ -1,4 +1,4 @@
-// The keys of a rendezvous store (store.h), with the bytes that each rank keeps there.
+// The keys of a rendezvous store (store.h), and the number of bytes that each rank has stored.
 #pragma once
 
 #include <fmt/format.h>
@@ -13,7 +13,7 @@
 
 namespace gradwire {
 
-// Thrown if a request of a rank exceeds the StoreLimits. The text completes a sentence that begins with the
+// Thrown if a request of a rank exceeds the StoreLimits. The text completes a sentence whose subject is the
 // rank.
 class OverStoreLimit : public Error {
  public:
@@ -24,20 +24,20 @@ class StoreKeys {
  public:
   StoreKeys(int world, const StoreLimits& limits) : limits_(limits), bytes_of_(static_cast<size_t>(world)) {}
 
-  // Throws OverStoreLimit.
+  // Sets the key's value. Throws OverStoreLimit.
   void set(int rank, const std::string& key, const std::string& value) {
     remove(values_, key);
     const Owner owner = account(rank, key.size() + value.size());
     values_[key] = {value, owner};
   }
-  // Returns how often the key has been added to. Throws OverStoreLimit.
+  // Adds one to the key's count. Returns the new count. Throws OverStoreLimit.
   int64_t add(int rank, const std::string& key) {
     auto found = counts_.find(key);
     if (found == counts_.end())
       found = counts_.emplace(key, Entry<int64_t>{0, account(rank, key.size())}).first;
     return ++found->second.content;
   }
-  // Returns null while the key is not set.
+  // Returns the key's value; null while the key is not set.
   const std::string* value(const std::string& key) const {
     const auto found = values_.find(key);
     return found == values_.end() ? nullptr : &found->second.content;
@@ -49,7 +49,7 @@ class StoreKeys {
   }
 
  private:
-  static constexpr size_t kOverhead = 128;  // bytes of an entry in a map
+  static constexpr size_t kOverhead = 128;  // bookkeeping bytes counted for each key
 
   struct Owner {
     int rank = 0;
@@ -58,7 +58,7 @@ class StoreKeys {
   template <typename T>
   struct Entry {
     T content = {};
-    Owner owner;  // the first rank to set the key or to add to it
+    Owner owner;  // the first rank that set the key or added to its count
   };
 
   Owner account(int rank, size_t content) {
@@ -87,8 +87,8 @@ class StoreKeys {
   const StoreLimits limits_;
   std::map<std::string, Entry<std::string>> values_;
   std::map<std::string, Entry<int64_t>> counts_;
-  std::vector<size_t> bytes_of_;  // by rank
-  size_t bytes_ = 0;              // of all ranks
+  std::vector<size_t> bytes_of_;  // bytes stored by each rank
+  size_t bytes_ = 0;              // bytes stored by all ranks
 };
 
 }  // namespace gradwire

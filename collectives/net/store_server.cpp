@@ -25,8 +25,8 @@ using Op = Frame::Op;
 using Presence = RollCall::Presence;
 
 // The server's thread: one poll loop without blocking calls. Only this thread uses the members, except
-// messages_, stopping_ and wake_. They are the state of one protocol, whose services share the peers and the
-// failure.
+// messages_, stopping_ and wake_. The members form the state of one protocol, whose services share the peers
+// and the failure.
 class StoreServer::Loop {
  public:
   Loop(Socket listener, int world, const std::string& key, const std::string& job, MessageQueue& messages,
@@ -65,8 +65,8 @@ class StoreServer::Loop {
     Socket socket;
     int rank = 0;
     bool watches = false;
-    std::string in = {}, out = {};  // bytes received and not decoded; bytes to send
-    bool leaving = false;           // sent bye
+    std::string in = {}, out = {};  // received bytes not decoded yet; bytes to send
+    bool leaving = false;           // the peer has sent `bye`
     bool dead = false;
   };
   // A request for a key that is not set yet.
@@ -86,7 +86,8 @@ class StoreServer::Loop {
             {peer->socket.fd(), static_cast<short>(peer->out.empty() ? POLLIN : POLLIN | POLLOUT), 0});
       }
       const size_t invited_at = entries.size();
-      for (const Socket& socket : invited_) entries.push_back({socket.fd(), POLLIN, 0});  // < 0: ignored
+      // A closed socket has the descriptor -1, which poll() ignores.
+      for (const Socket& socket : invited_) entries.push_back({socket.fd(), POLLIN, 0});
       pending_.add_entries(entries);
       poll(entries.data(), entries.size(), milliseconds_to_next_event());
       if (entries[0].revents != 0) wake_.clear();
@@ -98,7 +99,8 @@ class StoreServer::Loop {
       }
       for (auto& caller : pending_.advance(entries, static_cast<size_t>(world_))) hello(std::move(caller));
       for (const std::string& line : pending_.take_log()) print(0, line);
-      // Once formed, no other connection is needed; new connections are rejected or wait.
+      // After the group has formed, the server needs no other connection; new connections are rejected or
+      // wait.
       if (!formed_at_ && !pending_.refused().empty()) fail("rank 0 " + pending_.refused());
       remove_dead_peers();
       if (roll_is_over()) answer_roll_calls();
@@ -120,7 +122,7 @@ class StoreServer::Loop {
     }
   }
 
-  // Returns whether only rank 0 itself and ranks that did not answer the roll call remain.
+  // Returns whether all remaining watching peers are rank 0 or ranks that did not answer the roll call.
   bool only_rank_0_left() const {
     return std::none_of(peers_.begin(), peers_.end(), [&](const auto& p) {
       return p->watches && p->rank != 0 &&
@@ -128,7 +130,7 @@ class StoreServer::Loop {
     });
   }
 
-  // Handles a joiner that has joined or died.
+  // Handles an invited process that has joined or died.
   void check_invited(size_t i) {
     char byte;
     const ssize_t n = recv(invited_[i].fd(), &byte, 1, MSG_DONTWAIT);
@@ -183,7 +185,7 @@ class StoreServer::Loop {
         }
       }
     } catch (const CommError&) {
-      peer.dead = true;  // not a Gradwire client
+      peer.dead = true;  // the peer is not a Gradwire client
     }
   }
 
@@ -203,7 +205,7 @@ class StoreServer::Loop {
   // ---- Joining
 
   void hello(PendingCallers::Caller caller) {
-    if (caller.first.op != Op::hello) return;  // not a Gradwire client
+    if (caller.first.op != Op::hello) return;  // the caller is not a Gradwire client
     StoreHello me;
     try {
       me = StoreHello::decode(caller.first.value);
@@ -214,7 +216,7 @@ class StoreServer::Loop {
     std::string why = reason_to_retry(me);
     const Op answer = why.empty() ? Op::refuse : Op::again;
     if (why.empty()) why = reason_to_refuse(me, peer->watches, caller.address);
-    if (!why.empty()) return send(*peer, {answer, caller.first.id, "", why});  // then hangs up
+    if (!why.empty()) return send(*peer, {answer, caller.first.id, "", why});  // the caller then hangs up
     Peer& joined = *peers_.emplace_back(std::move(peer));
     if (joined.watches) {
       roll_.ranks[joined.rank].presence = Presence::silent;
@@ -225,7 +227,8 @@ class StoreServer::Loop {
     serve(joined);
   }
 
-  // Returns why the rank must look for another store, which may soon replace this one; "" if it need not.
+  // Returns why the rank must look for another store, which may soon replace this store; "" if the rank may
+  // join this store.
   std::string reason_to_retry(const StoreHello& me) const {
     if (!me.job.empty() && !job_.empty() && me.job != job_) {
       return fmt::format("the process there {}: {}, and this rank to {}", kOtherJob, job_, me.job);
@@ -276,7 +279,7 @@ class StoreServer::Loop {
         get(peer, frame);
         break;
       case Op::add:
-        // If a failed group still counted, some ranks could pass a barrier without the others.
+        // If a failed group still counted, some ranks could pass a barrier that other ranks cannot pass.
         if (!failure_.empty()) return refuse(peer, frame.id);
         reply(peer, frame.id, fmt::format("{}", keys_.add(peer.rank, frame.key)));
         break;
@@ -339,12 +342,13 @@ class StoreServer::Loop {
     if (failure_.empty()) {
       roll_.ranks[peer.rank].presence = Presence::left;
     } else if (roll_.ranks[peer.rank].presence == Presence::silent) {
-      roll_.ranks[peer.rank].presence = Presence::here;  // leaves because of the failure
+      roll_.ranks[peer.rank].presence = Presence::here;  // the rank leaves because of the failure
     }
     if (!roll_.any(Presence::silent)) answer_roll_calls();
   }
 
-  // Defers the answer to a request.
+  // Defers the answer to a request: appends the request to `list`. Throws OverStoreLimit if the rank has too
+  // many unanswered requests.
   void defer(Peer& peer, const Frame& frame, std::vector<Waiting>& list) {
     const auto its =
         std::count_if(list.begin(), list.end(), [&](const Waiting& w) { return w.peer->rank == peer.rank; });
@@ -358,7 +362,8 @@ class StoreServer::Loop {
     print_error_line(fmt::format("rank {} {}", rank, text));
   }
 
-  // Replaces control characters, which a terminal could interpret.
+  // Prints a note of a rank. Replaces control characters, which a terminal could interpret, and truncates
+  // long notes.
   void print_note(int rank, std::string text) {
     constexpr size_t kMostCharacters = 1000;
     size_t& printed = notes_of_[static_cast<size_t>(rank)];
@@ -379,7 +384,7 @@ class StoreServer::Loop {
     for (auto& peer : peers_) {
       if (peer->watches) send(*peer, {Op::failed, 0, "", failure_});
     }
-    // Their keys will never be set.
+    // The awaited keys will never be set.
     for (const Waiting& w : waiting_) refuse(*w.peer, w.id);
     waiting_.clear();
   }
@@ -411,17 +416,17 @@ class StoreServer::Loop {
   const Credentials credentials_;
   Socket listener_;
   PendingCallers pending_{listener_, credentials_};
-  std::vector<Socket> invited_;  // closed once they have joined
+  std::vector<Socket> invited_;  // each is closed once its process has joined
   WakeEvent wake_;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;
   MessageQueue& messages_;
   StoreKeys keys_;
-  std::vector<size_t> notes_of_;  // printed lines, by rank
+  std::vector<size_t> notes_of_;  // number of printed notes, by rank
   std::vector<Waiting> waiting_, roll_callers_;
   std::string failure_;
   RollCall roll_;
-  // roll_due_at_: until when ranks may answer after a failure.
+  // roll_due_at_: the time until which ranks may answer after a failure.
   std::optional<SteadyClock::time_point> roll_due_at_, closing_at_, formed_at_;
 };
 

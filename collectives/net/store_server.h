@@ -21,11 +21,11 @@ class StoreServer {
   // on stderr. Also rejects ranks of another job (job.h), with the reason.
   StoreServer(Socket listener, int world, const std::string& key, const std::string& job = "")
       : StoreServer(std::move(listener), world, key, job, StoreLimits(world)) {}
-  // `invited`: connections to the processes that become the last ranks. Each sends something once it has
-  // joined. If one hangs up before, the group fails at once.
+  // Serves `listener` in the same way. `invited`: connections to the processes that become the last ranks.
+  // Each process sends data once it has joined. If a process hangs up earlier, the group fails at once.
   StoreServer(Socket listener, int world, const std::string& key, const std::string& job,
               const StoreLimits& limits, std::vector<Socket> invited = {});
-  // Gives the other ranks time to make their last requests and leave, then announces the shutdown.
+  // Gives the other ranks time for their last requests and their departures, then announces the shutdown.
   ~StoreServer();
   int port() const { return port_; }
 
@@ -35,11 +35,12 @@ class StoreServer {
   // Returns the reason why the group has failed; "" if it has not.
   std::string failure() const;
 
-  // How long the server stays up at the end.
+  // How long the server stays up after the destructor has been called.
   static constexpr std::chrono::milliseconds kLinger{2000};
-  // Two processes may claim the same rank because they belong to different runs. While the group forms and
-  // this long afterwards, the server cannot tell which of them belongs to this run, so the group fails. Later
-  // the server rejects the second process.
+  // Time after the group has formed in which a second process with the same rank fails the group. Two
+  // processes may claim the same rank because they belong to different runs. While the group forms and during
+  // this time, the server cannot determine which process belongs to this run. After this time, the server
+  // rejects the second process.
   static constexpr std::chrono::milliseconds kForming{3000};
 
  private:

@@ -19,19 +19,20 @@ namespace {
 using Op = Frame::Op;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kFirstAsk{50};   // most survivors call without being asked
-constexpr milliseconds kAskAgain{500};  // awaited ranks may also die
+constexpr milliseconds kFirstAsk{50};   // most survivors call before they are asked
+constexpr milliseconds kAskAgain{500};  // a rank may die while this rank waits for its call
 constexpr milliseconds kRetry{20};
-constexpr size_t kAskAtOnce = 16;  // in ranks; each takes a thread and a descriptor
-// A leader may be notified of the failure this much later, and it probes lower ranks before it leads.
+constexpr size_t kAskAtOnce = 16;  // number of ranks; each takes a thread and a descriptor
+// How much later a leader may be notified of the failure. The time includes the leader's calls to lower
+// ranks.
 constexpr milliseconds kSlack{3000};
 
 bool contains(const std::vector<int>& ranks, int rank) {
   return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
 }
 
-// Runs work(i) for all i below n, each on a separate thread, or on the caller's thread if the system refuses
-// threads. Rethrows an exception of one of the calls.
+// Runs work(i) for all i < n, each on a separate thread, or on the caller's thread if the system refuses
+// threads. Rethrows the exception of the lowest i whose call threw.
 template <typename Work>
 void run_concurrently(size_t n, Work work) {
   std::vector<std::exception_ptr> errors(n);
@@ -51,7 +52,7 @@ void run_concurrently(size_t n, Work work) {
       guarded();
     }
   }
-  threads.clear();  // joins
+  threads.clear();  // joins the threads
   for (const auto& error : errors) {
     if (error) std::rethrow_exception(error);
   }
@@ -96,8 +97,8 @@ Quorum::Call Quorum::call(int rank, Op request) {
   me.add("rank", group_.rank).add("number", group_.number).add("name", group_.name);
   while (true) {
     Reach reached = reach(contact, credentials, {.deadline = deadline});
-    // Only these errors prove that the process has stopped listening; an unreachable machine does not refuse
-    // connections.
+    // Only `gone` proves that the process has stopped listening, because an unreachable machine does not
+    // refuse connections.
     if (reached.gone) return {Presence::gone, {}};
     if (reached.socket && send_frame(*reached.socket, {request, 0, "", me.encode()}, deadline)) {
       return {Presence::here, std::move(*reached.socket)};
@@ -107,8 +108,8 @@ Quorum::Call Quorum::call(int rank, Op request) {
   }
 }
 
-// Waits for the survivors from rank `leader`. Returns nullopt if the leader died, was stopped, or follows
-// another rank.
+// Waits for the rank `leader` to send the survivors. Returns nullopt if the leader died, was stopped, or
+// follows another rank.
 std::optional<Quorum::NextGroup> Quorum::follow(int leader, Socket socket, SteadyClock::time_point deadline) {
   std::string bytes;
   while (true) {
@@ -127,8 +128,9 @@ std::optional<Quorum::NextGroup> Quorum::follow(int leader, Socket socket, Stead
   }
 }
 
-// Asks lower ranks until some answer, several concurrently, so that several stopped ranks cost no more time
-// than one. Ranks in `silent` have not answered in this regrouping and are not asked again.
+// Asks lower ranks until a rank answers. Asks several ranks concurrently, so that several stopped ranks delay
+// this rank as little as one stopped rank. Skips the ranks in `silent`, which have not answered in this
+// regrouping.
 void Quorum::look_below(std::set<int>& silent, std::set<int>& gone) {
   std::vector<int> ask;
   for (int r = 0; r < group_.rank; ++r) {
@@ -156,7 +158,7 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
     {
       std::lock_guard lock(mutex_);
       for (const int r : round_.heard) silent.erase(r);
-      round_ = {.follows = group_.rank > 0};  // until known that no lower rank answers
+      round_ = {.follows = group_.rank > 0};  // until it is known that no lower rank answers
       forming_.followers.clear();
       forming_.announcer.close();
       if (round_.follows) send_away();
@@ -189,7 +191,7 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
       fmt::format("rank {}: the ranks that are left did not find each other in time", group_.rank));
 }
 
-// Makes waiting callers start again, because this rank follows another. Requires the mutex.
+// Sends `retry` to all waiting callers, because this rank follows another rank. Requires the mutex.
 void Quorum::send_away() {
   std::erase_if(callers_, [](const Caller& c) {
     if (c.rank >= 0) send_frame(c.socket, {Op::retry, 0, "", ""}, patience_end());
@@ -208,8 +210,8 @@ std::vector<int> Quorum::missing(const std::set<int>& silent, const std::set<int
   return ranks;
 }
 
-// Returns nullopt if a lower rank leads after all. Returns survivors with a location if other ranks have
-// already been notified.
+// Leads the regrouping: waits for the calls of the other survivors. Returns nullopt if a lower rank leads
+// after all. Returns survivors with a location if another rank has already received the survivors.
 std::optional<Quorum::NextGroup> Quorum::lead(std::set<int> silent, std::set<int> gone,
                                               SteadyClock::time_point deadline) {
   auto ask_at = SteadyClock::now() + kFirstAsk;
@@ -225,7 +227,7 @@ std::optional<Quorum::NextGroup> Quorum::lead(std::set<int> silent, std::set<int
         return std::nullopt;
       }
       ask = missing(silent, gone);
-      if (SteadyClock::now() >= deadline) {  // alive, but did not call
+      if (SteadyClock::now() >= deadline) {  // the ranks are alive, but did not call
         silent.insert(ask.begin(), ask.end());
         ask.clear();
       }
@@ -236,7 +238,7 @@ std::optional<Quorum::NextGroup> Quorum::lead(std::set<int> silent, std::set<int
   }
 }
 
-// Asks these ranks concurrently. Returns the survivors if one of the ranks knows them already.
+// Asks these ranks concurrently. Returns the survivors if a rank has already received them.
 std::optional<Quorum::NextGroup> Quorum::ask_missing(const std::vector<int>& ranks, std::set<int>& silent,
                                                      std::set<int>& gone) {
   std::vector<Presence> presence(ranks.size());
@@ -260,13 +262,13 @@ std::optional<Quorum::NextGroup> Quorum::ask_missing(const std::vector<int>& ran
   return std::nullopt;
 }
 
-// Decides on the survivors. Requires the mutex.
+// Decides which ranks survive. Throws CommError if too few ranks are alive. Requires the mutex.
 Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone) {
   std::set<int> here = {group_.rank};
   for (const Caller& c : callers_) {
     if (c.rank > group_.rank && c.rank < static_cast<int>(group_.contacts.size())) here.insert(c.rank);
   }
-  // A rank that continued without this one may have ended normally since.
+  // A rank that continued without this rank may have ended normally meanwhile.
   if (RunningClock::long_stops() != long_stops_) silent.insert(gone.begin(), gone.end());
   for (const int r : here) silent.erase(r);
   const size_t alive = here.size(), perhaps = alive + silent.size();
@@ -280,7 +282,7 @@ Quorum::NextGroup Quorum::count(std::set<int> silent, const std::set<int>& gone)
   here.erase(group_.rank);
   NextGroup survivors{.ranks = {group_.rank}, .name = random_secret()};
   for (const int r : here) {
-    // The rank's latest call; it has left earlier ones.
+    // Use the rank's latest call, because the rank has abandoned its earlier calls.
     const auto its =
         std::find_if(callers_.rbegin(), callers_.rend(), [&](const Caller& c) { return c.rank == r; });
     survivors.ranks.push_back(r);
@@ -307,7 +309,7 @@ void Quorum::publish(NextGroup survivors, const std::string& location) {
   adopt(survivors);
 }
 
-// Begins the new group. Notifies current and future callers.
+// Makes the survivors the current group. Notifies current and future callers.
 void Quorum::adopt(const NextGroup& survivors) {
   std::lock_guard lock(mutex_);
   group_.survivors = survivors.ranks;

@@ -1,9 +1,9 @@
 // Decides when an exchange on a GPU is stuck. Marks report each exchange's progress. ExchangesInFlight
-// records when each exchange started running, finds overdue exchanges and writes the error text. It uses
-// neither threads, clocks nor CUDA calls, so tests can pass made-up times.
+// records when each exchange started running, finds overdue exchanges and writes the error text.
+// ExchangesInFlight uses neither threads, clocks nor CUDA calls, so tests can pass made-up times.
 //
 // An exchange may wait in its stream for earlier kernels without limit. The deadline counts from when the
-// exchange was first seen running: from then on it waits only for its peers.
+// exchange was first seen running: from then on the exchange waits only for its peers.
 #pragma once
 
 #include <atomic>
@@ -23,27 +23,27 @@ namespace gradwire {
 
 enum class Progress { queued, running, done };
 
-// Brackets one exchange on its stream. poll() is called by the watching thread and never blocks.
+// Brackets one exchange on its stream. poll() never blocks; the watching thread calls it.
 class ExchangeMark {
  public:
   virtual ~ExchangeMark() = default;
   virtual void begin(const Stream& stream) = 0;
   virtual void end(const Stream& stream) = 0;
   virtual Progress poll() = 0;
-  // Returns how often a captured exchange has begun: once per launch of its graph. 0: not captured, runs
-  // once.
+  // Returns how often a captured exchange has begun: once per launch of its graph. Returns 0 for an exchange
+  // that is not captured, because it runs once.
   virtual uint64_t runs() const { return 0; }
   virtual bool repeats() const { return false; }
 };
 
-// A captured exchange. Its events cannot be queried for the progress of a launch, so the device writes
-// progress into memory that the host reads: 1 at the begin, 2 at the end. A launch count, one per graph,
-// distinguishes launches.
+// The mark of a captured exchange. The events of a graph cannot be queried for the progress of a launch. So
+// the device writes the progress into memory that the host reads: 1 at the begin, 2 at the end. A launch
+// count, one per graph, distinguishes launches.
 class WrittenMark final : public ExchangeMark {
  public:
-  // Enqueues the store of `value` to `word`.
+  // Enqueues a store of `value` to `word`.
   using Write = std::function<void(const Stream& stream, uint64_t* word, uint64_t value)>;
-  // `memory` keeps both words alive while the graph may run.
+  // Creates the mark. `memory` keeps the words `state` and `launches` alive while the graph may run.
   WrittenMark(Write write, uint64_t* state, uint64_t* launches, std::shared_ptr<void> memory)
       : write_(std::move(write)), state_(state), launches_(launches), memory_(std::move(memory)) {}
   void begin(const Stream& stream) override { write_(stream, state_, 1); }
@@ -61,13 +61,13 @@ class WrittenMark final : public ExchangeMark {
 };
 
 struct WatchedExchange {
-  uint64_t number = 0;  // counts this rank's exchanges, from 1
+  uint64_t number = 0;  // the exchange's number among this rank's exchanges, from 1
   std::string what;     // "call 3, allreduce of bucket 1 of 2 (4096 floats, bf16, ring), round 2 of 6"
   std::vector<Transfer> transfers = {};
-  uint64_t call = 0, calls_hash = 0;  // the exchange's call, and a hash of all calls up to it
+  uint64_t call = 0, calls_hash = 0;  // number of the exchange's call; hash of all calls up to that call
 };
 
-// "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending"
+// Returns e.g. "3 receives (12288 bytes) from ranks 0, 2 and 1 send (4096 bytes) to rank 1 pending".
 std::string pending_text(const std::vector<Transfer>& transfers);
 
 // The exchanges that a rank has enqueued and that may not be done. Not thread-safe.
@@ -78,13 +78,13 @@ class ExchangesInFlight {
 
   void add(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
   // Polls every mark and drops finished marks. Returns the error text of the oldest exchange that has been
-  // running for longer than the timeout, if any.
+  // running for longer than the timeout; nullopt if no exchange is overdue.
   std::optional<std::string> overdue(Time now);
-  // Returns the oldest exchange seen running for longer than `longer_than`, except captured exchanges;
-  // null if none.
+  // Returns the oldest exchange that has been seen running for longer than `longer_than`, ignoring captured
+  // exchanges; null if there is no such exchange.
   const WatchedExchange* stalled(Time now, std::chrono::milliseconds longer_than) const;
-  // Returns this rank's state, for other ranks' errors: the oldest running exchange, else the oldest queued,
-  // else the last one.
+  // Returns this rank's state, for other ranks' errors: the oldest running exchange; without a running
+  // exchange, the oldest queued exchange; otherwise the last exchange.
   std::string standing() const;
   // Returns finished marks, for reuse.
   std::vector<std::unique_ptr<ExchangeMark>> take_spare() { return std::move(spare_); }
@@ -100,7 +100,7 @@ class ExchangesInFlight {
     WatchedExchange exchange;
     Progress progress = Progress::queued;
     uint64_t runs = 0;
-    Time since = {};  // first seen running
+    Time since = {};  // when the exchange was first seen running
   };
   const std::chrono::milliseconds timeout_;
   std::list<Entry> entries_;

@@ -1,4 +1,4 @@
-// One rank of a group without other ranks, for building reducers and codecs to measure their memory. Any
+// One rank of a group without other ranks, for building reducers and codecs to measure their memory. Every
 // exchange is an error.
 #pragma once
 

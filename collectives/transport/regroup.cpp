@@ -33,8 +33,8 @@ std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions&
                                              const std::string& address, milliseconds timeout,
                                              std::vector<int>& survivors, const FormGroup& form) {
   constexpr milliseconds kFormAgain{5000};
-  constexpr int kJoiner = -1;  // not a rank of the old group
-  // Failed attempts to form a group are repeated until this time.
+  constexpr int kJoiner = -1;  // marks a rank that is not a rank of the old group
+  // Repeat failed attempts to form a group until this time.
   const auto deadline = SteadyClock::now() + timeout + Quorum::kPatience;
   std::vector<int> left(static_cast<size_t>(failed.world));
   std::iota(left.begin(), left.end(), 0);
@@ -43,7 +43,7 @@ std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions&
     std::vector<int> ranks;
     for (const int r : found.ranks) ranks.push_back(left[static_cast<size_t>(r)]);
     left = std::move(ranks);
-    if (!found.joined.empty()) {  // that group has also failed
+    if (!found.joined.empty()) {  // the grown group has also failed
       left.resize(left.size() + found.joined.size(), kJoiner);
       continue;
     }
@@ -64,7 +64,7 @@ std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions&
       return made;
     } catch (const BadInput&) {
       throw;
-    } catch (const std::exception&) {  // a rank died meanwhile, or a resource was refused
+    } catch (const std::exception&) {  // a rank died meanwhile, or the system refused a resource
       if (SteadyClock::now() >= deadline) throw;
     }
   }

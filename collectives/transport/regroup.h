@@ -13,20 +13,21 @@
 
 namespace gradwire {
 
-// Throws BadInput if a group cannot regroup: because it is not `shrinkable`, or because its survivors have
-// formed a new group already, which then has the quorum.
+// Throws BadInput if a group cannot regroup: because the group is not `shrinkable`, or because the group's
+// survivors have already formed a new group, which then has the quorum.
 void require_regroupable(bool shrinkable, bool has_quorum);
-// Throws CommError if `rank` has a quorum and `other` has none. `contact`: of the other's quorum; "" if none.
+// Throws CommError if `rank` has a quorum and `other` has none. `contact`: the contact of the other rank's
+// quorum; "" if `other` has none.
 void require_contact(int rank, int other, const std::string& contact);
 
-// Forms the new group of the old ranks `ranks`, ascending; -1 for new ranks. Throws CommError if a rank
-// dies meanwhile.
+// Forms the new group of the old ranks `ranks`, ascending; -1 for new ranks. Throws CommError if a rank dies
+// meanwhile.
 using FormGroup =
     std::function<std::unique_ptr<Transport>(const GroupOptions& options, const std::vector<int>& ranks)>;
 
-// Implements ElasticGroup::regroup(): survivors agree on their ranks until they have formed a group.
-// `failed`: the failed group, to which `quorum` belongs. `address`: of this machine, where the new group's
-// store may listen.
+// Implements ElasticGroup::regroup(): repeats the survivors' agreement on their ranks until they have formed
+// a group. `failed`: the failed group, to which `quorum` belongs. `address`: this machine's address, where
+// the new group's store may listen.
 std::unique_ptr<Transport> regroup_survivors(Quorum& quorum, const GroupOptions& failed,
                                              const std::string& address, std::chrono::milliseconds timeout,
                                              std::vector<int>& survivors, const FormGroup& form);

@@ -19,7 +19,7 @@ bool run_with_deadline(std::function<void()> call, RunningClock::time_point dead
   const auto state = std::make_shared<State>();
   Thread thread("a thread for a call with a deadline", [state, call = std::move(call)]() mutable {
     call();
-    call = {};  // release captured state before the caller resumes
+    call = {};  // release captured state before the caller continues
     std::lock_guard lock(state->mutex);
     state->done = true;
     state->changed.notify_all();

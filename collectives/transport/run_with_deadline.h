@@ -9,9 +9,9 @@
 
 namespace gradwire {
 
-// Runs `call` on another thread. Returns true when it has returned, false at the deadline or soon after
-// `stop()` returns true. After false, `call` may still be running, so it must own everything that it uses.
-// `call` must not throw.
+// Runs `call` on another thread. Returns true once `call` has returned. Returns false at the deadline or soon
+// after `stop()` returns true. After false, `call` may still be running, so `call` must own everything that
+// it uses. `call` must not throw.
 bool run_with_deadline(std::function<void()> call, RunningClock::time_point deadline,
                        const std::function<bool()>& stop = {});
 

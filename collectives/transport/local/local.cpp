@@ -20,12 +20,12 @@ namespace {
 using Offer = LocalHub::Offer;
 
 // One rank's part of an exchange between threads. Its offers point into this object, so the destructor
-// withdraws them. After an exception the caller may free the data, so the destructor then also waits for the
-// peers' enqueued copies.
+// withdraws the offers. After an exception the caller may free the data, so the destructor then also waits
+// for the peers' enqueued copies.
 class LocalExchange {
  public:
-  // `stream`: null on the host, where data moves now. On CUDA only events and copies are enqueued. `doing`:
-  // for error texts. All arguments must outlive the object.
+  // Prepares an exchange. `stream`: null on the host, where run() moves the data. On CUDA, run() only
+  // enqueues events and copies. `doing`: for error texts. All arguments must outlive the object.
   LocalExchange(LocalHub& hub, int rank, const Stream* stream, const ExchangeLabel& label,
                 const std::string& doing)
       : hub_(hub), rank_(rank), stream_(stream), label_(label), doing_(doing) {}
@@ -44,7 +44,7 @@ class LocalExchange {
   }
 
   // Blocks until all data has been received and all peers have received this rank's data; on CUDA, until the
-  // copies are enqueued. Adds the time for which it has waited to `waits`.
+  // copies are enqueued. Adds the waiting time to `waits`.
   void run(const std::vector<Transfer>& transfers, Waits& waits) {
     offer_sends(transfers);
     receive_all(transfers, waits);
@@ -52,7 +52,7 @@ class LocalExchange {
     done_ = true;
   }
 
-  // Returns the bytes of all sends.
+  // Returns the number of bytes of all sends.
   uint64_t bytes() const {
     uint64_t bytes = 0;
     for (const Offer& offer : sends_) bytes += offer.bytes;
@@ -112,7 +112,7 @@ class LocalExchange {
     }
   }
 
-  // Receives the oldest offer of t.peer. Holds the lock on entry and exit, but not while copying.
+  // Receives the oldest offer of t.peer. The lock is held on entry and exit, but not during the copy.
   void receive(const Transfer& t) {
     std::deque<Offer*>& offers = hub_.offers(t.peer, rank_);
     Offer& offer = *offers.front();
@@ -127,8 +127,8 @@ class LocalExchange {
     try {
       copy_from(offer, t);
     } catch (const std::exception& error) {
-      // The sender waits without a deadline while its memory is being read. The copy may already be enqueued,
-      // without an event for its end.
+      // The sender waits without a deadline while a peer reads the sender's memory. The copy may already be
+      // enqueued, without an event for its end.
       if (stream_ != nullptr) wait_until_done(*stream_);
       lock_.lock();
       offer.state = Offer::State::waiting;
@@ -165,7 +165,8 @@ class LocalExchange {
     for (const Offer& offer : sends_) stream_->wait(offer.taken);
   }
 
-  // Runs while an exception is in flight, so errors are swallowed. Waits at most until the deadline.
+  // Waits for `event`, at most until the deadline. Runs while an exception is in flight, so it swallows
+  // errors.
   void wait_until_done(const Event& event) const noexcept {
     try {
       event.synchronize_until(std::chrono::steady_clock::now() + hub_.timeout);
@@ -194,7 +195,7 @@ class LocalExchange {
 
 class LocalTransport final : public Transport {
  public:
-  // On CUDA, waits_ would measure the time to enqueue.
+  // Measures no waits on CUDA, because waits_ would measure the time to enqueue.
   LocalTransport(std::shared_ptr<LocalHub> hub, int rank, Device device)
       : Transport("local", {rank, hub->world, device, device.is_host()}),
         hub_(std::move(hub)),
@@ -226,7 +227,8 @@ class LocalTransport final : public Transport {
 
   void barrier() override { hub_->barrier(rank()); }
 
-  // The first member to arrive makes the transports of all members.
+  // Returns this rank's transport for `members`. The first member to arrive makes the transports of all
+  // members.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override {
     const int number = splits_++;
     if (members.empty()) return nullptr;
@@ -264,7 +266,7 @@ class LocalTransport final : public Transport {
   }
 
   const std::shared_ptr<LocalHub> hub_;
-  uint64_t call_ = 0;  // number of the current call; used only by the thread that runs exchanges
+  uint64_t call_ = 0;  // number of the current call; only the thread that runs exchanges uses it
   int splits_ = 0;
   LocalPeers peers_;
 };

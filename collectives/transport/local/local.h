@@ -2,10 +2,10 @@
 // one GPU. All ranks must be on the same kind of device.
 //
 // Host: the receiver copies directly from the sender's memory, one copy per transfer, without staging. The
-// exchange runs on the stream's thread, so the enqueuing thread never blocks.
-// CUDA: the receiver enqueues a device-to-device copy between two events. The enqueuing threads swap pointers
-// and events, so exchange() returns only after its peers have enqueued their parts, possibly before any data
-// has moved. For the same reason it cannot be captured in a CUDA graph.
+// exchange runs on the stream's thread, so the enqueuing thread never blocks. CUDA: the receiver enqueues a
+// device-to-device copy between two events. The enqueuing threads swap pointers and events, so exchange()
+// returns only after its peers have enqueued their parts, possibly before any data has moved. For the same
+// reason exchange() cannot be captured in a CUDA graph.
 #pragma once
 
 #include <chrono>
@@ -17,14 +17,14 @@
 
 namespace gradwire {
 
-// Returns the ranks' transports: transports[r] belongs to rank r, which uses it from one thread at a time.
-// Waits longer than `timeout` are errors.
+// Returns the ranks' transports: transports[r] belongs to rank r, and one thread at a time may use it. A wait
+// longer than `timeout` is an error.
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
                                                               std::chrono::milliseconds timeout);
 
-// Returns why kernels that wait for other ranks' kernels may deadlock on these devices, and the remedy; empty
-// if they cannot. `lazily`: CUDA loads a kernel at its first launch. Loading may wait for all work on the
-// device, including another rank's kernel that waits for the one being loaded.
+// Returns why kernels that wait for other ranks' kernels may deadlock on these devices, and the remedy; "" if
+// the kernels cannot deadlock. `lazily`: whether CUDA loads a kernel at its first launch. Loading may wait
+// for all work on the device, including another rank's kernel that waits for the kernel being loaded.
 std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily);
 
 }  // namespace gradwire

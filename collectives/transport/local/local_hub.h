@@ -20,16 +20,16 @@
 
 namespace gradwire {
 
-// One lock suffices: exchanges are few, and copies happen without the lock.
+// The shared state of all ranks. One lock suffices: exchanges are few, and copies happen without the lock.
 class LocalHub {
  public:
-  // A pending send. Lives in the sender's exchange until it is finished or withdrawn.
+  // A pending send. It lives in the sender's exchange until the send is finished or withdrawn.
   struct Offer {
     const void* data = nullptr;
     size_t bytes = 0;
     const ExchangeLabel* label = nullptr;
     enum class State { waiting, copying, finished } state = State::waiting;
-    Event ready;  // CUDA: recorded when the data is complete
+    Event ready;  // CUDA: recorded once the data is complete
     Event taken;  // CUDA: recorded after the copy
   };
 
@@ -41,17 +41,17 @@ class LocalHub {
           arrived(memory.size()),
           arrivals(memory.size()) {}
     std::vector<Buffer> memory;
-    // How many calls the rank had begun when it arrived; empty until then, or if unknown.
+    // The number of calls that each rank had begun when it arrived; empty before the arrival, or if unknown.
     std::vector<std::optional<uint64_t>> calls_before;
     std::vector<bool> arrived;
     int ready = 0, taken = 0;
-    std::vector<uint64_t> arrivals;  // at rendezvous()
+    std::vector<uint64_t> arrivals;  // number of arrivals at rendezvous(), by rank
   };
 
   LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout);
 
-  // Waits until `condition` holds. Throws if the group failed. Fails the group and throws at the deadline;
-  // `pending` then describes the wait. Requires the lock.
+  // Waits until `condition` holds. Throws if the group has failed. Fails the group and throws at the
+  // deadline; `pending` then describes the wait. Requires the lock.
   template <typename Condition, typename Pending>
   void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
     const auto deadline = RunningClock::now() + timeout;
@@ -71,14 +71,14 @@ class LocalHub {
   }
   // Records that `rank` makes its call number `number`. The first rank to arrive defines the call.
   void begin_call(int rank, uint64_t number, const Call& call);
-  // Throws CommError once the group has failed, which includes kernels that report a missing rank.
+  // Throws CommError once the group has failed. A kernel's report of a missing rank also fails the group.
   void check(int rank);
 
   // The methods below require the lock.
 
   std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
-  // Fails the group if one rank maps peer memory (transport=lsa in its spec) and another rank, without it,
-  // has continued to its next call. Detects this before either deadline.
+  // Fails the group if one rank maps peer memory (transport=lsa in its spec) while another rank, without peer
+  // memory, has continued to its next call. Detects this mismatch before the deadline of either call.
   void compare_peer_memory();
   void fail(const std::string& reason);
   [[noreturn]] void fail_and_throw(const std::string& text);
@@ -90,20 +90,20 @@ class LocalHub {
   const std::chrono::milliseconds timeout;
   const std::vector<Device> devices;  // by rank
   std::mutex mutex;
-  // By split and first member: transports not yet fetched by their ranks.
+  // Transports that their ranks have not fetched yet, by number of the split and first member.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
-  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until all ranks have fetched theirs
-  std::vector<std::weak_ptr<MappedPeers>> mapped;         // of all ranks, for stop()
+  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until fetched by all ranks
+  std::vector<std::weak_ptr<MappedPeers>> mapped;         // all ranks' mappings, for stop()
 
  private:
-  // A call not yet made by all ranks.
+  // A call that not all ranks have made yet.
   struct OpenCall {
     uint64_t hash;
-    int rank;  // the first to make it
+    int rank;  // the first rank that made the call
     int arrived;
     std::string what;
   };
-  // The latest call begun by a rank.
+  // The latest call that a rank has begun.
   struct LatestCall {
     uint64_t number = 0;
     std::string what;
@@ -120,13 +120,13 @@ class LocalHub {
   std::string failure_;
   struct {
     int arrived = 0;
-    uint64_t passed = 0;  // barriers
+    uint64_t passed = 0;  // number of barriers that all ranks have passed
   } barrier_;
   std::vector<LatestCall> latest_;  // by rank
-  // One per rank, so that a message wakes only its receiver.
+  // One condition variable per rank, so that a message wakes only its receiver.
   std::vector<std::condition_variable> changed_;
   std::deque<OpenCall> open_;
-  uint64_t first_open_ = 1;  // the number of open_[0]
+  uint64_t first_open_ = 1;  // the number of the call open_[0]
   std::vector<std::deque<Offer*>> offers_;
 };
 

@@ -93,15 +93,15 @@ void LocalPeers::run_on_host(MappedPeers& peers, const std::string& what,
     now.synchronize();
   } catch (const CommError&) {
     std::lock_guard lock(hub_.mutex);
-    const std::string cause = peers.failure();  // empty: another rank stopped this kernel
+    const std::string cause = peers.failure();  // "" if another rank stopped this kernel
     if (hub_.failure().empty()) hub_.fail(fmt::format("rank {}: {}: {}", rank_, what, cause));
     throw CommError(fmt::format("rank {}: {}: {}", rank_, what, hub_.failure()));
   }
 }
 
-// Two rendezvous of the ranks' threads enclose the launch of kernels that wait for each other. Otherwise one
-// rank could block in a call that waits for another rank's kernel (cudaFree, a kernel's first launch) and
-// never launch its own.
+// Launches a kernel that waits for the other ranks' kernels. Two rendezvous of the ranks' threads enclose the
+// launch. Otherwise a rank could block in a call that waits for another rank's kernel (cudaFree, a kernel's
+// first launch) and never launch its part.
 void LocalPeers::launch(const Stream& stream, const MappedPeers& peers, const std::string& what,
                         const std::function<void(const Stream&)>& work) {
   auto& group = *static_cast<LocalHub::PeerGroup*>(peers.keep.get());

@@ -15,15 +15,15 @@ class LocalPeers final : public PeerAccess {
  public:
   LocalPeers(LocalHub& hub, int rank) : hub_(hub), rank_(rank) {}
 
-  // Counts a call begun by this rank's threads, perhaps not yet by its stream. The calls of a captured graph
-  // cannot be counted.
+  // Counts a call that this rank's threads have begun, although its stream may not have begun the call. The
+  // calls of a captured graph cannot be counted.
   void count_call(bool captured) { captured ? uncounted_ = true : ++calls_; }
 
   std::string obstacle(int group) override;
   void run_kernel(const Stream& stream, MappedPeers& peers, uint64_t bytes, const std::string& what,
                   const std::function<void(const Stream&)>& work) override;
 
-  // Called with the bytes of each kernel that has been run or enqueued.
+  // Called once per kernel that has been run or enqueued, with the kernel's number of bytes.
   std::function<void(uint64_t bytes)> on_sent;
 
  protected:

@@ -19,7 +19,7 @@
 namespace gradwire {
 namespace {
 
-// Two events around an exchange that runs once.
+// Marks an exchange that runs once, by two events around the exchange.
 class EventMark final : public ExchangeMark {
  public:
   explicit EventMark(int device) {
@@ -52,8 +52,8 @@ class EventMark final : public ExchangeMark {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-// For GPUs without stream memory operations: a kernel on each side of a captured exchange increments a
-// counter in pinned host memory. It takes about 3 us.
+// Marks a captured exchange on GPUs without stream memory operations: a kernel on each side of the exchange
+// increments a counter in pinned host memory. Each kernel takes about 3 us.
 class CounterMark final : public ExchangeMark {
  public:
   explicit CounterMark(uint64_t* counters, std::shared_ptr<void> memory)
@@ -63,7 +63,8 @@ class CounterMark final : public ExchangeMark {
   bool repeats() const override { return true; }
   uint64_t runs() const override { return read(0); }
   Progress poll() override {
-    // Read before the begin counter, so that a launch in between is not mistaken for a finished one.
+    // Read the end counter before the begin counter, so that a launch between the two reads does not look
+    // like a finished launch.
     const uint64_t done = read(1);
     return read(0) != done ? Progress::running : Progress::done;
   }
@@ -84,10 +85,10 @@ class OutsideCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Stores a value in stream order without a kernel, by the driver's cuStreamWriteValue64.
+// Stores values in stream order without a kernel, by the driver's cuStreamWriteValue64.
 class StreamWrites {
  public:
-  // Tries one write in a graph. If it fails, work() is false.
+  // Tries one write in a graph. If the write fails, work() returns false.
   explicit StreamWrites(int device) {
     OutsideCapture guard;
     GW_CUDA_CHECK(cudaSetDevice(device));
@@ -139,7 +140,8 @@ class CudaCalls final : public GpuCalls {
   cudaStream_t native(const Stream& stream) override { return stream.native(); }
   std::unique_ptr<ExchangeMark> make_mark() override { return std::make_unique<EventMark>(device_); }
 
-  // Called only by the enqueuing thread. A graph's first exchange also counts the graph's launches.
+  // Returns a mark for an exchange that `stream` captures. Only the enqueuing thread calls it. A graph's
+  // first exchange also counts the graph's launches.
   std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
     if (!writes_.work()) return std::make_unique<CounterMark>(take(2), slab_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -188,7 +190,7 @@ class CudaCalls final : public GpuCalls {
   const StreamWrites writes_;
   std::shared_ptr<Buffer> slab_, launches_memory_;
   size_t used_ = 0;
-  uint64_t* launches_ = nullptr;  // for the graph being captured
+  uint64_t* launches_ = nullptr;  // the launch count of the graph being captured
   unsigned long long capture_ = 0;
 };
 

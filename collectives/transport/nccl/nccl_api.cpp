@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-constexpr int kOldest = 21800;  // 2.18: communicator configuration and its defaults
+constexpr int kOldest = 21800;  // NCCL 2.18: has communicator configuration and its defaults
 
 template <typename Function>
 void find(void* library, Function& function, const char* symbol, bool required = true) {

@@ -1,14 +1,15 @@
 // A table of the NCCL functions that Gradwire uses. The library is loaded on first use, so programs start
-// without it. A copy already loaded by the process is shared. Tests can substitute functions.
+// without NCCL. Programs that have already loaded NCCL share that copy. Tests can substitute functions.
 //
-// Includes nccl.h, and with it CUDA's headers: only for the NCCL transport and the interposer.
+// Includes nccl.h, and with it CUDA's headers. Only the NCCL transport and the interposer may include this
+// file.
 #pragma once
 
 #include <nccl.h>
 
 #include <string>
 
-// From NCCL's device API, which older headers lack.
+// A type of NCCL's device API, which older headers lack.
 struct ncclWindow_vidmem;
 struct ncclDevComm;
 struct ncclDevCommRequirements;
@@ -33,30 +34,30 @@ struct NcclApi {
   decltype(&ncclRecv) receive = nullptr;
   decltype(&ncclCommSplit) split = nullptr;
   decltype(&ncclAllReduce) all_reduce = nullptr;
-  // Optional: null in versions without them.
+  // The functions below are optional: null in NCCL versions without them.
   decltype(&ncclGetLastError) last_error = nullptr;
-  ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // 2.27
-  ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // 2.28.7
+  ncclResult_t (*shrink)(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int) = nullptr;  // NCCL 2.27
+  ncclResult_t (*revoke)(ncclComm_t, int) = nullptr;                                         // NCCL 2.28.7
 
-  ncclResult_t (*mem_alloc)(void**, size_t) = nullptr;  // 2.19
+  ncclResult_t (*mem_alloc)(void**, size_t) = nullptr;  // NCCL 2.19
   ncclResult_t (*mem_free)(void*) = nullptr;
-  ncclResult_t (*comm_register)(const ncclComm_t, void*, size_t, void** handle) = nullptr;  // 2.19
+  ncclResult_t (*comm_register)(const ncclComm_t, void*, size_t, void** handle) = nullptr;  // NCCL 2.19
   ncclResult_t (*comm_deregister)(const ncclComm_t, void* handle) = nullptr;
   ncclResult_t (*window_register)(ncclComm_t, void*, size_t, ncclWindow_vidmem**, int) = nullptr;  // 2.27
   ncclResult_t (*window_deregister)(ncclComm_t, ncclWindow_vidmem*) = nullptr;
-  // The ranks whose memory this rank can load and store: their number, this rank's place among them, and
-  // their stride. Same as ncclTeam_t, which older headers lack.
+  // The ranks whose memory this rank can load and store: the number of these ranks, this rank's place among
+  // them, and the stride between them. The layout equals ncclTeam_t, which older headers lack.
   struct Team {
     int ranks, rank, stride;
   };
-  Team (*team_lsa)(ncclComm_t) = nullptr;  // 2.28
+  Team (*team_lsa)(ncclComm_t) = nullptr;  // NCCL 2.28
 
-  // "unhandled system error (socket closed by peer)"
+  // Returns an error text, e.g. "unhandled system error (socket closed by peer)".
   std::string text(ncclResult_t result, ncclComm_t comm) const;
-  std::string version() const;  // "2.28.9"
+  std::string version() const;  // e.g. "2.28.9"
 
-  // Loads libnccl.so.2, or the library in GRADWIRE_NCCL_LIBRARY, once. Throws BadInput that names the missing
-  // library or function.
+  // Returns the functions of libnccl.so.2, or of the library in GRADWIRE_NCCL_LIBRARY. Loads the library
+  // once. Throws BadInput that names the missing library or function.
   static const NcclApi& loaded();
 };
 

@@ -1,4 +1,5 @@
-// The calls that one rank makes over NCCL, and their comparison with the other ranks' through the store.
+// The calls that one rank makes over NCCL, and their comparison with the other ranks' calls through the
+// store.
 #pragma once
 
 #include <atomic>
@@ -13,27 +14,27 @@
 
 namespace gradwire {
 
-// Used only by the thread that makes calls, except other_call().
+// For the thread that makes calls. Other threads may only call other_call().
 class NcclCallSequence {
  public:
-  // `group`: null: calls are not compared.
+  // Creates an empty sequence. `group`: if null, calls are not compared.
   NcclCallSequence(int rank, int world, Membership* group, std::chrono::milliseconds timeout)
       : rank_(rank), world_(world), group_(group), timeout_(timeout) {}
 
-  // Begins the next call. Compares it with the predecessor's if its hash is new, or if `compare_always`.
-  // Around the ring, that compares all ranks. Returns why the group has failed; empty if the calls agree. If
-  // the predecessor had already compared its own call, the mismatch is found when this rank's exchange makes
-  // no progress.
+  // Begins the next call. Compares the call with the predecessor rank's call if the call's hash is new, or if
+  // `compare_always`. As every rank compares with its predecessor, all ranks are compared. Returns why the
+  // group has failed; "" if the calls agree. If the predecessor had already compared its call, the mismatch
+  // is found when this rank's exchange makes no progress.
   std::string begin(const Call& call, bool compare_always = false);
-  // Describes another rank's call that differs from the call stalled in `stalled`; empty if none is known.
-  // Any thread may call it.
+  // Describes another rank's call that differs from the call of the exchange `stalled`; "" if no such call is
+  // known. Any thread may call it.
   std::string other_call(const WatchedExchange& stalled) const;
 
-  // Returns "call 3, " followed by `what`; only `what` before the first call.
+  // Returns "call 3, " followed by `what`; before the first call, returns only `what`.
   std::string in_this_call(const std::string& what) const;
-  const std::string& current() const { return current_; }  // empty: no call yet
+  const std::string& current() const { return current_; }  // "" before the first call
   uint64_t number() const { return number_; }
-  uint64_t hash() const { return hash_; }  // of all calls so far
+  uint64_t hash() const { return hash_; }  // hash of all calls so far
 
  private:
   std::string compare(const std::string& what);

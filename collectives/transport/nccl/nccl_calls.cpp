@@ -77,7 +77,7 @@ ncclComm_t init_nccl(const NcclApi& api, const std::shared_ptr<GpuCalls>& gpu, i
     joining->comm = comm;
     joining->result = result;
     joining->done = true;
-    if (joining->given_up && comm != nullptr) api.abort(comm);  // no other owner
+    if (joining->given_up && comm != nullptr) api.abort(comm);  // the communicator has no other owner
   };
   run_with_deadline(std::move(join), deadline + std::chrono::milliseconds(100));
   std::lock_guard lock(joining->mutex);

@@ -1,5 +1,5 @@
 // The transport's compound NCCL calls: a group of sends and receives, joining, and waiting for non-blocking
-// communicators. They touch only their arguments, so they may run on any thread.
+// communicators. The functions access only their arguments, so they may run on any thread.
 #pragma once
 
 #include <chrono>
@@ -21,11 +21,11 @@ class GpuCalls {
   virtual ~GpuCalls() = default;
   virtual bool capturing(const Stream& stream) = 0;
   virtual cudaStream_t native(const Stream& stream) = 0;
-  // For an exchange that runs once, and for a captured one.
+  // Return a mark for an exchange that runs once, or for a captured exchange.
   virtual std::unique_ptr<ExchangeMark> make_mark() = 0;
   virtual std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) = 0;
-  // Must be called first in a thread that polls marks or calls NCCL, so that it does not disturb captures
-  // elsewhere.
+  // Prepares a thread that polls marks or calls NCCL, so that the thread does not disturb captures of other
+  // threads. Must be the thread's first call.
   virtual void enter_thread() {}
 };
 
@@ -36,13 +36,14 @@ struct NcclPatience {
   std::function<void(std::chrono::microseconds)> pause;  // sleeps
 };
 
-// Waits until `comm` is idle. `result`: returned by the last call on `comm`. Only non-blocking
-// communicators return ncclInProgress: a caller's communicator, or with NCCL_COMM_BLOCKING=0. Polls for 100
-// us before sleeping: NCCL takes about 20 us, the shortest sleep about 60 us.
+// Waits until `comm` is idle. `result`: the result of the last call on `comm`. Only non-blocking
+// communicators return ncclInProgress: a caller's communicator, or a communicator created with
+// NCCL_COMM_BLOCKING=0. Polls for 100 us before sleeping: NCCL takes about 20 us, and the shortest sleep
+// takes about 60 us.
 ncclResult_t settle_nccl(const NcclApi& api, ncclComm_t comm, ncclResult_t result,
                          const NcclPatience& patience);
 
-// Ends the group even on an error.
+// Enqueues the transfers as one NCCL group. Ends the group even on an error.
 ncclResult_t run_nccl_group(const NcclApi& api, ncclComm_t comm, cudaStream_t stream,
                             const std::vector<Transfer>& transfers, const NcclPatience& patience);
 

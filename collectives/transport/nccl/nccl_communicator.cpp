@@ -95,8 +95,8 @@ WhileAlive NcclCommunicator::while_alive() const {
 }
 
 // Waits briefly for a call in progress, because an abort frees memory that the call uses. If the call is
-// stuck, asks NCCL to end it (ncclCommRevoke, if available), and aborts if that does not help. Does not touch
-// the object after the abort.
+// stuck, asks NCCL to end the call (ncclCommRevoke, if available), and aborts if the call still does not end.
+// Does not access the object after the abort.
 void NcclCommunicator::end() {
   const NcclApi& api = api_;
   const std::shared_ptr<Use> use = use_;

@@ -30,8 +30,8 @@ class NcclCommunicator {
     std::function<bool()> stop = [] { return false; };
   };
 
-  // `owned`: destroyed with this object. `shrinkable`: end() revokes the communicator instead of aborting it.
-  // Throws BadInput if `comm` does not work.
+  // Takes `comm`. `owned`: this object destroys the communicator. `shrinkable`: end() revokes the
+  // communicator instead of aborting it. Throws BadInput if `comm` does not work.
   NcclCommunicator(const NcclApi& api, std::shared_ptr<GpuCalls> gpu, ncclComm_t comm, bool owned,
                    bool shrinkable, Pause pause);
 
@@ -42,22 +42,22 @@ class NcclCommunicator {
   bool owned() const { return owned_; }
 
   // Runs `call` on this thread. Returns ncclInProgress if the call must not run: after end() or close(), or
-  // while another call is in progress for longer than the limit.
+  // while another call is in progress for longer than `limits.turn`.
   ncclResult_t run(const Call& call, const Limits& limits);
   // Runs `call` on another thread, which may outlive this object: `call` must own everything that it uses.
-  // Returns ncclInProgress also if `call` does not return in time.
+  // Returns ncclInProgress if `call` must not run, or does not return in time.
   ncclResult_t run_apart(Call call, const Limits& limits);
-  // Returns NCCL's error for the communicator; empty if there is none or a call is in progress.
+  // Returns NCCL's error for the communicator; "" if there is no error or a call is in progress.
   std::string error(std::chrono::milliseconds patience);
-  // Returns a function that runs its argument if the communicator still exists then.
+  // Returns a function that runs its argument if the communicator still exists at that time.
   WhileAlive while_alive() const;
 
   // Ends the communicator after a failure: kernels that wait for a peer end. May never return, so this object
-  // may be destroyed meanwhile.
+  // may be destroyed before end() returns.
   void end();
-  // Returns whether end() has returned, or returns within `patience`.
+  // Returns whether end() has returned or returns within `patience`.
   bool ended_within(std::chrono::milliseconds patience);
-  // No call runs afterwards.
+  // Prevents all further calls.
   void close();
   // Destroys an owned communicator, or aborts it if `must_abort` returns true. Takes at most 2 * kFarewell.
   void destroy(const std::function<bool()>& must_abort);
@@ -71,10 +71,10 @@ class NcclCommunicator {
   static constexpr std::chrono::milliseconds kFarewell{10'000};
 
  private:
-  // Serializes use of the communicator: one call at a time, and none concurrent with its end, unless a call
-  // is stuck in NCCL. Outlives the transport if a call or an abort never returns.
+  // Serializes use of the communicator: one call at a time. The communicator ends only while no call is in
+  // progress, unless the call is stuck in NCCL. Outlives the transport if a call or an abort never returns.
   struct Use {
-    // Returns false if closed, or still busy after `patience`.
+    // Waits for a turn. Returns false if closed, or if another call is still in progress after `patience`.
     bool enter(std::chrono::milliseconds patience);
     void leave();
 
@@ -82,10 +82,10 @@ class NcclCommunicator {
     std::condition_variable changed;
     int waiting = 0;
     bool busy = false;    // a call is in progress
-    bool closed = false;  // no further calls
+    bool closed = false;  // no further calls may run
     bool ended = false;   // end() has returned
   };
-  // Holds Use for the length of a call.
+  // Holds the turn for the duration of a call.
   struct Turn {
     explicit Turn(std::shared_ptr<Use> use, std::chrono::milliseconds patience)
         : use(std::move(use)), entered(this->use->enter(patience)) {}
@@ -102,7 +102,7 @@ class NcclCommunicator {
   const bool owned_, shrinkable_;
   const Pause pause_;
   const std::shared_ptr<Use> use_ = std::make_shared<Use>();
-  std::atomic<ncclComm_t> comm_;  // null: aborted
+  std::atomic<ncclComm_t> comm_;  // null after an abort
   std::atomic<bool> revoked_ = false;
   int rank_ = 0, world_ = 1;
 };

@@ -21,7 +21,7 @@ void NcclMemory::registered(WhileAlive alive, std::function<void()> deregister) 
   deregister_ = std::move(deregister);
 }
 
-// Registration is local to this rank.
+// Allocates memory and registers it with the communicator. Only this rank takes part.
 std::shared_ptr<NcclMemory> NcclMemoryPool::registered(size_t bytes) {
   const NcclApi& api = comm_.api();
   std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api, bytes);
@@ -38,8 +38,8 @@ std::shared_ptr<NcclMemory> NcclMemoryPool::registered(size_t bytes) {
   return memory;
 }
 
-// NCCL allocates at least 2 MiB, so small buffers, such as a bucket's factors of about 64 KiB, share an
-// allocation.
+// Returns a view of registered memory. NCCL allocates at least 2 MiB, so small buffers, such as a bucket's
+// factors of about 64 KiB, share an allocation.
 Buffer NcclMemoryPool::allocate(size_t bytes) {
   constexpr size_t kShared = size_t{2} << 20;
   detail::make_current(device_);

@@ -15,7 +15,7 @@ namespace gradwire {
 
 class NcclMemory {
  public:
-  // Allocates on the current device. Returns null if NCCL cannot.
+  // Allocates memory on the current device. Returns null if NCCL cannot allocate the memory.
   static std::shared_ptr<NcclMemory> allocate(const NcclApi& api, size_t bytes);
   // Deregisters the memory if it is registered and the communicator still exists, then frees it.
   ~NcclMemory();
@@ -33,10 +33,10 @@ class NcclMemory {
   std::function<void()> deregister_;
 };
 
-// Registered memory for exchanges.
+// A pool of registered memory for exchanges.
 class NcclMemoryPool {
  public:
-  // `comm` must outlive the object, but not the memory.
+  // Creates an empty pool. `comm` must outlive the pool. The memory may outlive `comm`.
   NcclMemoryPool(NcclCommunicator& comm, Device device, std::chrono::milliseconds timeout)
       : comm_(comm), device_(device), timeout_(timeout) {}
 
@@ -50,7 +50,7 @@ class NcclMemoryPool {
   const Device device_;
   const std::chrono::milliseconds timeout_;
   std::mutex mutex_;                  // guards the members below
-  std::weak_ptr<NcclMemory> shared_;  // source of the next small buffer
+  std::weak_ptr<NcclMemory> shared_;  // memory from which the next small buffer is taken
   size_t shared_used_ = 0;
 };
 

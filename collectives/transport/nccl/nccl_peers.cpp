@@ -21,9 +21,9 @@
 namespace gradwire {
 namespace {
 
-// Below: the obstacle to mapping memory in groups of `group` consecutive ranks, "" if none; and the mapped
-// memory of this rank's group in `memory`, of peer_window_bytes(half_bytes), null if NCCL refuses. Both are
-// collective.
+// nccl_peer_memory_obstacle() returns the obstacle to mapping memory in groups of `group` consecutive ranks;
+// "" if there is no obstacle. map_nccl_peers() maps `memory`, of peer_window_bytes(half_bytes) bytes, among
+// the ranks of this rank's group; it returns null if NCCL refuses. Both functions are collective.
 #ifdef GW_NCCL_DEVICE_API
 std::string nccl_peer_memory_obstacle(const NcclApi& api, ncclComm_t comm, int rank, int world, int group) {
   int version = 0;
@@ -36,8 +36,8 @@ std::string nccl_peer_memory_obstacle(const NcclApi& api, ncclComm_t comm, int r
     return "this NCCL lacks its device API";
   }
   if (group > kMostPeers) return fmt::format("{} ranks; at most {} can", group, kMostPeers);
-  // Asks the communicator, not a device communicator: between nodes ncclDevCommCreate() needs a network that
-  // GPUs can drive.
+  // Ask the communicator instead of a device communicator: between nodes ncclDevCommCreate() needs a network
+  // that GPUs can drive.
   const auto [reachable, place, stride] = api.team_lsa(comm);
   if (reachable == 0) return "NCCL cannot map the ranks' memory";
   if (group == world && reachable < world) {
@@ -58,13 +58,13 @@ std::shared_ptr<MappedPeers> map_nccl_peers(const NcclApi& api, ncclComm_t comm,
   const auto bytes = static_cast<size_t>(peer_window_bytes(half_bytes));
   const Stream stream = device.is_host() ? Stream::immediate_host() : Stream::create(device, "set-up");
   fill_zero(stream, memory->data(), bytes);
-  stream.synchronize();  // before other ranks see it: registering waits for all ranks
+  stream.synchronize();  // before other ranks access it: registering waits for all ranks
   ncclWindow_t window = nullptr;
   const ncclResult_t result =
       api.window_register(comm, memory->data(), bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
   if (result != ncclSuccess || window == nullptr) return nullptr;
   memory->registered(std::move(alive), [&api, comm, window] { api.window_deregister(comm, window); });
-  // Without symmetric memory, NCCL's window is a description on the host.
+  // If NCCL lacks symmetric memory, the window is a description on the host.
   if (device.is_cuda() && !is_cuda_memory(window)) return nullptr;
   ncclWindow_vidmem where{};
   copy(stream, &where, window, sizeof where);
@@ -83,7 +83,7 @@ std::shared_ptr<MappedPeers> map_nccl_peers(const NcclApi& api, ncclComm_t comm,
     m.windows[r] = reinterpret_cast<std::byte*>(where.lsaFlatBase) + distance;
   }
   made->first_rank = rank - mine;
-  if (device.is_cuda()) m.blocks = peer_blocks(multiprocessors(device), 1);  // the same on GPUs of one kind
+  if (device.is_cuda()) m.blocks = peer_blocks(multiprocessors(device), 1);  // equal on GPUs of one kind
   made->keep = std::move(memory);
   return made;
 }
@@ -121,7 +121,7 @@ ncclResult_t NcclPeers::ask(std::function<void(ncclComm_t)> question) {
 
 std::string NcclPeers::obstacle(int group) {
   if (const auto known = obstacles_.find(group); known != obstacles_.end()) return known->second;
-  // A communicator that belongs to the program is used for exchanges only.
+  // A communicator that belongs to the program is used only for exchanges.
   if (!comm_.owned() || !watch_.watches()) return "the communicator is the program's own";
   transport_.begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
@@ -145,7 +145,7 @@ std::shared_ptr<MappedPeers> NcclPeers::map_peers(int64_t half_bytes, int group)
   detail::make_current(device);
   std::shared_ptr<NcclMemory> memory =
       NcclMemory::allocate(comm_.api(), static_cast<size_t>(peer_window_bytes(half_bytes)));
-  // Registering waits for all ranks, even if one has no memory to register, so agree first.
+  // Registering waits for all ranks, even if one rank has no memory to register, so the ranks agree first.
   if (!transport_.agree(memory != nullptr, kAgreeing)) return nullptr;
   struct Made {
     std::shared_ptr<MappedPeers> peers;

@@ -1,7 +1,8 @@
 // Peer access over NCCL: memory that ranks map for each other, over NVLink.
 //
-// The addresses come from a structure of NCCL's device API whose layout may change between versions. So only
-// the version whose headers this was compiled with is used. With any other version, exchanges send messages.
+// The addresses come from a structure of NCCL's device API. Its layout may change between versions, so peer
+// access needs exactly the version whose headers this file was compiled with. With any other version,
+// exchanges send messages.
 #pragma once
 
 #include <functional>
@@ -20,11 +21,12 @@ class NcclTransport;
 
 class NcclPeers final : public PeerAccess {
  public:
-  // All arguments must outlive the object.
+  // Creates the capability. All arguments must outlive the object.
   NcclPeers(NcclTransport& transport, NcclCommunicator& comm, NcclWatch& watch)
       : transport_(transport), comm_(comm), watch_(watch) {}
 
-  // The first call for a group is collective and blocks.
+  // Returns why this group cannot have peer access, or "". The first call for a group is collective and
+  // blocks.
   std::string obstacle(int group) override;
   void run_kernel(const Stream& stream, MappedPeers& peers, uint64_t bytes, const std::string& what,
                   const std::function<void(const Stream&)>& work) override;
@@ -40,7 +42,7 @@ class NcclPeers final : public PeerAccess {
   NcclTransport& transport_;
   NcclCommunicator& comm_;
   NcclWatch& watch_;
-  std::map<int, std::string> obstacles_;  // by group
+  std::map<int, std::string> obstacles_;  // obstacle by group
 };
 
 }  // namespace gradwire

@@ -1,5 +1,6 @@
-// Regroups after a failure: the survivors of processes with GPUs find each other through their quorum, join a
-// new store, and derive NCCL's communicator from the old one, which the failure has revoked.
+// Regroups after a failure. The survivors, which are processes with GPUs, find each other through their
+// quorum, join a new store, and derive a new NCCL communicator from the old communicator, which the failure
+// has revoked.
 #ifdef GRADWIRE_HAS_NCCL
 
 #include <fmt/format.h>

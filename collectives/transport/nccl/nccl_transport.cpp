@@ -56,7 +56,7 @@ NcclTransport::~NcclTransport() {
   const bool failed = watch_.stop();
   peers_.release();
   comm_->close();  // memory may outlive the transport
-  // Announces an orderly departure before hanging up.
+  // Announce an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   comm_->destroy([&] { return failed || !watch_.drained(); });
 }
@@ -151,7 +151,8 @@ void NcclTransport::post(const Stream& stream, const std::string& what_for,
   watch(std::move(mark), what, transfers);
 }
 
-// Returns ncclInProgress if there was no progress until the deadline or the group has failed meanwhile.
+// Enqueues `call`. Returns ncclInProgress if NCCL made no progress until the deadline or the group has failed
+// meanwhile.
 ncclResult_t NcclTransport::enqueue(const std::string& what, const std::vector<Transfer>& transfers,
                                     bool first, const NcclCommunicator::Call& call) {
   NcclCommunicator::Limits limits{.turn = NcclCommunicator::kFarewell,
@@ -159,8 +160,8 @@ ncclResult_t NcclTransport::enqueue(const std::string& what, const std::vector<T
   if (!watch_.watches()) return comm_->run(call, limits);
   limits.turn = setup_.timeout;
   limits.deadline = SteadyClock::now() + setup_.timeout;
-  // NCCL connects now and waits for the peers. That call cannot always be ended, so it runs on another
-  // thread.
+  // In this call NCCL connects and waits for the peers. The call cannot always be ended, so it runs on
+  // another thread.
   if (first) return comm_->run_apart(call, limits);
   return comm_->run(
       [&](ncclComm_t comm, const NcclPatience& patience) {
@@ -244,7 +245,7 @@ void NcclTransport::check() {
   if (const std::string text = comm_->error(kPatience); !text.empty()) watch_.give_up(what, text);
 }
 
-// Falls back to ordinary memory if NCCL refuses.
+// Returns memory that NCCL has registered, or ordinary memory if NCCL refuses.
 Buffer NcclTransport::exchange_memory(size_t bytes) {
   const NcclApi& api = comm_->api();
   const bool can = setup_.owned && watch_.watches() && world() > 1 && bytes > 0 &&

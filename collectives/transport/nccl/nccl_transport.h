@@ -24,15 +24,15 @@
 
 namespace gradwire {
 
-// State with which a group's survivors find each other.
+// The state by which a group's survivors find each other.
 struct NcclQuorum {
   std::shared_ptr<Quorum> quorum;
   GroupOptions group;
-  std::string address;                // of this machine
-  std::vector<std::string> contacts;  // of the ranks' quorums, by rank
+  std::string address;                // the address of this machine
+  std::vector<std::string> contacts;  // the contacts of the ranks' quorums, by rank
 };
-// Exchanges the quorums' contacts among all ranks of `group`. `quorum`: null if the group must not survive
-// failures. Collective. Throws CommError if only some ranks have a quorum.
+// Exchanges the quorums' contacts among all ranks of `group`, and returns them by rank. `quorum`: null if the
+// group must not survive failures. Collective. Throws CommError if only some ranks have a quorum.
 std::vector<std::string> exchange_contacts(Membership& group, const Quorum* quorum,
                                            SteadyClock::time_point deadline);
 
@@ -43,10 +43,10 @@ struct NcclSetup {
   bool owned = true;
   bool shrinkable = false;
   Device device;
-  std::chrono::milliseconds timeout{60'000};  // 0: nothing is watched
+  std::chrono::milliseconds timeout{60'000};  // 0: exchanges are not watched
   std::unique_ptr<Membership> group = nullptr;
   std::optional<NcclQuorum> regrouping = std::nullopt;
-  // Sleeps; for non-blocking communicators.
+  // Sleeps between polls of non-blocking communicators.
   NcclCommunicator::Pause pause = [](std::chrono::microseconds time) { std::this_thread::sleep_for(time); };
 };
 
@@ -64,7 +64,7 @@ class NcclTransport final : public Transport,
   void barrier() override;
   void abort(const std::string& reason) override;
   void check() override;
-  // The new group has no store: errors name fewer ranks, and calls are not compared.
+  // Returns a group without a store: its errors name fewer ranks, and its calls are not compared.
   std::unique_ptr<Transport> split(const std::vector<int>& members) override;
   Buffer exchange_memory(size_t bytes) override;
 
@@ -78,14 +78,15 @@ class NcclTransport final : public Transport,
   void send_message(const std::string& message) override;
   std::string take_message(int from) override;
   std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
-                                     std::vector<int>& survivors) override;  // in nccl_regroup.cpp
+                                     std::vector<int>& survivors) override;  // defined in nccl_regroup.cpp
 
-  // For NcclPeers.
-  // Counts collective set-up as a call, so that a rank that makes it alone gets an error.
+  // The three methods below are for NcclPeers. begin_set_up() counts a collective set-up as a call, so that a
+  // rank that makes the call alone gets an error.
   void begin_set_up(const std::string& what);
   // Returns whether `mine` is true on all ranks. Collective; blocks.
   bool agree(bool mine, const std::string& doing);
-  // Enqueues `work`, from which ranks [first, first + ranks) read `bytes`, and watches it.
+  // Enqueues `work` and watches it. The ranks [first, first + ranks) read `bytes` from this rank during the
+  // work.
   void enqueue_watched(const Stream& stream, const std::string& what, int first, int ranks, uint64_t bytes,
                        const std::function<void(const Stream&)>& work);
 
@@ -94,20 +95,21 @@ class NcclTransport final : public Transport,
   void join_group();
   // Returns the setup of a transport on a communicator derived from this transport's.
   NcclSetup derived(ncclComm_t comm) const;
-  // Returns a setup without these ranks of this group.
+  // Returns the setup of a group without the ranks `excluded` of this group.
   NcclSetup without(std::vector<int> excluded);
-  // Returns whether a transfer is the first one to or from its peer, and records it.
+  // Returns whether some transfer is the first transfer to or from its peer, and records the transfers'
+  // peers.
   bool connects(const std::vector<Transfer>& transfers);
-  // Calls NCCL to enqueue work on `stream` and has it watched. `transfers` describe the work in error texts.
-  // `first`: the call may connect to peers and wait for them, so it runs on a thread that may outlive this
-  // function.
+  // Calls NCCL to enqueue work on `stream`, and watches the work. `transfers` describe the work in error
+  // texts. `first`: the call may connect to peers and wait for them, so the call runs on a thread that may
+  // outlive this function.
   void post(const Stream& stream, const std::string& what, const std::vector<Transfer>& transfers,
             uint64_t bytes, bool first, const NcclCommunicator::Call& call);
   ncclResult_t enqueue(const std::string& what, const std::vector<Transfer>& transfers, bool first,
                        const NcclCommunicator::Call& call);
-  // Returns receives of equal parts from each of these ranks except this rank.
+  // Returns receives of equal parts from each of the ranks [first, first + ranks) except this rank.
   std::vector<Transfer> from_all(int first, int ranks, uint64_t bytes) const;
-  // Exchanges one byte with every rank: all[r] is rank r's. Not counted as sent.
+  // Exchanges one byte with every rank: all[r] is rank r's byte. The bytes are not counted as sent.
   void exchange_bytes(const Stream& stream, uint8_t* all, const ExchangeLabel& label);
   void watch(std::unique_ptr<ExchangeMark> mark, const std::string& what, std::vector<Transfer> transfers);
 
@@ -116,7 +118,7 @@ class NcclTransport final : public Transport,
   };
 
   const RunningClock::Watch deadline_watch_;
-  NcclSetup setup_;  // without `comm`
+  NcclSetup setup_;  // its `comm` has moved to comm_
   const std::unique_ptr<NcclCommunicator> comm_;
   NcclCallSequence calls_;
   NcclWatch watch_;
@@ -124,7 +126,7 @@ class NcclTransport final : public Transport,
   NcclPeers peers_;
   // Used only by the thread that makes calls.
   uint64_t exchanges_ = 0;
-  std::vector<Connected> connected_;  // by peer
+  std::vector<Connected> connected_;  // connections by peer
   bool allreduce_connected_ = false;
 };
 

@@ -14,9 +14,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How often the thread polls while exchanges are in flight, and otherwise.
+// Interval of the thread's polls while exchanges are in flight, and while none is in flight.
 constexpr milliseconds kLookEvery{20}, kLookWhenIdle{500};
-// How long an exchange may make no progress before this rank compares its call with the other ranks'.
+// How long an exchange may make no progress before this rank compares the exchange's call with the other
+// ranks' calls.
 constexpr milliseconds kDoubt{1000};
 
 }  // namespace
@@ -201,7 +202,7 @@ std::string NcclWatch::overdue() {
                          pending_text(*in_nccl_->transfers));
     }
     return text.value_or("");
-  } catch (const std::exception& error) {  // the GPU failed; its marks fail with it
+  } catch (const std::exception& error) {  // the GPU failed, and its marks fail as well
     return error.what();
   }
 }
@@ -211,17 +212,18 @@ void NcclWatch::end_group(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::string text = cause.from_group || group_ == nullptr ? cause.text : notify_group(cause.text);
   lock.lock();
-  // Set before the kernels stop waiting, so that check() reports it to a thread that synchronizes a stream.
+  // Set failure_ before the kernels stop waiting, so that check() reports it to a thread that synchronizes a
+  // stream.
   failure_ = std::move(text);
   changed_.notify_all();
   for (const auto& weak : mapped_) {
     if (const auto peers = weak.lock()) peers->stop();
   }
   lock.unlock();
-  comm_.end();  // this object may be gone afterwards
+  comm_.end();  // this object may have been destroyed when end() returns
 }
 
-// Reports the failure, finds out which ranks still answer, and returns everything known.
+// Reports the failure, finds out which ranks still answer, and returns an error text with all known facts.
 std::string NcclWatch::notify_group(const std::string& cause) {
   StoreClient& store = group_->store();
   std::string text = cause;

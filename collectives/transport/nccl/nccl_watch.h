@@ -21,11 +21,13 @@ namespace gradwire {
 // Any thread may call the methods, except as noted.
 class NcclWatch {
  public:
-  // Describes another rank's call that differs from the call of a stalled exchange; empty if none is known.
+  // Describes another rank's call that differs from the call of a stalled exchange; "" if no such call is
+  // known.
   using OtherCall = std::function<std::string(const WatchedExchange& stalled)>;
 
-  // `group`: null if the ranks have no store. `timeout`: of an exchange; 0: nothing is watched, and the
-  // communicator's owner watches it. All arguments must outlive the object.
+  // Starts watching. `group`: null if the ranks have no store. `timeout`: an exchange's timeout; 0: this
+  // object watches no exchanges, and the communicator's owner watches them. All arguments must outlive the
+  // object.
   NcclWatch(NcclCommunicator& comm, Membership* group, std::chrono::milliseconds timeout,
             OtherCall other_call);
   ~NcclWatch() { stop(); }
@@ -35,9 +37,9 @@ class NcclWatch {
   // Returns this rank's activity, for other ranks' errors.
   std::string standing();
 
-  // Fails the group with `cause`. `from_group`: reported by another rank.
+  // Fails the group with `cause`. `from_group`: another rank has reported the cause.
   void fail(const std::string& cause, bool from_group = false);
-  // Returns whether the group has failed, which may not have been handled yet.
+  // Returns whether the group has failed. The failure may not have been handled yet.
   bool failing();
   // Throws CommError if the group has failed; first waits until the failure has been handled.
   void throw_if_failed(const std::string& doing);
@@ -49,18 +51,19 @@ class NcclWatch {
   // Returns a mark for an exchange on `stream`. Used only by the thread that makes calls.
   std::unique_ptr<ExchangeMark> mark_for(const Stream& stream);
   void watch_exchange(std::unique_ptr<ExchangeMark> mark, WatchedExchange exchange);
-  // Runs `call`, a call of NCCL on the caller's thread, and reports it if it does not return in time.
+  // Runs `call`, a call of NCCL on the caller's thread, and reports the call if it does not return in time.
   ncclResult_t watch_call(const std::string& what, const std::vector<Transfer>& transfers,
                           const std::function<ncclResult_t()>& call);
   // Stops the kernels over this memory when the group fails, and reports their errors.
   void watch_kernels(const std::shared_ptr<MappedPeers>& peers);
-  // Returns the error that a kernel over peer memory has reported; empty if none.
+  // Returns the error that a kernel over peer memory has reported; "" if no kernel has reported an error.
   std::string kernel_error();
 
   // Ends the watching thread. Returns whether the group had failed. If the communicator does not end in time,
   // the thread outlives this object.
   bool stop();
-  // After stop(): returns whether all exchanges have ended. Finalizing would wait for them without a limit.
+  // Returns whether all exchanges have ended. Must follow stop(). If an exchange has not ended, finalizing
+  // NCCL would wait for it without a limit.
   bool drained();
 
  private:
@@ -74,7 +77,7 @@ class NcclWatch {
     const std::string* what;
     const std::vector<Transfer>* transfers;
   };
-  // When to compare a stalled exchange's call with the other ranks'.
+  // Decides when to compare a stalled exchange's call with the other ranks' calls.
   struct Doubt {
     uint64_t exchange = 0;  // the exchange's number
     SteadyClock::time_point next = SteadyClock::time_point::min();
@@ -84,7 +87,7 @@ class NcclWatch {
 
   void watch();
   std::string notify_group(const std::string& cause);
-  // The methods below require mutex_. With a `lock`, they release it meanwhile.
+  // The methods below require mutex_. Methods with a parameter `lock` release the mutex while they wait.
   void look(std::unique_lock<std::mutex>& lock, Doubt& doubt);
   void end_group(std::unique_lock<std::mutex>& lock);
   std::string overdue();
@@ -100,8 +103,8 @@ class NcclWatch {
   ExchangesInFlight in_flight_;
   std::optional<InNccl> in_nccl_;
   std::vector<std::unique_ptr<ExchangeMark>> spare_;
-  std::optional<Cause> cause_;  // of a failure
-  std::string failure_;         // the final text; empty: none, or not handled yet
+  std::optional<Cause> cause_;  // the failure's cause
+  std::string failure_;         // the final error; "": no failure, or not handled yet
   std::string standing_;
   bool stop_ = false;
   Thread thread_;
