@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.torch import compress
 
-BATCH = 48  # summed over ranks
+BATCH = 48  # inputs per step, over all ranks
 
 
 def batch_of(step):
@@ -46,7 +46,7 @@ def save(folder, step, model, optimizer, hook):
     rank, world = dist.get_rank(), dist.get_world_size()
     part = folder / f"step-{step}.part"
     part.mkdir(parents=True, exist_ok=True)
-    # Residuals differ between ranks: each saves its own.
+    # Residuals differ between ranks, so each rank saves its residuals.
     torch.save(hook.state_dict(gather=False), part / f"hook-{rank}-of-{world}")
     if rank == 0:
         torch.save({"step": step, "world": world, "model": model.state_dict(),
@@ -82,7 +82,7 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    if rank == 0:  # incomplete checkpoints of ranks that died
+    if rank == 0:  # remove incomplete checkpoints of ranks that died
         for part in arguments.folder.glob("*.part"):
             shutil.rmtree(part)
     dist.barrier()

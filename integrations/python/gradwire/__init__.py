@@ -14,8 +14,8 @@ With JAX, after gradwire.jax.init():
 
     optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
 
-Without a framework: allreduce_() averages one tensor; Communicator and Reducer do the rest. register_format()
-adds a custom wire format.
+Without a framework: allreduce_() averages one tensor; Communicator and Reducer have the other operations.
+register_format() adds a custom wire format.
 """
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class _Default:
     def __init__(self, device: int) -> None:
         self._device = device
         self.origin = Origin()
-        self._completed = 0  # calls; ranks that continue after a failure must have completed the same number
+        self._completed = 0  # number of completed calls; must be equal on all ranks after a failure
         self._comm: Optional[Communicator] = None
         self._failed = False
 
@@ -34,7 +34,7 @@ class _Default:
     def _agree(self) -> None:
         """Raises CommFailed on every rank if the ranks have completed different numbers of calls.
 
-        The ranks' next calls would then be different calls.
+        In that case the ranks' next calls would not match.
         """
         if self._comm is not None:
             self._comm.close()
@@ -76,7 +76,7 @@ def allreduce_(tensor: torch.Tensor, spec: str = "fp32", op: str = "avg",
                comm: Optional[Communicator] = None, tag: str = "") -> torch.Tensor:
     """Averages or sums a contiguous float32, bfloat16 or float16 tensor over all ranks, in place. Collective.
 
-    The same as gradwire.allreduce_(). On CUDA a call raises the failure of an earlier call. To get that
+    The same as gradwire.allreduce_(). On CUDA a call raises the failure of an earlier call. To raise a call's
     failure at once, synchronize with the stream and call comm.check().
 
     Args:

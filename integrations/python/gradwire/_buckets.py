@@ -124,11 +124,11 @@ class Names:
     def __init__(self) -> None:
         self.are_a_models = False
         self.complete = False
-        self._of: Dict[int, str] = {}  # by id()
-        self._parameters: List[torch.Tensor] = []  # keeps them alive, so that the ids stay unique
+        self._of: Dict[int, str] = {}  # names by id() of the parameter
+        self._parameters: List[torch.Tensor] = []  # keeps the parameters alive, so that ids stay unique
 
     def add_model(self, model: torch.nn.Module) -> None:
-        """See Hook.name_parameters()."""
+        """Uses the names of a model's parameters. See Hook.name_parameters()."""
         taken = {name: key for key, name in self._of.items()}
         named = [(plain_name(name), parameter) for name, parameter in model.named_parameters()]
         for name, parameter in named:

@@ -57,7 +57,7 @@ class Flag:
 def call_options(
         tag: str = "", residual: Optional[int] = None,
         request: "Optional[ctypes._Pointer[ctypes.c_void_p]]" = None) -> Optional[_native.CallOptions]:
-    """Returns the gw_call_options of a call; None if all are the defaults."""
+    """Returns the gw_call_options of a call; None if all options are the defaults."""
     if not tag and residual is None and request is None:
         return None
     return _native.CallOptions(size=ctypes.sizeof(_native.CallOptions), tag=_native.text(tag, "the tag")
@@ -69,7 +69,7 @@ class Request(Handle):
 
     def __init__(self, handle: ctypes.c_void_p, arrays: Any, comm: Communicator) -> None:
         super().__init__("gw_request_destroy", handle)
-        self._arrays = arrays  # keeps their memory alive
+        self._arrays = arrays  # keeps the arrays' memory alive
         self._comm = comm
 
     def done(self) -> bool:
@@ -88,7 +88,7 @@ class Request(Handle):
 
         Raises:
             CommFailed: the call failed.
-            NotDone: timed out; the call is still running. A TimeoutError.
+            NotDone: timed out; the call is still running. NotDone is also a TimeoutError.
         """
         longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
         self._comm._wait_for(("gw_request_wait", self._handle, longest))

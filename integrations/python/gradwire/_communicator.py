@@ -21,16 +21,17 @@ class Communicator(Handle):
             None: a world of 1.
         rank, world: this rank, and the number of ranks.
         device: "host", or the number of a CUDA device.
-        timeout_s: the longest wait for a peer, while joining and in every later operation. Half an hour, as
-            in PyTorch: a rank may pause for minutes, for example to write a checkpoint. A dead rank is
-            detected at once, with any timeout.
+        timeout_s: the longest wait for a peer, while joining and in every later operation. The default is
+            half an hour, as in PyTorch: a rank may pause for minutes, for example to write a checkpoint. A
+            dead rank is detected at once, with any timeout.
         ranks_per_node: for schedule=hierarchical, with rank = node * ranks_per_node + local rank; 0: unknown.
         secret: authenticates the ranks; the same on every rank. "": the environment's GRADWIRE_SECRET.
             Required for a tcp:// address that other machines can reach (docs/running.md).
-        shrinkable: allows shrink(), so that ranks can continue when others die. For ranks that are processes;
-            with GPUs it needs NCCL 2.28.7 or later. The same on every rank.
+        shrinkable: allows shrink(), so that ranks can continue when others die. Needs ranks that are
+            processes and, with GPUs, NCCL 2.28.7 or later. The same on every rank.
         interface: the network interface on which this process listens for the other ranks' data, on the host.
-            "": GRADWIRE_INTERFACE; otherwise with tcp:// the interface that reaches rank 0, else all.
+            "": GRADWIRE_INTERFACE; otherwise with tcp:// the interface that reaches rank 0, else all
+            interfaces.
         ports: the first and last port to listen on. (0, 0): GRADWIRE_PORTS; otherwise any port.
 
     Raises:
@@ -76,14 +77,14 @@ class Communicator(Handle):
 
     @property
     def bytes_sent(self) -> int:
-        """The payload bytes that this rank has sent."""
+        """Returns the number of payload bytes that this rank has sent."""
         return int(self._query().bytes_sent)
 
     def split(self, color: int, key: int = 0) -> "Optional[Communicator]":
         """Creates a communicator of the ranks that pass the same color. Collective.
 
-        The new communicator is independent of this one: each is closed separately, and a failure of one does
-        not affect the other.
+        The two communicators are independent: each must be closed separately, and a failure of either
+        communicator does not affect the other.
 
         Args:
             color: 0 or more; negative: this rank joins no new communicator.
@@ -109,8 +110,8 @@ class Communicator(Handle):
                 rest, ranks = comm.shrink()   # on every surviving rank; any rank may have died, even rank 0
                 comm.close()
 
-        Needs shrinkable=True. If this communicator has not failed, it fails now. Afterwards it and its
-        reducers can only be closed. The new communicator can shrink again.
+        Needs shrinkable=True. If this communicator has not failed, it fails now. Afterwards this communicator
+        and its reducers can only be closed. The new communicator can shrink again.
 
         Args:
             timeout_s: how long to wait for ranks that are alive but do not call shrink().
@@ -147,7 +148,7 @@ class Communicator(Handle):
         _native.call("gw_comm_admit", self._handle, most)
 
     def invitation(self) -> str:
-        """Returns the addresses for join(). Give them to trusted processes only: they can have a secret."""
+        """Returns the addresses for join(). They can have a secret: give them to trusted processes only."""
         invitation = self._query().invitation
         if invitation is None:
             raise _native.BadArgument(
@@ -156,14 +157,14 @@ class Communicator(Handle):
 
     @property
     def waiting(self) -> int:
-        """The number of processes that wait to join; always 0 except on rank 0."""
+        """Returns the number of processes that wait to join; always 0 except on rank 0."""
         return int(self._query().joiners)
 
     def grow(self) -> "Optional[Communicator]":
         """Creates a communicator of these ranks, followed by the processes that wait to join. Collective.
 
         Afterwards this communicator and its reducers can only be closed. Residuals of new ranks start at 0.
-        The caller sends the rest of the state to the new ranks.
+        The caller sends all other state to the new ranks.
 
         Returns:
             The new communicator. None if no process joined; this communicator then remains usable.
@@ -178,7 +179,7 @@ class Communicator(Handle):
 
     @classmethod
     def join(cls, invitation: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
-        """Joins running ranks. Blocks until they call grow().
+        """Joins running ranks. Blocks until these ranks call grow().
 
         Args:
             invitation: the result of invitation() on any of the ranks.
@@ -201,7 +202,7 @@ class Communicator(Handle):
             request.wait()
 
         Calls run one after another in the order in which they were made, with or without start(). Do not read
-        or write a call's arrays until it is done.
+        or write a call's arrays until the call is done.
 
         Args:
             call, arguments, options: the method to call, and its arguments.
@@ -210,7 +211,7 @@ class Communicator(Handle):
             The request, on which to wait.
 
         Raises:
-            Unsupported: the communicator is on CUDA, where streams do this.
+            Unsupported: the communicator is on CUDA, where calls do not block.
             Error: the errors that `call` raises for wrong arguments.
         """
         handle = ctypes.c_void_p()
@@ -240,7 +241,8 @@ class Communicator(Handle):
             op: "avg" or "sum".
             stream: for CUDA tensors, the cudaStream_t as a number.
             tag: a name for the tensor, the same on every rank. With tags, calls of equal size that ranks make
-                in different orders raise CommFailed, which names both tags. Otherwise the calls mix tensors.
+                in different orders raise CommFailed, which names both tags. Without tags, such calls mix the
+                tensors.
             residual: float32, as many elements as `array`, initially zeros: error feedback, which carries
                 this rank's rounding errors from call to call. None: rounding errors are lost.
 
@@ -261,7 +263,8 @@ class Communicator(Handle):
         Args:
             output: this rank's shard: the type of `input`, counts[rank] elements. May be this rank's part of
                 `input`.
-            input: float32, bfloat16 or float16, sum(counts) elements. Otherwise unchanged.
+            input: float32, bfloat16 or float16, sum(counts) elements. Unchanged, except for `output` if that
+                is part of `input`.
             counts: elements of each rank's shard, in rank order, any size; the same on every rank. None:
                 equal shards of len(input) / world elements.
             residual: float32, sum(counts) elements, initially zeros: see allreduce_().
@@ -386,7 +389,7 @@ class Communicator(Handle):
         return ctypes.pointer(handle)
 
     def _wait_for(self, call: Call) -> None:
-        """Makes a call that blocks until other ranks make it; on CUDA calls do not block.
+        """Makes a collective call. Blocks on the host until the other ranks make the call, but not on CUDA.
 
         A signal whose handler raises, such as Ctrl-C, aborts the communicator.
         """
@@ -396,7 +399,7 @@ class Communicator(Handle):
         else:
             _native.call(*call)
 
-    # Identifies a communicator of a process group: the same on its ranks, and unique. "" for others.
+    # Unique identifier of a process group's communicator, the same on its ranks. "" for other communicators.
     _key = ""
     _owner: "Optional[Callable[[], Any]]" = None
     _owner_kind = ""

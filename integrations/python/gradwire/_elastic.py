@@ -1,10 +1,10 @@
 """Lets the DDP hook continue when ranks die: docs/for-pytorch.md, "Continuing after a rank fails".
 
 A step ends with an exchange that confirms that every rank has the means of all buckets. DDP's Futures
-complete after it, so no rank uses a mean before. When a call fails, the survivors form a new group and
-compare their progress. A rank that completed the final exchange may be one step ahead of a rank that did not.
-In that case every rank has the step's means, and all continue with the next step. Otherwise all ranks repeat
-the step's exchanges from copies of gradients and states.
+complete after this exchange, so no rank uses a mean earlier. When a call fails, the survivors form a new
+group and compare their progress. A rank that completed the final exchange may be one step ahead of a rank
+that did not. In that case every rank has the step's means, and all ranks continue with the next step.
+Otherwise all ranks repeat the step's exchanges from copies of gradients and states.
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Elastic:
     def __init__(self, min_ranks: int) -> None:
         self.min_ranks = min_ranks
         self.ranks: List[int] = []
-        self._done: "torch.futures.Future[Any]" = torch.futures.Future()  # the step's; DDP's thread only
+        self._done: "torch.futures.Future[Any]" = torch.futures.Future()  # used by DDP's thread only
         self._step = 0
         self._parts: List[_Part] = []
         self._exchanged = 0  # number of parts exchanged
@@ -139,7 +139,7 @@ class Elastic:
     # ---- After a failure -----------------------------------------------------------------------------------
 
     def _regroup(self, hook: Any, cause: _native.CommFailed) -> None:
-        """Forms a group of the survivors, which completes the step. Raises CommFailed if it cannot."""
+        """Forms a group of the survivors, which completes the step. Raises CommFailed on failure."""
         before, after = self._states(hook)
         for entry in list(hook._buckets.values()):
             if entry.reducer is not None:

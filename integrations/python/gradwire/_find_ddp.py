@@ -9,7 +9,7 @@ import torch
 from gradwire import _native
 
 _DDP = torch.nn.parallel.DistributedDataParallel
-_DEPTH = 2  # trainer.model_wrapped, and trainer.strategy.model
+_DEPTH = 2  # levels of attributes, as in trainer.strategy.model
 
 
 def the_ddp(given: Any) -> Any:
@@ -20,13 +20,13 @@ def the_ddp(given: Any) -> Any:
             with a DDP in its attributes.
 
     Raises:
-        BadArgument: there is none, or more than one.
+        BadArgument: there is no DistributedDataParallel, or more than one.
     """
     found: Dict[int, Any] = {}
     _search(given, _DEPTH, found, set())
     if not found and isinstance(given, torch.nn.Module):
         found = _around(given)
-        if len(found) > 1:  # one of them may be garbage in a reference cycle
+        if len(found) > 1:  # one DDP may be garbage in a reference cycle
             found.clear()
             gc.collect()
             found = _around(given)
@@ -68,7 +68,7 @@ def _named(given: Any) -> str:
 
 
 def _not_ddp(model: Any) -> str:
-    """Returns the error for a model without DDP. Compares class names: some PyTorch versions lack classes."""
+    """Returns the error for a model without DDP. Compares class names: some PyTorch versions lack them."""
     classes = [c.__name__ for c in type(model).__mro__]
     if "FSDPModule" in classes and "ReplicateModule" not in classes:
         return "the model is sharded by fully_shard(): use gradwire.fsdp.compress(model, gradients=spec)"

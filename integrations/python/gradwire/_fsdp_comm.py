@@ -6,8 +6,9 @@
     forward     FSDP copies this rank's shards into its part of the output. all_gather() encodes them once.
                 All ranks, including the owner, decode the same bytes and hold the same bits
 
-Dense tensors take a separate call in FP32, or in BF16 if FSDP's buffer is BF16. In the call for the others
-they are zeros: the others need no copy, and dense values do not affect a block's scale.
+Dense tensors take a separate call in FP32, or in BF16 if FSDP's buffer is BF16. In the call for compressed
+tensors, dense tensors are replaced by zeros. So compressed tensors need no copy, and dense values do not
+affect a block's scale.
 """
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class Communicators:
         self._scratch: Dict[torch.device, torch.Tensor] = {}
 
     def scratch(self, count: int, device: torch.device) -> torch.Tensor:
-        """Returns (count,) float32 at a fixed address, so that the library reuses an allreduce's program."""
+        """Returns a float32 tensor (count,) at a fixed address: the library then reuses its program."""
         if device not in self._scratch or self._scratch[device].numel() < count:
             self._scratch[device] = torch.empty(count, device=device)
         return self._scratch[device][:count]
@@ -68,7 +69,8 @@ class Communicators:
 class Allocates:
     """The first half of FSDP's `Comm` interface: allocates plain memory, which collectives use in place.
 
-    Not a pool: gradients are views of the reduced buffer, and live as long as the user holds them.
+    The memory is not pooled: gradients are views of the reduced buffer, and live as long as the user holds
+    them.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -76,7 +78,7 @@ class Allocates:
 
 
 class ReduceScatter(Allocates):
-    """For FSDPModule.set_custom_reduce_scatter()."""
+    """The reduce-scatter for FSDPModule.set_custom_reduce_scatter()."""
 
     def __init__(self, ours: "ParamGroup") -> None:
         self._ours = ours
@@ -89,7 +91,7 @@ class ReduceScatter(Allocates):
 
 
 class AllGather(Allocates):
-    """For FSDPModule.set_custom_all_gather()."""
+    """The all-gather for FSDPModule.set_custom_all_gather()."""
 
     def __init__(self, ours: "ParamGroup") -> None:
         self._ours = ours
@@ -109,7 +111,7 @@ class ParamGroup:
         names: parameter names by id() of FSDPParam.
         options: the arguments of compress().
         communicators: shared by all groups.
-        number: of the group; part of the seed.
+        number: the group's number, which is part of the seed.
     """
 
     def __init__(self, theirs: Any, names: Dict[int, str], options: Options, communicators: Communicators,
@@ -203,7 +205,7 @@ class ParamGroup:
                 result.div_(factor)
 
     def all_reduce(self, shard: torch.Tensor) -> None:
-        """Averages (shard,) over HSDP's replicas, in place."""
+        """Averages `shard` over HSDP's replicas, in place."""
         with during(self._options.gradients, f"replicas' gradients of {self.first_name}", shard):
             self._all_reduce(shard)
 
@@ -251,7 +253,7 @@ class ParamGroup:
         dense = None
         if layout.dense and layout.shard == shard.numel():
             dense = _DensePart(layout._replace(rows=1), shard)
-            # In the parameters' type.
+            # Dense values are gathered in the parameters' type.
             gathered = torch.empty(comm.world * dense.shard, dtype=shard.dtype, device=shard.device)
             comm.all_gather(gathered, dense.values, plain(shard.dtype), stream=stream, tag=f"dense {tag}")
             if not dense.is_all:
@@ -265,7 +267,7 @@ class ParamGroup:
 
 
 class _Supported:
-    """A float32 or bfloat16 tensor, or a float32 copy of another type's, which write=True copies back."""
+    """A float32 or bfloat16 tensor, or a float32 copy of another tensor, which write=True copies back."""
 
     def __init__(self, tensor: torch.Tensor, write: bool = False) -> None:
         self._tensor, self._write = tensor, write

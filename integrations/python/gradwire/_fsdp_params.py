@@ -21,7 +21,7 @@ def fsdp_module_class() -> Any:
 
 
 def param_groups(modules: Sequence[Any]) -> List[Any]:
-    """Returns the modules' parameter groups, without duplicates: fully_shard([a, b]) makes one for both."""
+    """Returns the modules' parameter groups, without duplicates: fully_shard([a, b]) makes one group."""
     found: Dict[int, Any] = {}
     for module in modules:
         state = module._get_fsdp_state()
@@ -73,7 +73,7 @@ def whole_of(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
 
 
 def shards_of(whole: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
-    """Inverts whole_of(): returns (rows * padded shard,)."""
+    """Inverts whole_of(): returns a tensor of shape (rows * padded shard,)."""
     if param.fsdp_placement.dim == 0:
         flat = torch.zeros(rows * param.padded_sharded_param_size.numel())
         flat[:whole.numel()].copy_(whole.reshape(-1))

@@ -78,7 +78,7 @@ class _Packed:
             self.scales[begin // BLOCK:begin // BLOCK + scale.numel()].copy_(scale)
 
     def values(self) -> torch.Tensor:
-        """Returns (count,) float32; for "fp32" without a copy."""
+        """Returns a float32 tensor (count,), which is not a copy if the mode is "fp32"."""
         if self.data.dtype == torch.float32:
             return self.data
         if self.scales is None:
@@ -126,7 +126,7 @@ class Residual:
         self._before: Optional[_Kept] = None
 
     def open(self, layout: Layout) -> torch.Tensor:
-        """Returns (rows * shard,) float32 for reading and writing until close()."""
+        """Returns a float32 tensor (rows * shard,) for reading and writing until close()."""
         if self.can_undo and self._before is None:
             # A step changes "fp32" memory in place; in other modes it creates a new _Packed.
             packed = (self._packed.scaled(1.0) if self._packed is not None and self._mode == "fp32"
@@ -139,7 +139,7 @@ class Residual:
         return self._open
 
     def close(self) -> None:
-        """Stores the changed values of open(). Not for failed steps: their residuals are undefined."""
+        """Stores the changed values of open(). Not called in failed steps, whose residuals are undefined."""
         assert self._open is not None
         self.steps += 1
         if self._mode != "fp32":
@@ -157,7 +157,7 @@ class Residual:
 
     def _pack(self, values: torch.Tensor) -> _Packed:
         generator = torch.Generator(device=self._device)
-        # Depends on seed and step only, so that a resumed run draws the same numbers.
+        # The generator depends on seed and step only, so that a resumed run draws the same numbers.
         generator.manual_seed(self._seed * 1_000_003 + self.steps)
         return _Packed(self._mode, values, generator)
 
@@ -179,7 +179,7 @@ class Residual:
         return {part.name: values[:, part.begin:part.end] for part in self._layout.parts if not part.dense}
 
     def state(self) -> Dict[str, torch.Tensor]:
-        """Returns a copy, (rows * its shard,) float32 on the CPU, for each parameter that had a gradient."""
+        """Returns each existing residual by parameter name: float32 on the CPU, (rows * its shard,)."""
         everything = {name: parked.values() for name, parked in self._parked.items()}
         everything.update(self._current())
         return {name: values.detach().to("cpu", copy=True).contiguous().view(-1)
@@ -194,6 +194,6 @@ class Residual:
 
     @property
     def bytes(self) -> int:
-        """Bytes in use between steps on this rank's device."""
+        """Returns the bytes in use between steps on this rank's device."""
         packed = 0 if self._packed is None else self._packed.bytes
         return packed + sum(parked.bytes for parked in self._parked.values())

@@ -55,7 +55,8 @@ class Hook:
             numbered in the order of DDP's first buckets, which is the same in every run of the same model.
         timeout_s: the longest wait for a peer that is connected but silent; by default half an hour, as in
             PyTorch. Then backward() raises with the text of gradwire.CommFailed.
-        comm: a communicator to use in place of the process group's. Nothing else may use it until close().
+        comm: a communicator to use in place of the process group's. Nothing else may use the communicator
+            until close().
         seed: for stochastic rounding.
         min_ranks: when ranks die, the others continue as long as this many are left, and backward() returns
             the mean over them. 0: backward() raises. Host only; see docs/for-pytorch.md for requirements.
@@ -98,7 +99,7 @@ class Hook:
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
-        self._origin: Optional[Origin] = None  # of the communicator
+        self._origin: Optional[Origin] = None  # the communicator's process and groups
         self._worker = Worker()
         if comm is not None:
             comm._claim(self, "a Hook")
@@ -108,7 +109,7 @@ class Hook:
     # ---- The hook ------------------------------------------------------------------------------------------
 
     def __call__(self, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
-        """Reduces a bucket. DDP calls it for every bucket, in the same order on every rank."""
+        """Reduces a bucket. DDP calls the hook for every bucket, in the same order on every rank."""
         if not self._finalizer.alive:
             raise _native.BadHandle("the hook was closed: create another Hook for DDP")
         if self._failure is not None:
@@ -160,7 +161,7 @@ class Hook:
 
     def _enqueue_cuda(self, entry: Bucket, gradients: torch.Tensor,
                       buffer: torch.Tensor) -> "torch.futures.Future[torch.Tensor]":
-        # A side stream, so that backward continues. DDP waits for an event of that stream in the future.
+        # Uses a side stream, so that backward continues. The Future lets DDP wait for that stream.
         if self._comm is not None:
             self._comm.check()  # an earlier step may have failed on its stream, which reports no errors
         if self._side_stream is None:
@@ -210,7 +211,7 @@ class Hook:
 
     @property
     def ranks(self) -> List[int]:
-        """The process group's ranks over which backward() averages: all, or with min_ranks the survivors."""
+        """Returns the process group's ranks over which backward() averages; with min_ranks, the survivors."""
         if self._elastic is not None and self._elastic.ranks:
             return list(self._elastic.ranks)
         return list(range(place.world)) if (place := self._place()) is not None else []
@@ -300,7 +301,8 @@ class Hook:
             other ranks' states].
 
         Raises:
-            CommFailed: a rank did not call it within timeout_s. After 10 s a warning names that rank.
+            CommFailed: a rank did not call state_dict() within timeout_s. After 10 s a warning names that
+                rank.
             BadHandle: the hook was closed.
         """
         if not self._finalizer.alive:
@@ -351,7 +353,8 @@ class Hook:
 
         Args:
             scaler: the training loop's torch.amp.GradScaler, or an object with its get_scale() and update().
-            optimizer: the model's optimizer, if the scaler has several: they skip steps independently.
+            optimizer: the model's optimizer, if the scaler has several optimizers, which skip steps
+                independently.
 
         Raises:
             BadArgument: `scaler` is not a scaler, or the hook has min_ranks.

@@ -23,7 +23,7 @@ _log = logging.getLogger("gradwire")
 # Keys: the types' names in safetensors files.
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
-# In a state's identity, or at the end of a key.
+# Finds rank and world size in a state's identity, or at the end of a key.
 _RANK = re.compile(r"(?:(?<=; )|(?<=\.)|^)rank (\d+) of (\d+)(?=;|$)")
 
 
@@ -96,10 +96,10 @@ def check_names(state: StateDict, names: List[str]) -> None:
 
 
 def add_missing(carried: State, layout: Layout, fresh: State, has_names: bool) -> List[str]:
-    """Gives a bucket's parameters that `carried` lacks the state of a new reducer.
+    """Adds a new reducer's state to `carried` for those of a bucket's parameters that it lacks.
 
     Args:
-        carried: the loaded state; changed.
+        carried: the loaded state, which is changed.
         layout: the bucket.
         fresh: the state of a new reducer for the bucket.
         has_names: the parameters have the model's names.
@@ -129,11 +129,12 @@ def taken(carried: State, layout: Layout, fresh: State) -> State:
     """Removes a bucket's tensors from `carried`, and returns them as a state for the bucket's reducer.
 
     Args:
-        carried: a state that has all tensors of the bucket; changed.
+        carried: a state that has all tensors of the bucket, and is changed.
         layout: the bucket.
         fresh: the state of a new reducer for the bucket.
     """
-    # "spec ...; rank ..." The hook has compared its spec; a reducer's depends on the gradients' type.
+    # The identity is "spec ...; rank ...". The hook has compared its spec. A reducer's spec depends on the
+    # gradients' type.
     spec, separator, others = fresh.identity.partition("; ")
     identity = spec + separator + (carried.identity.partition("; ")[2] or others)
     tensors = {name: carried.tensors.pop(name) for name in layout.names}
@@ -161,7 +162,7 @@ def gathered(state: StateDict, process_group: Any, key: str, timeout_s: float) -
         `state`; on rank 0 with the other ranks' states as "others".
 
     Raises:
-        CommFailed: a rank did not call it within timeout_s.
+        CommFailed: a rank did not call gathered() within timeout_s.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     _wait_for_all(f"gradwire/state/{key}", rank, world, timeout_s)
@@ -172,7 +173,7 @@ def gathered(state: StateDict, process_group: Any, key: str, timeout_s: float) -
 
 
 def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
-    """Blocks until all ranks call it. With the store errors name ranks, and the group stays usable."""
+    """Blocks until all ranks call it. Uses the store: errors name ranks, and the group stays usable."""
     store = dist.distributed_c10d._get_default_store()
     mine = store.add(f"{key}/{rank}", 1)
     waited, warned, pause = 0.0, False, 0.001
@@ -203,8 +204,8 @@ def _wait_for_all(key: str, rank: int, world: int, timeout_s: float) -> None:
 def ranks_for(place: Place, saved_world: int) -> List[int]:
     """Returns the ranks of the saved run whose states `place` needs.
 
-    For an equal world size, the same rank. Otherwise the ranks whose residuals `place` takes over; if there
-    is none, one rank, for the state that is the same on all ranks.
+    For an equal world size, returns the same rank. Otherwise returns the ranks whose residuals `place` takes
+    over. If there are none, returns one rank, for the state that is the same on all ranks.
     """
     if saved_world == place.world:
         return [place.rank]
@@ -212,7 +213,7 @@ def ranks_for(place: Place, saved_world: int) -> List[int]:
 
 
 def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> StateDict:
-    """Returns the state for `place`: its own among `states`, or its share of another world size's states.
+    """Returns the state for `place`: the rank's saved state, or its share of another world size's states.
 
     Args:
         states: states that ranks saved.
@@ -279,8 +280,8 @@ def _merged(states: List[StateDict], with_residuals: bool) -> StateDict:
 class RankState:
     """The state that one rank saved.
 
-    Not a dictionary: torch.distributed.checkpoint flattens dictionaries, and could restore one only into a
-    hook that already has the same tensors.
+    This is not a dictionary, because torch.distributed.checkpoint flattens dictionaries, and could restore a
+    dictionary only into a hook that already has the same tensors.
     """
 
     def __init__(self, state: Optional[StateDict] = None) -> None:
@@ -319,7 +320,7 @@ class Checkpoint:
         return worlds[0]
 
     def load_state_dict(self, loaded: Dict[str, RankState]) -> None:
-        """Loads the states that were read into the hook."""
+        """Loads into the hook the states that were read."""
         states: List[StateDict] = [r.state for r in loaded.values() if r.state is not None]
         if not states:
             raise _native.BadArgument(f"the checkpoint has none of the states {sorted(loaded)}: pass "

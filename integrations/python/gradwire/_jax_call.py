@@ -55,7 +55,7 @@ def varying(x: Any) -> Any:
 def same_on_every_device(x: Any) -> bool:
     """Returns whether jax.shard_map has proved that x is the same on every device.
 
-    False if jax.shard_map does not check this.
+    Returns False if jax.shard_map does not check this property.
     """
     axes = manual_axes()
     return bool(axes) and not _varying_axes(x) and bool(_varying_axes(jax.lax.axis_index(axes[0])))
@@ -97,7 +97,8 @@ class _Effect(effects.Effect):
 for _allowed in (effects.lowerable_effects, effects.control_flow_allowed_effects,
                  effects.remat_allowed_effects, effects.custom_derivatives_allowed_effects):
     _allowed.add_type(_Effect)
-# Takes a call's token, returns nothing. Checks the program in lowering. Keeps the token alive while tracing.
+# A primitive that takes a call's token and returns nothing. It checks the program in lowering, and keeps the
+# token alive while tracing.
 _checked_p = Primitive("gradwire_checked")
 _checked_p.multiple_results = True
 _checked_p.def_effectful_abstract_eval(lambda *_: ([], {_Effect()}))

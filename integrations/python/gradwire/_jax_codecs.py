@@ -1,7 +1,7 @@
 """PowerSGD, ACP-SGD and random-k for gradwire.jax.compress(): JAX computes, Gradwire averages.
 
 The algorithms are the library's (docs/numerics.md), in XLA's arithmetic. The state is a pytree of arrays.
-Each step sends one message, PowerSGD a second one:
+Each step sends one message; PowerSGD sends a second message:
 
     powersgd               S = gradient + residual; P = mean of S Q, in one message with dense arrays;
                            orthonormalize P; Q = S^T P, residual = S - P Q^T; Q = mean; result P Q^T;
@@ -25,7 +25,8 @@ from gradwire._spec import split
 _OWN = {"powersgd": ("rank", "start", "warm", "alternate", "min_ratio", "seed", "wire"),
         "randk": ("ratio", "seed", "wire")}
 
-# (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, new residuals), in one message.
+# Averages arrays in one message: (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, new
+# residuals).
 Send = Callable[[Sequence[Any], Sequence[Any], str, str], Tuple[List[Any], List[Any]]]
 # lax.cond with branches that may send.
 Branch = Callable[..., Any]
@@ -53,8 +54,8 @@ class Leaf(NamedTuple):
     """An array of the tree, and its state."""
 
     value: Any
-    residual: Any  # of the shape of value, or (0,)
-    factor: Any  # (cols, rank), with alternate (cols + rows, rank), or (0,)
+    residual: Any  # has the shape of value, or (0,)
+    factor: Any  # has shape (cols, rank), with alternate (cols + rows, rank), or (0,)
     compressed: bool
     place: int  # index in the tree, for different random numbers
 
@@ -99,7 +100,7 @@ def first_factor(codec: Codec, leaf: Any, index: int) -> Any:
 
 
 def _random(codec: Codec, index: int, step: Any, shape: Tuple[int, ...]) -> Any:
-    """Draws from [-1, 1), uniformly."""
+    """Draws numbers uniformly from [-1, 1), the same on every rank."""
     bits = _random_bits(codec, index, step, math.prod(shape)).reshape(shape)
     return bits.astype(jnp.int32).astype(jnp.float32) * 2.0**-31
 
@@ -285,7 +286,7 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
     sums = [_sum(leaf).ravel() for leaf in compressed]
     places = []
     for leaf, s in zip(compressed, sums):
-        # One coordinate from each of k contiguous runs: no duplicates, and no sorting.
+        # Draws one coordinate from each of k contiguous runs: no duplicates, and no sorting.
         count = min(max(1, math.floor(s.size * codec.ratio + 0.5)), s.size)
         shorter, longer = divmod(s.size, count)
         run = jnp.arange(count)
@@ -297,7 +298,7 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
     means, lost, dense_means, dense_residuals = _send_with_dense(drawn, dense, codec, send, "values")
     out, kept = [], []
     for leaf, s, at, mean, gone in zip(compressed, sums, places, means, lost):
-        # Not zeros_like(s), which varies over the devices of a mesh.
+        # zeros_like(s) would vary over the devices of a mesh.
         result = jnp.zeros(s.shape, s.dtype).at[at].set(mean)
         out.append(result.reshape(leaf.value.shape).astype(leaf.value.dtype))
         rest = s.at[at].set(gone).reshape(leaf.residual.shape) if keeps else leaf.residual

@@ -101,7 +101,7 @@ class Call(NamedTuple):
     results: List[int]
     counts: List[int]  # elements of each result
     attributes: Dict[str, str]
-    device: int  # on the CPU its id, jax.Device.id; on GPUs its number in the process, local_hardware_id
+    device: int  # on the CPU jax.Device.id; on GPUs local_hardware_id, the number in the process
     stream: int  # a cudaStream_t; 0 on the CPU
 
 
@@ -169,7 +169,7 @@ def handler_of(function: Callable[[Call], None], platform: str) -> Callable[...,
             return None
         except _Refused as refused:
             return refused.error
-        except BaseException as error:  # nothing may pass through XLA's frames
+        except BaseException as error:  # no exception may pass through XLA's frames
             text = f"{type(error).__name__}: {error}".encode(errors="replace")
             code = next((code for kind, code in _CODES if isinstance(error, kind)), _ABORTED)
             arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, code)

@@ -104,5 +104,5 @@ def _run_part(communicator: Communicator, part: Dict[str, Any], address: int, co
 
 @functools.lru_cache(maxsize=None)
 def register() -> None:
-    """Makes the custom call known to XLA."""
+    """Registers the custom call with XLA."""
     _jax_ffi.register(TARGET, run_call)

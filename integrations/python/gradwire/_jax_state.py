@@ -13,8 +13,8 @@ class CompressState(NamedTuple):
 
     Attributes:
         residual: for each array that `spec` rounds, the part that this rank has not sent yet: FP32, of the
-            array's shape, (1,) for a scalar. For other arrays an empty array. Differs between ranks: save
-            every rank's.
+            array's shape, (1,) for a scalar. For other arrays an empty array. Residuals differ between ranks:
+            save every rank's residuals.
         factor: PowerSGD's factor of each matrix, with orthonormal columns, the same on every rank: (cols,
             rank), with alternate=on (cols + rows, rank). () for wire formats.
         step: the number of steps done. () for wire formats.
@@ -80,7 +80,7 @@ def check_state(state: CompressState, structure: Any, paths: Sequence[str], leav
 
     Args:
         state: the state.
-        structure, paths, leaves: of the tree.
+        structure, paths, leaves: the structure, paths and leaves of the tree.
         factor_shapes: the expected shapes of factors.
 
     Returns:

@@ -2,7 +2,7 @@
 
 The scaler multiplies the loss, and so the gradients, by a scale. update() changes the scale. After a step
 with non-finite gradients, which the optimizer skips, update() halves it. The skipped step sent part of the
-residuals, but no weight received it: it must return to the residuals.
+residuals, but no weight received that part, so it must return to the residuals.
 """
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class LossScale:
     def keep(self, buckets: List[Any]) -> None:
         """Saves the state of all `buckets` before one is reduced.
 
-        The first call of a step saves all of them, because nothing is enqueued then: saving waits for the
-        communicator's stream.
+        The first call of a step saves the state of all buckets, because nothing is enqueued at that time.
+        Saving waits for the communicator's stream.
         """
         for entry in buckets:
             names = entry.layout.names
@@ -129,7 +129,7 @@ class LossScale:
 
 
 def undone(state: State, before: List[State]) -> State:
-    """Returns `state` with its tensors restored from the first of `before` that has them."""
+    """Returns `state` with its tensors restored from the first state in `before` that has them."""
     tensors: Dict[str, TensorState] = {}
     for earlier in before:
         for name, tensor in earlier.tensors.items():

@@ -68,13 +68,14 @@ class Handle:
 
     @property
     def closed(self) -> bool:
-        """True if close() was called."""
+        """Returns whether close() was called."""
         return not self._finalizer.alive
 
 
 def destroy(function: str, handle: ctypes.c_void_p) -> None:
     if _native.callbacks.running > 0:
-        # The garbage collector runs this inside a wire format's function: destroying here would deadlock.
+        # The garbage collector runs this function inside a wire format's function, where destroying the
+        # handle would deadlock.
         threading.Thread(target=destroy, args=(function, handle)).start()
         return
     try:

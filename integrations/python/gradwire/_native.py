@@ -22,7 +22,10 @@ SUM, AVG = 0, 1
 
 
 def _own_version() -> str:
-    """Returns the version that setup.py wrote; in the source tree, the header's; "" in a source archive."""
+    """Returns the version that setup.py wrote.
+
+    In the source tree, returns the header's version; in a source archive, "".
+    """
     with contextlib.suppress(OSError):  # the package may be in a zip archive
         made = pkgutil.get_data("gradwire", "_version.py") or b""
         return re.findall(r'__version__ = "(.+)"', made.decode())[0]
@@ -74,7 +77,7 @@ _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: 
 
 
 class CommOptions(ctypes.Structure):
-    """gw_comm_options."""
+    """The C structure gw_comm_options."""
 
     _fields_ = [("size", c_size_t), ("rendezvous", c_char_p), ("store", c_void_p), ("nccl_comm", c_void_p),
                 ("invitation", c_char_p), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
@@ -84,7 +87,7 @@ class CommOptions(ctypes.Structure):
 
 
 class CommInfo(ctypes.Structure):
-    """gw_comm_info."""
+    """The C structure gw_comm_info."""
 
     _fields_ = [("size", c_size_t), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
                 ("ranks_per_node", c_int32), ("bytes_sent", c_uint64), ("transport", c_char_p),
@@ -92,33 +95,33 @@ class CommInfo(ctypes.Structure):
 
 
 class CallOptions(ctypes.Structure):
-    """gw_call_options."""
+    """The C structure gw_call_options."""
 
     _fields_ = [("size", c_size_t), ("tag", c_char_p), ("residual", c_void_p), ("request", POINTER(c_void_p))]
 
 
 class Tensor(ctypes.Structure):
-    """gw_tensor."""
+    """The C structure gw_tensor."""
 
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64),
                 ("dtype", c_int32), ("grad", c_void_p)]
 
 
 class ReducerOptions(ctypes.Structure):
-    """gw_reducer_options."""
+    """The C structure gw_reducer_options."""
 
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
                 ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p)]
 
 
 class Range(ctypes.Structure):
-    """gw_range."""
+    """The C structure gw_range."""
 
     _fields_ = [("tensor", c_int32), ("begin", c_int64), ("end", c_int64)]
 
 
 class Stats(ctypes.Structure):
-    """gw_stats."""
+    """The C structure gw_stats."""
 
     _fields_ = [("size", c_size_t), ("steps", c_int64), ("wire_bytes", c_uint64), ("dense_bytes", c_uint64),
                 ("comm_ms", c_double), ("exposed_comm_ms", c_double), ("extra_bytes", c_int64),
@@ -129,7 +132,7 @@ FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_
 
 
 class Format(ctypes.Structure):
-    """gw_format."""
+    """The C structure gw_format."""
 
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("block", c_int64), ("bytes", c_int64),
                 ("encode", FormatCallback), ("decode", FormatCallback), ("user", c_void_p)]
@@ -194,14 +197,14 @@ def _candidates() -> List[str]:
     if chosen:
         return [chosen]
     here = pathlib.Path(__file__).resolve().parent
-    found = [str(path) for path in sorted(here.glob("libgradwire.so*"))]  # pip install put it here
+    found = [str(path) for path in sorted(here.glob("libgradwire.so*"))]  # installed by pip
     if not here.is_dir():
         found.append(str(here / _IN_ARCHIVE))
     if len(here.parents) > 2:  # used from the source tree
         built = here.parents[2] / "build" / "lib" / "libgradwire.so"
         if built.exists():
             found.append(str(built))
-    return found + ["libgradwire.so.0"]  # wherever the dynamic linker looks
+    return found + ["libgradwire.so.0"]  # found by the dynamic linker
 
 
 _IN_ARCHIVE = "libgradwire.so.0"
@@ -258,7 +261,7 @@ def _load() -> ctypes.CDLL:
 
 
 class _Callbacks(threading.local):
-    running = 0  # on this thread
+    running = 0  # number of running callbacks on this thread
 
 
 callbacks = _Callbacks()
@@ -309,7 +312,7 @@ def rendezvous(value: "Union[str, os.PathLike[str]]") -> bytes:
     """Encodes a rendezvous. A path-like object is the file of a file:// rendezvous.
 
     Raises:
-        TypeError: another type. Bytes could mean a path or a URL.
+        TypeError: `value` has another type. Bytes could be a path or a URL.
     """
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"the rendezvous is {type(value).__name__}, not str or a path")
@@ -329,10 +332,10 @@ def load_nccl() -> str:
     """Loads NCCL, so that the library finds it when it asks the dynamic linker for libnccl.so.2.
 
     In order of precedence: GRADWIRE_NCCL_LIBRARY; an NCCL that this process has loaded, as PyTorch does; the
-    NCCL installed by pip; the dynamic linker's.
+    NCCL installed by pip; the NCCL that the dynamic linker finds.
 
     Returns:
-        The version, such as "2.28.9"; "" if there is none.
+        The version, such as "2.28.9"; "" if there is no NCCL.
     """
     chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
     places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]

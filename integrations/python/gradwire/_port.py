@@ -25,8 +25,8 @@ def reserve_port(stack: contextlib.ExitStack) -> int:
     if allowed is None:
         reserved.bind(("", 0))
         return int(reserved.getsockname()[1])
-    # Highest first: ranks listen at the lowest free port. Ports reserved by another process look free with
-    # SO_REUSEADDR; ports of connections that have just ended look taken without it.
+    # Tries the highest port first, because ranks listen at the lowest free port. Ports reserved by another
+    # process look free with SO_REUSEADDR; ports of connections that have just ended look taken without it.
     for free in (_unused, lambda port: True):
         for port in filter(free, reversed(allowed)):
             with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ def _default_group() -> Any:
 class Origin:
     """The process and the process groups for which a communicator is valid.
 
-    The groups are the default group and, if it is another, the group of the communicator's ranks.
+    The groups are the default group and, if different, the group of the communicator's ranks.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -63,7 +63,7 @@ def _registered(group: Any) -> bool:
 
 
 class _Inherited:
-    """A default process group that a forked process inherits. The parent has its threads and connections."""
+    """A default process group that a forked process inherits. The parent has the threads and connections."""
 
     group: Any = None
 
@@ -91,9 +91,10 @@ def global_rank(group: Any, rank: int) -> int:
 
 
 def _network() -> str:
-    """Identifies the network of this process's 127.0.0.1: equal in two processes only if they share it.
+    """Returns an identifier of the network of this process's 127.0.0.1.
 
-    The host name is not sufficient: containers of one image, and network namespaces of one machine, share it.
+    It is equal in two processes only if they share that network. The host name is not sufficient: containers
+    of one image, and network namespaces of one machine, share it.
     """
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -124,10 +125,11 @@ def _own_address() -> str:
 def _rendezvous(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
     """Returns the rendezvous address of this process, which is rank 0, and a secret.
 
-    gw_comm_options.store is not used. It does not know the ranks' networks, so rank 0 would listen on all
-    addresses; here ranks of one machine use 127.0.0.1, which other machines cannot reach. It also publishes
-    only the addresses of rank 0's interfaces, while MASTER_ADDR may be another address of this machine. And a
-    process group is not a store: callbacks that wrap it as one would make this file longer.
+    gw_comm_options.store is not used, for three reasons. The store does not know the ranks' networks, so rank
+    0 would listen on all addresses; with this function ranks of one machine use 127.0.0.1, which other
+    machines cannot reach. The store publishes only the addresses of rank 0's interfaces, while MASTER_ADDR
+    may be another address of this machine. A process group is not a store, and callbacks that adapt it would
+    make this file longer.
 
     Args:
         stack: reserves the port until it closes.

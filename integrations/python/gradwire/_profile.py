@@ -22,7 +22,7 @@ def during(spec: str, call: str, *tensors: torch.Tensor) -> "contextlib.Abstract
 
 
 def until(future: Any, spec: str, call: str, *tensors: torch.Tensor) -> Any:
-    """Records a range until `future` is done. Returns `future`, or one that is done when the range ends."""
+    """Records a range until `future` is done. Returns `future`, or a Future of the end of the range."""
     with during(spec, call, *tensors) as until_done:
         # The range belongs to this thread: the profiler does not record the thread that makes the call.
         return future if until_done is None else until_done._call_end_callbacks_on_future(future)

@@ -90,7 +90,8 @@ class Reducer(Handle):
     def shards(self) -> List[Tuple[int, int, int]]:
         """Returns the (tensor, begin, end) of the elements whose mean this rank has after allreduce().
 
-        All elements or, with shard=True, this rank's part of each bucket. Other elements are unspecified.
+        These are all elements or, with shard=True, this rank's part of each bucket. Other elements are
+        unspecified.
         """
         count = ctypes.c_int32()
         _native.call("gw_reducer_shards", self._handle, None, 0, ctypes.byref(count))
@@ -121,7 +122,7 @@ class Reducer(Handle):
         return state
 
     def load_state(self, state: bytes) -> None:
-        """Restores this rank's save_state().
+        """Restores the result of this rank's save_state().
 
         After Communicator.shrink() or .grow(), the state may be from the previous group. The whole residual
         of this rank is loaded; the residuals of dead ranks are lost. The next step compares the ranks'
@@ -133,7 +134,7 @@ class Reducer(Handle):
         _native.call("gw_reducer_state_load", self._handle, bytes(state), len(state))
 
     def load_states(self, states: Sequence[bytes]) -> None:
-        """Restores the save_state()s of all ranks of a run with any number of ranks.
+        """Restores the results of save_state() on all ranks of a run with any number of ranks.
 
         Rank r of n loads the sum of the residuals of ranks r, r + n, r + 2n, ...
 

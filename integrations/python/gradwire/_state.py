@@ -38,8 +38,10 @@ class State(NamedTuple):
 
 
 def _walk(view: memoryview) -> Iterator[Tuple[str, int, int, Iterator[Tuple[str, str, memoryview]]]]:
-    """(tensor, rows, cols, its (kind, dtype, elements)) in the memory of a state. The entries must be read
-    first."""
+    """Yields (tensor, rows, cols, its entries) from the memory of a state.
+
+    An entry is (kind, dtype, elements). Read all entries of a tensor before the next tensor.
+    """
     at = _HEADER.size + _HEADER.unpack_from(view)[-1]
 
     def text(size: int) -> str:
@@ -63,8 +65,10 @@ def _walk(view: memoryview) -> Iterator[Tuple[str, int, int, Iterator[Tuple[str,
 
 
 def entries_of(blob: bytearray) -> Iterator[Tuple[str, str, str, memoryview]]:
-    """(tensor, kind, dtype, elements) of each entry of a gw_reducer_state_save, in its memory. Nothing is
-    checked."""
+    """Yields (tensor, kind, dtype, elements) of each entry of a state from gw_reducer_state_save.
+
+    The elements are in the memory of `blob`, which is not validated.
+    """
     for name, _, _, entries in _walk(memoryview(blob)):
         for kind, dtype, elements in entries:
             yield name, kind, dtype, elements
@@ -83,7 +87,7 @@ def unpack(blob: "bytes | bytearray") -> State:
 
 
 def pack(state: State) -> bytes:
-    """The inverse of unpack()."""
+    """Inverts unpack(): returns the bytes of a state."""
     identity = state.identity.encode()
     parts = [identity]
     for name, t in state.tensors.items():

@@ -42,7 +42,7 @@ class Worker:
 
     @property
     def forked(self) -> bool:
-        """True if the thread, its jobs and communicators belong to another process."""
+        """Returns whether the thread, its jobs and communicators belong to another process."""
         return self._process not in (0, os.getpid())
 
     def _run(self) -> None:
@@ -54,7 +54,7 @@ class Worker:
             outcome = job()
             self.done += 1
             del item, job  # references to the bucket's buffer
-            # Before set_result(): a caller that waits for the last future may close the hook.
+            # Must precede set_result(): a caller that waits for the last future may close the hook.
             self._jobs.task_done()
             done.set_result(outcome)
             del outcome, done
@@ -110,7 +110,7 @@ class _Interrupts:
         self._writing = -1  # file descriptor to which Python writes signal numbers
 
     def forget_parent(self) -> None:
-        """Detaches a forked process from the parent's pipe, whose jobs its signals must not interrupt."""
+        """Detaches a forked process from the parent's pipe, so that it cannot interrupt the parent's jobs."""
         if self._writing != -1:
             with contextlib.suppress(ValueError):  # not the main thread
                 before = signal.set_wakeup_fd(-1)

@@ -66,7 +66,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         allreduce, reduce_scatter, all_gather: the wire format (docs/formats.md) of each operation, such as
             "int8", "bf16:round=stochastic" or "int4:rotate=hadamard". None: Gloo does the operation. The
             format of all_gather rounds the caller's tensors, often parameters.
-        min_bytes: Gloo does operations on smaller tensors. The size is that of the whole tensor: the input of
+        min_bytes: Gloo does operations on smaller tensors. The size counts the whole tensor: the input of
             reduce_scatter, the output of all_gather. Gloo also does tensors of one element per rank: they may
             be counts or flags, as in DDP's join().
         name: the backend's name. Register several names to give groups different formats:
@@ -112,7 +112,7 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         return self._tensors
 
     def run(self, job: Callable[[], None]) -> None:
-        """Runs on the backend's thread, which then completes the future. Does not raise."""
+        """Runs `job` on the backend's thread, which then completes the future. Does not raise."""
         try:
             job()
         except BaseException as error:  # wait() raises it
@@ -157,11 +157,11 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
 
 
 def _gloos(*names: str) -> Any:
-    """Returns a method that calls Gloo's.
+    """Returns a method that calls Gloo's method.
 
-    Not inherited, because PyTorch holds the GIL while it runs a C++ method that a Python class does not
-    override. Gloo's threads need the GIL to drop a finished call while they hold Gloo's lock. The next call
-    waits for that lock with the GIL held: an occasional deadlock.
+    The method is not inherited, because PyTorch holds the GIL while it runs a C++ method that a Python class
+    does not override. Gloo's threads need the GIL to drop a finished call while they hold Gloo's lock. The
+    next call waits for that lock with the GIL held: an occasional deadlock.
 
     Args:
         names: the method's names in different versions of PyTorch, latest first.
@@ -200,15 +200,17 @@ class Backend(dist.ProcessGroup):
             self._finalizer()
         self._gloo.shutdown()
 
-    # ---- Which calls ---------------------------------------------------------------------------------------
+    # ---- Choosing the wire format --------------------------------------------------------------------------
 
     def _format(self, spec: Optional[str], tensors: Sequence[torch.Tensor], parts: int = 1) -> str:
-        """Returns the wire format of a call; "": Gloo does it. Depends on properties equal on all ranks only.
+        """Returns the wire format of a call; "" if Gloo makes the call.
+
+        The result depends only on properties that are equal on all ranks.
 
         Args:
             spec: the rule's format for the operation.
             tensors: the whole input of a reduction, or output of a gather.
-            parts: tensors of one element per part may be counts, and are not compressed.
+            parts: the number of parts. Tensors of one element per part may be counts, and are not compressed.
         """
         dtype, count = tensors[0].dtype, sum(t.numel() for t in tensors)
         fits = (all(t.layout == torch.strided and t.dtype == dtype for t in tensors)
@@ -292,7 +294,7 @@ class Backend(dist.ProcessGroup):
 
         return self._submit(job, list(parts), spec, "all_gather")
 
-    # Functional collectives and DTensor pass lists of one tensor. Gloo does longer lists.
+    # Functional collectives and DTensor pass lists of one tensor. Gloo makes the calls with longer lists.
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -308,12 +310,12 @@ class Backend(dist.ProcessGroup):
         return self._gloo_call("all_gather_single_coalesced",
                                "allgather_into_tensor_coalesced")(outputs, inputs, opts)
 
-    # Names in earlier versions of PyTorch.
+    # The methods' names in earlier versions of PyTorch.
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base, _allgather_base = reduce_scatter_single, all_gather_single
 
-    # ---- Gloo's --------------------------------------------------------------------------------------------
+    # ---- Gloo's methods ------------------------------------------------------------------------------------
 
     broadcast, reduce, scatter, gather = (_gloos("broadcast"), _gloos("reduce"), _gloos("scatter"),
                                           _gloos("gather"))
@@ -343,7 +345,7 @@ class Backend(dist.ProcessGroup):
             raise _native.BadHandle("the process group belongs to the parent of this forked process: call "
                                     "init_process_group() in this process, or start it with the spawn method")
         if self._worker is None or self._finalizer is None:
-            # Through the store: a call of this group inside another of its calls would deadlock.
+            # Uses the store: a call of this group inside another call of the group would deadlock.
             comm = communicator_of_store(self._store, self.rank(), self.size(), self._timeout_s)
             comm._finalizer.atexit = False  # shut_down() closes it, after the worker
             self._worker = Worker()

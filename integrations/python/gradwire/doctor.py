@@ -1,7 +1,7 @@
 """python -m gradwire.doctor: shows what is installed, and tests it.
 
-Exits with 1 and a remedy if the library cannot be loaded or two ranks cannot average. A framework that is not
-installed, or a missing GPU, is not an error.
+Exits with 1 and prints a remedy if the library cannot be loaded or two ranks cannot average. A framework that
+is not installed, or a missing GPU, is not an error.
 """
 from __future__ import annotations
 

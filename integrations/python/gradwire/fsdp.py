@@ -47,8 +47,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
         gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: a format of
             docs/formats.md with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
             rank encodes its gradients once; the owner of a shard adds all ranks' values in FP32, in rank
-            order. (schedule=two_shot, unless the spec names another. schedule=ring sends less between nodes
-            of several ranks, and encodes in every hop.)
+            order. (schedule=two_shot, unless the spec names another schedule. schedule=ring sends less
+            between nodes of several ranks, and encodes in every hop.)
         weights: wire format of the all-gather. All ranks, including the owner, compute with the transmitted
             values. The sharded parameters, which the optimizer updates, are not rounded.
         residual: the type of error feedback's residuals, which every rank has for the whole model. Bytes per
@@ -56,8 +56,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             stochastically. "off" disables error feedback.
         dense: parameters that are sent in FP32, or in BF16 if gradients or weights are BF16. True: for
             formats of fewer than 16 bits, vectors of at most 65,536 elements and other parameters of fewer
-            than 1,024. False: none. Otherwise names with shell wildcards, for any format except fp32; the
-            name "auto" means the parameters of True.
+            than 1,024 elements. False: no parameters. Otherwise names with shell wildcards, for any format
+            except fp32; the name "auto" means the parameters of True.
         timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
             CommFailed on every rank that waits.
         seed: for the stochastic rounding of residuals in bf16 and int8.
@@ -126,7 +126,7 @@ class Compression:
                                       "allreduce needs one itself: remove it, or shard over a 1-D mesh")
 
     def _install(self, ours: ParamGroup) -> None:
-        ours.handle = self  # keeps it alive as long as the model
+        ours.handle = self  # keeps the handle alive as long as the model
         theirs, mesh = ours.theirs, ours.theirs.mesh_info
         replicas = getattr(mesh, "replicate_process_group", None)
         device = theirs.device
@@ -205,7 +205,7 @@ class Compression:
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of residuals on this rank between steps. 0 before the first backward and after close()."""
+        """Returns the bytes of residuals on this rank. 0 before the first backward and after close()."""
         return sum(r.bytes for r in self._residuals())
 
     def _residuals(self) -> List[Residual]:
@@ -214,8 +214,8 @@ class Compression:
     def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
         """Rescales residuals when a GradScaler changes the gradients' scale. Call it before the first step.
 
-        See gradwire.torch.Hook.use_scaler(). A rank then also holds the residuals from before the step: twice
-        the memory.
+        See gradwire.torch.Hook.use_scaler(). A rank then also holds the residuals from before the step, which
+        doubles their memory.
 
         Raises:
             BadArgument: `scaler` has no get_scale() and update().

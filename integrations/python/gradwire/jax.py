@@ -35,7 +35,8 @@ from gradwire._reducer import Reducer
 from gradwire._spec import method_of, split, stays_dense
 
 TIMEOUT_S = 1800.0
-# Leaves of fewer elements are copied into one message: a message costs as much as this many bytes or more.
+# Leaves of fewer elements are copied into one message. A message costs at least as much as this number of
+# bytes.
 _SMALL = 1 << 16
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
@@ -50,7 +51,8 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
         rendezvous, secret: see gradwire.Communicator; for processes without jax.distributed. None: the
             processes of jax.distributed, which exchange an address and a secret through its store; without
             jax.distributed, this process's devices.
-        rank, world: this process, and the number of processes. All have the same number of local devices.
+        rank, world: this process, and the number of processes. All processes have the same number of local
+            devices.
         timeout_s: the longest wait for a peer, in init() and in every later call.
 
     Raises:
@@ -76,7 +78,7 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
                                       "jax.distributed.initialize() first")
         count = world * len(devices)
         first = rank * len(devices)
-        with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each blocks for the others
+        with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for all ranks
             made = list(threads.map(lambda i: Communicator(
                 rendezvous if count > 1 else None, first + i, count, timeout_s=timeout_s, secret=secret,
                 device=devices[i].local_hardware_id if on_gpus else "host"), range(len(devices))))
@@ -144,9 +146,10 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
         spec: a wire format of docs/formats.md, or "powersgd:rank=4" or "randk:ratio=0.01", with options.
         error_feedback: False: rounding errors are lost, and there are no residuals.
         dense: True: in formats of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of
-            fewer than 1,024 are not compressed: they are sent in FP32, bfloat16 arrays in BF16. random-k
-            sends these arrays in its wire= format. PowerSGD sends non-matrices and matrices too small for the
-            rank in its wire= format. Without wire= that is FP32, or BF16 if all arrays are bfloat16.
+            fewer than 1,024 elements are not compressed: they are sent in FP32, bfloat16 arrays in BF16.
+            random-k sends these arrays in its wire= format. PowerSGD sends non-matrices and matrices too
+            small for the rank in its wire= format. Without wire= that is FP32, or BF16 if all arrays are
+            bfloat16.
         name: names the calls in errors. By default the call's file and line.
     """
     if _jax_codecs.is_codec(method_of(spec)):
@@ -266,7 +269,7 @@ def _described(what: str, paths: Sequence[str], leaves: Sequence[Any]) -> str:
 
 def _parts(what: str, paths: Sequence[str], leaves: Sequence[Any], spec: str, keeps: Sequence[bool],
            dense: bool) -> List[_Part]:
-    """Divides arrays into messages: one per large array, one for each kind of small arrays."""
+    """Divides arrays into messages: one message per large array or kind of small arrays."""
     what = _described(what, paths, leaves)
     parts: List[_Part] = []
     together: Dict[Any, _Part] = {}
@@ -296,7 +299,7 @@ def _reduce(what: str, tree: Any, spec: str, name: str) -> Any:
 
 def _averaged(what: str, paths: Sequence[str], leaves: List[Any], spec: str, residuals: Optional[List[Any]],
               dense: bool, op: str = "avg") -> Tuple[List[Any], List[Any]]:
-    """Returns (means, residuals). residuals: None: no error feedback."""
+    """Averages leaves. Returns (means, residuals). Uses no error feedback if `residuals` is None."""
     kept = [jnp.zeros(0)] * len(leaves) if residuals is None else residuals
     parts = _parts(what, paths, leaves, spec, [residual.size > 0 for residual in kept], dense)
     out, kept_out = list(leaves), list(kept)

@@ -2,7 +2,7 @@
 
     hook = compress(ddp_model, "powersgd:rank=4")
 
-which is short for
+This line is short for
 
     hook = Hook("powersgd:rank=4", model=ddp_model, process_group=ddp_model.process_group)
     ddp_model.register_comm_hook(hook, allreduce_hook)
@@ -46,8 +46,9 @@ def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: float = TIMEOUT
     torch.compile(model). The hook averages over the model's process group, and has its parameters' names.
 
     Args:
-        model: the DistributedDataParallel; or a model that contains or is wrapped in exactly one, such as
-            torch.compile(ddp_model) and ddp_model.module; or a trainer with one in its attributes.
+        model: the DistributedDataParallel; or a model that contains or is wrapped in exactly one
+            DistributedDataParallel, such as torch.compile(ddp_model) and ddp_model.module; or a trainer with
+            a DistributedDataParallel in its attributes.
         spec, timeout_s, comm, seed, min_ranks: see Hook.
 
     Returns:
