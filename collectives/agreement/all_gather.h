@@ -11,12 +11,12 @@
 
 namespace gradwire {
 
-// Gathers every rank's bytes; result[r] are rank r's. All ranks pass equally many. The exchange runs on
-// `stream`, after earlier work on it. Collective; blocks.
+// Gathers every rank's bytes; result[r] holds rank r's bytes. All ranks pass the same number of bytes. The
+// exchange runs on `stream`, after earlier work on `stream`. Collective; blocks.
 std::vector<std::string> all_gather_bytes(Transport& transport, const Stream& stream, std::string_view mine,
                                           const std::string& what);
 
-// Gathers every rank's numbers, or structs without pointers and padding, in the same way.
+// Gathers every rank's numbers, or structs without pointers and padding. Otherwise like all_gather_bytes().
 template <typename T = double>
 std::vector<std::vector<T>> all_gather(Transport& transport, const Stream& stream, const std::vector<T>& mine,
                                        const std::string& what) {

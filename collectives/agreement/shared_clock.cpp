@@ -1,5 +1,5 @@
-// Cristian's algorithm: a rank asks rank 0 for the time; the answer was correct at some moment between the
-// request and the reply.
+// Cristian's algorithm: a rank asks rank 0 for the time. Rank 0's answer was correct at some moment between
+// the request and the reply.
 #include "collectives/agreement/shared_clock.h"
 
 #include <cmath>
@@ -73,7 +73,7 @@ SharedInstant agree_on_instant(Transport& transport, const std::function<Clock::
     exchange.check();
     return {instant(start), 0};
   }
-  // ahead: by how much rank 0's clock is ahead
+  // ahead: how far rank 0's clock is ahead of this rank's clock, in nanoseconds
   int64_t round_trip = std::numeric_limits<int64_t>::max(), ahead = 0;
   for (int i = 0; i < kTries; ++i) {
     const int64_t asked = now_ns();

@@ -12,7 +12,7 @@
 namespace gradwire {
 namespace {
 
-// Bytes of a quoted text; longer texts are truncated.
+// Largest number of bytes of a quoted text; longer texts are truncated.
 constexpr size_t kQuoted = 256;
 
 std::string quoted(const std::string& text) {
@@ -25,7 +25,7 @@ std::string quoted(const std::string& text) {
   return bytes;
 }
 
-// Returns the first rank that differs from rank 0; 0 if none.
+// Returns the first rank that differs from rank 0 in this column; 0 if no rank differs.
 size_t differing_rank(const std::vector<std::vector<uint64_t>>& all, size_t column) {
   for (size_t r = 1; r < all.size(); ++r) {
     if (all[r][column] != all[0][column]) return r;
@@ -47,7 +47,7 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
       all_gather<uint64_t>(transport, stream, {static_cast<uint64_t>(statements.size()), all}, what);
   if (differing_rank(counts, 0) == 0 && differing_rank(counts, 1) == 0) return;
 
-  // Find the first statement that differs, which only some ranks may have.
+  // Find the first statement that differs. Some ranks may lack that statement.
   uint64_t least = counts[0][0];
   for (const auto& c : counts) least = std::min(least, c[0]);
   digests.resize(static_cast<size_t>(least));

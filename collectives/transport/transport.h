@@ -5,12 +5,12 @@
 // peer match in order. An exchange is enqueued on a stream and does not block the host unless the
 // implementation says so.
 //
-// A failure (deadline, dead peer, mismatch) is final for the whole group: the rank that notices the failure
-// throws CommError and aborts the others, whose pending and later exchanges also throw. On a host stream the
-// error surfaces in synchronize().
+// A failure (deadline, dead peer, mismatch) is final for the whole group. The rank that notices the failure
+// throws CommError and notifies the other ranks. Their pending and later exchanges also throw. On a host
+// stream, synchronize() throws the error.
 //
-// Some transports can do more. Ask for these capabilities by pointer; null means that the transport lacks the
-// capability.
+// Some transports have further capabilities. Each capability has a method that returns a pointer; null means
+// that the transport lacks the capability.
 #pragma once
 
 #include <atomic>
@@ -28,14 +28,14 @@ namespace gradwire {
 
 class PeerAccess;
 
-// A larger world is a configuration error; bounds the tables.
+// The largest world size. A larger world is a configuration error. The limit bounds the tables.
 inline constexpr int kMostRanks = 1 << 16;
 
 struct Transfer {
   enum class Kind : uint8_t { send, receive };
   Kind kind = Kind::send;
   int peer = 0;
-  void* data = nullptr;  // on the transport's device; sends only read it
+  void* data = nullptr;  // on the transport's device; a send only reads the data
   size_t bytes = 0;
 };
 
@@ -45,19 +45,20 @@ struct ExchangeLabel {
   std::string what;  // e.g. "allreduce #17 of 4096 floats, bf16, ring, round 3 of 6"
 };
 
-// One collective operation. Ranks must make their calls in the same order and agree on each before its data
-// moves.
+// One collective operation. Ranks must make their calls in the same order and agree on each call before its
+// data moves.
 struct Call {
-  uint64_t hash = 0;  // of all that ranks must agree on: operation, count, spec, schedule
+  uint64_t hash = 0;  // hash of all that ranks must agree on: operation, count, spec, schedule
   std::string what;   // for error texts, e.g. "allreduce of bucket 1 of 2 (4096 floats, bf16, ring)"
 };
 
-// The time for which exchanges have waited for each rank. Written by one thread, read by any.
+// The time for which exchanges have waited for each rank. One thread writes the times; any thread may read
+// them.
 class Waits {
  public:
-  // `world`: 0 measures nothing.
+  // Creates times of `world` ranks, all zero. If `world` is 0, nothing is measured.
   explicit Waits(int world) : nanoseconds_(static_cast<size_t>(world)) {}
-  // Runs `wait`, which returns the rank it waited for, and adds its duration to that rank.
+  // Runs `wait`, which returns the rank for which it has waited, and adds the duration to that rank's time.
   template <typename Wait>
   void measure(Wait wait) {
     const auto start = std::chrono::steady_clock::now();
@@ -77,17 +78,18 @@ class Waits {
   std::vector<std::atomic<int64_t>> nanoseconds_;
 };
 
-// Capability: an exchange in two parts, so that the next exchange can be posted while one is in flight. At
-// most two may be in flight. The second must neither send what the first receives nor receive into memory
-// that the first reads or writes.
+// Capability: an exchange in two parts, so that the next exchange can be posted while an exchange is in
+// flight. At most two may be in flight. The second exchange must neither send data that the first exchange
+// receives nor receive into memory that the first exchange reads or writes.
 class EarlyExchange {
  public:
   virtual ~EarlyExchange() = default;
-  // Posts an exchange; the stream continues before the exchange is done. Arguments as of
+  // Posts an exchange; the stream continues before the exchange is done. The arguments are those of
   // Transport::exchange().
   virtual void begin_exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                               const ExchangeLabel& label) = 0;
-  // Work after this call sees the result of the oldest exchange that has not ended.
+  // Makes the stream wait for the oldest exchange that has not ended. Work after this call sees the
+  // exchange's result.
   virtual void end_exchange(const Stream& stream) = 0;
 };
 
@@ -96,9 +98,9 @@ class NativeAllreduce {
  public:
   virtual ~NativeAllreduce() = default;
   // Enqueues an allreduce: `out` becomes the sum of all ranks' `in`, or the mean, with the same bits on all
-  // ranks. `in`, `out`: (count) floats on the transport's device; may be the same memory. It has an
-  // exchange's deadline. Counts `bytes` as sent. `what` must stay valid until the stream has passed this
-  // point.
+  // ranks. `in` and `out` are (count) floats on the transport's device and may be the same memory. The
+  // allreduce has an exchange's deadline. Counts `bytes` as sent. `what` must stay valid until the stream has
+  // passed this point.
   virtual void allreduce(const Stream& stream, const float* in, float* out, int64_t count, bool mean,
                          uint64_t bytes, const std::string& what) = 0;
 };
@@ -108,46 +110,48 @@ class NativeAllreduce {
 class MessagesToRankZero {
  public:
   virtual ~MessagesToRankZero() = default;
-  // Does not block.
+  // Sends a message to rank 0. Does not block.
   virtual void send_message(const std::string& message) = 0;
-  // Blocks rank 0 until the next message of rank `from`; each rank's messages arrive in order. Throws
-  // CommError at the timeout.
+  // Blocks rank 0 until a message of rank `from` arrives, and returns the message. Each rank's messages
+  // arrive in order. Throws CommError at the timeout.
   virtual std::string take_message(int from) = 0;
 };
 
 class Transport;
 
-// Capability: the group can continue after ranks die. Throws BadInput if the group was not created for that.
+// Capability: the group can continue after ranks die. The methods throw BadInput if the group was created
+// without this capability.
 class ElasticGroup {
  public:
   virtual ~ElasticGroup() = default;
-  // Returns a new group of the survivors of a failed group; fails the group if it has not failed. `survivors`
-  // gets their old ranks, ascending, which is their order in the new group. If grow() had completed on some
-  // ranks but not on this rank, a survivor can be a new rank, with -1 as its old rank. Collective over the
-  // survivors, which determine their members themselves. Throws CommError if this rank was left out, too few
-  // ranks answer, or a survivor does not call it within `timeout`.
+  // Returns a new group of the survivors of a failed group. Fails the group if the group has not failed.
+  // `survivors` gets the survivors' old ranks, ascending, which is the order in the new group. If grow() had
+  // completed on some ranks but not on this rank, a survivor can be a new rank, with -1 as its old rank.
+  // Collective over the survivors, which determine their members themselves. Throws CommError if this rank
+  // was left out, if too few ranks answer, or if a survivor does not call regroup() within `timeout`.
   virtual std::unique_ptr<Transport> regroup(std::chrono::milliseconds timeout,
                                              std::vector<int>& survivors) = 0;
 };
 
-// Capability: the group can admit new ranks. Throws BadInput if the group was not created for that.
+// Capability: the group can admit new ranks. The methods throw BadInput if the group was created without this
+// capability.
 class Admission {
  public:
   virtual ~Admission() = default;
-  // Joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a joiner's description of
-  // itself and returns why the joiner is rejected, or ""; a thread of the transport calls it. Stays in effect
-  // for the groups that follow this group.
+  // Opens admission: joiners may wait while ranks and joiners are fewer than `most`. `validate` gets a
+  // joiner's description of itself and returns why the joiner is rejected, or ""; a thread of the transport
+  // calls `validate`. Stays in effect for the groups that follow this group.
   virtual void open_admission(int most, std::function<std::string(const std::string& about)> validate) = 0;
-  // Notifies waiting joiners that the run has ended.
+  // Closes admission and notifies waiting joiners that the run has ended.
   virtual void close_admission() = 0;
   // Returns how many joiners wait; 0 except on the group's rank 0.
   virtual int waiting_joiners() const = 0;
-  // Returns where joiners find the group's ranks; "" if the group was not created for joiners. May contain a
-  // secret: only for joiners.
+  // Returns where joiners find the group's ranks; "" if the group was not created for joiners. The text may
+  // contain a secret, so only joiners may read it.
   virtual std::string invitation() const = 0;
-  // Returns a new group of the same ranks followed by the waiting joiners. Null if the new group was not
-  // formed; this group then continues. After a success this group can only be destroyed. Collective; blocks,
-  // for seconds if a joiner stops answering. Throws CommError if this group fails.
+  // Returns a new group of the same ranks followed by the waiting joiners. Returns null if the new group has
+  // not formed; this group then continues. After a success, this group can only be destroyed. Collective;
+  // blocks, for seconds if a joiner stops answering. Throws CommError if this group fails.
   virtual std::unique_ptr<Transport> grow() = 0;
 };
 
@@ -162,33 +166,34 @@ class Transport {
 
   // Starts `call`: the work that follows on `stream`, up to the next begin_call(), belongs to the call.
   // `call` must stay valid until the stream has passed this point. Calls are numbered from 1. If the number
-  // or hash differs between ranks, every rank gets an error that names both calls, before either accepts data
-  // from the other.
+  // or hash differs between ranks, every rank gets an error that names the differing calls, before either
+  // rank accepts data from the other.
   virtual void begin_call(const Stream& stream, const Call& call) = 0;
   // Enqueues an exchange. `transfers` and `label` must stay valid until the stream has passed this point.
   // Does nothing without transfers.
   virtual void exchange(const Stream& stream, const std::vector<Transfer>& transfers,
                         const ExchangeLabel& label) = 0;
-  // Blocks until every rank has called it.
+  // Blocks until every rank has called barrier().
   virtual void barrier() = 0;
   virtual void abort(const std::string& reason) = 0;
   // Throws CommError, with the reason, once the group has failed. CUDA streams carry no errors: on CUDA, call
-  // it after synchronizing a stream and before using the result of an exchange.
+  // check() after synchronizing a stream and before using the result of an exchange.
   virtual void check() = 0;
-  // Returns a group of the ranks in `members`, in this order. `members` contains this rank or is empty; the
-  // result is then null. Collective over the whole group, whose ranks pass equal or disjoint lists. The new
-  // group outlives this group and is not notified of its failures. Throws BadInput if the transport does not
-  // support it.
+  // Returns a group of the ranks in `members`, in this order. `members` contains this rank or is empty; if
+  // empty, the result is null. Collective over the whole group, whose ranks pass equal or disjoint lists. The
+  // new group outlives this group and is not notified of this group's failures. Throws BadInput if the
+  // transport does not support split().
   virtual std::unique_ptr<Transport> split(const std::vector<int>& members);
   // Returns memory on the transport's device for buffers that are sent or received repeatedly. NCCL registers
-  // it and may then skip a copy. Small buffers share an allocation and are released together. Valid only
-  // while the transport exists.
+  // the memory and may then skip a copy. Small buffers share an allocation and are released together. The
+  // memory is valid only while the transport exists.
   virtual Buffer exchange_memory(size_t bytes);
-  // Returns why exchanges cannot be captured in a graph (runtime/device/graph.h), and the remedy; empty if
-  // they can. Capturing is collective, and the same exchanges must have run once without capture.
+  // Returns why exchanges cannot be captured in a graph (runtime/device/graph.h), and the remedy; "" if
+  // exchanges can be captured. Capturing is collective, and the same exchanges must have run once without
+  // capture.
   virtual std::string capture_obstacle() const { return ""; }
 
-  // Capabilities.
+  // Return the capability; null if the transport lacks it.
   virtual EarlyExchange* early_exchange() { return nullptr; }
   virtual PeerAccess* peer_access() { return nullptr; }
   virtual NativeAllreduce* native_allreduce() { return nullptr; }
@@ -196,17 +201,19 @@ class Transport {
   virtual ElasticGroup* elastic() { return nullptr; }
   virtual Admission* admission() { return nullptr; }
 
-  // Returns why ranks cannot read each other's memory, and the remedy; empty if they can. The same on all
-  // ranks. `group`: only groups of this many consecutive ranks need to; 0: all ranks. Collective; blocks.
+  // Returns why ranks cannot read each other's memory, and the remedy; "" if they can. The result is the same
+  // on all ranks. `group`: only ranks of the same group of this many consecutive ranks need access; 0: all
+  // ranks. Collective; blocks.
   std::string peer_access_obstacle(int group = 0);
-  // Returns why native_allreduce() is null, and the alternative; empty if it is not. The same on all ranks.
+  // Returns why native_allreduce() is null, and the alternative; "" if native_allreduce() is not null. The
+  // result is the same on all ranks.
   std::string native_allreduce_obstacle();
 
-  // Returns how long this rank's exchanges have waited for data of each rank, in seconds; empty if not
+  // Returns how long this rank's exchanges have waited for each rank's data, in seconds; an empty list if not
   // measured.
   std::vector<double> waited_s() const { return waits_.seconds(); }
-  // Returns the payload bytes this rank has sent so far, counted as they leave. For the transport's own
-  // allreduce: as declared by the caller.
+  // Returns the number of payload bytes that this rank has sent so far. Bytes are counted when they are sent.
+  // For the transport's native allreduce, the caller declares the number.
   uint64_t bytes_sent() const { return bytes_sent_.load(std::memory_order_relaxed); }
 
  protected:
@@ -222,7 +229,7 @@ class Transport {
         world_(place.world),
         device_(place.device) {}
   void count_sent(uint64_t bytes) { bytes_sent_.fetch_add(bytes, std::memory_order_relaxed); }
-  // For messages of the transport, which are not payload.
+  // Subtracts the transport's internal messages, which are not payload, from the sent bytes.
   void uncount_sent(uint64_t bytes) { bytes_sent_.fetch_sub(bytes, std::memory_order_relaxed); }
 
   Waits waits_;

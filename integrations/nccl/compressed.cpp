@@ -9,7 +9,8 @@
 namespace gradwire::interposer {
 
 CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Settings& settings)
-    // No timeout: only the communicator's owner, which has a watchdog, may abort it.
+    // The transport has no timeout: only the communicator's owner, which has a watchdog, may abort the
+    // communicator.
     : settings_(settings),
       device_(device),
       comm_(Communicator::adopt_nccl(comm, device, std::chrono::milliseconds(0))),
@@ -41,7 +42,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
                                                     ? comm_->peer_access_obstacle(settings.spec.schedule)
                                                     : ""},
         world, comm_->ranks_per_node(), comm_->link_costs(setup_), kAutomaticSlices);
-  } catch (const BadInput& error) {  // the same on every rank
+  } catch (const BadInput& error) {  // every rank gets the same error
     description_ = fmt::format("off on this communicator: {}", error.what());
     return;
   }
@@ -64,8 +65,8 @@ CompressedAllReduce::~CompressedAllReduce() {
   }
 }
 
-// Does not block: memory is allocated and freed in the order of setup_, which waits for the calls that use
-// it.
+// Returns the program for `key`. Does not block: memory is allocated and freed in the order of setup_, which
+// waits for the calls that use the memory.
 Program& CompressedAllReduce::program_for(const Key& key, const Stream& stream) {
   if (auto* entry = programs_.find(key)) return *entry->program;
   const auto& [send, receive, count, op] = key;

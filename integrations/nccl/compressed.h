@@ -15,12 +15,12 @@
 
 namespace gradwire::interposer {
 
-// For one communicator. Calls must not be concurrent, as NCCL requires.
+// The compressed allreduce of one communicator. Calls must not be concurrent, as NCCL requires.
 //
 // Error feedback is tied to memory addresses: there is a residual for each (send buffer, receive buffer,
-// count, operation), which in training frameworks is a gradient bucket. The cache has programs and residuals
-// of the kMaxPrograms most recent buckets. Residuals do not affect whether a call is compressed, so they may
-// differ between ranks.
+// count, operation), which in training frameworks is a gradient bucket. The cache has the programs and
+// residuals of the kMaxPrograms most recent buckets. Residuals do not affect whether a call is compressed, so
+// residuals may differ between ranks.
 class CompressedAllReduce {
  public:
   // Adopts `comm` and compares settings with the other ranks. Collective; blocks.
@@ -49,8 +49,8 @@ class CompressedAllReduce {
   Stream setup_;
   std::optional<SchedulePlanner> planner_;
   Buffer step_;
-  Event last_;   // end of the previous call; calls share the workspace
-  Event ready_;  // a new program's memory is allocated
+  Event last_;   // end of the previous call; all calls share the workspace
+  Event ready_;  // recorded once a new program's memory is allocated
   ProgramCache<Key> programs_;
 };
 

@@ -2,7 +2,7 @@
 // ncclAllReduce. See docs/extending.md.
 //
 // Defines ncclAllReduce, the group calls (only to track their depth), and the calls that end a communicator
-// (to drop the communicator's state). Each forwards to NCCL's definition.
+// (to drop the communicator's state). Each function calls NCCL's function of the same name.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -21,8 +21,8 @@
 namespace gradwire::interposer {
 namespace {
 
-// Returns NCCL's definition. RTLD_NEXT does not find an NCCL that the program loaded outside the global
-// scope; a lookup by the library's name does.
+// Returns NCCL's function of this name. RTLD_NEXT does not find an NCCL that the program loaded outside the
+// global scope; a lookup by the library's name does.
 template <typename Function>
 Function next(const char* symbol) {
   void* found = dlsym(RTLD_NEXT, symbol);
@@ -64,7 +64,8 @@ struct Interposer {
   }
 };
 
-// Never destroyed: some programs use NCCL during static destruction.
+// Returns the process's interposer. Never destroyed, because some programs use NCCL during static
+// destruction.
 Interposer& interposer() {
   static auto* one = new Interposer;
   return *one;
@@ -81,7 +82,7 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns whether the interposer has handled the call; `result` is then the call's result.
+// Returns whether the interposer has handled the call; if so, `result` is the call's result.
 bool compress(const void* send, void* receive, const Request& request, ncclComm_t comm, cudaStream_t stream,
               ncclResult_t& result) {
   Interposer& all = interposer();
@@ -145,7 +146,7 @@ bool compress(const void* send, void* receive, const Request& request, ncclComm_
 GRADWIRE_EXPORT ncclResult_t ncclAllReduce(const void* send, void* receive, size_t count, ncclDataType_t type,
                                            ncclRedOp_t op, ncclComm_t comm, cudaStream_t stream) {
   using namespace gradwire::interposer;
-  // Cheap checks first: most calls are not compressed.
+  // Cheap checks first, because most calls are not compressed.
   if (type == ncclFloat32 && (op == ncclSum || op == ncclAvg) && comm != nullptr) {
     const Request request{static_cast<int64_t>(count), type, op, group_depth, is_capturing(stream)};
     ncclResult_t result = ncclSuccess;
@@ -169,7 +170,7 @@ GRADWIRE_EXPORT ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   GRADWIRE_FORWARD(ncclCommDestroy, comm);
 }
 
-// Memory is freed after the abort: until then, kernels that use it may be waiting for a peer.
+// Frees memory after the abort: until then, kernels that use the memory may be waiting for a peer.
 GRADWIRE_EXPORT ncclResult_t ncclCommAbort(ncclComm_t comm) {
   static const auto real = gradwire::interposer::next<decltype(&ncclCommAbort)>("ncclCommAbort");
   if (real == nullptr) return ncclSystemError;

@@ -18,7 +18,7 @@ TcpTransport::TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> qu
       exchanges_(rank(), world(), options.group.timeout, failure_, waits_),
       elastic_(options_, std::move(quorum), group_, failure_),
       group_(options.group) {
-  options_.group.callbacks.reset();  // the callbacks' group may end before this one
+  options_.group.callbacks.reset();  // the group of the callbacks may end before this group
   const auto deadline = SteadyClock::now() + options.group.join_timeout();
   group_.store().watch([this](const std::string& cause) { failure_.record(cause); },
                        [this] { return failure_.activity(); });
@@ -32,7 +32,7 @@ TcpTransport::TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> qu
   failure_.set_activity("not in a collective yet");
 }
 
-// Announces an orderly departure before hanging up.
+// Announces an orderly departure before closing the connections.
 TcpTransport::~TcpTransport() {
   elastic_.leave();
   group_.leave();
@@ -102,7 +102,8 @@ void TcpTransport::barrier() {
   failure_.set_activity("not in a collective; its last was a barrier");
 }
 
-// The first member notifies the others through this group's store, which has authenticated them.
+// Returns the group of `members`. The first member notifies the other members through this group's store,
+// which has authenticated them.
 std::unique_ptr<Transport> TcpTransport::split(const std::vector<int>& members) {
   const int number = splits_++;
   if (members.empty()) return nullptr;

@@ -1,13 +1,12 @@
 // Ranks as processes on one host or many, over TCP.
 //
-// An exchange runs on the host stream's thread: it posts all of its receives and sends (tcp_links.h), each
-// straight into or from the caller's memory, and waits for them until the deadline. A header
-// precedes each call's payload (tcp_messages.h), from each rank to the next rank, which compares the header
-// with its own call. Payload of another call or size cannot touch a rank's memory.
+// An exchange runs on the host stream's thread. The thread posts all receives and sends of the exchange
+// (tcp_links.h), each straight into or from the caller's memory, and waits for them until the deadline. A
+// header precedes each call's payload (tcp_messages.h), from each rank to the next rank, which compares the
+// header with its current call. Payload of another call or size cannot reach a rank's memory.
 //
-// Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once
-// of a rank that dies, times out or disagrees, and the error on every rank names the ranks that do not
-// answer.
+// Each rank also has a connection to rank 0 (net/store.h) for failures: all ranks are notified at once of a
+// rank that dies, times out or disagrees, and the error on every rank names the ranks that do not answer.
 #pragma once
 
 #include <chrono>
@@ -23,28 +22,30 @@ namespace gradwire {
 
 struct TcpOptions {
   GroupOptions group;
-  // Adds a checksum after each message, so that corruption in transit is an error. Also
-  // GRADWIRE_VERIFY_PAYLOAD=1. Each rank decides for the messages it sends.
+  // Adds a checksum after each message, so that corruption in transit is an error. GRADWIRE_VERIFY_PAYLOAD=1
+  // has the same effect. Each rank decides for the messages that it sends.
   bool verify_payload = false;
   // True if survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
   bool shrinkable = false;
 };
 
-// Joins the group and connects to every rank. Blocks until all have joined. Throws BadInput for invalid
-// options, CommError if a rank does not join in time.
+// Creates this rank's transport: joins the group and connects to every rank. Blocks until all ranks have
+// joined. Throws BadInput for invalid options, CommError if a rank does not join in time.
 std::unique_ptr<Transport> make_tcp_transport(const TcpOptions& options);
 
-// How to find a group that admits new ranks, and this process's request to it.
+// Options of join_tcp_transport(): how to find a group that admits new ranks, and this process's request to
+// the group.
 struct TcpJoinOptions {
-  // Returns the newest Admission::invitation() of any rank; "" while there is none.
+  // Returns the newest Admission::invitation() of any rank; "" while there is no invitation.
   std::function<std::string()> invitation;
-  std::string about = {};  // for the `validate` of Admission::open_admission()
-  // How long to wait for admission; 0: no limit while the group keeps this process waiting.
+  std::string about = {};  // this process's description, for `validate` of open_admission()
+  // How long to wait for admission; 0: as long as the group keeps this process waiting.
   std::chrono::milliseconds longest{0};
 };
-// Joins a running group as its highest rank, when the group calls Admission::grow(). Ignores rank, world and
-// rendezvous in `options.group`. Throws BadInput, with the reason, if the group rejects the request. Throws
-// CommError if no rank answers within the join timeout, the group has ended, or the new group does not form.
+// Joins a running group as its highest rank, when the group calls Admission::grow(). Ignores the rank, world
+// and rendezvous in `options.group`. Throws BadInput, with the reason, if the group rejects the request.
+// Throws CommError if no rank answers within the join timeout, the group has ended, or the new group does not
+// form.
 std::unique_ptr<Transport> join_tcp_transport(const TcpOptions& options, const TcpJoinOptions& join);
 
 }  // namespace gradwire

@@ -17,7 +17,8 @@
 namespace gradwire {
 namespace {
 
-// Binds a handshake to one listener, so that a connection cannot be relayed to another.
+// Returns the purpose of the handshakes at a listener. The purpose binds a handshake to one listener, so that
+// a connection cannot be relayed to another listener.
 std::string purpose(const std::string& listener) {
   return "link " + listener;
 }
@@ -64,7 +65,7 @@ void TcpConnector::accept_higher(std::vector<Socket>& sockets, const Limits& lim
     throw_if_interrupted(limits);
     std::vector<pollfd> entries = {{limits.wake_fd, POLLIN, 0}};
     pending.add_entries(entries);
-    // Silent callers are also dropped.
+    // The timeout also lets this loop drop silent callers.
     const std::chrono::milliseconds tick = pending.empty() ? std::chrono::hours(1) : kHandshakeTime / 5;
     const auto soon = SteadyClock::now() + pending.patience(tick);
     poll(entries.data(), entries.size(), milliseconds_until(std::min(soon, limits.deadline)));
@@ -79,11 +80,11 @@ void TcpConnector::accept_higher(std::vector<Socket>& sockets, const Limits& lim
     for (auto& caller : pending.advance(entries, sockets.size())) accept_rank(sockets, std::move(caller));
     report();
   }
-  pending.reject_all(kSaidNothing);  // all ranks are connected
+  pending.reject_all(kSaidNothing);  // no further rank is expected
   report();
 }
 
-// Returns the higher ranks that are not connected, "2, 3"; "" if all are.
+// Returns the higher ranks that are not connected, "2, 3"; "" if all higher ranks are connected.
 std::string TcpConnector::missing_ranks(const std::vector<Socket>& sockets) const {
   std::string ranks;
   for (size_t r = static_cast<size_t>(rank_) + 1; r < sockets.size(); ++r) {
@@ -99,11 +100,11 @@ void TcpConnector::accept_rank(std::vector<Socket>& sockets, PendingCallers::Cal
   if (socket) return;
   expect_full_buffers(caller.socket);
   socket = std::move(caller.socket);
-} catch (const CommError&) {  // not a rank
+} catch (const CommError&) {  // the caller is not a rank
 }
 
-// Retries until the deadline: a host's network may not be up yet, and a flood of unauthenticated peers may
-// push a connection out. A dead rank fails the group, which interrupts the retries.
+// Connects to a rank. Retries until the deadline: a host's network may not be up yet, and a flood of
+// unauthenticated peers may displace a connection. A dead rank fails the group, which interrupts the retries.
 Socket TcpConnector::connect_to(int rank, const std::string& contact, const Limits& limits) const {
   const auto theirs = Contact::parse(contact);
   if (!theirs) {

@@ -14,7 +14,7 @@ namespace gradwire {
 
 class TcpConnector {
  public:
-  // Ends a wait early.
+  // Conditions that end a wait.
   struct Limits {
     SteadyClock::time_point deadline;
     int wake_fd;                        // readable when interrupted() may have changed
@@ -29,9 +29,9 @@ class TcpConnector {
 
   // Returns the text of the Contact that other ranks need to connect.
   std::string contact() const;
-  // Returns the connections by rank, then stops listening. contacts[r] is rank r's. `rejected` gets log lines
-  // about unauthenticated peers (RejectedConnections). Throws CommError that names the rank it could not
-  // reach.
+  // Connects to every rank. Returns the connections by rank, then stops listening. contacts[r] is rank r's
+  // contact. `rejected` gets log lines about unauthenticated peers (RejectedConnections). Throws CommError
+  // that names the rank that cannot be reached.
   std::vector<Socket> connect(const std::vector<std::string>& contacts, const Limits& limits,
                               const Log& rejected);
 

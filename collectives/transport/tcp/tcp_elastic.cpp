@@ -17,7 +17,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// How long survivors wait for each other to form a group before they start a new quorum, and how long they
+// How long survivors wait for each other to form a group before they start a new quorum, and how long ranks
 // wait for joiners, which have just answered.
 constexpr milliseconds kFormAgain{5000}, kFormWithJoiners{3000};
 
@@ -92,8 +92,9 @@ std::string TcpElastic::invitation() const {
   return invitation_text(quorum_->key().substr(known), quorum_->contacts());
 }
 
-// Rank 0 invites the joiners and notifies the other ranks through this group's store. All ranks form the new
-// group while the old group exists. The new group replaces the old group if every rank has formed it.
+// Returns the grown group, or null if it has not formed. Rank 0 invites the joiners and notifies the other
+// ranks through this group's store. All ranks form the new group while the old group exists. The new group
+// replaces the old group if every rank has formed the new group.
 std::unique_ptr<Transport> TcpElastic::grow() {
   require_quorum();
   const std::string key = fmt::format("grow/{}", growths_++);
@@ -110,7 +111,8 @@ std::unique_ptr<Transport> TcpElastic::grow() {
   }
 }
 
-// Returns the group to form; without a name if there are no joiners. `joiners` gets rank 0's connections.
+// Returns the group to form; the group has no name if there are no joiners. `joiners` gets rank 0's
+// connections to the joiners.
 Quorum::NextGroup TcpElastic::begin_growth(const std::string& key, Joiners& joiners) {
   if (group_.rank() != 0) {
     const std::string text = group_.store().get(key, SteadyClock::now() + group_.timeout(),
@@ -124,7 +126,7 @@ Quorum::NextGroup TcpElastic::begin_growth(const std::string& key, Joiners& join
   return {};
 }
 
-// Runs this rank's part of forming the grown group. Returns null if some rank has not formed it.
+// Runs this rank's part of forming the grown group. Returns null if some rank has not formed the grown group.
 std::unique_ptr<TcpTransport> TcpElastic::form(Quorum::NextGroup& next, const Joiners& joiners,
                                                const std::string& key) {
   std::unique_ptr<TcpTransport> made;
@@ -132,11 +134,11 @@ std::unique_ptr<TcpTransport> TcpElastic::form(Quorum::NextGroup& next, const Jo
     made = std::make_unique<TcpTransport>(grown_options(next, joiners, key), quorum_, false);
     made->set_joining(options_.group.joining);
   } catch (const std::exception& error) {
-    // A joiner died, or the system refused a resource. A dead rank of this group is detected below.
+    // A joiner died, or the system refused a resource. formed_everywhere() detects a dead rank of this group.
     if (group_.rank() == 0) {
       print_error_line(fmt::format("no new rank has joined; the group continues: {}", text_of(error)));
     }
-    if (group_.rank() == 0 && next.location.empty()) {  // not published yet
+    if (group_.rank() == 0 && next.location.empty()) {  // rank 0 has not published the group yet
       group_.store().set(key, "");
       return nullptr;
     }
@@ -166,7 +168,7 @@ TcpOptions TcpElastic::grown_options(Quorum::NextGroup& next, const Joiners& joi
   return options;
 }
 
-// Returns whether all ranks of this group have formed the new one. Collective.
+// Returns whether all ranks of this group have formed the new group. Collective.
 bool TcpElastic::formed_everywhere(const std::string& key, bool here) {
   group_.store().set(fmt::format("{}/{}", key, group_.rank()), here ? "yes" : "no");
   const auto deadline = SteadyClock::now() + 2 * kFormAgain;

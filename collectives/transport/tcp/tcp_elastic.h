@@ -20,21 +20,23 @@ class TcpTransport;
 
 class TcpElastic final : public ElasticGroup, public Admission {
  public:
-  // All arguments must outlive the object. `quorum`: the previous group's, which the group continues; null
-  // for a first group.
+  // Creates the capabilities of a group. `quorum`: the quorum of the previous group, which this group
+  // continues; null for a first group. All arguments must outlive the object.
   TcpElastic(const TcpOptions& options, std::shared_ptr<Quorum> quorum, Membership& group,
              TcpFailure& failure)
       : options_(options), quorum_(std::move(quorum)), group_(group), failure_(failure) {}
 
-  // Listens for other ranks at `address` if the group is shrinkable and does not continue a quorum.
+  // Listens for other ranks at `address` if the group is shrinkable and does not continue a previous group's
+  // quorum.
   void listen(const std::string& address);
   // Returns the contact of this rank's quorum; "" if the group is not shrinkable.
   std::string contact() const { return quorum_ ? quorum_->contact() : ""; }
-  // Records the contact of the next rank's quorum. Throws CommError if only one of the two ranks has one.
+  // Records the contact of the quorum of the next rank in order. Throws CommError if only one of the two
+  // ranks has a quorum.
   void add_contact(const std::string& contact);
   // Records the addresses at which the links have reached the other ranks.
   void reached_by(const TcpLinks& links);
-  // Makes this process a member of the group for its quorum.
+  // Enters the group in this process's quorum.
   void enter();
   void leave();
 
@@ -55,11 +57,12 @@ class TcpElastic final : public ElasticGroup, public Admission {
   bool formed_everywhere(const std::string& key, bool here);
 
   const TcpOptions& options_;
-  std::shared_ptr<Quorum> quorum_;  // of a shrinkable group, until passed on to the next group
+  // Null if the group is not shrinkable, or once the next group has taken the quorum.
+  std::shared_ptr<Quorum> quorum_;
   Membership& group_;
   TcpFailure& failure_;
-  std::string address_;                // where this rank listens; empty: at all addresses of this host
-  std::vector<std::string> contacts_;  // of the quorums, by rank, until the group has formed
+  std::string address_;                // where this rank listens; empty: all addresses of this host
+  std::vector<std::string> contacts_;  // the quorums' contacts by rank, until the group has formed
   bool entered_ = false;               // the quorum belongs to this group
   int growths_ = 0;
 };

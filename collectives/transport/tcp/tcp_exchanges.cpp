@@ -20,7 +20,7 @@ TcpLinks& TcpExchanges::use(std::unique_ptr<TcpLinks> links) {
 }
 
 void TcpExchanges::begin_call(const Call& call) {
-  if (unannounced_) {  // the previous call moved nothing; compare its header now
+  if (unannounced_) {  // the previous call moved no data; compare the previous call's header now
     post({}, {0, call_.what});
     await_oldest();
   }
@@ -123,7 +123,7 @@ void TcpExchanges::await(const InFlight& e, Message& message, SteadyClock::time_
 }
 
 // Returns "waiting to receive 4096 bytes from rank 0 (3 receives and 2 sends pending, with ranks 0, 2)".
-// `at`: the message waited for; null while posting.
+// `at`: the message for which the exchange waits; null while posting.
 std::string TcpExchanges::pending(const std::vector<Message>& posted, const Message* at) {
   std::string text;
   if (at == nullptr) {
@@ -148,7 +148,8 @@ std::string TcpExchanges::pending(const std::vector<Message>& posted, const Mess
                      fmt::join(peers, ", "));
 }
 
-// Throws the error of exchange `e`, which failed while waiting for `at`, or while posting if `at` is null.
+// Throws the error of exchange `e`, which failed while waiting for the message `at`, or while posting if `at`
+// is null.
 void TcpExchanges::fail(const InFlight& e, const Message* at, const std::exception& error,
                         SteadyClock::time_point deadline) {
   struct Cleared {

@@ -17,35 +17,35 @@
 
 namespace gradwire {
 
-// For one thread at a time. Every method throws CommError if the group fails.
+// One thread at a time may call the methods. Every method throws CommError if the group fails.
 class TcpExchanges {
  public:
-  // `waits` gets the time for which the exchanges wait. An exchange that takes longer than `timeout` fails
-  // the group.
+  // Prepares the exchanges of one rank. `waits` gets the waiting times of the exchanges. An exchange that
+  // takes longer than `timeout` fails the group.
   TcpExchanges(int rank, int world, std::chrono::milliseconds timeout, TcpFailure& failure, Waits& waits)
       : rank_(rank), world_(world), timeout_(timeout), failure_(failure), waits_(waits) {}
 
-  // Must be called before the first exchange. A failure of the group interrupts the links.
+  // Sets the links, before the first exchange. A failure of the group interrupts the links.
   TcpLinks& use(std::unique_ptr<TcpLinks> links);
 
-  // See Transport::begin_call().
+  // Begins a call: see Transport::begin_call().
   void begin_call(const Call& call);
   // Posts an exchange. At most two may be in flight.
   void post(const std::vector<Transfer>& transfers, const ExchangeLabel& label);
-  // Lets the exchanges progress until the next call.
+  // Lets a helper thread progress the exchanges until the next call of a method.
   void hand_over() { links_->hand_over(); }
-  // Blocks until the oldest exchange is done. Returns the payload bytes it has sent.
+  // Blocks until the oldest exchange is done. Returns the number of payload bytes that the exchange has sent.
   uint64_t await_oldest();
 
  private:
   using Message = TcpLinks::Message;
 
-  // An exchange in flight. Must not move: the links hold pointers to its messages.
+  // An exchange in flight. The object must not move, because the links hold pointers to its messages.
   struct InFlight {
     std::string doing;  // "call 17, allreduce of ..., round 3 of 6"
     tcp_messages::CallHeader mine, previous;
     std::vector<Message> posted;
-    uint64_t bytes = 0;  // payload sent
+    uint64_t bytes = 0;  // number of payload bytes to send
   };
 
   std::string in_this_call(const std::string& what) const;
@@ -63,9 +63,9 @@ class TcpExchanges {
   Waits& waits_;
   Call call_;  // the current call
   uint64_t calls_ = 0, rolling_ = 0;
-  bool unannounced_ = false;                         // nothing of this call has been sent
-  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in start order
-  // Destroyed first: the links' thread may use the exchanges in flight.
+  bool unannounced_ = false;                         // no message of the current call has been sent
+  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order of their starts
+  // Declared last, and so destroyed first: the links' thread may use the exchanges in flight.
   std::unique_ptr<TcpLinks> links_;
 };
 

@@ -82,7 +82,7 @@ void TcpFailure::give_up(const std::string& doing, const std::string& cause) {
 }
 
 // Returns "; gone: rank 2; rank 3 is in call 17, ..., waiting for rank 1; ...": first the ranks that do not
-// answer, then the chain of waits from this rank to the culprit, then other ranks.
+// answer, then the chain of waits from this rank to the rank that caused the failure, then other ranks.
 std::string TcpFailure::activities_of_others(int waited_for) {
   const RollCall roll = group_.store().roll_call();
   std::string text = roll.absent();

@@ -20,7 +20,8 @@ namespace {
 
 // A flag in a frame's length: a checksum of 4 bytes follows the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
-// With checksums, at most this much is sent at once, so that the piece is still in a cache when it is sent.
+// Largest number of bytes sent at once if messages have checksums, so that the data summed for the checksum
+// is still in a cache when it is sent.
 constexpr size_t kPiece = 128 << 10;
 
 }  // namespace
@@ -53,7 +54,8 @@ void TcpLinks::connect(const std::vector<std::string>& contacts, SteadyClock::ti
   for (size_t r = 0; r < sockets.size(); ++r) links_[r].socket = std::move(sockets[r]);
 }
 
-// Returns the length on the connection. For a message being received, valid once its frame has arrived.
+// Returns the number of bytes of the message on the connection. For a message being received, the result is
+// valid once the message's frame has arrived.
 size_t TcpLinks::length(const Message& m) {
   return sizeof(Frame) + m.bytes + ((m.frame_.bytes & kHasChecksum) != 0 ? sizeof m.sum_ : 0);
 }
@@ -77,7 +79,7 @@ void TcpLinks::hand_over() {
   if (!has_work()) return;
   if (!helper_.joinable()) helper_ = Thread("a thread that sends and receives", [this] { help(); });
   helping_ = true;
-  if (polling_) helper_poll_.wake.set();  // the helper is polling for work posted earlier
+  if (polling_) helper_poll_.wake.set();  // the helper is polling for transfers posted earlier
   work_.notify_one();
 }
 
@@ -123,7 +125,7 @@ void TcpLinks::push(Link& link) {
     Message& m = *link.sends.front();
     iovec parts[3];
     int n_parts = 0;
-    size_t before = 0;  // bytes of the message before the part
+    size_t before = 0;  // number of the message's bytes before the part
     auto add = [&](void* part, size_t size, size_t ready) {
       const size_t at = m.moved_ - std::min(m.moved_, before);
       if (at < ready) parts[n_parts++] = {static_cast<char*>(part) + at, ready - at};
@@ -218,7 +220,7 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Poller& poller,
   poll(entries.data(), entries.size(), milliseconds_until(deadline));
   lock.lock();
   if (entries[0].revents != 0) wake.clear();
-  if (interrupted_) return;  // the memory of pending messages may soon be freed
+  if (interrupted_) return;  // the caller may soon free the memory of pending messages
   for (size_t i = 1; i < entries.size(); ++i) {
     if (entries[i].revents == 0) continue;
     push(*owners[i]);
@@ -235,7 +237,7 @@ void TcpLinks::help() {
     try {
       poll_once(lock, helper_poll_, SteadyClock::time_point::max());
     } catch (const std::bad_alloc&) {
-      helping_ = false;  // wait() does the work instead
+      helping_ = false;  // wait() moves the remaining bytes instead
     }
     polling_ = false;
     // wait() may already be polling for bytes that the helper has moved.

@@ -1,12 +1,12 @@
 // Messages between the ranks of a group of processes: one TCP connection per pair.
 //
 // A frame with tag and length precedes each message on a connection. The receiver matches messages in order:
-// payload goes from the socket straight into the memory posted for it. An unexpected frame stops the
+// payload goes from the socket straight into the memory posted for the message. An unexpected frame stops the
 // connection with the payload unread, so the payload never reaches memory meant for another message.
-// Optionally a checksum follows the payload, for errors that TCP's 16-bit checksum misses; a flag in the
-// frame announces it.
+// Optionally a checksum follows the payload, for errors that TCP's 16-bit checksum misses. A flag in the
+// frame announces the checksum.
 //
-// The waiting thread does the work: wait() polls all connections and moves all available bytes, so a message
+// The waiting thread moves the data: wait() polls all connections and moves all available bytes, so a message
 // costs no switch between threads. A caller with other work between post() and wait() calls hand_over(),
 // which leaves the transfers to a helper thread until the next wait().
 #pragma once
@@ -28,7 +28,7 @@
 
 namespace gradwire {
 
-// The connection to a rank is dead in both directions.
+// Thrown if the connection to a rank is dead in both directions.
 struct LinkLost : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -38,11 +38,11 @@ class TcpLinks {
   struct Frame {
     uint64_t tag = 0, bytes = 0;
   };
-  // Must not move from post() until wait() or drop() has returned.
+  // A message to send or receive. Must not move from post() until wait() or drop() has returned.
   struct Message {
-    bool sent = false;  // false: received
+    bool sent = false;  // false: the message is received
     int peer = 0;
-    void* data = nullptr;  // sends only read it
+    void* data = nullptr;  // a send only reads the data
     size_t bytes = 0;
     uint64_t tag = 0;  // the same on both sides
     bool done = false;
@@ -50,13 +50,13 @@ class TcpLinks {
    private:
     friend class TcpLinks;
     Frame frame_;
-    size_t moved_ = 0;   // bytes of frame, data and checksum
-    size_t summed_ = 0;  // bytes of data
+    size_t moved_ = 0;   // number of moved bytes of frame, data and checksum
+    size_t summed_ = 0;  // number of data bytes in the checksum
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
-  // Listens as TcpConnector does. `checksums`: add checksums to sent messages; received messages are checked
-  // if their sender added one. Throws CommError if it cannot listen.
+  // Listens as TcpConnector does. `checksums`: add checksums to sent messages. Received messages are checked
+  // if their sender has added a checksum. Throws CommError if it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
            const PortRange& ports = {});
   ~TcpLinks();
@@ -71,16 +71,16 @@ class TcpLinks {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
 
-  // post(), hand_over() and wait() are for one thread at a time. post() and wait() throw LinkLost, and
-  // CommError after interrupt().
+  // Posts a message. One thread at a time may call post(), hand_over() and wait(). post() and wait() throw
+  // LinkLost, and CommError after interrupt().
   void post(Message& message);
   void hand_over();
   // Waits until `message` is done. Returns false at the deadline.
   bool wait(Message& message, SteadyClock::time_point deadline);
 
-  // Makes every current and later wait throw. Callable from any thread.
+  // Makes all current and later calls of wait() throw. Any thread may call it.
   void interrupt();
-  // Forgets posted messages and does not touch their memory afterwards. The connections cannot be used
+  // Forgets posted messages and does not access their memory afterwards. The connections cannot be used
   // afterwards.
   void drop();
 
@@ -88,24 +88,24 @@ class TcpLinks {
   struct Link {
     Socket socket;
     std::deque<Message*> sends, receives;
-    std::string lost;         // why the connection is dead; empty: alive
+    std::string lost;         // why the connection is dead; "" while alive
     bool mismatched = false;  // the next frame does not match receives.front()
   };
   // The descriptors that a thread polls.
   struct Poller {
     WakeEvent wake;
     std::vector<pollfd> entries = {};
-    std::vector<Link*> owners = {};  // by entry
+    std::vector<Link*> owners = {};  // the link of each entry
   };
 
   bool has_work() const;
   static size_t length(const Message& message);
   void push(Link& link);
   void pull(Link& link);
-  // Waits until bytes can be moved or the poller is woken, and moves the bytes. Holds `lock` on entry and
+  // Waits until bytes can be moved or the poller is woken, and moves the bytes. `lock` is held on entry and
   // exit.
   void poll_once(std::unique_lock<std::mutex>& lock, Poller& poller, SteadyClock::time_point deadline);
-  // Runs on the helper thread.
+  // Moves bytes on the helper thread between hand_over() and wait().
   void help();
 
   TcpConnector connector_;
@@ -113,8 +113,8 @@ class TcpLinks {
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
   bool interrupted_ = false;
-  Poller caller_;  // of the waiting thread
-  // Works between hand_over() and wait(); started on first use.
+  Poller caller_;  // the poller of the waiting thread
+  // The helper thread, active between hand_over() and wait(); started on first use.
   Thread helper_;
   std::condition_variable work_;
   Poller helper_poll_;

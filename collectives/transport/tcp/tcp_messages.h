@@ -23,8 +23,8 @@ struct CallHeader {
   static constexpr uint64_t kMagic = 0x32657269'77647267ull;
   uint64_t magic = kMagic;
   uint64_t sequence = 0;
-  uint64_t rolling = 0;  // hash of all calls so far, including the current call
-  char what[168] = {};   // for the receiver's error text
+  uint64_t rolling = 0;  // hash of all calls up to and including the current call
+  char what[168] = {};   // the call, for the receiver's error text
 
   CallHeader() = default;
   CallHeader(uint64_t call, uint64_t hash, const std::string& label) : sequence(call), rolling(hash) {
@@ -45,7 +45,7 @@ inline uint64_t payload_slot(uint64_t tag, size_t bytes) {
 struct Mismatch : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
-// Throws Mismatch, which names both ranks and their calls, unless rank `rank` and rank `peer` make the same
+// Throws Mismatch, which names both ranks and their calls, unless the ranks `rank` and `peer` make the same
 // call.
 void compare(const CallHeader& mine, const CallHeader& theirs, int rank, int peer);
 

@@ -18,8 +18,9 @@ namespace gradwire {
 
 class TcpTransport final : public Transport, public EarlyExchange, public MessagesToRankZero {
  public:
-  // `quorum`: the previous group's, if this group continues it. `enters`: the quorum belongs to this group at
-  // once; otherwise from enter_quorum() on.
+  // Joins the group. `quorum`: the quorum of the previous group, if this group continues that quorum.
+  // `enters`: the quorum belongs to this group at once; otherwise the quorum belongs to this group from
+  // enter_quorum() on.
   explicit TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> quorum = nullptr,
                         bool enters = true);
   ~TcpTransport() override;
@@ -52,9 +53,10 @@ class TcpTransport final : public Transport, public EarlyExchange, public Messag
   std::vector<std::string> exchange_contacts(const TcpLinks& links, SteadyClock::time_point deadline);
 
   TcpOptions options_;
-  std::string address_;  // where this rank listens; empty: at all addresses of this host
+  std::string address_;  // where this rank listens; empty: all addresses of this host
   int splits_ = 0;
-  // Destroyed in reverse order: first the group, whose thread may record a failure and interrupt the links.
+  // Members are destroyed in reverse order: first the group, whose thread may record a failure and interrupt
+  // the links.
   TcpFailure failure_{group_};
   TcpExchanges exchanges_;
   TcpElastic elastic_;
