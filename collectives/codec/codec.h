@@ -1,8 +1,8 @@
 // A codec averages the gradients of one bucket over the ranks while sending few bytes.
 //
-// To add one: derive from Codec, construct it in make_compressing_codec(), and add its name to the spec
-// grammar (spec.h). The reducer, the trainer, the conservation and bit-identity tests and the benchmarks then
-// use it through its spec string.
+// To add a codec: derive from Codec, construct the codec in make_compressing_codec(), and add the codec's
+// name to the spec grammar (spec.h). The reducer, the trainer, the conservation and bit-identity tests and
+// the benchmarks then use the codec through its spec string.
 #pragma once
 
 #include <memory>
@@ -33,7 +33,7 @@ inline ScheduleRequest schedule_request(const CompressionSpec& spec) {
   return {.kind = spec.schedule, .fp32_intra_node = spec.fp32_intra_node, .peer_access = spec.peer_access};
 }
 
-// [begin, end) of a bucket.
+// Elements [begin, end) of a bucket.
 struct ElementSpan {
   int64_t begin = 0, end = 0;
 };
@@ -44,21 +44,21 @@ struct BucketContext {
   Schedule schedule;                         // schedule of every allreduce, if there is no planner
   const SchedulePlanner* planner = nullptr;  // used only during the codec's construction
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
-  // Shards of the bucket, by rank; empty: not sharded. With shards each rank needs only the mean of its
-  // shard, so a codec may end with a reduce-scatter. Codecs with common factors or coordinates leave the mean
-  // on every rank.
+  // [rank]: sizes of the shards of the bucket; empty: not sharded. With shards each rank needs only the mean
+  // of its shard, so a codec may end with a reduce-scatter. Codecs with common factors or coordinates leave
+  // the mean on every rank.
   Shards shards = {};
   const SchedulePlanner* scatter_planner = nullptr;  // for reduce-scatters
   Stream stream;  // for set-up work; a codec synchronizes it only in its constructor
-  // For exchanges that overlap with kernels, and the size of their slices (see Program::Options). Ordered
-  // with the exchanges on the stream given to run().
+  // The stream for exchanges that overlap with kernels, and the size of the slices (see Program::Options).
+  // The exchanges on this stream are ordered with the exchanges on the stream given to run().
   Stream transfers;
   int64_t slice_bytes = 0;
   bool beside_others = false;  // other buckets run concurrently on another stream
   std::vector<BucketTensor> tensors;
   std::vector<ElementSpan> aside;  // parts that the codec does not compress, by offset
-  Wire dense_wire = kFp32;         // for parts averaged separately (dense.h)
-  float* gradients = nullptr;      // the bucket; null if rebind() precedes the first run()
+  Wire dense_wire = kFp32;         // format of the parts averaged separately (dense.h)
+  float* gradients = nullptr;      // address of the bucket; null if rebind() precedes the first run()
   int64_t elements = 0;            // elements of the bucket, including gaps between tensors
   int64_t first_element = 0;       // offset of the bucket in the model's flat gradient
   float scale = 1.0f;              // 1 / world for the mean
@@ -69,7 +69,7 @@ struct BucketContext {
   Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
   // Returns the options of an allreduce in the spec's format.
   Program::Options compressed_options(const std::string& part, int64_t slice_bytes) const;
-  // Returns memory for floats that an allreduce sends and receives in place.
+  // Allocates memory for floats that an allreduce sends and receives in place.
   Buffer exchanged(int64_t floats) const {
     return transport->exchange_memory(static_cast<size_t>(floats) * sizeof(float));
   }
@@ -86,13 +86,15 @@ class Codec {
  public:
   virtual ~Codec() = default;
 
-  // Scratch shared with the other buckets of the same stream. bind() is called once, before the first run().
+  // Return the size of the workspace in bytes, and set its address. The buckets of a stream share a
+  // workspace. bind() is called once, before the first run().
   virtual size_t workspace_bytes() const = 0;
   virtual void bind(void* workspace) = 0;
-  // Moves the bucket's gradients, with the same layout. Only while none of the codec's work is in flight.
+  // Changes the address of the bucket's gradients, which keep their layout. None of the codec's work may be
+  // in flight.
   virtual void rebind(float* gradients) = 0;
-  // Enqueues one step on `stream`: bucket gradients in, averaged gradients out. `step` counts from 0. Reports
-  // to `phases` the phase of the work on `stream`: compression, exchanges or decompression.
+  // Enqueues one step on `stream`, which replaces the bucket's gradients by averaged gradients. `step` counts
+  // from 0. Reports to `phases` the phase of the work on `stream`: compression, exchanges or decompression.
   virtual void run(const Stream& stream, int64_t step, BucketPhases& phases) = 0;
   void run(const Stream& stream, int64_t step) {
     BucketPhases ignored;
@@ -104,11 +106,11 @@ class Codec {
   // Returns the period in steps of the enqueued work: 2 if two kinds of step alternate.
   virtual int64_t period() const { return 1; }
 
-  // Returns the residual of error feedback; null: none.
+  // Returns the residual of error feedback; null without error feedback.
   virtual Residual* residual() { return nullptr; }
   // Returns all other state that outlives a step, by tensor (BucketTensor::index).
   virtual std::vector<TensorState> tensor_state() { return {}; }
-  virtual int64_t state_bytes() const = 0;  // device memory beyond gradients and workspace
+  virtual int64_t state_bytes() const = 0;  // bytes of device memory besides gradients and workspace
   virtual std::string describe() const = 0;
   virtual std::vector<PlannedAllreduce> plan() const = 0;
 };

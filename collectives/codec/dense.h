@@ -23,22 +23,22 @@ inline constexpr int64_t kLongestVector = 1 << 16;
 // Returns whether the spec's dense= applies to the tensor.
 bool is_dense(const CompressionSpec& spec, const BucketTensor& tensor);
 
-// Throws BadInput if a name in the spec's dense= matches none of `tensors`. Pass the names of all of a
-// model's tensors, not of one bucket.
+// Throws BadInput if a name in the spec's dense= matches none of `tensors`: the names of all tensors of a
+// model, not of one bucket.
 void check_dense_names(const CompressionSpec& spec, const std::vector<std::string>& tensors);
 
 // Returns the alignment, in elements, of tensors packed for a wire format; a multiple of `least`. Tensors
 // begin at a block if a non-finite value would delay the finite values of its block.
 int64_t packing_unit(Wire wire, int64_t least);
-// Returns the positions of a bucket's tensors packed one after another, each at a multiple of `unit`
+// Returns the positions of a bucket's tensors, packed one after another, each tensor at a multiple of `unit`
 // elements. Omits empty tensors.
 std::vector<Segment> pack_tensors(const std::vector<BucketTensor>& tensors, int64_t unit);
-// Returns the number of elements occupied by such segments.
+// Returns the number of elements that the segments of pack_tensors() occupy.
 int64_t packed_elements(const std::vector<Segment>& segments, int64_t unit);
 
 // Returns the parts of tensors that must leave the bucket so that no block of its wire format holds values of
-// two tensors: all parts of such a block but the longest. Empty if a non-finite value does not delay other
-// values (WireFormat::masks).
+// two tensors. In a block that tensors share, only the longest part stays. Empty if a non-finite value does
+// not delay other values (WireFormat::masks).
 std::vector<ElementSpan> shared_ends(const BucketContext& context);
 
 }  // namespace gradwire

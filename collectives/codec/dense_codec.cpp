@@ -1,15 +1,15 @@
-// Averages the dense tensors of a bucket, and ends of tensors that would share a block, in FP32 (BF16
-// gradients in BF16), and the other elements through another codec. One step:
+// Averages the dense tensors of a bucket, and the ends of tensors that would share a block, in FP32 (BF16
+// gradients in BF16). Another codec averages the other elements. The phases of a step:
 //   pack         dense tensors and ends into a separate buffer; zeros replace them in the bucket
-//   allreduce    that buffer, in FP32 or BF16
-//   codec        the whole bucket, including the zeros
-//   unpack       the averages into their places
-// This adds one small exchange. The codec also sends the zeros, which take at most an eighth of the dense
-// tensors' FP32 bytes in the formats with dense=auto by default. The copies of dense tensors move 20 bytes
-// per element.
+//   allreduce    averages the separate buffer, in FP32 or BF16
+//   codec        averages the whole bucket, including the zeros
+//   unpack       copies the averages to their places in the bucket
+// The separate buffer adds one small exchange. The codec also sends the zeros, which take at most an eighth
+// of the dense tensors' FP32 bytes in the formats whose default is dense=auto. The copies of dense tensors
+// move 20 bytes per element.
 //
-// A bucket of only dense tensors is one allreduce in place. BF16 rounds sums over ranks, as PyTorch does.
-// Error feedback would not help, because the result is rounded to BF16 in any case.
+// A bucket of only dense tensors is reduced by one allreduce in place. An allreduce in BF16 rounds sums over
+// ranks, as in PyTorch. Error feedback would not help, because the result is rounded to BF16 in any case.
 #include <fmt/format.h>
 #include <fnmatch.h>
 
@@ -44,7 +44,7 @@ class DenseCodec final : public Codec {
     c.stream.synchronize();
   }
 
-  static constexpr int64_t kUnit = 4;  // elements, for vectorized kernels
+  static constexpr int64_t kUnit = 4;  // alignment in elements, for vectorized kernels
 
   // The codec and the allreduce share one workspace, because they do not run concurrently.
   size_t workspace_bytes() const override {
@@ -93,8 +93,9 @@ class DenseCodec final : public Codec {
     return options;
   }
 
-  // Adds the residuals of dense tensors and ends to their values, and clears them: a loaded state, perhaps
-  // from another layout, may hold such residuals, and the codec's output there is overwritten.
+  // Adds the residuals of dense tensors and ends to the values, and clears these residuals. A loaded state,
+  // perhaps from another layout, may hold such residuals, and the averages of the separate buffer overwrite
+  // the codec's output for dense tensors and ends.
   void add_residual(const Stream& stream, BucketPhases& phases) {
     const Residual& all = *codec_->residual();
     all.load(stream, phases);
@@ -113,7 +114,7 @@ class DenseCodec final : public Codec {
   int64_t elements_;
   float* gradients_;
   Buffer packed_;
-  Buffer loaded_;  // with error feedback: loaded residuals
+  Buffer loaded_;  // loaded residuals; only with error feedback
   Wire wire_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;

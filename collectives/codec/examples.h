@@ -1,5 +1,5 @@
-// Lists of specs for benchmarks and `gradwire compare --preset`. Wire formats are included automatically. Add
-// the practical choices of a new codec.
+// Lists of specs for benchmarks and `gradwire compare --preset`. Wire formats are included automatically. The
+// practical choices of a new codec must be added here.
 #pragma once
 
 #include <string>

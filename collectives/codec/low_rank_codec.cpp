@@ -10,9 +10,9 @@
 namespace gradwire {
 namespace {
 
-// alternate=off: sums Q in two halves if back_project over half of the matrices takes longer than an
-// additional exchange. Measured over TCP on four hosts with one core each: a bucket of 6.5 million elements
-// takes 37 to 38 ms in one part and 40 to 41 ms in two.
+// With alternate=off, larger buckets sum Q in two halves, because back_project over half of the matrices
+// takes longer than an additional exchange. Measured over TCP on four hosts with one core each: a bucket
+// of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
 // Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.
@@ -74,7 +74,7 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
   clear(c.stream);
   if (lazy()) {
     residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
-      for (const FactorState& factor : factors_) {  // with alternate=on one factor has nothing pending
+      for (const FactorState& factor : factors_) {  // with alternate=on only one factor has a pending part
         if (!spec_.alternate && factor.which == Factor::p) continue;
         settle(stream, factor, begin, end);
       }
@@ -137,9 +137,10 @@ void LowRankCodec::add_half(const BucketContext& c, size_t begin, size_t end, co
   half.matrices = MatrixTable(c.stream, {all.begin() + static_cast<std::ptrdiff_t>(begin),
                                          all.begin() + static_cast<std::ptrdiff_t>(end)});
   half.choice = c.choose(half.q_count, spec_.wire);
-  // One slice: the allreduce is small and already overlaps with kernels.
+  // Use one slice, because the allreduce is small and already overlaps with kernels.
   Program::Options options = c.compressed_options(name, 0);
-  options.rounding.first_element += (int64_t{1} << 62) + half.q_begin;  // other random bits than P's
+  options.rounding.first_element +=
+      (int64_t{1} << 62) + half.q_begin;  // random bits that differ from the bits for P
   float* const sum = halves_.sum.as<float>() + half.q_begin;
   half.allreduce = std::make_unique<Program>(
       *c.transport, half.choice.schedule,
@@ -238,7 +239,7 @@ std::vector<PlannedAllreduce> LowRankCodec::plan() const {
     if (factor.allreduce && factor.elements + plan_.dense_elements > 0) {
       all.push_back({factor.part, factor.choice.schedule.kind, factor.choice.reason});
     }
-    if (!has_matrices()) break;  // with alternate=on both sum only the dense tensors
+    if (!has_matrices()) break;  // without matrices the other factor sums the same dense tensors
   }
   if (!halves_.parts.empty()) {
     const SchedulePlanner::Choice& choice = halves_.parts[0].choice;

@@ -7,10 +7,11 @@
 //   allreduce 1    [P | dense], mean
 //   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
 //   unpack         dense tensors, which are now done
-//   back_project   Q = M^T P. E = M - P Q^T is computed by the next step's project, or by an earlier reader
-//   allreduce 2    Q, mean. In a large bucket Q is summed in two halves: the exchange of the first overlaps
-//                  with back_project of the second, and the exchange of the second with reconstruct of the
-//                  first
+//   back_project   Q = M^T P. The next step's project, or an earlier reader, computes E = M - P Q^T
+//   allreduce 2    Q, mean. In a large bucket Q is summed in two halves: the exchange of the first half
+//   overlaps
+//                  with back_project of the second half, and the exchange of the second half overlaps with
+//                  reconstruct of the first half
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, for the next step; a column that vanished is re-seeded
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
@@ -80,7 +81,7 @@ class LowRankCodec final : public Codec {
     Factor which = Factor::p;
     int64_t elements = 0;
     Buffer basis = {};  // orthonormal columns, with which the other factor is projected
-    Buffer kept = {};   // lost - own; times the other factor's basis: E - M
+    Buffer kept = {};   // lost - own; its product with the other factor's basis is E - M
     // The allreduce of [factor | dense] in sum_; null: the factor is summed in halves.
     std::unique_ptr<Program> allreduce = {};
     SchedulePlanner::Choice choice = {};
@@ -88,7 +89,7 @@ class LowRankCodec final : public Codec {
     std::string part = {};            // description of the allreduce
     ThinProducts* product = nullptr;  // computes the factor's products; null: the fused kernel
   };
-  // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of their Q.
+  // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of these matrices' Q.
   struct Half {
     int first = 0;
     int64_t q_begin = 0, q_count = 0;
@@ -100,8 +101,8 @@ class LowRankCodec final : public Codec {
   };
   // alternate=off: this step's Q.
   struct Halves {
-    Buffer sum, lost;         // lost: only with error feedback and a lossy format
-    std::vector<Half> parts;  // one or two; empty without matrices
+    Buffer sum, lost;         // `lost` is used only with error feedback and a lossy format
+    std::vector<Half> parts;  // one or two halves; empty without matrices
   };
 
   // Construction.
@@ -136,7 +137,8 @@ class LowRankCodec final : public Codec {
   bool lazy() const { return residual_ && !residual_.encoded(); }
   // Returns the part of E that a step which sent this factor last leaves pending.
   PendingFactors pending(const FactorState& sent) const;
-  // Return the passes that may use a library, and the libraries in use: for P, then for Q or its halves.
+  // Return the passes that may use a library, and the libraries in use. The order is: passes for P, then
+  // passes for Q or its halves.
   std::vector<PowerSgdPass> passes() const;
   std::vector<ThinProducts*> products() const;
   std::vector<const Buffer*> buffers() const;
@@ -147,9 +149,9 @@ class LowRankCodec final : public Codec {
   const uint64_t* step_;
   MatrixTable matrices_;
   const bool keeps_losses_;  // error feedback with a lossy format
-  Residual residual_;        // E, or M with a pending part; also of dense tensors if the format is lossy
-  Buffer sum_;               // [P | dense] or [Q | dense]: first this rank's, then the mean
-  Buffer lost_;              // with keeps_losses_: the residual of the allreduce of sum_
+  Residual residual_;  // E, or M with a pending part. Dense tensors have a residual if the format is lossy
+  Buffer sum_;         // [P | dense] or [Q | dense]: first the values of this rank, then the mean
+  Buffer lost_;        // with keeps_losses_: the residual of the allreduce of sum_
   Buffer flags_;
   Buffer marks_;                        // scratch of the library's passes
   std::array<FactorState, 2> factors_;  // P, Q

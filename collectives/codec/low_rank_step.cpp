@@ -19,7 +19,7 @@ void LowRankCodec::run(const Stream& stream, int64_t step, BucketPhases& phases)
 
 void LowRankCodec::send_both(const Stream& stream, BucketPhases& phases) {
   FactorState &p = factors_[0], &q = factors_[1];
-  if (!spec_.wire->keeps_zero()) {  // including the gaps
+  if (!spec_.wire->keeps_zero()) {  // reset the sums, including the gaps, to zero
     for (Buffer* b : {&sum_, &halves_.sum}) fill_zero(stream, b->data(), b->bytes());
   }
   if (has_matrices()) {
@@ -107,8 +107,8 @@ void LowRankCodec::sum_with_dense(const Stream& stream, const FactorState& facto
   if (keeps_losses_) pack(stream, {&factor.dense, residual_.values(), lost_.as<float>(), true});
 }
 
-// Computes this rank's Q of the half and sums it over the ranks: with two halves on the stream for transfers,
-// otherwise on `stream`.
+// Computes this rank's Q of the half and sums Q over the ranks. With two halves the allreduce runs on the
+// stream for transfers, otherwise on `stream`.
 void LowRankCodec::sum_half(const Stream& stream, Half& half, BucketPhases& phases) {
   float* const sum = halves_.sum.as<float>();
   const PowerSgdBackProject back{.table = &half.matrices,
@@ -164,7 +164,7 @@ void LowRankCodec::keep_lost(const Stream& stream, FactorState& factor, const Bu
                        .count = factor.elements});
 }
 
-// Orthonormalizing zeros re-seeds every column.
+// Draws the basis by orthonormalizing zeros, which re-seeds every column.
 void LowRankCodec::draw_basis(const Stream& stream, FactorState& factor) {
   fill_zero(stream, factor.basis.data(), factor.basis.bytes());
   orthonormalize_sum(stream, factor.basis.as<const float>(), factor, false);

@@ -17,8 +17,10 @@ const char* name(PowerSgdPass::Kind kind) {
 }  // namespace
 
 PassTimes model_times(const PowerSgdPass& pass) {
-  // Microseconds per million elements of M, fitted to 151 and 9 matrices at ranks 1 to 64 on an H200
-  // (docs/results/2026-11-26-gpu). Kernels that sum over rows read M again for every eight columns of P.
+  // Coefficients of the model, in microseconds per million elements of M, fitted to 151 and 9 matrices at
+  // ranks 1 to
+  // 64 on an H200 (docs/results/2026-11-26-gpu). Kernels that sum over rows read M again for every eight
+  // columns of P.
   constexpr double kLaunchUs = 2.5, kLeastProductUs = 5;
   constexpr int kColumnsAtOnce = 8;
   const int rank = pass.table->max_rank();
@@ -47,7 +49,7 @@ std::vector<ThinProducts*> choose_products(const BucketContext& c, const std::ve
   std::vector<ThinProducts*> chosen(passes.size());
   const Device device = c.transport->device();
   ThinProducts* const library = thin_products(device);
-  // Only tests have a library on the host.
+  // On the host only tests provide a library.
   if (passes.empty() || (device.is_host() && library == nullptr)) return chosen;
   std::vector<double> mine;
   for (const PowerSgdPass& pass : passes)

@@ -25,7 +25,7 @@ struct PassTimes {
   bool library_is_faster() const { return library_us < fused_us; }
 };
 
-// Returns the times that a model predicts, which was fitted to an H200's times of many shapes and ranks.
+// Returns the times that a model predicts. The model was fitted to an H200's times of many shapes and ranks.
 PassTimes model_times(const PowerSgdPass& pass);
 
 // Returns, for each pass, the library for its products, or null for the fused kernels. On the host, where

@@ -1,14 +1,15 @@
 // `randk`: a random share of each tensor's coordinates, the same on every rank (Stich et al., "Sparsified SGD
 // with Memory", NeurIPS 2018).
 //
-// One step of a bucket, one collective:
-//   gather      S = G + E; the values of S at this step's coordinates, drawn from (seed, step, tensor)
-//               identically on every rank; E keeps the rest, G becomes 0                 on this rank
-//   allreduce   the values, mean; coordinates are not sent
-//   scatter     G = the mean, at those coordinates
+// A step of a bucket takes one collective:
+//   gather      computes S = G + E and takes the values of S at this step's coordinates, drawn from
+//               (seed, step, tensor) identically on every rank; E keeps the other values, G becomes 0
+//   allreduce   averages the taken values over the ranks; coordinates are not sent
+//   scatter     writes the mean to G at this step's coordinates
 //
-// Conservation: S is the values and E. The error of a lossy wire is added to E at the value's place. Without
-// error feedback the rest is dropped and nothing is scaled up, so the expected squared error is 1 - k/n.
+// Conservation: the taken values and E together are S. The error of a lossy wire is added to E at the value's
+// coordinate. Without error feedback the other values are dropped and nothing is scaled up, so the expected
+// squared error is 1 - k/n.
 #include <fmt/format.h>
 
 #include "collectives/codec/codec.h"
@@ -63,7 +64,8 @@ class RandKCodec final : public Codec {
                           .chosen = chosen_.as<int64_t>(),
                           .seed = spec_.seed,
                           .step = step_});
-    fill_zero(stream, lost_.data(), lost_.bytes());  // the last step's errors are already in the residual
+    fill_zero(stream, lost_.data(),
+              lost_.bytes());  // the residual already holds the errors of the previous step
     allreduce_.run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),

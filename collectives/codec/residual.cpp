@@ -20,7 +20,7 @@ Residual::Residual(const BucketContext& c, bool needed)
     : format_(c.spec.residual),
       count_(needed ? c.elements : 0),
       stored_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
-      // The wire uses the rank's seed unmixed.
+      // Mix the seed, because the wire uses the rank's seed unmixed.
       rounding_{Rounding::stochastic, mix(c.rounding_seed, kResidualKind), c.step, c.first_element} {
   if (!encoded()) values_ = stored_.as<float>();
   fill_zero(c.stream, stored_.data(), stored_.bytes());  // zero in every format
@@ -88,8 +88,9 @@ void Residual::read(const Stream& stream, int64_t first_byte, std::span<std::byt
   copy(stream, to.data(), value_bytes(first_byte), to.size());
 }
 
-// Rounds to nearest: the decoded values of a block are multiples of the block's unit, so they encode exactly,
-// even if some of them are replaced by zeros. The same holds for the neighbours of the written values.
+// Writes values, rounded to nearest. The decoded values of a block are multiples of the block's unit, so they
+// encode exactly, even if zeros replace some of the values. The same holds for the neighbours of the written
+// values.
 void Residual::write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const {
   const Part part = open(stream, first_byte, static_cast<int64_t>(from.size()));
   written_ = true;

@@ -2,13 +2,14 @@
 //
 //   fp32   the values themselves, 4 bytes each
 //   bf16, int8
-//          the bytes of that wire format, 2 and 1.008 per value. load() decodes them into the workspace,
-//          which buckets share, and store() encodes them again with stochastic rounding: it is unbiased, so
-//          errors cancel over the steps. Rounding to nearest would always lose values that are small compared
-//          with the rest of their block.
+//          the values encoded in this wire format, 2 and 1.008 bytes per value. load() decodes the values
+//          into the workspace, which buckets share. store() encodes the values with stochastic rounding,
+//          which is unbiased, so that errors cancel over the steps. Rounding to nearest would always lose
+//          values that are small compared with the other values of the block.
 //
 // A codec has one residual. It calls load() before work that reads the residual and store() after work that
-// writes it. With a format of w bytes per element, the two move 8 + 2 w bytes per element.
+// writes the residual. With a format of w bytes per element, load() and store() together move 8 + 2 w bytes
+// per element.
 //
 // The stored values may lag behind the residual by a step if the codec registers a function with
 // settle_with(). read(), write() and clear() then call it.
@@ -36,30 +37,30 @@ class Residual {
 
   explicit operator bool() const { return count_ > 0; }
   size_t workspace_bytes() const;  // a multiple of 256
-  // Returns the workspace after the residual's.
+  // Sets the residual's workspace. Returns the address of the memory that follows the residual's workspace.
   void* bind(void* workspace);
-  // The values, (elements), laid out as the bucket's gradients; null: no residual. Valid between load() and
-  // store(); after bind() if the residual is stored in FP32.
+  // Returns the values, (elements), laid out as the bucket's gradients; null without a residual. Valid
+  // between load() and store(). A residual stored in FP32 is always valid after bind().
   float* values() const { return values_; }
   void load(const Stream& stream, BucketPhases& phases) const;
   void store(const Stream& stream, BucketPhases& phases) const;
   int64_t bytes() const { return static_cast<int64_t>(stored_.bytes()); }
-  // Returns " with error feedback in int8".
+  // Returns a text such as " with error feedback in int8".
   std::string describe() const;
 
   // Enqueues work that brings at least elements [begin, end) up to date. Idempotent.
   using Settle = std::function<void(const Stream& stream, int64_t begin, int64_t end)>;
   void settle_with(Settle settle) { settle_ = std::move(settle); }
 
-  // read() and write() copy bytes of the FP32 values from `first_byte` on; `to` and `from` are in host
-  // memory. clear() sets bytes to zero. Call them between steps; they only enqueue work. TensorState
-  // describes how to restore values bit for bit.
+  // Copy bytes of the FP32 values from `first_byte` on, to and from host memory, or set bytes to zero
+  // (clear()). These functions only enqueue work and may be called only between steps. TensorState describes
+  // how to restore values bit for bit.
   void read(const Stream& stream, int64_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, int64_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream, int64_t first_byte, int64_t bytes) const;
 
   bool encoded() const { return count_ > 0 && !format_->exact; }
-  // Returns whether values were written since the last call, such as a loaded state.
+  // Returns whether values were written since the last call, for example by loading a state.
   bool take_written() { return std::exchange(written_, false); }
 
  private:

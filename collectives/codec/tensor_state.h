@@ -24,7 +24,7 @@ struct TensorState {
   // Unique per tensor; letters, digits and '_': "residual", "factor".
   std::string kind = {};
   DType dtype = DType::f32;
-  // On the device; null: the state is stored in `residual` from element `first` on.
+  // Address of the state on the device; null: the state is stored in `residual` from element `first` on.
   void* data = nullptr;
   const Residual* residual = nullptr;
   int64_t first = 0;
@@ -36,21 +36,21 @@ struct TensorState {
   int64_t count() const { return element_count(shape); }
   int64_t bytes() const { return count() * bytes_of(dtype); }
 
-  // Copy from and to host memory between steps, in stream order; they only enqueue work. To restore the bits
-  // that read() returned for every state of a reducer, clear all states and then write each state as a
-  // whole.
+  // Enqueue a copy to host memory, and a copy from host memory. May be called only between steps. To restore
+  // the bits that read() returned for every state of a reducer, clear all states and then write each state as
+  // a whole.
   void read(const Stream& stream, size_t first_byte, std::span<std::byte> to) const;
   void write(const Stream& stream, size_t first_byte, std::span<const std::byte> from) const;
   void clear(const Stream& stream) const;
 };
 
-// Returns whether state that a world of `saved_world` ranks saved is loaded by a world of `world` ranks. If
-// the sizes differ, state that is neither replicated nor summable is reset.
+// Returns whether `world` ranks load this state, which `saved_world` ranks saved. If the world sizes differ,
+// state that is neither replicated nor summable is reset.
 inline bool is_loaded(const std::string& kind, bool same_on_all_ranks, int saved_world, int world) {
   return saved_world == world || same_on_all_ranks || kind == kResidualKind;
 }
-// Returns the ranks of a world of `saved_world` whose residuals `rank` of `world` ranks adds up: rank,
-// rank + world, ... So the sum over all ranks is unchanged. Empty for an additional rank.
+// Returns the ranks of the saved world whose residuals `rank` of `world` ranks adds up: rank, rank + world,
+// ... So the sum over all ranks is unchanged. Empty for an additional rank.
 std::vector<int> merged_ranks(int rank, int world, int saved_world);
 // Adds a residual to `sum`; an empty sum counts as zero.
 void add_residual(std::vector<float>& sum, const std::vector<float>& residual);

@@ -3,8 +3,8 @@
 //
 // The gaps between the bucket's tensors, and the parts that the codec does not compress, are zero. Some
 // formats decode zeros to other values: a format of one bit per value has no zero, and NaN may spread over a
-// block. So the codec resets the gaps to zero, in the result, which is the next step's gradient there, and in
-// the residual, where no tensor's state covers them.
+// block. So the codec resets the gaps to zero in the result, which is the next step's gradient in the gaps,
+// and in the residual, because no tensor's state covers the gaps.
 #include <numeric>
 
 #include "collectives/codec/codec.h"
@@ -14,8 +14,8 @@
 namespace gradwire {
 namespace {
 
-// Returns the elements of the bucket that belong to no tensor or are in `aside`. Tensors are in the order of
-// their offsets.
+// Returns the elements of the bucket that belong to no tensor or are in `aside`. The tensors must be in the
+// order of their offsets.
 std::vector<Segment> gaps_between(const BucketContext& c) {
   std::vector<Segment> gaps;
   int64_t end = 0;

@@ -23,7 +23,7 @@ class ProgramCache {
     std::unique_ptr<Program> program;
   };
 
-  // `allocate` returns memory for the workspace.
+  // Creates an empty cache for at most `most` programs. `allocate` returns memory for the workspace.
   ProgramCache(size_t most, std::function<Buffer(size_t bytes)> allocate)
       : most_(most), allocate_(std::move(allocate)) {}
 
@@ -34,9 +34,10 @@ class ProgramCache {
     return &entries_.front();
   }
 
-  // Adds an entry after find() returned null; evicts the least recently used entry if the cache is full. May
-  // free or rebind memory, so none of the cache's programs may be in flight. Exception: on CUDA, if all
-  // memory, residuals included, is released in the order of a stream that waits for them.
+  // Adds an entry after find() returned null. Evicts the least recently used entry if the cache is full. May
+  // free or rebind memory, so none of the cache's programs may be in flight. Exception: on CUDA programs may
+  // be in flight if a stream that waits for the programs releases all memory in its order, including
+  // residuals.
   Entry& add(Entry entry) {
     if (entries_.size() >= most_) {
       places_.erase(entries_.back().key);
@@ -53,7 +54,7 @@ class ProgramCache {
     return entries_.front();
   }
 
-  const std::list<Entry>& entries() const { return entries_; }  // most recently used first
+  const std::list<Entry>& entries() const { return entries_; }  // the most recently used entry is first
 
  private:
   const size_t most_;

@@ -17,7 +17,7 @@ size_t aligned(int64_t bytes) {
   return (static_cast<size_t>(bytes) + 255) / 256 * 256;
 }
 
-// Returns 1 if nothing is added up.
+// Returns the scale of the parts while adding; 1 if the schedule adds nothing.
 float part_scale_of(const Schedule& schedule, float scale) {
   const bool adds =
       schedule.collective == Collective::allreduce || schedule.collective == Collective::reduce_scatter;
@@ -35,13 +35,13 @@ class Compiler {
     int32_t from;
     float scale;                // scale of a single part; 1 for a sum of parts
     int slot = -1;              // -1: in a peer window
-    void* in_window = nullptr;  // there
+    void* in_window = nullptr;  // address in the peer window
   };
-  // A chunk's value in one form, as it can be sent.
+  // A chunk's value, encoded or exact, that can be sent.
   struct Source {
     const void* data = nullptr;
     bool available = false;
-    int made_by = -1;  // index of the kernel; -1: received, or in the caller's buffer
+    int made_by = -1;  // index of the kernel; -1: the value was received or is in the caller's buffer
   };
   // The state of one chunk on this rank.
   struct Chunk {
@@ -53,14 +53,14 @@ class Compiler {
     float* residual = nullptr;     // residual of this rank's encode
     int64_t window_offset = 0;     // offset in a half of a peer window
     bool closed = false;           // the partial sum is complete and emitted, or the final value is received
-    bool is_sent_encoded = false;  // this rank's own sum, in some round
+    bool is_sent_encoded = false;  // this rank sends its sum of the chunk encoded, in some round
     std::vector<Input> encoded_inputs, exact_inputs;
     Source encoded_source, exact_source;
     int arrived = -1;   // the last exchange that received data of the chunk
     int exported = -1;  // the last exchange for which the chunk was copied to the window
   };
 
-  // Places.
+  // Choose the addresses of chunks and inputs.
   void place_chunks(const ProgramMemory& memory);
   void place_buffers(Chunk& chunk, const ProgramMemory& memory, int64_t shard_offset);
   void* place_for_encoded(const Chunk& chunk, int owner);
@@ -76,7 +76,7 @@ class Compiler {
   bool in_window(const Step& step) const { return windows_ != nullptr && step.intra_node; }
   int64_t bytes_of(const Chunk& chunk, bool exact) const;
 
-  // The walk through the rounds.
+  // Process the rounds in order.
   void look_ahead();
   void compile_round(int round);
   Transfer send(const Step& step, int round);
@@ -84,7 +84,7 @@ class Compiler {
   Transfer receive_part(const Step& step, int round);
   Transfer receive_final(const Step& step, int round);
 
-  // Kernels.
+  // Emit kernels.
   void close(int chunk);
   int add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode);
   int add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum, float scale);
@@ -219,8 +219,8 @@ void* Compiler::place_of(const Input& input) const {
   return address(reserved_ + static_cast<size_t>(input.slot) * slot_bytes_);
 }
 
-// Round 0 is the reduce-scatter inside the node, whose parts are in the first half of a window. The last
-// round is the all-gather.
+// Returns the address of the chunk in the rank's window. Round 0 is the reduce-scatter inside the node, whose
+// parts are in the first half of a window. The last round is the all-gather.
 void* Compiler::place_in_window(int rank, int round, const Chunk& chunk) const {
   std::byte* const window = windows_->memory.windows[rank - windows_->first_rank];
   return window + kPeerHeaderBytes + (round == 0 ? 0 : windows_->memory.half_bytes) + chunk.window_offset;
@@ -274,8 +274,8 @@ Transfer Compiler::send(const Step& step, int round) {
           static_cast<size_t>(bytes_of(chunk, exact))};
 }
 
-// Copies FP32 from the caller's buffers, which other ranks do not read, into the window; once for all
-// readers.
+// Copies FP32 from the caller's buffers, which other ranks do not read, into the window. Copies a chunk only
+// once for all readers.
 Transfer Compiler::export_exact(const Step& step, int round) {
   Chunk& chunk = chunks_[step.chunk];
   auto* const place = static_cast<float*>(place_in_window(plan_.rank(), round, chunk));
@@ -312,15 +312,15 @@ Transfer Compiler::receive_final(const Step& step, int round) {
   void* const to = in_window(step) ? place_in_window(step.peer, round, chunk)
                    : exact         ? chunk.exact
                                    : chunk.encoded;
-  chunk.closed = true;  // from now on forwarded, not encoded
+  chunk.closed = true;  // from now on the received value is forwarded, not encoded
   chunk.arrived = round;
   (exact ? chunk.exact_source : chunk.encoded_source) = {.data = to, .available = true};
   (exact ? chunk.encoded_source : chunk.exact_source) = {};
   return {Transfer::Kind::receive, step.peer, to, static_cast<size_t>(bytes_of(chunk, exact))};
 }
 
-// Called when the partial sum of a chunk is complete on this rank. Emits the kernels that encode it for
-// sending or, at an owner that sends nothing, produce the result.
+// Emits the kernels that encode a chunk's partial sum for sending or, at an owner that sends nothing, produce
+// the result. Called when the partial sum is complete on this rank.
 void Compiler::close(int c) {
   Chunk& chunk = chunks_[c];
   const Collective collective = plan_.schedule.collective;
@@ -348,7 +348,7 @@ void Compiler::close(int c) {
       .data = chunk.owned ? chunk.exact : sum, .available = !encodes || chunk.owned, .made_by = last};
 }
 
-// Emits exact = scale (own part + contributions in FP32).
+// Emits the kernel for exact = scale (own part + contributions in FP32). Returns the kernel's index.
 int Compiler::add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode) {
   Reduce args;
   merge(chunk.exact_inputs, chunk, args);
@@ -361,15 +361,15 @@ int Compiler::add_exact_inputs(Chunk& chunk, float scale, bool feeds_encode) {
   return kernel;
 }
 
-// Emits encoded = own + encoded contributions + residual, and the owner's result. `own_is_sum`: `own` already
-// includes contributions.
+// Emits the kernel for encoded = own + encoded contributions + residual, and for the owner's result.
+// `own_is_sum`: `own` already includes contributions.
 int Compiler::add_encoded_inputs(Chunk& chunk, const float* own, bool own_is_sum, float scale) {
   ReduceEncode args;
   merge(chunk.encoded_inputs, chunk, args);
   args.own = own;
   if (own_is_sum) {
     args.residual_scale = part_scale_;
-  } else if (args.num_inputs > 0) {  // otherwise sent unchanged
+  } else if (args.num_inputs > 0) {  // without contributions the part is sent unchanged
     args.own_scale = part_scale_;
   }
   args.residual = chunk.residual;
@@ -395,8 +395,8 @@ void Compiler::produce_final(Chunk& chunk) {
   chunk.exact_source = {.data = chunk.exact, .available = true, .made_by = made_by};
 }
 
-// Fills the arguments common to all merging kernels: contributions in rank order, and this rank's place among
-// them. Frees the slots.
+// Fills the arguments common to all merging kernels: contributions in rank order, and the position of this
+// rank's part among the contributions. Frees the slots.
 template <typename Args>
 void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args) {
   if (inputs.size() > kMaxInputs) {
@@ -415,7 +415,7 @@ void Compiler::merge(std::vector<Input>& inputs, const Chunk& chunk, Args& args)
   inputs.clear();
 }
 
-// Returns the kernel's index; -1 for an empty chunk, which needs no kernel.
+// Appends a kernel. Returns the kernel's index; -1 for an empty chunk, which needs no kernel.
 template <typename Args>
 int Compiler::emit(const Args& args, const Chunk& chunk) {
   if (chunk.range.count() == 0) return -1;

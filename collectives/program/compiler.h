@@ -20,7 +20,8 @@ namespace gradwire {
 struct Exchange {
   std::vector<Transfer> transfers;
   ExchangeLabel label;
-  // Inside a node: a barrier. The transfers list the bytes that ranks read in each other's windows.
+  // Whether a barrier inside a node replaces the exchange. The transfers then list the bytes that ranks read
+  // in each other's windows.
   bool in_windows = false;
   bool early = false;  // may start before the previous exchange has finished
 
@@ -30,7 +31,7 @@ struct Exchange {
 
 struct Kernel {
   std::variant<ReduceEncode, Decode, Reduce> work;
-  int after = -1;       // the exchange it depends on, counted from 0; -1: none
+  int after = -1;       // the exchange that the kernel depends on, counted from 0; -1: none
   bool needed = false;  // the next exchange depends on this kernel and on the earlier ones
 
   void launch(const Stream& stream, Wire wire) const;
@@ -43,21 +44,22 @@ struct CompiledProgram {
   size_t workspace_bytes = 0;
 };
 
-// To learn the size of the workspace, pass a workspace at address 0; the operations are then not valid.
+// Compiles a plan for these addresses. With a workspace at address 0, the result is valid only for the size
+// of the workspace, not for its operations.
 CompiledProgram compile(const ProgramPlan& plan, const ProgramMemory& memory);
 
 // A kernel as the compiler emits it.
 struct EmittedKernel {
   static constexpr int kNoExchange = -1;
   Kernel kernel;
-  int before = kNoExchange;  // the exchange that depends on it
-  bool feeds_next = false;   // the next kernel depends on it
+  int before = kNoExchange;  // the exchange that depends on the kernel
+  bool feeds_next = false;   // the next kernel depends on this kernel
 };
 
-// Orders operations for streams that execute them one after another: kernels that the next exchange depends
-// on precede kernels that can wait. A kernel that depends on exchange k follows kernels that do not, so that
-// it runs while exchange k + 1 is in flight. `kernels`: each after its dependencies. `exchanges`: one per
-// round.
+// Returns the operations in an order for streams that execute operations one after another. Kernels that the
+// next exchange depends on precede kernels that can wait. A kernel that depends on exchange k follows kernels
+// that do not depend on exchange k, so that the kernel runs while exchange k + 1 is in flight. `kernels`:
+// each kernel after its dependencies. `exchanges`: one per round.
 std::vector<Operation> put_in_order(std::vector<EmittedKernel> kernels, std::vector<Exchange> exchanges);
 
 }  // namespace gradwire

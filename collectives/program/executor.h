@@ -11,7 +11,7 @@ class ProgramExecutor {
  public:
   virtual ~ProgramExecutor() = default;
 
-  // Sets the addresses. Only while no run is in flight.
+  // Sets the addresses. No run may be in flight.
   virtual void bind(const ProgramMemory& memory) = 0;
   // Enqueues the program; later work on `stream` sees the result.
   void run(const Stream& stream, BucketPhases* phases);
@@ -21,10 +21,11 @@ class ProgramExecutor {
 
  protected:
   explicit ProgramExecutor(const ProgramPlan& plan);
-  // Exchanges go to `transfers`, which is `stream` unless the plan overlaps exchanges with kernels.
+  // Enqueues kernels on `stream` and exchanges on `transfers`, which is `stream` unless the plan overlaps
+  // exchanges with kernels.
   virtual void enqueue(const Stream& stream, const Stream& transfers, BucketPhases* phases) = 0;
   void enter(BucketPhases* phases, const Stream& stream, Phase phase) const;
-  // Makes `later` wait for the present end of `earlier`.
+  // Makes `later` wait for all work enqueued so far on `earlier`.
   void order(const Stream& earlier, const Stream& later);
 
   const ProgramPlan& plan_;
@@ -45,7 +46,7 @@ class SerialExecutor : public ProgramExecutor {
   void enqueue(const Stream& stream, const Stream& transfers, BucketPhases* phases) final;
 };
 
-// Returns the executor for the plan's carrier, bound to `memory`. The plan must outlive it.
+// Returns the executor for the plan's carrier, bound to `memory`. The plan must outlive the executor.
 std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory);
 std::unique_ptr<ProgramExecutor> make_message_executor(const ProgramPlan& plan, const ProgramMemory& memory);
 

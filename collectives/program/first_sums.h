@@ -1,5 +1,5 @@
-// When ranks first add to a chunk: a rank that has not added sends its own part, not a sum of parts. Internal
-// to collectives/program.
+// Determines the round in which each rank first adds to a chunk. In earlier rounds the rank sends only its
+// part, not a sum of parts. Internal to collectives/program.
 #pragma once
 
 #include <climits>

@@ -1,5 +1,5 @@
-// Sends and receives, overlapped with kernels: exchanges are posted as early as their data allows, and
-// kernels wait only for the exchanges that they depend on.
+// Executes sends and receives overlapped with kernels. Exchanges are posted as early as their data allows,
+// and kernels wait only for the exchanges that the kernels depend on.
 #include <fmt/format.h>
 
 #include <optional>
@@ -35,7 +35,7 @@ class MessageExecutor final : public ProgramExecutor {
   }
 
  private:
-  // One run: the streams, and how far the exchanges are.
+  // One run: its streams, and the numbers of exchanges started and finished.
   class Run;
 
   void enqueue(const Stream& stream, const Stream& transfers, BucketPhases* phases) override;
@@ -98,7 +98,7 @@ class MessageExecutor::Run {
     }
   }
 
-  // Makes later kernels wait for this exchange and earlier exchanges; -1: none.
+  // Makes later kernels wait for this exchange and all earlier exchanges. Does nothing for -1.
   void await(int exchange) {
     finish_until(exchange + 1);
     if (exchange <= awaited_) return;
@@ -106,7 +106,8 @@ class MessageExecutor::Run {
     awaited_ = exchange;
   }
 
-  // The span belongs to the oldest exchange in flight.
+  // Opens a span if the exchange is the first exchange of its group. The exchange must be the oldest exchange
+  // in flight.
   void open_span(int exchange) {
     const int group = executor_.exchanges_per_span();
     if (tracer_ == nullptr || exchange % group != 0) return;

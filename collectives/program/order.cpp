@@ -43,15 +43,15 @@ void Kernel::launch(const Stream& stream, Wire wire) const {
   }
 }
 
-// Every kernel that closes a chunk for exchange k precedes that exchange even without another dependency: the
-// exchange may receive into a slot that the kernel reads.
+// Puts operations in order. Every kernel that closes a chunk for exchange k precedes exchange k even without
+// another dependency, because the exchange may receive into a slot that the kernel reads.
 std::vector<Operation> put_in_order(std::vector<EmittedKernel> kernels, std::vector<Exchange> exchanges) {
   for (size_t i = kernels.size(); i-- > 0;) {
     if (kernels[i].feeds_next) kernels[i].before = kernels[i + 1].before;
   }
   for (size_t k = 1; k < exchanges.size(); ++k) exchanges[k].early = !collide(exchanges[k - 1], exchanges[k]);
   std::vector<Operation> operations;
-  // [exchange]: the position of the last kernel that it depends on; -1: none.
+  // [exchange]: the position of the last kernel that the exchange depends on; -1: none.
   std::vector<int> last_for(exchanges.size(), -1);
   // Moves the chosen kernels to the operations.
   const auto emit = [&](auto chosen) {

@@ -13,7 +13,7 @@ Activity activity(Phase phase) {
 
 }  // namespace
 
-// Creates events in the first steps and then reuses them.
+// Appends a segment that begins now. Creates events in the first steps and reuses the events in later steps.
 BucketPhases::Segment& BucketPhases::next(const Stream& stream) {
   if (used_ == segments_.size()) segments_.emplace_back().begin = Event::create_timer(stream.device());
   Segment& segment = segments_[used_++];

@@ -1,10 +1,10 @@
 // Times the phases of a bucket's step: compress, communicate, decompress, possibly several times each.
 //
-// The codec and its program report when they enter a phase; a mark on the bucket's stream separates two
-// phases. So there are no gaps, and the times add up to the bucket's time on the stream. communicate lasts
-// from the first exchange of an allreduce to the last, including the sums in between, which with slices
-// overlap with exchanges. While exchanges overlap with kernels on another stream, the kernels' phase counts
-// until the stream waits for the exchanges.
+// The codec and its program report when they enter a phase. A mark on the bucket's stream separates two
+// phases. So there are no gaps, and the times add up to the bucket's time on the stream. The phase
+// communicate lasts from the first exchange of an allreduce to the last exchange, including the sums between
+// exchanges. With slices, sums overlap with exchanges. While exchanges overlap with kernels on another
+// stream, the time counts for the kernels' phase until the stream waits for the exchanges.
 #pragma once
 
 #include <cstdint>
@@ -25,13 +25,13 @@ enum class Phase : uint8_t { compress, communicate, decompress };
 struct ProgramInfo {
   std::string part;  // part of the bucket, e.g. "Q"; empty: the whole bucket
   std::string schedule;
-  int64_t bytes_sent = 0;  // sent by this rank
+  int64_t bytes_sent = 0;  // bytes that this rank sends
   int exchanges = 0, slices = 1;
   // The carrier in use: messages if the transport does not support the schedule's carrier.
   Carrier carrier = Carrier::messages;
 };
 
-// One bucket's marks in one step. Must be read before a later step reuses it.
+// One bucket's marks in one step. The times must be read before a later step reuses the object.
 class BucketPhases {
  public:
   struct Options {
@@ -50,11 +50,12 @@ class BucketPhases {
   Tracer* tracer() const { return options_.tracer; }
   int bucket() const { return options_.bucket; }
 
-  // The functions below are valid only once the marks are done.
-  // Returns when this bucket began and ended, in ms since the beginning of `first`.
+  // Returns when this bucket began and ended, in ms since the beginning of `first`. This function and the
+  // functions below are valid only once the marks are done.
   std::pair<double, double> since(const BucketPhases& first) const;
   double ms(Phase phase) const;
-  // Adds every phase as a span on `row`, named after the phase and the bucket. `details` describe the bucket.
+  // Adds every phase to the trace as a span on `row`, named after the phase and the bucket. `details`
+  // describe the bucket.
   void trace(Tracer& tracer, const std::string& row, int64_t step,
              const std::vector<std::pair<std::string, TraceLabel::Value>>& details) const;
 

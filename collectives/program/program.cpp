@@ -56,7 +56,7 @@ void Program::bind_executor() {
   if (bound_) executor_->bind(memory(workspace_));
 }
 
-// Places the widened buffers at the beginning of the workspace.
+// Returns the program's memory. Places the widened buffers at the beginning of the workspace.
 ProgramMemory Program::memory(std::byte* workspace) {
   const auto begin = reinterpret_cast<uintptr_t>(workspace);
   wide_bytes_ = 0;

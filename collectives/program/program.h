@@ -5,12 +5,13 @@
 //   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
-//   recv_reduce                   the contribution stays encoded until then
-//   recv_copy                     decoded into the result; if forwarded, as the same bytes
+//   recv_reduce                   the contribution stays encoded until this rank's first send
+//   recv_copy                     the value is decoded into the result, and forwarded as the same bytes
 //   the end of a reduce_scatter   the owner adds up its contributions and never encodes the sum
-// So each rank encodes each chunk at most once, keeps the error of that encode in its own residual, and
+// So each rank encodes each chunk at most once and keeps the error of this encode in its residual. To FP32
+// rounding,
 //   sum over ranks of residual_new  +  result / scale  ==  sum over ranks of (own part + residual_old)
-// to FP32 rounding; and every rank ends with the same bits.
+// and every rank ends with the same bits.
 //
 // If scale < 1, as for an average, sums of parts are in smaller units than the parts
 // (kernels/wire/part_scale.h), so that they are finite whenever the average is. Residuals are always in the
@@ -59,10 +60,11 @@ struct ProgramMemory;
 struct ProgramPlan;
 class ProgramExecutor;
 
-// The default size of a slice. Measured with a bucket of 25 MB, 4 ranks on 2 cores. Links simulated at 10
-// Gb/s and 50 us: BF16 two-shot 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 of 1 MiB, 28.9 of 512 KiB;
-// ring 28.1, 26.2, 27.1, 26.9 ms. TCP over loopback is bound by the cores, so slices cannot help: 24 ms
-// unsliced, 23 to 31 in slices of 2 to 4 MiB, 30 to 42 of 512 KiB.
+// The default size of a slice in bytes. Measured with a bucket of 25 MB and 4 ranks on 2 cores. With links
+// simulated at 10 Gb/s and 50 us, a BF16 two-shot takes 31.8 ms unsliced, 28.4 ms in slices of 2 MiB, 28.3 ms
+// in slices of 1 MiB, and 28.9 ms in slices of 512 KiB; a ring takes 28.1, 26.2, 27.1 and 26.9 ms. TCP over
+// loopback is bound by the cores, so slices cannot help: 24 ms unsliced, 23 to 31 ms in slices of 2 to 4 MiB,
+// 30 to 42 ms in slices of 512 KiB.
 inline constexpr int64_t kSliceBytes = 2 << 20;
 // Slice size chosen from the cost of the links: see SchedulePlanner.
 inline constexpr int64_t kAutomaticSlices = -1;
@@ -79,8 +81,8 @@ inline constexpr int64_t kAutomaticSlices = -1;
 struct ProgramBuffers {
   const void* in = nullptr;
   void* out = nullptr;
-  // Updated; null: no error feedback. Ignored with an exact wire. Size: (count); in an all_gather this rank's
-  // shard; in a broadcast (count) at the root.
+  // The residual, which the program updates; null: no error feedback. Ignored with an exact wire. Size:
+  // (count); in an all_gather this rank's shard; in a broadcast (count) at the root.
   float* residual = nullptr;
   int64_t count = 0;
   DType dtype = DType::f32;  // type of in and out
@@ -95,14 +97,15 @@ class Program {
     Wire wire = kFp32;
     bool fp32_intra_node = false;  // links inside a node carry FP32 regardless of `wire`
     float scale = 1.0f;            // scale of the result: 1 / world for the mean
-    WireRounding rounding = {};    // first_element: that of element 0 of `count`
-    // The program's compression spec. Ranks must agree on it and on all of the above, except the rounding's
-    // seed.
+    WireRounding rounding = {};    // first_element: number of the buffer's first element
+    // The program's compression spec. Ranks must agree on the spec and on all options above, except the
+    // rounding's seed.
     std::string spec = {};
-    // The stream for exchanges that overlap with kernels; empty: all on run()'s stream, in one slice.
+    // The stream for exchanges that overlap with kernels; empty: all work runs on run()'s stream, in one
+    // slice.
     Stream transfers = {};
-    // Run exchanges on `transfers` even with one slice: for programs that run concurrently on several
-    // streams, because their exchanges must have the same order on all ranks.
+    // Whether exchanges run on `transfers` even with one slice. Needed for programs that run concurrently on
+    // several streams, because the programs' exchanges must have the same order on all ranks.
     bool beside_others = false;
     // Messages larger than this are cut into slices of about this size, at most kMostSlices; 0: never. Needs
     // `transfers`.
@@ -113,16 +116,18 @@ class Program {
   static int slices_for(const Schedule& schedule, int64_t count, Wire wire, int64_t slice_bytes,
                         const Shards& shards = {});
 
-  // Allocates no memory: pass workspace_bytes() bytes to bind() before the first run.
+  // Plans the program. Allocates no memory: the caller passes a workspace of workspace_bytes() bytes to
+  // bind() before the first run.
   Program(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers, Options options);
   Program(const Program&) = delete;
   ~Program();
 
   size_t workspace_bytes() const { return workspace_bytes_; }
-  // `workspace`: on the transport's device, 256-byte aligned; may be shared by programs of one stream.
+  // Sets the workspace, which is on the transport's device and aligned to 256 bytes. Programs of one stream
+  // may share a workspace.
   void bind(void* workspace);
 
-  // Moves the program to other buffers. Only while none of its work is in flight.
+  // Changes the addresses of the program's buffers. None of the program's work may be in flight.
   void rebind(const void* in, void* out);
   void rebind_residual(float* residual);
 
@@ -141,7 +146,7 @@ class Program {
 
   const std::unique_ptr<const ProgramPlan> plan_;
   ProgramBuffers buffers_;
-  // 16-bit buffers widened, in the workspace; null: FP32.
+  // Copies of 16-bit buffers, widened to FP32, in the workspace; null: the buffers are FP32.
   float *wide_in_ = nullptr, *wide_out_ = nullptr;
   size_t wide_bytes_ = 0;
   const std::unique_ptr<ProgramExecutor> executor_;

@@ -13,7 +13,7 @@ namespace gradwire {
 
 // Immutable. The members are initialized in this order.
 struct ProgramPlan {
-  // Throws BadInput if the schedule, the format and the transport do not fit together.
+  // Plans the program. Throws BadInput if the schedule, the format and the transport do not fit together.
   ProgramPlan(Transport& transport, const Schedule& schedule, const ProgramBuffers& buffers,
               Program::Options options);
 
@@ -21,7 +21,8 @@ struct ProgramPlan {
   // Sizes of the program's buffers, in elements.
   int64_t elements_in() const;
   int64_t elements_out() const;
-  // Returns "allreduce of bucket 1 of 2 (4096 floats, ...)" and a hash of all that ranks must agree on.
+  // Returns a text such as "allreduce of bucket 1 of 2 (4096 floats, ...)" and a hash of all properties that
+  // ranks must agree on.
   Call describe() const;
 
   Transport& transport;
@@ -30,9 +31,9 @@ struct ProgramPlan {
   const DType dtype;
   const Shards shards;
   const std::shared_ptr<MappedPeers> windows;  // null: the ranks exchange messages only
-  const Carrier carrier;                       // messages if the transport does not support the schedule's
+  const Carrier carrier;  // messages if the transport does not support the schedule's carrier
   const int slices;
-  const bool overlapped;  // exchanges have their own stream
+  const bool overlapped;  // exchanges run on a separate stream
   const Schedule schedule;
   const std::vector<ChunkRange> ranges;  // [chunk]
   const Call call;
@@ -47,7 +48,7 @@ std::vector<int64_t> offsets_in_windows(const std::vector<ChunkRange>& chunks,
                                         const Program::Options& options);
 
 // FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
-// measures its size begins at 0.
+// measures the workspace's size begins at address 0.
 struct ProgramMemory {
   const float* in = nullptr;
   float* out = nullptr;

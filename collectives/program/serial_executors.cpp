@@ -9,7 +9,7 @@ namespace {
 // Returns the bytes of this rank's window that other ranks read.
 int64_t bytes_read(const FusedAllreduce& call, Wire wire) {
   const int world = call.peers.world, rank = call.peers.rank;
-  int64_t others = 0;  // this rank's parts of other ranks' chunks
+  int64_t others = 0;  // bytes of other ranks' chunks
   for (int c = 0; c < world; ++c) {
     if (c != rank) others += wire->bytes(call.begin[c + 1] - call.begin[c]);
   }

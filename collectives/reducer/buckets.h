@@ -18,7 +18,8 @@ namespace gradwire {
 struct GradientTensor {
   std::string name;
   std::vector<int64_t> shape;
-  // f32, or bf16 or f16: these are widened when the bucket is full, and rounded to nearest when written back.
+  // Type of the elements: f32, bf16 or f16. Gradients in bf16 and f16 are widened when the bucket is full,
+  // and rounded to nearest when written back.
   DType dtype = DType::f32;
 
   int64_t count() const { return element_count(shape); }
@@ -37,7 +38,7 @@ struct BucketRange {
   int tensors() const { return last_tensor - first_tensor; }
 };
 
-// [begin, end) of a flat buffer.
+// Elements [begin, end) of a flat buffer.
 struct ElementRange {
   int64_t begin = 0, end = 0;
   int64_t count() const { return end - begin; }
@@ -46,19 +47,20 @@ struct ElementRange {
 
 struct GradientLayout {
   std::vector<int64_t> offsets;  // offset of each tensor, in elements
-  int64_t elements = 0;          // gaps included
+  int64_t elements = 0;          // number of elements, including gaps
   std::vector<BucketRange> buckets;
 };
 
 // The value of bucket_bytes that puts all tensors in one bucket.
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();
-// Places tensors one after the other, each at a multiple of `alignment` elements. The tensor that fills a
-// bucket to bucket_bytes closes it; tensors are never split. `blocks`: the first tensor of each block, which
-// is not split; empty: each tensor is a block. Throws BadInput for a tensor with a negative extent.
+// Places tensors one after another, each tensor at a multiple of `alignment` elements. The tensor that fills
+// a bucket to bucket_bytes closes the bucket; tensors are never split. `blocks`: the first tensor of each
+// block; buckets do not split blocks; empty: each tensor is a block. Throws BadInput for a tensor with a
+// negative extent.
 GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
                        const std::vector<int>& blocks = {});
 
-// Common to all codecs of a reducer.
+// Parameters common to all codecs of a reducer.
 struct CodecSetup {
   Communicator& comm;
   const CompressionSpec& spec;

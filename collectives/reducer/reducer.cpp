@@ -57,8 +57,8 @@ Reducer::~Reducer() {
 }
 
 void Reducer::build_lanes() {
-  // With a second lane one bucket is encoded while another is in transfer. There is only one lane on the
-  // caller's stream, whose order of work must not change.
+  // With a second lane, a bucket is encoded while another bucket is in transfer. A caller's stream gets only
+  // one lane, because the order of work must not change.
   lanes_.push_back({.stream = stream_});
   if (layout_.buckets.size() > 1 && !options_.stream) {
     lanes_.push_back({.stream = Stream::create(comm_.device(), "communicate 2", Stream::Priority::high),
@@ -168,7 +168,7 @@ int Reducer::bucket_of(int tensor) const {
 }
 
 Shards Reducer::shards(const BucketRange& bucket) const {
-  constexpr int64_t kGranularity = 8;  // 32 bytes of FP32, 16 of BF16
+  constexpr int64_t kGranularity = 8;  // in elements: 32 bytes of FP32, 16 bytes of BF16
   Shards shards;
   for (int r = 0; r < comm_.world(); ++r) {
     shards.push_back(chunk_range(bucket.elements(), comm_.world(), r, kGranularity).count());

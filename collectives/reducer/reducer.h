@@ -4,9 +4,9 @@
 // one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries. A
 // tensor's gradient is a view into the buffer, so there are no copies. adopt() reduces gradients in the
 // caller's memory. When the last gradient of a bucket is ready, the bucket is compressed and reduced on
-// the reducer's own stream, while the producer's stream continues with backward. Buckets alternate between
-// two such streams, so that one is encoded or decoded while another is in transfer. Exchanges have the same
-// order on every rank: bucket order unless launch_in() changes it.
+// the reducer's stream, while the producer's stream continues with backward. Buckets alternate between two
+// such streams, so that a bucket is encoded or decoded while another bucket is in transfer. Exchanges have
+// the same order on every rank: bucket order, unless launch_in() sets another order.
 //
 // In a world of 1 there are no buckets and no residuals, and ready() and wait() do nothing.
 //
@@ -34,14 +34,14 @@
 namespace gradwire {
 
 struct ReducerOptions {
-  // Distinguishes reducers that share a communicator. Part of every call, and compared between ranks.
+  // A name that distinguishes reducers that share a communicator. Ranks compare the name in every call.
   std::string name = {};
   int64_t bucket_bytes = 25 << 20;
   bool average = true;  // divide the sum by the world size
   bool timing = true;   // off: records no times
   uint64_t seed = 0;    // for stochastic rounding; each rank's draws differ
-  // In elements: each tensor's place in its bucket is a multiple of this. 4 makes every gradient 16-byte
-  // aligned and sends few bytes for gaps; 1 is the dense layout of other frameworks' buckets.
+  // Alignment in elements: each tensor's offset in its bucket is a multiple of `alignment`. 4 aligns every
+  // gradient to 16 bytes and sends few bytes for gaps; 1 is the dense layout of other frameworks' buckets.
   int64_t alignment = 4;
   // Messages are sent in slices of about this many bytes, so that adding up one slice overlaps with sending
   // another. 0: no slicing; kAutomaticSlices: chosen from the cost of the links. Does not change results.
@@ -52,12 +52,12 @@ struct ReducerOptions {
   // concurrently must share a stream, so that all ranks run their exchanges in the order in which they were
   // enqueued.
   Stream stream = {};
-  // Each rank needs only the mean of its part (see owned()). A wire format then uses a reduce-scatter, half
-  // an allreduce; other codecs leave the mean on every rank.
+  // Whether each rank needs only the mean of its part (see owned()). A wire format then uses a
+  // reduce-scatter, which sends half of an allreduce's bytes; other codecs leave the mean on every rank.
   bool sharded = false;
-  // With `sharded`: memory for the gradients of this many buckets, which buckets use in turn; 0: for all
-  // buckets. The mean of this rank's part is then in shard(), and gradients must become ready in tensor
-  // order.
+  // With `sharded`: the number of buckets for whose gradients there is memory, which buckets use in turn; 0:
+  // memory for all buckets. With slots, shard() holds the mean of this rank's part, and gradients must become
+  // ready in tensor order.
   int slots = 0;
   // The first tensor of each block; buckets do not split blocks. Empty: any tensor may begin a bucket. With
   // slots, an op must not write gradients of two blocks.
@@ -71,7 +71,8 @@ struct ReducerOptions {
 
 class Reducer {
  public:
-  // Collective: every rank passes the same tensors, spec and options. `comm` must outlive the reducer.
+  // Creates a reducer. Collective: every rank passes the same tensors, spec and options. `comm` must outlive
+  // the reducer.
   Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<GradientTensor> tensors,
           ReducerOptions options);
   ~Reducer();
@@ -80,19 +81,21 @@ class Reducer {
   int tensors() const { return static_cast<int>(tensors_.size()); }
   // Returns the address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
   float* gradient(int i) const;
-  // The flat buffer of all gradients, and tensor i's offset in it, in elements. Gaps between tensors
-  // (alignment) are always zero, so an optimizer may process the whole buffer at once. With slots the buffer
-  // holds only the slots, and gradient(i) may be written once the gradients of all earlier buckets are ready.
+  // Return the flat buffer of all gradients, and the offset of tensor i in this buffer, in elements. Gaps
+  // between tensors (alignment) are always zero, so an optimizer may process the whole buffer at once. With
+  // slots the buffer holds only the slots, and gradient(i) may be written once the gradients of all earlier
+  // buckets are ready.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
-  int64_t elements() const { return layout_.elements; }  // elements of the flat buffer, gaps included
+  int64_t elements() const { return layout_.elements; }  // size of the flat buffer, including gaps
   // Returns the elements of the flat buffer that hold the mean after wait(): all of them or, if sharded, this
   // rank's shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
-  // With slots: the mean of the ranges of owned(), without gaps, from wait() until the next step. Otherwise
-  // empty.
+  // Returns, with slots, the mean of the ranges of owned(), without gaps. Valid from wait() until the next
+  // step. Empty without slots.
   const Buffer& shard() const { return shard_; }
-  // Bucket ranges; the same on every rank. owned() is ranges()[b].begin plus the shards of the lower ranks.
+  // Returns the buckets' ranges, the same on every rank. The range of bucket b in owned() begins at
+  // ranges()[b].begin plus the sizes of the lower ranks' shards.
   const std::vector<BucketRange>& ranges() const { return layout_.buckets; }
   int bucket_of(int tensor) const;
   int64_t largest_bucket() const;  // in elements
@@ -102,39 +105,40 @@ class Reducer {
   // is reduced in place if its tensors have the same layout there as in the flat buffer, without a gap after
   // the last tensor (an alignment of 1 leaves no gaps). Any other bucket, and any bucket with 16-bit
   // gradients, is copied into a buffer when it is full and out of it after the reduction. That buffer is the
-  // flat one or, without own_gradients, one or two that buckets use in turn. If sharded, only the owned()
-  // part is copied out. Call only between steps. Costs a comparison per tensor if no address has changed;
-  // otherwise blocks until work in flight, which uses the old addresses, is done.
+  // flat buffer or, without own_gradients, one of one or two buffers that buckets use in turn. If sharded,
+  // only the owned() part is copied out. May be called only between steps. Compares one address per tensor if
+  // no address has changed; otherwise blocks until work in flight, which uses the old addresses, is done.
   void adopt(std::span<void* const> gradients);
   // Returns how many of buckets() are reduced in place, without a copy.
   int buckets_in_place() const;
 
-  // Marks tensor i's gradient as complete at this point of `producer`. Call once per tensor and step.
+  // Marks tensor i's gradient as complete at this point of `producer`. Must be called once per tensor and
+  // step.
   void ready(int i, const Stream& producer);
   // Makes later work on `consumer` see averaged gradients. Throws BadInput that names the tensors that were
   // not ready.
   void wait(const Stream& consumer);
-  // Makes later work on `consumer` see this bucket's averaged gradients; every gradient must be ready. The
+  // Makes later work on `consumer` see this bucket's averaged gradients. Every gradient must be ready. The
   // step still ends with wait(). Needs options.single_waits.
   void wait_for(int bucket, const Stream& consumer);
   // Sets the order in which buckets are exchanged from the next step on: a permutation, the same on every
-  // rank. A full bucket waits for the buckets that precede it. Call between steps, or when every gradient of
-  // a step is ready. Not with slots.
+  // rank. A full bucket waits for the buckets that precede it in this order. May be called between steps, or
+  // when every gradient of a step is ready. Not supported with slots.
   void launch_in(std::vector<int> order);
 
-  // A step can be captured in a graph (runtime/device/graph.h): from step steady_from() on, ready() and
-  // wait() enqueue the same work in each step. A graph that was captured and launched in one step can be
-  // launched in place of a later step's calls. Call replayed() after each such launch, with the step in which
-  // the graph was captured; that step's stats are then the later step's. Steps repeat with period(), so a
-  // graph can replace only steps with the same remainder: with a period of 2, one captured in an even step
-  // can replace even steps.
+  // Return the first step that can be captured in a graph (runtime/device/graph.h), and the period of steps.
+  // From step steady_from() on, ready() and wait() enqueue the same work in each step. A graph that was
+  // captured and launched in one step can be launched in place of a later step's calls. replayed() must be
+  // called after each such launch, with the step in which the graph was captured. The stats of the captured
+  // step are then the stats of the later step. Steps repeat with period(), so a graph can replace only steps
+  // with the same remainder: with a period of 2, a graph captured in an even step can replace even steps.
   int64_t steady_from() const;
   int64_t period() const;
   void replayed(int64_t captured);
 
-  // Returns the steps begun: calls of wait() and replayed(), plus the steps given to resume_at().
+  // Returns the number of steps begun: calls of wait() and replayed(), plus the steps given to resume_at().
   int64_t steps() const { return step_; }
-  // Continues after `steps` steps, with a checkpoint's tensor_state(). Call only between steps.
+  // Continues after `steps` steps, with a checkpoint's tensor_state(). May be called only between steps.
   void resume_at(int64_t steps);
   // Returns the statistics of step `step`, counted from 0, which must be one of the last kStatsKept. The
   // consumer stream must have passed its wait() (synchronize it, or an event recorded after it). All zero in
@@ -169,20 +173,20 @@ class Reducer {
     ElementRange owned;  // range owned by this rank; offsets from the bucket's start
     int64_t packed = 0;  // with slots: offset of `owned` in shard_
     size_t lane = 0;
-    Event reduced;  // with single_waits
+    Event reduced;  // end of the reduction; only with single_waits
 
     // The current step.
     int ready = 0;
     std::vector<Stream> producers;
     bool is_full() const { return ready == tensors(); }
   };
-  // A stream that processes buckets one after the other.
+  // A stream that processes buckets one after another.
   struct Lane {
     Stream stream = {};
     size_t workspace_bytes = 0;
     Buffer workspace = {};
     Buffer staging = {};  // without own_gradients: for adopted gradients not reduced in place
-    Event joined = {};    // end of the step; the first lane waits for it
+    Event joined = {};    // end of the step on this lane; the first lane waits for this event
     bool behind = true;   // has not waited yet for the end of the previous step on all lanes
   };
   Lane& lane_of(const Bucket& b) { return lanes_[b.lane]; }
@@ -219,7 +223,7 @@ class Reducer {
   const ReducerOptions options_;
   const GradientLayout layout_;
   Buffer gradients_, device_step_;
-  Buffer shard_;                 // with slots
+  Buffer shard_;                 // see shard(); empty without slots
   std::vector<Event> taken_;     // [slot]: the gradients are reduced and the mean is in shard_
   std::vector<void*> adopted_;   // [tensor]; empty: gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1

@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// Returns "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
+// Returns a text such as "schedule two_shot (fastest: 1.2 ms predicted, ring 1.9 ms)" for each allreduce.
 std::string plan_text(const Codec& codec) {
   std::string text;
   for (const PlannedAllreduce& p : codec.plan()) {

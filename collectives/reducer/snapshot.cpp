@@ -11,7 +11,7 @@
 namespace gradwire {
 namespace {
 
-// Keeps enough partial sums for the compiler to use vector registers.
+// Returns the sum of squares. Uses enough partial sums for the compiler to use vector registers.
 double sum_of_squares(const float* values, size_t count) {
   constexpr size_t kLanes = 16;
   std::array<double, kLanes> sums{};

@@ -1,5 +1,5 @@
-// Adopted gradients, in the caller's memory: reduced in place, or copied into and out of the reducer's
-// memory.
+// Adopted gradients, which are in the caller's memory. They are reduced in place, or copied into and out of
+// the reducer's memory.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -51,8 +51,8 @@ float* Reducer::gradient(int i) const {
   return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
 }
 
-// Returns the bucket's place in the reducer's memory. The buckets of a lane share one buffer, as large as the
-// largest of them.
+// Returns the bucket's address in the reducer's memory. The buckets of a lane share one buffer, which is as
+// large as the largest bucket.
 float* Reducer::staging_of(const Bucket& bucket) {
   if (gradients_) return memory_of(static_cast<size_t>(&bucket - buckets_.data()));
   Lane& lane = lane_of(bucket);
@@ -72,7 +72,7 @@ float* Reducer::common_base(const Bucket& bucket) const {
   for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
     if (tensors_[i].count() == 0) continue;
     if (tensors_[i].dtype != DType::f32) return nullptr;
-    // Integers, because subtracting pointers into different allocations is undefined.
+    // Compute with integers, because subtracting pointers into different allocations is undefined.
     uintptr_t start = reinterpret_cast<uintptr_t>(adopted_[i]) - 4 * (layout_.offsets[i] - bucket.begin);
     if (base == 0) base = start;
     if (start != base) return nullptr;

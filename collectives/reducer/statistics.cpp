@@ -18,7 +18,7 @@ ReducerStats StepMarks::stats(bool timing) const {
     stats.decompress_ms += b.ms(Phase::decompress);
   }
   std::sort(spans.begin(), spans.end());  // buckets may have run in another order
-  double until = 0;  // end of the latest bucket so far, relative to the begin of the first
+  double until = 0;                       // latest end of a bucket so far, in ms since the first bucket began
   for (const auto& [begin, end] : spans) {
     stats.comm_ms += std::max(0.0, end - std::max(begin, until));
     until = std::max(until, end);

@@ -13,8 +13,8 @@ namespace gradwire {
 
 // Statistics of one step.
 struct ReducerStats {
-  uint64_t wire_bytes = 0;  // sent by this rank, measured at the transport
-  // The bytes that this rank would have sent in FP32, with the requested schedule or the one that `auto`
+  uint64_t wire_bytes = 0;  // bytes that this rank sent, measured at the transport
+  // The bytes that this rank would have sent in FP32, with the requested schedule or the schedule that `auto`
   // chooses for FP32.
   uint64_t dense_bytes = 0;
   // Time in which any bucket was in progress on the reducer's streams, including compression.
@@ -38,11 +38,12 @@ struct StepMarks {
   std::deque<BucketPhases> buckets;  // a deque, so that elements do not move
   size_t first = 0;                  // the first bucket launched
   Event wait_begin, wait_end;
-  // Before the first bucket and after the last. Written on the reducer's stream, read after wait_end.
+  // Bytes sent before the first bucket and after the last bucket. Written on the reducer's stream, read after
+  // wait_end.
   std::shared_ptr<std::array<uint64_t, 2>> bytes_sent = std::make_shared<std::array<uint64_t, 2>>();
 
-  // Returns the statistics except dense_bytes, and without `timing` only the bytes. Valid once the marks are
-  // done.
+  // Returns the statistics except dense_bytes. Without `timing` returns only wire_bytes. Valid once the marks
+  // are done.
   ReducerStats stats(bool timing) const;
 };
 

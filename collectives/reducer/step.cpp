@@ -39,7 +39,7 @@ void Reducer::ready(int i, const Stream& producer) {
     launch(launched_++);
   const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
   if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
-    producer.wait(taken_[next % slots()]);  // the next bucket reuses this memory
+    producer.wait(taken_[next % slots()]);  // the next bucket reuses the slot's memory
   }
 }
 
@@ -185,7 +185,7 @@ void Reducer::count_bytes(StepMarks& marks, int which) {
   if (stream_.device().is_host()) {
     stream_.submit(count);
   } else {
-    count();  // CUDA transports count on enqueuing
+    count();  // CUDA transports count bytes when work is enqueued
   }
 }
 
