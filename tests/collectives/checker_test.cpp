@@ -1,4 +1,4 @@
-// The checker of schedules: it names each violation, and agrees with execution.
+// Tests of the schedule checker: the checker names each violation and agrees with execution.
 #include "collectives/schedule/checker.h"
 
 #include <fmt/format.h>
@@ -16,14 +16,14 @@ namespace gradwire {
 namespace {
 
 #ifdef GRADWIRE_SANITIZED
-constexpr int kMutatedRanks = 24, kMutations = 600;  // ten times slower, on one thread
+constexpr int kMutatedRanks = 24, kMutations = 600;  // fewer, because sanitizer builds are ten times slower
 #else
 constexpr int kMutatedRanks = 64, kMutations = 4000;
 #endif
 
 using Rule = CheckReport::Rule;
 
-// Returns the first step of a kind in a round.
+// Returns the rank's first step of this kind in this round.
 Step& first(Schedule& s, int rank, int round, Step::Kind kind) {
   auto& steps = s.rounds[rank][round];
   return *std::find_if(steps.begin(), steps.end(), [&](const Step& step) { return step.kind == kind; });
@@ -73,7 +73,7 @@ TEST(Checker, NamesEachViolation) {
   first(s, 1, 1, Step::Kind::recv_reduce).kind = Step::Kind::recv_copy;
   expect_violation(s, Rule::result, "contributions of rank");
 
-  // Both ends agree on one more contribution, after rank 1 has sent its sum.
+  // Both ends agree on an additional contribution that arrives after rank 1 has sent its sum.
   s = ring(4);
   s.rounds[0][1].push_back({Step::Kind::send, 1, 0});
   s.rounds[1][1].push_back({Step::Kind::recv_reduce, 0, 0});
@@ -109,13 +109,13 @@ TEST(Checker, DetectsWastedBytesAndFalseClaims) {
   s.lossy_steps = 2;
   expect_violation(s, Rule::rounding, "declares 2 lossy steps with the wire on every link, takes 4");
 
-  // Too many messages at once for the kernel that adds them.
+  // This world sends more messages at once than the adding kernel accepts.
   EXPECT_TRUE(check(two_shot(kMaxInputs + 1)).ok);
   expect_violation(two_shot(kMaxInputs + 2), Rule::rounding, "a hop adds 65 messages at once");
 }
 
 TEST(Checker, DetectsABroadcastThatEntersANodeTwice) {
-  // Rank 2 gets the buffer from rank 0 instead of from its neighbour in the node.
+  // Rank 2 gets the buffer from rank 0 instead of from its neighbour in the same node.
   Schedule s = broadcast(ScheduleKind::hierarchical, 4, 0, {.nodes = 2});
   EXPECT_TRUE(check(s).ok);
   for (int c = 0; c < s.chunks; ++c) {
@@ -136,8 +136,8 @@ TEST(Checker, DetectsABroadcastThatEntersANodeTwice) {
 }
 
 TEST(Checker, DetectsAValueThatOnlySomeRanksWouldRound) {
-  // Two nodes of two. Rank 0 owns the only chunk and sends the result inside its node before the result
-  // crosses to the other.
+  // The schedule has two nodes of two ranks. Rank 0 owns the only chunk and sends the result inside its node
+  // before sending it to the other node.
   Schedule s;
   s.kind = ScheduleKind::hierarchical;
   s.world = 4;
@@ -157,7 +157,7 @@ TEST(Checker, DetectsAValueThatOnlySomeRanksWouldRound) {
                    "round 2: rank 0 sends chunk 0 to rank 2 to another node, after it was sent unrounded");
 }
 
-// The checker rejects exactly the schedules that fail in execution.
+// Expects the checker to reject exactly the schedules that fail in execution.
 TEST(Checker, AgreesWithExecutionOnThousandsOfMutations) {
   std::mt19937_64 random(20240607);
   std::map<std::string, int> harmful, harmless;
@@ -166,7 +166,7 @@ TEST(Checker, AgreesWithExecutionOnThousandsOfMutations) {
     std::string what = fmt::format("{} {} of {}", name(s.collective), name(s.kind), s.world);
     std::string change = testing::Mutator(s, random).mutate();
     int changes = 1;
-    // Sometimes makes a second change, which may hide the first.
+    // Sometimes makes a second change, which may cancel the first change.
     if (random() % 4 == 0 && check(s).correct) testing::Mutator(s, random).mutate(), ++changes;
     CheckReport report = check(s);
     auto wrong = testing::Interpreter(s, i).run();
@@ -184,8 +184,8 @@ TEST(Checker, AgreesWithExecutionOnThousandsOfMutations) {
         "chunk changed on both sides", "dropped on both sides", "add and copy exchanged"}) {
     EXPECT_GE(harmful[change], kMutations / 80) << change;
   }
-  // Order inside a round is irrelevant, and sending a result twice only wastes bytes: these must not be
-  // rejected.
+  // The order inside a round is irrelevant, and sending a result twice only wastes bytes. The checker must
+  // accept such changes.
   EXPECT_GE(harmless["swapped in a round"], kMutations / 80);
   for (const auto& [change, times] : harmful) RecordProperty(change + ", harmful", times);
   for (const auto& [change, times] : harmless) RecordProperty(change + ", harmless", times);

@@ -1,4 +1,4 @@
-// Error feedback conserves gradients: checked on all ranks of a group.
+// Checks on all ranks of a group that error feedback conserves gradients.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,8 @@
 
 namespace gradwire::testing {
 
-// Ranks per node for hierarchical schedules: the smallest divisor of the world size above one.
+// Returns the number of ranks per node for hierarchical schedules: the smallest divisor of the world size
+// above one.
 inline int ranks_per_node(int world) {
   for (int ranks = 2; ranks < world; ++ranks) {
     if (world % ranks == 0) return ranks;
@@ -18,9 +19,10 @@ inline int ranks_per_node(int world) {
   return 1;
 }
 
-// Returns how far residuals of this squared norm, over ranks and steps, may deviate from residuals in FP32.
-// Errors of single encodes are independent with mean 0, so their squares add up. Stochastic rounding doubles
-// the square of a format's error. A factor of 2 in the norm allows for residuals that are not Gaussian.
+// Returns the tolerance for rounded residuals relative to FP32 residuals. `squares` is the residuals' squared
+// norm, summed over ranks and steps. Errors of single encodes are independent with mean 0, so their squares
+// add up. Stochastic rounding doubles the square of a format's error. A factor of 2 in the norm allows for
+// residuals that are not Gaussian.
 inline double kept_rounding(const std::string& spec, double squares) {
   return 2 * std::sqrt(2 * CompressionSpec::parse(spec).residual->gaussian_error * squares);
 }
@@ -32,15 +34,15 @@ inline double squared_norm(const std::vector<float>& x) {
 }
 
 // Checks conservation: the sum of all inputs, over ranks and steps, equals the sum of the applied results
-// plus the residuals, to FP32 rounding; with residual=bf16|int8, plus the error of stochastic rounding in
-// each step. Also checks that all ranks have the same bits after every step, and that residuals do not grow
-// in long runs.
+// plus the residuals. The tolerance is FP32 rounding and, with residual=bf16|int8, the error of stochastic
+// rounding in each step. Also checks that all ranks have the same bits after every step, and that residuals
+// do not grow in long runs.
 inline void expect_conservation(Device device, const std::string& spec, int world, int steps) {
   std::vector<std::vector<double>> input(world), applied(world);
   std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
-  // Squared norms of the residuals: of the first step, and of all steps.
+  // Squared norms of each rank's residual in the first step, and summed over all steps.
   std::vector<double> first_kept(world), kept(world);
-  double kept_halfway = 0, kept_last = 0;  // on rank 0
+  double kept_halfway = 0, kept_last = 0;  // squared norms of rank 0's residual
   const bool rounded = !CompressionSpec::parse(spec).residual->exact;
   run_ranks(world, device, [&](Communicator& comm) {
     int r = comm.rank();

@@ -1,5 +1,5 @@
-// Properties of every compression spec: it loses nothing over many steps, keeps ranks bit-identical, and
-// contains non-finite or extreme gradients.
+// Properties of every compression spec: no gradient is lost over many steps, ranks stay bit-identical, and
+// non-finite or extreme gradients are contained.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -42,14 +42,14 @@ std::string case_name(const ::testing::TestParamInfo<SpecCase>& info) {
 
 class EverySpec : public ::testing::TestWithParam<SpecCase> {};
 
-// Returns the number of steps per world. The bound is relative to the sum of all inputs, so a loss
-// proportional to each step shows in any number of steps. Long runs find errors that accumulate, which does
-// not depend on the number of ranks; twelve steps suffice for codecs that start late (start=5) or alternate.
-// The cost of a ring's step is quadratic in the number of ranks.
+// Returns the number of steps per world. The bound is relative to the sum of all inputs, so any number of
+// steps reveals a loss in each step. Long runs find accumulating errors, which do not depend on the number of
+// ranks. Twelve steps suffice for codecs that start late (start=5) or alternate. The cost of a ring's step is
+// quadratic in the number of ranks.
 std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::string& spec) {
 #ifdef GRADWIRE_SANITIZED
-  // Sanitizers check memory and ordering, not drift. Each spec gets two worlds of five, chosen in rotation,
-  // so that each schedule and each codec runs in all of them.
+  // Sanitizers check memory and ordering, not drift. Each spec gets two of the five worlds in rotation, so
+  // that each schedule and each codec runs in all worlds.
   if (!testing::full_sweeps()) {
     const auto all = example_specs_with_schedules();
     const auto i = static_cast<size_t>(std::find(all.begin(), all.end(), spec) - all.begin());
@@ -72,7 +72,7 @@ TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   }
 }
 
-// Formats with large encode errors, in the schedule and world that encode partial sums most often.
+// Tests formats with large encode errors, in the schedule and world that encode partial sums most often.
 TEST(ErrorFeedback, KeepsABoundedResidualInARingOfEight) {
   for (const char* spec :
        thinned<const char*>({"terngrad:dense=off", "qsgd:bits=4,block=128", "sign:dense=off",
@@ -97,7 +97,8 @@ INSTANTIATE_TEST_SUITE_P(Over, EverySpec,
 
 class HardGradients : public ::testing::TestWithParam<Device> {};
 
-// At ranks 1 and 2, where torch's hook permanently turns a zero gradient into NaN.
+// Tests PowerSGD's ranks 1 and 2 in particular, at which PyTorch's hook permanently turns a zero gradient
+// into NaN.
 TEST_P(HardGradients, ZeroFirstGradientsGiveNoNanAndRecover) {
   for (const char* spec :
        thinned({"powersgd:rank=1", "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=4,wire=bf16",
@@ -110,7 +111,7 @@ TEST_P(HardGradients, ZeroFirstGradientsGiveNoNanAndRecover) {
       for (int s = 0; s < 3; ++s) {
         for (float v : rank.step(zeros)) ASSERT_EQ(v, 0.0f) << spec;
       }
-      // Repeats the same gradient: error feedback must eventually apply all of it.
+      // Repeats the same gradient. Error feedback must eventually apply the whole gradient.
       auto gradients = gradients_for(rank.tensors, 7);  // the same on every rank
       auto wanted = flat(rank, gradients);
       std::vector<double> applied(wanted.size(), 0.0), difference(wanted.size());
@@ -125,7 +126,7 @@ TEST_P(HardGradients, ZeroFirstGradientsGiveNoNanAndRecover) {
       double size = norm(std::vector<double>(wanted.begin(), wanted.end()));
       for (size_t i = 0; i < wanted.size(); ++i) difference[i] = applied[i] / kSteps - wanted[i];
       EXPECT_LT(norm(difference) / size, 0.6) << spec;
-      for (int t : {1, 2, 6, 8}) {  // every compressed matrix moved, not only the vectors
+      for (int t : {1, 2, 6, 8}) {  // every compressed matrix changed, not only the vectors
         double moved = 0;
         for (int64_t i = 0; i < count_of(rank.tensors[t]); ++i)
           moved += std::abs(applied[rank.reducer.offset(t) + i]);
@@ -152,7 +153,8 @@ TEST_P(HardGradients, FrozenLayersStayZeroAndDoNotAffectOthers) {
   }
 }
 
-// A NaN on one rank reaches that tensor's result on every rank and nothing else. It is gone in the next step.
+// Expects a NaN on one rank to reach only that tensor's result, on every rank, and to be gone in the next
+// step.
 TEST_P(HardGradients, ContainsANanForOneStep) {
   for (float poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
     for (const char* spec : thinned<const char*>(
@@ -189,13 +191,13 @@ TEST_P(HardGradients, ContainsANanForOneStep) {
   }
 }
 
-// Zeros, denormals, values whose sum almost overflows, NaN and Inf, in tensors of one element and of odd
-// sizes: every spec continues with the same bits on all ranks, and its next result is finite.
+// Tests zeros, denormals, values whose sum almost overflows, NaN and Inf, in tensors of one element and of
+// odd sizes. Every spec continues with the same bits on all ranks, and its next result is finite.
 TEST_P(HardGradients, EverySpecContinuesAfterHardGradients) {
   for (const std::string& spec : thinned(example_specs(), 16)) {
     SCOPED_TRACE(spec);
     std::vector<std::vector<float>> last(2);
-    // PowerSGD multiplies: a product with kept factors that overflows would overflow again in the next step.
+    // PowerSGD's products with stored factors would overflow again in the next step.
     const float huge = spec.starts_with("powersgd") ? 1e36f : 1e38f;
     run_ranks(2, GetParam(), [&](Communicator& comm) {
       Rank rank(comm, spec, model(), 1 << 20);

@@ -1,5 +1,5 @@
-// A non-finite gradient stays in its tensor. For every spec, the results and residuals of other tensors are
-// unchanged bit for bit, and the finite elements of the same tensor lose nothing.
+// A non-finite gradient affects only its tensor. For every spec, the results and residuals of other tensors
+// are unchanged bit for bit, and the finite elements of the same tensor are conserved.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -39,13 +39,13 @@ struct Poison {
   int rank = 0;
 };
 
-// Matrices and vectors whose borders are anywhere in a block, some shorter than one.
+// Returns matrices and vectors that start and end anywhere in a block. Some tensors are shorter than a block.
 std::vector<GradientTensor> tensors() {
   return {{"a", {61, 45}}, {"bias", {37}},  {"b", {40, 33}}, {"tiny", {3, 3}},
           {"one", {1}},    {"c", {70, 31}}, {"d", {1500}},   {"e", {64, 40}}};
 }
 
-// Each rank's result and residual of one step, after two earlier steps, by tensor.
+// Results, residuals and gradients of the third step, and the residuals before that step.
 struct Outcome {
   std::vector<std::vector<std::vector<float>>> result, residual, before, gradient;  // [rank][tensor][element]
 };
@@ -75,7 +75,8 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
                .sharded = layout == Layout::sharded});
     for (int s = 0; s < 3; ++s) {
       auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + comm.rank() + 1));
-      // All other elements of these are 0: a format's scale is that of the sum's finite values.
+      // The poisoned elements are 0 on all other ranks and in all other steps, because a format's scale is
+      // that of the sum's finite values.
       const bool now = s == 2 && comm.rank() == poison.rank && !clean;
       for (size_t i : poison.elements) gradients[poison.tensor][i] = now ? poison.value : 0.0f;
       if (s == 2) {
@@ -84,7 +85,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
       }
       auto flat = rank.step(gradients);
       if (s < 2) continue;
-      // With a sharded reducer, only the owned part is the mean; the rest is unspecified.
+      // With a sharded reducer, only the owned ranges contain the mean. Other elements are unspecified.
       if (layout == Layout::sharded) {
         std::vector<float> owned(flat.size(), 0.0f);
         for (const ElementRange& part : rank.reducer.owned()) {
@@ -101,7 +102,7 @@ Outcome run(Device device, const std::string& spec, int world, Layout layout, co
   return all;
 }
 
-// Returns the mean; with a sharded reducer, from the rank that owns the element.
+// Returns an element's mean. With a sharded reducer, takes the mean from the rank that owns the element.
 float mean_of(const Outcome& o, Layout layout, size_t tensor, size_t element) {
   float mean = o.result[0][tensor][element];
   for (size_t r = 1; layout == Layout::sharded && r < o.result.size(); ++r) {
@@ -111,9 +112,8 @@ float mean_of(const Outcome& o, Layout layout, size_t tensor, size_t element) {
   return mean;
 }
 
-// Returns whether a NaN of one tensor may change values of another: through the places of a block; through
-// the scale of a block of factors or of chosen values, of which a whole row or another value becomes NaN; or
-// through the scale of residuals in int8.
+// Returns whether a NaN in one tensor may change values of another tensor. Possible ways are the selected
+// positions in a block, the scale of a block of factors or chosen values, and the scale of int8 residuals.
 bool shares(const CompressionSpec& spec) {
   const bool summed = spec.method != CompressionSpec::Method::wire;
   return spec.wire->selects || (!spec.residual->exact && spec.residual->granularity > 8) ||
@@ -198,8 +198,8 @@ std::vector<std::string> all_specs() {
 
 class Containment : public ::testing::TestWithParam<Device> {};
 
-// Rotates through schedules, worlds, layouts, places and values for each spec; GRADWIRE_FULL_SWEEPS=1 tests
-// more of them.
+// Rotates through schedules, worlds, layouts, positions and values for each spec. GRADWIRE_FULL_SWEEPS=1
+// tests more combinations.
 TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   const std::vector<std::string> schedules = {"ring", "two_shot", "tree", "hierarchical"};
   const auto shapes = tensors();
@@ -241,8 +241,8 @@ TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
   RecordProperty("cases", static_cast<int>(cases));
 }
 
-// A state from another layout may have residuals at the ends of tensors, which are averaged separately, as
-// dense tensors are.
+// Expects residuals of tensor ends and of dense tensors to be sent. A state from another layout may have such
+// residuals, although both are averaged separately in FP32.
 TEST_P(Containment, SendsLoadedResidualsOfTensorEndsAndDenseTensors) {
   constexpr int kWorld = 2, kSteps = 2;
   for (const std::string spec : {"int8", "int8:residual=int8", "int4", "int4:residual=bf16", "mxfp8",

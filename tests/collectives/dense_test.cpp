@@ -1,4 +1,4 @@
-// dense=: named tensors are averaged in FP32; the others are unaffected.
+// dense=: named tensors are averaged in FP32, and other tensors are unaffected.
 #include "collectives/codec/dense.h"
 
 #include <fmt/format.h>
@@ -23,7 +23,7 @@ using testing::run_ranks;
 class DenseTensors : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(DenseTensors);
 
-// Rank 0's results of three steps by tensor, and the number of bytes it sent in the last step.
+// Rank 0's results of three steps by tensor, and the number of bytes that rank 0 sent in the last step.
 struct Averages {
   std::vector<std::vector<float>> tensors;
   uint64_t wire_bytes = 0;
@@ -72,8 +72,8 @@ TEST_P(DenseTensors, HaveTheBitsOfAnFp32Allreduce) {
   }
 }
 
-// A tensor that shares a block with dense tensors is compressed as if those were zero. In another block, it
-// is compressed as without dense=.
+// Expects a tensor that shares a block with dense tensors to be compressed as if the dense tensors were zero.
+// In another block, the tensor is compressed as without dense=.
 TEST_P(DenseTensors, DoNotAffectOtherTensors) {
   const Averages plain = averages_of(GetParam(), "bf16:schedule=two_shot");
   const Averages dense = averages_of(GetParam(), "bf16:schedule=two_shot,dense=auto");
@@ -101,8 +101,8 @@ TEST_P(DenseTensors, BucketsOfDenseTensorsOnlyAreAnFp32Allreduce) {
   EXPECT_EQ(all.wire_bytes, fp32.wire_bytes);
 }
 
-// Returns rank 0's mean of a vector of BF16 values in a bucket with a matrix, and the number of bytes that it
-// sent. The gradients are given as `dtype`.
+// Returns rank 0's mean of a vector of BF16 values in a bucket with a matrix, and the number of bytes that
+// rank 0 sent. `dtype` is the type of the gradients.
 std::pair<std::vector<uint16_t>, uint64_t> mean_of_bf16(const std::string& spec, DType dtype,
                                                         int64_t bucket_bytes) {
   std::vector<uint16_t> mean;
@@ -142,8 +142,8 @@ TEST(Dense, SendsBf16GradientsAsBf16WithTheBitsOfTheRoundedMean) {
       const auto [wide, wide_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::f32, bucket_bytes);
       const auto [narrow, narrow_bytes] = mean_of_bf16(spec + "schedule=two_shot", DType::bf16, bucket_bytes);
       EXPECT_EQ(narrow, wide) << spec;
-      // A rank sends three quarters of the vector to the other ranks for addition, and the means of its
-      // quarter to each of the three.
+      // A rank sends three quarters of the vector to the other ranks for addition, and the mean of its
+      // quarter to each of the three other ranks.
       EXPECT_NEAR(static_cast<double>(wide_bytes - narrow_bytes), 2 * 0.75 * 300 * 2, 64)
           << spec << bucket_bytes;
     }

@@ -9,7 +9,7 @@
 
 namespace gradwire {
 
-// Returns a spec of every codec and option.
+// Returns at least one spec for every codec and option.
 inline std::vector<std::string> example_specs() {
   std::vector<std::string> all = format_specs();
   for (Wire wire : wire_formats()) {
@@ -44,8 +44,8 @@ inline std::vector<std::string> example_specs() {
   return all;
 }
 
-// Returns example_specs() with every schedule. Specs that differ only in rounding or in the wire format of a
-// codec have the same exchanges: each of these gets one schedule, in turns.
+// Returns example_specs() with every schedule. Specs that differ only in rounding or in a codec's wire format
+// have the same exchanges, so each of these specs gets only one schedule, in rotation.
 inline std::vector<std::string> example_specs_with_schedules() {
   const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
   std::vector<std::string> all = {

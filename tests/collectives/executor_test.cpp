@@ -1,4 +1,4 @@
-// Execution of wrong schedules, missing ranks, and ranks that disagree, between threads.
+// Execution, between threads, of wrong schedules, with missing ranks, and with ranks that disagree.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -21,7 +21,8 @@ using testing::expect_has;
 using testing::run_once;
 using testing::run_ranks;
 
-// Execution agrees with the checker: correct schedules give the sum, wrong ones an error or a wrong sum.
+// Expects execution to agree with the checker: correct schedules give the sum, and wrong schedules give an
+// error or a wrong sum.
 TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
   std::mt19937_64 random(7);
   int right = 0, wrong = 0;
@@ -43,7 +44,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
     }
     std::string failure;
     try {
-      // A wrong schedule may hang; a correct one may be slow.
+      // A wrong schedule may hang, and a correct schedule may be slow.
       run_ranks(s.world, Device::host(), std::chrono::milliseconds(report.correct ? 20000 : 30),
                 [&](Communicator& comm) {
                   Stream stream = Stream::create(Device::host(), "test");
@@ -67,7 +68,7 @@ TEST(Executor, AgreesWithTheCheckerOnMutatedSchedules) {
 TEST(LocalTransport, NamesAMissingRankWithinTheDeadline) {
   try {
     run_ranks(3, Device::host(), std::chrono::milliseconds(200), [&](Communicator& comm) {
-      if (comm.rank() == 2) return;  // never takes part
+      if (comm.rank() == 2) return;  // rank 2 never takes part
       Stream stream = Stream::create(Device::host(), "test");
       std::vector<float> data(100, 1.0f);
       Program program(comm.transport(), ring(3), {data.data(), data.data(), nullptr, 100},
@@ -80,7 +81,7 @@ TEST(LocalTransport, NamesAMissingRankWithinTheDeadline) {
   }
 }
 
-// Rank 2 of 4 makes a different third call. No rank waits for the deadline.
+// Expects an immediate error when rank 2 of 4 makes a different third call. No rank waits for the deadline.
 TEST(LocalTransport, ReportsRanksThatDisagree) {
   using Options = Program::Options;
   auto disagree = [](const char* says, const std::function<void(int64_t&, Schedule&, Options&)>& change) {

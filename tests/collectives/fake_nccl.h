@@ -1,6 +1,6 @@
-// NCCL's functions over host memory: the communicators belong to threads of one process, and groups run on
-// host streams. Like NCCL, they wait for a peer until the communicator is aborted; then the data is garbage,
-// and the stream continues as if nothing had happened.
+// NCCL's functions over host memory. The communicators belong to threads of one process, and groups run on
+// host streams. As in NCCL, operations wait for a peer until the communicator is aborted. After an abort, the
+// data is garbage, and the stream continues without an error.
 #pragma once
 
 #include <fmt/format.h>
@@ -29,7 +29,7 @@ namespace gradwire::testing {
 struct FakeWire {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes;  // (from, to)
+  std::map<std::pair<int, int>, std::deque<std::vector<char>>> boxes;  // messages by (from, to)
 };
 
 struct FakeComm {
@@ -42,12 +42,13 @@ struct FakeComm {
   std::atomic<bool> stopped{false};
   std::atomic<int> aborted{0}, finalized{0}, destroyed{0}, revoked{0}, groups{0};
   std::atomic<int> sends{0}, receives{0}, all_reduces{0};
-  std::atomic<int> threads{0};           // that NCCL would have created: one per nonblocking group
-  std::atomic<bool> stuck{false};        // if true, a call returns only when the communicator is stopped
-  std::atomic<int> waiting{0};           // calls that have not returned yet
-  std::map<std::thread::id, int> asked;  // calls of ncclCommGetAsyncError by thread; under wire->mutex
+  std::atomic<int> threads{0};  // number of threads that NCCL would have created: one per nonblocking group
+  std::atomic<bool> stuck{false};  // if true, a call returns only when the communicator is stopped
+  std::atomic<int> waiting{0};     // number of calls that have not returned
+  // number of ncclCommGetAsyncError calls by thread; guarded by wire->mutex
+  std::map<std::thread::id, int> asked;
   std::atomic<std::thread::id> aborted_by{};
-  std::string log;  // of the last group: "(s1:4 r2:8)"
+  std::string log;  // transfers of the last group: "(s1:4 r2:8)"
 
   ncclComm_t handle() { return reinterpret_cast<ncclComm_t>(this); }
   void stop() {
@@ -69,7 +70,7 @@ inline FakeComm& fake(ncclComm_t comm) {
   return *reinterpret_cast<FakeComm*>(comm);
 }
 
-// A world of fake communicators, destroyed together.
+// A world of fake communicators that are destroyed together.
 struct FakeWorld {
   explicit FakeWorld(int world) {
     auto wire = std::make_shared<FakeWire>();
@@ -131,7 +132,7 @@ inline void run_fake(const std::vector<FakeOperation>& operations) {
   }
 }
 
-// Adds from the last rank to the first, unlike every schedule.
+// Adds up all ranks' values from the last rank to the first, unlike every schedule.
 inline void run_fake_all_reduce(FakeComm& comm, const float* in, float* out, size_t count, bool mean) {
   FakeWire& wire = *comm.wire;
   const float factor = mean ? 1.0f / static_cast<float>(comm.world) : 1.0f;
@@ -162,8 +163,9 @@ inline void run_fake_all_reduce(FakeComm& comm, const float* in, float* out, siz
   std::copy(sum.begin(), sum.end(), out);
 }
 
-// The communicators that shrink() made for the survivors, keyed by the parent's wire; and those of split(),
-// keyed by wire and color. split() waits for all ranks to learn how many ranks a color has.
+// The communicators that shrink() made for survivors, keyed by the parent's wire, and the communicators that
+// split() made, keyed by wire and color. split() waits until all ranks have called it, so that the number of
+// ranks per color is known.
 struct FakeShrinks {
   struct Split {
     std::map<int, std::vector<std::pair<int, int>>> colors;  // (key, rank) of each member
@@ -172,7 +174,7 @@ struct FakeShrinks {
     std::map<int, std::unique_ptr<FakeWorld>> worlds;
   };
   std::mutex mutex;
-  // Kept alive, so that its address is not reused.
+  // The key keeps the parent's wire alive, so that the wire's address is not reused.
   std::map<std::shared_ptr<FakeWire>, std::unique_ptr<FakeWorld>> worlds;
   std::map<std::shared_ptr<FakeWire>, Split> splits;
 };
@@ -315,7 +317,7 @@ inline const NcclApi& fake_nccl() {
   return api;
 }
 
-// Events on host streams.
+// Records the progress of an exchange on a host stream.
 class HostMark final : public ExchangeMark {
  public:
   void begin(const Stream& stream) override {
@@ -341,7 +343,7 @@ class HostCalls : public GpuCalls {
     ++made;
     return std::make_unique<HostMark>();
   }
-  // Allows one capture per object.
+  // Makes a mark for a captured exchange. Allows one capture per object.
   std::unique_ptr<ExchangeMark> make_captured_mark(const Stream& stream) override {
     auto words = std::make_shared<std::array<uint64_t, 2>>();
     if (!launches_) {
@@ -363,7 +365,7 @@ class HostCalls : public GpuCalls {
   std::shared_ptr<std::array<uint64_t, 2>> launches_;
 };
 
-// Returns the settings of a rank over the fake NCCL.
+// Returns a rank's settings for the fake NCCL.
 inline NcclSetup fake_setup(FakeComm& comm, std::chrono::milliseconds timeout = std::chrono::seconds(20),
                             const NcclApi& api = fake_nccl()) {
   return {.api = &api,

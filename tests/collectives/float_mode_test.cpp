@@ -1,4 +1,4 @@
-// Ranks have the same bits even if one of them flushes subnormal numbers to zero.
+// Ranks have the same bits even if one rank flushes subnormal numbers to zero.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -54,7 +54,7 @@ TEST(FloatMode, RanksThatFlushSubnormalNumbersHaveTheSameBits) {
   }
 }
 
-// The calling thread takes part in parallel_for().
+// Tests all threads of parallel_for(), including the calling thread.
 TEST(FloatMode, ParallelForComputesWithSubnormalNumbers) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | kFlush);

@@ -1,4 +1,4 @@
-// Runs a body on every rank of a local group, one thread each, as a training process does.
+// Runs a body on every rank of a local group, with one thread per rank, as a training process does.
 #pragma once
 
 #include <fmt/format.h>
@@ -21,8 +21,8 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Rethrows the lowest rank's error after all ranks have ended. A rank that throws aborts the group, as in the
-// trainer.
+// Runs `body` on every rank. Rethrows the lowest rank's error after all ranks have ended. A rank that throws
+// aborts the group, as in the trainer.
 inline void run_ranks(int world, Device device, std::chrono::milliseconds timeout,
                       const std::function<void(Communicator&)>& body) {
   auto group = Communicator::create_local(std::vector<Device>(world, device), timeout);

@@ -1,4 +1,5 @@
-// Reduce-scatter and all-gather, the halves of an allreduce: together they give its result and lose nothing.
+// Reduce-scatter and all-gather, the halves of an allreduce. Together they give the allreduce's result and
+// conserve the inputs.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -31,8 +32,9 @@ class HalvesTest : public ::testing::TestWithParam<Device> {
   static constexpr int64_t kCounts[] = {0, 1, 7, 64, 1000, 4099};
 };
 
-// With FP32, an allreduce equals its two halves bit for bit: each owner's shard is its part of the result,
-// and the gathered shards are the whole result. Nothing else is written, and the inputs are unchanged.
+// Expects an FP32 allreduce to equal its two halves bit for bit. Each owner's shard is the owner's part of
+// the result, and the gathered shards are the whole result. No other memory is written, and the inputs are
+// unchanged.
 TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   const std::vector<Wire> fp32 = {kFp32};
   for_schedules(thinned({1, 2, 3, 5, 8}), fp32, [&](const Schedule& schedule, Wire) {
@@ -54,7 +56,6 @@ TEST_P(HalvesTest, ReduceScatterThenAllGatherIsAllreduce) {
   });
 }
 
-// Slices change no bit of a half.
 TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   const int64_t count = 20011;
   for (const Schedule& whole : {ring(4), two_shot(4), hierarchical(2, 2)}) {
@@ -81,7 +82,7 @@ TEST_P(HalvesTest, SlicesChangeNoBitOfAHalf) {
   }
 }
 
-// Shards that a caller may choose: uneven, empty, at any alignment, everything on one rank.
+// Returns shards that a caller may choose: uneven, empty, at any alignment, or all elements on one rank.
 std::vector<Shards> odd_shards(int world) {
   std::vector<Shards> all(3);
   for (int r = 0; r < world; ++r) {
@@ -105,8 +106,8 @@ std::vector<float> part(const std::vector<float>& whole, const Shards& shards, i
   return {whole.begin() + begin, whole.begin() + begin + shards[rank]};
 }
 
-// A rank gets the sum of the shard that the caller assigned to it; a two-shot's bits do not depend on the
-// cuts. Gathering the shards gives the same bits to all ranks, also in place.
+// Expects each rank to get the sum of the shard that the caller assigned to the rank. A two-shot's bits do
+// not depend on the shard boundaries. Gathering the shards gives the same bits to all ranks, also in place.
 TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirRange) {
   for (int world : thinned({1, 2, 3, 5, 8})) {
     for (const Shards& shards : odd_shards(world)) {
@@ -136,8 +137,8 @@ TEST_P(HalvesTest, ShardsOfAnySizeGetTheSumOfTheirRange) {
   }
 }
 
-// With every wire that rounds, equal shards and shards of any size: results plus residuals equal the inputs,
-// in a reduce-scatter and in an all-gather. All ranks gather the same bits.
+// Expects results plus residuals to equal the inputs, in a reduce-scatter and in an all-gather. Tests every
+// wire that rounds, with equal shards and with shards of any size. All ranks gather the same bits.
 TEST_P(HalvesTest, LoseNothing) {
   auto check = [&](const Schedule& schedule, const Shards& shards, int64_t count, Program::Options options) {
     const int world = schedule.world;
@@ -212,8 +213,8 @@ TEST_P(HalvesTest, RejectsShardsThatNoScheduleSupports) {
   EXPECT_EQ(error(all_gather(ring(3)), {10, 0, 0}), "accepted");
 }
 
-// Every rank ends with the root's values: FP32 bits, or the transmitted values, with the rounding error in
-// the root's residual.
+// Expects every rank to have the root's values: either the FP32 bits, or the transmitted values with the
+// rounding error in the root's residual.
 TEST_P(HalvesTest, BroadcastGivesAllRanksTheRootsValues) {
   std::vector<Schedule> all;
   for (int world : thinned({1, 2, 3, 4, 5, 8})) {
@@ -257,8 +258,9 @@ TEST_P(HalvesTest, BroadcastGivesAllRanksTheRootsValues) {
   }
 }
 
-// A direct reduce-scatter rounds each contribution once and adds in FP32, so its error relative to the norm
-// of the exact sum does not grow with the number of ranks. A ring rounds a partial sum at every hop.
+// Compares errors as the number of ranks grows. A direct reduce-scatter rounds each contribution once and
+// adds in FP32, so its error relative to the norm of the exact sum does not grow. A ring rounds a partial sum
+// at every hop.
 TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
   const int64_t count = 4096;
   auto error = [&](const Schedule& whole) {
@@ -282,7 +284,8 @@ TEST_P(HalvesTest, ErrorOfADirectReduceScatterIsFlatInTheRanks) {
     const double direct = error(two_shot(world)), in_a_ring = error(ring(world));
     RecordProperty(fmt::format("n={}", world),
                    fmt::format("two_shot {:.3e}, ring {:.3e}", direct, in_a_ring));
-    // With two ranks, one of two parts is rounded; with many ranks, almost all are.
+    // With two ranks, one of two contributions is rounded. With many ranks, almost all contributions are
+    // rounded.
     EXPECT_LE(direct, 1.5 * first) << world;
     if (world > 2) {
       EXPECT_GT(in_a_ring, last_ring) << world;

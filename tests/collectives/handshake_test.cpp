@@ -1,4 +1,5 @@
-// The handshake between ranks: both ends prove the run's secret, and every other input is rejected.
+// The handshake between ranks: both ends prove that they know the run's secret, and every other input is
+// rejected.
 #include "collectives/net/handshake.h"
 
 #include <fmt/format.h>
@@ -78,7 +79,7 @@ class HandshakeTest : public ::testing::Test {
     return {Socket(fds[0]), Socket(fds[1])};
   }
   void reconnect() { std::tie(connector, acceptor) = connected(); }
-  // Advances the challenge until there is nothing left to read.
+  // Advances the challenge until its state is final or no data arrives for 2 s. Returns the state.
   State settle(Challenge& challenge) {
     State state = State::waiting;
     while (state == State::waiting && wait_readable(acceptor.fd(), SteadyClock::now() + 2s)) {
@@ -135,7 +136,7 @@ TEST_F(HandshakeTest, RejectsAReflectedProof) {
   EXPECT_EQ(challenge.why(), "wrong secret");
 }
 
-// Forwards bytes between two sockets until one is closed.
+// Forwards bytes between two sockets until either socket is closed.
 void relay(const Socket& a, const Socket& b) {
   const auto until = SteadyClock::now() + 20s;
   pollfd both[] = {{a.fd(), POLLIN, 0}, {b.fd(), POLLIN, 0}};
@@ -150,7 +151,7 @@ void relay(const Socket& a, const Socket& b) {
   }
 }
 
-// See docs/running.md, "A relay".
+// Tests the limitation that docs/running.md describes under "A relay".
 TEST_F(HandshakeTest, RelaysReachTheSameListenerOnly) {
   for (const char* purpose : {"store", "data of rank 1"}) {
     const Credentials listener{"the run's secret", purpose};
@@ -182,7 +183,7 @@ TEST_F(HandshakeTest, RelaysReachTheSameListenerOnly) {
 }
 
 TEST_F(HandshakeTest, RejectsReplayedProofs) {
-  // The first time, between both ends.
+  // The first handshake records the bytes between both ends.
   const auto [rank, tap] = connected();
   std::thread other([&, &rank = rank] { introduce(rank, credentials, soon()); });
   auto relay = [](const Socket& from, const Socket& to, size_t bytes) {
@@ -197,7 +198,7 @@ TEST_F(HandshakeTest, RejectsReplayedProofs) {
   const std::string proof = relay(tap, connector, 32);
   EXPECT_EQ(settle(challenge), State::proved);
   other.join();
-  // The second time, replays the same bytes.
+  // The second handshake replays the recorded bytes.
   reconnect();
   Challenge again(credentials);
   say(greeting);

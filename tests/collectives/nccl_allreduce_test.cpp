@@ -1,5 +1,6 @@
-// schedule=nccl without a GPU: NCCL's allreduce, replaced by additions between threads (fake_nccl.h). Tests
-// the transport's calls and counts, which groups may use it, and what happens when a rank does not arrive.
+// schedule=nccl without a GPU. Additions between threads (fake_nccl.h) replace NCCL's allreduce. Tests the
+// transport's calls and counts, which groups may use NCCL's allreduce, and what happens when a rank does not
+// arrive.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -19,7 +20,7 @@
 namespace gradwire::testing {
 namespace {
 
-// Runs a body on every rank over the fake NCCL. Returns every rank's error, "" for none.
+// Runs a body on every rank over the fake NCCL. Returns every rank's error, or "" for success.
 std::vector<std::string> over_nccl(FakeWorld& world, std::chrono::milliseconds timeout,
                                    const std::function<void(Communicator&)>& body) {
   return errors_in_threads(static_cast<int>(world.comms.size()), [&](int rank) {
@@ -37,7 +38,7 @@ double relative_distance(const std::vector<float>& a, const std::vector<float>& 
   return std::sqrt(off / size);
 }
 
-// Runs three allreduces, each on the previous result.
+// Runs three allreduces, each on the previous result. Returns the last result.
 std::vector<float> allreduced(Communicator& comm, const Schedule& schedule, float scale, bool transfers) {
   const int64_t count = 1027;
   std::vector<float> data = normal(count, 1000 + comm.rank());
@@ -95,19 +96,19 @@ TEST(NcclAllreduce, AddsBf16BuffersInFp32) {
   EXPECT_EQ(over_nccl(world, 20s,
                       [](Communicator& comm) {
                         const Stream stream = Stream::create(Device::host(), "test");
-                        std::vector<uint16_t> data(999, 0x3f80);  // 1
+                        std::vector<uint16_t> data(999, 0x3f80);  // each element is 1
                         Program program(
                             comm.transport(), nccl_allreduce(3),
                             {.in = data.data(), .out = data.data(), .count = 999, .dtype = DType::bf16},
                             {.what = "test"});
                         run_once(program, stream);
-                        EXPECT_EQ(data, std::vector<uint16_t>(999, 0x4040));  // 3
+                        EXPECT_EQ(data, std::vector<uint16_t>(999, 0x4040));  // each element is 3
                       }),
             no_errors(3));
 }
 
-// Codecs whose sums are FP32: the bucket itself, PowerSGD's P and Q, random-k's values. None of them sends a
-// message.
+// Tests codecs with FP32 sums: the bucket itself, PowerSGD's P and Q, random-k's values. None of these codecs
+// sends a message.
 TEST(NcclAllreduce, ReducersHaveTheSameAverageOnAllRanks) {
   const std::vector<std::pair<std::string, int>> specs = {{"fp32:schedule=nccl", 1},
                                                           {"powersgd:rank=2,schedule=nccl", 2},
@@ -243,9 +244,9 @@ TEST(NcclAllreduce, AutoChoosesItWhenMeasuredMuchFaster) {
   EXPECT_EQ(choose("powersgd:rank=4", 4, fast, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
   EXPECT_EQ(choose("bf16", 4, fast, kMuch, kBf16).schedule.kind, ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 2, fast, kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
-  // Within 20 %, it chooses the schedule whose sums are in rank order.
+  // Within 20 %, the planner chooses the schedule that adds in rank order.
   EXPECT_EQ(choose("fp32", 4, costs_with({90, 1100}), kMuch, kFp32).schedule.kind, ScheduleKind::two_shot);
-  // High latency, high bandwidth.
+  // These links have a high latency and a high bandwidth.
   const LinkCosts late = costs_with({500, 5000});
   EXPECT_EQ(choose("fp32", 4, late, kLittle, kFp32).schedule.kind, ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 4, late, kMuch, kFp32).schedule.kind, ScheduleKind::nccl);
@@ -263,7 +264,8 @@ TEST(NcclAllreduce, AutoChoosesItWhenMeasuredMuchFaster) {
   }
 }
 
-// Published for 8x H200, NCCL 2.27.7: a bus bandwidth of 219.89 GB/s at 16 MiB and of 463.58 GB/s at 1 GiB.
+// Compares predictions with numbers published for 8x H200 and NCCL 2.27.7: a bus bandwidth of 219.89 GB/s at
+// 16 MiB and of 463.58 GB/s at 1 GiB.
 TEST(NcclAllreduce, PredictsItFromPublishedNumbersIfUnmeasured) {
   for (const auto& [bytes, gb_per_s, off] :
        {std::tuple{16e6 * 1.048576, 219.89, 0.3}, std::tuple{1073.741824e6, 463.58, 0.05}}) {

@@ -1,4 +1,4 @@
-// The NCCL transport without a GPU: silent peers, stuck calls, aborts, and failures that other ranks report.
+// The NCCL transport without a GPU: silent peers, stuck calls, aborts, and failures reported by other ranks.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +31,7 @@ TEST(NcclFailures, NamesASilentPeerAndAborts) {
     caller[rank.transport->rank()] = std::this_thread::get_id();
     if (rank.transport->rank() == 1) {
       all_to_all(rank, 2);
-      // Rank 1 is still computing; the others wait for its third exchange.
+      // Rank 1 is still computing while the other ranks wait for rank 1's third exchange.
       while (world[0].aborted == 0 || world[2].aborted == 0) std::this_thread::sleep_for(1ms);
       return;
     }
@@ -71,7 +71,7 @@ TEST(NcclFailures, NeitherAbortsNorDestroysAnAdoptedCommunicator) {
           try {
             rank.transport->check();
           } catch (const CommError&) {
-            rank.comm->stop();  // as its owner does
+            rank.comm->stop();  // the communicator's owner would stop it
             throw;
           }
         }
@@ -88,7 +88,7 @@ TEST(NcclFailures, AnErrorThatNcclReportsLaterFailsTheCommunicator) {
     char byte = 0;
     rank.transport->exchange(rank.stream, {{Transfer::Kind::receive, 1, &byte, 1}}, {1, "a receive"});
     rank.comm->async = ncclRemoteError;
-    rank.stream.synchronize();  // the abort ends it
+    rank.stream.synchronize();  // the abort ends the receive
     rank.transport->check();
   });
   expect_has(errors[0], {"a receive", "remote process exited"});
@@ -112,7 +112,7 @@ TEST(NcclFailures, AnErrorInsideAGroupStillEndsTheGroup) {
 
 TEST(NcclFailures, ConnectingHasADeadline) {
   FakeWorld world(2);
-  world[0].busy_after_group = 1 << 30;  // a nonblocking communicator
+  world[0].busy_after_group = 1 << 30;  // makes the communicator nonblocking and always busy
   NcclTransport transport(fake_setup(world[0], 200ms));
   Stream stream = Stream::create(Device::host(), "test");
   char byte = 0;
@@ -125,8 +125,9 @@ TEST(NcclFailures, ConnectingHasADeadline) {
   stream.synchronize();
 }
 
-// NCCL waits for the peer inside the call. The watching thread ends it: by a revocation, so that the abort
-// does not free memory in use by the call, or by the abort alone if NCCL does not support revocation.
+// Tests calls in which NCCL waits for a peer. The watching thread ends such a call by a revocation, so that
+// the abort does not free memory in use by the call. If NCCL does not support revocation, the thread ends the
+// call by the abort alone.
 TEST(NcclFailures, CallsThatBlockInsideNcclHaveADeadline) {
   for (const bool old : {false, true}) {
     for (const bool connected : {false, true}) {

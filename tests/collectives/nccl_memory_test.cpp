@@ -1,4 +1,4 @@
-// Memory registered with NCCL, without a GPU: a fake NCCL counts registrations and checks which memory is
+// Memory registered with NCCL, without a GPU. A fake NCCL counts registrations and checks which memory is
 // exchanged.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -18,11 +18,11 @@
 namespace gradwire::testing {
 namespace {
 
-// Shared by all ranks of a test.
+// State of the fake NCCL, shared by all ranks of a test.
 struct Registry {
   std::mutex mutex;
   std::map<char*, size_t> allocated;
-  std::map<void*, char*> registered;  // by handle
+  std::map<void*, char*> registered;  // memory by handle
   bool allocates = true, registers = true;
   int allocations = 0, registrations = 0, deregistrations = 0;
   std::atomic<int> inside{0}, outside{0};  // number of transfers in registered memory, and in other memory
@@ -95,7 +95,7 @@ const NcclApi& nccl_with_memory() {
   return api;
 }
 
-// Trains a few steps on every rank. Returns the last averages.
+// Trains a few steps on every rank. Returns every rank's last averages.
 std::vector<std::vector<float>> trained(const NcclApi& api, const std::string& spec) {
   constexpr int kWorld = 3;
   FakeWorld world(kWorld);
@@ -164,7 +164,8 @@ TEST(NcclMemory, OnlySmallBuffersShareAllocationsAndNoneOverlap) {
   EXPECT_EQ(registry.deregistrations, 1);
 }
 
-// NCCL forgets registrations with a communicator that was destroyed. The memory is freed anyway.
+// Tests memory that is freed after its communicator. NCCL drops a communicator's registrations when the
+// communicator is destroyed.
 TEST(NcclMemory, DoesNotDeregisterFromADestroyedCommunicator) {
   for (bool aborted : {true, false}) {
     Registry registry;
@@ -178,7 +179,7 @@ TEST(NcclMemory, DoesNotDeregisterFromADestroyedCommunicator) {
       while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
     }
     transport.reset();
-    registry.registered.clear();  // as NCCL does
+    registry.registered.clear();  // NCCL drops the communicator's registrations
     memory = {};
     EXPECT_EQ(registry.deregistrations, 0);
     EXPECT_TRUE(registry.allocated.empty());

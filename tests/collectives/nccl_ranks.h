@@ -1,4 +1,4 @@
-// Ranks over the fake NCCL, one thread each.
+// Ranks over the fake NCCL, with one thread per rank.
 #pragma once
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@ struct NcclRank {
   Stream stream = Stream::create(Device::host(), "test");
 };
 
-// Runs a body on every rank. Returns every rank's error, "" for none.
+// Runs a body on every rank. Returns every rank's error, or "" for success.
 inline std::vector<std::string> run_nccl(int world, const std::function<NcclSetup(int)>& make,
                                          const std::function<void(NcclRank&)>& body) {
   return errors_in_threads(world, [&](int r) {
@@ -29,21 +29,21 @@ inline std::vector<std::string> run_nccl(int world, const std::function<NcclSetu
     NcclSetup s = make(r);
     rank.comm = &fake(s.comm);
     rank.transport = std::make_unique<NcclTransport>(std::move(s));
-    struct Drain {  // work in flight uses the transport
+    struct Drain {  // waits for enqueued work, which uses the transport
       Stream& stream;
       ~Drain() { stream.synchronize(); }
     } drain{rank.stream};
     body(rank);
   });
 }
-// With the same settings on every rank.
+// Runs a body on every rank with the same settings.
 inline std::vector<std::string> run_nccl(FakeWorld& world, std::chrono::milliseconds timeout,
                                          const std::function<void(NcclRank&)>& body) {
   return run_nccl(
       static_cast<int>(world.comms.size()), [&](int r) { return fake_setup(world[r], timeout); }, body);
 }
 
-// Every rank exchanges 4 bytes with every other, `steps` times.
+// Exchanges 4 bytes with every other rank, `steps` times.
 inline void all_to_all(NcclRank& rank, int steps) {
   const int world = rank.transport->world(), me = rank.transport->rank();
   std::vector<int> in(world), out(world, me);

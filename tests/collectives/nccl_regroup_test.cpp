@@ -1,5 +1,4 @@
-// Surviving ranks of a failed group of GPUs continue, without a GPU: NCCL is replaced by threads
-// (fake_nccl.h).
+// Surviving ranks of a failed group of GPUs continue, without a GPU. Threads replace NCCL (fake_nccl.h).
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -23,7 +22,7 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// The ranks of a run, whose rendezvous is a file.
+// The ranks of a run with a file rendezvous.
 struct Meeting {
   explicit Meeting(int world) : ranks(world) {}
 
@@ -44,7 +43,7 @@ struct Meeting {
     return std::make_unique<Communicator>(std::make_unique<NcclTransport>(std::move(setup)));
   }
 
-  // Runs `body` on every rank. Returns every rank's error, "" for none.
+  // Runs `body` on every rank. Returns every rank's error, or "" for success.
   std::vector<std::string> each(const std::function<void(int rank)>& body) const {
     return errors_in_threads(static_cast<int>(ranks.comms.size()), body);
   }
@@ -53,14 +52,15 @@ struct Meeting {
   FakeWorld ranks;
 };
 
-// A barrier of all ranks except those that have left or failed.
+// A barrier for all ranks that have not left or failed.
 struct Together {
   ~Together() { ranks.arrive_and_drop(); }
   void wait() { ranks.arrive_and_wait(); }
   std::barrier<>& ranks;
 };
 
-// Returns the sum of all ranks' `mine`, by messages and by NCCL's allreduce.
+// Returns the sum of all ranks' `mine`. Computes the sum by messages and by NCCL's allreduce, and expects
+// equal results.
 float sum_of(Communicator& comm, float mine) {
   const Stream stream = Stream::create(Device::host(), "test");
   std::vector<float> data(1000, mine);
@@ -88,7 +88,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhenAnyRanksLeave) {
       std::vector<int> left{0, 1, 2, 3};
       for (const int leaver : leavers) {
         EXPECT_EQ(sum_of(*comm, static_cast<float>(rank)), std::accumulate(left.begin(), left.end(), 0.0f));
-        together.wait();  // no rank leaves before all have the sum
+        together.wait();  // no rank leaves before all ranks have the sum
         if (rank == leaver) return;
         together.wait();
         EXPECT_THROW(sum_of(*comm, 1.0f), CommError);
@@ -100,7 +100,7 @@ TEST(NcclRegroup, FromFourToThreeToTwoWhenAnyRanksLeave) {
         for (size_t i = 0; i < std::min(left.size(), survivors.size()); ++i) {
           EXPECT_EQ(was[survivors[i]], left[i]);
         }
-        EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // allowed only once
+        EXPECT_THROW(comm->regroup(1s, survivors), BadInput);  // a communicator can regroup only once
         comm = std::move(next);
         EXPECT_EQ(comm->rank(), std::find(left.begin(), left.end(), rank) - left.begin());
       }

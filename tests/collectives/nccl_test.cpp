@@ -1,5 +1,5 @@
-// The NCCL transport without a GPU: its calls to NCCL, their number, and smaller groups.
-// nccl_failures_test.cpp has its errors.
+// The NCCL transport without a GPU: which NCCL functions it calls, the number of calls, and smaller groups.
+// nccl_failures_test.cpp tests its errors.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -77,7 +77,8 @@ TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
     for (const Schedule& schedule : schedules) {
       for (Wire wire : {kFp32, kBf16, kFp8}) {
         FakeWorld world(n);
-        for (auto& c : world.comms) c->busy_after_group = 3;  // as when NCCL connects in the background
+        // NCCL is busy like this while connecting in the background
+        for (auto& c : world.comms) c->busy_after_group = 3;
         std::vector<std::vector<float>> got(n), expected(n);
         auto errors = run_nccl(world, 20s, [&](NcclRank& r) {
           got[r.transport->rank()] = allreduced(*r.transport, schedule, wire);
@@ -106,14 +107,14 @@ TEST(Nccl, ReusesMarks) {
       [](NcclRank& rank) {
         for (int i = 0; i < 40; ++i) {
           all_to_all(rank, 1);
-          std::this_thread::sleep_for(5ms);  // lets the watching thread check in between
+          std::this_thread::sleep_for(5ms);  // lets the watching thread check between exchanges
         }
       });
   EXPECT_LT(gpu[0]->made, 40);
 }
 
-// The host's work for an exchange between connected peers: one group and two marks. With a nonblocking
-// communicator, NCCL creates a thread for each group, and the host must poll for its end.
+// Checks the host's work for an exchange between connected peers: one group and two marks. With a nonblocking
+// communicator, NCCL creates a thread for each group, and the host must poll until the group ends.
 TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
   constexpr int kSteps = 50;
   for (const int busy : {0, 3}) {
@@ -122,7 +123,7 @@ TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
     std::vector<std::shared_ptr<HostCalls>> gpu = {std::make_shared<HostCalls>(),
                                                    std::make_shared<HostCalls>()};
     std::atomic<int64_t> slept_us{0};
-    std::array<std::atomic<bool>, 2> met{};  // before that, a rank may sleep until its peer connects
+    std::array<std::atomic<bool>, 2> met{};  // [rank]: connected; until then, a rank may sleep
     auto errors = run_nccl(
         2,
         [&](int r) {
@@ -139,7 +140,7 @@ TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
           all_to_all(rank, 1);
           EXPECT_EQ(world[me].groups, 1);
           began[me] = gpu[me]->threads;
-          int before = 0;  // calls made by check()
+          int before = 0;  // number of calls that check() made before the exchange
           {
             std::lock_guard lock(world[me].wire->mutex);
             before = world[me].asked[std::this_thread::get_id()];
@@ -173,8 +174,8 @@ TEST(Nccl, AnExchangeCostsOneGroupAndTwoMarks) {
   }
 }
 
-// The number of groups of an allreduce of one bucket in one slice: two for a two-shot, one per round for a
-// ring.
+// Checks the number of groups of an allreduce of one bucket in one slice: two groups for a two-shot, one
+// group per round for a ring.
 TEST(Nccl, AStepMakesOneGroupPerRound) {
   const int n = 8;
   for (const Schedule& schedule : {two_shot(n), ring(n)}) {
@@ -212,7 +213,7 @@ TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
     rank.stream.synchronize();
     const Graph graph =
         Graph::capture(rank.stream, [&] { rank.transport->exchange(rank.stream, transfers, label); });
-    for (int launch = 0; launch < 20; ++launch) {  // longer in total than the deadline
+    for (int launch = 0; launch < 20; ++launch) {  // all launches together take longer than the deadline
       in = -1;
       graph.launch();
       rank.stream.synchronize();
@@ -224,7 +225,7 @@ TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
       while (world[0].aborted == 0) std::this_thread::sleep_for(1ms);
       return;
     }
-    graph.launch();  // one rank alone
+    graph.launch();  // the other rank does not launch its graph
     rank.stream.synchronize();
     rank.transport->check();
   });
@@ -235,13 +236,14 @@ TEST(Nccl, WatchesACapturedExchangeInEachLaunch) {
 TEST(Nccl, PartsOutliveTheirParentGroup) {
   FakeWorld world(5);
   auto errors = run_nccl(world, 1000ms, [&](NcclRank& rank) {
-    // Odd ranks in descending order; even ranks except the last, which joins no part.
+    // The odd ranks form a part in descending order. The even ranks form another part, except the last rank,
+    // which joins no part.
     const int r = rank.transport->rank();
     const std::vector<int> members = r == 4       ? std::vector<int>{}
                                      : r % 2 == 1 ? std::vector{3, 1}
                                                   : std::vector{0, 2};
     std::unique_ptr<Transport> part = rank.transport->split(members);
-    all_to_all(rank, 1);  // the parent group works while its parts exist
+    all_to_all(rank, 1);  // the parent group still works while its parts exist
     EXPECT_EQ(part == nullptr, r == 4);
     if (part == nullptr) return;
     NcclRank mine;

@@ -1,4 +1,4 @@
-// Which exchange of the NCCL transport is stuck: deadlines of exchanges and of launches of graphs.
+// Which exchange of the NCCL transport is stuck: deadlines of exchanges and of graph launches.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -70,7 +70,8 @@ TEST(ExchangesInFlight, EachLaunchOfAGraphHasItsOwnDeadline) {
   EXPECT_FALSE(all.overdue(t));
   EXPECT_TRUE(all.active()) << "the graph may be launched again";
   mark->progress = Progress::running;
-  for (int launch = 0; launch < 10; ++launch) {  // running at every check, each time in another launch
+  // an exchange runs at every check, each time in another launch
+  for (int launch = 0; launch < 10; ++launch) {
     ++mark->runs;
     EXPECT_FALSE(all.overdue(t + 90ms * launch));
   }

@@ -1,5 +1,5 @@
-// Peer memory over NCCL without a GPU: NCCL's functions are replaced by mappings of shared memory 4 GiB
-// apart, like NCCL's addresses, and kernels by the host's.
+// Peer memory over NCCL without a GPU. Mappings of shared memory, 4 GiB apart like NCCL's addresses, replace
+// NCCL's functions. Host code replaces the kernels.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -24,12 +24,13 @@ namespace {
 
 constexpr uint64_t kStride = uint64_t{1} << 32;
 
-// Shared by all ranks of one FakeWorld.
+// State of the fake NCCL, shared by all ranks of one FakeWorld.
 struct Fake {
   std::mutex mutex;
   std::condition_variable changed;
-  std::map<void*, int> files;                              // memory -> its file
-  std::map<FakeWire*, std::vector<std::vector<int>>> all;  // [registration][rank] file, -1 until known
+  std::map<void*, int> files;  // file descriptor of each allocation
+  // [registration][rank]: file descriptor, or -1 until known
+  std::map<FakeWire*, std::vector<std::vector<int>>> all;
   std::map<FakeComm*, size_t> registrations;
   std::map<ncclWindow_vidmem*, std::unique_ptr<ncclWindow_vidmem>> windows;
   int reachable = 0;      // number of reachable ranks; 0: all
@@ -110,12 +111,12 @@ class RankCalls final : public HostCalls {
   const int rank_;
 };
 
-// Runs a body on every rank. Returns every rank's error, "" for none. With a rendezvous, the group has a
-// store.
+// Runs a body on every rank. Returns every rank's error, or "" for success. With a rendezvous, the group has
+// a key-value store.
 std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
                              const std::function<void(NcclTransport&, const Stream&)>& body,
                              const std::string& rendezvous = "") {
-  the_fake().all.clear();  // earlier worlds may have had the same addresses
+  the_fake().all.clear();  // an earlier world may have used the same addresses
   the_fake().registrations.clear();
   FakeWorld fakes(world);
   return errors_in_threads(world, [&](int r) {
@@ -138,7 +139,7 @@ Schedule in_one_kernel(int world) {
   return s;
 }
 
-// Expects 1 + 2 + ... on all ranks.
+// Runs allreduces of rank + 1 and expects the sum 1 + 2 + ... on all ranks.
 void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier) {
   const int world = transport.world();
   std::vector<float> data(1000, static_cast<float>(transport.rank() + 1));
@@ -180,7 +181,7 @@ TEST(NcclWindows, SendsMessagesUnlessAllRanksAreReachable) {
   EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
 }
 
-// Registration waits for all ranks, so the others must not begin it.
+// Expects no rank to begin a registration if one rank cannot allocate. A registration waits for all ranks.
 TEST(NcclWindows, AllRanksSendMessagesIfOneCannotAllocate) {
   the_fake().refused_rank = 1;
   const auto errors =
@@ -189,7 +190,8 @@ TEST(NcclWindows, AllRanksSendMessagesIfOneCannotAllocate) {
   EXPECT_EQ(errors, std::vector<std::string>(3)) << errors[0];
 }
 
-// GPUs of two nodes: those connected by NVLink read memory, the others exchange messages.
+// Tests GPUs of two nodes. GPUs connected by NVLink read each other's memory, and other pairs exchange
+// messages.
 TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
   for (int reachable : {2, 4}) {
     the_fake().reachable = reachable;
@@ -249,7 +251,7 @@ TEST(NcclWindows, NamesAMissingRank) {
     }
     program.run(s);
     try {
-      s.synchronize();  // on a GPU, the kernel would simply end
+      s.synchronize();  // on a GPU, the kernel would end without an error
     } catch (const CommError&) {
     }
     t.check();
@@ -257,13 +259,13 @@ TEST(NcclWindows, NamesAMissingRank) {
   });
   for (int r : {0, 2}) {
     expect_has(errors[r], {"gradients"});
-    // Only rank 1, or also the other rank if it was late.
+    // The error names rank 1, and also the other rank if that rank was late.
     EXPECT_TRUE(std::regex_search(errors[r], std::regex("rank 1|ranks (0, )?1"))) << errors[r];
   }
 }
 
-// The other ranks make a new call, or one that they have made before. The deadline is far beyond the test's
-// time limit.
+// Tests other ranks that make a new call or repeat a known call. The deadline is far beyond the test's time
+// limit.
 TEST(NcclWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (bool new_call : {true, false}) {
     for (int alone : {0, 2}) {

@@ -1,4 +1,4 @@
-// transport=lsa: the option, and when the planner chooses peer memory.
+// transport=lsa: parsing of the option, and when the planner chooses peer memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -46,7 +46,8 @@ TEST(TransportLsa, ReducesSmallBuffersInOneShotAndLargeOnesInTwo) {
   EXPECT_EQ(choose_lsa(8, 1000, kBf16).schedule.rounds, two_shot(8).rounds);
 }
 
-// Peer memory inside nodes, messages between them. Rounds inside nodes cost as much as peer memory.
+// Expects peer memory inside nodes and messages between nodes. Rounds inside nodes cost as much as peer
+// memory.
 TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   LinkCosts costs;
   costs.measured = true;
@@ -63,7 +64,7 @@ TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   EXPECT_EQ(memory.schedule.carrier, Carrier::node_windows);
   EXPECT_EQ(memory.schedule.rounds, messages.schedule.rounds);
   expect_has(memory.reason, {"requested, 2 nodes of 4, with peer access inside nodes"});
-  // Two rounds of 3/4 of 4 MB inside nodes.
+  // The messages take two rounds of 3/4 of 4 MB inside nodes.
   EXPECT_NEAR(messages.predicted_us - memory.predicted_us, 2 * (30 - 4) + 6e6 / 5000 - 6e6 / 300e3, 1);
   const auto without = plan("fp32:schedule=hierarchical,transport=lsa", "no NVLink", 4);
   EXPECT_EQ(without.schedule.carrier, Carrier::messages);
@@ -71,8 +72,9 @@ TEST(TransportLsa, HierarchicalSchedulesReadMemoryInsideNodes) {
   EXPECT_EQ(plan("fp32:schedule=hierarchical,transport=lsa", "", 1).schedule.carrier, Carrier::messages);
 }
 
-// Between GPUs, a kernel of few thread blocks encodes more slowly than the kernels of messages, which use the
-// whole GPU, and it has few bytes of a small wire in flight.
+// Expects messages where the kernel is slow. Between GPUs, a kernel of few thread blocks encodes more slowly
+// than the kernels of messages, which use the whole GPU. Such a kernel also has few bytes of a small wire in
+// flight.
 TEST(TransportLsa, AutoChoosesMessagesWhenTheKernelIsSlowerThanTheLinks) {
   LinkCosts costs;
   costs.measured = true;
@@ -98,8 +100,8 @@ TEST(TransportLsa, AutoChoosesMessagesWhenTheKernelIsSlowerThanTheLinks) {
   EXPECT_EQ(carrier("bf16", 25'000'000, 20), Carrier::messages) << "slow reads";
 }
 
-// With planted costs, a kernel loses to messages where its memory has low bandwidth or a slow barrier, and
-// messages are faster.
+// Compares planted costs. Messages are faster than a kernel whose memory has a low bandwidth or a slow
+// barrier.
 TEST(TransportLsa, AutoComparesMemoryWithMessages) {
   LinkCosts costs;
   costs.measured = true;
@@ -125,7 +127,8 @@ TEST(TransportLsa, AutoComparesMemoryWithMessages) {
     EXPECT_EQ(plan(spec, kLittle, late).schedule.carrier, Carrier::messages);
     EXPECT_NE(plan(spec, kMuch, late).schedule.carrier, Carrier::messages);
   }
-  // If requested, peer memory is used in any case, and the reason gives the time of messages.
+  // If the spec requests peer memory, the planner always uses peer memory. The reason states the time that
+  // messages would take.
   const auto forced = plan("fp32:transport=lsa", kMuch, far);
   EXPECT_EQ(forced.schedule.carrier, Carrier::two_shot_kernel);
   expect_has(forced.reason,

@@ -1,5 +1,5 @@
-// Allreduces over peer memory between threads: programs that run as one kernel, and missing ranks. The kernel
-// itself is tested in tests/simt/fused_test.cpp.
+// Allreduces over peer memory between threads: programs that run as one kernel, and missing ranks.
+// tests/simt/fused_test.cpp tests the kernel itself.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -28,13 +28,13 @@ Schedule carried(int world, Carrier carrier) {
 }
 
 struct Steps {
-  Values result, residual;  // after the last step
+  Values result, residual;  // values after the last step
   std::vector<uint64_t> bytes_sent;
   bool kernels = true;
 };
 
-// Runs several allreduces, each on the previous result, with error feedback. Ranks take unequal time for
-// each.
+// Runs several allreduces with error feedback, each on the previous result. Ranks take unequal time for each
+// allreduce.
 Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program::Options options, int steps) {
   const int world = schedule.world;
   Steps out{.result = Values(world), .residual = Values(world), .bytes_sent = std::vector<uint64_t>(world)};
@@ -73,7 +73,7 @@ void expect_same_bits(const Steps& got, const Values& result, const Values& resi
   }
 }
 
-// Returns the options of a wire's exchange, and a number of elements with uneven chunks.
+// Returns a program's options for a wire, and a number of elements that gives uneven chunks.
 std::pair<Program::Options, int64_t> exchange_of(Wire wire, int world, bool fp32_intra_node = false) {
   const bool random = wire->stochastic && world % 2 == 1;
   return {{.what = "test",
@@ -84,8 +84,8 @@ std::pair<Program::Options, int64_t> exchange_of(Wire wire, int world, bool fp32
           3 * wire->granularity * (world - 1) + 11};
 }
 
-// Ranks share a GPU in these tests. The driver reads this variable when it starts, after all static variables
-// are initialized.
+// Loads kernels eagerly, because ranks share a GPU in these tests. The driver reads the variable when it
+// starts, after all static variables are initialized.
 [[maybe_unused]] const int kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 
 class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
@@ -111,7 +111,8 @@ TEST_P(PeerWindowsTest, KernelsMatchMessagesBitForBitForEveryWire) {
   }
 }
 
-// Nodes x ranks per node, 2 to 8 ranks in total; a ring between the nodes if there are more than two.
+// A number of nodes and of ranks per node, 2 to 8 ranks in total, and the schedule between the nodes: a ring
+// if there are more than two nodes.
 struct Nodes {
   int nodes, per_node;
   ScheduleKind between = ScheduleKind::two_shot;
@@ -147,8 +148,8 @@ TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
   }
 }
 
-// Programs of several sizes, layouts and wires alternate on the memory of all ranks, and on that of their
-// node.
+// Alternates programs of several sizes, layouts and wires on the memory of all ranks, and on the memory of
+// the ranks' node.
 TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
   struct Case {
     int64_t count;
@@ -190,7 +191,7 @@ TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
   });
 }
 
-// Returns the exchange of run_steps(), for a reference.
+// Returns the exchange of run_steps() as a reference's problem.
 TwoShot problem(Wire wire, int world, int64_t count) {
   TwoShot t;
   t.wire = wire;
@@ -205,8 +206,8 @@ TwoShot problem(Wire wire, int world, int64_t count) {
   return t;
 }
 
-// The references of tests/simt/fused_test.cpp and node_windows_test.cpp equal the result of threads with
-// messages.
+// Expects the references of tests/simt/fused_test.cpp and node_windows_test.cpp to equal the results of
+// threads that exchange messages.
 TEST_P(PeerWindowsTest, MessagesMatchTheReferencesBitForBit) {
   for (Wire wire : wire_formats()) {
     SCOPED_TRACE(wire->name);
@@ -243,8 +244,8 @@ TEST_P(PeerWindowsTest, WidensBf16Buffers) {
   }
 }
 
-// Runs an allreduce of 1000 ones. Its ranks prepare the call together; then a rank whose `starts` returns
-// false does not make it.
+// Runs an allreduce of 1000 ones. All ranks prepare the call together. Then each rank makes the call unless
+// its `starts` returns false.
 void allreduce_ones(
     Communicator& comm, const Schedule& schedule, const std::string& what = "gradients",
     const std::function<bool()>& starts = [] { return true; }) {
@@ -271,7 +272,7 @@ TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
 
 TEST(PeerWindows, NamesAMissingRankInsideItsNode) {
   std::vector<std::string> errors(4);
-  // Rank 3 has reported its missing neighbour. Until then, the other node does not wait for it.
+  // Whether rank 3 has reported its missing neighbour. Until then, the other node does not wait for rank 3.
   std::atomic<bool> told = false;
   Schedule schedule = hierarchical(2, 2);
   schedule.carrier = Carrier::node_windows;
@@ -312,7 +313,7 @@ TEST(PeerWindows, ReportsRanksThatDisagree) {
                CommError);
 }
 
-// Whichever rank arrives first. The deadline is far beyond the test's time limit.
+// Tests several orders of arrival. The deadline is far beyond the test's time limit.
 TEST(PeerWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (int alone : {0, 2}) {
     for (int late : {0, 2}) {
@@ -344,7 +345,8 @@ TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
   });
 }
 
-// Blocks of all ranks on a device wait for each other.
+// Checks the number of thread blocks on a small GPU. Blocks of all ranks on a device wait for each other, so
+// all must be co-resident.
 TEST(PeerWindows, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
   for (int multiprocessors : {1, 14, 60, 132}) {
     for (int ranks : {1, 2, 3, 8}) {

@@ -1,4 +1,5 @@
-// schedule=auto: its choice for given link costs, the same choice on every rank, and the reason it gives.
+// schedule=auto: the planner's choice for given link costs, the same choice on every rank, and the reason for
+// the choice.
 #include "collectives/plan/planner.h"
 
 #include <gtest/gtest.h>
@@ -45,7 +46,7 @@ TEST(Planner, TwoShotWhereLinksAreEqual) {
   }
 }
 
-// In an oversubscribed network, all pairs at once have much less bandwidth than neighbours.
+// Tests an oversubscribed network, in which all pairs at once have much less bandwidth than neighbours.
 TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   LinkCosts costs = same_everywhere({50, 1000});
   costs.all_pairs = {50, 250};
@@ -53,7 +54,7 @@ TEST(Planner, RingWhereManyPairsAtOnceAreSlow) {
   EXPECT_EQ(chosen("fp32", 8, 0, costs, kLittle, kFp32), ScheduleKind::two_shot);
 }
 
-// Few bytes over a switch, where every message costs its full latency.
+// Tests few bytes over a switch, where every message costs its full latency.
 TEST(Planner, TreeWhereManyMessagesAreSlowAndBytesAreFew) {
   LinkCosts costs = same_everywhere({20, 4000});
   costs.all_pairs = {20 * 63, 4000};
@@ -68,13 +69,15 @@ TEST(Planner, HierarchicalWhereNodesAreKnownAndSlowLinksAreShared) {
   costs.all_pairs = {200, 600};
   costs.neighbour = {50, 1000};
   EXPECT_EQ(chosen("bf16", 16, 4, costs, kMuch, kBf16), ScheduleKind::hierarchical);
-  // Unknown nodes, nodes of one rank, a single node: not hierarchical.
+  // The planner does not choose a hierarchical schedule for unknown nodes, for nodes of one rank, or for a
+  // single node.
   for (int per_node : {0, 1, 16}) {
     EXPECT_NE(chosen("bf16", 16, per_node, costs, kMuch, kBf16), ScheduleKind::hierarchical);
   }
 }
 
-// On these links, a ring is faster by half but rounds 16 times: good for FP32, bad for a wire that rounds.
+// Tests links on which a ring is faster by half but rounds 16 times. The planner chooses a ring for FP32 but
+// not for a wire that rounds.
 TEST(Planner, PenalizesRoundingErrors) {
   LinkCosts costs = same_everywhere({1, 1000});
   costs.all_pairs = {1, 500};
@@ -82,7 +85,7 @@ TEST(Planner, PenalizesRoundingErrors) {
   auto lossy = choose("bf16", 16, 0, costs, kMuch, kBf16);
   EXPECT_EQ(lossy.schedule.kind, ScheduleKind::two_shot);
   testing::expect_has(lossy.reason, {"2 lossy steps; ring is faster but has 16"});
-  // Much slower links between all pairs outweigh the rounding.
+  // Much slower links between all pairs outweigh the rounding errors.
   costs.all_pairs = {1, 100};
   EXPECT_NE(chosen("bf16", 16, 0, costs, kMuch, kBf16), ScheduleKind::two_shot);
 }
@@ -97,11 +100,11 @@ TEST(Planner, IgnoresMeasurementNoise) {
 
 TEST(Planner, ExplainsItsChoiceInEveryWorld) {
   auto choice = choose("fp32", 4, 0, same_everywhere({100, 1000}), 1'000'000, kFp32);
-  // Two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
+  // The prediction is two rounds of 100 us, and 6 MB (2 * 3/4 of 4 MB) at 1 GB/s.
   EXPECT_NEAR(choice.predicted_us, 6200, 1);
   EXPECT_TRUE(choice.reason.starts_with("fastest: 6.2 ms predicted, ring 6.6 ms, tree ")) << choice.reason;
   EXPECT_EQ(choose("fp32:schedule=tree", 4, 0, {}, 100, kFp32).reason, "requested");
-  EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, kFp32), ScheduleKind::ring);  // too many for a two-shot
+  EXPECT_EQ(chosen("fp32", 100, 0, {}, kMuch, kFp32), ScheduleKind::ring);  // too many ranks for a two-shot
   EXPECT_EQ(chosen("fp32", 2, 0, {}, kMuch, kFp32), ScheduleKind::two_shot);
   EXPECT_EQ(choose("fp32", 1, 0, {}, kMuch, kFp32).reason, "a world of 1");
   EXPECT_THROW(choose("fp32:schedule=hierarchical", 4, 0, {}, 1, kFp32), BadInput);
@@ -120,15 +123,15 @@ TEST(Planner, CostsFollowTheShards) {
   const auto same =
       choose_for(Collective::reduce_scatter, 4, 0, costs, 1'000'000, {250'000, 250'000, 250'000, 250'000});
   EXPECT_NEAR(same.predicted_us, even.predicted_us, 1);
-  // One round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With everything on one rank, which receives 12 MB:
-  // 4 MB each, in two slices.
+  // Even shards take one round of 100 us, and 3 MB (3/4 of 4 MB) at 1 GB/s. With all elements on one rank,
+  // that rank receives 12 MB: 4 MB from each other rank, in two slices.
   EXPECT_NEAR(even.predicted_us, 3100, 1);
   EXPECT_NEAR(SchedulePlanner({.kind = ScheduleKind::two_shot, .collective = Collective::reduce_scatter}, 4,
                               0, costs, kSliceBytes)
                   .choose(1'000'000, kFp32, {0, 0, 1'000'000, 0})
                   .predicted_us,
               12200, 1);
-  // A tree does not have even halves: never chosen for shards.
+  // The planner never chooses a tree for shards, because a tree does not have even halves.
   LinkCosts little = same_everywhere({20, 4000});
   little.all_pairs = {20 * 63, 4000};
   EXPECT_NE(choose_for(Collective::all_gather, 64, 0, little, 640, Shards(64, 10)).schedule.kind,
@@ -177,16 +180,16 @@ TEST(Planner, MeasuresFastLinksWithMoreBytesTheSameOnAllRanks) {
   for (int r = 0; r < 3; ++r) {
     EXPECT_EQ(many[r], many[0]);
     EXPECT_GT(few[r], 2u << 20);
-    // Fails only if this machine is too busy to move 4 MiB in 10 ms.
+    // This check fails only if the machine is too busy to move 4 MiB in 10 ms.
     EXPECT_GE(many[r], few[r]);
     EXPECT_LT(many[r], few[r] + 2 * 16 * (8u << 20));
   }
 }
 
-// Each allreduce gets a schedule for its size; the reducer reports the choice and the reason.
+// Expects a schedule for the size of each allreduce. The reducer reports the choice and the reason.
 TEST(Planner, AReducerChoosesForEachAllreduce) {
   LinkCosts costs = same_everywhere({20, 4000});
-  costs.all_pairs = {300, 4000};  // many messages: only for large buckets
+  costs.all_pairs = {300, 4000};  // many messages at once are fast only for large buckets
   costs.measured = true;
   testing::run_ranks(8, Device::host(), [&](Communicator& comm) {
     comm.set_link_costs(costs);

@@ -1,4 +1,5 @@
-// PowerSGD's choice of products: the same on all ranks, and used. Conservation holds either way.
+// PowerSGD's choice between kernels and library for its products: all ranks make the same choice and use it.
+// Either choice conserves gradients.
 #include "collectives/codec/powersgd_choice.h"
 
 #include <gtest/gtest.h>
@@ -50,7 +51,7 @@ TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhenRequested) {
   }
 }
 
-// The last bits of the factors differ, and with them the result, but ranks agree.
+// Compares both ways. The last bits of the factors and of the result differ, but all ranks agree.
 TEST(PowerSgdProducts, BothWaysAgreeUpToRounding) {
   auto result = [](bool asked) {
     std::optional<StandInProducts> library;
@@ -112,13 +113,14 @@ TEST(PowerSgdProducts, ModelChoosesTheLibraryAtHighRanksOfLargeMatrices) {
   EXPECT_FALSE(library(PowerSgdPass::back_project, {4096, 1024, 32})) << "5.3 and 6.9";
 }
 
-// Microseconds of 151 matrices, 1 GiB in total, on an H200 (docs/results/2026-11-26-gpu).
+// Compares the model with measured times of 151 matrices, 1 GiB in total, on an H200
+// (docs/results/2026-11-26-gpu).
 TEST(PowerSgdProducts, ModelIsWithinAFifthOfMeasurementsOnAnH200) {
   const Stream stream = Stream::immediate_host();
   struct Measured {
     PowerSgdPass::Kind kind;
     int32_t rank;
-    double fused_us, library_us;  // 0: not measured
+    double fused_us, library_us;  // measured times in microseconds; 0: not measured
   };
   for (const Measured& m : {Measured{PowerSgdPass::project, 1, 1108, 0},
                             {PowerSgdPass::project, 4, 1270, 0},

@@ -1,4 +1,4 @@
-// Runs one program on every rank of a group of threads: whole allreduces and their halves.
+// Runs one program on every rank of a group of threads: a whole allreduce or one of its halves.
 #pragma once
 
 #include <fmt/format.h>
@@ -14,7 +14,7 @@
 
 namespace gradwire::testing {
 
-using Values = std::vector<std::vector<float>>;  // [rank]
+using Values = std::vector<std::vector<float>>;  // [rank][element]
 
 // Returns normal draws for each rank.
 inline Values normals(int world, int64_t count, uint32_t seed, float scale = 1.0f) {
@@ -23,7 +23,7 @@ inline Values normals(int world, int64_t count, uint32_t seed, float scale = 1.0
   return all;
 }
 
-// Runs the program once, in its own workspace, and waits for it.
+// Runs the program once in a new workspace. Blocks until the program has ended.
 inline void run_once(Program& program, const Stream& stream) {
   Buffer workspace(stream.device(), program.workspace_bytes());
   program.bind(workspace.data());
@@ -36,7 +36,8 @@ struct Outcome {
   std::vector<uint64_t> bytes_sent;
 };
 
-// Runs one allreduce of inputs[rank] with residuals[rank] (empty: none) on `device`.
+// Runs one allreduce of inputs[rank] with residuals[rank] on `device`. Empty `residuals` disable error
+// feedback.
 inline Outcome allreduce(Device device, const Schedule& schedule, const Values& inputs,
                          const Values& residuals, const Program::Options& options) {
   int world = schedule.world;
@@ -57,7 +58,7 @@ inline Outcome allreduce(Device device, const Schedule& schedule, const Values& 
     mine.transfers = transfers;
     Program program(comm.transport(), schedule, {data.data(), data.as<float>(), residual.as<float>(), count},
                     mine);
-    // Tests of slices require at least two.
+    // Tests of slices require at least two slices.
     const bool sure = options.slice_bytes > 0 && options.slice_bytes <= 500 && count > 10000;
     EXPECT_TRUE(program.info().slices > 1 || !sure);
     run_once(program, stream);
@@ -79,7 +80,7 @@ inline std::vector<Schedule> schedules(int world) {
   return all;
 }
 
-// Calls check(schedule, wire) for every schedule of these numbers of ranks and every wire.
+// Calls check(schedule, wire) for every wire and for every schedule of the given numbers of ranks.
 template <typename Wires, typename Check>
 void for_schedules(const std::vector<int>& worlds, const Wires& wires, const Check& check) {
   for (int world : worlds) {
@@ -93,15 +94,15 @@ void for_schedules(const std::vector<int>& worlds, const Wires& wires, const Che
   }
 }
 
-// Adds up what the ranks put in and what they got: a collective that loses nothing has equal sums.
+// Sums of the ranks' inputs and outputs. A collective that conserves values has equal sums.
 struct Conservation {
   double in = 0, out = 0, size = 0;
   void put(double x) { in += x, size += std::abs(x); }
 };
 
-// The buffers of one half of an allreduce, poisoned where nothing was written.
+// The buffers after half of an allreduce. Elements that the program did not write are poison.
 struct HalfOutcome {
-  Values in, out, residual;  // after the run
+  Values in, out, residual;  // [rank]: buffers after the run
 };
 
 inline constexpr float kPoison = -1.5e33f;
@@ -121,7 +122,7 @@ inline HalfOutcome run_half(Device device, const Schedule& schedule, int64_t cou
     const int64_t outs = gather ? count : shard;
     ASSERT_EQ(std::ssize(inputs[r]), gather ? shard : count);
     Buffer in = make_buffer<float>(device, std::ssize(inputs[r]));
-    Buffer out = make_buffer<float>(device, outs + 4);  // nothing may be written past the end
+    Buffer out = make_buffer<float>(device, outs + 4);  // detects writes past the end
     const int64_t kept = gather ? shard : count;
     Buffer residual = make_buffer<float>(device, residuals.empty() ? 0 : kept);
     to_device(stream, in.as<float>(), std::span<const float>(inputs[r]));

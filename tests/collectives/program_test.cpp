@@ -1,5 +1,5 @@
-// Programs: every collective, schedule and wire gives the correct sum, keeps its rounding errors, and has the
-// same bits on every rank.
+// Programs: every collective, schedule and wire gives the correct sum, stores its rounding errors, and has
+// the same bits on every rank.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -43,7 +43,8 @@ class AllreduceTest : public ::testing::TestWithParam<Device> {
                      const Program::Options& options) {
     return allreduce(GetParam(), schedule, inputs, residuals, options);
   }
-  // Calls check(options) for the wire everywhere and, in hierarchical schedules, between nodes only.
+  // Calls check(options) with the wire on all links and, for hierarchical schedules, with the wire only
+  // between nodes.
   template <typename Check>
   static void for_wires_in_nodes(const Schedule& schedule, Wire wire, const Check& check) {
     for (bool fp32_intra_node : {false, true}) {
@@ -54,8 +55,8 @@ class AllreduceTest : public ::testing::TestWithParam<Device> {
                              .rounding = {wire->rounding, 42, nullptr, 0}});
     }
   }
-  // Adds up element i over the ranks: inputs and residuals on one side, result and new residuals on the
-  // other.
+  // Adds up element i over the ranks: inputs and old residuals on one side, result and new residuals on the
+  // other side.
   static Conservation sums(const Outcome& outcome, const Values& inputs, const Values& residuals, size_t i,
                            double scale = 1.0) {
     Conservation sum{.out = outcome.result[0][i] / scale};
@@ -86,8 +87,8 @@ TEST_P(AllreduceTest, Fp32SumsIntegersExactly) {
   });
 }
 
-// Rank 1 starts each of three calls 30 ms late: the others wait at least that long for it, and it finds their
-// data ready.
+// Starts rank 1 of each of three calls 30 ms late. The other ranks wait at least that long for rank 1, and
+// rank 1 finds their data ready.
 TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
   if (!GetParam().is_host()) GTEST_SKIP() << "measured on the host only";
   std::vector<double> total(3);
@@ -106,7 +107,7 @@ TEST_P(AllreduceTest, TheStragglerWaitsLeast) {
   EXPECT_EQ(std::min_element(total.begin(), total.end()) - total.begin(), 1);
 }
 
-// sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
+// Expects sum of (gradient + residual) == result / scale + sum of new residuals, element by element, to FP32
 // rounding.
 TEST_P(AllreduceTest, Bf16LosesNothing) {
   for_schedules(thinned({2, 3, 4, 8}, 2), std::vector<Wire>{kBf16}, [&](const Schedule& schedule, Wire wire) {
@@ -125,10 +126,10 @@ TEST_P(AllreduceTest, Bf16LosesNothing) {
   });
 }
 
-// The units in which an average is added do not change a bit of result and residual. All ranks have the same
-// bits.
+// Expects the units in which an average is added not to change a bit of the result or the residual. All ranks
+// have the same bits.
 TEST_P(AllreduceTest, AveragesMatchTheDividedSumBitForBit) {
-  // Few worlds on a GPU, where starting a group takes a minute.
+  // A GPU tests few worlds, because starting a group on a GPU takes a minute.
   const std::vector<int> worlds = GetParam().is_host() ? thinned({1, 2, 3, 4, 5, 6, 8}) : std::vector{3};
   for_schedules(worlds, thinned(wire_formats()), [&](const Schedule& schedule, Wire wire) {
     for_wires_in_nodes(schedule, wire, [&](Program::Options options) {
@@ -147,9 +148,9 @@ TEST_P(AllreduceTest, AveragesMatchTheDividedSumBitForBit) {
   });
 }
 
-// The sum itself overflows. The residual is also finite, and nothing is lost, except where a format sends so
-// little of a sum that the rest exceeds FP32. (int2 rounds up by up to half at each step, so its range is
-// that much smaller.)
+// Tests averages whose sum overflows. The average and the residual are finite, and values are conserved,
+// except where a format sends so little of a sum that the residual exceeds FP32. (int2 rounds up by up to
+// half at each step, so its range is smaller by that factor.)
 TEST_P(AllreduceTest, AveragesInFp32sRangeAreFinite) {
   for_schedules(thinned({2, 3, 4, 6}, 2), thinned(wire_formats()), [&](const Schedule& schedule, Wire wire) {
     const int world = schedule.world;
@@ -175,9 +176,9 @@ TEST_P(AllreduceTest, AveragesInFp32sRangeAreFinite) {
   });
 }
 
-// A sum that overflows on the way, or a NaN on one rank together with large values on the others: the result
-// shows it, and the ranks' rounding errors of such parts are cleared; otherwise they would dominate the next
-// step.
+// Tests partial sums that overflow, and a NaN on one rank together with large values on other ranks. The
+// result shows the non-finite value. The ranks clear the rounding errors of these elements, which would
+// otherwise dominate the next step.
 TEST_P(AllreduceTest, NonFiniteResultsClearTheResidualsOfAllRanks) {
   const auto rounding_wires = thinned(wire_formats().subspan(1));
   for_schedules({2, 3, 4}, rounding_wires, [&](const Schedule& schedule, Wire wire) {
@@ -206,18 +207,20 @@ TEST_P(AllreduceTest, NonFiniteResultsClearTheResidualsOfAllRanks) {
   });
 }
 
-// With intra_node=fp32 nothing is lost either, and all ranks agree. Links between nodes carry the wire format
-// and links inside nodes FP32, and rounding errors are smaller than with the wire format everywhere.
+// Expects conservation and agreement of all ranks with intra_node=fp32. Links between nodes carry the wire
+// format, and links inside nodes carry FP32. Rounding errors are smaller than with the wire format on all
+// links.
 TEST_P(AllreduceTest, HierarchicalUsesTheWireOnSlowLinksOnly) {
   for (auto [nodes, per_node] : thinned({std::pair{1, 4}, {2, 1}, {2, 2}, {3, 4}, {4, 3}})) {
     for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
-      for (Wire wire : thinned(wire_formats().subspan(1))) {                   // formats that round
-        const int64_t count = 12 * std::max<int64_t>(wire->granularity, 384);  // divides evenly
+      for (Wire wire : thinned(wire_formats().subspan(1))) {  // formats that round
+        // a multiple of all numbers of ranks and blocks
+        const int64_t count = 12 * std::max<int64_t>(wire->granularity, 384);
         const Schedule schedule = hierarchical(nodes, per_node, between);
         const int world = schedule.world;
         SCOPED_TRACE(fmt::format("{}x{} {} {}", nodes, per_node, name(between), wire->name));
         const Values inputs = normals(world, count, 100), residuals = normals(world, count, 200, 0.01f);
-        double lost[2] = {};  // by rounding, in this step; [exact inside]
+        double lost[2] = {};  // [fp32_intra_node]: sum of this step's rounding errors
         for (bool fp32_intra_node : {false, true}) {
           const Outcome outcome = run(schedule, inputs, residuals,
                                       {.what = "test", .wire = wire, .fp32_intra_node = fp32_intra_node});
@@ -226,7 +229,7 @@ TEST_P(AllreduceTest, HierarchicalUsesTheWireOnSlowLinksOnly) {
             const Conservation sum = sums(outcome, inputs, residuals, i);
             difference.push_back(sum.out - sum.in);
             sizes.push_back(sum.size);
-            for (int r = 0; r < world; ++r) {  // a rank that rounded nothing keeps its residual
+            for (int r = 0; r < world; ++r) {  // a rank without rounding errors keeps its residual
               if (outcome.residual[r][i] != residuals[r][i])
                 lost[fp32_intra_node] += std::abs(outcome.residual[r][i]);
             }
@@ -255,7 +258,7 @@ TEST_P(AllreduceTest, HierarchicalUsesTheWireOnSlowLinksOnly) {
   }
 }
 
-// The result is the same in place and out of place. 16-bit buffers get the rounded FP32 sum.
+// Expects the same result in place and out of place. 16-bit buffers get the rounded FP32 sum.
 TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   const int world = 4;
   const int64_t count = 4099;
@@ -298,7 +301,7 @@ TEST_P(AllreduceTest, OutOfPlaceAnd16BitBuffersHaveTheSameSum) {
   }
 }
 
-// A ring and a two-shot send the minimum.
+// Compares sent bytes with the schedule. A ring and a two-shot send the minimum.
 TEST_P(AllreduceTest, SendsTheScheduledBytes) {
   for_schedules({1, 2, 5, 6}, std::vector<Wire>{kFp32, kBf16}, [&](const Schedule& schedule, Wire wire) {
     const int world = schedule.world, bytes = wire == kBf16 ? 2 : 4;
@@ -316,9 +319,10 @@ TEST_P(AllreduceTest, SendsTheScheduledBytes) {
   });
 }
 
-// A slice of a chunk undergoes the same additions in the same order as the whole chunk, at the same offsets
-// of the buffer: neither slice size nor transfers concurrent with kernels change a bit of a result or a
-// residual. (A world of 6 has every kind of schedule, with nodes of several shapes.)
+// Expects slices not to change a bit of the result or the residual. A slice of a chunk undergoes the same
+// additions in the same order as the whole chunk, at the same offsets of the buffer. So neither the slice
+// size nor transfers concurrent with kernels change a bit. (A world of 6 ranks has every kind of schedule,
+// with nodes of several shapes.)
 TEST_P(AllreduceTest, SlicesChangeNoBit) {
 #ifdef GRADWIRE_SANITIZED
   const std::vector<int64_t> counts = {20011}, sizes = {500};
@@ -367,7 +371,7 @@ TEST_P(AllreduceTest, TwoShotStaysFlatWhereARingsErrorGrows) {
   constexpr int kMany = 64;
 #endif
   const double few = error(two_shot(2)), many = error(two_shot(kMany));
-  EXPECT_GT(few, 1e-4);  // the wire does round
+  EXPECT_GT(few, 1e-4);  // the wire rounds
   EXPECT_LT(many, 1.2 * few);
   EXPECT_LT(many, 2.5e-3);
   EXPECT_NEAR(error(ring(2)), few, 0.1 * few);

@@ -1,4 +1,4 @@
-// Gradients in the caller's memory, and gradients of 16 bits.
+// Gradients in the caller's memory, and 16-bit gradients.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ using testing::same_bits;
 class AdoptedGradients : public ::testing::TestWithParam<const char*> {};
 
 // Runs the same steps with gradients in the reducer's buffer, adopted in place (densely packed, as in a
-// framework's bucket, which moves once), and adopted one by one. The bits must be equal.
+// framework's bucket, which moves once), and adopted one by one. Expects equal bits.
 TEST_P(AdoptedGradients, MatchTheReducersBufferBitForBit) {
   constexpr int kSteps = 4;
   enum Where { own, packed, scattered };
@@ -42,7 +42,7 @@ TEST_P(AdoptedGradients, MatchTheReducersBufferBitForBit) {
         auto gradients = gradients_for(tensors, static_cast<uint32_t>(s * 2 + comm.rank() + 1));
         std::vector<void*> addresses;
         for (int i = 0; i < reducer.tensors(); ++i) {
-          // Offset by one float, so that nothing is aligned to more than 4 bytes.
+          // The offset of one float limits every alignment to 4 bytes.
           addresses.push_back(where == packed ? memory[s / 2].data() + 1 + reducer.offset(i)
                                               : pieces[i].data() + 1);
         }
@@ -72,9 +72,9 @@ INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                          ::testing::Values("fp32", "bf16:schedule=ring", "powersgd:rank=2,start=1",
                                            "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
-// The bits are those of the same gradients in FP32, rounded at the end.
+// Expects the bits of FP32 gradients that are rounded at the end.
 TEST(Reducer, Gradients16BitGetTheRoundedMean) {
-  // One bucket contains all three types.
+  // One bucket contains gradients of all three types.
   auto type_of = [](size_t i) { return i == 5 ? DType::f32 : i % 3 == 2 ? DType::f16 : DType::bf16; };
   auto round = [](DType dtype, float x) {
     return dtype == DType::f16 ? float_to_fp16(x) : float_to_bf16_nearest(x);
@@ -170,7 +170,7 @@ TEST(Reducer, AdoptRejectsUnusableAddresses) {
   run_ranks(2, Device::host(), [](Communicator& comm) {
     Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), {{"a", {4}}, {"b", {2}}}, {.own_gradients = false});
-    EXPECT_THROW(reducer.ready(0, stream), Error);  // nothing adopted yet
+    EXPECT_THROW(reducer.ready(0, stream), Error);  // no gradient is adopted yet
     EXPECT_THROW(Reducer(comm, CompressionSpec::parse("fp32"), {{"numbers", {4}, DType::i32}},
                          {.own_gradients = false}),
                  Error);
@@ -180,7 +180,8 @@ TEST(Reducer, AdoptRejectsUnusableAddresses) {
     EXPECT_THROW(reducer.adopt(with_null), BadInput);
     std::vector<void*> good{memory.data(), memory.data() + 4};
     reducer.adopt(good);
-    // With the default alignment of 4, a gap would follow b: memory[6] and [7] do not belong to the reducer.
+    // With the default alignment of 4 elements, a gap would follow b. The reducer must not write memory[6]
+    // and memory[7].
     EXPECT_EQ(reducer.buckets_in_place(), 0);
     reducer.ready(0, stream);
     EXPECT_THROW(reducer.adopt(good), Error);  // in the middle of a step

@@ -1,4 +1,5 @@
-// One rank of a reducer's test: oddly shaped tensors, a reducer for them, and steps with given gradients.
+// One rank of a reducer's test: oddly shaped tensors, a reducer for these tensors, and steps with given
+// gradients.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +14,8 @@
 
 namespace gradwire::testing {
 
-// Returns tensors of odd shapes: vectors, matrices large enough to compress or not, a 4-D convolution, a
-// scalar, an empty one.
+// Returns tensors of odd shapes: vectors, matrices that are large enough or too small to compress, a 4-D
+// convolution, a scalar, and an empty tensor.
 inline std::vector<GradientTensor> model() {
   return {{"bias", {37}},          {"tall", {129, 31}}, {"wide", {17, 203}},
           {"tiny", {3, 3}},        {"scalar", {}},      {"empty", {0, 5}},
@@ -25,7 +26,7 @@ inline int64_t count_of(const GradientTensor& t) {
   return t.count();
 }
 
-// Returns the values of a state of floats.
+// Returns the values of a tensor state of type float.
 inline std::vector<float> values_of(const Stream& stream, const TensorState& state) {
   std::vector<float> values(state.count());
   state.read(stream, 0, std::as_writable_bytes(std::span(values)));
@@ -35,8 +36,8 @@ inline std::vector<float> values_of(const Stream& stream, const TensorState& sta
 
 // A reducer, and the stream on which this rank writes and reads gradients.
 struct Rank {
-  // In worlds of 2 and 4, messages are cut into slices, so that transfers overlap. (SlicesChangeNoBit relates
-  // the bits of the other worlds to these. Every slice costs wake-ups.)
+  // Cuts messages into slices in worlds of 2 and 4 ranks, so that transfers overlap. Slices cause additional
+  // wake-ups, so other worlds do not use slices. (SlicesChangeNoBit shows that slices do not change bits.)
   Rank(Communicator& comm, const std::string& spec, std::vector<GradientTensor> tensors, int64_t bucket_bytes)
       : Rank(comm, spec, std::move(tensors), bucket_bytes,
              comm.world() == 2 || comm.world() == 4 ? 1000 : 0) {}
@@ -61,7 +62,8 @@ struct Rank {
     return to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
   }
 
-  // Returns the residual of every element, laid out as the flat gradient; zero where none is kept.
+  // Returns the residual of every element, laid out as the flat gradient. Elements without a residual are
+  // zero.
   std::vector<float> residual() {
     std::vector<float> all(reducer.elements());
     for (const TensorState& s : reducer.tensor_state()) {
@@ -77,8 +79,8 @@ struct Rank {
   Reducer reducer;
 };
 
-// Returns normal draws, different for each seed and tensor. They are pieces of a pool, because drawing them
-// each time took a quarter of the time of tests with hundreds of steps.
+// Returns normal draws, different for each seed and tensor. The draws are pieces of a pool, because drawing
+// new values each time takes a quarter of the time of tests with hundreds of steps.
 inline std::vector<std::vector<float>> gradients_for(const std::vector<GradientTensor>& tensors,
                                                      uint32_t seed) {
   static const std::vector<float> pool = normal(1 << 20, 1);
@@ -87,14 +89,14 @@ inline std::vector<std::vector<float>> gradients_for(const std::vector<GradientT
   for (const GradientTensor& tensor : tensors) {
     const auto count = static_cast<size_t>(count_of(tensor));
     if (count >= pool.size()) throw std::runtime_error("gradients_for: a tensor larger than the pool");
-    random.discard(3);  // neighbouring seeds begin with similar draws
+    random.discard(3);  // generators with neighbouring seeds start with similar draws
     const auto from = pool.begin() + static_cast<std::ptrdiff_t>(random() % (pool.size() - count));
     gradients.emplace_back(from, from + static_cast<std::ptrdiff_t>(count));
   }
   return gradients;
 }
 
-// Returns the same gradients, laid out as the reducer's flat buffer.
+// Returns the given gradients, laid out as the reducer's flat buffer.
 inline std::vector<float> flat(const Rank& rank, const std::vector<std::vector<float>>& gradients) {
   std::vector<float> all(rank.reducer.elements(), 0.0f);
   for (size_t i = 0; i < gradients.size(); ++i) {

@@ -1,4 +1,4 @@
-// The reducer: which results its options affect, its memory, checkpoints, and errors.
+// The reducer: which options affect its results, its memory, checkpoints, and errors.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>
@@ -40,7 +40,8 @@ TEST(Reducer, SameSeedGivesTheSameBits) {
   }
 }
 
-// Slices change no bit. The two halves of PowerSGD's Q may, slightly, because their chunks have other owners.
+// Expects slices not to change a bit. Only the two halves of PowerSGD's Q may change results slightly,
+// because their chunks have other owners.
 TEST(Reducer, OverlapDoesNotChangeResults) {
   for (const char* spec : {"fp32:schedule=ring", "fp8:round=stochastic", "powersgd:rank=2,schedule=ring",
                            "powersgd:rank=4,schedule=two_shot"}) {
@@ -95,7 +96,7 @@ TEST(Reducer, ReadyOrderMayDifferBetweenRanks) {
   });
 }
 
-// launch_in() in the middle of a run and wait_for() in any order, compared with bucket order and wait().
+// Compares launch_in() during a run and wait_for() in any order with bucket order and wait().
 TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
   constexpr int kWorld = 3, kSteps = 6;
   for (const char* spec : {"fp32:schedule=ring", "fp8:round=stochastic", "int8:residual=int8",
@@ -130,7 +131,7 @@ TEST(Reducer, AnyOrderOfExchangesAndWaitsGivesTheSameBits) {
             std::shuffle(order.begin(), order.end(), same);
             if (step % 2 == 0) reducer.launch_in(order);  // before wait()
             reducer.wait(stream);
-            if (step % 2 == 1) reducer.launch_in(order);  // and after it
+            if (step % 2 == 1) reducer.launch_in(order);  // after wait()
           } else {
             reducer.wait(stream);
             copy(stream, step_result.data(), reducer.gradients().data(), reducer.gradients().bytes());
@@ -170,8 +171,9 @@ TEST(Reducer, AcceptsPermutationsOfExchangesBetweenStepsOnly) {
   });
 }
 
-// Steps that are enqueued one by one, and steps that are captured as early as allowed and then launched, have
-// the same results, residuals and bytes. With slices, so that a graph contains three streams of each rank.
+// Compares steps that are enqueued one by one with steps that are captured as early as allowed and then
+// launched. Both have the same results, residuals and bytes. Slices are used, so that a graph contains three
+// streams of each rank.
 TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec :
@@ -184,7 +186,7 @@ TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
     for (bool graphed : {false, true}) {
       run_ranks(kWorld, Device::host(), [&](Communicator& comm) {
         Rank rank(comm, spec, model(), 16 << 10, 500);
-        auto gradients = gradients_for(rank.tensors, 0);  // each step copies from these
+        auto gradients = gradients_for(rank.tensors, 0);  // each step copies its input from these gradients
         auto enqueue = [&] {
           for (int i = 0; i < rank.reducer.tensors(); ++i) {
             copy(rank.stream, rank.reducer.gradient(i), gradients[i].data(),
@@ -216,7 +218,8 @@ TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
           if (comm.rank() == 0) sent[graphed].push_back(stats.wire_bytes);
           EXPECT_GT(stats.comm_ms, 0.0);
           if (graphed && step >= 6) {
-            EXPECT_THROW(rank.reducer.stats(step - 2), BadInput);  // its marks have been reused
+            // a later step has reused the marks of this step
+            EXPECT_THROW(rank.reducer.stats(step - 2), BadInput);
           }
         }
         std::vector<float> last =
@@ -237,8 +240,8 @@ TEST(Reducer, RejectsReplayOfAnUnsteadyStep) {
     Rank rank(comm, "powersgd:rank=2,start=2", model(), 16 << 10);
     EXPECT_EQ(rank.reducer.steady_from(), 2);
     rank.step(gradients_for(rank.tensors, 1));
-    EXPECT_THROW(rank.reducer.replayed(0), BadInput);  // plain averages
-    EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // in the future
+    EXPECT_THROW(rank.reducer.replayed(0), BadInput);  // step 0 computed plain averages
+    EXPECT_THROW(rank.reducer.replayed(2), BadInput);  // step 2 is in the future
   });
 }
 
@@ -265,8 +268,8 @@ TEST(Reducer, WorldOfOneDoesNotChangeGradients) {
   EXPECT_EQ(comm->bytes_sent(), 0u);
 }
 
-// A checkpoint consists of tensor_state() and steps(). A new reducer with both restored continues with the
-// same bits.
+// Restores a checkpoint, which consists of tensor_state() and steps(), in a new reducer. The new reducer
+// continues with the same bits.
 TEST(Reducer, ResumesBitForBit) {
   for (const char* spec :
        {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic", "bf16:residual=int8",
@@ -300,7 +303,8 @@ TEST(Reducer, ResumesBitForBit) {
   }
 }
 
-// PowerSGD computes a step's residuals when they are needed: in the next step, or when they are read earlier.
+// Reads residuals between steps. PowerSGD computes a step's residuals when they are needed: in the next step,
+// or when a caller reads them earlier.
 TEST(Reducer, ReadingResidualsBetweenStepsChangesNoBit) {
   for (const char* spec :
        {"powersgd:rank=1", "powersgd:rank=4,wire=bf16", "powersgd:rank=9,warm=off",
@@ -357,10 +361,10 @@ TEST(Reducer, MeasuresWireBytesThatFallWithCompression) {
   EXPECT_EQ(powersgd.wire_bytes, 2u * 3 * (512 * 4 + 256) / 4 * 4);
 }
 
-// Memory in addition to the gradients: an FP32 residual, the factors of compressed matrices, and staging for
-// at most two buckets.
+// Checks the memory in addition to the gradients: an FP32 residual, the factors of compressed matrices, and
+// staging for at most two buckets.
 TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
-  // 16 tensors of 1 MiB in buckets of 1 and of 4 MiB; pieces are aligned to 256 bytes.
+  // The reducer has 16 tensors of 1 MiB in buckets of 1 and of 4 MiB. Allocations are aligned to 256 bytes.
   const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
   const int64_t elements = 16 * 512 * 512;
   for (int world : {2, 3, 8, 64}) {
@@ -368,7 +372,7 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
       for (int64_t bucket : {int64_t{1} << 20, int64_t{4} << 20}) {
         auto memory = [&](const std::string& spec) {
           Communicator comm(std::make_unique<PlannedTransport>(1, world, Device::host()));
-          comm.set_link_costs({});  // a rank without peers cannot measure
+          comm.set_link_costs({});  // a rank without peers cannot measure links
           return Reducer(comm, CompressionSpec::parse(spec + "schedule=" + schedule), tensors,
                          {.bucket_bytes = bucket})
               .memory();
@@ -384,8 +388,8 @@ TEST(Reducer, ExtraMemoryIsResidualFactorsAndAtMostTwoBuckets) {
           if (std::string(spec) != "powersgd:rank=4,") {
             EXPECT_EQ(m.factors, 0);
           } else {
-            // For 16 matrices: P on the wire and orthonormalized; Q at the start of a step, the sum and this
-            // rank's; flags.
+            // Each of the 16 matrices has P on the wire, P orthonormalized, Q at the start of a step, the sum
+            // of Q, this rank's Q, and flags.
             EXPECT_GE(m.factors, 16 * 5 * 512 * 4 * 4);
             EXPECT_LE(m.factors, 16 * 5 * 512 * 4 * 4 + 1024);
           }

@@ -1,5 +1,5 @@
-// residual=bf16|int8: error feedback stored in fewer bits is unbiased, survives a checkpoint, and saves
-// memory.
+// residual=bf16|int8: error feedback stored in fewer bits is unbiased, is restored from a checkpoint, and
+// saves memory.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -16,7 +16,7 @@ namespace {
 
 using testing::same_bits;
 
-// A residual with its workspace and the step that seeds its draws.
+// A residual with a workspace and a step number that seeds the residual's random draws.
 class Kept {
  public:
   Kept(Device device, const std::string& format, int64_t count, uint64_t seed = 7)
@@ -28,13 +28,14 @@ class Kept {
     fill_zero(stream_, step_.data(), step_.bytes());
     residual_.bind(workspace_.data());
   }
-  // Returns what remains of `values` in the next step.
+  // Stores `values` as the residual. Returns the residual that the next step reads.
   std::vector<float> keep(const std::vector<float>& values) {
     BucketPhases phases;
     to_device(stream_, residual_.values(), std::span<const float>(values));
     residual_.store(stream_, phases);
     increment(stream_, step_.as<uint64_t>());
-    if (residual_.encoded()) fill_zero(stream_, residual_.values(), 4 * values.size());  // shared workspace
+    // other residuals also use the workspace
+    if (residual_.encoded()) fill_zero(stream_, residual_.values(), 4 * values.size());
     residual_.load(stream_, phases);
     return to_host<float>(stream_, residual_.values(), static_cast<int64_t>(values.size()));
   }
@@ -73,8 +74,8 @@ class Kept {
 class ResidualTest : public ::testing::TestWithParam<Device> {};
 GW_INSTANTIATE_ON_DEVICES(ResidualTest);
 
-// Each block of 128 has one large value; the others are as small as 1/10000 of it, far below half a step of
-// int8, and everywhere exceed a step of bf16.
+// Returns values with one large value in each block of 128. The other values are as small as 1/10000 of the
+// large value, far below half a step of int8. All values exceed a step of bf16.
 std::vector<float> small_beside_large(int64_t count) {
   std::vector<float> values = testing::normal(count, 3);
   for (int64_t i = 0; i < count; ++i) {
@@ -83,16 +84,16 @@ std::vector<float> small_beside_large(int64_t count) {
   return values;
 }
 
-// Returns the distance between neighbours of `value` in the format. For int8, the largest value of the block
-// is 127 to 254 of them.
+// Returns the distance between representable numbers next to `value` in the format. For int8, the largest
+// value of the block is 127/2 to 127 such distances.
 double spacing(const std::string& format, double value, double largest) {
   if (format == "bf16") return std::exp2(std::floor(std::log2(std::abs(value))) - 7);
   return std::exp2(std::ceil(std::log2(largest / 127)));
 }
 
-// The mean over N draws is within 5 standard deviations, each at most half a spacing over sqrt(N). Rounding
-// to nearest, which write() uses, is off by up to half a spacing in every draw: for int8, by all of a small
-// value.
+// Expects the mean over N draws within 5 standard deviations, each at most half a spacing over sqrt(N).
+// Rounding to nearest, which write() uses, is off by up to half a spacing in every draw. For int8, that is
+// the whole of a small value.
 TEST_P(ResidualTest, MeanOfManyDrawsIsTheExactResidual) {
   constexpr int kDraws = 4096;
   constexpr int64_t kCount = 384;
@@ -107,7 +108,7 @@ TEST_P(ResidualTest, MeanOfManyDrawsIsTheExactResidual) {
     Kept nearest(GetParam(), format, kCount);
     nearest.write(0, values);
     const std::vector<float> rounded = nearest.read(0, kCount);
-    int far = 0, lost = 0;  // with rounding to nearest
+    int far = 0, lost = 0;  // number of elements with large errors under rounding to nearest
     for (int64_t i = 0; i < kCount; ++i) {
       double largest = 0;
       for (int64_t k = i / 128 * 128; k < i / 128 * 128 + 128; ++k)
@@ -124,7 +125,8 @@ TEST_P(ResidualTest, MeanOfManyDrawsIsTheExactResidual) {
   }
 }
 
-// The squared error of stochastic rounding is twice that of nearest. conservation_test.cpp relies on it.
+// Expects the squared error of stochastic rounding to be twice the squared error of rounding to nearest.
+// conservation_test.cpp relies on this ratio.
 TEST_P(ResidualTest, SquaredErrorOfOneStepIsTwiceThatOfNearest) {
   constexpr int64_t kCount = 1 << 16;
   const std::vector<float> values = testing::normal(kCount, 5);
@@ -159,7 +161,7 @@ TEST_P(ResidualTest, DrawsDifferBetweenStepsAndRanksAndRepeatWithThem) {
   }
 }
 
-// As a bucket's tensors are saved and restored: pieces of any size, in any order, over old contents.
+// Saves and restores pieces of any size, in any order, over old contents, as for a bucket's tensors.
 TEST_P(ResidualTest, PiecesAreRestoredBitForBit) {
   constexpr int64_t kCount = 5003;
   for (const std::string format : {"bf16", "int8"}) {
@@ -177,14 +179,14 @@ TEST_P(ResidualTest, PiecesAreRestoredBitForBit) {
   }
 }
 
-// 4 bytes per element become 2 or 1.008, plus two shared FP32 buckets.
+// Checks memory: 4 bytes per element become 2 or 1.008 bytes, plus two shared FP32 buckets.
 TEST(Residual, ManyBucketsTakeFewerBytesThanFp32) {
   const std::vector<GradientTensor> tensors(16, GradientTensor{"w", {512, 512}});
   constexpr int64_t kElements = 16 * 512 * 512, kBucket = 1 << 20;
   for (const char* method : {"int8:", "powersgd:rank=4,"}) {
     auto memory = [&](const std::string& format) {
       Communicator comm(std::make_unique<PlannedTransport>(1, 4, Device::host()));
-      comm.set_link_costs({});  // a rank without peers cannot measure
+      comm.set_link_costs({});  // a rank without peers cannot measure links
       return Reducer(comm, CompressionSpec::parse(method + ("residual=" + format)), tensors,
                      {.bucket_bytes = kBucket})
           .memory();

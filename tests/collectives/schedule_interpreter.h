@@ -1,11 +1,14 @@
-// Executes a schedule on integers, one 64-bit number per rank and chunk, so that tests can compare execution
-// with the checker's proof. Shares no code with the checker: ranks are polled in a random order, groups fill
-// up transfer by transfer, and the resulting numbers decide.
+// Executes a schedule on integers, with one 64-bit number per rank and chunk, so that tests can compare
+// execution with the checker's proof. Shares no code with the checker. Polls ranks in a random order,
+// completes groups transfer by transfer, and compares the resulting numbers.
 //
-// A schedule is wrong when a rank gets stuck, when the two ends of a transfer disagree (on the round or the
-// chunk), when two accesses to a chunk race within a round, when a contribution arrives for a sum that has
-// already been sent, when a rank does not end with what its collective promises, or when a final value comes
-// from a rank that does not own it.
+// A schedule is wrong in any of these cases:
+//   - a rank gets stuck;
+//   - the two ends of a transfer disagree on the round or the chunk;
+//   - two accesses to a chunk race within a round;
+//   - a contribution arrives for a sum that has already been sent;
+//   - a rank's final values differ from the collective's result;
+//   - a final value comes from a rank that does not own the value.
 #pragma once
 
 #include <fmt/format.h>
@@ -24,7 +27,7 @@ class Interpreter {
  public:
   Interpreter(const Schedule& schedule, uint64_t seed) : s_(schedule), random_(seed) {}
 
-  // Returns what went wrong, if anything.
+  // Executes the schedule. Returns a description of the first error, or nullopt.
   std::optional<std::string> run() {
     ranks_.resize(s_.world);
     std::vector<uint64_t> sums(s_.chunks);
@@ -47,7 +50,7 @@ class Interpreter {
     }
     std::vector<int> order(s_.world);
     for (int r = 0; r < s_.world; ++r) order[r] = r;
-    // Stuck: no rank advanced in a whole pass over all ranks.
+    // The execution is stuck if no rank advances in a whole pass over all ranks.
     for (bool moved = true; moved;) {
       moved = false;
       std::shuffle(order.begin(), order.end(), random_);
@@ -82,7 +85,7 @@ class Interpreter {
     std::vector<Pending> group;        // transfers of the current round
   };
 
-  // Starts round k of rank r: posts its sends and checks for races.
+  // Starts round k of rank r: posts the rank's sends and checks for races.
   std::optional<std::string> enter(int r, int k) {
     Rank& me = ranks_[r];
     me.round = k;
@@ -101,13 +104,13 @@ class Interpreter {
     return std::nullopt;
   }
 
-  // Receives, for rank r, everything that has been posted; enters the next round when the group is complete.
+  // Receives all posted messages for rank r. Enters the next round when the group is complete.
   std::optional<std::string> advance(int r, bool& moved) {
     Rank& me = ranks_[r];
     if (me.round >= s_.num_rounds()) return std::nullopt;
     for (Pending& mine : me.group) {
       if (mine.done || mine.step.kind == Step::Kind::send) continue;
-      // In order: earlier receives from the same peer come first.
+      // Messages arrive in order: earlier receives from the same peer complete first.
       bool first = true;
       for (Pending* earlier = me.group.data(); earlier != &mine; ++earlier) {
         if (!earlier->done && earlier->step.kind != Step::Kind::send && earlier->step.peer == mine.step.peer)

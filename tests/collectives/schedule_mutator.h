@@ -1,4 +1,4 @@
-// Random schedules and random damage to them, for tests of damage detection.
+// Random schedules, and random damage to schedules, for tests of damage detection.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 namespace gradwire::testing {
 
 // Returns a schedule of any kind for 2 to `most` ranks, sometimes in slices: an allreduce or, with `halves`,
-// also one of its halves or a broadcast.
+// also a half of an allreduce or a broadcast.
 inline Schedule random_schedule(std::mt19937_64& random, int most, bool halves = false) {
   auto up_to = [&](int n) { return 1 + static_cast<int>(random() % n); };
   int n = 1 + up_to(most - 1);
@@ -57,7 +57,7 @@ class Mutator {
     }
   }
 
-  // Makes one random change. Returns its description.
+  // Makes one random change. Returns a description of the change.
   std::string mutate() {
     Place a = pick(), b = pick();
     Round& round = s_.rounds[a.rank][a.round];
@@ -98,7 +98,7 @@ class Mutator {
       case 8:
         step.kind = static_cast<Step::Kind>(below(3));
         return "kind changed";
-      // The changes below affect both ends alike, so that only the sum can be wrong.
+      // The cases below change both ends alike, so that only the sum can be wrong.
       case 9:
         step.chunk = at(other).chunk = below(s_.chunks);
         return "chunk changed on both sides";
@@ -128,7 +128,7 @@ class Mutator {
     round.erase(round.begin() + p.step);
   }
 
-  // Returns the other end of the transfer at `p`, in a schedule that is still correct.
+  // Returns the step at the other end of the transfer at `p`. Requires a correct schedule.
   Place partner(const Place& p) {
     const Step step = at(p);
     auto is_send = [](const Step& x) { return x.kind == Step::Kind::send; };

@@ -15,7 +15,7 @@ namespace gradwire {
 namespace {
 
 #ifdef GRADWIRE_SANITIZED
-constexpr int kMaxRanks = 24;  // ten times slower, on one thread
+constexpr int kMaxRanks = 24;  // fewer ranks, because sanitizer builds are ten times slower
 #else
 constexpr int kMaxRanks = 64;
 #endif
@@ -26,7 +26,7 @@ void expect_proven(const Schedule& s, const std::string& what) {
   EXPECT_TRUE(report.correct) << what;
 }
 
-// Returns every allreduce of `n` ranks, in every shape.
+// Returns all allreduce schedules of `n` ranks, in every shape.
 std::vector<Schedule> allreduces(int n) {
   std::vector<Schedule> all = {ring(n), two_shot(n), double_tree(n)};
   for (int per_node = 1; per_node <= n; ++per_node) {
@@ -62,7 +62,8 @@ TEST(Schedule, AllreducesAndTheirHalvesAreCorrectForEveryWorldAndShape) {
   EXPECT_THROW(all_gather(reduce_scatter(ring(3))), BadInput);
 }
 
-// Every world, from the first rank, the last and one in the middle; hierarchical in every shape.
+// Checks every world, with the first, the last and a middle rank as the root. Hierarchical broadcasts have
+// every shape.
 TEST(Schedule, BroadcastsAreCorrect) {
   for (int n = 1; n <= kMaxRanks; ++n) {
     for (int root : std::set<int>{0, n / 3, n - 1}) {
@@ -98,14 +99,14 @@ TEST(Schedule, BroadcastsAreCorrect) {
   EXPECT_EQ(make_schedule(Collective::all_gather, ScheduleKind::ring, 4).collective, Collective::all_gather);
 }
 
-// Counts the bytes between nodes, of which a direct exchange between all ranks sends too many: 8 times as
+// Counts the bytes between nodes. A direct exchange between all ranks would send too many bytes: 8 times as
 // many with 8 ranks per node.
 TEST(Schedule, HierarchicalHalvesSendNoMoreBetweenNodesThanARing) {
   for (int nodes : {2, 3, 8}) {
     for (int per_node : {2, 4, 8}) {
       const int world = nodes * per_node;
-      // Returns the bytes that leave a node, in buffers. A ring's neighbours are in another node only at a
-      // node's ends.
+      // Returns the bytes that leave a node, in units of the buffer size. Only the ranks at a node's ends
+      // have ring neighbours in other nodes.
       auto leaves_a_node = [&](const Schedule& s) {
         double most = 0;
         for (int node = 0; node < nodes; ++node) {
@@ -152,7 +153,7 @@ TEST(Schedule, ChunksFollowShards) {
       EXPECT_EQ(elements_owned(s, r, 1107, 8, shards), shards[r]);
     }
   }
-  // In a two-shot, a rank sends every other rank's shard to that rank, or its own shard to all.
+  // In a two-shot, a rank sends to every other rank that rank's shard, or sends its own shard to all ranks.
   EXPECT_EQ(elements_sent(reduce_scatter(two_shot(4)), 3, 1107, shards), 107);
   EXPECT_EQ(elements_sent(all_gather(two_shot(4)), 3, 1107, shards), 3000);
 }
@@ -214,8 +215,8 @@ TEST(DoubleTree, DepthIsLogarithmic) {
 TEST(Hierarchical, SlowLinksCarryTheMinimumOfAnAllreduceBetweenNodes) {
   CheckReport report = check(hierarchical(4, 8));  // 32 chunks
   for (int r = 0; r < 32; ++r) {
-    EXPECT_EQ(report.sent_inter_node[r], 2 * 3);      // 2 * 3/4 of an eighth of the buffer
-    EXPECT_EQ(report.sent_intra_node[r], 2 * 7 * 4);  // 2 * 7/8 of the buffer
+    EXPECT_EQ(report.sent_inter_node[r], 2 * 3);      // chunks: 2 * 3/4 of 1/8 of the buffer
+    EXPECT_EQ(report.sent_intra_node[r], 2 * 7 * 4);  // chunks: 2 * 7/8 of the buffer
   }
   EXPECT_EQ(report.lossy_steps, 3);
   EXPECT_EQ(report.inter_node_lossy_steps, 2);

@@ -1,4 +1,5 @@
-// A sharded reducer: each rank gets the mean of its shard, nothing is lost, and half the bytes are sent.
+// A sharded reducer: each rank gets the mean of its shard, gradients are conserved, and half the bytes are
+// sent.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,10 +23,11 @@ using testing::thinned;
 class ShardedReducer : public ::testing::TestWithParam<Device> {
  protected:
   struct Result {
-    // Assembled from every rank's shard, with the sums of residuals and inputs over the ranks.
+    // The mean, assembled from all ranks' shards. `kept` and `in` are the sums of residuals and inputs over
+    // the ranks.
     std::vector<float> mean;
     std::vector<double> kept, in, size;
-    std::vector<int> owners;  // number of ranks that own an element
+    std::vector<int> owners;  // number of ranks that own each element
     uint64_t wire_bytes = 0;
   };
   Result run(const std::string& spec, int world, int steps, bool sharded, int slots = 0) const {
@@ -53,7 +55,7 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
         mean = slots > 0 ? unpacked(stream, reducer)
                          : to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
         for (size_t e = 0; e < elements; ++e) applied[e] += mean[e];
-        // Between the tensors, gradients stay zero for the next step.
+        // The gaps between the tensors must be zero in the next step.
         if (sharded && slots == 0) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
         stream.synchronize();
       }
@@ -106,7 +108,7 @@ TEST_P(ShardedReducer, OwnersMatchAllreduceBitForBit) {
   }
 }
 
-// Its reduce-scatter adds nodes in a different order than its allreduce.
+// Allows for rounding, because the reduce-scatter adds nodes in a different order than the allreduce.
 TEST_P(ShardedReducer, HierarchicalDiffersFromAllreduceOnlyByRounding) {
   const Result whole = run("fp32:schedule=hierarchical", 8, 2, false),
                sharded = run("fp32:schedule=hierarchical", 8, 2, true);
@@ -149,7 +151,7 @@ TEST_P(ShardedReducer, BucketsThatShareMemoryRequireTensorOrder) {
     const Stream stream = Stream::create(comm.device(), "compute");
     Reducer reducer(comm, CompressionSpec::parse("fp32"), model(),
                     {.bucket_bytes = 16 << 10, .sharded = true, .slots = 2, .blocks = {0, 3}});
-    EXPECT_EQ(reducer.buckets(), 2);  // cut at a block boundary
+    EXPECT_EQ(reducer.buckets(), 2);  // the cut is at a block boundary
     EXPECT_EQ(reducer.bucket_of(2), 0);
     EXPECT_EQ(reducer.bucket_of(3), 1);
     try {

@@ -1,4 +1,4 @@
-// Ranks agree on the time.
+// The shared clock: all ranks agree on the time.
 #include "collectives/agreement/shared_clock.h"
 
 #include <gtest/gtest.h>

@@ -54,7 +54,8 @@ TEST(Spec, AcceptsACommaInsteadOfTheColonAfterTheName) {
   }
 }
 
-// Defaults that follow from the format's size must not appear in the text, and can be turned off.
+// Expects defaults that follow from the format's size to be omitted from the text. Users can turn these
+// defaults off.
 TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
   for (Wire wire : wire_formats()) {
     const bool coarse = wire->bytes_per_value() < 1;
@@ -115,8 +116,8 @@ TEST(Spec, AcceptsErrorFeedbackExactlyWhereAnEncodeContracts) {
       }
     }
   }
-  // qsgd in 4 bits with blocks of 256 and 512, rotated or not, with either rounding; terngrad's larger clips,
-  // in every block size, rotated or not, with stochastic rounding.
+  // Refused specs: qsgd in 4 bits with blocks of 256 and 512, rotated or not, with either rounding; and
+  // terngrad with the larger clips, in every block size, rotated or not, with stochastic rounding.
   EXPECT_EQ(refused.size(), 2 * 2 * 2 + 5 * 2 * 2) << fmt::format("{}", fmt::join(refused, "\n"));
   for (const std::string& spec : refused) {
     EXPECT_TRUE(spec.find("bits=4") != std::string::npos || spec.find("clip=2.5") != std::string::npos ||
@@ -152,7 +153,7 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
         Case{"randk:ratio=2", "ratio='2' is not a number from 1e-06 to 1"},
         Case{"randk:ratio=nan", "ratio='nan'"}, Case{"randk:rank=2", "no option 'rank'"},
         Case{"bf16:ratio=0.1", "no option 'ratio'"}, Case{"randk:round=stochastic", "wire=bf16"},
-        // Error feedback would diverge.
+        // With this spec, error feedback would diverge.
         Case{"qsgd:bits=4", "it needs block=128, or ef=off"},
         Case{"qsgd:bits=4,block=256,round=nearest", "it needs block=128, or ef=off"},
         Case{"powersgd:rank=2,wire=qsgd,bits=4", "it needs block=128, or ef=off"},

@@ -1,4 +1,4 @@
-// Properties specific to the codecs whose payload is summed directly: randk, and powersgd with alternate=on.
+// Properties of the codecs whose payload is summed directly: randk, and powersgd with alternate=on.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -48,12 +48,13 @@ TEST_P(Summable, RandkAppliesTheMeanToItsShareOfEachTensorOnly) {
   });
 }
 
-// Unscaled, so the expected squared error is 1 - k/n, and the result has k/n of the squared norm.
+// Checks the squared norm without rescaling: the expected squared error is 1 - k/n, and the result has k/n of
+// the squared norm.
 TEST_P(Summable, RandkWithoutErrorFeedbackKeepsItsShareOfTheSquaredNorm) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     for (double ratio : {0.02, 0.2}) {
       Rank rank(comm, fmt::format("randk:ratio={},ef=off", ratio), {{"weight", {200, 300}}}, 1 << 20);
-      const auto gradients = gradients_for(rank.tensors, 3);  // the same on both ranks
+      const auto gradients = gradients_for(rank.tensors, 3);  // both ranks have the same gradients
       const auto in = flat(rank, gradients);
       const double size = norm(std::vector<double>(in.begin(), in.end())), norm2 = size * size;
       constexpr int kSteps = 40;
@@ -98,7 +99,7 @@ TEST_P(Summable, RandkSendsItsShareOfTheBytes) {
   });
 }
 
-// Two steps send the factors that powersgd sends in one.
+// Expects two steps to send the factors that powersgd without alternate=on sends in one step.
 TEST_P(Summable, AlternatingSendsOneFactorInEachStep) {
   const std::vector<GradientTensor> tensors{{"weight", {256, 128}}};
   run_ranks(4, GetParam(), [&](Communicator& comm) {
@@ -119,7 +120,7 @@ TEST_P(Summable, AlternatingAppliesALowRankGradientInFullAfterTwoSteps) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     Rank rank(comm, "powersgd:rank=3,alternate=on", {{"weight", {60, 40}}}, 1 << 20);
     const auto a = testing::normal(60 * 2, 1), b = testing::normal(40 * 2, 2);
-    std::vector<std::vector<float>> gradient(1);  // of rank 2, the same on both ranks
+    std::vector<std::vector<float>> gradient(1);  // a matrix of rank 2, the same on both ranks
     for (int i = 0; i < 60; ++i) {
       for (int j = 0; j < 40; ++j) gradient[0].push_back(a[2 * i] * b[2 * j] + a[2 * i + 1] * b[2 * j + 1]);
     }
@@ -134,12 +135,12 @@ TEST_P(Summable, AlternatingAppliesALowRankGradientInFullAfterTwoSteps) {
   });
 }
 
-// The paper's algorithm in double precision: orthogonalizes the last summed factor, projects with it, and
-// keeps the error of this rank's factor.
+// Computes the paper's algorithm in double precision: orthogonalizes the last summed factor, projects with
+// this factor, and stores the error of this rank's factor.
 struct Paper {
-  using Matrix = std::vector<std::vector<double>>;  // columns
+  using Matrix = std::vector<std::vector<double>>;  // [column][row]
   int rows, cols, rank;
-  Matrix basis;                            // of Q before even steps, of P before odd steps
+  Matrix basis;                            // basis of Q before even steps, basis of P before odd steps
   std::vector<std::vector<double>> error;  // [rank], row-major
 
   static void orthonormalize(Matrix& columns) {

@@ -1,4 +1,4 @@
-// Connections between ranks, tested alone: their threads alternate without losing a message.
+// Connections between ranks, tested without a communicator: their threads alternate without losing a message.
 #include "collectives/transport/tcp/tcp_links.h"
 
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #include "runtime/util/crc32.h"
 #include "runtime/util/error.h"
 
-// Imitates poll() on a busy machine: a rank's thread calls it late, and the links' thread returns from it
-// late, with everything that has happened meanwhile.
+// Imitates poll() on a busy machine. A rank's thread calls poll() late. The links' thread returns from poll()
+// late, with all events up to then.
 static thread_local bool of_a_rank = false;
 static std::atomic<bool> busy_machine = false;
 extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
@@ -39,12 +39,13 @@ extern "C" int poll(pollfd* entries, nfds_t count, int timeout_ms) {
 namespace gradwire {
 namespace {
 
-// A message moved by the links' thread after its owner has begun to wait must wake the owner.
+// Expects a message to wake its owner even if the links' thread moves the message after the owner has begun
+// to wait.
 TEST(TcpLinks, MessagesWakeTheirOwnerWhicheverThreadMovesThem) {
   constexpr int kRounds = 500;
   std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key"), TcpLinks(1, 2, "127.0.0.1", "key")};
   const std::vector<std::string> contacts = {links[0].contact(), links[1].contact()};
-  // Rank 1 gives up early, and thereby ends rank 0's wait.
+  // Rank 1 has the shorter deadline. Its failure ends rank 0's wait.
   auto run = [&](int rank) {
     const auto deadline = SteadyClock::now() + std::chrono::seconds(rank == 0 ? 60 : 30);
     TcpLinks& mine = links[rank];
@@ -91,7 +92,7 @@ TEST(TcpLinks, MessagesWakeTheirOwnerWhicheverThreadMovesThem) {
   EXPECT_EQ(rounds_of_1, kRounds);
 }
 
-// Messages of any size, in any order, with checksums at either end.
+// Sends messages of any size, in any order, with checksums at either end.
 TEST(TcpLinks, MessagesArriveWholeWithChecksumsAndWithout) {
   for (const auto& [of_0, of_1] : {std::pair{true, true}, {true, false}, {false, true}}) {
     std::array<TcpLinks, 2> links = {TcpLinks(0, 2, "127.0.0.1", "key", of_0),
