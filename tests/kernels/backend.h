@@ -1,6 +1,6 @@
-// The backends on which an op's tests run: the host's fast path, CUDA where a device is visible, and, in
-// the executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt).
-// A test is written once:
+// The backends on which an op's tests run: the host's fast path, CUDA if a device is visible, and, in the
+// executable simt_tests, the same CUDA kernels compiled by g++ and run on the CPU (tests/simt). A test is
+// written once:
 //
 //   class Gelu : public gradwire::testing::OpTest {};
 //   TEST_P(Gelu, IsTheReference) { auto x = array<float>(n); ... GW_RUN(gelu, args); x.host() ... }
@@ -29,7 +29,7 @@ namespace gradwire::testing {
 struct Backend {
   std::string name;  // "host", "cuda0" or "simt"
   Device device;
-  bool simt = false;  // memory is host memory, ops go straight to gradwire::cuda::op(nullptr, args)
+  bool simt = false;  // memory is host memory, and ops call gradwire::cuda::op(nullptr, args)
 };
 
 inline std::vector<Backend> backends() {
@@ -42,7 +42,7 @@ inline std::vector<Backend> backends() {
 #endif
 }
 
-// Memory on the backend's device between guard elements. All of it is poisoned, so that tests detect
+// Memory on the backend's device between guard elements. All elements are poisoned, so that tests detect
 // unwritten elements and out-of-bounds writes. `misalign` shifts the start by that many elements from
 // 256-byte alignment.
 template <typename T>
@@ -131,14 +131,14 @@ class OpTest : public ::testing::TestWithParam<Backend>, public OpFixture {
   OpTest() : OpFixture(GetParam()) {}
 };
 
-// Sizes that vector loops often get wrong.
+// Returns sizes, in elements, that vector loops often process incorrectly.
 inline std::vector<int64_t> awkward_sizes() {
   return {0, 1, 7, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 4099};
 }
 
 }  // namespace gradwire::testing
 
-// Runs op(args) on the test's backend and waits for it.
+// Runs op(args) on the test's backend and waits for the op.
 #ifdef GRADWIRE_SIMT_TESTS
 #define GW_RUN(op, args) ::gradwire::cuda::op(nullptr, args)
 #else

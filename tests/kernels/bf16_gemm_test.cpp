@@ -1,4 +1,4 @@
-// Products of BF16 matrices, and the host's implementations of them.
+// Products of BF16 matrices, and the host's implementations of these products.
 #include "kernels/gemm/bf16_gemm.h"
 
 #include <fmt/format.h>
@@ -18,7 +18,8 @@ namespace {
 
 using Operands = GemmOperands;
 
-// Products of BF16 numbers are exact in FP32, so the only errors are those of the sum and of rounding C.
+// Fixture for products of BF16 matrices. Products of BF16 numbers are exact in FP32, so the only errors are
+// those of the sum and of rounding C.
 class Bf16Gemm : public OpTest {
  public:
   void TearDown() override {
@@ -26,7 +27,7 @@ class Bf16Gemm : public OpTest {
     OpTest::TearDown();
   }
 
-  // On the host, tests each implementation.
+  // Compares products with the reference. On the host, tests each implementation.
   template <typename Out>
   void check(const Operands& o, bool with_bias, int64_t misalign = 0) {
     for (auto way : {host::Bf16Products::widened, host::Bf16Products::avx512_emulated,
@@ -56,8 +57,8 @@ class Bf16Gemm : public OpTest {
     d_c.expect_guards_intact("c");
     const std::vector<float> got = widened(d_c.host());
     const double size = 4.0 + std::sqrt(static_cast<double>(o.args.k));
-    // 2^-8 of the value for rounding, plus the error of the FP32 sum. When cuBLASLt splits k, it rounds the
-    // sum of the parts before adding the bias (cuBLAS 13.1 on an H100: 65x33x40 in 16 parts).
+    // The tolerance is 2^-8 of the value for rounding, plus the error of the FP32 sum. If cuBLASLt splits k,
+    // it rounds the sum of the parts before adding the bias (cuBLAS 13.1 on an H100: 65x33x40 in 16 parts).
     const bool twice = with_bias && !std::is_same_v<Out, float> && !GetParam().device.is_host();
     for (size_t i = 0; i < got.size(); ++i) {
       const double relative = std::is_same_v<Out, float> ? 1e-6 : 1.0 / 256 * (1 + 1e-4);
@@ -97,7 +98,7 @@ TEST_P(Bf16Gemm, AccumulatesInBatches) {
   }
 }
 
-// Returns a product of BF16 matrices, with its rows cut at the given places.
+// Returns a product of BF16 matrices that is computed in separate calls for ranges of rows.
 std::vector<float> in_bf16(const Operands& o, const std::vector<Bf16>& a, const std::vector<Bf16>& b,
                            host::Bf16Products way, int64_t rows_at_once) {
   std::vector<float> c = o.c;
@@ -122,7 +123,7 @@ std::vector<Bf16> moderate_bf16(size_t count, uint32_t seed) {
   return narrowed<Bf16>(testing::normal(static_cast<int64_t>(count), seed));
 }
 
-// An implementation, and one that has the same bits on any processor.
+// Fixture with pairs: an implementation, and an emulation with the same bits that runs on any processor.
 class Bf16Ways : public ::testing::TestWithParam<std::pair<host::Bf16Products, host::Bf16Products>> {};
 
 TEST_P(Bf16Ways, EmulationMatchesTheInstructionBitForBit) {
@@ -159,8 +160,8 @@ TEST_P(Bf16Ways, CuttingRowsChangesNoBit) {
   }
 }
 
-// AMX reads rows of A in place if they start at cache lines and contain whole blocks. Otherwise it packs
-// them.
+// Compares aligned and misaligned rows. AMX reads rows of A in place if they start at cache lines and contain
+// whole blocks. Otherwise AMX packs the rows.
 TEST_P(Bf16Ways, RowAlignmentChangesNoBit) {
   auto [way, emulated] = GetParam();
   if (!host::has_bf16_products(way)) way = emulated;

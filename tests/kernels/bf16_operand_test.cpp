@@ -17,7 +17,8 @@ TEST(Bf16Operand, RoundsToNearestEvenAndPreservesNanAndInfinity) {
   EXPECT_EQ(narrow<Bf16>(3.4e38f).bits, 0x7f80);  // beyond the largest finite value
   EXPECT_EQ(narrow<Bf16>(-std::numeric_limits<float>::infinity()).bits, 0xff80);
   EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(std::numeric_limits<float>::quiet_NaN()))));
-  EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(bits_float(0x7f800001u)))));  // payload only in the lost half
+  // the payload is only in the dropped half
+  EXPECT_TRUE(std::isnan(widen(narrow<Bf16>(bits_float(0x7f800001u)))));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Properties specific to the BF16 wire format; wire_test.cpp tests the properties of all formats.
+// Properties specific to the BF16 wire format. wire_test.cpp tests the properties of all formats.
 #include "kernels/wire/bf16.h"
 
 #include <fmt/format.h>
@@ -34,7 +34,8 @@ TEST_P(Bf16, WiresMayStartAnywhere) {
                       .own_position = static_cast<int>(shift % 2),
                       .rounding = {.mode = mode, .seed = 99, .first_element = shift},
                       .misalign_wires = 2 * shift};
-        // With the floats shifted alike (a vector loop with a head), or not.
+        // Some cases shift all floats alike (a vector loop with a head). Other cases shift each array
+        // differently.
         if (shift == 3) p.misalign = {3, 3, 3};
         if (shift == 5) p.misalign = {1, 2, 3};
         SCOPED_TRACE(fmt::format("n {} shift {}", n, shift));
@@ -102,7 +103,7 @@ TEST_P(Bf16, EveryPatternSurvivesDecodeAndEncode) {
 }
 
 TEST_P(Bf16, RoundsTiesToEven) {
-  // 1 + k/256 with k odd is halfway between two BF16 numbers, which are 1/128 apart.
+  // The value 1 + k/256 with odd k is halfway between two BF16 numbers, which are 1/128 apart.
   const WireResult got =
       run(kBf16, {.own = {1.0f + 1.0f / 256, 1.0f + 3.0f / 256, -1.0f - 1.0f / 256, 1.0f + 1.001f / 256},
                   .residual = {0, 0, 0, 0}});
@@ -110,7 +111,7 @@ TEST_P(Bf16, RoundsTiesToEven) {
 }
 
 TEST_P(Bf16, StochasticRoundingIsUnbiasedAndVariesWithTheStep) {
-  // A quarter of the way from 1 to the next BF16 number: a quarter of the draws rounds up.
+  // The values are a quarter of the way from 1 to the next BF16 number, so a quarter of the draws rounds up.
   constexpr int64_t kCount = 40000;
   WireProblem p{.own = std::vector<float>(kCount, 1.0f + 0.25f / 128),
                 .residual = std::vector<float>(kCount, 0.0f),
@@ -126,7 +127,8 @@ TEST_P(Bf16, StochasticRoundingIsUnbiasedAndVariesWithTheStep) {
   }
   double sigma = std::sqrt(0.25 * 0.75 / kCount);
   EXPECT_NEAR(static_cast<double>(up) / kCount, 0.25, 5 * sigma);
-  EXPECT_NEAR(static_cast<double>(same) / kCount, 0.25 * 0.25 + 0.75 * 0.75, 5 * sigma);  // independent draws
+  // the draws are independent
+  EXPECT_NEAR(static_cast<double>(same) / kCount, 0.25 * 0.25 + 0.75 * 0.75, 5 * sigma);
 }
 
 TEST_P(Bf16, CuttingTheBufferChangesNoBit) {
@@ -153,8 +155,8 @@ TEST_P(Bf16, CuttingTheBufferChangesNoBit) {
 }
 
 TEST_P(Bf16, AddsInInputOrder) {
-  // 1 vanishes next to 2^30 in FP32, so the order of the terms matters: (2^30 - 2^30) + 1, but
-  // (1 + 2^30) - 2^30 = 0.
+  // The order of the terms matters, because 1 vanishes next to 2^30 in FP32: (2^30 - 2^30) + 1 = 1, but (1 +
+  // 2^30) - 2^30 = 0.
   const float big = 1073741824.0f;
   auto sum = [&](float first, float second, float own, int own_position) {
     const WireResult got =

@@ -13,13 +13,13 @@
 
 namespace gradwire::testing {
 
-// Expects |got - want| <= tolerance * (scale + |want|) for every element; a NaN matches only a NaN.
+// Expects |got - want| <= tolerance * (scale + |want|) for every element. A NaN matches only a NaN.
 inline void expect_close(const std::vector<float>& got, const std::vector<float>& want, double tolerance,
                          const std::string& what, double scale = 1.0) {
   ASSERT_EQ(got.size(), want.size()) << what;
   for (size_t i = 0; i < got.size(); ++i) {
     if (std::isnan(got[i]) && std::isnan(want[i])) continue;
-    if (got[i] == want[i]) continue;  // infinities
+    if (got[i] == want[i]) continue;  // equal infinities
     double error = std::abs(static_cast<double>(got[i]) - want[i]);
     ASSERT_LE(error, tolerance * (scale + std::abs(static_cast<double>(want[i]))))
         << what << "[" << i << "] of " << got.size() << ": got " << got[i] << ", want " << want[i];
@@ -35,7 +35,7 @@ inline void expect_same_bits(const std::vector<float>& got, const std::vector<fl
   }
 }
 
-// Returns d loss / d x(i) by central differences; `loss` is evaluated after writing to `x`.
+// Returns d loss / d x(i) by central differences. Evaluates `loss` after each change of `x`.
 template <typename Loss>
 double central_difference(std::vector<float>& x, size_t i, const Loss& loss, float step = 1.0f / 128) {
   const float old = x[i];
@@ -47,7 +47,7 @@ double central_difference(std::vector<float>& x, size_t i, const Loss& loss, flo
   return (above - below) / (high - low);
 }
 
-// The numbers of host threads to test. The shim does not use threads.
+// Returns the numbers of host threads to test. The shim does not use host threads.
 inline std::vector<int> thread_counts() {
 #ifdef GRADWIRE_SIMT_TESTS
   return {1};
@@ -58,7 +58,7 @@ inline std::vector<int> thread_counts() {
 
 using Arrays = std::vector<std::vector<float>>;
 
-// Expects `run`, which returns arrays, to return the same bits on every call, with any number of threads.
+// Expects `run`, which returns arrays, to return the same bits on every call and with any number of threads.
 template <typename Run>
 void expect_same_bits_with_any_threads(const Run& run) {
   const int before = host_threads();

@@ -11,7 +11,7 @@ namespace {
 
 class Fp16 : public OpTest {};
 
-// Returns the value of an IEEE 754 half: a sign, 5 bits of exponent, 10 of fraction.
+// Returns the value of an IEEE 754 half, which has a sign, 5 bits of exponent and 10 bits of fraction.
 double value_of(int half) {
   const double sign = half & 0x8000 ? -1.0 : 1.0;
   const int exponent = half >> 10 & 31, fraction = half & 1023;
@@ -41,12 +41,12 @@ TEST_P(Fp16, EveryHalfSurvivesARoundTrip) {
   }
 }
 
-// Tests the midpoint of each two neighbours, and the adjacent floats on both sides.
+// Tests the midpoint between neighbouring halves, and the adjacent floats on both sides of the midpoint.
 TEST_P(Fp16, RoundsToNearestEven) {
   std::vector<float> values;
   std::vector<uint16_t> expected;
   for (int half = 0; half < 0x7c00; half += GetParam().simt ? 7 : 1) {
-    // The neighbour above the largest value would be 65536.
+    // The neighbour above the largest finite half would be 65536.
     const double above = half == 0x7bff ? 65536.0 : value_of(half + 1);
     const auto middle = static_cast<float>((value_of(half) + above) / 2);
     const int even = half % 2 == 0 ? half : half + 1;

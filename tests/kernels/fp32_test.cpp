@@ -1,4 +1,4 @@
-// The FP32 wire format: a sum whose order is part of the contract.
+// The FP32 wire format, a sum whose order is part of the contract.
 #include "kernels/wire/fp32.h"
 
 #include <cstring>
@@ -19,7 +19,7 @@ TEST_P(Fp32, ReduceHasTheReferencesBits) {
   for (int64_t n : sizes) {
     for (int num_inputs : {0, 1, 2, 7, 64}) {
       if (num_inputs == 64 && n > 2000) continue;
-      for (int place = 0; place < 3; ++place) {  // where the result is written: a new array, own, an input
+      for (int place = 0; place < 3; ++place) {  // the output array: a new array, `own`, or an input
         if (place == 2 && num_inputs == 0) continue;
         if (n == 70001 && place != num_inputs % 3) continue;
         int shift = num_inputs == 2 ? 1 : num_inputs == 7 ? 4 : 0;
@@ -29,7 +29,7 @@ TEST_P(Fp32, ReduceHasTheReferencesBits) {
         Reduce args{
             .num_inputs = num_inputs, .own_position = num_inputs / 2, .own = own.data(), .scale = 0.3f};
         args.count = n;
-        if (place != 0) {  // as in an average; the sums of other nodes have scale 1
+        if (place != 0) {  // scales of an average, where the sums of other nodes have scale 1
           args.own_scale = 0.125f;
           for (int k = 0; k < num_inputs; k += 2) args.input_scales.of[k] = 0.125f;
         }

@@ -88,7 +88,7 @@ TEST_P(Fp8Wire, StochasticRoundingIsUnbiased) {
     sum += got.out[i] * 2;
     ++counted;
   }
-  EXPECT_NEAR(sum / static_cast<double>(counted), 1.03, 0.001);  // standard error 1e-4
+  EXPECT_NEAR(sum / static_cast<double>(counted), 1.03, 0.001);  // the standard error is 1e-4
 }
 
 TEST_P(Fp8Wire, SendsNonFiniteValuesAsNan) {

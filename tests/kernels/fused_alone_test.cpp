@@ -1,6 +1,6 @@
-// The kernel of an allreduce over peer memory, run by one rank alone: the other ranks' signals and parts are
-// in the windows before it starts. It cannot hang, so it is the first test of that kernel on a GPU, and
-// compute-sanitizer, which runs one kernel at a time, can check it.
+// The kernel of an allreduce over peer memory, run by a single rank. The other ranks' signals and data are in
+// the windows before the kernel starts. The kernel cannot hang, so this test is the first test of the kernel
+// on a GPU. compute-sanitizer, which runs one kernel at a time, can check the kernel.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -21,14 +21,15 @@ namespace {
 
 constexpr int kWorld = 3, kBlocks = 2;
 
-// An allreduce of kWorld ranks on the host. Afterwards, its windows hold everything that rank 0 reads from
+// An allreduce of kWorld ranks that has run on the host. Its windows contain all data that rank 0 reads from
 // other ranks.
 class Finished {
  public:
   Finished(Wire wire, bool one_shot, Rounding rounding)
       : wire_(wire), one_shot_(one_shot), rounding_(rounding) {
     const int64_t grain = wire->granularity;
-    // One chunk has more tiles per thread block (of kBlocks) than are prefetched; the others have few.
+    // One chunk has more tiles per thread block (of kBlocks) than are prefetched. The other chunks have few
+    // tiles.
     const int64_t most = grain > 512 ? 5 * grain : (20 * 2048 + grain - 1) / grain * grain;
     for (int64_t b : {int64_t{0}, most, most + 3 * grain, most + 4 * grain + 5}) begin_.push_back(b);
     for (int r = 0; r < kWorld; ++r) {
@@ -56,7 +57,7 @@ class Finished {
     for (std::thread& t : threads) t.join();
   }
 
-  // Returns the call of a rank, without addresses.
+  // Returns a rank's arguments of the call without addresses.
   FusedAllreduce call(int rank) const {
     FusedAllreduce a;
     a.peers.rank = rank;
@@ -76,8 +77,8 @@ class Finished {
 
   int64_t count() const { return begin_.back(); }
 
-  std::vector<std::vector<float>> inputs, residuals;  // [rank], before the call
-  std::vector<std::vector<float>> results, kept;      // after the call
+  std::vector<std::vector<float>> inputs, residuals;  // [rank]: values before the call
+  std::vector<std::vector<float>> results, kept;      // values after the call
   std::vector<std::vector<std::byte>> windows;
   int64_t half_bytes = 0;
   uint64_t step = 3;
@@ -106,7 +107,7 @@ TEST_P(FusedAlone, OneRanksKernelMatchesTheHostBitForBit) {
     const Rounding rounding = wire->stochastic && one_shot ? Rounding::stochastic : Rounding::nearest;
     const Finished run(wire, one_shot, rounding);
     SCOPED_TRACE(one_shot ? "one-shot" : "two-shot");
-    // This rank's window as before the call, except for the other ranks' signals: they have passed both
+    // This rank's window before the call contains only the other ranks' signals, which have passed both
     // barriers.
     std::vector<std::byte> own(run.windows[0].size());
     for (int block = 0; block < kMostPeerBlocks; ++block) {

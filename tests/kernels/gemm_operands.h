@@ -1,4 +1,4 @@
-// The operands of a matrix product, for the tests of gemm().
+// The operands of a matrix product, for tests of gemm().
 #pragma once
 
 #include <fmt/format.h>
@@ -15,7 +15,8 @@ struct GemmOperands {
   Gemm args;
   std::vector<float> a, b, c;
 
-  // `pad` widens every row by that many elements; `gap` separates the products of a batch.
+  // Creates random operands. `pad` widens every row by that many elements. `gap` elements separate the
+  // products of a batch.
   GemmOperands(int64_t m, int64_t n, int64_t k, bool ta, bool tb, int64_t batch = 1, int64_t pad = 0,
                int64_t gap = 0) {
     args.transpose_a = ta, args.transpose_b = tb;

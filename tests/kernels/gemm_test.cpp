@@ -157,8 +157,8 @@ class GemmEpilogue : public OpTest {
   struct Result {
     std::vector<float> c, aux;
   };
-  // Computes y = GELU(x W^T + bias) as in forward, or dy W times GELU's derivative at `aux`, with the op's
-  // reference or on the backend.
+  // Computes y = GELU(x W^T + bias), as in the forward pass, or dy W times GELU's derivative at `aux`. Uses
+  // the op's reference if `by_reference`, otherwise the backend.
   template <typename T>
   Result run(Epilogue epilogue, int64_t m, int64_t n, int64_t k, bool with_bias, int64_t misalign,
              bool by_reference, bool keeps_aux = true) {
@@ -171,7 +171,7 @@ class GemmEpilogue : public OpTest {
     g.a = a.data(), g.lda = k, g.b = b.data(), g.ldb = forward ? k : n, g.c = c.data(), g.ldc = n;
     g.epilogue = epilogue;
     if (keeps_aux) g.aux = aux.data();
-    // So that x is in GELU's nonlinear range
+    // This scale puts x in GELU's nonlinear range.
     g.alpha = 1.0f / std::sqrt(static_cast<float>(std::max<int64_t>(1, k)));
     if (with_bias) g.bias = bias.data();
     if (by_reference) {
@@ -194,8 +194,8 @@ class GemmEpilogue : public OpTest {
                              std::is_same_v<T, Bf16> ? "bf16" : "fp32"));
     const Result want = run<T>(epilogue, m, n, k, with_bias, misalign, true);
     const Result got = run<T>(epilogue, m, n, k, with_bias, misalign, false);
-    // x is rounded before GELU, after it, or both. cuBLASLt's hyperbolic tangent is an approximation: 4e-6 of
-    // x on an H100.
+    // Implementations round x before GELU, after GELU, or both. cuBLASLt's hyperbolic tangent is an
+    // approximation with an error of 4e-6 of x on an H100.
     const double unit = std::is_same_v<T, Bf16> ? 1.0 / 128 : 1e-5;
     for (size_t i = 0; i < want.c.size(); ++i) {
       const double x = std::abs(want.aux[i]);
@@ -210,7 +210,7 @@ TEST_P(GemmEpilogue, ComputesGeluOfTheProductAndItsDerivative) {
   for (Epilogue epilogue : {Epilogue::gelu_tanh, Epilogue::d_gelu_tanh}) {
     for (bool with_bias : {false, true}) {
       if (with_bias && epilogue == Epilogue::d_gelu_tanh) continue;
-      for (int64_t n : {8, 64, 7, 33}) {  // cuBLASLt takes multiples of 8
+      for (int64_t n : {8, 64, 7, 33}) {  // cuBLASLt requires multiples of 8
         check<float>(epilogue, 19, n, 24, with_bias, n % 2);
         check<Bf16>(epilogue, 19, n, 24, with_bias, n % 2);
       }
@@ -219,12 +219,12 @@ TEST_P(GemmEpilogue, ComputesGeluOfTheProductAndItsDerivative) {
 }
 
 TEST_P(GemmEpilogue, KeepsPreActivationsForBackwardOnly) {
-  for (int64_t n : {56, 7}) {  // by cuBLASLt, and by our kernel
+  for (int64_t n : {56, 7}) {  // 56: cuBLASLt; 7: Gradwire's kernel
     const auto with = run<Bf16>(Epilogue::gelu_tanh, 19, n, 24, true, 0, false, true);
     const auto without = run<Bf16>(Epilogue::gelu_tanh, 19, n, 24, true, 0, false, false);
     for (size_t i = 0; i < with.c.size(); ++i)
       ASSERT_NEAR(without.c[i], with.c[i], (std::abs(with.c[i]) + std::abs(with.aux[i])) / 128) << i;
-    for (float untouched : without.aux) ASSERT_LT(untouched, -1e8f);  // poison
+    for (float untouched : without.aux) ASSERT_LT(untouched, -1e8f);  // still poison
   }
 }
 
@@ -246,7 +246,7 @@ TEST_P(GemmEpilogue, IsOneLaunchIfTheLibrarySupportsItElseTwo) {
       return count.launches();
     };
     EXPECT_EQ(launches(40), (OpCount::ByName{{"gemm", 1}}));
-    EXPECT_EQ(launches(41), (OpCount::ByName{{"gemm", 1}, {own, 1}}));  // not a multiple of 8
+    EXPECT_EQ(launches(41), (OpCount::ByName{{"gemm", 1}, {own, 1}}));  // 41 is not a multiple of 8
     simt::refuse_gelu_epilogues(true);
     EXPECT_EQ(launches(48), (OpCount::ByName{{"gemm", 1}, {own, 1}}));
     simt::refuse_gelu_epilogues(false);
@@ -254,7 +254,7 @@ TEST_P(GemmEpilogue, IsOneLaunchIfTheLibrarySupportsItElseTwo) {
 }
 #endif
 
-// Returns the error of a small product after `change`.
+// Returns the error message of a small product whose arguments `change` has modified.
 template <typename Change>
 std::string check_message(const Change& change) {
   Gemm g = Operands(4, 5, 6, false, false).args;

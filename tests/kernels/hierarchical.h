@@ -1,4 +1,4 @@
-// The result of a hierarchical allreduce, two-shot between the nodes, computed with a format's scalar
+// The result of a hierarchical allreduce with a two-shot between the nodes, computed with a format's scalar
 // references.
 #pragma once
 
@@ -6,7 +6,8 @@
 
 namespace gradwire::testing {
 
-// Like two_shot_reference(), with one chunk per rank: chunk l * nodes + b belongs to local rank l of node b.
+// Returns the result of a hierarchical allreduce, as two_shot_reference() does for a two-shot. There is one
+// chunk per rank: chunk l * nodes + b belongs to local rank l of node b.
 inline TwoShotResult hierarchical_reference(const TwoShot& t, int nodes) {
   const int world = static_cast<int>(t.inputs.size()), per_node = world / nodes;
   TwoShotResult r{.result = std::vector<float>(t.inputs[0].size()), .residuals = t.residuals};
@@ -29,14 +30,14 @@ inline TwoShotResult hierarchical_reference(const TwoShot& t, int nodes) {
     const auto add = [&](int rank, const std::vector<int>& from, float* out, float scale) {
       Reduce a{.own = t.inputs[rank].data() + begin, .out = out, .scale = scale, .count = count};
       for (int other : from) {
-        const bool part = other / per_node == rank / per_node;  // unencoded, from the same node
+        const bool part = other / per_node == rank / per_node;  // values from the same node are unencoded
         a.inputs[a.num_inputs++] =
             part ? t.inputs[other].data() + begin : reinterpret_cast<const float*>(wires[other].data());
         a.own_position += other < rank ? 1 : 0;
       }
       reference::fp32_reduce(a);
     };
-    std::vector<int> at_owner;  // ranks whose parts and sums the owner adds
+    std::vector<int> at_owner;  // ranks whose values or node sums the owner adds
     for (int node = 0; node < nodes; ++node) {
       const int middle = node * per_node + local;
       std::vector<int> inside;

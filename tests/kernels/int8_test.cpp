@@ -35,9 +35,9 @@ TEST(Int8, RoundsToNearestEven) {
     EXPECT_EQ(signed_code(x + 0.5f), code % 2 == 0 ? code : code + 1);
   }
   for (float x : {kNan, kInf, -kInf}) EXPECT_EQ(signed_code(x), -128);
-  EXPECT_EQ(signed_code(2.25f, 0xbfff), 2);  // up in a quarter of the draws
+  EXPECT_EQ(signed_code(2.25f, 0xbfff), 2);  // a quarter of the draws rounds up
   EXPECT_EQ(signed_code(2.25f, 0xc000), 3);
-  EXPECT_EQ(signed_code(-2.25f, 0x3fff), -3);  // down in a quarter
+  EXPECT_EQ(signed_code(-2.25f, 0x3fff), -3);  // a quarter of the draws rounds down
   EXPECT_EQ(signed_code(-2.25f, 0x4000), -2);
 }
 

@@ -1,4 +1,5 @@
-// Large results, which the host writes with streaming stores (kernels/simd/simd.h), have the same bits.
+// Tests that large results, which the host writes with streaming stores (kernels/simd/simd.h), have the same
+// bits.
 #include <gtest/gtest.h>
 
 #include "kernels/powersgd/powersgd.h"
@@ -20,7 +21,7 @@ TEST(LargeHostArray, Bf16HasTheReferencesBits) {
   };
   const auto g = repeated(grad);
   Stream stream = Stream::immediate_host();
-  for (int64_t misalign : {0, 8, 1}) {  // 16-byte alignment of the wire, and none
+  for (int64_t misalign : {0, 8, 1}) {  // the wire is aligned to 16 bytes, except at 1
     auto e = repeated(residual), want_e = e;
     Array<uint16_t> wire(stream, count, misalign);
     Array<float> out(stream, count, misalign);
@@ -40,7 +41,7 @@ TEST(LargeHostArray, Bf16HasTheReferencesBits) {
 }
 
 TEST(LargeHostArray, ReconstructionDoesNotDependOnBucketSize) {
-  // Two equal matrices together exceed kStreamBytes; one alone does not.
+  // Two equal matrices together exceed kStreamBytes. A single matrix does not.
   const int32_t rows = 1031, cols = 2053, rank = 3;
   const auto elements = int64_t{rows} * cols;
   ASSERT_LT(elements * 4, host::kStreamBytes);

@@ -1,4 +1,4 @@
-// Each op of the model makes the number of launches given in tests/support/launches.h.
+// Tests that each op of the model makes the number of launches given in tests/support/launches.h.
 #include "tests/support/launches.h"
 
 #include "kernels/optimizer/optimizer.h"
@@ -10,7 +10,7 @@ namespace {
 
 class Launches : public OpTest {
  public:
-  // Runs run() and compares its number of launches.
+  // Calls run() and compares the number of launches with the number for `op`.
   template <typename Run>
   void expect_launches(const char* op, const Run& run) {
     const OpCount count;
@@ -53,7 +53,7 @@ class Launches : public OpTest {
 #define GW_EXPECT_FIRST_STAGE(op, args) expect_launches(#op ", first stage", [&] { GW_RUN(op, args); })
 
 TEST_P(Launches, OfTokensMatchTheTable) {
-  auto images = floats(2 * 2 * 8 * 8);  // images of 8 x 8 in two channels, patches of 4 x 4
+  auto images = floats(2 * 2 * 8 * 8);  // two-channel images of 8 x 8, in patches of 4 x 4
   Patchify<float> patches{
       .images = images.data(), .patches = y, .batch = 2, .channels = 2, .image = 8, .patch = 4};
   GW_EXPECT_LAUNCHES(patchify, patches);

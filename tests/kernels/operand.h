@@ -1,5 +1,5 @@
-// Operands that exist twice, so that a test writes an op's arguments once and runs them on both sides: in
-// FP32 for the reference, and as the storage type T on the test's backend.
+// Operands that exist twice, so that a test writes an op's arguments once and runs the op on both sides: in
+// FP32 for the reference, and in the storage type T on the test's backend.
 //
 //   Operand<Bf16> x(*this, normal(n, 1)), y(*this, n);
 //   GW_RUN_BOTH(gelu, [&](auto on) { return Gelu{.x = on(x), .y = on(y), .count = n}; });
@@ -36,14 +36,14 @@ std::vector<float> widened(const std::vector<T>& values) {
   return out;
 }
 
-// Its destructor expects the guards around the backend's array to be unchanged.
+// An operand on both sides. The destructor expects the guards around the backend's array to be unchanged.
 template <typename T>
 class Operand {
  public:
-  // An input: both sides hold `values`, rounded to T.
+  // Creates an input. Both sides hold `values`, rounded to T.
   Operand(OpFixture& test, const std::vector<float>& values, int64_t misalign = 0)
       : host(widened(narrowed<T>(values))), device(test.array(narrowed<T>(values), misalign)) {}
-  // An output: zero on the host, poisoned on the backend.
+  // Creates an output of `count` elements, zero on the host and poisoned on the backend.
   Operand(OpFixture& test, int64_t count, int64_t misalign = 0)
       : host(static_cast<size_t>(count)), device(test.array<T>(count, misalign)) {}
   ~Operand() { device.expect_guards_intact("operand"); }
@@ -55,9 +55,10 @@ class Operand {
     testing::expect_close(got(), host, tolerance, what, scale);
   }
   void expect_same_bits(const std::string& what) const { testing::expect_same_bits(got(), host, what); }
-  // For T = float, expects `tolerance` and `scale` as expect_close() does, or the same bits if both are 0.
-  // For T = Bf16, expects the host's values after one rounding to nearest, which is off by at most 2^-8 of
-  // the value. `slack` is the absolute error of FP32 arithmetic.
+  // Compares the backend's values with the host's. For T = float, expects `tolerance` and `scale` as
+  // expect_close() does, or the same bits if both parameters are 0. For T = Bf16, expects the host's values
+  // after one rounding to nearest, which is off by at most 2^-8 of the value. `slack` is the absolute error
+  // of FP32 arithmetic.
   void expect_rounded(const std::string& what, double tolerance = 0.0, double scale = 0.0,
                       double slack = 4e-6) const {
     if constexpr (std::is_same_v<T, float>) {
@@ -111,7 +112,7 @@ void for_shapes(const std::vector<Shape>& shapes, const Check& check) {
 
 }  // namespace gradwire::testing
 
-// Runs op's reference and op. `args` is a generic function that returns the arguments on a side.
+// Runs the op and its reference. `args` is a generic function that returns the op's arguments on a side.
 #define GW_RUN_BOTH(op, ...)                                  \
   do {                                                        \
     const auto both_sides = __VA_ARGS__;                      \

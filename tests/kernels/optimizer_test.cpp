@@ -5,7 +5,7 @@
 namespace gradwire::testing {
 namespace {
 
-// The state of one optimizer. `m` is also SGD's velocity.
+// The state of one optimizer. `m` is the first moment or SGD's velocity.
 struct State {
   Operand<float> params, m, v, grads;
   OptimizerScalars scalars;
@@ -57,7 +57,7 @@ std::vector<float> zeros(int64_t n) {
 
 class Optimizer : public OpTest {
  public:
-  // Expects an operand, and the reference's, to match the formula in double.
+  // Expects both sides of an operand to match the formula evaluated in double.
   static void expect_formula(const Operand<float>& x, const std::vector<double>& want, const char* what,
                              double tolerance = 1e-6, double scale = 1.0) {
     const std::vector<float> narrow(want.begin(), want.end());
@@ -98,7 +98,8 @@ TEST_P(Optimizer, AdamWMatchesPyTorchOverSeveralSteps) {
       std::vector<double> w(s.params.host.begin(), s.params.host.end()), m(w.size(), 0.0), v(w.size(), 0.0);
       for (uint32_t step = 1; step <= 5; ++step) {
         auto g = normal(n, 20 + step, 0.1f);
-        for (size_t i = 0; i < w.size(); i += 3) g[i] = 0.0f;  // a zero gradient must not divide by zero
+        // zero gradients must not cause a division by zero
+        for (size_t i = 0; i < w.size(); i += 3) g[i] = 0.0f;
         s.set(g, {.lr = 0.01f,
                   .correction1 = static_cast<float>(1.0 - std::pow(b1, step)),
                   .correction2 = static_cast<float>(1.0 - std::pow(b2, step))});
@@ -120,7 +121,8 @@ TEST_P(Optimizer, AdamWMatchesPyTorchOverSeveralSteps) {
 
 TEST_P(Optimizer, AlsoWritesTheNewParametersAsBf16) {
   for (int64_t n : awkward_sizes()) {
-    for (int64_t misalign : {0, 1, 4}) {  // vectors only, none, and those of the copy at 8 bytes
+    // 0: vectors only; 1: no vectors; 4: the BF16 copy is aligned to 8 bytes
+    for (int64_t misalign : {0, 1, 4}) {
       SCOPED_TRACE(fmt::format("{} misaligned by {}", n, misalign));
       State s(*this, n, std::vector<float>(static_cast<size_t>(n), 0.25f));
       s.set(normal(n, 2), {.lr = 0.1f, .correction1 = 0.5f, .correction2 = 0.5f});

@@ -1,5 +1,5 @@
-// Orthonormalization: the columns are always orthonormal and span the input's column space. A matrix that is
-// not finite is flagged and unchanged.
+// Orthonormalization. The columns of the result are orthonormal and span the input's column space. A matrix
+// that is not finite is flagged and unchanged.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <fmt/format.h>
@@ -19,9 +19,9 @@ struct Shape {
   int32_t n, rank;
 };
 
-using Matrix = std::vector<float>;  // (n, rank)
+using Matrix = std::vector<float>;  // (n, rank), row-major
 
-// Returns the largest entry of |A^T A - 1|, in double.
+// Returns the largest absolute entry of A^T A - 1, in double.
 double orthogonality_error(const Matrix& a, int32_t n, int r) {
   double most = 0.0;
   for (int i = 0; i < r; ++i) {
@@ -35,7 +35,7 @@ double orthogonality_error(const Matrix& a, int32_t n, int r) {
   return most;
 }
 
-// Returns how much of each column of `a` lies outside the span of `basis` (orthonormal), relative to the
+// Returns the largest distance of a column of `a` from the span of `basis` (orthonormal), relative to the
 // largest column.
 double outside_span(const Matrix& a, const Matrix& basis, int32_t n, int r) {
   double most = 0.0, largest = 0.0;
@@ -76,7 +76,7 @@ std::vector<double> random_basis(int32_t n, int r, uint32_t seed) {
   return a;
 }
 
-// Returns U diag(1 .. 1/condition) V^T with random orthonormal U, V.
+// Returns U diag(1 .. 1/condition) V^T with random orthonormal U and V.
 Matrix with_condition(int32_t n, int r, double condition, uint32_t seed) {
   auto u = random_basis(n, r, seed), v = random_basis(r, r, seed + 1);
   Matrix a(static_cast<size_t>(n) * r);
@@ -100,7 +100,7 @@ class OrthonormalizeTest : public testing::OpTest {
     bool in_place = true, keep_flags = false;
     uint64_t seed = 1, step = 0;
     int64_t gap = 0;
-    std::vector<int32_t> flags = {};  // initial values; poison if empty
+    std::vector<int32_t> flags = {};  // initial values; if empty, flags are poison
   };
   struct Result {
     std::vector<Matrix> out;
@@ -215,8 +215,8 @@ TEST_P(OrthonormalizeTest, HoldsUpToConditionNumber1e8) {
   }
 }
 
-// Columns that are zero or linearly dependent: the independent columns keep their span; the others are
-// orthogonal to them and equal the reference's draw.
+// Tests columns that are zero or linearly dependent. The independent columns keep their span. The other
+// columns are orthogonal to that span and equal the reference's draws.
 TEST_P(OrthonormalizeTest, ReseedsDeficientColumns) {
   Shape s{200, 6};
   auto base = normal(int64_t{s.n} * s.rank, 3);
@@ -229,13 +229,15 @@ TEST_P(OrthonormalizeTest, ReseedsDeficientColumns) {
   };
   auto at = [&](int32_t i, int k) { return base[i * s.rank + k]; };
   std::vector<Matrix> matrices = {
-      edit([&](int32_t i, int k) { return k == 2 ? 0.0f : at(i, k); }),             // a zero column
-      edit([&](int32_t i, int k) { return k == 0 ? 0.0f : at(i, k); }),             // ... the first
-      edit([&](int32_t i, int k) { return k == 4 ? 2.0f * at(i, 1) : at(i, k); }),  // a multiple
-      edit([&](int32_t i, int k) { return k >= 3 ? at(i, k - 3) : at(i, k); }),     // rank 3 of 6
-      edit([&](int32_t i, int) { return at(i, 0); }),                               // rank 1 of 6
-      edit([&](int32_t, int) { return 0.0f; }),                                     // all zero
-      edit([&](int32_t i, int k) { return i == 0 && k == 5 ? 1e-30f : 0.0f; }),     // one tiny element
+      edit([&](int32_t i, int k) { return k == 2 ? 0.0f : at(i, k); }),  // column 2 is zero
+      edit([&](int32_t i, int k) { return k == 0 ? 0.0f : at(i, k); }),  // column 0 is zero
+      // column 4 is a multiple of column 1
+      edit([&](int32_t i, int k) { return k == 4 ? 2.0f * at(i, 1) : at(i, k); }),
+      edit([&](int32_t i, int k) { return k >= 3 ? at(i, k - 3) : at(i, k); }),  // the rank is 3 of 6
+      edit([&](int32_t i, int) { return at(i, 0); }),                            // the rank is 1 of 6
+      edit([&](int32_t, int) { return 0.0f; }),                                  // all columns are zero
+      // column 5 has one tiny element
+      edit([&](int32_t i, int k) { return i == 0 && k == 5 ? 1e-30f : 0.0f; }),
   };
   std::vector<Shape> shapes(matrices.size(), s);
   for (uint64_t step : {uint64_t{0}, uint64_t{9}}) {
@@ -262,7 +264,7 @@ TEST_P(OrthonormalizeTest, ZeroMatricesOfAnyShapeGetRandomDirections) {
   EXPECT_TRUE(got == again);
   for (size_t m = 0; m < kShapes.size(); ++m) {
     EXPECT_LT(orthogonality_error(got.out[m], kShapes[m].n, kShapes[m].rank), 2e-7) << m;
-    if (kShapes[m].n == 1) continue;  // 1 x 1: +1 or -1
+    if (kShapes[m].n == 1) continue;  // a 1 x 1 matrix gives +1 or -1
     EXPECT_NE(got.out[m], other_step.out[m]);
     EXPECT_NE(got.out[m], other_seed.out[m]);
   }
@@ -309,7 +311,7 @@ TEST_P(OrthonormalizeTest, KeepFlagsNeverClearsAFlag) {
   EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 1}));
   EXPECT_EQ(got.out[1], matrices[1]) << "flagged before: unchanged";
   EXPECT_LT(orthogonality_error(got.out[0], s.n, s.rank), 1e-7);
-  // Without keep_flags, an old flag is ignored.
+  // Without keep_flags, the op ignores an old flag.
   got = run({s, s, s}, matrices, {.flags = {1, 1, 1}});
   EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 0, 1}));
 }

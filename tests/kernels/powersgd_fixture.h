@@ -1,4 +1,5 @@
-// Fixture of the tests of PowerSGD's passes: buckets of matrices on a backend, and the passes on arrays.
+// Fixture for tests of PowerSGD's passes: buckets of matrices on a backend, and functions that run the passes
+// on arrays.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ struct MatrixShape {
   int32_t rows, cols, rank;
 };
 
-// The matrices of a bucket, `gap` elements apart. No pass may write to the gaps.
+// The matrices of a bucket, `gap` elements apart. A pass must not write to the gaps.
 struct MatrixBucket {
   MatrixTable table;
   int64_t elements = 0, p_elements = 0, q_elements = 0;
@@ -39,7 +40,7 @@ inline double worst(const std::vector<float>& got, const std::vector<float>& wan
   return most / scale;
 }
 
-// Pending factors of a residual; none if p is empty.
+// Pending factors of a residual. An empty `p` means that no factors are pending.
 struct Pending {
   std::vector<float> p = {}, q = {};
   std::vector<int32_t> flags = {};
@@ -75,7 +76,7 @@ class PowerSgdFixture : public OpTest {
     return b;
   }
 
-  // Returns the projection onto Q, which is P. Adds the gradient and the pending factors to the residual.
+  // Returns P, the projection onto Q. Adds the gradient and the pending factors to the residual.
   std::vector<float> project(const MatrixBucket& b, const std::vector<float>& grad,
                              std::vector<float>* residual, const std::vector<float>& q,
                              const Pending& pending = {}) {
@@ -88,7 +89,7 @@ class PowerSgdFixture : public OpTest {
         },
         &MatrixDescriptor::p_offset, [](const auto& d) { return d.rows * d.rank; });
   }
-  // Returns the projection onto P, which is Q.
+  // Returns Q, the projection onto P. Adds the gradient and the pending factors to the residual.
   std::vector<float> project_onto(const MatrixBucket& b, const std::vector<float>& grad,
                                   std::vector<float>* residual, const std::vector<float>& p,
                                   const Pending& pending = {}) {
@@ -101,7 +102,7 @@ class PowerSgdFixture : public OpTest {
         },
         &MatrixDescriptor::q_offset, [](const auto& d) { return d.cols * d.rank; });
   }
-  // Either of them.
+  // Returns the projection onto P or Q, as `onto_p` says.
   std::vector<float> project(bool onto_p, const MatrixBucket& b, const std::vector<float>& grad,
                              std::vector<float>* residual, const std::vector<float>& factor,
                              const Pending& pending = {}) {
@@ -123,7 +124,8 @@ class PowerSgdFixture : public OpTest {
     return q.host();
   }
 
-  // With error feedback, and for a flagged matrix, `grad` is the pass's input and `residual` is M.
+  // Returns the reconstruction P Q^T times `scale`. With error feedback, and for a flagged matrix, `grad` is
+  // the pass's input and `residual` is M.
   std::vector<float> reconstruct(const MatrixBucket& b, const std::vector<float>& p,
                                  const std::vector<float>& q, float scale, const std::vector<int32_t>& flags,
                                  const std::vector<float>* grad = nullptr,
@@ -207,7 +209,8 @@ struct PowerSgdCase {
   int64_t gap;
 };
 
-// Small enough for the CPU shim, and on both sides of every block boundary of the kernels.
+// Returns cases that are small enough for the CPU shim and lie on both sides of every block boundary of the
+// kernels.
 inline std::vector<PowerSgdCase> powersgd_cases() {
   return {
       {"one element", {{1, 1, 1}}, 0},
@@ -229,7 +232,8 @@ inline std::vector<PowerSgdCase> powersgd_cases() {
   };
 }
 
-// Returns |grad + old - (applied + residual)| relative to |grad + old|: 0 if nothing is lost.
+// Returns |grad + old - (applied + residual)| relative to |grad + old|, which is 0 if the pass conserves the
+// input.
 inline double loss_of(const MatrixBucket& b, const std::vector<float>& grad, const std::vector<float>& old,
                       const std::vector<float>& applied, const std::vector<float>& residual) {
   double in = 0.0, lost = 0.0;
@@ -244,7 +248,7 @@ inline double loss_of(const MatrixBucket& b, const std::vector<float>& grad, con
   return std::sqrt(lost / in);
 }
 
-// Sizes of real layers, for devices that are fast enough.
+// Returns cases with the sizes of real layers, for devices that are fast enough.
 inline std::vector<PowerSgdCase> larger_powersgd_cases() {
   return {
       {"large", {{768, 700, 4}, {16, 4096, 4}, {3500, 12, 4}, {700, 7, 7}}, 4},
@@ -254,7 +258,7 @@ inline std::vector<PowerSgdCase> larger_powersgd_cases() {
   };
 }
 
-// Returns all cases of a backend.
+// Returns all cases for a backend.
 inline std::vector<PowerSgdCase> all_powersgd_cases(const Backend& backend) {
   auto all = powersgd_cases();
   if (!backend.simt) {

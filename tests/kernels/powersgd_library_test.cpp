@@ -1,5 +1,5 @@
-// PowerSGD's passes with the products computed by a library: compared with the fused kernels, the residuals
-// are equal, the factors agree up to rounding, and non-finite values are treated alike.
+// PowerSGD's passes with products computed by a library. Compared with the fused kernels, the residuals are
+// equal, the factors agree up to rounding, and non-finite values are treated alike.
 #include <fmt/format.h>
 
 #include <limits>
@@ -17,7 +17,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 class PowerSgdByLibrary : public PowerSgdFixture {
  public:
-  // Runs our kernels, and between them the products with the stand-in, in this backend's memory.
+  // Runs Gradwire's kernels and, between them, the stand-in's products, in this backend's memory.
   void run_products(const MatrixBucket& b, bool onto_p, float* residual, const float* grad,
                     const float* factors, float* out, int32_t* marks, const PendingFactors& pending) {
     const float* m = grad;
@@ -42,7 +42,7 @@ class PowerSgdByLibrary : public PowerSgdFixture {
     GW_RUN(powersgd_overwrite, overwrite);
   }
 
-  // Returns Q's projection P, or the projection onto P if `onto_p`. Updates the residual.
+  // Returns P, the projection onto Q, or, if `onto_p`, Q, the projection onto P. Updates the residual.
   std::vector<float> by_library(const MatrixBucket& b, const std::vector<float>& grad,
                                 std::vector<float>* residual, const std::vector<float>& factors, bool onto_p,
                                 const Pending& pending = {}) {
@@ -97,9 +97,9 @@ TEST_P(PowerSgdByLibrary, ResidualMatchesTheFusedPassBitForBitAndFactorsAgree) {
   uint32_t seed = 0;
   for (const auto& c : thinned(powersgd_cases(), 8)) {
     for (bool onto_p : {false, true}) {
-      for (int held : {0, 1, 2}) {  // no error feedback, nothing pending, pending factors
+      for (int held : {0, 1, 2}) {  // 0: no error feedback; 1: no pending factors; 2: pending factors
         if (GetParam().simt && (onto_p ? held < 2 : held == 0))
-          continue;  // the same kernels, or none of them
+          continue;  // these cases run the same kernels as other cases, or no kernels
         SCOPED_TRACE(fmt::format("{}{}, {}", c.name, onto_p ? ", onto P" : "", held));
         const MatrixBucket b = bucket(c.shapes, c.gap);
         const auto grad = normal(b.elements, ++seed), before = normal(b.elements, ++seed);
@@ -137,9 +137,10 @@ TEST_P(PowerSgdByLibrary, NonFiniteValuesReachTheFactorButNotTheResidual) {
     auto at = [&](size_t matrix, int64_t element) {
       return static_cast<size_t>(b.table.host()[matrix].offset + element);
     };
-    grad[at(0, 69 * 260 + 259)] = kNotANumber;  // the last element
+    grad[at(0, 69 * 260 + 259)] = kNotANumber;  // the last element of the matrix
     grad[at(1, 0)] = -kInfinity;
-    // Only the sum is infinite. The residual keeps the largest finite value, whose product could be finite.
+    // In this matrix, only the sum is infinite. The residual keeps the largest finite value, whose product
+    // could be finite.
     grad[at(2, 5 * 1030 + 3)] = 3e38f;
     before[at(2, 5 * 1030 + 3)] = 3e38f;
     auto fused = before, formed = before;

@@ -1,5 +1,5 @@
-// PowerSGD's passes: products match the double reference for any shape and rank, residuals keep the error,
-// and non-finite values reach the result but no state.
+// PowerSGD's passes. Products match the double reference for any shape and rank, residuals store the error,
+// and non-finite values reach the result but do not reach the state.
 #include <fmt/format.h>
 
 #include <cfloat>
@@ -29,7 +29,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class PowerSgd : public testing::PowerSgdFixture {};
 
-// Random gradient, residual and factor; the gaps hold poison.
+// Tests random gradients, residuals and factors. The gaps contain poison.
 TEST_P(PowerSgd, ProjectionsAgreeWithTheDoubleReference) {
   uint32_t seed = 0;
   for (const auto& c : all_powersgd_cases(GetParam())) {
@@ -56,7 +56,7 @@ TEST_P(PowerSgd, ProjectionsAgreeWithTheDoubleReference) {
       }
       ASSERT_EQ(residual, want_residual) << "M = grad + residual is one FP32 addition";
       for (const auto& d : b.table.host()) {
-        // FP32 sums of n random terms: rounding grows like sqrt(n), and the result is about sqrt(n) as well.
+        // In FP32 sums of n random terms, both the rounding error and the result grow like sqrt(n).
         const int64_t at = onto ? d.q_offset : d.p_offset, size = int64_t{onto ? d.cols : d.rows} * d.rank;
         ASSERT_LT(
             worst(gather(got, at, size), gather(want, at, size), std::sqrt(2.0 * (onto ? d.rows : d.cols))),
@@ -73,7 +73,7 @@ TEST_P(PowerSgd, OtherPassesAgreeWithTheDoubleReference) {
     SCOPED_TRACE(c.name);
     MatrixBucket b = bucket(c.shapes, c.gap);
     const auto m = normal(b.elements, ++seed);
-    // A P with columns of norm about 1, as produced by orthonormalize().
+    // The columns of P have a norm of about 1, as after orthonormalize().
     auto basis = normal(b.p_elements, ++seed);
     for (const auto& d : b.table.host()) {
       for (int64_t i = 0; i < int64_t{d.rows} * d.rank; ++i)
@@ -105,21 +105,22 @@ TEST_P(PowerSgd, OtherPassesAgreeWithTheDoubleReference) {
   }
 }
 
-// The pending part of the residual can be added at any time before the next step without changing that step.
+// Adds the pending part of the residual early. The addition can happen at any time before the next step
+// without changing that step.
 TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
   uint32_t seed = 300;
   for (const auto& c : all_powersgd_cases(GetParam())) {
     MatrixBucket b = bucket(c.shapes, c.gap);
     const auto grad = normal(b.elements, ++seed), held = normal(b.elements, ++seed);
     Pending pending{normal(b.p_elements, ++seed, 0.1f), normal(b.q_elements, ++seed), {}};
-    if (c.shapes.size() > 1) {  // a flagged matrix has nothing pending, whatever its factors
+    if (c.shapes.size() > 1) {  // a flagged matrix ignores its pending factors
       pending.flags.assign(c.shapes.size(), 0);
       pending.flags[1] = 1;
       const auto& d = b.table.host()[1];
       std::fill_n(pending.q.begin() + d.q_offset, d.cols * d.rank, kNan);
     }
     const auto& last = b.table.host().back();
-    if (last.rows > 1) pending.q[last.q_offset] = 3e38f;  // overflows: E becomes 0
+    if (last.rows > 1) pending.q[last.q_offset] = 3e38f;  // the product overflows, so the residual becomes 0
     auto settled = held, one_by_one = held;
     settle(b, settled, pending);
     for (int matrix = b.table.count() - 1; matrix >= 0; --matrix) settle(b, one_by_one, pending, matrix);
@@ -136,7 +137,7 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
       for (const auto& d : b.table.host()) {
         const int64_t offset = onto ? d.q_offset : d.p_offset, size = (onto ? d.cols : d.rows) * d.rank;
         for (int64_t i = offset; i < offset + size; ++i) {
-          if (std::isnan(lazy_factor[i]) && std::isnan(eager_factor[i])) continue;  // of a sum that overflows
+          if (std::isnan(lazy_factor[i]) && std::isnan(eager_factor[i])) continue;  // the sum overflows
           ASSERT_EQ(lazy_factor[i], eager_factor[i]);
         }
       }
@@ -144,7 +145,7 @@ TEST_P(PowerSgd, SettlingBeforeAProjectionChangesNoBit) {
   }
 }
 
-// P's columns need not be orthonormal: residual + P Q^T is M, the input.
+// Expects residual + P Q^T to equal M, the input. P's columns need not be orthonormal.
 TEST_P(PowerSgd, ResidualPlusReconstructionIsTheInput) {
   uint32_t seed = 900;
   for (const auto& c : thinned(powersgd_cases(), 6)) {
@@ -162,7 +163,7 @@ TEST_P(PowerSgd, ResidualPlusReconstructionIsTheInput) {
 }
 
 TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
-  // Only matrix 1 of 3 has a non-finite gradient; the others must not change.
+  // Only matrix 1 of 3 has a non-finite gradient. The other matrices must not change.
   for (float bad : {kNan, kInf, -kInf}) {
     for (auto shapes : {std::vector<MatrixShape>{{40, 48, 4}, {40, 48, 4}, {16, 20, 3}},
                         std::vector<MatrixShape>{{33, 35, 12}, {13, 1035, 12}, {70, 19, 12}}}) {
@@ -182,7 +183,7 @@ TEST_P(PowerSgd, NonFiniteGradientsReachTheResultButNoState) {
       }
       for (size_t i = 0; i < residual.size(); ++i) ASSERT_TRUE(is_finite(residual[i]));
 
-      // orthonormalize() would flag the matrix and not change its P; any finite P suffices.
+      // Any finite P suffices, because orthonormalize() would flag the matrix and leave its P unchanged.
       auto basis = normal(b.p_elements, 4, 0.2f);
       std::vector<int32_t> flags = {0, 1, 0};
       auto own_q = back_project(b, residual, basis, flags);
@@ -216,7 +217,7 @@ TEST_P(PowerSgd, NanOnAnotherRankKeepsThisRanksResidual) {
 }
 
 TEST_P(PowerSgd, ResidualsNeverOverflow) {
-  // grad + residual overflows: the matrix counts as non-finite, and the stored sum must be finite.
+  // The sum grad + residual overflows. The matrix counts as non-finite, and the stored sum must be finite.
   MatrixBucket b = bucket({{32, 40, 4}}, 0);
   auto grad = normal(b.elements, 1), residual = normal(b.elements, 2), q = normal(b.q_elements, 3);
   grad[100] = FLT_MAX, residual[100] = FLT_MAX / 2;
@@ -226,7 +227,7 @@ TEST_P(PowerSgd, ResidualsNeverOverflow) {
   reconstruct(b, normal(b.p_elements, 4), q, 1.0f, {1}, &grad, &residual);
   for (float e : residual) ASSERT_TRUE(is_finite(e));
 
-  // M - P Q^T overflows or is NaN, because P is huge: 0 is written.
+  // P is huge, so M - P Q^T overflows or is NaN. The pass writes 0 to such elements.
   residual = normal(b.elements, 2);
   std::vector<float> absurd(b.p_elements, 3e38f);
   absurd[5] = -3e38f;

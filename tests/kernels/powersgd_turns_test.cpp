@@ -1,4 +1,4 @@
-// PowerSGD that alternates between P and Q: residuals conserve the input in either turn.
+// PowerSGD that alternates between P and Q. Residuals conserve the input in both kinds of steps.
 #include <fmt/format.h>
 
 #include <limits>
@@ -18,7 +18,7 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 class PowerSgdTurns : public testing::PowerSgdFixture {};
 
-// P and Q alternate; this step sends either of them, and the columns of the other are arbitrary.
+// Expects conservation whether the step sends P or Q. The columns of the other factor are arbitrary.
 TEST_P(PowerSgdTurns, ResidualPlusReconstructionIsTheInputInEitherTurn) {
   uint32_t seed = 700;
   for (const auto& c : testing::thinned(powersgd_cases(), 8)) {
@@ -68,8 +68,8 @@ TEST_P(PowerSgdTurns, FlaggedMatricesKeepTheirOldResidualInEitherTurn) {
   }
 }
 
-// The NaN appears in every column of Q, even if a kernel rereads M for each eight columns of P from the
-// residual, which never holds a NaN.
+// Expects a NaN in every column of Q. For each eight columns of P, a kernel may reread M from the residual,
+// which never contains a NaN.
 TEST_P(PowerSgdTurns, NonFiniteGradientsSpreadOverTheirRowOfQOnly) {
   for (float bad : {kNan, kInf, -kInf}) {
     for (int rank : {1, 2, 3, 4, 5, 8, 9, 12, 16, 17, 24, 33}) {

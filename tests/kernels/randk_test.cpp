@@ -58,13 +58,14 @@ TEST(RandKStrata, CoverTheTensorOnceInOrder) {
       ASSERT_EQ(position, count);
     }
   }
-  // Sizes whose product with k exceeds 64 bits.
+  // With these sizes, the product of size and k exceeds 64 bits.
   const Strata huge{(int64_t{1} << 40) + 12345, (int64_t{1} << 39) + 7};
   for (int64_t j : {int64_t{0}, huge.k / 2, huge.k - 1}) EXPECT_EQ(huge.of(huge.begin(j)), j);
   EXPECT_EQ(huge.begin(huge.k - 1) + huge.size(huge.k - 1), huge.count);
 }
 
-// Otherwise error feedback would starve some elements, and the closed form of the error would not hold.
+// Counts how often each element is chosen. With unequal probabilities, error feedback would starve some
+// elements, and the closed form of the error would not hold.
 TEST(RandKStrata, EveryElementIsChosenWithTheSameProbability) {
   constexpr int kSteps = 20000;
   for (int64_t count : {10, 57, 130}) {
@@ -93,13 +94,14 @@ TEST(RandKStrata, StepsTensorsAndSeedsChooseDifferently) {
   EXPECT_NE(base, all_chosen(strata, {2, 1, 1}));
 }
 
-// The closed form: the expected dropped share of the squared norm is 1 - k/n, for arbitrary values.
+// Compares the error with the closed form: the expected dropped share of the squared norm is 1 - k/n, for
+// arbitrary values.
 TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
   const int64_t count = 40000;
   const auto gaussian = testing::normal(count, 1);
   std::vector<float> ramp, comb(static_cast<size_t>(count), 0.0f);
   for (int64_t i = 0; i < count; ++i) ramp.push_back(static_cast<float>(i));
-  for (int64_t i = 0; i < count; i += 100) comb[i] = 1.0f;  // the period of the strata
+  for (int64_t i = 0; i < count; i += 100) comb[i] = 1.0f;  // a distance of 100, the period of the strata
   for (const auto& values : {gaussian, ramp, comb}) {
     const double norm2 = testing::dot(values, values);
     for (double ratio : {0.01, 0.1, 0.7}) {
@@ -112,7 +114,7 @@ TEST(RandKStrata, TheExpectedSquaredErrorIsOneMinusTheRatio) {
           kept += x * x / norm2;
         }
       }
-      // Compares the kept share, because 2 % of the dropped share would be a weak test.
+      // The check compares the kept share, because 2 % of the dropped share would be a weak test.
       EXPECT_NEAR(kept / static_cast<double>(steps) / ratio, 1.0, 0.02 + (values == comb ? 0.1 : 0.0))
           << "ratio " << ratio;
     }
@@ -126,7 +128,8 @@ class RandK : public testing::OpTest {
     std::vector<int64_t> chosen;
   };
 
-  // Returns tensors of these sizes with gaps of zeros in between; `count` receives the total.
+  // Returns tensors of the given sizes with gaps of zeros in between. Sets `count` to the total number of
+  // elements.
   static std::vector<RandKTensor> tensors_of(const std::vector<int64_t>& sizes, int64_t* count) {
     std::vector<RandKTensor> tensors;
     *count = 0;
@@ -149,8 +152,8 @@ class RandK : public testing::OpTest {
     return s;
   }
 
-  // Runs one gather on the backend and by the reference from the same state, and expects the same bits.
-  // Returns the former.
+  // Runs one gather on the backend and one by the reference from the same state, and expects the same bits.
+  // Returns the backend's state.
   State gather(const RandKTable& table, const State& before, bool with_residual, int64_t misalign,
                uint64_t step) {
     const int64_t count = static_cast<int64_t>(before.grad.size());
@@ -259,7 +262,8 @@ TEST_P(RandK, ResidualKeepsTheRoundingErrorsOfSentValues) {
   EXPECT_NE(want_residual, s.residual);
 }
 
-// A non-finite element, chosen or not, shows in its tensor's values, in no other tensor's and in no residual.
+// Expects a non-finite element, chosen or not, to reach its tensor's values, but not the values of other
+// tensors or a residual.
 TEST_P(RandK, NonFiniteElementsStayInTheirTensor) {
   int64_t count = 0;
   const auto tensors = tensors_of({300, 257, 40}, &count);

@@ -1,5 +1,5 @@
-// The random bits of stochastic rounding: uniform, and independent of the neighbours', the next step's and
-// another rank's bits.
+// The random bits of stochastic rounding. The bits are uniform and independent of the bits of neighbouring
+// elements, the next step and other ranks.
 #include "kernels/math/random.h"
 
 #include <gtest/gtest.h>
@@ -12,10 +12,10 @@ namespace gradwire {
 namespace {
 
 constexpr uint64_t kElements = 1 << 20;
-constexpr uint64_t kFar = (uint64_t{1} << 32) - kElements / 2;  // across the boundary between two keys
+// the elements cross the boundary between two keys
+constexpr uint64_t kFar = (uint64_t{1} << 32) - kElements / 2;
 
-// Returns how far `counts`, which are expected to be equal, deviate from that, in standard deviations of
-// chance.
+// Returns the deviation of `counts` from equal counts, in standard deviations of random counts.
 double deviations(const std::vector<int64_t>& counts) {
   double all = 0, chi_squared = 0;
   for (int64_t n : counts) all += static_cast<double>(n);
@@ -54,7 +54,8 @@ TEST(RoundingBits, AreIndependentOfNeighboursStepsAndSeeds) {
         Other{"a step on, an element on", [](uint64_t i) { return random16(3, 10, i + 1); }},
         Other{"the next rank's seed", [](uint64_t i) { return random16(4, 9, i); }},
         Other{"the next key", [](uint64_t i) { return random16(3, 9, i + (uint64_t{1} << 32)); }}}) {
-    // Joint counts of four bits of each: the highest, which decide most roundings, and the lowest.
+    // Joint counts of the four highest bits of each word, which decide most roundings, and of the four lowest
+    // bits.
     std::vector<int64_t> upper(256), lower(256);
     double product = 0;
     for (uint64_t i = 0; i < kElements; ++i) {

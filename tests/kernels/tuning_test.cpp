@@ -23,7 +23,7 @@ class Tuning : public ::testing::Test {
     all << std::ifstream(path_).rdbuf();
     return all.str();
   }
-  // Returns the messages of a run that opens the file.
+  // Returns the messages printed by a run that opens the file.
   std::string messages() {
     ::testing::internal::CaptureStderr();
     TuningFile file(path_);
@@ -36,7 +36,7 @@ class Tuning : public ::testing::Test {
 };
 
 TEST_F(Tuning, FindsTheChoiceOfAnEarlierRunOnTheSameDeviceAndVersion) {
-  EXPECT_EQ(messages(), "");  // no file yet
+  EXPECT_EQ(messages(), "");  // the file does not exist yet
   TuningFile(path_).add(key_, "0a1b");
   const TuningFile next(path_);
   EXPECT_EQ(next.find(key_), "0a1b");
@@ -75,7 +75,7 @@ TEST_F(Tuning, NamesOnlyTheFirstFewDamagedLines) {
   testing::expect_has(said, {"995 more lines are ignored"});
 }
 
-// The state that a process or an editor leaves when it dies while writing.
+// Imitates a process or an editor that dies while writing a line.
 TEST_F(Tuning, FindsAChoiceAddedAfterATruncatedLine) {
   for (const char* unfinished : {"gradwire tuning 1", "gradwire tuning 1\ndevice\tmaker\tkind\tcho"}) {
     write(unfinished);
@@ -92,7 +92,7 @@ TEST_F(Tuning, DoesNotChangeAForeignFile) {
   TuningFile file(path_);
   file.add(key_, "1");
   ::testing::internal::GetCapturedStderr();
-  EXPECT_EQ(file.find(key_), "1");  // in this process
+  EXPECT_EQ(file.find(key_), "1");  // this process finds its choice
   EXPECT_EQ(text(), "my thesis\n");
 }
 
@@ -118,7 +118,7 @@ TEST_F(Tuning, AcceptsConcurrentWriters) {
   std::vector<std::thread> threads;
   for (int t = 0; t < 4; ++t) {
     threads.emplace_back([&, t] {
-      TuningFile file(path_);  // each process has its own
+      TuningFile file(path_);  // each process has its own TuningFile
       for (int i = 0; i < 20; ++i)
         file.add({"device", std::to_string(t), std::to_string(i)}, std::string(100, 'x'));
     });

@@ -1,4 +1,4 @@
-// The result on every rank of a two-shot allreduce by messages, computed with a format's scalar references.
+// The result, on every rank, of a two-shot allreduce by messages, computed with a format's scalar references.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace gradwire::testing {
 
 struct TwoShot {
   Wire wire = kFp32;
-  std::vector<std::vector<float>> inputs, residuals;  // [rank]; residuals may be empty
-  std::vector<int64_t> begin;                         // start of each rank's chunk, and the end
+  std::vector<std::vector<float>> inputs, residuals;  // [rank][element]; residuals may be empty
+  std::vector<int64_t> begin;                         // start of each rank's chunk, and end of the last chunk
   float scale = 1.0f;
   Rounding mode = Rounding::nearest;
   std::vector<uint64_t> seeds;  // [rank]
@@ -21,7 +21,7 @@ struct TwoShot {
 };
 
 struct TwoShotResult {
-  std::vector<float> result;  // the same on every rank
+  std::vector<float> result;  // equal on all ranks
   std::vector<std::vector<float>> residuals;
 };
 

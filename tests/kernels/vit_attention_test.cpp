@@ -1,5 +1,5 @@
-// attention() and attention_backward() compared with the reference in double, and with the chain of products
-// and softmax that they replace.
+// attention() and attention_backward(), compared with the double reference, and with the chain of products
+// and softmax that these ops replace.
 #include <fmt/format.h>
 
 #include "kernels/gemm/gemm.h"
@@ -17,7 +17,8 @@ struct Shape {
   std::string name() const { return fmt::format("{}x{} tokens, {} heads of {}", batch, tokens, heads, dim); }
 };
 
-// Whole and partial tiles, both kernels, and heads that cannot be read by 16-byte accesses.
+// The shapes have whole and partial tiles, select both kernels, and include heads that 16-byte accesses
+// cannot read.
 const std::vector<Shape> kShapes = {{0, 17, 2, 64}, {2, 1, 2, 64},  {2, 2, 1, 64},  {1, 17, 3, 64},
                                     {2, 50, 2, 64}, {1, 16, 2, 32}, {3, 17, 2, 8},  {2, 10, 3, 8},
                                     {1, 33, 2, 24}, {2, 10, 2, 7},  {1, 19, 1, 37}, {1, 197, 1, 64}};
@@ -88,14 +89,14 @@ class VitAttention : public OpTest {
     in.statistics = statistics.host(), in.d_bias = d_bias.host();
     return in;
   }
-  // Compares with the reference's rounding of the same operands.
+  // Compares results with the reference's rounded results for the same operands.
   template <typename S>
   void expect_reference(double tolerance, double sums_tolerance) {
     for (const Shape& s : kShapes) {
       // The largest shape in FP32 needs more shared memory than sm_80 has.
       if (!GetParam().device.is_host() && !fuses_attention<S>(GetParam().device, s.tokens, s.dim)) continue;
       for (int64_t misalign : {0, 1}) {
-        if (misalign != 0 && s.tokens > 100) continue;  // covered by fewer tokens
+        if (misalign != 0 && s.tokens > 100) continue;  // shapes with fewer tokens cover misalignment
         SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
         const bool accumulate = misalign != 0;
         Problem<S> want(s, 3, 1.5f);
@@ -111,14 +112,14 @@ class VitAttention : public OpTest {
 };
 
 TEST_P(VitAttention, MatchesTheDoubleReference) {
-  // 4e-6 with fused multiply-adds; sanitizer builds round each product as well.
+  // The error is 4e-6 with fused multiply-adds. Sanitizer builds also round each product.
   expect_reference<float>(1e-5, 1e-5);
 }
 
 template <typename S>
 void expect_same_bits_in_place(VitAttention& test) {
   for (const Shape& s : thinned(kShapes, 7)) {
-    if (s.tokens > 100 && sizeof(S) == sizeof(float)) continue;  // covered by BF16
+    if (s.tokens > 100 && sizeof(S) == sizeof(float)) continue;  // BF16 covers the large shapes
     for (int64_t misalign : {0, 1}) {
       if (misalign != 0 && s.tokens > 17) continue;
       SCOPED_TRACE(fmt::format("{} misaligned by {}", s.name(), misalign));
@@ -135,13 +136,13 @@ TEST_P(VitAttention, GradientMayOverwriteQkv) {
   expect_same_bits_in_place<Bf16>(*this);
 }
 
-// Weights are rounded before they are multiplied, and results when they are stored: 2^-9 each, of values of
-// order 1.
+// Allows for two roundings of 2^-9 each, of values of order 1: weights before they are multiplied, and
+// results when they are stored.
 TEST_P(VitAttention, Bf16IsWithinItsRoundingError) {
   expect_reference<Bf16>(3e-2, 3e-2);
 }
 
-// Runs the chain that the ops replace, on the same operands: products, softmax and moves of heads. Each op
+// Runs the chain that the ops replace on the same operands: products, softmax and moves of heads. Each op
 // rounds its output.
 template <typename S>
 Problem<S> by_parts(const Shape& s, Problem<S> in) {
@@ -215,8 +216,8 @@ TEST_P(VitAttention, Bf16IsAboutAsAccurateAsTheUnfusedChain) {
 TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
   const Shape s{1, 20, 1, 8};
   Problem<float> in(s, 5, 1.0f);
-  // Query i and key i point in the same direction, a distinct one as far as eight dimensions allow, and are
-  // large.
+  // Query i and key i are large and point in the same direction. The directions for different i differ as far
+  // as eight dimensions allow.
   for (int64_t t = 0; t < s.tokens; ++t) {
     for (int64_t d = 0; d < s.dim; ++d) {
       in.qkv[t * 24 + d] = d == t % 8 ? 1e4f : 0.0f;
@@ -233,7 +234,7 @@ TEST_P(VitAttention, HugeScoresStayFiniteAndSelectOneKey) {
 TEST_P(VitAttention, NanStaysInItsHeadAndImage) {
   const Shape s{2, 18, 2, 8};
   Problem<float> in(s, 6, 1.0f);
-  // Image 0, head 0, a query.
+  // The NaN is in a query of image 0, head 0.
   in.qkv[4 * 48 + 3] = std::numeric_limits<float>::quiet_NaN();
   const Problem<float> got = run(s, in, false, 0);
   for (size_t i = 0; i < got.merged.size(); ++i)

@@ -1,4 +1,4 @@
-// bias_residual and column_sum, its gradient.
+// bias_residual() and column_sum(), the gradient of the bias.
 #include "kernels/vit/bias.h"
 #include "kernels/vit/gelu.h"
 #include "kernels/vit/layer_norm.h"
@@ -11,12 +11,12 @@ const std::vector<RowsByWidth> kShapes = {{0, 64},    {1, 1},    {5, 7},    {16,
                                           {130, 127}, {64, 128}, {9, 129},  {1030, 10}, {2, 1023}, {3, 1024},
                                           {70, 192},  {5000, 3}, {2, 4099}, {257, 64},  {3, 520}};
 
-// The error of a sum over rows, relative to that of one element.
+// Returns the error of a sum over rows, relative to the error of one element.
 double sum_scale(int64_t rows) {
   return std::sqrt(1.0 + static_cast<double>(rows));
 }
 
-enum class Out { other, residual, y };  // where bias_residual writes
+enum class Out { other, residual, y };  // output array of bias_residual
 
 class VitBias : public OpTest {
  public:
@@ -88,7 +88,7 @@ TEST_P(VitBias, ColumnSumMatchesTheDoubleReference) {
 }
 
 TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
-  // Small integers add exactly, so one row too many or too few changes the sum.
+  // Sums of small integers are exact, so one row too many or too few changes the sum.
   for (int64_t rows : {1, 15, 16, 17, 31, 33, 255, 256, 257, 4095, 4097, 8193}) {
     const RowsByWidth s{rows, 5};
     std::vector<float> x(s.size()), want(5, 0.0f);
@@ -101,7 +101,8 @@ TEST_P(VitBias, ColumnSumCountsEveryRowOnce) {
   }
 }
 
-// The arrays of a batch, like those of layers, are at a constant stride with other data in between.
+// Tests a batch of arrays at a constant stride with other data in between, like the arrays of a model's
+// layers.
 TEST_P(VitBias, PartialSumsOfABatchMatchThoseOfEachArray) {
   for (const RowsByWidth& s : kShapes) {
     for (int64_t gap : {0, 4, 5}) {
@@ -142,14 +143,14 @@ TEST_P(VitBias, ColumnSumHasTheSameBitsForAnyNumberOfThreads) {
       [&] { return Arrays{sum_columns(normal(s.size(), 6), normal(s.width, 7), s, false)}; });
 }
 
-// Sums of different widths, with an unused one in between.
+// Combines sums of different widths, with an unused sum in between.
 TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
   const int64_t rows = 50, width = 72, wide = 136;
   auto x = array(normal(rows * width, 1)), dy = array(normal(rows * width, 2)),
        gamma = array(normal(width, 3));
   auto mean = array(normal(rows, 4)), rstd = array(normal(rows, 5)), pre = array(normal(rows * wide, 6));
   const auto start = normal(wide, 7);
-  // Returns the gradients, by ops that add up their own sums or, if `together`, by one combined op.
+  // Returns the gradients. Ops add up their own sums or, if `together`, one combined op adds up all sums.
   auto sums = [&](bool together) {
     auto dx = array<float>(rows * width), d_pre = array(normal(rows * wide, 8));
     auto norm_workspace = array<float>(layer_norm_backward_workspace(rows, width)),
@@ -190,7 +191,7 @@ TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
     for (const auto& some : {d_gamma.host(), d_beta.host(), d_bias.host()})
       all.insert(all.end(), some.begin(), some.end());
     if (together) {
-      // Also compares with the reference's sums of the same partial sums.
+      // The test also compares with the reference's sums of the same partial sums.
       const auto partial = gelu_workspace.host();
       auto want = start;
       PartialSums of = gelu.sums();
@@ -204,7 +205,7 @@ TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
   expect_same_bits(sums(true), sums(false), "sums");
 }
 
-// Few rows need no first stage. BF16 rows are read unconverted.
+// Tests few rows, which need no first stage. The second stage reads BF16 rows without a conversion.
 TEST_P(VitBias, SecondStageAddsUpFewRowsOfEitherType) {
   for (int64_t rows : {int64_t{0}, int64_t{1}, int64_t{33}, kMostChunks}) {
     for (bool accumulate : {false, true}) {

@@ -40,7 +40,7 @@ class VitCrossEntropy : public OpTest {
     int64_t misalign = 0;
     bool accumulate = true;
     double tolerance = 1e-6;
-    bool compares = true;  // with the reference
+    bool compares = true;  // whether run() compares with the reference
   };
   template <typename S>
   Result run(const std::vector<float>& logit_values, const std::vector<int32_t>& label_values,
@@ -87,11 +87,11 @@ class VitCrossEntropy : public OpTest {
       d_logits.expect_rounded("d_logits", how.tolerance, how.accumulate ? how.grad_scale : 1.0, 1e-7);
     return got;
   }
-  // Without comparing, for special values.
+  // Runs special values without comparing results with the reference.
   Result run(const std::vector<float>& logits, const std::vector<int32_t>& labels, int64_t classes) {
     return run<float>(logits, labels, classes, {.compares = false});
   }
-  // Rows in one launch, and in two.
+  // Expects a NaN in the row of an invalid label, for numbers of rows that need one launch and two launches.
   template <typename S>
   void expect_nan_in_row_of_invalid_label() {
     constexpr auto kLimits = std::numeric_limits<int32_t>();
@@ -146,7 +146,8 @@ TEST_P(VitCrossEntropy, GradientIsTheDerivativeOfTheSummedLoss) {
 }
 
 TEST_P(VitCrossEntropy, HugeLogitsGiveFiniteLosses) {
-  // One class far ahead and correct, one far ahead and wrong, all equal.
+  // In the rows, one class is far ahead and correct, one class is far ahead and wrong, and all classes are
+  // equal.
   std::vector<float> logits = {3e37f, -3e37f, 0.0f, -1e30f, 1e30f, 0.0f, 1e38f, 1e38f, 1e38f};
   auto got = run(logits, {0, 0, 2}, 3);
   EXPECT_NEAR(got.totals[0] / 2e30, 1.0, 1e-6);
@@ -190,7 +191,7 @@ TEST_P(VitCrossEntropy, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
   });
 }
 
-// Numbers of rows below, at and above the limit of one launch, and none.
+// Tests numbers of rows below, at and above the limit of one launch, and zero rows.
 TEST_P(VitCrossEntropy, OverwritesTotalsUnlessAccumulating) {
   constexpr int64_t kClasses = 3, kMost = CrossEntropy<float>::kOneBlock;
   for (int64_t rows : {int64_t{0}, int64_t{1}, kMost - 1, kMost, kMost + 1}) {

@@ -13,7 +13,7 @@ const std::vector<RowsByWidth> kShapes = {{0, 128},  {1, 1},    {5, 7},    {9, 3
                                           {70, 127}, {17, 128}, {16, 129}, {15, 256}, {300, 68}, {2, 1023},
                                           {3, 1024}, {2, 4099}, {6, 72},   {2, 1032}};
 
-// Evaluates the formulas literally, including their cancellation.
+// Evaluates the formulas literally, including cancellation.
 double phi(double x, Gelu form) {
   if (form == Gelu::exact) return 0.5 * std::erfc(-x / std::sqrt(2.0));
   return 0.5 * (1.0 + std::tanh(std::sqrt(2.0 / M_PI) * (x + 0.044715 * x * x * x)));
@@ -24,9 +24,9 @@ double derivative(double x, Gelu form) {
   return phi(x, form) + 0.5 * x * (1.0 - t * t) * std::sqrt(2.0 / M_PI) * (1.0 + 3.0 * 0.044715 * x * x);
 }
 
-enum class Out { dy, pre, other };  // where backward writes
+enum class Out { dy, pre, other };  // output array of the backward pass
 
-// The operands of backward.
+// The operands of the backward pass.
 template <typename S>
 struct Backward {
   Operand<S> pre, dy, other;
@@ -53,10 +53,11 @@ class VitGelu : public OpTest {
       check();
     }
   }
-  // Relative to any value, however small: in the tanh form, exp's argument, up to 70 here, is rounded.
+  // Returns the tolerance relative to a value, however small. In the tanh form, exp's argument, up to 70
+  // here, is rounded.
   double tolerance() const { return form == Gelu::exact ? 5e-7 : 8e-6; }
 
-  // `bias` may be null.
+  // Runs the forward pass. `bias` may be null.
   template <typename S>
   void run(Operand<S>& x, Operand<float>* bias, Operand<S>& y, const RowsByWidth& s) {
     GW_RUN_BOTH(bias_gelu, [&](auto on) {
@@ -83,7 +84,7 @@ class VitGelu : public OpTest {
                               .form = form};
     });
   }
-  // GELU of one row, and its derivative.
+  // Returns GELU of one row of values. slope() returns GELU's derivative.
   std::vector<float> gelu(const std::vector<float>& values) {
     Operand<float> x(*this, values), y(*this, x.device.size());
     run(x, nullptr, y, {1, x.device.size()});
@@ -115,7 +116,7 @@ class VitGelu : public OpTest {
     if constexpr (std::is_same_v<S, float>)
       b.d_bias.expect_close("d_bias", 2e-6, size);
     else
-      b.d_bias.expect_close("d_bias", 3e-6, std::max(6.0, size));  // summed before rounding
+      b.d_bias.expect_close("d_bias", 3e-6, std::max(6.0, size));  // the sums are computed before rounding
   }
   template <typename S>
   void check_without_sums(const RowsByWidth& s, int64_t misalign) {
@@ -139,15 +140,15 @@ TEST_P(VitGelu, ForwardMatchesTheDoubleReferenceAndKeepsThePreActivation) {
   });
 }
 
-// Finely spaced values: GELU's whole range, including tails.
+// Tests finely spaced values in GELU's whole range, including the tails.
 TEST_P(VitGelu, IsExactToFloatAccuracyFromMinus12To12) {
   std::vector<float> x;
   for (int i = 0; i <= 20000; ++i) x.push_back(static_cast<float>(-12.0 + 24.0 * i / 20000));
   in_each_form([&] {
     const auto y = gelu(x), d = slope(x);
     for (size_t i = 0; i < x.size(); ++i) {
-      // The exact form is accurate relatively to its value. The tails of the tanh form cancel, so it is
-      // accurate absolutely.
+      // The exact form is accurate relative to its value. The tails of the tanh form cancel, so the tanh form
+      // has only absolute accuracy.
       const double want = x[i] * phi(x[i], form);
       const double size = form == Gelu::exact ? std::abs(want) : std::max(0.1, std::abs(want));
       ASSERT_NEAR(y[i], want, 5e-7 * size) << "at " << x[i];
@@ -156,8 +157,8 @@ TEST_P(VitGelu, IsExactToFloatAccuracyFromMinus12To12) {
   });
 }
 
-// Expects the nearest BF16 value, or its neighbour if the exact result is almost halfway: for every operand
-// from 2^-10 to 9, of either sign, including tails.
+// Expects the nearest BF16 value, or its neighbour if the exact result is almost halfway between both. Tests
+// every operand from 2^-10 to 9, of either sign, including tails.
 TEST_P(VitGelu, RoundsEveryBf16OperandToNearest) {
   std::vector<float> all;
   for (uint16_t bits = 0x3a80; bits <= 0x4110; ++bits) {
@@ -181,7 +182,7 @@ TEST_P(VitGelu, RoundsEveryBf16OperandToNearest) {
       }
       const auto half_unit = [](double value) { return std::ldexp(1.0, std::ilogb(value) - 8); };
       ASSERT_NEAR(got[i], v * cdf, half_unit(v * cdf) + 1e-5 * std::abs(v * cdf)) << "at " << v;
-      // The slope changes sign, where it is a difference of two terms.
+      // The tolerance is absolute, because the slope is a difference of two terms where it changes sign.
       ASSERT_NEAR(got_slope[i], cdf + v * density,
                   half_unit(cdf + v * density) + 1e-5 * (cdf + std::abs(v) * density))
           << "at " << v;
@@ -280,7 +281,7 @@ TEST_P(VitGelu, RepeatedRunsAndAnyNumberOfThreadsGiveTheSameBits) {
 
 GW_INSTANTIATE_BACKENDS(VitGelu);
 
-// The cost of the approximation: GELU itself is off by at most 5e-4, near |x| = 2.3.
+// Bounds the error of the tanh approximation: GELU is off by at most 5e-4, near |x| = 2.3.
 TEST(GeluTanh, IsWithinFiveTenThousandthsOfTheExactForm) {
   double worst = 0.0;
   for (double x = -12.0; x < 12.0; x += 0.001)

@@ -1,4 +1,4 @@
-// The ops that move heads. They only move operands, so both storage types have the reference's bits.
+// The ops that move heads. The ops only move values, so both storage types have the reference's bits.
 #include "kernels/vit/heads.h"
 #include "tests/kernels/operand.h"
 
@@ -32,14 +32,14 @@ class VitHeads : public OpTest {
           .qkv = on(qkv), .bias = with_bias ? on(bias) : nullptr, .q = on(q), .k = on(k), .v = on(v)});
     });
     for (auto* part : {&q, &k, &v}) {
-      part->host = widened(narrowed<S>(part->host));  // after adding the bias
+      part->host = widened(narrowed<S>(part->host));  // rounds after the bias is added
       part->expect_same_bits("q, k or v");
     }
     GW_RUN_BOTH(split_heads_backward, [&](auto on) {
       return s(SplitHeadsBackward{.dq = on(q), .dk = on(k), .dv = on(v), .d_qkv = on(d_qkv)});
     });
     d_qkv.expect_same_bits("d_qkv");
-    // Without a bias, split_heads is inverted by its backward.
+    // Without a bias, the backward op is the inverse of split_heads.
     if (!with_bias) expect_same_bits(d_qkv.host, qkv.host, "split and merged");
   }
   template <typename S>

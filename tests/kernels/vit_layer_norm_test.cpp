@@ -17,13 +17,14 @@ struct Shape {
   }
 };
 
-// Each way of holding a row in registers, rows too long for registers, and strided rows.
+// The shapes select each way of holding a row in registers, and include rows too long for registers and
+// strided rows.
 const std::vector<Shape> kShapes = {
     {0, 64},   {1, 1},   {3, 7},   {5, 31},  {17, 32},  {16, 33},     {64, 64},           {270, 64},
     {33, 127}, {9, 128}, {7, 129}, {5, 256}, {3, 384},  {2, 1023},    {3, 1024},          {2, 1025},
     {4, 3072}, {4, 264}, {6, 72},  {3, 520}, {3, 5000}, {5, 64, 320}, {6, 33, 2 * 33 + 1}};
 
-// The operands of both passes; mean and rstd are those of x.
+// The operands of both passes. `mean` and `rstd` are the statistics of x.
 template <typename S>
 struct Operands {
   Operand<float> x, gamma, beta, mean, rstd;
@@ -82,8 +83,8 @@ class VitLayerNorm : public OpTest {
     GW_RUN(layer_norm, o.forward(OnDevice{}, s));
     expect_reference(o);
   }
-  // Adds a branch and its bias to x, in place of x, of the branch or of neither, and expects the bits of an
-  // addition before the op. Elements between strided rows are not written.
+  // Adds a branch and its bias to x. Writes the sum to x, to the branch or to another array, and expects the
+  // bits of an addition before the op. Elements between strided rows must be unchanged.
   enum class Out { x, branch, other };
   template <typename S>
   void check_branch(const Shape& s, int64_t misalign, Out to) {
@@ -132,7 +133,8 @@ class VitLayerNorm : public OpTest {
   void check_backward(const Shape& s, int64_t misalign, bool accumulate_dx, bool accumulate) {
     Operands<S> o(*this, s, misalign);
     run_backward(o, s, accumulate_dx, accumulate);
-    // dx includes the gaps between strided rows, which must be unchanged. A row of one element has rstd 1000.
+    // The array dx includes the gaps between strided rows, which must be unchanged. A row of one element has
+    // rstd 1000.
     double scale = 1.0;
     for (float r : o.rstd.host) scale = std::max<double>(scale, r);
     const double sums = std::sqrt(1.0 + static_cast<double>(s.rows));
@@ -161,7 +163,7 @@ TEST_P(VitLayerNorm, FusedResidualAddMatchesASeparateOneBitForBit) {
 
 TEST_P(VitLayerNorm, ConstantRowsGiveBetaAndOffsetsCancel) {
   std::vector<float> x(200, 3.0f);
-  for (size_t c = 0; c < 100; ++c)  // mean far above the deviation of 0.5
+  for (size_t c = 0; c < 100; ++c)  // the mean is far above the standard deviation of 0.5
     x[100 + c] = 4096.0f + static_cast<float>(c % 2);
   const auto got = forward({2, 100}, x), beta = normal(100, 3);
   for (size_t c = 0; c < 100; ++c) EXPECT_EQ(got[c], beta[c]);

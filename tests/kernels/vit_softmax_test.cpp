@@ -16,7 +16,7 @@ struct Shape {
     args.rows = rows, args.width = width, args.ld = ld, args.scale = scale;
     return args;
   }
-  // Returns normal draws with `padding` after each row.
+  // Returns normal draws in rows of `width`, followed by `padding` in the rest of each row.
   std::vector<float> draws(uint32_t seed, float size, float padding) const {
     auto values = normal(rows * ld, seed, size);
     for (int64_t i = 0; i < std::ssize(values); ++i) {
@@ -51,7 +51,7 @@ class VitSoftmax : public OpTest {
     GW_RUN_BOTH(softmax_backward, [&](auto on) { return s(SoftmaxBackward{.y = on(y), .dy = on(dy)}); });
     return dy.got();
   }
-  // FP32 scores are overwritten by the weights. The padding's old contents must not affect the results.
+  // Overwrites FP32 scores with the weights. The padding's old contents must not affect the results.
   template <typename S>
   void check(const Shape& s, int64_t misalign) {
     Operand<float> x(*this, s.draws(3, 4.0f, kNan), misalign);
@@ -61,7 +61,7 @@ class VitSoftmax : public OpTest {
       return other;
     }();
     GW_RUN_BOTH(softmax, [&](auto on) { return s(Softmax{.x = on(x), .y = on(y)}); });
-    // A sum of 2050 terms in FP32, without FMA in sanitizer builds
+    // The tolerance allows for a sum of 2050 FP32 terms without FMA, as in sanitizer builds.
     y.expect_rounded("y", 6e-6, 1e-6, 1e-6);
     expect_zero_padding(y, s);
     y.host = y.got();
@@ -93,10 +93,10 @@ TEST_P(VitSoftmax, HugeAndEqualLogitsStayFinite) {
   Shape shape{4, 20, 24};
   std::vector<float> x(shape.size(), 0.0f);
   for (size_t c = 0; c < 20; ++c) {
-    x[c] = 3e38f;                                                         // all equal and huge
-    x[24 + c] = c == 3 ? 1e30f : -1e30f;                                  // one dominant score
-    x[48 + c] = c == 5 ? 0.0f : -std::numeric_limits<float>::infinity();  // masked
-    x[72 + c] = -100.0f * static_cast<float>(c);                          // underflow
+    x[c] = 3e38f;                                                         // all scores are equal and huge
+    x[24 + c] = c == 3 ? 1e30f : -1e30f;                                  // one score dominates
+    x[48 + c] = c == 5 ? 0.0f : -std::numeric_limits<float>::infinity();  // all other scores are masked
+    x[72 + c] = -100.0f * static_cast<float>(c);                          // most weights underflow
   }
   auto got = forward(x, shape);
   for (size_t c = 0; c < 20; ++c) {

@@ -1,4 +1,4 @@
-// The errors of every wire format that rounds: bounds, bias, and the errors stated in the table.
+// The errors of every wire format that rounds: bounds, bias, and the errors stated in the format table.
 #include <cmath>
 
 #include "tests/kernels/wire_suite.h"
@@ -8,9 +8,9 @@ namespace {
 
 class WireFormatTestErrors : public WireSuite {};
 
-// Checks the bound in one of the two norms of error_bound(). Terngrad's bound holds for blocks in which
-// nothing is clipped. With a rotation, the largest magnitude is that of the rotated values, which are not
-// available here.
+// Checks the bound in the norm that error_bound() gives. Terngrad's bound holds for blocks in which no value
+// is clipped. With a rotation, the largest magnitude is that of the rotated values, which are not available
+// here.
 TEST_P(WireFormatTestErrors, ErrorStaysWithinItsBound) {
   if (format->spec().find("rotate=hadamard") != std::string::npos) return;
   const int64_t block = std::max<int64_t>(format->granularity, 32), n = 4 * block;
@@ -22,11 +22,11 @@ TEST_P(WireFormatTestErrors, ErrorStaysWithinItsBound) {
       for (int64_t i = 0; i < n; ++i) {
         float& v = x[i];
         const bool first = i % block == 0;
-        if (shape == 1) v = std::copysign(1.0f, v);  // equal magnitudes
+        if (shape == 1) v = std::copysign(1.0f, v);  // all magnitudes are equal
         if (shape >= 2 && shape < 6)
-          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one large value
-        if (shape == 6) v = v * v * v * v * v;                                   // heavy tails
-        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;                              // sparse
+          v = first ? 1.0f : 0.3f / static_cast<float>(1 << (2 * (shape - 2)));  // one value is large
+        if (shape == 6) v = v * v * v * v * v;       // the distribution has heavy tails
+        if (shape == 7) v = i % 16 == 0 ? v : 0.0f;  // most values are zero
       }
       if (format->clips && shape != 1 && shape != 0) continue;
       double norm = 0, largest = 0, error = 0, worst = 0;
@@ -63,7 +63,7 @@ TEST_P(WireFormatTestErrors, StochasticRoundingIsUnbiased) {
     p.rounding.mode = Rounding::nearest;
     return expect_same_result(format, p, got, run(p));
   }
-  double sum = 0, outwards = 0, squares = 0;  // of errors; outwards: away from zero
+  double sum = 0, outwards = 0, squares = 0;  // sums over errors; outwards: sum of errors away from zero
   for (p.step = 0; p.step < 30; ++p.step) {
     const WireResult got = run(p);
     for (size_t i = 0; i < p.own.size(); ++i) {
@@ -93,7 +93,7 @@ TEST_P(WireFormatTestErrors, ErrorOnNormalValuesMatchesTheTable) {
   }
   if (format->gaussian_error > 0) {
     EXPECT_NEAR(error / norm, format->gaussian_error, 0.05 * format->gaussian_error);
-  } else {  // unknown for these options
+  } else {  // the table has no error for these options
     EXPECT_LT(error, 2 * norm);
   }
 }

@@ -1,4 +1,4 @@
-// One call of a wire format's op as data, run on a backend and by the reference.
+// One call of a wire format's op, described as data, so that a backend and the reference can run the call.
 #pragma once
 
 #include <algorithm>
@@ -21,17 +21,17 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 using Bytes = std::vector<uint8_t>;
 
 struct WireProblem {
-  std::vector<float> own, residual;  // residual empty: no residual
+  std::vector<float> own, residual;  // empty residual: no error feedback
   std::vector<Bytes> inputs = {};
   int own_position = 0;
-  std::vector<float> input_scales = {};  // 1 for inputs without an entry
+  std::vector<float> input_scales = {};  // inputs without an entry have scale 1
   float own_scale = 1.0f, residual_scale = 1.0f;
-  bool wire = true, out = true, in_place = false;  // in_place: out is own
+  bool wire = true, out = true, in_place = false;  // in_place: `own` is also the output
   float out_scale = 0.5f;
   WireRounding rounding = {};
   uint64_t step = 3;
-  std::array<int64_t, 3> misalign = {};  // of own, residual, out, in elements
-  int64_t misalign_wires = 0;            // in bytes; not every format allows it
+  std::array<int64_t, 3> misalign = {};  // of own, residual and out, in elements
+  int64_t misalign_wires = 0;            // in bytes; some formats require alignment
 };
 
 struct WireResult {
@@ -117,7 +117,7 @@ class WireFixture : public OpFixture {
     return out.host();
   }
 
-  // Returns what decoding leaves of a residual.
+  // Returns the residual that remains after decoding a wire.
   std::vector<float> kept_after_decode(Wire format, const Bytes& wire, const std::vector<float>& residual,
                                        int64_t misalign = 0) {
     const auto count = static_cast<int64_t>(residual.size());
@@ -167,7 +167,7 @@ inline void expect_same_floats(const std::vector<float>& got, const std::vector<
   }
 }
 
-// Expects equal wires byte by byte; where there is a NaN, equal decoded values.
+// Expects equal wires byte by byte. If a wire contains a NaN, expects equal decoded values instead.
 inline void expect_same_result(Wire format, const WireProblem& p, const WireResult& got,
                                const WireResult& want) {
   const auto count = static_cast<int64_t>(p.own.size());

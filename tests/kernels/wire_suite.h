@@ -1,4 +1,4 @@
-// The suite of tests that run once per backend and wire format that rounds.
+// The test suite that runs once per backend and per wire format that rounds.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,9 @@
 
 namespace gradwire::testing {
 
-// More than one piece per thread. Kernels are slow on the CPU, so fewer there (a multiprocessor's blocks
-// process 8192 values at a time). Code under sanitizers is also slow: fewer cases there.
+// Number of values that gives more than one piece per thread. The number is smaller for kernels that run on
+// the CPU, which are slow (a multiprocessor's blocks process 8192 values at a time). Sanitizer builds are
+// also slow and run fewer cases.
 #ifdef GRADWIRE_SIMT_TESTS
 inline constexpr int64_t kManyPieces = 9001;
 #else
@@ -34,7 +35,7 @@ class WireSuite : public ::testing::TestWithParam<std::tuple<Backend, Wire>>, pu
     return {Rounding::nearest, Rounding::stochastic};
   }
   WireResult run(const WireProblem& p) { return WireFixture::run(format, p); }
-  // Returns inputs: encoded values of other ranks.
+  // Returns encoded values of other ranks as inputs.
   std::vector<Bytes> inputs(int num_inputs, int64_t count, uint32_t seed, float spread) const {
     std::vector<Bytes> wires;
     for (int k = 0; k < num_inputs; ++k) {

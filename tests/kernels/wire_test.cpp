@@ -1,5 +1,5 @@
-// Properties of every wire format (kernels/wire/format.h), for each entry of the table that rounds: the bits
-// of the reference, sums, residuals, non-finite values. wire_error_test.cpp tests the errors.
+// Properties of every wire format (kernels/wire/format.h) that rounds: the bits of the reference, sums,
+// residuals, non-finite values. wire_error_test.cpp tests the errors.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -74,7 +74,7 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
   for (int64_t n : sizes) {
     for (Rounding mode : roundings()) {
       for (int variant = 0; variant < 8; ++variant) {
-        // Long buffers take as long as all others together: one for each rounding.
+        // Long buffers take as long as all other sizes together, so there is one variant for each rounding.
         if (n == kManyPieces && variant != (mode == Rounding::nearest && !kSanitized ? 7 : 3)) continue;
         if (kSanitized && (variant < 3 || variant == 6)) continue;
         const float spread = variant % 2 == 0 ? 1.0f : 12.0f;
@@ -89,11 +89,12 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
             .rounding = {.mode = mode, .seed = 99, .first_element = variant == 4 ? 13 : 8 * variant},
             .step = 5};
         if (variant == 2) p.residual.clear();
-        // As in an average: parts and sums of other ranks, and the own part or a sum of the node.
+        // The scales are those of an average: values and sums of other ranks, and this rank's value or its
+        // node's sum.
         if (variant >= 2) p.input_scales = {0.25f, 1.0f, 0.25f};
         if (variant == 2 || variant == 4 || variant == 6) p.own_scale = 0.25f;
         if (variant >= 3 && variant != 4 && variant != 6) p.residual_scale = 0.25f;
-        // Aligned, all shifted alike (a vector loop with a head), and each shifted differently.
+        // The floats are aligned, all shifted alike (a vector loop with a head), or each shifted differently.
         if (variant == 1 || variant == 6) p.misalign = {3, 3, 3};
         if (variant == 4) p.misalign = {1, 2, 0};
         SCOPED_TRACE(fmt::format("n {} variant {}", n, variant));
@@ -164,7 +165,7 @@ TEST_P(WireFormatTest, DecodeClearsOnlyResidualsOfNonFiniteValues) {
   }
 }
 
-// Without a wire, the result is S itself, here with terms of very different sizes, so that their order
+// Expects the result to be S itself without a wire. The terms have very different sizes, so that their order
 // matters.
 TEST_P(WireFormatTest, WithoutAWireReturnsTheSumAndClearsTheResidual) {
   for (int64_t n : std::initializer_list<int64_t>{0, 1, 7, 128, 1025, kManyPieces}) {
@@ -222,7 +223,7 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
         const float s = own[i] + residual[i];
         if (!is_finite(s)) continue;
         ASSERT_TRUE(is_finite(sent[i])) << s;
-        // The residual is exact up to one subtraction in FP32.
+        // The residual is exact except for one FP32 subtraction.
         const double error = static_cast<double>(sent[i]) + got.residual[i] - s;
         ASSERT_LE(std::abs(error), std::ldexp(std::abs(static_cast<double>(got.residual[i])), -24))
             << "element " << i << ": " << s << " went as " << sent[i];
@@ -231,8 +232,8 @@ TEST_P(WireFormatTest, WirePlusResidualIsTheSum) {
   }
 }
 
-// An average requires the same wire up to a power of two, the same result, and a residual in the units of the
-// parts. Sums far beyond FP32's range, and their residuals, are finite in these units.
+// Expects an average to have the same wire up to a power of two, the same result, and a residual in the units
+// of the inputs. Sums far beyond FP32's range, and their residuals, are finite in these units.
 TEST_P(WireFormatTest, ScalesOfPartsChangeOnlyTheRange) {
   const int64_t n = 3 * format->granularity + 5;
   for (Rounding mode : roundings()) {
@@ -284,7 +285,7 @@ TEST_P(WireFormatTest, NonFiniteValuesAreSentNotKeptAndStayInTheirBlock) {
         if (format->masks && same_block) {
           ASSERT_EQ(got.out[i], 0.0f) << i;
           ASSERT_EQ(got.residual[i], p.own[i] + p.residual[i]) << i << ": nothing was sent";
-        } else if (format->selects && same_block) {  // another value is dropped, and means change
+        } else if (format->selects && same_block) {  // another value is dropped, and the means change
           const float s = p.own[i] + p.residual[i];
           ASSERT_NEAR(got.out[i] / p.out_scale + got.residual[i], s, 1e-6) << i;
         } else {
