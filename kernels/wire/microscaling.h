@@ -1,11 +1,12 @@
-// OCP's Microscaling formats: 32 small floats and a power of two, its exponent + 127 in a byte (E8M0), and
-// NVIDIA's NVFP4: 16 small floats share an E4M3 scale, and here 8 such groups share a power of two.
+// OCP's Microscaling formats: 32 small floats share a power of two, stored as its exponent + 127 in a byte
+// (E8M0). NVIDIA's NVFP4: 16 small floats share an E4M3 scale; in this implementation 8 such groups share a
+// power of two.
 //
 //   mxfp8  E4M3, 8.25 bits a value     mxfp6  E2M3, 6.25     mxfp4  E2M1, 4.25     nvfp4  E2M1, 4.5625
 //
-// The power of two is the least one that clamps no value. (OCP's rule, floor, clamps the largest values,
-// which error feedback would have to send again.) E2M3 and E2M1 have no NaN: in mxfp4, mxfp6 and nvfp4, NaN
-// and Inf make their group NaN by its scale; see kMasks.
+// The power of two is the least power that does not clamp any value. (OCP's rule, floor, clamps the largest
+// values. Error feedback would have to send the clamped parts again.) E2M3 and E2M1 have no NaN: in mxfp4,
+// mxfp6 and nvfp4, NaN and Inf make their group NaN by its scale; see kMasks.
 #pragma once
 
 #include "kernels/math/fp8.h"
@@ -39,8 +40,8 @@ GW_HD uint8_t e8m0_for(uint32_t largest_bits, int exponent, float fraction) {
   return static_cast<uint8_t>(byte < 1 ? 1 : byte);
 }
 
-// Returns WireFormat::error_bound() of floats with this many bits of mantissa: a step is at most 2^-mantissa
-// of a magnitude.
+// Returns WireFormat::error_bound() of floats with this many bits of mantissa: a step is at most the
+// magnitude times 2^-mantissa.
 inline double small_float_bound(int mantissa, bool stochastic, double scale_error = 0) {
   const double step = 1.0 / (1 << (stochastic ? mantissa : mantissa + 1)) + scale_error;
   return step * step;
@@ -119,7 +120,7 @@ struct MxMini {
 using MxFp6 = MxMini<3>;
 using MxFp4 = MxMini<1>;
 
-// 128 values: their codes, 8 E4M3 scales, one power of two.
+// A block of 128 values: the codes, 8 E4M3 scales, one power of two.
 struct NvFp4 {
   using Float = Mini<1>;
   static constexpr int kMaxBlock = 128, kGroup = 16, kGroups = 8;
@@ -142,7 +143,8 @@ struct NvFp4 {
                     uint8_t* to) const {
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
-    // 6 * 256 = 1.5 * 2^10: the largest group's scale is at most 256, so that rounding it up stays in range.
+    // 6 * 256 = 1.5 * 2^10: the largest group's scale is at most 256, so that a scale that is rounded up
+    // stays in range.
     const uint8_t unit = e8m0_for(largest, 10, 0.5f);
     const float down = fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;

@@ -1,6 +1,6 @@
-// Natural compression: a sign and a power of two, 8 bits a value. One byte holds the block's largest
+// Natural compression: a sign and a power of two, 8 bits per value. One byte holds the block's largest
 // exponent; values of at most 2^-125 times the largest power become 0. Unbiased rounding between neighbouring
-// powers of two has at most 1/8 of a value's square as error (Theorem 1 of the source).
+// powers of two has a squared error of at most 1/8 of the value's square (Theorem 1 of the source).
 //
 // Codes: sign in the top bit, then 0 for zero, 127 for NaN and Inf, and 1 to 126 for 2^(top - 126 + code).
 #pragma once
@@ -30,7 +30,8 @@ struct Natural {
   static double error_bound(bool stochastic) { return stochastic ? 1.0 / 8 : 1.0 / 9; }
   std::vector<FormatOption> options() { return {block_option(&size)}; }
 
-  // Returns the exponent field of a finite magnitude rounded to a power of two; 0 for less than 2^-126.
+  // Returns the exponent field of a finite magnitude rounded to a power of two; 0 for magnitudes below
+  // 2^-126.
   GW_HD static uint32_t rounded_exponent(uint32_t bits, int32_t random) {
     const uint32_t exponent = bits >> 23, fraction = bits & 0x7fffffu;
     const uint32_t up = random < 0 ? (fraction >= 0x400000u ? 1u : 0u)
@@ -44,7 +45,7 @@ struct Natural {
                     uint8_t* to) const {
     const uint32_t largest =
         lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
-    uint32_t top = (largest >> 23) + 1u;  // rounding may go up by one
+    uint32_t top = (largest >> 23) + 1u;  // rounding may raise the exponent by 1
     top = top > 254u ? 254u : top;
     to[size] = static_cast<uint8_t>(top);
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {

@@ -7,7 +7,7 @@
 
 namespace gradwire {
 
-// A member of a format that a spec may set: to the index of one of `words` or, without words, to a number
+// A member of a format that a spec may set. Its value is an index into `words` or, without words, a number
 // from `least` to `most`.
 struct FormatOption {
   const char* key;
@@ -16,9 +16,9 @@ struct FormatOption {
   int least = 0, most = 0;
   bool power_of_two = false;
 
-  // Returns false when `text` is not a legal value.
+  // Sets the member from `text`. Returns false when `text` is not a legal value.
   bool set(std::string_view text) const;
-  std::string text() const;   // of the current value
+  std::string text() const;   // returns the text of the current value
   std::string legal() const;  // returns "pow2|fp32" or "a power of two from 32 to 512"
 };
 

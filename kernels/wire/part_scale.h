@@ -1,10 +1,11 @@
 // Keeps an average within FP32's range where the sum would overflow. The rank that sums parts multiplies each
-// by a power of two, at most 1 / ranks, and at the end multiplies the sum by the remaining factor. Parts are
-// sent unscaled; sums of parts are sent in the smaller units.
+// part by a power of two, at most 1 / ranks. At the end it multiplies the sum by the remaining factor. Parts
+// are sent unscaled; sums of parts are sent scaled.
 //
-// A power of two changes no rounding, here or in the formats, so results and residuals have the bits of a sum
-// that is divided afterwards. Exception: scaled values below the smallest normal float, 1.2e-38. (There a
-// product and its addition may be rounded once, as on a GPU, or twice.)
+// A power of two does not change any rounding, neither in sums nor in formats. Results and residuals
+// therefore have the bits of a sum that is divided afterwards. Exception: scaled values below the smallest
+// normal float, 1.2e-38. (For such values, a product and its addition may be rounded once, as on a GPU, or
+// twice.)
 #pragma once
 
 #include "kernels/math/bf16.h"
@@ -14,7 +15,7 @@ namespace gradwire {
 // The largest number of inputs of one op.
 inline constexpr int kMaxInputs = 64;
 
-// The scales of an op's inputs; initially 1.
+// The scales of an op's inputs, initially 1.
 struct InputScales {
   float of[kMaxInputs];
   constexpr InputScales() : of() {
@@ -22,8 +23,8 @@ struct InputScales {
   }
 };
 
-// Returns the power of two for each part where the result is `scale` times their sum: the largest that is at
-// most `scale` and 1.
+// Returns the power of two by which each part is multiplied if the result is `scale` times the sum of the
+// parts: the largest power that is at most `scale` and at most 1.
 inline float part_scale_for(float scale) {
   float part = 1.0f;
   while (0 < scale && scale < part && part > 0x1p-100f) part *= 0.5f;
@@ -35,8 +36,8 @@ GW_HD float inverse_part_scale(float scale) {
   return bits_float(0x7f000000u - float_bits(scale));
 }
 
-// Returns the encoding error of a sum as a residual in the units of a part; 0 if it overflows a float or the
-// sum is not finite. `unit` is the inverse of the part's scale in the sum.
+// Returns the encoding error of a sum as a residual in the units of a part; 0 if the residual overflows a
+// float or the sum is not finite. `unit` is the inverse of the part's scale in the sum.
 GW_HD float to_residual(float rest, float unit) {
   rest *= unit;
   return is_finite(rest) ? rest : 0.0f;

@@ -1,7 +1,6 @@
-// QSGD: multiples of norm / s, rounded stochastically, so unbiased. The norm is the block's L2 norm, in FP32;
-// a code is a sign and a level up to s = 127 (8 bits), or 7 (4 bits).
-// Error: the mean of f (1 - f) over the fractions f of levels, 1/6 where values are many levels, times n /
-// s^2.
+// QSGD: multiples of norm / s, rounded stochastically, so the result is unbiased. The norm is the block's L2
+// norm, in FP32; a code is a sign and a level up to s = 127 (8 bits), or 7 (4 bits). Error: n / s^2 times the
+// mean of f (1 - f) over the fractions f of levels. This mean is 1/6 where values span many levels.
 #pragma once
 
 #include <cmath>
@@ -28,8 +27,9 @@ struct Qsgd {
   GW_HD int bytes() const { return size * bits / 8 + 4; }
   GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const { return size == 512 && bits == 8 ? 512.0 / (6 * 127 * 127) : 0; }
-  // The largest mean of n f (1 - f) / s^2 over blocks of one norm is at f = 1/2. If n values of that norm
-  // cannot be half a level each, it is at f = s / sqrt(n); there, rounding to nearest may send only zeros.
+  // Returns the bound of the squared error. The largest mean of n f (1 - f) / s^2 over blocks of one norm is
+  // at f = 1/2. If n values of that norm cannot be half a level each, the largest mean is at f = s / sqrt(n);
+  // with this f, rounding to nearest may send only zeros.
   double error_bound(bool stochastic) const {
     const double n = size, s = (1 << (bits - 1)) - 1;
     if (n <= 4 * s * s) return n / (4 * s * s);
@@ -46,8 +46,8 @@ struct Qsgd {
     constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
       pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-        const float part =
-            bits_float(finite_magnitude_bits(values[i])) * down * share;  // relative to the norm, at most 1
+        const float part = bits_float(finite_magnitude_bits(values[i])) * down *
+                           share;  // the value relative to the norm, at most 1
         const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw(i));
         return (level > kLevels ? kLevels : level) | (float_bits(values[i]) >> 31) * kSign;
       });

@@ -1,4 +1,4 @@
-// Shared by the CUDA sides of the wire formats.
+// Definitions that the CUDA ops of the wire formats share.
 #pragma once
 
 #include "kernels/wire/format.h"
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint64_t step_of(const WireRounding& rounding) {
   return rounding.step != nullptr ? *rounding.step : 0;
 }
 
-// Returns whether all pointers allow 16-byte accesses; null does.
+// Returns whether all pointers allow 16-byte accesses; a null pointer does.
 template <typename... Pointers>
 bool aligned(Pointers... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);

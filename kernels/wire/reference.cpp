@@ -28,8 +28,8 @@ float sum_at(const ReduceEncode& a, int64_t i, const Value& value) {
   return s;
 }
 
-// Sets residual and result of element i, which has the sum s and is sent as `sent`; `rest` is the
-// difference.
+// Sets residual and result of element i, which has the sum s and is sent as `sent`. `rest` is the difference
+// s - sent.
 void keep_rest(const ReduceEncode& a, int64_t i, float s, float sent, float rest) {
   if (a.wire == nullptr) sent = s;
   if (a.residual != nullptr) a.residual[i] = a.wire != nullptr ? rest : 0.0f;

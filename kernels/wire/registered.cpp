@@ -1,9 +1,10 @@
 // Registered formats: sums, residuals and padding around a program's encode and decode.
 //
-// A call gets about a million values, so that a bucket enters an interpreter only a few times. Its output
-// goes to scratch memory with a guard on either side, and is then copied to its destination. Pieces depend on
-// the count alone, so that all ranks decode a chunk in calls of the same size. A callback whose rounding
-// depends on the size, such as a matrix product, therefore still gives all ranks the same bits.
+// A call of a callback processes about a million values, so that a bucket enters an interpreter only a few
+// times. The callback's output goes to scratch memory with a guard on either side, and is then copied to its
+// destination. Pieces depend on the count alone, so that all ranks decode a chunk in calls of the same size.
+// A callback whose rounding depends on the size, such as a matrix product, therefore still gives all ranks
+// the same bits.
 #include "kernels/wire/registered.h"
 
 #include <fmt/format.h>
@@ -69,7 +70,7 @@ class GuardedBytes {
   size_t room_ = 0, size_ = 0, guard_ = 0;
 };
 
-// Scratch memory of ops, per thread.
+// Scratch memory for ops; one per thread.
 struct Scratch {
   std::vector<float> sum, own;
   GuardedBytes bytes, values;
@@ -132,7 +133,8 @@ class RegisteredFormat final : public WireFormat {
     callbacks_ = callbacks;
   }
 
-  // Throws unless both callbacks write all bytes of a few blocks, and nothing else.
+  // Tries both callbacks on a few blocks. Throws unless they write all bytes of their output and no other
+  // bytes.
   void try_out() const;
 
  private:
@@ -157,7 +159,8 @@ class RegisteredFormat final : public WireFormat {
     return callbacks_;
   }
 
-  // Calls a callback that writes `out`. Throws its error, or when it wrote beyond `out`.
+  // Calls a callback that writes `out`. Throws the callback's error, or an error if the callback wrote beyond
+  // `out`.
   template <typename Callback>
   void call(const char* which, const GuardedBytes& out, const Callback& callback) const {
     const Running running;
@@ -170,7 +173,7 @@ class RegisteredFormat final : public WireFormat {
                       name, which, sizes(block_, block_bytes_)));
     }
   }
-  // Encodes (blocks, block) values; the returned bytes are valid until the next call.
+  // Encodes (blocks, block) values; the returned bytes are valid until the next call of encoded().
   const uint8_t* encoded(const float* values, int64_t blocks, uint8_t fill = 0) const {
     GuardedBytes& to = scratch().bytes;
     to.prepare(static_cast<size_t>(blocks * block_bytes_), guard(block_bytes_), fill);
@@ -186,7 +189,8 @@ class RegisteredFormat final : public WireFormat {
     call("decode", to, [&](const FormatCallbacks& c) { return c.decode(c.user, from, blocks, values); });
     return values;
   }
-  // Returns the guard's bytes: enough that a trial with blocks of up to twice the size stays within it.
+  // Returns the guard's size in bytes. A callback that assumes blocks of up to twice the size stays within
+  // the guard.
   static size_t guard(int64_t block_bytes) {
     return 4096 + static_cast<size_t>(kTrialBlocks) * static_cast<size_t>(block_bytes);
   }
@@ -200,7 +204,7 @@ class RegisteredFormat final : public WireFormat {
   mutable FormatCallbacks callbacks_;
 };
 
-// Returns S of `count` values from `begin` on, as in format.h, followed by zeros.
+// Returns S of `count` values starting at `begin`, as in format.h, followed by zeros.
 const float* RegisteredFormat::sum(const ReduceEncode& a, int64_t first, int64_t begin, int64_t count,
                                    int64_t blocks) const {
   Scratch& s = scratch();
@@ -240,7 +244,7 @@ void RegisteredFormat::reduce_encode_piece(const ReduceEncode& a, int64_t first,
 }
 
 // Throws if a callback left a byte of the trial blocks unwritten. `results` are its outputs over each fill;
-// an unwritten byte equals the fill every time. (A random byte does once in 2^64.)
+// an unwritten byte equals the fill every time. (A random byte equals all fills with probability 2^-64.)
 constexpr std::array<uint8_t, 8> kFills = {0x5a, 0xa5, 0x0f, 0xf0, 0x33, 0xcc, 0x96, 0x69};
 void require_all_written(const std::string& callback, const std::array<std::vector<uint8_t>, 8>& results,
                          size_t unit, const char* unit_name) {
@@ -254,7 +258,7 @@ void require_all_written(const std::string& callback, const std::array<std::vect
 }
 
 void RegisteredFormat::try_out() const {
-  // Longer than needed, because a callback that assumes larger blocks reads beyond them.
+  // The input is longer than needed, because a callback that assumes larger blocks reads beyond them.
   const auto count = static_cast<size_t>(kTrialBlocks * block_);
   std::vector<float> values(count + guard(4 * block_) / sizeof(float));
   uint32_t state = 1;
@@ -316,7 +320,7 @@ void register_wire_format(const std::string& name, int64_t block, int64_t bytes,
     throw BadInput(error.what());
   }
   const auto& entry = dynamic_cast<const RegisteredFormat&>(*add_wire_format(std::move(made)));
-  entry.require_sizes(block, bytes);  // again: another thread may have registered it first
+  entry.require_sizes(block, bytes);  // checks again: another thread may have registered the name first
   entry.use(callbacks);
 }
 

@@ -1,5 +1,5 @@
-// One bit: the sign, times the block's mean magnitude in FP32, the best single value. Error on a Gaussian: 1
-// - 2 / pi. Biased: it needs error feedback.
+// One bit: the sign, times the block's mean magnitude in FP32, the magnitude with the least squared error.
+// Error on a Gaussian: 1 - 2 / pi. The format is biased and needs error feedback.
 #pragma once
 
 #include "kernels/math/fp8.h"
@@ -29,7 +29,8 @@ struct Sign {
 
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t*, uint8_t* to) const {
-    const float share = 1.0f / static_cast<float>(count);  // first, so that no sum overflows
+    const float share =
+        1.0f / static_cast<float>(count);  // applied before the sum, so that the sum does not overflow
     const float mean = lanes.sum(
         count, [=](int i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
     const float most = 0x1.fffffep127f;

@@ -1,7 +1,8 @@
-// TernGrad: -1, 0 or 1 times the block's largest magnitude; nonzero with probability |x| / largest, so
-// unbiased. 2 bits a value, and the largest in FP32. Values are first clamped to a multiple of their root
-// mean square: 2.5 in the source, 2 here. At 2.5 the error is as large as the values, and the residual grows
-// from step to step in a ring of eight; with clip=off, in any schedule. Both need ef=off.
+// TernGrad: -1, 0 or 1 times the block's largest magnitude; nonzero with probability |x| / largest, so the
+// result is unbiased. A value takes 2 bits; a block also sends the largest magnitude in FP32. Values are
+// first clamped to a multiple of their root mean square: 2.5 in the source, 2 in this implementation. At 2.5
+// the error is as large as the values, and the residual grows from step to step in a ring of eight. With
+// clip=off the residual grows in any schedule. Both settings need ef=off.
 #pragma once
 
 #include <cmath>
@@ -33,7 +34,8 @@ struct TernGrad {
     if (size != 128) return 0;
     return clip == 0 ? 0.652 : clip == 1 ? 0.996 : 1.265;
   }
-  // In the worst block one value is `most` times the root mean square and the other values are equal.
+  // Returns the bound of the squared error. In the worst block one value is `most` times the root mean square
+  // and the other values are equal.
   double error_bound(bool stochastic) const {
     const double n = size, most = clip == 0 ? 2 : clip == 1 ? 2.5 : std::sqrt(n) / 2;
     return stochastic ? (most * std::sqrt((n - 1) * (n - most * most)) - (n - most * most)) / n : 1 - 1 / n;
@@ -62,7 +64,7 @@ struct TernGrad {
     put_float(to + size / 4, largest);
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
       pack_codes<2>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-        const int32_t drawn = draw(i);  // out of 2^16; to nearest compares with a half
+        const int32_t drawn = draw(i);  // out of 2^16; rounding to nearest compares with a half
         const float threshold = static_cast<float>(drawn < 0 ? 32768 : drawn) * (1.0f / 65536.0f) * largest;
         const uint32_t bits = float_bits(values[i]);
         return bits_float(bits & 0x7fffffffu) > threshold ? 1u + (bits >> 31) : 0u;

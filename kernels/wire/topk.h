@@ -1,10 +1,12 @@
-// Chunked top-k: of each block of `of` values, the k largest magnitudes, with their places in 16 bits. Ties
-// go to the lower place. Every hop selects again, so the bytes do not depend on the number of ranks; values
-// that are not sent stay in the residual. Without error feedback most of a gradient is lost.
+// Chunked top-k: of each block of `of` values, the k values of largest magnitude, with their positions in 16
+// bits. Of equal magnitudes, the value at the lower position is sent. Every hop selects again, so the bytes
+// do not depend on the number of ranks; values that are not sent stay in the residual. Without error feedback
+// most of a gradient is lost.
 //
 // Values are sent as FP32, BF16, 8-bit integers with an FP32 scale per block, or in 2 bits: a sign, and
-// whether the magnitude is above the mean of those selected; the means of both parts are sent in FP32.
-// Non-finite values are selected first, and marked as NaN in their place.
+// whether the magnitude is above the mean of the selected magnitudes. The means of the magnitudes above and
+// below this mean are sent in FP32. Non-finite values are selected first, and marked as NaN at their
+// position.
 #pragma once
 
 #include <string>
@@ -38,7 +40,8 @@ struct TopK {
   }
   GW_HD int bytes() const { return 2 * k + value_bytes(); }
   double gaussian_error(bool) const { return k == 64 && of == 4096 ? (kind == kPair ? 0.882 : 0.881) : 0; }
-  // With values of two magnitudes, at least their mean is sent.
+  // Returns the bound of the squared error. With values of two magnitudes, at least the mean of the selected
+  // magnitudes is sent.
   double error_bound(bool) const { return 1 - static_cast<double>(kind == kPair ? 1 : k) / of; }
   std::vector<FormatOption> options() {
     return {{.key = "k", .value = &k, .least = 1, .most = kMaxBlock},
@@ -50,7 +53,7 @@ struct TopK {
   }
 
   GW_HD static uint32_t magnitude(const float* values, int i) { return float_bits(values[i]) & 0x7fffffffu; }
-  // Places take 12 bits; the top bit marks NaN.
+  // Returns the position of the j-th selected value. Positions take 12 bits; the top bit marks NaN.
   GW_HD static int place(const uint8_t* from, int j) { return from[2 * j] | (from[2 * j + 1] & 0x0f) << 8; }
   GW_HD static bool is_nan(const uint8_t* from, int j) { return (from[2 * j + 1] & 0x80) != 0; }
 
@@ -100,7 +103,8 @@ struct TopK {
     const auto size_of = [=](int j) GW_HD_LAMBDA {
       return bits_float(finite_magnitude_bits(values[place(places, j)]));
     };
-    const float share = 1.0f / static_cast<float>(all);  // first, so that no sum overflows
+    const float share =
+        1.0f / static_cast<float>(all);  // applied before the sum, so that the sum does not overflow
     const float mean = lanes.sum(all, [=](int j) GW_HD_LAMBDA { return size_of(j) * share; });
     const auto upper = [=](int j) GW_HD_LAMBDA { return size_of(j) > mean; };
     const int above = lanes.count(all, upper), below = all - above;

@@ -25,8 +25,8 @@ std::shared_ptr<void> counted(std::shared_ptr<void> memory, Device device, size_
   void* const data = memory.get();
   count_memory(device, size);
   return {data, [memory = std::move(memory), device, size](void*) mutable {
-            // Called when a constructor that has enqueued work on the memory fails. (cudaFree() itself
-            // waits.)
+            // This branch runs when a constructor that has enqueued work on the memory fails. (On CUDA,
+            // cudaFree() waits for the work.)
             if (device.is_host() && std::uncaught_exceptions() > 0) {
               host::release_in_order(std::move(memory));
             }
@@ -81,7 +81,7 @@ Buffer Buffer::view(Device device, void* data, size_t bytes, std::shared_ptr<voi
 
 Buffer Buffer::pinned(Device device, size_t bytes) {
   if (bytes == 0 || device.is_host()) return Buffer(Device::host(), bytes);
-  cuda::set_device(device.index);  // otherwise the call makes a context on another GPU
+  cuda::set_device(device.index);  // otherwise the next call creates a context on another GPU
   const auto memory = cuda::allocate_pinned(bytes);
   return view(Device::host(), memory.get(), bytes, memory);
 }

@@ -1,4 +1,4 @@
-// The reports of Stream, Event and Buffer to the graph that their thread is capturing: the internals of
+// The reports of Stream, Event and Buffer to the graph that the calling thread is capturing: the internals of
 // graph.h.
 #pragma once
 
@@ -17,14 +17,15 @@ class Capture {
  public:
   // Returns this thread's capture, or null.
   static Capture* current() noexcept;
-  // Throws during a capture. The error says that `what` cannot be in a graph, because `why`.
+  // Throws if this thread is capturing a graph. The error says that `what` cannot be in a graph, because
+  // `why`.
   static void forbid(const char* what, const std::string& whose, const char* why);
 
   explicit Capture(Stream::Impl& origin);
   ~Capture();
   Capture(const Capture&) = delete;
 
-  // Called before work is enqueued on `stream`, which must have joined.
+  // Records that work is about to be enqueued on `stream`, which must have joined the capture.
   void touch(Stream::Impl& stream);
   void submit(Stream::Impl& stream, std::function<void()> task);  // host streams only
   void record(Event::Impl& event, Stream::Impl& stream);
@@ -32,7 +33,7 @@ class Capture {
   // Throws unless the origin has waited for all other streams.
   void finish() const;
 
-  // Host: one call to repeat at each launch.
+  // On the host: one call that each launch repeats.
   struct Operation {
     enum class Kind : uint8_t { task, record, wait } kind;
     std::shared_ptr<Stream::Impl> stream;

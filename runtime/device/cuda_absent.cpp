@@ -27,7 +27,7 @@ bool is_device_memory(const void*) {
 void drop_capture(int, CudaStream) noexcept {}
 void restore_device(int) noexcept {}
 
-// Functions marked weak are replaced by definitions in tests/simt, which runs their kernels on the host.
+// Functions marked weak are replaced by definitions in tests/simt, which runs the kernels on the host.
 #define GW_ABSENT(result, function, ...) \
   result function(__VA_ARGS__) {         \
     absent(#function);                   \

@@ -20,7 +20,8 @@ inline void check(cudaError_t status, const char* call) {
   throw DeviceError(text);
 }
 
-// For destructors: a failure cannot be handled. Clears the error, so that the next launch does not report it.
+// Ignores a failure in a destructor, where it cannot be handled. Clears the error, so that the next launch
+// does not report the failure.
 inline void ignore(cudaError_t status) {
   if (status != cudaSuccess) cudaGetLastError();
 }

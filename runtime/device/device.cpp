@@ -112,7 +112,7 @@ Event Event::make(Device device, bool timer) {
   return event;
 }
 
-// Throws if `event` marks a point inside a graph, which other streams cannot see.
+// Throws if `event` marks a point inside a graph, which streams outside the graph cannot wait for.
 void Event::outside(const Impl& event, const char* what) {
   if (event.capture == 0 || event.timer) return;
   throw DeviceError(fmt::format(
@@ -140,7 +140,7 @@ void Event::synchronize() const {
   outside(*impl_, "Event::synchronize");
   impl_->synchronize();
 }
-// Polls: CUDA's driver has no wait with a deadline.
+// Polls the event until the deadline, because CUDA's driver has no wait with a deadline.
 bool Event::Impl::synchronize_until(std::chrono::steady_clock::time_point deadline) const {
   while (!query()) {
     if (std::chrono::steady_clock::now() >= deadline) return false;
@@ -169,7 +169,7 @@ void make_current(Device device) {
 }
 
 namespace {
-thread_local CallersDevice* callers_device = nullptr;  // the innermost of this thread
+thread_local CallersDevice* callers_device = nullptr;  // the innermost object of this thread
 }  // namespace
 
 CallersDevice::CallersDevice() : outer_(std::exchange(callers_device, this)) {}

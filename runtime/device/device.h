@@ -3,10 +3,10 @@
 // A host Stream is an in-order queue with its own thread. Two host streams are ordered only by an Event,
 // exactly as on a GPU, so ThreadSanitizer reports a missing wait as a data race.
 //
-// All four are small values: copying one copies a handle. A Buffer's memory lives until its last handle is
-// dropped; work in flight does not keep it alive, so synchronize before dropping the last handle (as with
-// CUDA). Exception: memory dropped by an exception, as in a constructor that has enqueued work and then
-// fails, lives until the host streams have passed this point.
+// Objects of the four classes are small values: copying an object copies a handle. A Buffer's memory lives
+// until its last handle is dropped. Work in flight does not keep the memory alive, so synchronize before
+// dropping the last handle (as with CUDA). Exception: memory dropped by an exception, as in a constructor
+// that has enqueued work and then fails, lives until the host streams have passed this point.
 //
 // Errors: a task that throws puts its host stream into a failed state. Later tasks of that stream, and of
 // streams that wait for its events, are skipped, and synchronize() rethrows the first error. A CUDA call that
@@ -46,8 +46,8 @@ struct Device {
 bool built_with_cuda();
 // Returns the number of usable CUDA devices; 0 without a driver or without the CUDA side. Never throws.
 int cuda_device_count();
-// Lets kernels and copies on `from` access memory of `to` directly. Returns false where the hardware cannot;
-// copies then go through the host.
+// Lets kernels and copies on `from` access memory of `to` directly. Returns false where the hardware does not
+// support direct access; copies then go through the host.
 bool enable_access(Device from, Device to);
 // Returns a short reason why cuda_device_count() is 0, for messages.
 std::string cuda_unavailable_reason();
@@ -59,31 +59,33 @@ class Event;
 
 class Stream {
  public:
-  Stream() = default;  // empty; must not be used
+  Stream() = default;  // an empty handle, which must not be used
 
-  // On a GPU, kernel blocks of a high-priority stream start before waiting blocks of other streams; for the
-  // kernels of an exchange, which peers wait for. On the host the stream's thread runs soon after it wakes up
-  // (short_slices.h).
+  // The stream's priority. On a GPU, kernel blocks of a high-priority stream start before waiting blocks of
+  // other streams; meant for the kernels of an exchange, because peers wait for them. On the host, the thread
+  // of a high-priority stream runs soon after it wakes up (short_slices.h).
   enum class Priority : uint8_t { normal, high };
 
   // Creates a stream. `name` labels it in traces and in error texts.
   static Stream create(Device device, std::string_view name, Priority priority = Priority::normal);
-  // Adopts the caller's stream: `native` is a cudaStream_t (may be null: the legacy default stream).
+  // Adopts the caller's stream: `native` is a cudaStream_t (null: the legacy default stream).
   static Stream adopt_cuda(int device_index, CudaStream native);
-  // Returns a host stream without a thread: each task runs at once in the caller. For callers without
-  // streams.
+  // Returns a host stream without a thread: submit() runs each task at once in the calling thread. Meant for
+  // callers without streams.
   static Stream immediate_host();
 
   Device device() const;
   const std::string& name() const;
   Priority priority() const;
   explicit operator bool() const { return impl_ != nullptr; }
-  bool operator==(const Stream& other) const { return impl_ == other.impl_; }  // the same queue
+  bool operator==(const Stream& other) const {
+    return impl_ == other.impl_;
+  }  // true: both are handles of the same queue
 
   // Host only: runs `task` on the stream's thread after all earlier tasks.
   void submit(std::function<void()> task) const;
-  // Delays later work of this stream until `event`'s last record is complete. Does nothing if it never
-  // recorded.
+  // Delays later work of this stream until `event`'s last record is complete. Does nothing if the event was
+  // never recorded.
   void wait(const Event& event) const;
   // Blocks until all work submitted so far is complete. Throws the stream's first error.
   void synchronize() const;
@@ -107,19 +109,20 @@ class Event {
   Event() = default;
   // Creates an event that orders streams. It records no time, which makes it cheaper on a GPU.
   static Event create(Device device);
-  // Creates an event for elapsed_ms(). A graph that contains its record() marks it again at each launch.
-  // Inside a graph no stream can wait for it, and the marks of all other events are invisible outside it
-  // (graph.h).
+  // Creates an event for elapsed_ms(). A graph that contains its record() marks the timer again at each
+  // launch. Inside a graph no stream can wait for a timer, and only timers have marks that are visible
+  // outside the graph (graph.h).
   static Event create_timer(Device device);
 
   // Marks the point that `stream` has reached. Recording again moves the mark; earlier waits keep the old
-  // one.
+  // mark.
   void record(const Stream& stream);
-  // Returns whether the recorded work is complete; true if never recorded.
+  // Returns whether the recorded work is complete; true if the event was never recorded.
   bool query() const;
   // Blocks until the recorded work is complete. Throws the recording stream's error.
   void synchronize() const;
-  // As synchronize(), until `deadline`: returns false if the work is still in flight then.
+  // Blocks until the recorded work is complete or until `deadline`. Returns false if the work is still in
+  // flight at the deadline. Throws the recording stream's error.
   bool synchronize_until(std::chrono::steady_clock::time_point deadline) const;
   explicit operator bool() const { return impl_ != nullptr; }
 
@@ -137,20 +140,20 @@ namespace detail {
 // Makes a CUDA device current for this thread; does nothing for the host.
 void make_current(Device device);
 
-// Restores the caller's current CUDA device at the end of the scope, for entry points of the library. Calls
-// CUDA only if the scope has changed the device.
+// Restores the caller's current CUDA device at the end of the scope. Used by entry points of the library.
+// Calls CUDA only if the scope has changed the device.
 class CallersDevice {
  public:
   CallersDevice();
   ~CallersDevice();
   CallersDevice(const CallersDevice&) = delete;
   CallersDevice& operator=(const CallersDevice&) = delete;
-  // Called before a device becomes current.
+  // Notes the caller's device; called before another device becomes current.
   static void will_change_to(int index);
 
  private:
   CallersDevice* const outer_;
-  int before_ = -1;  // the caller's device, once another is current
+  int before_ = -1;  // the caller's device, once another device is current
 };
 }  // namespace detail
 
@@ -162,15 +165,15 @@ class Buffer {
  public:
   Buffer() = default;
   Buffer(Device device, size_t bytes);
-  // Returns a view of memory owned by the caller or, if given, kept alive by `owner`.
+  // Returns a view of memory owned by the caller or, if `owner` is given, kept alive by `owner`.
   static Buffer view(Device device, void* data, size_t bytes, std::shared_ptr<void> owner = nullptr);
   // Allocates host memory for copies to and from `device`: page-locked for a CUDA device, so that copies
   // overlap.
   static Buffer pinned(Device device, size_t bytes);
-  // Allocates memory that `stream` may use from here on. It is released when `stream` has passed the point
-  // where the last handle is dropped. Neither waits for the device, so this may be used in a step. Another
-  // stream must wait for an event of `stream` before it uses the memory, and `stream` for an event of the
-  // other before the memory is dropped.
+  // Allocates memory that later work of `stream` may use. The memory is released when `stream` has passed the
+  // point where the last handle is dropped. Neither allocation nor release waits for the device, so
+  // in_order() may be used in a step. Another stream must wait for an event of `stream` before it uses the
+  // memory, and `stream` must wait for an event of the other stream before the last handle is dropped.
   static Buffer in_order(const Stream& stream, size_t bytes);
 
   Device device() const { return device_; }
@@ -194,16 +197,16 @@ Buffer make_buffer(Device device, int64_t count) {
   return Buffer(device, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Copies in stream order. Host pointers used with a CUDA stream should be pinned; in any case `src` and `dst`
-// must stay valid until the stream has passed this point. The addresses determine the direction.
+// Copies memory in stream order. Host pointers used with a CUDA stream should be pinned; in any case `src`
+// and `dst` must stay valid until the stream has passed this point. The addresses determine the direction.
 void copy(const Stream& stream, void* dst, const void* src, size_t bytes);
 void fill_zero(const Stream& stream, void* dst, size_t bytes);
-// Stores up to 64 bytes, which are copied now: for host scalars that device memory gets in stream order.
+// Stores up to 64 bytes in device memory, in stream order. The bytes of `value` are copied during the call.
 void store(const Stream& stream, void* dst, const void* value, size_t bytes);
 // Adds 1 to a counter in device memory, in stream order (counters that affect results are on the device).
 void increment(const Stream& stream, uint64_t* counter);
 
-// Synchronous helpers for set-up and tests: copy, then synchronize the stream.
+// Copy, then synchronize the stream: helpers for set-up and tests.
 template <typename T>
 std::vector<T> to_host(const Stream& stream, const T* device_data, int64_t count) {
   std::vector<T> out(static_cast<size_t>(count));

@@ -50,7 +50,7 @@ struct CudaEventImpl final : Event::Impl {
   ~CudaEventImpl() override { ignore(cudaEventDestroy(handle)); }
   void record(Stream::Impl& stream) override {
     set_device(device.index);
-    // A timer in a graph is a node that marks it at each launch; any other event is only an edge.
+    // A timer in a graph is a node that marks the timer at each launch; any other event is only an edge.
     if (timer && capture != 0) {
       GW_CUDA_CHECK(cudaEventRecordWithFlags(handle, stream.native(), cudaEventRecordExternal));
     } else {
@@ -99,7 +99,7 @@ void restore_device(int device_index) noexcept {
       driver_function<CUresult (*)(CUdevice, unsigned*, int*)>("cuDevicePrimaryCtxGetState", 7000);
   unsigned flags = 0;
   int active = 0;
-  // A device's ordinal is its handle.
+  // In the driver's API, a device's ordinal is its handle.
   const bool has_context =
       state == nullptr || state(device_index, &flags, &active) != CUDA_SUCCESS || active != 0;
   if (has_context) ignore(cudaSetDevice(device_index));
@@ -161,11 +161,11 @@ size_t most_shared_bytes() {
   return static_cast<size_t>(attribute_of_device(cudaDevAttrMaxSharedMemoryPerBlockOptin));
 }
 
-// Queries the driver, which reads the environment at its start.
+// Queries the driver, because the driver reads the environment only when it starts.
 bool loads_kernels_lazily() {
   const auto loading_mode =
       driver_function<CUresult (*)(CUmoduleLoadingMode*)>("cuModuleGetLoadingMode", 11070);
-  if (loading_mode == nullptr) return true;  // unknown
+  if (loading_mode == nullptr) return true;  // the driver lacks the query: assume the default
   CUmoduleLoadingMode mode{};
   const CUresult result = loading_mode(&mode);
   return result != CUDA_SUCCESS || mode != CU_MODULE_EAGER_LOADING;
@@ -193,7 +193,7 @@ int resident_blocks(const void* kernel, int threads, size_t shared_bytes) {
   int& blocks = known[{device, kernel, threads, shared_bytes}];
   if (blocks == 0) {
     GW_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes));
-    blocks = blocks > 0 ? blocks : 1;  // a kernel that does not fit: the launch reports why
+    blocks = blocks > 0 ? blocks : 1;  // 0 means that the kernel does not fit; the launch reports the reason
   }
   return blocks;
 }
@@ -247,7 +247,8 @@ bool is_device_memory(const void* address) {
   return attributes.type == cudaMemoryTypeDevice;
 }
 
-// Atomics on a peer's memory work over NVLink but not over PCIe.
+// Returns whether the device can use atomics on the memory of all peers that it can access. Atomics work over
+// NVLink but not over PCIe.
 bool reaches_peers_over_nvlink(int device_index) {
   for (int other = 0; other < device_count(); ++other) {
     int can = 0, atomics = 1;
@@ -270,8 +271,8 @@ std::shared_ptr<void> allocate_pinned(size_t bytes) {
 }
 
 namespace {
-// Returns the device's pool for memory in stream order. Unlike the default pool it keeps released memory,
-// which would otherwise be unmapped at each synchronization, and lets other GPUs read it.
+// Returns the device's pool for memory in stream order. Unlike the default pool, this pool keeps released
+// memory mapped across synchronizations, and lets other GPUs access the memory.
 cudaMemPool_t pool_of(int device_index) {
   static std::mutex mutex;
   static std::map<int, cudaMemPool_t> pools;  // for the life of the process
@@ -302,7 +303,7 @@ std::shared_ptr<void> allocate_in_order(const std::shared_ptr<Stream::Impl>& str
   int pools = 0;
   GW_CUDA_CHECK(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, index));
   void* data = nullptr;
-  if (pools == 0) {  // vGPUs without unified memory
+  if (pools == 0) {  // true on vGPUs without unified memory
     check_allocation(cudaMalloc(&data, bytes), "cudaMalloc", bytes);
     return std::shared_ptr<void>(data, [stream](void* p) {
       ignore(cudaStreamSynchronize(stream->native()));
@@ -321,7 +322,7 @@ bool enable_peer_access(int device_index, int peer_index) {
   set_device(device_index);
   const cudaError_t status = cudaDeviceEnablePeerAccess(peer_index, 0);
   if (status == cudaErrorPeerAccessAlreadyEnabled) {
-    cudaGetLastError();  // clears it
+    cudaGetLastError();  // clear the sticky error
   } else {
     check(status, "cudaDeviceEnablePeerAccess");
   }
@@ -338,8 +339,8 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes) {
   GW_CUDA_CHECK(cudaMemsetAsync(dst, 0, bytes, stream));
 }
 
-// Thread-local: calls that would break the capture are errors in this thread only. Other ranks, NCCL's
-// watching threads and loaders in this process are not affected.
+// Begins a thread-local capture: calls that would break it are errors in this thread only. Other ranks,
+// NCCL's monitoring threads and loaders in this process are not affected.
 void begin_capture(int device_index, CudaStream origin) {
   set_device(device_index);
   GW_CUDA_CHECK(cudaStreamBeginCapture(origin, cudaStreamCaptureModeThreadLocal));
@@ -349,7 +350,8 @@ bool is_captured(int device_index, CudaStream stream) {
   set_device(device_index);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t result = cudaStreamIsCapturing(stream, &status);
-  if (result == cudaErrorStreamCaptureImplicit) {  // the legacy default stream during another's capture
+  if (result ==
+      cudaErrorStreamCaptureImplicit) {  // the legacy default stream while another stream is captured
     cudaGetLastError();
     return true;
   }
@@ -375,7 +377,7 @@ void drop_capture(int device_index, CudaStream origin) noexcept {
   cudaGraph_t graph = nullptr;
   if (cudaSetDevice(device_index) == cudaSuccess) cudaStreamEndCapture(origin, &graph);
   if (graph != nullptr) cudaGraphDestroy(graph);
-  cudaGetLastError();  // already known: the capture is broken
+  cudaGetLastError();  // the error is already known: the capture is broken
 }
 
 void launch_graph(int device_index, void* executable, CudaStream origin) {

@@ -1,5 +1,5 @@
-// The interface of a device to Stream, Event and Buffer. Implemented in host_stream.cpp and device_cuda.cpp;
-// in builds without CUDA the functions of namespace cuda are those of cuda_absent.cpp, which throw.
+// The interface of a device to Stream, Event and Buffer. The interface is implemented in host_stream.cpp and
+// device_cuda.cpp. In builds without CUDA, cuda_absent.cpp implements namespace cuda by functions that throw.
 #pragma once
 
 #include <memory>
@@ -35,7 +35,8 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
 
   const Device device;
   const bool timer;
-  uint64_t capture = 0;  // the last graph capture that recorded it; 0: recorded outside, or never
+  uint64_t capture =
+      0;  // the last graph capture that recorded the event; 0: recorded outside a graph, or never
 };
 
 namespace host {
@@ -50,9 +51,9 @@ namespace cuda {
 std::shared_ptr<Stream::Impl> make_stream(int device_index, std::string name, Stream::Priority priority);
 std::shared_ptr<Stream::Impl> adopt_stream(int device_index, CudaStream native);
 std::shared_ptr<Event::Impl> make_event(int device_index, bool timer);
-// Stream capture: begin, then end or abort. A launch goes to the stream of the capture.
+// Begin a stream capture, then end or abort it. A launch enqueues the graph on the stream of the capture.
 void begin_capture(int device_index, CudaStream origin);
-std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // an executable graph
+std::shared_ptr<void> end_capture(int device_index, CudaStream origin);  // returns an executable graph
 void drop_capture(int device_index, CudaStream origin) noexcept;
 bool is_captured(int device_index, CudaStream stream);
 void launch_graph(int device_index, void* executable, CudaStream origin);
@@ -66,11 +67,11 @@ void fill_zero(CudaStream stream, void* dst, size_t bytes);
 void store(CudaStream stream, void* dst, const void* value, size_t bytes);
 void increment(CudaStream stream, uint64_t* counter);
 void set_device(int device_index);
-// Makes a device current again in a caller's thread. Does nothing if the device has no context: setting the
-// device would create a context of hundreds of megabytes.
+// Makes a device current again in a caller's thread. Does nothing if the device does not have a context,
+// because setting the device would create a context of hundreds of megabytes.
 void restore_device(int device_index) noexcept;
 int current_device();
-int multiprocessors();  // of the current device
+int multiprocessors();  // returns the number of multiprocessors of the current device
 bool loads_kernels_lazily();
 int device_count();
 bool reaches_peers_over_nvlink(int device_index);

@@ -1,12 +1,12 @@
-// Functions of the CUDA driver, found at run time: nothing is linked with it, so programs start without a
-// driver.
+// Functions of the CUDA driver, found at run time. No binary is linked with the driver, so programs start
+// without a driver.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 namespace gradwire::cuda {
 
-// Returns the driver's `name` as of a CUDA version (12000: 12.0), or null if the driver lacks it.
+// Returns the driver's function `name` as of a CUDA version (12000: 12.0), or null if the driver lacks it.
 template <typename Function>
 Function driver_function(const char* name, unsigned version) {
   void* found = nullptr;

@@ -19,7 +19,7 @@ inline constexpr DTypeFacts kDTypes[] = {{"F64", 8}, {"F32", 4}, {"F16", 2}, {"B
                                          {"I32", 4}, {"I16", 2}, {"I8", 1},  {"U8", 1}};
 }  // namespace detail
 
-// Returns the name in safetensors files.
+// Returns the type's name in safetensors files.
 constexpr const char* name(DType dtype) {
   return detail::kDTypes[static_cast<size_t>(dtype)].name;
 }

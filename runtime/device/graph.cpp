@@ -88,7 +88,7 @@ void Capture::finish() const {
   for (const auto& [stream, clock] : streams_) {
     auto work = clock.find(stream);
     auto known = seen.find(stream);
-    if (work == clock.end() || work->second == 0) continue;  // joined, without work
+    if (work == clock.end() || work->second == 0) continue;  // the stream joined but has no work
     if (known == seen.end() || known->second < work->second) {
       throw DeviceError(fmt::format(
           "the graph captured on stream '{}' ends before the work of stream '{}', for which it never waits",
@@ -100,7 +100,7 @@ void Capture::finish() const {
 struct Graph::Impl {
   Impl() = default;
   Impl(const Impl&) = delete;
-  // Host streams may still run tasks of the last launch, even after a failure.
+  // Waits for the host streams, which may still run tasks of the last launch, even after a failure.
   ~Impl() {
     std::vector<const Stream::Impl*> waited;
     for (const Capture::Operation& operation : operations) {
@@ -108,13 +108,13 @@ struct Graph::Impl {
       waited.push_back(operation.stream.get());
       try {
         operation.stream->synchronize();
-      } catch (...) {  // the launcher gets the error from the stream
+      } catch (...) {  // the caller of launch() receives the error from the stream
       }
     }
   }
   std::shared_ptr<Stream::Impl> origin;
-  std::vector<Capture::Operation> operations;  // host
-  std::shared_ptr<void> executable;            // CUDA
+  std::vector<Capture::Operation> operations;  // the graph on the host
+  std::shared_ptr<void> executable;            // the graph on CUDA
 };
 
 Graph Graph::capture(const Stream& origin, const std::function<void()>& enqueue) {

@@ -1,8 +1,8 @@
 // Graph: work that is enqueued once and launched many times, in the same order on the same addresses.
 //
 // On CUDA it is a CUDA graph: Stream and Event calls of the capturing thread become nodes and edges. On the
-// host it is the list of those calls, and a launch repeats them. That is not faster, but shows that the graph
-// contains no decision of the host. Both reject, with an error:
+// host it is the list of these calls, and a launch repeats the calls. A host graph is not faster, but tests
+// that the graph does not depend on decisions of the host. A capture on either device rejects, with an error:
 //   - waiting on the host (synchronize, query), and memory allocated during the capture;
 //   - store(), whose value would be the same at each launch: call it before launch();
 //   - work on a stream that has not joined (by waiting for an event of a stream that has), or for which the
@@ -22,15 +22,16 @@ namespace gradwire {
 
 class Graph {
  public:
-  Graph() = default;  // empty; must not be launched
+  Graph() = default;  // an empty handle, which must not be launched
 
-  // Calls `enqueue`, which puts work on `origin` and on streams that join it, and records that work instead
-  // of starting it. Throws what `enqueue` throws; DeviceError names work that cannot be captured.
+  // Calls `enqueue`, which enqueues work on `origin` and on streams that join the capture. Records this work
+  // without starting it. Throws the exceptions of `enqueue`, and DeviceError for work that cannot be
+  // captured.
   static Graph capture(const Stream& origin, const std::function<void()>& enqueue);
 
-  // Enqueues the work on the stream of the capture: after earlier work there, before later work. The memory
-  // that it uses must still exist, and on CUDA its other streams. Dropping the last handle of a graph on the
-  // host waits until its launches are complete.
+  // Enqueues the work on the stream of the capture, after the stream's earlier work and before its later
+  // work. The memory that the work uses must still exist; on CUDA, so must the graph's other streams.
+  // Dropping the last handle of a graph on the host waits until its launches are complete.
   void launch() const;
   explicit operator bool() const { return impl_ != nullptr; }
 

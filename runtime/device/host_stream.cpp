@@ -23,7 +23,7 @@ struct Ticket {
   std::mutex mutex;
   std::condition_variable done_changed;
   bool done = false;
-  std::exception_ptr error;  // of the recording stream, if it had failed
+  std::exception_ptr error;  // the error of the recording stream, if the stream had failed
   std::chrono::steady_clock::time_point when;
 
   void complete(std::exception_ptr stream_error) {
@@ -87,12 +87,12 @@ class Abandoned {
 // The existing host streams.
 class HostStreams {
  public:
-  // Leaked on purpose: streams may outlive static objects.
+  // Returns the list, which is leaked on purpose because streams may outlive static objects.
   static HostStreams& all() {
     static HostStreams* streams = new HostStreams;
     return *streams;
   }
-  // Takes the element of `one`, a list with one element. Never fails.
+  // Adds the only element of the list `one`. Never fails.
   void add(std::list<HostStream*>& one) {
     std::lock_guard lock(mutex_);
     streams_.splice(streams_.end(), one);
@@ -114,7 +114,7 @@ struct HostStream final : Stream::Impl {
       : Impl(Device::host(), std::move(name), priority) {
     if (immediate) return;
     std::list<HostStream*> mine{this};
-    HostStreams& streams = HostStreams::all();  // may fail, so before the thread starts
+    HostStreams& streams = HostStreams::all();  // all() may fail, so it is called before the thread starts
     thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
     streams.add(mine);
   }
@@ -127,13 +127,14 @@ struct HostStream final : Stream::Impl {
       wake.notify_one();
     }
     if (thread.is_current()) {
-      thread.detach();  // the last handle was dropped inside one of its own tasks
+      thread.detach();  // the last handle was dropped inside a task of this stream
     } else {
       thread.join();
     }
   }
 
-  // `always` tasks (event marks, waits) run even after a failure, so that no thread waits forever.
+  // A task of the stream. Tasks with `always` (event marks, waits) run even after a failure, so that no
+  // thread deadlocks.
   struct Task {
     std::function<void()> run;
     bool always = false;
@@ -167,7 +168,8 @@ struct HostStream final : Stream::Impl {
           true});
   }
 
-  // Allocates nothing, so that it also works after a refused allocation.
+  // Blocks until the queue's current tasks are complete. Does not allocate, so that it also works after a
+  // refused allocation.
   void synchronize() override {
     if (!thread.joinable()) return;
     std::unique_lock lock(mutex);
@@ -198,7 +200,7 @@ struct HostStream final : Stream::Impl {
           busy = false;
           if (finished >= wanted) {
             wanted = kNever;
-            // Unlocked: otherwise a thread that wakes up blocks on the mutex at once.
+            // Unlock before notifying: otherwise a thread that wakes up immediately blocks on the mutex.
             lock.unlock();
             passed.notify_all();
             lock.lock();
@@ -222,7 +224,7 @@ struct HostStream final : Stream::Impl {
   std::mutex mutex;
   std::condition_variable wake;
   std::deque<Task> queue;
-  bool stop = false;  // when the queue is empty
+  bool stop = false;  // ends the thread when the queue is empty
   std::condition_variable passed;
   bool busy = false;  // a task is running
   uint64_t finished = 0;

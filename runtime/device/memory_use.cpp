@@ -12,7 +12,7 @@ struct Count {
 };
 
 Count& count_of(Device device) {
-  constexpr size_t kDevices = 64;  // of one machine; further devices share the last counter
+  constexpr size_t kDevices = 64;  // devices with separate counters; further devices share the last counter
   static std::array<Count, 1 + kDevices> counts;
   return counts[device.is_host() ? 0 : 1 + std::min(static_cast<size_t>(device.index), kDevices - 1)];
 }

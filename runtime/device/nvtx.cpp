@@ -19,7 +19,7 @@ const char* name(Activity activity) {
 #ifdef GRADWIRE_HAS_CUDA
 namespace {
 
-// Registered once, so that a range costs two calls and no string.
+// The domain and its names are registered once, so that a range costs two calls and no string.
 struct Domain {
   Domain() {
     for (int i = 0; i < kActivities; ++i) {
@@ -35,7 +35,7 @@ const Domain& domain() {
   return domain;
 }
 
-// The same colors as in bench/plots/plot.py.
+// The colors of the activities, the same as in bench/plots/plot.py.
 constexpr uint32_t kColors[kActivities] = {0xffb8bec8, 0xff9db7d5, 0xff4f7cac, 0xff7b5ea7,
                                            0xffd1495b, 0xff3a9d8f, 0xffedae49};
 

@@ -16,7 +16,7 @@ enum class Activity : uint8_t { batch, forward, backward, compress, communicate,
 inline constexpr int kActivities = 7;
 const char* name(Activity activity);  // returns "batch", "forward", ...
 
-// A range from construction to destruction, both in one thread; a thread's ranges nest.
+// A range from construction to destruction, which must be in the same thread; a thread's ranges nest.
 class NvtxRange {
  public:
   // `number`: a step or a bucket, shown next to the name.
@@ -25,7 +25,7 @@ class NvtxRange {
   NvtxRange(const NvtxRange&) = delete;
 };
 
-// Profilers show the stream under this name.
+// Sets the name under which profilers show the stream.
 void name_stream(CudaStream stream, const std::string& name);
 
 }  // namespace gradwire

@@ -1,12 +1,12 @@
-// Counts the ops and launches that a piece of code enqueues: the cost of a step for the host, and for a small
-// GPU.
+// Counts the ops and launches that a section of code enqueues. The counts measure the cost of a step for the
+// host, and for a small GPU.
 //
 //   OpCount count;            // from here to its end, of this thread
 //   Graph::capture(stream, [&] { step(); });    // or run it
 //   count.ops(), count.launches()
 //
-// Ops are counted on every device where they are dispatched (kernels/op.h, and copy() and the like), launches
-// only on CUDA and in tests/simt.
+// Ops are counted on every device where they are dispatched (kernels/op.h, copy(), store() and similar
+// functions); launches are counted only on CUDA and in tests/simt.
 #pragma once
 
 #include <cstdint>
@@ -25,17 +25,18 @@ class OpCount {
   OpCount& operator=(const OpCount&) = delete;
 
   const ByName& ops() const { return ops_; }
-  // Returns kernels by the name passed to launch(), cuBLAS products as "gemm".
+  // Returns the number of launches by name: the kernel's name as passed to launch(), or "gemm" for cuBLAS
+  // products.
   const ByName& launches() const { return launches_; }
 
   static int64_t total(const ByName& counts);
 
-  // Called by dispatchers and launchers. Do nothing when no OpCount exists.
+  // Count an op or a launch; called by dispatchers and launchers. Do nothing when no OpCount exists.
   static void op(const char* name);
   static void launch(const char* name);
 
  private:
-  OpCount* outer_;  // also counts
+  OpCount* outer_;  // the enclosing OpCount, which also counts
   ByName ops_, launches_;
 };
 

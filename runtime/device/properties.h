@@ -6,15 +6,16 @@
 
 namespace gradwire {
 
-// Returns the streaming multiprocessors of a CUDA device, or of its partition (MIG). 0 for the host.
+// Returns the number of streaming multiprocessors of a CUDA device, or of its partition (MIG). 0 for the
+// host.
 int multiprocessors(Device device);
 
-// Returns whether CUDA loads a kernel at its first launch, its default, instead of all at the start
-// (CUDA_MODULE_LOADING=EAGER). Loading can wait for running kernels. False without CUDA devices.
+// Returns whether CUDA loads each kernel at the kernel's first launch (the default), instead of all kernels
+// at the start (CUDA_MODULE_LOADING=EAGER). Loading can wait for running kernels. False without CUDA devices.
 bool loads_kernels_lazily();
 
-// Returns whether a CUDA device reaches all visible peers whose memory it can access over NVLink, not PCIe.
-// False for the host.
+// Returns whether a CUDA device accesses peers over NVLink, not PCIe: true if this holds for all visible
+// peers whose memory it can access. False for the host.
 bool reaches_peers_over_nvlink(Device device);
 
 // Returns whether `address`, which another library may have allocated, is in the memory of a CUDA device.

@@ -9,7 +9,7 @@
 namespace gradwire {
 namespace {
 
-// The kernel's struct sched_attr, first version; glibc has it since 2.41.
+// The kernel's struct sched_attr, first version; glibc defines it since version 2.41.
 struct Scheduling {
   uint32_t size = 0, policy = 0;
   uint64_t flags = 0;
@@ -23,7 +23,7 @@ struct Scheduling {
 void ask_for_short_slices() {
   Scheduling scheduling;
   if (syscall(SYS_sched_getattr, 0, &scheduling, sizeof scheduling, 0) != 0) return;
-  if (scheduling.policy != SCHED_OTHER) return;  // the user's choice
+  if (scheduling.policy != SCHED_OTHER) return;  // the user has chosen another policy
   scheduling.slice_ns = 100'000;
   syscall(SYS_sched_setattr, 0, &scheduling, 0);
 }

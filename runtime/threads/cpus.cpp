@@ -18,7 +18,7 @@ double quota_in(const std::string& folder) {
   std::string quota;
   double period = 0;
   if (std::ifstream file(folder + "/cpu.max"); file >> quota >> period) {
-    return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max": none
+    return period <= 0 ? 0 : parse_number(quota, 0.0).value_or(0) / period;  // "max" means no quota
   }
   double microseconds = 0;
   std::ifstream quota_file(folder + "/cpu.cfs_quota_us"), period_file(folder + "/cpu.cfs_period_us");
@@ -44,14 +44,14 @@ int cpus_by_affinity() {
 int cpus_by_quota(const std::string& root) {
   std::ifstream groups(root + "/proc/self/cgroup");
   double least = 0;
-  // "0::/path" of version 2, "4:cpu,cpuacct:/path" of version 1.
+  // A line is "0::/path" in version 2 of control groups, "4:cpu,cpuacct:/path" in version 1.
   for (std::string line; std::getline(groups, line);) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (second == std::string::npos) continue;
     const std::string controllers = line.substr(first + 1, second - first - 1);
     if (!controllers.empty() && !lists_cpu(std::istringstream(controllers))) continue;
     const std::string mount = root + "/sys/fs/cgroup" + (controllers.empty() ? "" : "/" + controllers);
-    // Checks the group and its parents. A container may see a path of its host that does not exist in the
+    // Check the group and its parents. A container may see a path of its host that does not exist in the
     // container.
     std::string path = line.substr(second + 1);
     while (true) {

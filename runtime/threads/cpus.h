@@ -5,12 +5,12 @@
 
 namespace gradwire {
 
-// Returns the number of processors that this process may run on: its affinity mask, which cpusets also limit.
+// Returns the number of processors in this process's affinity mask, which cpusets also limit.
 int cpus_by_affinity();
 
 // Returns the processor time, in processors, that this process's control groups allow (cpu.max, or
-// cpu.cfs_quota_us of version 1), rounded up; 0 without a limit. Containers are limited in this way. `root`:
-// the folder with /proc and /sys, for tests.
+// cpu.cfs_quota_us of version 1), rounded up; 0 without a limit. Such quotas limit containers. `root`: the
+// folder with /proc and /sys, for tests.
 int cpus_by_quota(const std::string& root = "");
 
 }  // namespace gradwire

@@ -1,5 +1,5 @@
-// The floating-point mode of Gradwire's computations: to nearest, with subnormal numbers, independent of the
-// program's mode.
+// The floating-point mode of Gradwire's computations: rounding to nearest, with subnormal numbers,
+// independent of the program's mode.
 #pragma once
 
 #include <cstdint>

@@ -73,7 +73,8 @@ void throw_no_memory(size_t bytes) {
   throw OutOfResources(no_memory_text(bytes));
 }
 
-// The system also refuses a thread if its stack cannot be mapped.
+// Throws OutOfResources for a refused thread. The text includes memory limits, because the system also
+// refuses a thread if its stack cannot be mapped.
 void throw_no_thread(std::string_view what) {
   const auto threads = limit(RLIMIT_NPROC);
   const std::string memory = memory_limits();

@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-// The system refused a resource. Exit code 1, GW_NO_MEMORY.
+// The error of a resource that the system refused: exit code 1, status GW_NO_MEMORY.
 class OutOfResources : public Error {
  public:
   using Error::Error;
@@ -20,7 +20,8 @@ class OutOfResources : public Error {
 // "Too many open files; this process may have 24 (ulimit -n): raise the limit".
 std::string error_text(int error);
 
-// Throws OutOfResources for the errno of a call that makes a descriptor: "<what>: <error_text>".
+// Throws OutOfResources for the errno of a call that creates a descriptor. The text is "<what>:
+// <error_text>".
 [[noreturn]] void throw_refused(std::string_view what, int error);
 
 // Throws OutOfResources. @param bytes size of the refused allocation; 0: unknown.

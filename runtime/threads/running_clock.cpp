@@ -20,7 +20,8 @@ using std::chrono::milliseconds;
 using std::chrono::nanoseconds;
 
 constexpr milliseconds kLookEvery{100}, kStop{400}, kLongStop{1000};
-// Keeps now() above std::chrono::steady_clock's, so that waiting until time_point::max() does not overflow.
+// The offset that keeps now() above std::chrono::steady_clock::now(), so that waiting until time_point::max()
+// does not overflow.
 constexpr nanoseconds kEpoch = hours(24 * 365 * 100);
 constexpr nanoseconds kCancelled = hours(24 * 365);
 
@@ -38,7 +39,7 @@ struct Looker {
 };
 
 struct State {
-  // Written under `mutex`: first the uncounted time, then the time of the reading.
+  // Written under `mutex`. The uncounted time is written first, then the time of the reading.
   std::atomic<int64_t> stopped{0}, long_stops{0};
   std::atomic<int64_t> looked_at{0};  // 0: no Watch exists
   std::mutex mutex;
@@ -52,7 +53,7 @@ State& state() {
   return *all;
 }
 
-// Detects a stop since the last reading. Returns the time.
+// Reads the time and detects a stop since the last reading. Returns the time.
 int64_t look() {
   State& s = state();
   std::lock_guard lock(s.mutex);
@@ -65,7 +66,8 @@ int64_t look() {
   return now - s.stopped;
 }
 
-// A fork does not have the parent's threads, and its mutexes are copied in any state.
+// Resets the state in a forked process: the fork lacks the parent's threads, and its copies of the mutexes
+// may be locked.
 void forget_parent() {
   State& s = state();
   new (&s.mutex) std::mutex;
@@ -79,7 +81,7 @@ void forget_parent() {
 
 RunningClock::time_point RunningClock::now() noexcept {
   const State& s = state();
-  // In this order: a thread that sees a reading also sees its result.
+  // Load in this order: a thread that reads the time of a reading also reads the result of this reading.
   const int64_t looked_at = s.looked_at.load(std::memory_order_acquire), stopped = s.stopped;
   const int64_t steady = steady_ns();
   const bool stop = looked_at != 0 && steady - looked_at > nanoseconds(kStop).count();

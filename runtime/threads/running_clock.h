@@ -1,12 +1,13 @@
 // A steady clock that pauses while this process is stopped: by SIGSTOP or Ctrl-Z, docker pause, the freezer
 // of a batch system, a debugger. Deadlines on this clock count only time in which this process ran and could
 // have noticed an answer. A job therefore continues after all its processes were stopped and continued. If
-// only one process is stopped, the clocks of its peers continue, and it misses their deadlines.
+// only one process is stopped, the clocks of its peers continue, and the stopped process misses the deadlines
+// of its peers.
 //
 // While a Watch exists, a thread reads the time ten times a second. A gap of more than 0.4 s between two
 // readings counts, for every thread, as time in which the process did not run. If a busy machine delays the
-// thread by that much, deadlines become longer by the delay, which does no harm. Without a Watch this is a
-// steady clock.
+// thread by that much, deadlines become longer by the delay, which does no harm. Without a Watch,
+// RunningClock is a plain steady clock.
 #pragma once
 
 #include <sys/types.h>
@@ -31,19 +32,19 @@ class RunningClock {
   static int64_t long_stops() noexcept;
 
   // Lets another thread end the waits of this thread. While `*flag` is not 0, this thread's time is a year
-  // later, so all its earlier deadlines are over; deadlines set from then on work as usual. Waits notice
+  // later, so all deadlines that were set earlier have passed; later deadlines work as usual. Waits notice
   // within kNotice if they end at slice_end(). Null: disables cancellation.
   static void cancel_by(const volatile int32_t* flag) noexcept;
-  // Returns whether the flag is set. A call with deadlines asks at its beginning: the flag ends only earlier
-  // deadlines.
+  // Returns whether the flag is set. A call with deadlines must check cancelled() at its beginning, because
+  // the flag ends only earlier deadlines.
   static bool cancelled() noexcept;
   static constexpr std::chrono::milliseconds kNotice{100};
-  // Returns when to check whether a wait until `deadline` was cancelled; `deadline` itself in a thread that
-  // cannot be cancelled.
+  // Returns the next time at which a wait until `deadline` must check for cancellation; `deadline` itself in
+  // a thread that cannot be cancelled.
   static time_point slice_end(time_point deadline) noexcept;
 
-  // Held by every object with deadlines. Throws OutOfResources when the thread is refused. In a fork, the
-  // parent's Watches have no effect.
+  // Runs the thread that reads the time; every object with deadlines holds a Watch. Throws OutOfResources
+  // when the system refuses the thread. In a fork, the parent's Watches have no effect.
   class Watch {
    public:
     Watch();

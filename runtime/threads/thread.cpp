@@ -10,7 +10,8 @@
 namespace gradwire {
 namespace {
 
-// glibc's default is `ulimit -s`, which may be too small for OpenBLAS and for the name lookup of a host.
+// The smallest stack of a thread. glibc's default is `ulimit -s`, which may be too small for OpenBLAS and for
+// the name lookup of a host.
 constexpr size_t kLeastStack = size_t{2} << 20;
 
 void* run_body(void* argument) noexcept {

@@ -1,4 +1,4 @@
-// A thread that never ends the process: the system may refuse it, and its handle may be dropped.
+// A thread that never ends the process, even if the system refuses the thread or if its handle is dropped.
 #pragma once
 
 #include <pthread.h>
@@ -21,7 +21,7 @@ class Thread {
   Thread& operator=(Thread&& other) noexcept;
 
   bool joinable() const { return joinable_; }
-  // Waits until the thread has ended. Returns at once if there is none.
+  // Waits until the thread has ended. Returns at once if there is no thread.
   void join();
   void detach();
   bool is_current() const { return joinable_ && pthread_equal(handle_, pthread_self()) != 0; }

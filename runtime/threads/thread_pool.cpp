@@ -41,7 +41,7 @@ std::atomic<int>& threads_setting() {
   return threads;
 }
 
-// One parallel_for in flight. Ranges are assigned by index; the thread that finishes the last one wakes the
+// One parallel_for in flight. Ranges are assigned by index; the thread that finishes the last range wakes the
 // caller.
 struct Job {
   int64_t count, grain, ranges;
@@ -54,7 +54,8 @@ struct Job {
 class Pool {
  public:
   explicit Pool(int workers) {
-    // Callers also compute, so fewer workers than requested, even none, cost only time.
+    // Callers also compute, so the pool works with fewer workers than requested, even with none, but more
+    // slowly.
     try {
       for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
     } catch (const OutOfResources& error) {
@@ -83,7 +84,7 @@ class Pool {
   }
 
  private:
-  // Runs one range of `job`; returns false when all are taken. Holds the lock on entry and exit.
+  // Runs one range of `job`; returns false when all ranges are assigned. The lock is held on entry and exit.
   bool take_one(std::unique_lock<std::mutex>& lock, Job& job) {
     if (job.next == job.ranges) return false;
     int64_t begin = job.next++ * job.grain;
@@ -145,7 +146,7 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
     for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(count, begin + grain));
     return;
   }
-  // Leaked on purpose: host streams may still compute while static destructors run.
+  // The pool is leaked on purpose: host streams may still compute while static destructors run.
   static Pool* pool = new Pool(std::max(1, host_threads() - 1));
   Job job{count, grain, ranges, &body, 0, ranges, nullptr};
   pool->run(job);

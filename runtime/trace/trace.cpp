@@ -21,8 +21,8 @@ void Tracer::begin_step(int64_t step, bool finer) {
   if (traces(step) && !reference_) calibrate();
 }
 
-// Records an event on an idle stream between two readings of the host's clock, several times; the closest
-// pair of readings counts. On the host this thread records it, with the same clock.
+// Several times records an event on an idle stream between two readings of the host's clock; uses the closest
+// pair of readings. On the host, this thread records the event, with the same clock.
 void Tracer::calibrate() {
   const Stream idle =
       device_.is_host() ? Stream::immediate_host() : Stream::create(device_, "clock calibration");
@@ -97,7 +97,7 @@ SpanOnStream::SpanOnStream(Tracer* tracer, const Stream& stream, TraceLabelPtr l
     ++tracer_->dropped_;
     return;
   }
-  // A deque, whose elements stay in place while others are added and removed at the ends.
+  // The elements of a deque stay in place while other elements are added and removed at its ends.
   pending_ = &tracer_->pending_.emplace_back(Tracer::Pending{.row = stream.name(),
                                                              .label = std::move(label),
                                                              .step = tracer_->step_,

@@ -2,8 +2,8 @@
 //
 // A span is the time between two marks of one stream. Marks that are recorded anyway, to measure times,
 // become spans by add() once they are complete, at no cost to the step. Finer marks (SpanOnStream) are
-// recorded only for the trace, in the traced steps. Times are on the clock of this process, relative to the
-// caller's origin; where the device has its own clock, calibrate() relates the two.
+// recorded only in the traced steps. Times are on the clock of this process, relative to the caller's origin;
+// where the device has its own clock, calibrate() relates the two.
 #pragma once
 
 #include <chrono>
@@ -42,12 +42,12 @@ class Tracer {
  public:
   static constexpr size_t kMostSpans = 100'000;
 
-  // `origin` is time 0 of the trace. Steps [first_step, end_step) are traced.
+  // Creates a tracer. `origin` is time 0 of the trace. Steps [first_step, end_step) are traced.
   Tracer(Device device, SteadyTime origin, int64_t first_step, int64_t end_step);
 
   // Assigns work enqueued from now on to `step`. If the step is not traced, recording() is false and
-  // SpanOnStream does nothing; likewise if `finer` is off, because a graph's launches cannot mark only some
-  // steps.
+  // SpanOnStream does nothing. The same applies if `finer` is false, which graphs need: a graph's launches
+  // cannot mark only some steps.
   void begin_step(int64_t step, bool finer = true);
   bool recording() const { return recording_; }
   bool traces(int64_t step) const { return step >= first_step_ && step < end_step_; }
@@ -61,7 +61,7 @@ class Tracer {
 
   // Returns all spans so far, in any order.
   std::vector<TraceSpan> take();
-  // Returns the number of spans dropped beyond kMostSpans.
+  // Returns the number of spans that were dropped because there were more than kMostSpans.
   size_t dropped() const { return dropped_; }
   // Returns the largest error of the device's clock relative to the host's; 0 where both are the same clock.
   double error_us() const { return static_cast<double>(error_ns_) / 1e3; }

@@ -1,6 +1,6 @@
-// CRC-32 of zlib, gzip and PNG, and CRC-32C, for which x86-64 has an instruction. Not a library's, because
-// any program that defines a function named `crc32` would interpose it. Slicing-by-8: eight bytes at a time,
-// one table for each.
+// CRC-32 of zlib, gzip and PNG, and CRC-32C, for which x86-64 has an instruction. The implementation is not
+// zlib's, because a program that defines a function named `crc32` would interpose it. Slicing-by-8 processes
+// eight bytes at a time, with one table per byte.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace gradwire {
 
-// Reflected polynomials.
+// The reflected polynomials of the two checksums.
 inline constexpr uint32_t kCrc32 = 0xedb88320u, kCrc32c = 0x82f63b78u;
 
 namespace detail {

@@ -12,7 +12,7 @@ namespace {
 
 struct EnvironmentVariable {
   const char* name;
-  const char* otherwise;  // the value when it is not set
+  const char* otherwise;  // the value that is used when the variable is not set
   const char* meaning;    // empty: shares the row of the previous variable
 };
 

@@ -12,19 +12,20 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The caller's input is wrong: the text names the culprit and the remedy. Exit code 2.
+// The error of invalid input by the caller: the text names the invalid input and the remedy. Exit code 2.
 class BadInput : public Error {
  public:
   using Error::Error;
 };
 
-// A CUDA, cuBLAS or NCCL call failed: the text contains the call and the library's message.
+// The error of a failed CUDA, cuBLAS or NCCL call. The text contains the call and the library's message.
 class DeviceError : public Error {
  public:
   using Error::Error;
 };
 
-// A deadline passed, or another rank failed: the text names the rank, the operation and the pending work.
+// The error of a missed deadline or of another rank's failure. The text names the rank, the operation and the
+// pending work.
 class CommError : public Error {
  public:
   using Error::Error;

@@ -38,8 +38,8 @@ FileDescriptor open_regular_file(const std::string& path) {
       fail(fmt::format("not a regular file but {}", kind_of_file(status.st_mode)));
   };
   if (stat(path.c_str(), &status) != 0) fail(errno == ENOENT ? "no such file" : std::strerror(errno));
-  check_kind();  // before opening: opening a device may act on it
-  // O_NONBLOCK: a FIFO that took the file's place meanwhile must not block.
+  check_kind();  // checked before open(), because opening a device may have side effects
+  // O_NONBLOCK: a FIFO that has replaced the file since the check must not block.
   FileDescriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   if (!file || fstat(file.fd(), &status) != 0) fail(std::strerror(errno));
   check_kind();
@@ -60,7 +60,8 @@ std::string read_regular_file(const std::string& path) {
 }
 
 int write_fully(int fd, std::string_view bytes) {
-  // Both signals are sent to the writing thread: block them, and consume the signals that arrived.
+  // SIGPIPE and SIGXFSZ are sent to the writing thread: block these signals, and consume the signals that
+  // arrived.
   sigset_t signals, before, pending;
   sigemptyset(&signals);
   sigaddset(&signals, SIGPIPE);

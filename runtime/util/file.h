@@ -23,7 +23,8 @@ class FileDescriptor {
 
   int fd() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  // Returns false when close(2) reports an error, as file systems with delayed writes do.
+  // Closes the descriptor. Returns false when close(2) reports an error, as file systems with delayed writes
+  // may do.
   bool close();
 
  private:
@@ -37,11 +38,11 @@ const char* kind_of_file(mode_t mode);
 // FIFOs, devices and folders, and when the file is missing or unreadable.
 FileDescriptor open_regular_file(const std::string& path);
 
-// Returns the contents of a regular file. Throws as open_regular_file() does.
+// Returns the contents of a regular file. Throws the same errors as open_regular_file().
 std::string read_regular_file(const std::string& path);
 
-// Writes all bytes. Returns 0 or an errno. A pipe without a reader gives EPIPE, and a file beyond `ulimit -f`
-// gives EFBIG, without the signals SIGPIPE and SIGXFSZ.
+// Writes all bytes. Returns 0 or an errno. Returns EPIPE for a pipe without a reader and EFBIG for a file
+// beyond `ulimit -f`, without raising SIGPIPE or SIGXFSZ.
 int write_fully(int fd, std::string_view bytes);
 
 // Writes "gradwire: TEXT" as a line to standard error, after the contents of stdout's buffer. If the reader

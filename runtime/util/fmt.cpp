@@ -1,6 +1,6 @@
-// {fmt}'s functions, compiled once for the whole program. As a header-only library it adds 4 seconds to the
-// release build, and 9 to a sanitizer build, of every file that formats a message. Debian's libfmt is a
-// shared library, whose symbols another library in a user's process could interpose.
+// {fmt}'s functions, compiled once for the whole program. As a header-only library, {fmt} adds 4 seconds to
+// the compilation of every file that formats a message, or 9 seconds in a sanitizer build. Debian's libfmt is
+// a shared library, whose symbols another library in a user's process could interpose.
 #include <fmt/format.h>
 #ifndef FMT_HEADER_ONLY
 #include <fmt/format-inl.h>

@@ -1,4 +1,4 @@
-// For programs: a clean exit when memory is refused where C++ cannot throw.
+// A clean exit of programs when memory is refused where C++ cannot throw.
 #pragma once
 
 namespace gradwire {

@@ -62,15 +62,15 @@ bool same(const struct stat& a, const struct stat& b) {
   return a.st_dev == b.st_dev && a.st_ino == b.st_ino;
 }
 
-// Returns whether `fd` is still the file of that name.
+// Returns whether `path` still names the file `fd`.
 bool is_at(int fd, const std::string& path) {
   struct stat open {
   }, named{};
   return fstat(fd, &open) == 0 && lstat(path.c_str(), &named) == 0 && same(open, named);
 }
 
-// Returns whether the file may still be written in place after a temporary file, or its rename, failed with
-// this error.
+// Returns whether the file may still be written in place after creating or renaming a temporary file failed
+// with `error`.
 bool only_in_place(int error) {
   return error == EBUSY || error == EXDEV || error == EACCES || error == EPERM || error == EROFS ||
          error == ENAMETOOLONG;
@@ -135,7 +135,7 @@ void OutputFile::plan() {
   for (const int standard : {STDOUT_FILENO, STDERR_FILENO}) {
     struct stat there {};
     if (kind_ != Kind::result || fstat(standard, &there) != 0 || !same(status, there)) continue;
-    descriptor_ = standard;  // already has text that must not be overwritten
+    descriptor_ = standard;  // the descriptor may already have text that must not be overwritten
     how_ = How::stream;
     return;
   }
@@ -196,15 +196,15 @@ FileDescriptor OutputFile::begin_with(std::string_view contents, Lock lock) {
 FileDescriptor OutputFile::put(std::string_view contents, const Lock* lock) {
   if (how_ == How::replace) return replace(contents, lock);
   if (how_ == How::in_place) return write_in_place(contents, lock);
-  if (!stream_) open_stream();  // written before
-  std::fflush(stdout);          // the text before it, where the descriptor is stdout's
+  if (!stream_) open_stream();  // an earlier write has closed the stream
+  std::fflush(stdout);          // writes earlier output first, where the descriptor is stdout's
   if (const int error = write_fully(stream_.fd(), contents); error != 0) fail(error);
   return std::move(stream_);
 }
 
 namespace {
 
-// Locks `file`, which was opened as `path`. Returns false if `path` names another file by now.
+// Locks `file`, which was opened as `path`. Returns false if `path` has come to name another file.
 bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::Lock lock,
                const std::string& given) {
   if (flock(file.fd(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK && lock == OutputFile::Lock::take) {
@@ -216,7 +216,7 @@ bool take_lock(const FileDescriptor& file, const std::string& path, OutputFile::
 
 FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Lock lock,
                              const std::string& given) {
-  constexpr int kTries = 100;  // another process may replace the file in between
+  constexpr int kTries = 100;  // another process may replace the file between opening and locking
   FileDescriptor file;
   for (int i = 0; i < kTries; ++i) {
     file = FileDescriptor(open(path.c_str(), flags, 0666));
@@ -228,7 +228,8 @@ FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Loc
 }  // namespace
 
 FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) {
-  FileDescriptor old;  // holds its lock until the new file, locked from the start, is in place
+  FileDescriptor
+      old;  // holds the old file's lock until the new file, which is locked from the start, is in place
   auto in_place = [&] {
     old.close();
     return write_in_place(contents, lock);
@@ -246,7 +247,7 @@ FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) 
   int error = 0;
   if (lock != nullptr) flock(file.fd(), LOCK_EX | LOCK_NB);
   if (mode_ != 0 && !is_private) {
-    // This user may not set the file's group: write in place, which keeps the group.
+    // This user is not permitted to set the file's group, so write in place, which keeps the group.
     struct stat status {};
     if (fstat(file.fd(), &status) != 0 ||
         (status.st_gid != group_ && fchown(file.fd(), static_cast<uid_t>(-1), group_) != 0) ||
@@ -263,17 +264,17 @@ FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) 
 }
 
 FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock* lock) {
-  // Creates a missing file, in a folder that allows new files but not renaming.
+  // O_CREAT creates a missing file, in a folder that allows new files but not renaming.
   const int flags = O_WRONLY | O_CREAT | O_NOCTTY | O_CLOEXEC | O_NONBLOCK |
                     (lock != nullptr ? O_APPEND : 0) | (how_ == How::replace ? O_NOFOLLOW : 0);
   FileDescriptor file = lock != nullptr ? open_and_lock(target_, flags, *lock, path_)
                                         : FileDescriptor(open(target_.c_str(), flags, 0666));
   struct stat status {};
   if (!file || fstat(file.fd(), &status) != 0) fail(errno);
-  if (!S_ISREG(status.st_mode)) fail(EINVAL);  // replaced meanwhile
+  if (!S_ISREG(status.st_mode)) fail(EINVAL);  // another kind of file has replaced it
   if (kind_ == Kind::private_file && fchmod(file.fd(), 0600) != 0) fail(errno);
-  // Empties the file first only if lines follow. Otherwise the existing blocks of the file are reused on a
-  // full disk.
+  // Empty the file first only if lines will be appended. Otherwise the existing blocks of the file are reused
+  // on a full disk.
   if (lock != nullptr && ftruncate(file.fd(), 0) != 0) fail(errno);
   const int error = write_fully(file.fd(), contents);
   const off_t end = lseek(file.fd(), 0, SEEK_CUR);
@@ -296,7 +297,7 @@ std::string temporary_name_beside(const std::string& path) {
   if (getrandom(&number, sizeof number, 0) != sizeof number) {
     throw Error(fmt::format("no random numbers from the kernel: {}", std::strerror(errno)));
   }
-  // Independent of the file's name, which may have the maximum length.
+  // The name is independent of the file's name, which may have the maximum length.
   return (fs::path(folder_of(path)) / fmt::format(".gradwire-{:016x}.tmp", number)).string();
 }
 

@@ -1,5 +1,5 @@
-// Files that a command writes for its user. The way to write a file is decided before the work begins, by the
-// kind of file that the path names:
+// Files that a command writes for its user. The kind of file that the path names determines how the file is
+// written, before the work begins:
 //
 //   no file yet, or a plain file of this user    a private temporary file next to it, then a rename: a reader
 //                                                sees the old contents or the new; the mode is kept
@@ -21,10 +21,10 @@ namespace gradwire {
 
 class OutputFile {
  public:
-  // private_file: mode 600, always a regular file, and a new one if possible.
+  // The kind of contents. private_file: mode 600, always a regular file, and a new file if possible.
   enum class Kind { result, private_file };
 
-  // Does not write. With an empty path there is no file: write() does nothing.
+  // Creates an object without a file, as an empty path does; write() then does nothing.
   OutputFile() = default;
   // Opens devices, FIFOs and descriptors; creates nothing. A FIFO needs a reader within 10 s. Throws BadInput
   // with the reason if the file cannot be written.
@@ -34,20 +34,21 @@ class OutputFile {
   // Returns false for devices, FIFOs and descriptors, true if the file does not exist yet.
   bool is_regular() const { return how_ == How::replace || how_ == How::in_place; }
 
-  // Checks the same without opening anything. Throws BadInput if a file cannot be written there.
+  // Returns is_regular() for `path` without opening files. Throws BadInput if a file cannot be written at
+  // `path`.
   static bool would_be_regular(const std::string& path, Kind kind = Kind::result);
 
-  // Replaces the contents. Throws Error when that fails; a plain file then has its old contents.
+  // Replaces the contents. Throws Error on failure; a plain file then has its old contents.
   void write(std::string_view contents);
 
   enum class Lock {
-    take,  // throws BadInput if another process holds it
-    steal  // takes it from a holder that must stop writing, or continues without a lock
+    take,  // throws BadInput if another process holds the lock
+    steal  // takes the lock from a process that must stop writing, or continues without a lock
   };
   // Locks the file while the result is open, empties it, and returns it open for appending. Only regular
   // files are locked.
   FileDescriptor begin(Lock lock);
-  // Does the same with new contents, which replace the old contents as write() does.
+  // Does the same as begin(), but replaces the contents with `contents`, as write() does.
   FileDescriptor begin_with(std::string_view contents, Lock lock);
 
  private:
@@ -61,12 +62,12 @@ class OutputFile {
   [[noreturn]] void refuse(const std::string& why) const;
   [[noreturn]] void fail(int error) const;
 
-  std::string path_;    // as given
-  std::string target_;  // without links
+  std::string path_;    // the path as given
+  std::string target_;  // the path without links
   Kind kind_ = Kind::result;
   How how_ = How::replace;
-  int descriptor_ = -1;  // named by the path, not owned
-  mode_t mode_ = 0;      // of the existing file; 0: a new one
+  int descriptor_ = -1;  // the descriptor that the path names, not owned
+  mode_t mode_ = 0;      // mode of the existing file; 0: there is no file
   gid_t group_ = 0;
   FileDescriptor stream_;
 };

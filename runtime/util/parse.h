@@ -9,7 +9,7 @@
 
 namespace gradwire {
 
-// Returns the whole text as a number from `least` to `most`; nothing if it is anything else.
+// Returns the whole text as a number from `least` to `most`; nullopt if the text is anything else.
 template <typename T>
 std::optional<T> parse_number(std::string_view text, T least = std::numeric_limits<T>::lowest(),
                               T most = std::numeric_limits<T>::max()) {

@@ -11,8 +11,8 @@ namespace gradwire {
 void prepare_standard_descriptors() {
   for (int fd = STDIN_FILENO; fd <= STDERR_FILENO; ++fd) {
     if (fcntl(fd, F_GETFD) >= 0 || errno != EBADF) continue;
-    // open() returns the lowest free descriptor, which is this one. Without /dev, uses a descriptor that
-    // refuses writes.
+    // open() returns the lowest free descriptor, which is `fd`. Without /dev, use a descriptor that refuses
+    // writes.
     if (open("/dev/null", fd == STDIN_FILENO ? O_RDONLY : O_WRONLY) < 0) open("/", O_PATH);
   }
   std::signal(SIGPIPE, SIG_IGN);
