@@ -77,7 +77,7 @@ class Gradients(CommandTest):
         self.refuse("1:file", "file is not a folder")
         (self.folder / "dir").mkdir()
         (self.folder / "dir/gradients-step-1.safetensors").write_text("kept")
-        self.refuse("1:dir", "dir/gradients-step-1.safetensors exists already")
+        self.refuse("1:dir", "dir/gradients-step-1.safetensors already exists")
         self.assert_refused(
             self.run_command("compare", *synthetic("--compression", "fp32", "--dump-gradients", "1:dir")),
             "--dump-gradients")

@@ -130,9 +130,10 @@ __global__ void skip_kernel(float* data, int skipper) {
 
 TEST(SimtCatches, LanesThatSkipAShuffle) {
   std::vector<float> data(64);
-  expect_has(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
-             {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
-              "lanes 0-4,6-31 wait at __shfl_sync (4 bytes) with mask 0xffffffff", "simt_selftest.cpp:"});
+  expect_has(
+      failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), 37); }),
+      {"kernel 'skip'", "block (0,0,0)", "will not come", "warp 1: ", "lanes 5 exited",
+       "lanes 0-4,6-31 wait at __shfl_sync (4 bytes) with mask 0xffffffff", "simt_bugs_selftest.cpp:"});
   EXPECT_EQ(failure_of([&] { launch("skip", skip_kernel, {.block = dim3(64)}, data.data(), -1); }), "");
 }
 
