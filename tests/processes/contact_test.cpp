@@ -1,4 +1,4 @@
-// Tests how ranks connect when hosts have several addresses, some of which are unreachable or lead to another
+// Tests how ranks connect to hosts with several addresses. Some addresses are unreachable or lead to another
 // process.
 #include "collectives/net/contact.h"
 
@@ -24,7 +24,7 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
 }
 
-// Accepts connectors of the right `purpose` at one loopback address until destroyed. Counts connections.
+// Accepts connectors with the given `purpose` at one loopback address until destroyed. Counts connections.
 class Listener {
  public:
   Listener(const std::string& address, int port, const std::string& purpose, bool answers = true)

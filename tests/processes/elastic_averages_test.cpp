@@ -1,5 +1,5 @@
-// Conservation with --elastic: a reducer with known gradients, while ranks die and others join. Only the
-// residuals of dead ranks are lost, and the run reports their norms.
+// Conservation of gradients with --elastic: a reducer averages known gradients, while ranks die and other
+// ranks join. Only the residuals of dead ranks are lost, and the run reports the norms of the lost residuals.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -91,7 +91,7 @@ class Averaging {
     }
   }
 
-  // `so_far`: the changes reported so far.
+  // Runs the steps up to `steps` and triggers the fates. `so_far`: the changes reported so far.
   void run(int64_t steps, const std::vector<Fate>& fates, SoFar& so_far) {
     int64_t step = 0;
     if (elastic_.start()) {
@@ -117,7 +117,7 @@ class Averaging {
       elastic_.take_snapshot(state(), {}, {});
     }
     for (; step < steps; ++step) {
-      // Waits for a process that is to join: once all earlier deaths are reported, and before the next one.
+      // Wait for a process that joins, once all earlier deaths are reported and before the next death.
       bool all_gone = true;
       for (const Fate& fate : fates) {
         if (fate.step > step) break;
@@ -136,7 +136,7 @@ class Averaging {
         doomed_at_ = step;
         std::thread(die_soon).detach();
       }
-      while (doomed_ && step > doomed_at_) pause();  // at most one more step
+      while (doomed_ && step > doomed_at_) pause();  // a doomed rank runs at most one more step
       average(step);
       if (step + 1 < steps && elastic_.joiners_wait(step + 1) && elastic_.grow()) return;
     }
@@ -224,14 +224,14 @@ RANK_PROGRAM(AveragesElastically) {
     elastic = std::make_unique<Elastic>(config, *first);
   } else {
     while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
-    // Admits processes in the order of their numbers.
+    // Let processes join in the order of their numbers.
     const auto come = [&](int rank) { return fmt::format("{}/come.{}", folder, rank); };
     while (me.rank > launched && access(come(me.rank - 1).c_str(), F_OK) != 0)
       std::this_thread::sleep_for(1ms);
     std::ofstream(asking_path(folder, me.rank)) << "asks" << std::endl;
     elastic = std::make_unique<Elastic>(config);
     elastic->join(join_later(config.members, "", me.timeout));
-    for (const Fate& fate : fates) {  // earlier fates
+    for (const Fate& fate : fates) {  // fates before this rank's join
       if (fate.rank == me.rank) break;
       if (fate.what != "join") so_far.lost.insert(fate.rank);
     }
@@ -263,7 +263,8 @@ double norm_of(const std::vector<double>& values) {
   return std::sqrt(sum);
 }
 
-// `group_from`: the ranks from a step on.
+// Returns the sum of all ranks' gradients of all steps. `group_from`: the group's ranks from each key, a
+// step, on.
 std::vector<double> sum_of_gradients(const std::map<int64_t, std::vector<int>>& group_from, int64_t steps,
                                      size_t elements) {
   std::vector<double> sum(elements);
@@ -280,7 +281,7 @@ std::vector<double> sum_of_gradients(const std::map<int64_t, std::vector<int>>& 
   return sum;
 }
 
-// Runs AveragesElastically, and expects all ranks but the dead ones to succeed.
+// Runs AveragesElastically, and expects all ranks except `dead` to succeed.
 std::vector<Outcome> run_averages(const std::string& spec, int launched, const std::string& fates,
                                   const std::set<int>& dead, int64_t steps, const std::string& folder) {
   const bool stops = fates.find("stop") != std::string::npos;
@@ -301,14 +302,14 @@ std::vector<Outcome> run_averages(const std::string& spec, int launched, const s
   return ranks;
 }
 
-// The longest time from a survivor's error, or from the end of a step, until all ranks are ready for the
-// next.
+// The longest time from a survivor's error, or from the end of a step, until all ranks are ready for the next
+// step.
 struct Slowest {
   double killed_s = 0, stopped_s = 0, grown_s = 0;
 };
 
-// Expects the results plus the residual of every rank, alive or dead, to be the sum of all gradients.
-// `launched` ranks begin; rank `lasting` takes part in all steps.
+// Expects that the results plus the residual of every rank, alive or dead, equal the sum of all gradients.
+// `launched` ranks begin; at least one of them takes part in all steps.
 Slowest expect_conservation(const std::string& spec, int launched, const std::string& fates,
                             const std::set<int>& dead, int64_t steps = 12) {
   SCOPED_TRACE(fmt::format("{}, {} launched, {}", spec, launched, fates));
@@ -362,7 +363,7 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
       const std::string path = residual_path(folder, record["lost"][i].get<int>(), step);
       const double norm = step == 0 ? 0 : norm_of(read_floats(path));
       EXPECT_NEAR(record["norms"][i].get<double>(), norm, 1e-6 * norm) << line;
-      if (std::filesystem::exists(path)) {  // the rank had completed a step
+      if (std::filesystem::exists(path)) {  // the rank had completed the step
         EXPECT_GT(norm, 0) << line;
         add(path);
       }
@@ -384,7 +385,7 @@ TEST(Elastic, LosesOnlyTheResidualsOfDeadRanksAndReportsTheirNorms) {
   expect_conservation("powersgd:rank=2,wire=bf16", 3, "5 0 kill", {0});
 }
 
-// 4 -> 3 -> 2 -> 4, and rank 0 dies as well.
+// The group shrinks from 4 ranks to 3 and 2, then grows to 4. Rank 0 also dies.
 TEST(Elastic, JoinersStartWithoutResidualAndOthersKeepTheirs) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     expect_conservation(spec, 4, "3 3 kill 6 0 kill 8 4 join 8 5 join", {0, 3}, 40);
@@ -392,8 +393,8 @@ TEST(Elastic, JoinersStartWithoutResidualAndOthersKeepTheirs) {
   }
 }
 
-// The events of one run: up to five, one at a time. At least two ranks are always alive, since a rank alone
-// has no residual, and one of the launched ranks is never lost.
+// The events of one run: up to five, one at a time. At least two ranks are always alive, since a single rank
+// has no residual. At least one launched rank never dies.
 struct Drawn {
   int launched = 0, joins = 0, stops = 0;
   std::string spec = {}, fates = {};
@@ -418,7 +419,7 @@ Drawn draw(uint32_t seed) {
     }
     size_t at = random() % there.size();
     if (there[at] == spared) at = (at + 1) % there.size();
-    // A stopped rank costs the deadline.
+    // Stop at most one rank, because the other ranks detect a stopped rank only at the deadline.
     const bool stops = drawn.stops == 0 && random() % 8 == 0;
     drawn.stops += stops;
     drawn.fates += fmt::format("{} {} {} ", step, there[at], stops ? "stop" : "kill");

@@ -113,7 +113,7 @@ std::set<int> numbers_in(const std::string& text) {
   return {std::istream_iterator<int>(words), {}};
 }
 
-// Writes the log and triggers the fates, on the current rank 0.
+// Writes the log and triggers the fates. Runs on the current rank 0.
 class Watcher final : public RunObserver {
  public:
   Watcher(const Me& me, const TrainConfig& config, const DataSplits& data)
@@ -146,10 +146,10 @@ class Watcher final : public RunObserver {
         kill(pid, signal);
       }).detach();
     }
-    // Gives a process time to join; the run continues at once afterwards.
+    // Give a process time to join; after the process has joined, the run continues at full speed.
     if (step.step < called_at_ + (awaited() > 0 ? 30 : 5)) std::this_thread::sleep_for(100ms);
     if (step.step >= steps_ - 6 && me_.option("fates").find("soon") != std::string::npos) {
-      std::this_thread::sleep_for(20ms);  // no rank reaches the end before its fate
+      std::this_thread::sleep_for(20ms);  // so that no rank reaches the end before its fate
     }
   }
   void on_shrink(const ShrinkRecord& shrink) override {
@@ -168,7 +168,7 @@ class Watcher final : public RunObserver {
   void on_end(const EndRecord& end) override { std::printf("end: %016lx\n", end.parameter_hash); }
 
  private:
-  // Returns the number of processes that were called and have not joined. A new rank 0 does not know of
+  // Returns the number of processes that were called and have not joined. A new rank 0 does not know about
   // earlier calls.
   int64_t awaited() const {
     const auto called = std::count_if(struck_.begin(), struck_.end(), [&](size_t i) {
@@ -191,7 +191,7 @@ RANK_PROGRAM(TrainsElastically) {
   const std::string folder = me.option("folder");
   std::ofstream(pid_path(folder, me.rank)) << getpid() << std::endl;
   const int launched = me.number("launched");
-  // Joining processes may be started by another job.
+  // Another job may start the joining processes.
   setenv("GRADWIRE_JOB", me.rank < launched ? "a job" : "another job", 1);
   TrainConfig config = tiny_run(launched, me.option("spec"), me.number("steps"));
   config.processes = true;

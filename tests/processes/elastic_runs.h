@@ -16,36 +16,37 @@
 
 namespace gradwire::testing {
 
-// "5 3 kill 9 0 stop 12 4 join": after step 5, rank 3 is killed; after step 9, rank 0 is stopped; after step
-// 12, process 4, which was not launched with the others, asks to join. "soon": killed within 5 ms. A joiner
-// may also be one that "join-dies" or "join-stops" once it is invited, "join-stops-waiting" before that,
-// "join-dies-inside" once it is a rank, or "join-guesses" the secret.
+// The fate of a process. "5 3 kill 9 0 stop 12 4 join": after step 5, rank 3 is killed; after step 9, rank 0
+// is stopped; after step 12, process 4, which was not launched with the other processes, asks to join.
+// "soon": the rank is killed within 5 ms. Further fates of a joiner: "join-dies" or "join-stops" once it is
+// invited, "join-stops-waiting" before the invitation, "join-dies-inside" once it is a rank, "join-guesses"
+// the secret.
 struct Fate {
   int64_t step = 0;
   int rank = 0;
   std::string what;
 };
 std::vector<Fate> fates_of(const std::string& text);
-// Returns the number of these processes that join.
+// Returns how many of the fates are joins.
 int joining(const std::vector<Fate>& fates);
 
 // Returns the path whose creation makes process `rank` ask to join.
 std::string call_path(const std::string& folder, int rank);
 
-// Joins one of the ranks that are launched together.
+// Joins the group as one of the ranks that are launched together.
 std::unique_ptr<Communicator> join(const Me& me);
 // Returns a function that reads the group's address from the file `members` at each call.
 std::function<std::string()> invitation_of(const std::string& members);
-// Joins later by the file `members`, which Elastic::post_members() writes.
+// Joins a running group by the file `members`, which Elastic::post_members() writes.
 std::unique_ptr<Communicator> join_later(const std::string& members, const std::string& about,
                                          std::chrono::milliseconds timeout);
 
-// Returns the rest of each line that begins with `word`.
+// Returns the rest of each line of `text` that begins with `word`.
 std::vector<std::string> lines_with(const std::string& word, const std::string& text);
 
 constexpr int64_t kCheckpointEvery = 4;
 DataSplits tiny_data();
-// 32 images per step with 4 ranks: 6 steps are an epoch.
+// Returns the configuration of a run with 32 images per step with 4 ranks: 6 steps are an epoch.
 TrainConfig tiny_run(int world, const std::string& spec, int64_t steps = 24);
 
 // Returns the losses of a run whose ranks neither leave nor join.
@@ -53,13 +54,13 @@ std::vector<double> undisturbed_losses(const TrainConfig& config);
 
 struct Case {
   std::string spec = "int8", fates;
-  int world = 4, least = 1;  // number of launched ranks
+  int world = 4, least = 1;  // world: number of launched ranks
   std::string batch = "keep-global", checkpoints = "off", graph = "off";
   Sharding shard = Sharding::none;
   std::chrono::milliseconds timeout = 20s;
   int64_t steps = 24;
-  int most = 0;                // 0: the number of processes
-  std::set<int> refused = {};  // processes that join with other settings
+  int most = 0;                // 0: the number of processes is the maximum
+  std::set<int> refused = {};  // processes that the group must reject
 };
 
 struct Trained {
@@ -68,26 +69,27 @@ struct Trained {
   std::vector<Outcome> ranks;
   std::vector<nlohmann::json> log;
   std::vector<nlohmann::json> records(const std::string& type) const;
-  // Returns the ranks in a field of all records of one type: "lost" or "joined".
+  // Returns the ranks in the field `field`, "lost" or "joined", of all records of one type.
   std::vector<int> named(const std::string& type, const std::string& field) const;
   std::vector<int> lost() const { return named("shrink", "lost"); }
   std::vector<int> joined() const { return named("grow", "joined"); }
-  // Returns the steps in the records of one type.
+  // Returns the steps of all records of one type.
   std::vector<int64_t> steps_of(const std::string& type) const;
   std::string checkpoint(int64_t step) const;
 };
 
-// Runs the case, whose fates kill or stop the ranks `dead`. All others must exit successfully.
+// Runs the case, whose fates kill or stop the ranks `dead`. Expects all other ranks to exit successfully.
 Trained train(const Case& c, const std::set<int>& dead);
 
-// Expects each step at most once and in order. A step that all ranks had completed when a rank was lost, but
-// that was not reported yet, is missing from the log: at most two per loss.
+// Expects each step at most once and in order. Per lost rank, at most two steps may be missing from the log:
+// a step that all ranks had completed when the rank was lost may not have been reported yet.
 void expect_steps(const Trained& trained);
-// Returns 0, 1, ... steps - 1.
+// Returns the steps 0, 1, ... steps - 1.
 std::vector<int64_t> every_step(int64_t steps);
-// Expects the losses of each reported step to be `whole`, up to the order of additions.
+// Expects each reported step's loss to equal the step's loss in `whole`, up to the order of additions.
 void expect_losses(const Trained& trained, const std::vector<double>& whole);
-// Expects all checkpoints, the last of which has `world` ranks, and that a run resumes from that of `step`.
+// Expects all checkpoints, the last of which has `world` ranks. Expects that a run resumes from the
+// checkpoint of `step`.
 void expect_checkpoints(const Trained& trained, int world, const TrainConfig& rest, int64_t step);
 
 }  // namespace gradwire::testing

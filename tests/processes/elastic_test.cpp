@@ -1,4 +1,5 @@
-// --elastic: processes are killed or stopped while they train. The others continue with identical bits.
+// Tests of --elastic: processes are killed or stopped while they train. The other processes continue with
+// identical bits.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -48,7 +49,8 @@ TEST(Elastic, AnotherRankTakesThePlaceOfRankZero) {
   expect_checkpoints(trained, 1, tiny_run(3, "int8"), 12);
 }
 
-// FP32 has no residuals, and a step has the same images, so its loss is equal up to the order of additions.
+// Compares a run that loses ranks with an undisturbed run. FP32 has no residuals, and a step has the same
+// images in both runs, so the step's losses are equal up to the order of additions.
 TEST(Elastic, WithoutCompressionARunThatLosesRanksTrainsLikeOneThatLosesNone) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 kill 9 0 kill"}, {0, 2});
@@ -73,7 +75,7 @@ TEST(Elastic, AStoppedRankIsLeftBehindAfterTheDeadline) {
   }
 }
 
-// GRADWIRE_FULL_SWEEPS: more runs.
+// Kills ranks at random times. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
   const int runs = random_runs(3);
   const char* specs[] = {"int8", "powersgd:rank=2", "fp32"};
@@ -107,8 +109,8 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
   }
 }
 
-// A lost rank's part of a sharded state exists only in the newest checkpoint, so the steps since then are
-// repeated: with FP32 and the same images per step, the losses are equal.
+// Checks the replay of steps. A lost rank's part of a sharded state exists only in the newest checkpoint, so
+// the steps since that checkpoint are repeated. With FP32 and the same images per step, the losses are equal.
 TEST(Elastic, ShardedRunsReplayFromTheNewestCheckpointOrTheBeginning) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   for (const Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
@@ -125,7 +127,7 @@ TEST(Elastic, ShardedRunsReplayFromTheNewestCheckpointOrTheBeginning) {
   }
 }
 
-// Residuals of lost ranks are in the checkpoint, so they are not lost.
+// Checks the residuals. The residuals of dead ranks are in the checkpoint, so no residual is lost.
 TEST(Elastic, ShardedRunsLoseNoResiduals) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     SCOPED_TRACE(spec);

@@ -28,7 +28,7 @@ Sendmsg real_sendmsg() {
 
 std::atomic<bool> corrupt{false}, corrupt_frame{false}, corrupt_payload{false}, reset{false};
 
-// Delays bytes. Leaked together with its thread, because it must outlive every writer.
+// Delays sent bytes. The object is leaked together with its thread, because it must outlive every writer.
 class DelayLine {
  public:
   void start(std::chrono::milliseconds delay) {
@@ -91,7 +91,8 @@ DelayLine& delay_line() {
   return *line;
 }
 
-// The frame is the first part; Gradwire's headers begin with "grdwire".
+// Returns whether the parts are a header. The frame is the first part; Gradwire's headers begin with
+// "grdwire".
 bool is_header(const iovec* parts, int count) {
   return count >= 2 && parts[1].iov_len >= 8 && std::memcmp(parts[1].iov_base, "grdwire", 7) == 0;
 }
@@ -132,7 +133,7 @@ extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
   if (reset.exchange(false)) {
     sockaddr nobody = {};
     nobody.sa_family = AF_UNSPEC;
-    connect(fd, &nobody, sizeof nobody);  // Linux: resets the connection (RST)
+    connect(fd, &nobody, sizeof nobody);  // on Linux, this call resets the connection (RST)
   }
   if (corrupt && is_header(parts, count) && corrupt.exchange(false))
     return spoiled(fd, parts, count, flags, 1, 2);

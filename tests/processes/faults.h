@@ -9,17 +9,16 @@
 
 namespace gradwire::testing {
 
-// Delays everything that this process sends to other ranks from now on by `delay`; received data is not
+// Delays all data that this process sends to other ranks from now on by `delay`. Received data is not
 // delayed.
 void delay_what_is_sent(std::chrono::milliseconds delay);
-// Flips a bit in the magic number of the next header that this process sends (each call and each exchange
-// begins with a header).
+// Flips a bit in the magic number of the next header that this process sends. Each call begins with a header.
 void corrupt_next_header();
-// Flips a bit in the frame before a message: in the message's length.
+// Flips a bit in the next frame that this process sends: in the frame's length of the message.
 void corrupt_next_frame();
 // Flips a bit of the next payload that this process sends.
 void corrupt_next_payload();
-// Resets the connection to which this process writes next, once: both ends see an error.
+// Resets the next connection to which this process writes, once. Both ends of the connection see an error.
 void reset_next_connection();
 
 }  // namespace gradwire::testing

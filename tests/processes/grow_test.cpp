@@ -1,5 +1,5 @@
-// --elastic: new ranks join a run between two steps. All ranks have the same bits at the end. Rejected or
-// dying joiners are reported and do not affect the run.
+// Tests of --elastic: new ranks join a run between two steps. All ranks have the same bits at the end.
+// Joiners that are rejected or die are reported and do not affect the run.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -45,7 +45,8 @@ TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
   }
 }
 
-// FP32 has no residuals, and a step has the same images, so its loss is equal up to the order of additions.
+// Compares a run with joiners with an undisturbed run. FP32 has no residuals, and a step has the same images
+// in both runs, so the step's losses are equal up to the order of additions.
 TEST(Grow, WithoutCompressionLossesMatchARunWithoutJoiners) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 40));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 join 8 3 join", .world = 2, .steps = 40}, {});
@@ -54,8 +55,8 @@ TEST(Grow, WithoutCompressionLossesMatchARunWithoutJoiners) {
   expect_losses(trained, whole);
 }
 
-// The only remaining rank has no residuals and sends nothing; with other ranks, both resume. Then it dies,
-// and a rank that has joined takes its place.
+// Lets ranks join a run of one rank. The single rank has no residuals and sends no data; with joiners, it has
+// residuals and sends data again. Then the rank dies, and a joiner becomes rank 0.
 TEST(Grow, JoinersExtendAndSucceedALoneRank) {
   const Trained trained = train(
       {.spec = "powersgd:rank=2", .fates = "3 1 kill 6 2 join 6 3 join 30 0 kill", .world = 2, .steps = 60},
@@ -63,11 +64,11 @@ TEST(Grow, JoinersExtendAndSucceedALoneRank) {
   expect_steps(trained);
   EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
   EXPECT_EQ(trained.lost(), (std::vector<int>{1, 0}));
-  // Rank numbers give the order of joining, not the process.
+  // Rank numbers follow the order of joining, so either process may be rank 0.
   EXPECT_EQ(lines_with("end: ", trained.ranks[2].output + trained.ranks[3].output).size(), 1u);
 }
 
-// Joiners read their part of the state from a checkpoint made for them.
+// Checks that joiners read their part of the state from a checkpoint that the group writes for them.
 TEST(Grow, ShardedRunsReshardTheirState) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 50));
   for (const Sharding shard : {Sharding::optimizer, Sharding::full}) {
@@ -117,7 +118,7 @@ TEST(Grow, JoinersThatDieOrStopCostTheRunNoRankAndNoStep) {
     EXPECT_EQ(trained.joined(), (std::vector<int>{2})) << "the number of the first process that joins";
     EXPECT_TRUE(trained.lost().empty());
     EXPECT_EQ(lines_with("end: ", trained.ranks[0].output).size(), 1u);
-    // The other ranks notice a closed connection or a passed deadline.
+    // The other ranks detect a dead joiner by its closed connection, and a stopped joiner by the deadline.
     const std::vector<std::string> notes =
         lines_with("gradwire: no new rank has joined; the group continues: ", trained.ranks[0].output);
     const bool forms = std::string(what) == "join-dies" || std::string(what) == "join-stops";
@@ -139,8 +140,7 @@ TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
   EXPECT_TRUE(named[0].ends_with(": wrong secret")) << named[0];
 }
 
-// Launched ranks die at any time, including while others join. GRADWIRE_FULL_SWEEPS: more
-// runs.
+// Kills launched ranks at any time, including while other ranks join. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
   const int runs = random_runs(2);
   for (int run = 0; run < runs; ++run) {
@@ -171,7 +171,7 @@ TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
   }
 }
 
-// A rank dies while the group has grown for some ranks but not for others.
+// Checks regrouping after a rank dies while the group has grown for some ranks but not for other ranks.
 TEST(Quorum, RanksThatLearnLateOfGrowthFollow) {
   std::vector<std::unique_ptr<Quorum>> ranks;
   std::vector<std::string> contacts;

@@ -1,4 +1,4 @@
-// How ranks find the store.
+// Tests how ranks find the store.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -22,7 +22,7 @@ using testing::in;
 void join_all(const std::string& rendezvous, int world) {
   std::atomic<int> joined{0};
   testing::in_threads(world, [&](int i) {
-    const int r = world - 1 - i;  // in descending order: the others have to wait for rank 0
+    const int r = world - 1 - i;  // in descending order: the other ranks have to wait for rank 0
     if (r == 0) std::this_thread::sleep_for(30ms);
     Membership group({rendezvous, r, world, 20s});
     group.barrier();

@@ -1,7 +1,7 @@
-// NCCL with several ranks on one GPU. NVIDIA does not support that: each rank claims to be a different host,
-// so that NCCL uses sockets on the loopback interface, and every test has a hard time limit
-// (tests/processes). Skipped without a GPU; tests/collectives/nccl_test.cpp covers everything that works
-// without one.
+// Tests of NCCL with several ranks on one GPU. NVIDIA does not support that use: each rank claims to be a
+// different host, so that NCCL uses sockets on the loopback interface, and every test has a hard time limit
+// (tests/processes). The tests are skipped without a GPU. tests/collectives/nccl_test.cpp covers all
+// behaviour that needs no GPU.
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -63,7 +63,7 @@ std::unique_ptr<Communicator> join(const Me& me, bool shrinkable = false) {
 
 constexpr int64_t kCount = 4099;
 
-// Integers, so that every wire and order of addition gives the same bits.
+// Returns integers, so that every wire format and every order of additions gives the same bits.
 std::vector<float> whole_numbers(int rank) {
   std::vector<float> v(kCount);
   for (int64_t i = 0; i < kCount; ++i) v[i] = static_cast<float>((i * 7 + rank * 3) % 17 - 8);
@@ -129,7 +129,7 @@ TEST_F(NcclGpu, EveryScheduleAndWireHasTheExactSum) {
 RANK_PROGRAM(NcclCaptured) {
   auto comm = join(me);
   OnGpu gpu(*comm, two_shot(me.world), kBf16);
-  gpu.program.run(gpu.stream);  // establishes the connections
+  gpu.program.run(gpu.stream);  // establishes NCCL's connections
   gpu.stream.synchronize();
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t executable = nullptr;
@@ -154,7 +154,8 @@ TEST_F(NcclGpu, CapturesAnAllreduceInAGraph) {
   all_succeeded(run_processes("NcclCaptured", 2, {.limit = 60s}));
 }
 
-// One rank is killed in step 3; the others continue, with `shrink` after a shrink.
+// Kills one rank in step 3. With the option "shrink", the survivors regroup and continue; otherwise each
+// survivor gets an error.
 RANK_PROGRAM(NcclLosesARank) {
   const bool shrinks = me.option("then") == "shrink";
   auto comm = join(me, shrinks);

@@ -7,9 +7,9 @@
 //     EXPECT_EQ(ranks[2].output, "rank 2\n");
 //   }
 //
-// An exception ends a rank program with its text on stdout and exit code 2 (BadInput), 3 (CommError) or 4. No
-// process outlives its test: processes that run at the limit are killed, and the kernel kills all of them if
-// the test dies.
+// An exception ends a rank program. The exception's text is on stdout, and the exit code is 2 (BadInput), 3
+// (CommError) or 4 (other exceptions). No process outlives its test: processes that still run at the limit
+// are killed, and the kernel kills all processes if the test dies.
 #pragma once
 
 #include <chrono>
@@ -24,12 +24,13 @@ namespace gradwire::testing {
 
 using namespace std::chrono_literals;
 
-// Returns the number of runs of a randomized test.
+// Returns the number of runs of a randomized test: `runs`, or 10 * `runs` with GRADWIRE_FULL_SWEEPS.
 inline int random_runs(int runs) {
   return full_sweeps() ? 10 * runs : runs;
 }
 
-// Returns a variable's value: the duration or the first seed of a test.
+// Returns a variable's value as a number, for example a test's duration or first seed; `otherwise` if not
+// set.
 inline int number_from_environment(const char* name, int otherwise) {
   const char* text = std::getenv(name);
   return text == nullptr ? otherwise : std::stoi(text);
@@ -47,22 +48,23 @@ struct Me {
 };
 
 struct Outcome {
-  int exit_code = -1;  // -1: ended by a signal
+  int exit_code = -1;  // -1: a signal ended the process
   int signal = 0;
-  bool ended_by_itself = true;  // false: killed at the limit
+  bool ended_by_itself = true;  // false: the process was killed at the limit
   std::chrono::milliseconds took{0};
-  std::string output;  // stdout and stderr
+  std::string output;  // text on stdout and stderr
 };
 
 struct ProcessOptions {
-  std::string rendezvous = {};  // empty: a new file
+  std::string rendezvous = {};  // empty: file:// with a new file
   std::chrono::milliseconds timeout{20'000};
   // Time after which running ranks are killed.
   std::chrono::milliseconds limit{60'000};
-  // Ranks that cannot end by themselves, such as stopped ones: killed once the others have ended.
+  // Ranks that cannot end by themselves, such as stopped ranks. They are killed once the other ranks have
+  // ended.
   std::vector<int> never_ending = {};
   std::map<std::string, std::string> options = {};
-  // Which ranks to start; empty: all.
+  // The ranks to start; empty: all ranks.
   std::vector<int> only = {};
 };
 
@@ -71,19 +73,19 @@ std::vector<Outcome> run_processes(const std::string& program, int world, const 
 // Stops the calling process for `time`, as a debugger or a suspended virtual machine does.
 void pause_for(std::chrono::milliseconds time);
 
-// Returns "tcp://127.0.0.1:port" with a port that was just free.
+// Returns "tcp://127.0.0.1:port" with a port that was free during this call.
 std::string free_tcp_rendezvous();
 // Returns a path in this test run's temporary folder.
 std::string scratch_path(const std::string& name);
 
-// Returns whether every rank ended with exit code 0; a gtest failure if not.
+// Returns whether every rank ended with exit code 0. Adds a gtest failure for other ranks.
 bool all_succeeded(const std::vector<Outcome>& ranks);
 
 using Program = void (*)(const Me&);
 struct RegisterProgram {
   RegisterProgram(const char* name, Program program);
 };
-// Runs the rank program named by the arguments; returns -1 if they name none.
+// Runs the rank program named by the arguments; returns -1 if the arguments name no rank program.
 int run_rank_program(int argc, char** argv);
 
 }  // namespace gradwire::testing

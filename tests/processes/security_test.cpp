@@ -1,6 +1,6 @@
-// Unauthenticated peers connect to a run's ports while its ranks join and work: each is rejected, the result
-// is correct, and no rank waits for long. Ranks are threads that connect through tcp://127.0.0.1 with a
-// secret.
+// Unauthenticated peers connect to a run's ports while the run's ranks join and work. Each peer is rejected,
+// the result is correct, and no rank waits for long. Ranks are threads that connect through tcp://127.0.0.1
+// with a secret.
 #include <dirent.h>
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -40,7 +40,8 @@ SteadyClock::time_point in(std::chrono::milliseconds time) {
   return SteadyClock::now() + time;
 }
 
-// Returns the ports on loopback at which this process listens: those of the store and of every rank's links.
+// Returns the ports on loopback at which this process listens: the ports of the store and of every rank's
+// links.
 std::vector<int> listening_ports() {
   std::set<std::string> own;
   DIR* folder = opendir("/proc/self/fd");
@@ -97,7 +98,7 @@ GroupOptions group_of(const std::string& rendezvous, int rank, int world, const 
   return {.rendezvous = rendezvous, .rank = rank, .world = world, .timeout = 20s, .secret = secret};
 }
 
-// Runs a rank that joins slightly later than the previous one and averages a few times.
+// Runs a rank that joins slightly later than the previous rank and averages a few times.
 void train(const std::string& rendezvous, int rank, int world, const std::string& interface = "") {
   std::this_thread::sleep_for(rank * 50ms);
   GroupOptions group = group_of(rendezvous, rank, world, "the run's secret");
@@ -143,7 +144,7 @@ TEST(UnauthenticatedPeers, ProtocolMessagesWithoutTheSecretDoNotAffectTheRun) {
     auto socket = connect_to(port);
     if (!socket) return;
     introduce(*socket, {random() % 2 ? "a guess" : "", kStorePurpose}, in(500ms));
-    // Sends hello as a rank, goodbye for it, and a failure of the group.
+    // Send a hello frame as rank 1, that rank's orderly departure, and a failure of the group.
     std::string words = Frame{Frame::Op::hello, 0, "watch", StoreHello{1, 4}.encode()}.encode();
     words += Frame{Frame::Op::bye, 0, "", ""}.encode();
     words += Frame{Frame::Op::fail, 0, "an unauthenticated peer says so", ""}.encode();
@@ -162,7 +163,7 @@ TEST(UnauthenticatedPeers, BytesWithoutAHandshakeAreNotRead) {
 }
 
 TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
-  std::vector<Socket> held;  // used by one thread
+  std::vector<Socket> held;  // only the attacker's thread uses it
   run_under([&](int port, std::mt19937& random) {
     if (held.size() > 300) held.erase(held.begin(), held.begin() + 150);
     for (int i = 0; i < 20; ++i) {
@@ -175,7 +176,7 @@ TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
 
 // Sends a correct greeting, byte by byte, on more connections than may wait.
 TEST(UnauthenticatedPeers, SlowConnectionsDoNotKeepTheRanksOut) {
-  std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; number of bytes sent on each
+  std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; each with the number of bytes sent
   const std::string words = "gw-rank1" + std::string(64, 'x');
   run_under([&](int port, std::mt19937&) {
     auto& slow = held[port];
@@ -193,8 +194,8 @@ size_t times(const std::string& word, const std::string& text) {
   return n;
 }
 
-// While ranks 0 and 1 wait for the third, both listen for data, since their address is known. The store
-// listens as well.
+// Connects to the ports of the ranks' links. While ranks 0 and 1 wait for rank 2, both listen for data,
+// because their address is known. The store also listens.
 TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   ::testing::internal::CaptureStderr();
@@ -213,7 +214,7 @@ TEST(UnauthenticatedPeers, Rank0LogsConnectionsToAnyRanksDataPort) {
   for (const int r : {0, 1}) {
     const std::string line = fmt::format("gradwire: rank {} rejected a connection from 127.0.0.1: ", r);
     EXPECT_EQ(times(line + "not a rank of this version\n", log), r == 0 ? 2u : 1u)
-        << log;  // rank 0 also has the store
+        << log;  // rank 0 also has the store's port
     EXPECT_GE(times(line + kSaidNothing + "\n", log), 1u) << log;
   }
 }
@@ -253,7 +254,7 @@ TEST(Secrets, ReportsADifferentSecretToTheRank) {
   ::testing::internal::CaptureStderr();
   const std::string text = error_of([&] { Membership(group_of(rendezvous, 1, 2, "another")); });
   expect_has(text, {"has another secret", "GRADWIRE_SECRET"});
-  // It retries a few times, since a run that has just ended may still occupy the port.
+  // The rank retries a few times, because a run that has just ended may still occupy the port.
   const std::string log = ::testing::internal::GetCapturedStderr();
   const std::string line = "gradwire: rank 0 rejected a connection from 127.0.0.1: wrong secret";
   EXPECT_EQ(times(line + "\n", log), 1u) << log;
@@ -281,7 +282,7 @@ TEST(Secrets, StoreListensOnlyAtTheGivenAddress) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   const std::string port = rendezvous.substr(rendezvous.rfind(':') + 1);
   Membership first(group_of("tcp://127.0.0.2:" + port, 0, 1, ""));
-  EXPECT_FALSE(connect_to(std::stoi(port)));  // at 127.0.0.1
+  EXPECT_FALSE(connect_to(std::stoi(port)));  // the listening address is not 127.0.0.1
 }
 
 TEST(Secrets, RendezvousFileIsReadableOnlyByItsOwner) {
@@ -304,14 +305,14 @@ TEST(TwoJobsAtOnePort, AreDistinguishedByTheLaunchersIds) {
   const std::string text = error_of([&] { Membership(rank_of("Slurm job 8, step 0", rendezvous, 1)); });
   expect_has(text, {"belongs to another run: Slurm job 7, step 0, and this rank to Slurm job 8, step 0",
                     "a port of its own"});
-  // The seat is still free for the right process.
+  // The rank number is still free for the right process.
   EXPECT_EQ(error_of([&] { Membership(rank_of("Slurm job 7, step 0", rendezvous, 1)); }), "no error");
 }
 
 TEST(TwoJobsAtOnePort, AreBothRejectedWithoutIds) {
   const std::string rendezvous = testing::free_tcp_rendezvous();
   Membership first(group_of(rendezvous, 0, 2, ""));
-  Membership theirs(group_of(rendezvous, 1, 2, ""));  // possibly of the other job
+  Membership theirs(group_of(rendezvous, 1, 2, ""));  // this rank may belong to the other job
   for (const std::string& text : {error_of([&] { Membership(group_of(rendezvous, 1, 2, "")); }),
                                   error_of([&] { first.barrier(); }), error_of([&] { theirs.barrier(); })}) {
     expect_has(text, {"two processes were started as rank 1; if they belong to two runs"});
@@ -325,10 +326,10 @@ TEST(TwoJobsAtOnePort, TakeTheirIdsFromLauncherVariables) {
   };
   EXPECT_EQ(job({}), "");
   EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "f00"}, {"SLURM_JOB_ID", "7"}}), "torchrun's f00");
-  EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "none"}}), "");  // torchrun's word for a run without a name
+  EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "none"}}), "");  // torchrun names a run without a name "none"
   EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "4"}}),
             "Slurm job 7, step 2");
-  // One srun per rank: their steps differ, but their job is the same.
+  // With one srun per rank, the ranks' steps differ, but their job is the same.
   EXPECT_EQ(job({{"SLURM_JOB_ID", "7"}, {"SLURM_STEP_ID", "2"}, {"SLURM_STEP_NUM_TASKS", "1"}}),
             "Slurm job 7");
   EXPECT_EQ(job({{"SLURM_JOB_ID", "8"}, {"SLURM_HET_JOB_ID", "7"}}), "Slurm job 7");

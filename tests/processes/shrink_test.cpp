@@ -54,8 +54,8 @@ using std::chrono::milliseconds;
 
 constexpr int64_t kFloats = 20'000;
 
-// Returns the set of ranks that take part: every rank adds 2^(its first rank). Throws CommError if the group
-// fails.
+// Returns the set of ranks that take part in an allreduce, as bits: every rank adds 2^(its first rank).
+// Throws CommError if the group fails.
 uint32_t who_takes_part(Communicator& comm, int first_rank) {
   std::vector<float> data(kFloats, static_cast<float>(1 << first_rank));
   Program program(comm.transport(), ring(comm.world()), {data.data(), data.data(), nullptr, kFloats},
@@ -70,8 +70,8 @@ uint32_t who_takes_part(Communicator& comm, int first_rank) {
 }
 
 // The fate of a rank, and its time: "2 in_call kill" in the calls of its group, "2 regrouping kill" while the
-// ranks regroup after the previous fate, "2 regrouping step7" at its seventh connect() or send() in that
-// time.
+// ranks regroup after the previous fate, "2 regrouping step7" at rank 2's seventh call of connect() or send()
+// during the regrouping.
 struct Fate {
   int rank = -1;
   std::string when, what;
@@ -91,9 +91,10 @@ void meet(const Fate& fate) {
   if (fate.what == "pause") testing::pause_for(6s);
 }
 
-// The fates happen one after another, each in the group that the previous one has left: "before_call" and
-// "in_call" in its second call, "together" in the same call as the previous fate, "regrouping" during the
-// regrouping after it. Survivors make three more calls and print the members of their group.
+// Runs the fates one after another, each in the group that has formed after the previous fate. "before_call"
+// and "in_call" apply to the group's second call. "together" applies to the same call as the previous fate.
+// "regrouping" applies to the regrouping after the previous fate. Survivors make three more calls and print
+// the members of their group.
 RANK_PROGRAM(Survives) {
   const std::vector<Fate> fates = fates_of(me.option("fates"));
   TcpOptions joining;
@@ -103,9 +104,9 @@ RANK_PROGRAM(Survives) {
   auto comm = Communicator::create_tcp(joining);
   std::vector<int> ranks;
   for (int r = 0; r < me.world; ++r) ranks.push_back(r);
-  bool doomed = false;  // by a detached thread
+  bool doomed = false;  // a detached thread will end this process
   while (true) {
-    // The next fate: the first whose rank is still in the group.
+    // The next fate is the first fate whose rank is still in the group.
     const auto next = std::find_if(fates.begin(), fates.end(), [&](const Fate& f) {
       return std::find(ranks.begin(), ranks.end(), f.rank) != ranks.end();
     });
@@ -152,7 +153,7 @@ RANK_PROGRAM(Survives) {
     std::vector<int> left;
     const auto start = SteadyClock::now();
     comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
-    if (calls_to_live > 0) raise(SIGKILL);  // it made fewer calls
+    if (calls_to_live > 0) raise(SIGKILL);  // the rank made fewer calls of connect() and send()
     for (int& r : left) r = ranks[r];
     ranks = left;
     std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
@@ -180,7 +181,7 @@ void print_slowest(const std::string& fates, const std::vector<Outcome>& ranks) 
   fmt::print("{}: regrouped in at most {} ms\n", fates, slowest_ms);
 }
 
-// Runs the fates. Every rank except `lost` must end in the group of all the others.
+// Runs the fates. Expects every rank except `lost` to end in the group of all ranks except `lost`.
 void expect_survivors(int world, const std::string& fates, const std::set<int>& lost,
                       testing::ProcessOptions options = {}) {
   SCOPED_TRACE(fates);
@@ -217,7 +218,8 @@ TEST(Shrink, LeavesOutRanksThatDieWhileRegrouping) {
   }
 }
 
-// The others have less time than a group gives to one of its ranks. GRADWIRE_FULL_SWEEPS: all steps.
+// Kills a rank at a given step of regrouping. The timeout of regroup() is shorter than the time that a group
+// gives one of its ranks. GRADWIRE_FULL_SWEEPS: all steps.
 TEST(Shrink, DetectsDeathsAtAnyStepOfRegroupingImmediately) {
   std::vector<int> steps = {1, 4, 8, 12, 16, 20, 24};
   if (testing::full_sweeps()) {
@@ -225,7 +227,7 @@ TEST(Shrink, DetectsDeathsAtAnyStepOfRegroupingImmediately) {
     std::iota(steps.begin(), steps.end(), 1);
   }
   for (const int who : {0, 1}) {
-    std::vector<std::thread> runs;  // they mostly wait
+    std::vector<std::thread> runs;  // threads that mostly wait
     for (const int step : steps) {
       runs.emplace_back([=] {
         expect_survivors(4, fmt::format("3 in_call kill {} regrouping step{}", who, step), {3, who},
@@ -251,7 +253,7 @@ TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
         EXPECT_EQ(ranks[r].exit_code, 0);
         continue;
       }
-      // The others may have ended by now; then the rank cannot know that they have not died.
+      // The other ranks may have ended; then the rank cannot know that they have not died.
       EXPECT_EQ(ranks[r].exit_code, 3);
       const std::string& text = ranks[r].output;
       EXPECT_TRUE(text.find("have continued without rank") != std::string::npos ||
@@ -260,7 +262,7 @@ TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
   }
 }
 
-// The other ranks ask the lowest ranks first. GRADWIRE_FULL_SWEEPS: more runs.
+// Stops the lowest ranks, which the other ranks ask first. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   struct Case {
     int world;
@@ -272,7 +274,7 @@ TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
   const int runs = testing::full_sweeps() ? 8 : 1;
   for (int run = 0; run < runs; ++run) {
     for (size_t first = 0; first < cases.size(); first += 3) {
-      std::vector<std::thread> together;  // they mostly wait
+      std::vector<std::thread> together;  // threads that mostly wait
       for (size_t i = first; i < first + 3; ++i) {
         together.emplace_back([&c = cases[i]] {
           std::string fates;
@@ -291,8 +293,8 @@ TEST(Shrink, MajorityContinuesWithAShortTimeoutWhenLowRanksAreStopped) {
 }
 
 TEST(Shrink, MinorityStops) {
-  // Two of four ranks are stopped, including the lowest: the two others cannot know that they are not the
-  // minority.
+  // Two of four ranks are stopped, including the lowest rank. The two other ranks cannot know that they are
+  // not the minority.
   const auto ranks =
       run_processes("Survives", 4,
                     {.timeout = 700ms,
@@ -304,7 +306,7 @@ TEST(Shrink, MinorityStops) {
   }
 }
 
-// GRADWIRE_FULL_SWEEPS: more runs.
+// Kills random ranks at random times. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
   const int runs = testing::random_runs(12);
   for (int run = 0; run < runs; ++run) {
@@ -337,7 +339,7 @@ struct Group {
     }
     for (int r = 0; r < world; ++r) ranks[r]->enter(r, contacts, [](const auto&) {});
   }
-  // Runs the rank's part of regrouping. Returns the members, "0 2", or an error.
+  // Runs the rank's part of regrouping. Returns the members, "0 2", or an error text.
   std::string regroup(int rank, milliseconds time) {
     try {
       Quorum& r = *ranks[rank];

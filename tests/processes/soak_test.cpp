@@ -1,7 +1,7 @@
-// Rotates through faults of every kind; the rest is drawn at random: schedule, wire, number of ranks, culprit
-// (including rank 0), call and moment. In every case no rank hangs, none accepts a wrong sum, only the
-// culprit is ended by a signal, and every survivor has an error if the fault must be noticed. GRADWIRE_SOAK_S
-// sets the duration; see make soak.
+// Rotates through faults of every kind. The schedule, wire format, number of ranks, faulty rank (including
+// rank 0), call and moment are random. In every case no rank hangs, no rank accepts a wrong sum, and a signal
+// ends only the faulty rank. Every survivor has an error if the fault must be noticed. GRADWIRE_SOAK_S sets
+// the duration; see make soak.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -41,7 +41,7 @@ Schedule schedule_of(const std::string& text, int world) {
 }
 
 void break_all_connections() {
-  for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails on anything but connections
+  for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails for descriptors that are not connections
 }
 
 // Sums small integers that BF16 also represents, so that every correct result is exact.
@@ -115,7 +115,7 @@ struct Kind {
   const char* name;
   Ends others;
   bool waits_for_deadline = false;
-  bool stays = false;  // the culprit does not end by itself
+  bool stays = false;  // the faulty rank does not end by itself
 };
 constexpr Kind kKinds[] = {
     {"killed", Ends::badly},
@@ -147,7 +147,7 @@ struct Count {
   int runs = 0, hangs = 0, wrong = 0, crashes = 0, unnoticed = 0;
 };
 
-// Injects one fault. Returns a readable description of what is wrong with the outcome.
+// Injects one fault. Returns a description of the errors in the outcome, or "".
 std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   std::mt19937 random(seed);
   const Kind& kind = kKinds[seed % std::size(kKinds)];
@@ -157,9 +157,10 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   int world = 2 + static_cast<int>(random() % 4);
   if (schedule == "hierarchical") world = 4;
   const int who = static_cast<int>(random() % static_cast<uint32_t>(world));
-  // Corrupting payload requires a sufficiently large message.
+  // The corruption of payload requires a sufficiently large message.
   const int floats = 20'000 + static_cast<int>(random() % 60'000);
-  // Short enough for the test's duration, or far beyond anything that must not depend on it.
+  // The deadline is short if the fault is noticed only at the deadline, and otherwise far longer than the
+  // case may take.
   const milliseconds deadline = kind.waits_for_deadline ? 1500ms : 60'000ms;
   testing::ProcessOptions options{.timeout = deadline,
                                   .limit = 120s,

@@ -1,4 +1,4 @@
-// Limits of the data that ranks leave with rank 0's store.
+// Tests the limits on the data that ranks store at rank 0's store.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
@@ -37,7 +37,7 @@ class StoreLimitsTest : public testing::StoreFixture {
   StoreLimitsTest() {
     server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), kWorld, "key", "", small_limits());
   }
-  // Returns a connection that has proved the secret and sent nothing else.
+  // Returns a connection that has proved the secret and sent no frame.
   Socket proved() {
     std::string why;
     auto socket = try_connect({"127.0.0.1", server->port()}, in(5s), why);
@@ -119,7 +119,7 @@ TEST_F(StoreLimitsTest, CountersCountAsKeysAndDroppedOrReplacedKeysFreeRoom) {
     b->set(fmt::format("count {}", i), "open");
     b->drop(fmt::format("count {}", i));
   }
-  EXPECT_EQ(b->add("count 7"), 1);  // starts again from zero
+  EXPECT_EQ(b->add("count 7"), 1);  // the count restarts from zero
   const std::string text = error_of([&] {
     for (int i = 0; i < 1000; ++i) b->add(fmt::format("another {}", i));
   });
@@ -175,11 +175,12 @@ TEST_F(StoreLimitsTest, EndsTheGroupAndNamesARankThatDoesNotRead) {
 TEST_F(StoreLimitsTest, LimitsConnectionsPerRankAndAcceptsOneHelloOnEach) {
   std::vector<Socket> held;
   for (int i = 0; i < 4; ++i) held.push_back(hello(1));
-  // The answers to these arrive first, so the next connection finds them registered.
+  // The answers to these connections arrive first, so the server has registered the connections before the
+  // next connection.
   char byte;
   for (const Socket& socket : held) ASSERT_TRUE(receive_exactly(socket, &byte, 1, in(5s)));
   EXPECT_EQ(error_of([&] { join(1); }), "rank 1 has 4 connections to rank 0's store already");
-  // A connection cannot become another rank later, to say goodbye for it.
+  // A connection cannot become another rank's connection later, in order to announce that rank's departure.
   ASSERT_TRUE(send_frame(held[0], {Frame::Op::hello, 2, "command", StoreHello{0, 3}.encode()}, in(5s)));
   EXPECT_TRUE(is_cut_off(held[0]));
 }

@@ -1,4 +1,4 @@
-// The key-value store: keys, failure notification and roll call, with ranks as threads.
+// Tests of the key-value store: keys, failure notification and roll call, with ranks as threads.
 #include "collectives/net/store.h"
 
 #include <fmt/format.h>
@@ -49,7 +49,7 @@ TEST_F(StoreTest, MessagesReachRankZeroInEachRanksOrder) {
   std::thread taker([&] {
     testing::expect_has(error_of([&] { server->take_message(2, in(20s)); }), {"the disk is full"});
   });
-  b->report("the disk is full");  // ends the wait for a message that never arrives
+  b->report("the disk is full");  // ends the wait for rank 2's message, which never arrives
   taker.join();
 }
 
@@ -67,7 +67,7 @@ TEST_F(StoreTest, GetEndsAtItsDeadlineAndTheConnectionStaysUsable) {
   auto a = join(0), b = join(1);
   testing::expect_has(error_of([&] { b->get("never", in(20ms), "waiting for Godot"); }),
                       {"waiting for Godot: nothing after"});
-  // The late answer to the abandoned request must not be used for this one.
+  // The late answer to the abandoned request must not be used for the next request.
   a->set("never", "too late");
   a->set("key", "value");
   EXPECT_EQ(b->get("key", in(20s), "x"), "value");
@@ -78,7 +78,7 @@ TEST_F(StoreTest, RejectsInvalidRanksAndUnauthenticatedPeers) {
   EXPECT_EQ(error_of([&] { join(2, 4); }), "rank 2 was started with a world of 4, rank 0 with 3");
   EXPECT_EQ(error_of([&] { join(7); }), "there is no rank 7 in a world of 3");
   EXPECT_TRUE(error_of([&] { join(2, 3, "another"); }).ends_with(": the process there has another secret"));
-  // A client that speaks another protocol is disconnected without affecting the others.
+  // A client that speaks another protocol is disconnected without affecting the ranks.
   std::string why;
   auto http = try_connect({"127.0.0.1", server->port()}, in(5s), why);
   ASSERT_TRUE(http);
@@ -111,7 +111,7 @@ TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
   auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
   Told told;
   told.watch(*a, 0);
-  left.reset();  // closes properly
+  left.reset();  // departs in an orderly way
   {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
@@ -120,7 +120,7 @@ TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
     ASSERT_TRUE(send_frame(*watch, {Frame::Op::hello, 1, "watch", StoreHello{3, 5}.encode()}, in(5s)));
     char byte;
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
-  }  // disappears without a goodbye
+  }  // closes the connection without announcing a departure
   testing::expect_has(told.of(0), {"rank 3 is gone"});
   RollCall roll = a->roll_call();
   EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; left before: rank 2; never came: rank 4");
@@ -145,7 +145,8 @@ TEST_F(StoreTest, DuplicateRanksAreRejectedByAWorkingGroup) {
   EXPECT_EQ(a->get("still", in(10s), "x"), "fine");
 }
 
-// The last two of three ranks are invited; each has a separate connection to the server for that.
+// Invites the last two of three ranks. Each invited rank has a separate connection to the server for the
+// invitation.
 TEST_F(StoreTest, InvitedProcessesEndTheGroupIfTheyDieBeforeJoining) {
   std::vector<Socket> here, there;
   for (int i = 0; i < 2; ++i) {
@@ -164,7 +165,7 @@ TEST_F(StoreTest, InvitedProcessesEndTheGroupIfTheyDieBeforeJoining) {
   there[1].close();
   const std::string gone = "the process that was to become rank 2 is gone";
   testing::expect_has(error_of([&] { first->get("never set", in(600s), "x"); }), {gone});
-  // A rank that joins later also learns of the failure and does not wait.
+  // A rank that joins later also receives the failure and does not wait.
   auto second = join(1);
   testing::expect_has(error_of([&] { second->get("never set", in(600s), "x"); }), {gone});
 }
@@ -180,7 +181,7 @@ TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
   EXPECT_EQ(told.causes.count(1), 0u);
 }
 
-// Rank 0 of a stopped program: its kernel still accepts data.
+// Simulates rank 0 of a stopped program, whose kernel still accepts data.
 TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   const Credentials credentials{"key", kStorePurpose};
   Socket listener = listen_on({"127.0.0.1", 0});
@@ -208,7 +209,7 @@ TEST(StoreClient, DoesNotQueryAnUnresponsiveStoreAgain) {
   stopping.join();
   EXPECT_EQ(client->report("out of memory"), std::nullopt);
   EXPECT_EQ(client->roll_call().absent(), "no answer from rank 0");
-  client = nullptr;  // without waiting for the store to hang up, which never happens
+  client = nullptr;  // must not wait for the store to hang up, which never happens
   std::string received;
   char bytes[4096];
   for (ssize_t n; (n = recv(connections[0].fd(), bytes, sizeof bytes, 0)) > 0;) received.append(bytes, n);

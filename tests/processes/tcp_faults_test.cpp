@@ -1,7 +1,7 @@
 // The fault matrix: faults x schedules, on four processes over TCP. docs/faults.md shows the outcomes.
 //
-// No rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error
-// names the rank, the operation, the call, and the awaited event.
+// No rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error names the rank,
+// the operation, the call, and the awaited event.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -53,7 +53,7 @@ void die_soon(const std::string& how) {
 }
 
 // Sums small integers repeatedly; every correct result is exact. Prints the times of the fault and of the
-// error by this machine's clock.
+// error on this machine's clock.
 RANK_PROGRAM(Faulty) {
   const std::string fault = me.option("fault");
   const bool culprit = me.rank == me.number("who");
@@ -126,9 +126,10 @@ bool has_children() {
 
 struct Fault {
   const char* name;
-  // Ends of the survivors and of the faulty rank: 0 done, 3 an error, -1 a signal, -2 does not end by itself.
+  // Exit codes of the survivors and of the faulty rank: 0 done, 3 an error, -1 a signal, -2 the rank does not
+  // end by itself.
   int others, culprit;
-  const char* says;  // in every error; # is replaced by the faulty rank
+  const char* says;  // text in every error; # is replaced by the faulty rank
   bool waits_for_deadline = false;
 };
 
@@ -157,7 +158,7 @@ class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char
 TEST_P(FaultMatrix, IsBounded) {
   const auto& [fault, schedule] = GetParam();
   const int who = 2;
-  // The deadline is far away for faults that must be noticed before it.
+  // The deadline is much longer than the test for faults that must be noticed before the deadline.
   const milliseconds deadline = fault.waits_for_deadline ? 1500ms : 30'000ms;
   testing::ProcessOptions options{
       .timeout = deadline,
@@ -183,7 +184,7 @@ TEST_P(FaultMatrix, IsBounded) {
     if (expected != 3) continue;
     const std::string& text = ranks[r].output;
     testing::expect_has(text, {says, fmt::format("rank {}", who)});
-    // Ranks may be a call apart, and a stopped rank may have completed its part of this one.
+    // Ranks may be a call apart, and a stopped rank may have completed its part of the faulty call.
     EXPECT_TRUE(
         holds_one_of(text, {"call 5, allreduce of the gradients (", "call 6, allreduce of the gradients (",
                             "call 7, allreduce of the gradients ("}));
@@ -206,8 +207,7 @@ INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
 
-// Kills any rank at any time, under any schedule. GRADWIRE_FULL_SWEEPS: more
-// runs.
+// Kills any rank at any time, under any schedule. GRADWIRE_FULL_SWEEPS: more runs.
 TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
   const int runs = testing::random_runs(10);
   std::atomic<int> next = 0, hangs = 0, wrong = 0, unnamed = 0;

@@ -1,5 +1,5 @@
-// The TCP transport with ranks as processes: data arrives, disagreements and deaths are noticed, and no rank
-// hangs.
+// Tests the TCP transport with ranks as processes: data arrives, disagreements and deaths are noticed, and no
+// rank hangs.
 #include "collectives/transport/tcp/tcp.h"
 
 #include <fmt/format.h>
@@ -42,14 +42,14 @@ unsigned char pattern(int from, int to, int step, size_t i) {
   return static_cast<unsigned char>(from * 31 + to * 17 + step * 7 + i * 3 + (i >> 8));
 }
 
-// Every rank sends every other rank a message of each size.
+// Sends a message of each size from every rank to every other rank.
 RANK_PROGRAM(AllToAll) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
   const std::vector<size_t> sizes = {0, 1, 2, 127, 4096, 65'537, 1 << 20, 3, 3};
   uint64_t bytes = 0;
   for (int step = 0; step < static_cast<int>(sizes.size()); ++step) {
-    // Sizes differ by peer. Each peer gets two messages of equal size, which must not be swapped.
+    // Sizes differ by peer. Each peer gets two messages of equal size, which must arrive in order.
     auto size = [&](int from, int to) { return sizes[(step + from + to) % sizes.size()]; };
     std::vector<std::vector<unsigned char>> in, out;
     std::vector<Transfer> transfers;
@@ -88,7 +88,7 @@ TEST(Tcp, RanksMeetThroughATcpRendezvous) {
   all_succeeded(run_processes("AllToAll", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
-// A ring without a pause between the exchanges, so that neighbours are several exchanges apart.
+// Runs a ring without a pause between the exchanges, so that neighbours are several exchanges apart.
 RANK_PROGRAM(Ring) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
@@ -127,13 +127,13 @@ TEST(Tcp, GroupsCanReuseAPort) {
   all_succeeded(run_processes("TwoGroups", 3, {.rendezvous = testing::free_tcp_rendezvous()}));
 }
 
-// --- the same bits as with threads, for everything ---
+// --- the same bits as with threads, for every spec ---
 //
-// tests/collectives/reducer_test.cpp proves with threads that nothing is lost and that ranks end with the
-// same bits. Here each rank has the same bits in results and residuals as there, so both also hold for
-// processes.
+// tests/collectives/reducer_test.cpp proves with threads that no gradient is lost and that ranks end with the
+// same bits. In these tests, each process has the same bits in results and residuals as the thread of the
+// same rank, so both properties also hold for processes.
 
-// Returns a line with a hash of this rank's averaged gradients, residuals and factors after two steps. With
+// Returns a line with a hash of this rank's averaged gradients, residuals and factors after two steps. Uses
 // slices, so that exchanges overlap with kernels.
 std::string two_steps(Communicator& comm, const std::string& spec) {
   const std::vector<GradientTensor> tensors = {{"bias", {37}}, {"matrix", {48, 31}}, {"square", {40, 40}}};
@@ -186,7 +186,7 @@ TEST(Tcp, EverySpecAndScheduleMatchesThreadsBitForBit) {
   }
 }
 
-// Links are measured, and every rank makes the same choice.
+// Measures the links and chooses a schedule. Every rank makes the same choice.
 RANK_PROGRAM(ChoosesASchedule) {
   auto comm = join(me);
   Reducer reducer(*comm, CompressionSpec::parse("bf16"), {{"matrix", {512, 512}}}, {});
@@ -201,9 +201,9 @@ TEST(Tcp, EveryRankMakesTheSameChoiceForTheSameReason) {
   EXPECT_EQ(ranks[2].output, ranks[0].output);
 }
 
-// --- failures: every survivor has an error that names the culprit, in time, and ends by itself ---
+// --- failures: every survivor has an error in time that names the faulty rank, and ends by itself ---
 
-// Exchanges repeatedly between all ranks; one rank misbehaves in step 5 according to its options.
+// Exchanges repeatedly between all ranks. In step 5 one rank fails in the way that its options name.
 RANK_PROGRAM(Misbehaving) {
   auto comm = join(me);
   Stream stream = Stream::create(Device::host(), "test");
@@ -262,7 +262,7 @@ struct Case {
   const char* how;
   const char* says;      // in the error of every survivor; # is the misbehaving rank
   int exit_code = 3;     // of the misbehaving rank; -1: a signal
-  bool endless = false;  // cannot end by itself
+  bool endless = false;  // the misbehaving rank cannot end by itself
 };
 
 void PrintTo(const Case& c, std::ostream* out) {
@@ -273,7 +273,7 @@ class TcpFault : public ::testing::TestWithParam<std::tuple<Case, int>> {};
 
 TEST_P(TcpFault, EverySurvivorNamesTheCulpritAndEndsInTime) {
   const auto& [c, who] = GetParam();
-  const auto timeout = 3000ms;  // joining on a busy machine takes a while
+  const auto timeout = 3000ms;  // allows for joining on a busy machine
   std::string says = c.says;
   says.replace(says.find('#'), 1, fmt::to_string(who));
   testing::ProcessOptions options{
@@ -289,7 +289,7 @@ TEST_P(TcpFault, EverySurvivorNamesTheCulpritAndEndsInTime) {
       continue;
     }
     EXPECT_EQ(ranks[r].exit_code, 3) << "signal " << ranks[r].signal;
-    // Allows for joining, and for a busy machine.
+    // The limit allows for joining and for a busy machine.
     EXPECT_LT(ranks[r].took, timeout + 5s + 5s);
     testing::expect_has(ranks[r].output, {says, "step "});
     EXPECT_EQ(ranks[r].output.find("failed group"), std::string::npos);
