@@ -1,4 +1,4 @@
-// Another library's allreduce of floats between the same processes, as a baseline.
+// An allreduce of floats by another library between the same processes, as a baseline.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace gradwire::bench {
 class AllreduceBaseline {
  public:
   virtual ~AllreduceBaseline() = default;
-  // Returns the microseconds of a sum of `count` floats: mean of `iterations` after `warmup`. Collective.
+  // Returns the microseconds of an allreduce of `count` floats: the mean of `iterations` calls after `warmup`
+  // calls. Collective.
   virtual double time_us(int64_t count, int warmup, int iterations) = 0;
 };
 
@@ -20,7 +21,7 @@ class AllreduceBaseline {
 // `address`: this machine's address as seen by the other ranks.
 std::unique_ptr<AllreduceBaseline> make_gloo_baseline(Communicator& comm, const Stream& stream,
                                                       const std::string& address, double timeout_s);
-// The device of `comm` must be a GPU.
+// Requires that the device of `comm` is a GPU.
 std::unique_ptr<AllreduceBaseline> make_nccl_baseline(Communicator& comm, const Stream& stream);
 
 // Returns this machine's local address on the route to the rendezvous.

@@ -31,7 +31,7 @@ std::string address_towards(const std::string& rendezvous) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_DGRAM;
   if (getaddrinfo(host.c_str(), port.c_str(), &hints, &found) != 0) return loopback;
-  // Connecting a UDP socket sends nothing; it only looks up the route.
+  // Connecting a UDP socket sends no data. The call only looks up the route.
   std::string address = loopback;
   int fd = socket(found->ai_family, SOCK_DGRAM, 0);
   sockaddr_storage local{};
@@ -51,7 +51,8 @@ std::string address_towards(const std::string& rendezvous) {
 #ifdef GRADWIRE_HAS_GLOO
 namespace {
 
-// Each of Gloo's ranks sets one key and reads all others' keys, so all-gathers over the communicator suffice.
+// A key-value store for Gloo. Each rank sets one key and reads the keys of all other ranks, so all-gathers
+// over the communicator suffice.
 class GatheringStore final : public ::gloo::rendezvous::Store {
  public:
   GatheringStore(Communicator& comm, const Stream& stream) : comm_(comm), stream_(stream) {}

@@ -21,7 +21,7 @@ extern const char* const kPyTorchHookScript;  // bench/baselines/pytorch_hook.py
 
 namespace {
 
-// Creates an anonymous file that the child inherits. Its path in the child is /proc/self/fd/<number>.
+// Creates an anonymous file that the child inherits. The file's path in the child is /proc/self/fd/<number>.
 int anonymous_file(const char* name) {
   int fd = memfd_create(name, 0);
   if (fd < 0) throw Error(fmt::format("memfd_create: {}", std::strerror(errno)));
@@ -43,7 +43,7 @@ void write_all(int fd, const void* data, size_t bytes) {
 PyTorchBaseline::PyTorchBaseline(const std::string& python, Device device, int threads,
                                  const std::vector<GradientTensor>& tensors, std::span<const float> data)
     : python_(python) {
-  signal(SIGPIPE, SIG_IGN);  // write() then fails if the child is dead
+  signal(SIGPIPE, SIG_IGN);  // with SIGPIPE ignored, write() fails if the child is dead
   int file = anonymous_file("gradients");
   write_all(file, data.data(), data.size_bytes());
   errors_ = anonymous_file("errors");

@@ -1,4 +1,5 @@
-// PyTorch's hook in a child process. The two processes take turns: one waits while the other runs.
+// PyTorch's hook in a child process. The two processes run in turns: each process waits while the other
+// process runs.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -24,7 +25,8 @@ class PyTorchBaseline {
   static bool has(const CompressionSpec& spec);
   // Sets up PyTorch's hook for `spec` and warms it up. Returns its description.
   std::string prepare(const CompressionSpec& spec);
-  // Sets up torch.linalg.qr instead of a hook, with one batched call for all tensors of one shape.
+  // Sets up torch.linalg.qr instead of a hook, with one batched call for all tensors of one shape. Returns
+  // the description.
   std::string prepare_qr();
   // Returns the milliseconds of one call of the hook on fresh data.
   double run_ms();

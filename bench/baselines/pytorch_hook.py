@@ -31,7 +31,7 @@ except ImportError as error:
 
 
 class Bucket:
-    """A hook's argument in DDP: one flat buffer, and tensors as views of it."""
+    """The argument of a hook in DDP: one flat buffer, and tensors as views of the buffer."""
 
     def __init__(self, buffer, shapes):
         self._buffer, self._gradients, begin = buffer, [], 0
@@ -55,7 +55,7 @@ class Bucket:
 
 
 class DoneAtOnce:
-    """Replaces an allreduce that the backend lacks for BF16. In a world of 1 it does nothing."""
+    """Replaces an allreduce that the backend lacks for BF16. In a world of 1 the replacement does nothing."""
 
     def __init__(self, tensor, *_, **__):
         self._future = torch.futures.Future()

@@ -53,7 +53,7 @@ class Baseline:
         torch.manual_seed(0)
         self.model = build(config["model"])
         side = config["model"]["image_size"]
-        # The same images in every step: no loading, which favors PyTorch.
+        # Every step uses the same images. PyTorch thus needs no time to load images, which favors PyTorch.
         self.images = torch.randn(config["batch_size"], 3, side, side)
         self.labels = torch.arange(config["batch_size"]) % config["model"]["classes"]
 

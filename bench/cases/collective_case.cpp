@@ -145,8 +145,8 @@ const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t coun
   return means_;
 }
 
-// Checks the first step's results: of normally distributed values and, if the format represents them exactly,
-// of integers.
+// Checks the first step's results for normally distributed values and, if the format represents integers
+// exactly, for integers.
 void CollectiveRank::check_results(const CollectiveCase& c, Measured& mine) {
   const int64_t count = c.size_bytes / 4;
   auto result_of_first_step = [&](Values kind) {

@@ -1,4 +1,4 @@
-// One allreduce of gradwire-bench collectives: a schedule, a compression spec, a size.
+// An allreduce of gradwire-bench collectives: a schedule, a compression spec, a size.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +24,14 @@ struct CollectiveSettings {
 };
 
 struct CollectiveResult {
-  double time_us = 0;     // the slowest rank's time; mean over the iterations
-  double wire_bytes = 0;  // sent by the busiest rank per iteration, measured at the transport
+  double time_us = 0;     // mean time of an iteration on the slowest rank
+  double wire_bytes = 0;  // bytes that the busiest rank sends per iteration, measured at the transport
   double fp32_bytes = 0;  // bytes that the same schedule sends in FP32
   double wrong = 0;       // wrong elements, summed over ranks
   double rel_error = 0;   // norm of the difference to the exact mean / norm of the exact mean
 };
 
-// One rank of the benchmark. All ranks must make the same calls.
+// A rank of the benchmark. All ranks must make the same calls.
 class CollectiveRank {
  public:
   CollectiveRank(Communicator& comm, const CollectiveSettings& settings);
@@ -59,7 +59,7 @@ class CollectiveRank {
   CollectiveSettings settings_;
   Stream stream_;
   Buffer data_;
-  std::vector<double> means_;  // exact means of values of means_kind_
+  std::vector<double> means_;  // exact means of the values of kind means_kind_
   Values means_kind_ = Values::integers;
 };
 

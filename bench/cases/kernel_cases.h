@@ -1,7 +1,8 @@
-// Every op of kernels/ as a benchmark case: one entry each in kernel_cases.cpp and kernel_cases_*.cpp.
+// Every op of kernels/ as a benchmark case: the tables in kernel_cases.cpp and kernel_cases_*.cpp have one
+// entry per case.
 //
-// To add a case, write a function that lays out the op's arguments for about `size` bytes of its main array,
-// and list it in its family's table. tests/bench_test.py fails for an op without a case.
+// To add a case, write a function that lays out the op's arguments for about `size` bytes of the main array,
+// and list the function in the table of the op's family. tests/bench_test.py fails for an op without a case.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +17,23 @@
 
 namespace gradwire::bench {
 
-// Memory of one device, allocated piece by piece and freed all at once, so that pages are touched only once
-// and not once per case.
+// Memory of one device for the cases. Cases allocate pieces, and reset() frees all pieces, so that pages are
+// touched only once and not once per case.
 class Arena {
  public:
   Arena(const Stream& stream, int64_t bytes);
 
   const Stream& stream() const { return stream_; }
   void reset();
-  // Return normally distributed values (the same million, repeated), zeros, or a constant; 256-byte aligned.
-  // Throw Error when the arena is full.
+  // Return a 256-byte aligned array of normally distributed values (a repeated pattern), of zeros, or of a
+  // constant. Throw Error when the arena is full.
   float* normal(int64_t count);
   template <typename T>
   T* zeros(int64_t count) {
     return static_cast<T*>(take(count * static_cast<int64_t>(sizeof(T))));
   }
   float* filled(int64_t count, float value);
-  // Returns an object that lives until reset().
+  // Creates an object that lives until reset(). Returns a pointer to the object.
   template <typename T, typename... Args>
   T* make(Args&&... args) {
     auto object = std::make_shared<T>(std::forward<Args>(args)...);
@@ -51,26 +52,27 @@ class Arena {
   std::vector<std::shared_ptr<void>> kept_;
 };
 
-// Arena bytes available to a case per byte of `size`.
+// The number of arena bytes available to a case per byte of `size`.
 inline constexpr int64_t kArenaPerSize = 9;
 
-// An op with its arguments. It can be launched repeatedly on the same memory.
+// An op with its arguments. The op can run repeatedly on the same memory.
 struct Problem {
   Work launch;
-  double bytes = 0;  // read and written by one launch, according to the op's header
+  double bytes = 0;  // bytes that one launch reads and writes, according to the op's header
   double flops = 0;  // FLOPs of products; 0 for memory-bound ops
   std::string shape;
 };
 
 struct KernelCase {
-  std::string op;       // name
-  std::string variant;  // "" if there is only one
-  std::string family;   // header, or wire format
+  std::string op;       // name of the op
+  std::string variant;  // "" if the op has only one variant
+  std::string family;   // the op's header, or the wire format
   std::function<Problem(Arena& arena, int64_t size)> make;
 };
 
-// Return cases of a lossy wire format: an encode that adds `inputs` contributions to this rank's (0: a plain
-// encode, 1: a hop of a ring, 7: the owner in a two-shot of 8), and a decode. `size`: bytes of the gradient.
+// Return problems of a lossy wire format: an encode that adds `inputs` contributions to this rank's
+// contribution, and a decode. `inputs`: 0 for a plain encode, 1 for a hop of a ring, 7 for the owner in a
+// two-shot of 8 ranks. `size`: bytes of the gradient.
 Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs, bool residual,
                               Rounding rounding);
 Problem decode_problem(Wire wire, Arena& arena, int64_t size);

@@ -29,7 +29,7 @@ std::string by(int64_t rows, int64_t width) {
 double times(double bytes, int64_t rows, int64_t width) {
   return bytes * static_cast<double>(rows) * static_cast<double>(width);
 }
-// Images of kTokens x kWidth floats. A small size gets fewer tokens.
+// A batch of images of kTokens x kWidth floats. A small size has fewer tokens.
 struct Tokens {
   int64_t batch, tokens;
   int64_t elements() const { return batch * tokens * kWidth; }
@@ -91,7 +91,7 @@ Problem square_product(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { gemm(s, args); }, 3 * kBytes<S> * m * m, 2 * m * m * m, by(n, n)};
 }
 
-// A product with GELU or its derivative as epilogue.
+// Returns a product with GELU or the derivative of GELU as epilogue.
 template <Epilogue kEpilogue>
 Problem gelu_product(Arena& arena, int64_t size) {
   const auto n = static_cast<int64_t>(std::sqrt(static_cast<double>(size / kBytes<Bf16>))) / 8 * 8;
@@ -111,7 +111,7 @@ Problem gelu_product(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { gemm(s, args); }, 4 * kBytes<Bf16> * m * m, 2 * m * m * m, by(n, n)};
 }
 
-// Q K^T of all heads. `size` is the size of the attention matrices.
+// Returns the product Q K^T of all heads. `size` is the size of the attention matrices in bytes.
 Problem attention_product(Arena& arena, int64_t size) {
   int64_t batch = std::max<int64_t>(1, size / 4 / (kTokens * kTokensPadded));
   Gemm args{.transpose_b = true,
@@ -135,7 +135,7 @@ Problem attention_product(Arena& arena, int64_t size) {
 }
 
 Problem patchify_images(Arena& arena, int64_t size) {
-  // Small sizes get a smaller image.
+  // Small sizes have a smaller image.
   Patchify args{.channels = 3,
                 .image = size < 3 * 224 * 224 * 4 ? 16 : 224,
                 .patch = size < 3 * 224 * 224 * 4 ? 8 : 32};
@@ -221,7 +221,8 @@ Problem softmax_rows(Arena& arena, int64_t size) {
 
 Problem softmax_rows_backward(Arena& arena, int64_t size) {
   int64_t rows = rows_of(size, kTokensPadded);
-  // With y = 1 / width everywhere and this scale, the op only subtracts the mean, so it can be repeated.
+  // If every y is 1 / width, and with the scale below, the op only subtracts the mean. The op can therefore
+  // be repeated.
   SoftmaxBackward args{.y = arena.filled(rows * kTokensPadded, 1.0f / kTokens),
                        .dy = arena.normal(rows * kTokensPadded),
                        .rows = rows,
@@ -285,7 +286,7 @@ Problem bias_gradient(Arena& arena, int64_t size) {
           by(rows, kWidth)};
 }
 
-// Three adjacent sums, as in a layer norm's backward.
+// Returns a combination of three adjacent sums, as in the backward of a layer norm.
 Problem combine(Arena& arena, int64_t size) {
   const int64_t count = rows_of(size, 3 * kWidth);
   CombineSums args;
@@ -298,7 +299,8 @@ Problem combine(Arena& arena, int64_t size) {
           by(count, 3 * kWidth)};
 }
 
-// For split, merge and attention, `size` is the size of (B, T, C); qkv is three times as large.
+// Returns a split of qkv into heads. For split, merge and attention, `size` is the size of (B, T, C) in
+// bytes; qkv is three times as large.
 Problem split(Arena& arena, int64_t size) {
   Tokens t = tokens_of(size);
   SplitHeads args{.qkv = arena.normal(3 * t.elements()),
@@ -342,7 +344,7 @@ Problem merge(Arena& arena, int64_t size) {
           t.shape()};
 }
 
-// Returns T^2 D of all heads: half the operations of a product with the attention matrices.
+// Returns the sum of T^2 D over all heads: half the operations of a product with the attention matrices.
 double attention_flops(const Tokens& t) {
   return static_cast<double>(t.elements()) * static_cast<double>(t.tokens);
 }

@@ -21,7 +21,7 @@ struct Matrices {
 };
 
 Matrices matrices(Arena& arena, int64_t size, int rank) {
-  // MLP, MLP, in_proj, out_proj.
+  // Rows and columns of the layer's weights: MLP, MLP, in_proj, out_proj.
   constexpr std::pair<int32_t, int32_t> kLayer[] = {{3072, 768}, {768, 3072}, {2304, 768}, {768, 768}};
   std::vector<MatrixDescriptor> list;
   int64_t offset = 0, p = 0, q = 0;
@@ -49,7 +49,7 @@ Matrices matrices(Arena& arena, int64_t size, int rank) {
   m.residual = arena.normal(offset);
   m.p = arena.normal(p);
   m.q = arena.normal(q);
-  // Zero, so that the residual does not grow from launch to launch.
+  // One pending factor is zero, so that the residual does not grow from launch to launch.
   m.pending = {arena.zeros<float>(p), arena.normal(q)};
   m.flags = arena.zeros<int32_t>(m.table->count());
   return m;
@@ -101,18 +101,19 @@ Problem form(Arena& arena, int64_t size, int rank) {
   return {[args](const Stream& s) { powersgd_form(s, args); }, passes(m, 12), product(m), m.shape};
 }
 
-// Overwrites every matrix, which is the maximum work.
+// Returns an overwrite of every matrix, the maximum work of the op.
 Problem overwrite(Arena& arena, int64_t size, int rank) {
   Matrices m = matrices(arena, size, rank);
-  const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // all are nonzero
+  const auto* marks =
+      reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // all marks are nonzero
   PowerSgdOverwrite args{.table = m.table, .marks = marks, .p = m.p};
   double bytes = 0;
   for (const MatrixDescriptor& d : m.table->host()) bytes += 4.0 * (d.rows * d.rank + 1);
   return {[args](const Stream& s) { powersgd_overwrite(s, args); }, bytes, 0, m.shape};
 }
 
-// The same products with the BLAS library, one call per matrix, for comparison with the passes above. The
-// library reads M once more: the passes form M while they multiply.
+// The products of the passes above with the BLAS library, one call per matrix, for comparison. The library
+// reads M once more, because the passes form M while they multiply.
 enum class Product { project, back_project, residual };
 template <Product kProduct>
 Problem by_library(Arena& arena, int64_t size, int rank) {
@@ -140,7 +141,7 @@ Problem by_library(Arena& arena, int64_t size, int rank) {
           passes(m, bytes), product(m), m.shape};
 }
 
-// Orthonormalizes all P of these matrices. Random columns take one pass.
+// Returns the orthonormalization of the factors P of all matrices. Random columns take one pass.
 Problem orthonormal(Arena& arena, int64_t size, int rank) {
   Matrices m = matrices(arena, size, rank);
   float* out = arena.zeros<float>(m.table->p_elements());

@@ -79,7 +79,7 @@ Problem fp16(Arena& arena, int64_t size) {
   return {run, 6.0 * static_cast<double>(count), 0, elements(count)};
 }
 
-// The vectors of a ViT: pieces of 768 floats at intervals of 4 * 768 floats.
+// Returns a pack or unpack of the vectors of a ViT: pieces of 768 floats at intervals of 4 * 768 floats.
 template <bool kUnpack>
 Problem packing(Arena& arena, int64_t size) {
   constexpr int64_t kPiece = 768;
@@ -96,8 +96,8 @@ Problem packing(Arena& arena, int64_t size) {
   return {[args](const Stream& s) { pack(s, args); }, 8.0 * static_cast<double>(count), 0, shape};
 }
 
-// Sends a hundredth of the elements of large tensors. The gradient is zero after the first launch, which
-// affects only the values.
+// Returns the arguments of random-k, which sends a hundredth of the elements of large tensors. The gradient
+// is zero after the first launch. This affects only the values, not the time.
 RandKGather randk(Arena& arena, int64_t size, bool residual) {
   constexpr int64_t kTensor = 768 * 3072;
   std::vector<RandKTensor> tensors;

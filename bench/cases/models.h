@@ -8,7 +8,7 @@
 
 namespace gradwire::bench {
 
-// Returns the gradients of any ViT of the trainer, resnet18 or resnet50. Throws BadInput, which lists the
+// Returns the gradients of a ViT of the trainer, of resnet18 or of resnet50. Throws BadInput, which lists the
 // known names, for any other name.
 std::vector<GradientTensor> gradients_of(const std::string& model);
 

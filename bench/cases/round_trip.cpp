@@ -10,7 +10,7 @@
 namespace gradwire::bench {
 namespace {
 
-// Encodes and decodes one row repeatedly. Each draw uses another step.
+// Encodes and decodes one row repeatedly. Each draw uses a different step.
 class RoundTrip {
  public:
   RoundTrip(const CompressionSpec& spec, const std::vector<float>& values, uint64_t seed)
@@ -72,7 +72,7 @@ RowError row_error(const CompressionSpec& spec, const Row& row, int draws, uint6
     squares += add_errors(trip.draw(static_cast<uint64_t>(k)), row.values, sums);
   double of_mean = 0;
   for (double sum : sums) of_mean += sum * sum / draws / draws;
-  // E |mean error|^2 = |bias|^2 + variance / draws. This is an unbiased estimate of the second term.
+  // E |mean error|^2 = |bias|^2 + variance / draws. `noise` is an unbiased estimate of the second term.
   const double noise = std::max(0.0, squares / draws - of_mean) / (draws - 1);
   result.bias = std::sqrt(of_mean / row.squared_norm);
   result.by_chance = std::sqrt(noise / row.squared_norm);

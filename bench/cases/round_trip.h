@@ -9,11 +9,11 @@
 namespace gradwire::bench {
 
 struct RowError {
-  double error = 0;  // squared error of one encode and decode / squared norm
-  // bias: norm of the mean error over many draws / norm. by_chance: the value to expect from an unbiased
-  // format; 0 for round to nearest, whose draws are all equal.
+  double error = 0;  // squared error of an encode and decode / squared norm of the row
+  // bias: norm of the mean error over many draws / norm of the row. by_chance: the expected bias of an
+  // unbiased format; 0 for round to nearest, whose draws are all equal.
   double bias = 0, by_chance = 0;
-  bool random = false;  // draws differ
+  bool random = false;  // true if the draws differ
   double bytes_per_element = 0;
 };
 
@@ -27,8 +27,8 @@ struct RowSetError {
   size_t worst = 0;  // the row with the largest error
 };
 
-// Measures each row of `set`, on the host. `draws`, at least 2: number of encodes of each row, for formats
-// that round stochastically.
+// Measures the error of each row of `set`, on the host. `draws`, at least 2: number of encodes of each row,
+// for formats that round stochastically.
 RowSetError round_trip_error(const CompressionSpec& spec, const RowSet& set, int draws, uint64_t seed);
 
 }  // namespace gradwire::bench

@@ -27,7 +27,7 @@ RowSet drawn(const char* name, int64_t rows, int64_t elements, uint64_t seed, Dr
   for (int64_t r = 0; r < rows; ++r) {
     std::mt19937_64 generator(seed * 1'000'003 + static_cast<uint64_t>(r));
     Row row{"", std::vector<float>(static_cast<size_t>(elements))};
-    auto fresh = draw;  // a fresh copy: distributions store a spare value
+    auto fresh = draw;  // use a copy for each row, because distributions store a spare value
     for (float& v : row.values) v = fresh(generator);
     row.squared_norm = squared_norm_of(row.values);
     set.rows.push_back(std::move(row));

@@ -8,7 +8,7 @@
 namespace gradwire::bench {
 
 struct Row {
-  std::string name;  // name of a tensor; "": random values
+  std::string name;  // name of a tensor; "" for random values
   std::vector<float> values;
   double squared_norm = 0;
 };

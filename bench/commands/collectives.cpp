@@ -88,7 +88,7 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
   for (int64_t size : sizes_of(o)) {
     for (const CompressionSpec& spec : specs) {
       make_schedule(spec.schedule, world,
-                    {.nodes = 0, .per_node = per_node_of(o, world)});  // throws if impossible
+                    {.nodes = 0, .per_node = per_node_of(o, world)});  // throws if the schedule is impossible
       cases.push_back({spec, size});
     }
   }
@@ -118,7 +118,7 @@ void print_header() {
                                "(B/rank)", "(GB/s)", "(rel.)", "(us)"));
 }
 
-// Prints one row and returns it for the JSON file. `baseline_us`: 0 without a baseline.
+// Prints one row and returns it for the JSON file. `baseline_us`: the baseline's time; 0 without a baseline.
 nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase& c, const CollectiveResult& r,
                               const std::string& transport, int world, double baseline_us) {
   const auto size = static_cast<double>(c.size_bytes);
@@ -203,7 +203,7 @@ void run_rank(const CollectivesOptions& o, const std::string& transport, const L
   comm->barrier();
 }
 
-// Starts the same command once per rank. Each reads its rank from the environment.
+// Starts the same command once per rank. Each process reads its rank from the environment.
 void run_processes(const CollectivesOptions& o, const std::string& transport, nlohmann::ordered_json& rows) {
   ScratchFolder scratch;
   const std::string json = fmt::format("{}/rows.json", scratch.path());
@@ -246,7 +246,7 @@ int run(CollectivesOptions o) {
                       launch->launcher, launch->world, launch->variables));
     }
     if (transport == "nccl") {
-      devices_for("cuda");  // throws if there is no GPU
+      devices_for("cuda");  // throws if the machine has no GPU
       if (std::string why = nccl_unavailable_reason(); !why.empty())
         throw BadInput(fmt::format("--transport nccl: {}", why));
     }

@@ -1,5 +1,5 @@
 // The subcommands of gradwire-bench. Each add_ function registers one. The callback of the chosen subcommand
-// runs it and sets `exit_code` (0 done, 1 failed). Throws BadInput for bad input.
+// runs the subcommand and sets `exit_code` (0 for success, 1 for failure). Throws BadInput for bad input.
 #pragma once
 
 #include <CLI/CLI.hpp>

@@ -3,7 +3,6 @@
 // For each spec: bytes per element; squared error over squared norm of one encode and decode, without error
 // feedback; bias; the host's speed relative to copying. --list prints the table of formats in
 // docs/formats.md.
-// has it.
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -31,7 +30,7 @@ using Json = nlohmann::ordered_json;
 struct FormatsOptions {
   bool list = false;
   std::vector<std::string> specs;
-  std::string gradients;  // folder; empty: random values
+  std::string gradients;  // folder of gradients; if empty, random values
   int64_t rows = 16, elements = 1 << 16;
   int draws = 64;
   uint64_t seed = 1;
@@ -81,7 +80,7 @@ std::vector<CompressionSpec> formats_to_measure(const FormatsOptions& o) {
   return all;
 }
 
-// Bytes read and written by an op per second, relative to a copy in the same run.
+// The bytes that an op reads and writes per second, relative to a copy in the same run.
 struct FormatSpeed {
   std::optional<double> encode, decode;  // empty for an exact format, which is not encoded
   double copy_gbps = 0;
@@ -147,7 +146,7 @@ std::vector<std::string> heading(const std::vector<RowSet>& sets) {
   return cells;
 }
 
-// Shows the bias of the first set only.
+// Returns the spec's line of the table. Shows only the bias of the first set.
 std::vector<std::string> line_of(const CompressionSpec& spec, const std::vector<RowSet>& sets,
                                  const std::vector<RowSetError>& errors, const FormatSpeed& speed) {
   const RowSetError& first = errors[0];

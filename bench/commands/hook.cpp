@@ -70,7 +70,7 @@ struct GradientSet {
   }
 };
 
-// The compress and decompress path of one spec.
+// The compression and decompression of a spec.
 class CompressionPath {
  public:
   virtual ~CompressionPath() = default;
@@ -133,7 +133,7 @@ class WirePath final : public CompressionPath {
   Decode decode_;
 };
 
-// The codec that the reducer runs for a bucket, on a transport without peers.
+// The codec that the reducer runs for a bucket. The transport has no peers.
 class CodecPath final : public CompressionPath {
  public:
   CodecPath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
@@ -189,7 +189,7 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
   std::unique_ptr<CompressionPath> path = make_path(spec, set, stream);
   std::string baseline_name;
   if (baseline != nullptr && PyTorchBaseline::has(spec)) baseline_name = baseline->prepare(spec);
-  std::vector<double> times_us, baseline_us, copies;  // before, halfway, after
+  std::vector<double> times_us, baseline_us, copies;  // copies: start, middle, end
   const int64_t like_powersgd = 24 * set.elements;
   for (int step = -kWarmUp; step < o.steps; ++step) {
     std::this_thread::sleep_for(kPause);
@@ -237,7 +237,7 @@ int run(const HookOptions& o) {
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
-  gradients_of(o.model);  // throws early if the model is unknown
+  gradients_of(o.model);  // throws before the measurement if the model is unknown
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     constexpr double kCopyBudgetMs = 50;

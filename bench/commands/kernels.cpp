@@ -51,7 +51,7 @@ std::vector<KernelCase> chosen_cases(const KernelsOptions& o) {
   return chosen;
 }
 
-// Returns min, min * factor, ..., and max.
+// Returns the sizes in bytes: min, min * factor, ..., and max.
 std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& device) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   int64_t fits = device.free_bytes() / 2 / kArenaPerSize;
@@ -79,7 +79,7 @@ std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& d
   return sizes;
 }
 
-// Returns whether a product is too large: on a host it would take minutes.
+// Returns whether a problem is too large for the device. On a host such a product would take minutes.
 bool too_long(const DeviceUnderTest& device, const Problem& problem) {
   constexpr double kMostHostFlops = 2e10, kMostCudaFlops = 2e13;
   return problem.flops > (device.device().is_host() ? kMostHostFlops : kMostCudaFlops);
@@ -131,7 +131,7 @@ void measure_device(const KernelsOptions& o, const std::vector<KernelCase>& case
       Problem problem = c.make(arena, size);
       device.stream().synchronize();
       if (too_long(device, problem)) continue;
-      // Warm and cold are the same for sizes that exceed all caches: measure once.
+      // Warm and cold times are equal for sizes that exceed all caches. Measure such sizes once.
       bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes());
       for (bool cold : {false, true}) {
         if (uncached ? !cold : o.cache == (cold ? "warm" : "cold")) continue;

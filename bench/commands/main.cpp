@@ -20,7 +20,7 @@ int fail(const std::string& what, int exit_code) {
 
 }  // namespace
 
-// Runs before the static initializers, which allocate.
+// Prepares the process before the static initializers allocate memory.
 [[gnu::constructor(101)]] static void prepare() {
   gradwire::exit_cleanly_without_memory("gradwire-bench");
 }

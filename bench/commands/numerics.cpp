@@ -36,12 +36,12 @@ struct NumericsOptions {
 };
 
 struct Case {
-  std::string name;  // label in the picture
+  std::string name;  // label of the schedule in the picture
   Schedule schedule;
   bool fp32_intra_node = false;
 };
 
-// A wire format with one of its roundings. The name is the spec.
+// A wire format with a rounding. The name is the spec.
 struct Format {
   std::string name;
   Wire wire;
@@ -83,7 +83,7 @@ std::vector<std::vector<float>> gradients(int world, int64_t count, uint64_t see
   return all;
 }
 
-// Returns the result, which is the same on every rank.
+// Returns the result of an allreduce of `data`, which is equal on every rank.
 std::vector<float> summed(const Case& c, const Format& f, std::vector<std::vector<float>> data) {
   const int world = c.schedule.world;
   auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(world), Device::host()),

@@ -115,7 +115,7 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
 
 int run(const OrthonormalizeOptions& o) {
   OutputFile json(o.json);
-  for (int rank : o.ranks) Factors(o.model, rank);  // throws early on bad input
+  for (int rank : o.ranks) Factors(o.model, rank);  // throws before the measurement on bad input
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     constexpr double kBudgetMs = 50;

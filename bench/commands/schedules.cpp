@@ -39,7 +39,7 @@ Schedule of_collective(Schedule allreduce, Collective collective) {
   return allreduce;
 }
 
-// Returns all schedules, with hierarchical schedules in these shapes.
+// Returns all schedules, with hierarchical schedules in the shapes `per_nodes`.
 std::vector<NamedSchedule> schedules_of(int world, const std::vector<int>& per_nodes,
                                         const SchedulesOptions& o) {
   std::vector<NamedSchedule> all;
@@ -79,8 +79,8 @@ void drop_a_transfer(Schedule& s) {
   }
 }
 
-// Checks every schedule of every world size up to max_ranks, hierarchical schedules in every shape. Returns
-// the exit code.
+// Checks every schedule of every world size up to max_ranks. Checks hierarchical schedules in every shape.
+// Returns the exit code.
 int check_all(const SchedulesOptions& o, OutputFile& json) {
   int checked = 0;
   nlohmann::ordered_json wrong = nlohmann::ordered_json::array();

@@ -1,10 +1,10 @@
 // gradwire-bench step: the cost of the reducer, and the savings of a graph, in a training step in a world of
-// 1, which has no gradients to reduce.
+// 1. A world of 1 has no gradients to reduce.
 //
 // Compares three ways to enqueue the same step, on the same model, memory and stream: (A) gradients through
 // the reducer, as in `gradwire train`; (B) without the reducer, gradients directly to the optimizer; (G) A as
 // a graph. Rounds run in the order A B G G B A. A round's ratio is a ratio of sums, so that drift in the
-// machine's speed affects all three alike. The result is the median over the rounds.
+// machine's speed affects all three ways alike. The result is the median over the rounds.
 #include <fmt/format.h>
 
 #include <chrono>
@@ -69,7 +69,8 @@ class TrainingStep {
     stream_.synchronize();
   }
 
-  // Returns the time from the first enqueue to the completion of the last work.
+  // Runs a step in one way. Returns the milliseconds from the first enqueue to the completion of the last
+  // work.
   double run_ms(Way way) {
     const auto begin = Clock::now();
     optimizer_.prepare(stream_, step_++, 1e-4);

@@ -47,7 +47,7 @@ def line(item):
 
 
 def by_spec(items):
-    """Returns a row per spec: accuracies, differences to FP32 of the same seed, bytes."""
+    """Returns a row per spec: accuracies, differences from FP32 with the same seed, and bytes."""
     found = {}
     for item in items:
         found.setdefault(item["compression"], {})[item["seed"]] = item

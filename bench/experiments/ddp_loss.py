@@ -10,7 +10,7 @@ MODES = {NATIVE_FP32: {"native": {}}, **BF16_HOOK,
          **{f"PyTorch, powerSGD_hook, rank 4, start {start}": {"native": {**POWERSGD, "start": start}}
             for start in (2, 20)},
          **{spec: {"ours": {"spec": spec}} for spec in SPECS}}
-# The best learning rate for FP32, out of 0.001 to 0.008.
+# AdamW's learning rate is the best rate for FP32 in the range from 0.001 to 0.008.
 OPTIMIZERS = {**fsdp_loss.OPTIMIZERS, "adamw": {"lr": 0.002}}
 line = report.loss_line
 

@@ -49,7 +49,7 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def start(self, *more, **environment):
-        """Starts a process. `more`: its flags for finding the other ranks."""
+        """Starts a process. `more`: the process's flags for finding the other ranks."""
         output = open(self.folder / f"rank-{len(list(self.folder.glob('rank-*')))}", "w", encoding="utf-8")
         return subprocess.Popen([*self.words, *more], cwd=self.folder, stdout=output,
                                 stderr=subprocess.STDOUT,
@@ -71,7 +71,7 @@ class Run:
             raise RuntimeError(f"--join missing: code {code}: {self.output()}")
 
     def run(self):
-        """Returns the accuracy, and the records of lost and admitted ranks."""
+        """Runs the training. Returns the accuracy, and the records of lost and admitted ranks."""
         ranks = [
             self.start("--rendezvous", f"file://{self.folder}/meeting", "--members", "members", RANK=str(r),
                        WORLD_SIZE=str(WORLD)) for r in range(WORLD)
@@ -122,7 +122,7 @@ def line(item):
 
 
 def tables(document):
-    """Returns accuracies in percent, their mean and standard deviation."""
+    """Returns tables of the accuracies in percent, with their mean and standard deviation."""
     rows = [["compression", "ranks", "accuracy by seed (%)", "mean", "spread", "minus undisturbed"]]
     for spec in dict.fromkeys(i["compression"] for i in document["items"]):
         base = None

@@ -8,7 +8,7 @@ MODES = {NATIVE_FP32: {"native": {}}, NATIVE_BF16: BF16_SUMS,
             {"ours": {"gradients": spec, "weights": "fp32", "residual": residual}}
             for spec in SPECS for residual in ("fp32", "int8", "off")
             if (spec, residual) != ("int8", "int8")}}
-# The best learning rate for FP32, out of 0.05 to 0.4.
+# The learning rate is the best rate for FP32 in the range from 0.05 to 0.4.
 OPTIMIZERS = {"sgd": {"lr": 0.05, "momentum": 0.9}}
 OPTIONS = {"ranks": 2, "steps": 300, "seeds": 3}
 SMOKE = {"ranks": 2, "rate": "", "steps": 1, "seeds": 1}

@@ -45,7 +45,7 @@ def pytorch_row(options, precision, compiled):
 
 
 def gradwire_row(options, precision, graph=False, group=None):
-    """Measures Gradwire on one rank or, with a group, on two that exchange that many layers together."""
+    """Measures Gradwire on one rank. `group`: measures two ranks that exchange `group` layers together."""
     flags = ["--graph"] if graph else ["--gradient-group", str(group)] if group else []
     row = {"who": " ".join(["Gradwire", *(["--ranks 2"] if group else []), *flags]), "precision": precision}
     with tempfile.TemporaryDirectory(prefix="gradwire-gpu-") as folder:
@@ -95,7 +95,7 @@ def line(row):
 
 
 def medians(rows):
-    """Returns (precision, who) -> the median step over all repetitions."""
+    """Returns a dictionary: (precision, who) -> the median step over all repetitions."""
     all_ms = {}
     for row in rows:
         if "step_ms" in row:
@@ -104,7 +104,7 @@ def medians(rows):
 
 
 def goal_lines(rows):
-    """Returns the project's goals on one GPU, and whether each is met."""
+    """Returns the project's goals on one GPU, and whether each goal is met."""
     ms = medians(rows)
     ours = {p: min((ms[p, w] for w in ("Gradwire", "Gradwire --graph") if (p, w) in ms), default=None)
             for p in ("fp32", "tf32", "bf16")}

@@ -19,7 +19,7 @@ def measure(options):
     connect()
     gradwire.jax.init()
     mine = jax.random.normal(jax.random.key(int(os.environ["RANK"])), (int(options.mib * (1 << 18)),))
-    # In place, as in training, with donated operands.
+    # The averages run in place with donated operands, as in training.
     calls = {GLOO: mean_over_gloo(donate_argnums=0),
              **{spec: jax.jit(lambda x, spec=spec: gradwire.jax.pmean(x, spec), donate_argnums=0)
                 for spec in SPECS}}

@@ -42,7 +42,7 @@ SMOKE_MODEL = {**MODEL, "image_size": 16, "width": 32, "depth": 1, "heads": 1, "
 
 def planned(options, who, method, bucket_mb=None, phase="main", network="shaped", ranks_are="hosts",
             repetition=0, extra=()):
-    """Returns one measurement to make, with more steps if they are short."""
+    """Returns a planned measurement. Modes with short steps have more steps."""
     if method == "alone":
         steps, warmup, spec, hook, ranks_are = 14, 3, "fp32", {"hook": "alone"}, "alone"
     else:
@@ -65,7 +65,7 @@ def planned(options, who, method, bucket_mb=None, phase="main", network="shaped"
 
 
 def sweep(options):
-    """Puts PyTorch's PowerSGD with several buckets last, because it aborts over gloo."""
+    """Returns the sweep's measurements. PyTorch's PowerSGD is last, because it aborts over gloo."""
     items = []
     for method, (ours, theirs) in SWEEP_MB.items():
         for i, mb in enumerate(ours):
@@ -124,13 +124,13 @@ def trace_path(result, method):
 
 
 def hook_16bit(python):
-    """Returns PyTorch's 16-bit hook: bf16 since 2.x, whose gloo sums BF16; otherwise fp16."""
+    """Returns PyTorch's 16-bit hook: bf16 since PyTorch 2.x, whose gloo sums BF16, otherwise fp16."""
     version = ranks.output_of(python, "-c", "import torch; print(torch.__version__)")
     return "bf16" if version and int(version.split(".")[0]) >= 2 else "fp16"
 
 
 def carried_out(options, items, rate):
-    """Carries out measurements on all hosts. Returns them with their results, and the exit status."""
+    """Runs the measurements on all hosts. Returns the items with their results, and the exit status."""
     model = SMOKE_MODEL if options.smoke else MODEL
     training = {"batch_size": options.batch_size, "lr": 0.01, "momentum": 0.0, "timeout_s": 60}
     flags = ["--model", model["name"], "--data", "synthetic:512", "--device", "host", "--optimizer", "sgd",
@@ -180,7 +180,7 @@ def measure(options):
 
 
 def best_sizes(items):
-    """Returns the sweep's bucket size by side and method. None: one bucket."""
+    """Returns the sweep's fastest bucket size by side and method. None means one bucket."""
     sizes = {}
     for who in ("gradwire", "pytorch"):
         for method in report.NAMES:

@@ -43,7 +43,7 @@ class BadInput(Exception):
 
 
 class NotMeasured(Exception):
-    """The reason why a case has no number."""
+    """The reason why a case has no measured ratio."""
 
 
 def read_cases(path, only="."):
@@ -75,7 +75,7 @@ def read_cases(path, only="."):
 
 
 def existence_only(case):
-    """Returns the case for a smoke run: only its row must exist, with a smoke run's size."""
+    """Returns the case for a smoke run: only the case's row must exist, with the size of a smoke run."""
     changed = {"goal": None, "device": None}
     for key in ("where", "over"):
         if key in case:
@@ -95,7 +95,7 @@ def field(row, metric):
 
 
 def matching(rows, where):
-    """Returns the rows with these fields. If there are none, the error names the most similar rows."""
+    """Returns the rows with the fields `where`. If none exist, the error names the most similar rows."""
     def text(row):
         return ", ".join(f"{key}={row.get(key)}" for key in where)
 
@@ -120,7 +120,7 @@ def measured(case, rows):
 
 
 def least(case, device):
-    """Returns (minimum before subtracting the noise, verdict below it), the strictest first."""
+    """Returns the case's limits, the strictest first: (minimum without noise, verdict below the minimum)."""
     demands = [(case["goal"], "NOT MET")] if case["goal"] is not None else []
     if case["device"] == device:
         demands.append((case["value"], "SLOWER"))
@@ -128,7 +128,7 @@ def least(case, device):
 
 
 def verdict_of(case, rows, device):
-    """Returns {"case", "measured" or None, "verdict", "why"}."""
+    """Returns the verdict on a case: {"case", "measured" or None, "verdict", "why"}."""
     try:
         value = measured(case, rows)
     except NotMeasured as reason:
@@ -140,7 +140,7 @@ def verdict_of(case, rows, device):
 
 
 def better(first, second):
-    """Returns the better of two verdicts on a case: noise on a shared machine can only slow it down."""
+    """Returns the better of two verdicts on a case. Noise on a shared machine can only lower the ratio."""
     return max(first, second, key=lambda j: -1 if j["measured"] is None else j["measured"])
 
 
@@ -165,7 +165,7 @@ def device_name():
 
 
 def run_step(step, command, folder):
-    """Returns the rows, or None. Writes the command's output to STEP.log, its rows to STEP.json."""
+    """Runs a command, with its output in STEP.log and its rows in STEP.json. Returns the rows, or None."""
     result = folder / f"{step}.json"
     result.unlink(missing_ok=True)
     print("== " + " ".join(command), flush=True)

@@ -20,7 +20,7 @@ void with_memcpy(void* to, const void* from, int64_t bytes) {
 GW_SIMD void with_vectors(void* to, const void* from, int64_t bytes) {
   auto* out = static_cast<float*>(to);
   auto* in = static_cast<const float*>(from);
-  // The compiler turns a plain loop into a call of memcpy, but not a loop over vectors.
+  // The compiler turns a plain loop into a call of memcpy, but does not replace a loop over vectors.
   using Vector [[gnu::vector_size(64), gnu::may_alias]] = float;
   for (int64_t i = 0; i < bytes / 4; i += 16) {
     *reinterpret_cast<Vector*>(out + i) = *reinterpret_cast<const Vector*>(in + i);

@@ -6,14 +6,14 @@
 
 namespace gradwire::bench {
 
-// Copies `bytes` between 64-byte aligned addresses. `bytes` is a multiple of 64.
+// A loop that copies `bytes` bytes between 64-byte aligned addresses. `bytes` is a multiple of 64.
 struct CopyLoop {
   const char* name;
   void (*copy)(void* to, const void* from, int64_t bytes);
 };
 
 // Returns memcpy, plain vector stores and, if the machine supports them, non-temporal vector stores. An
-// ordinary store reads its line first, which limits a copy to two thirds of the bandwidth.
+// ordinary store first reads its cache line, so a copy reaches at most two thirds of the bandwidth.
 std::vector<CopyLoop> copy_loops();
 
 // Copies on all host threads. Rounds `bytes` down to a multiple of 64.

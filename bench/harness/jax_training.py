@@ -34,20 +34,20 @@ def _mesh():
 
 
 def on_all_ranks(mine):
-    """Returns a global array, of which `mine` is this rank's row."""
+    """Returns a global array with one row per rank. `mine`: this rank's row."""
     sharding = NamedSharding(_mesh(), PartitionSpec("ranks"))
     return jax.make_array_from_single_device_arrays((sharding.mesh.size, mine.size), sharding, [mine[None]])
 
 
 def mean_over_gloo(**options):
-    """Returns the compiled average over all ranks of on_all_ranks()'s arrays. options: of jax.jit."""
+    """Returns the compiled average over the ranks of on_all_ranks()'s arrays. options: options of jax.jit."""
     spec = PartitionSpec("ranks")
     return jax.jit(jax.shard_map(lambda x: jax.lax.pmean(x, "ranks"), mesh=_mesh(), in_specs=spec,
                                  out_specs=spec, check_vma=False), **options)
 
 
 class Transformer(typing.NamedTuple):
-    """A decoder, and the language that it learns: a word is a function of the previous word, with noise."""
+    """A decoder, and its language, in which a word is a function of the previous word, with noise."""
     width: int
     depth: int
     words: int = 509
@@ -55,7 +55,7 @@ class Transformer(typing.NamedTuple):
     batch_size: int = 8
 
     def batch(self, seed, number, rank):
-        """Returns (batch_size, length + 1) words."""
+        """Returns a batch of words: (batch_size, length + 1)."""
         generator = np.random.default_rng([seed, number, rank])
         tokens = [generator.integers(self.words, size=self.batch_size)]
         while len(tokens) <= self.length:

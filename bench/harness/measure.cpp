@@ -46,7 +46,7 @@ int64_t available_host_bytes() {
   return int64_t{1} << 30;
 }
 
-// Returns GRADWIRE_BENCH_FLUSH_BYTES, or 0.
+// Returns GRADWIRE_BENCH_FLUSH_BYTES, or 0 if the variable is not set.
 int64_t requested_flush_bytes() {
   const char* text = environment("GRADWIRE_BENCH_FLUSH_BYTES");
   if (text == nullptr) return 0;
@@ -126,7 +126,8 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
 
 std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
   constexpr int kLeast = 3, kMost = 50;
-  // Repeats short work within one measurement, so that clock and event resolution do not matter.
+  // Minimum time of a measurement. Short work is repeated within a measurement, so that the resolution of
+  // clock and events has little effect.
   constexpr double kLongEnoughUs = 100;
   struct Samples {
     int inner = 1;
@@ -188,7 +189,8 @@ std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
 }
 
 TimingWithCopy DeviceUnderTest::time_with_copy(const Work& work, int64_t bytes, bool cold) {
-  // Larger than the caches, the bandwidth is constant. Below a page, clock resolution dominates.
+  // Clamp the size of the copies. The bandwidth is constant for sizes above the caches. Clock resolution
+  // dominates for sizes below a page.
   const int64_t each = std::clamp<int64_t>(bytes / 2 / 64 * 64, 4096, large_copy_bytes_);
   std::vector<Work> works = {work};
   for (CopyWay& way : copy_ways(each)) works.push_back(std::move(way.work));

@@ -29,28 +29,28 @@ struct TimingWithCopy {
 
 class DeviceUnderTest {
  public:
-  // `budget_ms`: approximate time of each measurement.
+  // Prepares measurements on `device`. `budget_ms`: approximate time of each measurement.
   DeviceUnderTest(Device device, double budget_ms);
 
   Device device() const { return device_; }
   const Stream& stream() const { return stream_; }
   // Returns "host, 2 threads" or the GPU's name.
   const std::string& description() const { return description_; }
-  // Returns the bytes that this process can still allocate.
+  // Returns the memory in bytes that this process can still allocate.
   int64_t free_bytes() const;
   // Returns the bytes that must be written to evict all cached data. GRADWIRE_BENCH_FLUSH_BYTES overrides it.
   int64_t flush_bytes() const { return flush_bytes_; }
 
-  // Times one launch; on a GPU without the time to enqueue it.
+  // Returns the microseconds of one launch; on a GPU, without the time to enqueue the work.
   double time_once_us(const Work& work) const;
-  // Repeats each work until the budget is used, 3 to 50 times. Cold works take turns, so that changes in the
-  // machine's speed affect all alike; warm works run one after the other.
+  // Times each work. Repeats each work 3 to 50 times, until the budget is used. Cold works run in turns, so
+  // that changes in the machine's speed affect all works alike. Warm works run one after the other.
   std::vector<Timing> time(const std::vector<Work>& works, bool cold);
 
   // Times `work` and copies of a buffer that read and write about `bytes` in total, in one measurement. Host:
   // the fastest copy of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
   TimingWithCopy time_with_copy(const Work& work, int64_t bytes, bool cold);
-  // Measures only the copies.
+  // Measures only the copies. Returns GB/s.
   double copy_gbps(int64_t bytes, bool cold);
   // Returns GB/s of each way to copy a buffer larger than the caches, e.g. "memcpy 33.0, vector stores 29.5".
   std::string describe_copies();

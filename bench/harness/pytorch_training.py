@@ -81,13 +81,13 @@ def replicate(model, item):
 
 
 def sent_bytes():
-    """Returns the bytes sent by this host's network interfaces so far, without loopback."""
+    """Returns the bytes that this host's network interfaces, without loopback, have sent so far."""
     lines = pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]
     return sum(int(line.split(":")[1].split()[8]) for line in lines if line.split(":")[0].strip() != "lo")
 
 
 class Run:
-    """A model in one mode."""
+    """The training of a model in one mode."""
 
     def __init__(self, size, batch_size, item):
         torch.manual_seed(item.get("seed", 0))
@@ -101,7 +101,7 @@ class Run:
                                              momentum=item.get("momentum", 0))
 
     def batch(self, number, rank=RANK):
-        """Returns (batch_size, length + 1) words. Each is a function of the previous word, with noise."""
+        """Returns (batch_size, length + 1) words. A word depends on the previous word, with noise."""
         generator = torch.Generator().manual_seed(self.item.get("seed", 0) * 1_000_003 + number * 64 + rank)
         tokens = [torch.randint(self.words, (self.batch_size,), generator=generator)]
         while len(tokens) <= self.length:

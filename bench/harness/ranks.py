@@ -23,7 +23,7 @@ def output_of(*command):
 
 @functools.lru_cache(maxsize=None)
 def commit():
-    """Returns the commit, and whether files differ from it."""
+    """Returns the commit, and whether files differ from the commit."""
     name = output_of("git", "rev-parse", "--short=12", "HEAD") or "unknown"
     return name + (", with changes" if output_of("git", "diff", "--name-only", "HEAD") else "")
 
@@ -52,9 +52,9 @@ def run(command, count, rate, deadline_s, environment=None):
     Args:
         command: the words of the command.
         count: the number of ranks.
-        rate: of the links between the ranks, each on a separate host, such as "1gbit". "": the ranks are
+        rate: rate of the links between ranks on separate hosts, such as "1gbit". "": the ranks are
             processes of this machine.
-        deadline_s: when to kill the ranks.
+        deadline_s: seconds after which the ranks are killed.
         environment: more variables for the ranks.
     """
     threads = str(max(1, (os.cpu_count() or 1) // count))
@@ -71,7 +71,7 @@ def run(command, count, rate, deadline_s, environment=None):
 
 
 def wait(processes, deadline_s):
-    """Returns the largest exit status of processes, each with a session. Ends all at the deadline."""
+    """Waits for processes with separate sessions; kills all at the deadline. Returns the largest status."""
     end = time.monotonic() + deadline_s
     try:
         return max(abs(process.wait(timeout=max(1, end - time.monotonic()))) for process in processes)

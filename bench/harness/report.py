@@ -22,8 +22,8 @@ class Method(typing.NamedTuple):
 
 
 BF16_PRODUCTS = ("--precision", "bf16")
-# Named schedules, so that all repetitions use the same one: a ring where bandwidth is the limit, as in gloo,
-# and the fewest rounds where latency is the limit.
+# The specs name schedules, so that all repetitions use the same schedule: a ring where bandwidth is the
+# limit, as in gloo, and the fewest rounds where latency is the limit.
 METHODS = [
     Method("fp32", "FP32", "fp32:schedule=ring", {"hook": None}),
     Method("16bit", "BF16", "bf16:schedule=ring", {"hook": "16bit"}),  # see theirs_16bit()
@@ -74,7 +74,7 @@ def progress_line(number, count, item, result):
 
 
 class Cell:
-    """One mode of one side: the median over repetitions of a repetition's median step."""
+    """A mode of one side: the median of the repetitions' median steps."""
 
     def __init__(self, items):
         self.items = [i for i in items if "error" not in i]
@@ -89,7 +89,7 @@ class Cell:
         return median(i.get(name) for i in self.items)
 
     def spread(self):
-        """Returns largest / smallest repetition - 1."""
+        """Returns the spread of the repetitions: largest / smallest - 1."""
         values = [median(i["step_ms"]) for i in self.items]
         return max(values) / min(values) - 1
 
@@ -99,18 +99,18 @@ class Result:
         self.settings, self.items = document["settings"], document["items"]
 
     def cell(self, who, method, buckets, network="shaped", phase="main"):
-        """Returns a cell, empty if not measured. buckets: "one" or "many"."""
+        """Returns the cell of a mode, empty if not measured. buckets: "one" or "many"."""
         return Cell([i for i in self.items
                      if (i["who"], i["method"], i["network"], i["phase"]) == (who, method, network, phase)
                      and (buckets == "many") == bool(i["bucket_mb"])])
 
     def better(self, who, method, network="shaped"):
-        """Returns the faster of one bucket and many."""
+        """Returns the faster cell of one bucket and many buckets."""
         cells = [c for c in (self.cell(who, method, b, network) for b in ("one", "many")) if c]
         return min(cells, key=lambda c: c.ms) if cells else Cell([])
 
     def rows(self, network="shaped"):
-        """Returns (name, buckets, ours, theirs), as in the article; PowerSGD with the faster bucketing."""
+        """Returns the article's rows: (name, buckets, Gradwire, PyTorch). PowerSGD: the faster bucketing."""
         out = []
         for method, name, *_ in METHODS:
             if method.startswith("powersgd"):
@@ -129,7 +129,7 @@ class Result:
         return self.cell(who, "alone", "one")
 
     def share(self):
-        """Returns communication's share of our FP32 step with one bucket (article: 84 %, 701 and 112 ms)."""
+        """Returns communication's share of Gradwire's FP32 step with one bucket (84 % in the article)."""
         base, alone = self.base("gradwire"), self.alone("gradwire")
         return 1 - alone.ms / base.ms if base and alone else None
 
@@ -153,7 +153,7 @@ def ratio(above, below):
 
 
 def goals(result):
-    """Returns the goals and measurements. "met" is None if a goal was not measured."""
+    """Returns the goals with the measurements. "met" is None if the goal was not measured."""
     base = result.base("gradwire")
     out = [goal("BF16 with buckets, steps/s relative to own FP32 with one bucket",
                 ratio(base, result.cell("gradwire", "16bit", "many")), 1.86),
@@ -207,7 +207,7 @@ def bucket_text(cell, buckets):
 
 
 def step_text(cell, base):
-    """Returns milliseconds and the speed relative to base."""
+    """Returns a cell's milliseconds, and its speed relative to `base`, as text."""
     if not cell:
         return ["fails" if cell.error else "-", "-"]
     return [f"{cell.ms:.0f}" if cell.ms >= 100 else f"{cell.ms:.1f}",
@@ -215,7 +215,7 @@ def step_text(cell, base):
 
 
 def main_table(result, network="shaped"):
-    """Returns rows of text; the first is the header."""
+    """Returns the rows of the main table as text. The first row is the header."""
     ours_base, theirs_base = (result.base(who, network) for who in ("gradwire", "pytorch"))
     table = [["mode", "Gradwire: buckets", "ms/step", "of own FP32", "MB sent", "PyTorch: buckets", "ms/step",
               "of own FP32", "Gradwire / PyTorch"]]
@@ -240,7 +240,7 @@ def main_table(result, network="shaped"):
 
 
 def parts_table(result):
-    """Returns the parts of Gradwire's step."""
+    """Returns a table of the parts of Gradwire's step."""
     table = [["mode", "ms/step", "forward", "backward", "communication", "exposed", "optimizer"]]
     cells = [(name, buckets, ours) for name, buckets, ours, _ in result.rows() if ours]
     alone = result.alone("gradwire")
@@ -254,7 +254,7 @@ def parts_table(result):
 
 
 def sweep_table(items):
-    """Returns milliseconds per step by bucket size."""
+    """Returns a table of milliseconds per step by bucket size."""
     sizes = sorted({i["bucket_mb"] for i in items if i["phase"] == "sweep"},
                    key=lambda mb: -(mb or ONE_BUCKET_MB))
     table = [["", *(f"{mb} MB" if mb else "one bucket" for mb in sizes)]]
@@ -276,7 +276,7 @@ def markdown(table):
 
 
 def plain(table):
-    """Returns aligned columns; the first is text, the others are numbers."""
+    """Returns a table with aligned columns. The first column is text, the other columns are numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     lines = []
     for first, *others in table:
@@ -286,7 +286,7 @@ def plain(table):
 
 
 def errors(result):
-    """Returns each failure once."""
+    """Returns the errors of the measurements, each error once."""
     seen = {}
     for i in result.items:
         if "error" in i:
@@ -330,7 +330,7 @@ def speed_table(items, *bases, first=""):
     """Returns a row per mode: the median of its repetitions' medians, and the speed relative to other modes.
 
     Args:
-        items: with "mode", "step_ms" and, if bytes are of interest, "sent_bytes".
+        items: measurements with "mode", "step_ms" and, to show bytes, "sent_bytes".
         bases: the modes with which to compare.
         first: the header of the modes.
     """
@@ -351,7 +351,7 @@ def loss_line(item):
 
 
 def loss_table(items, base):
-    """Returns a row per mode: for each optimizer the mean loss, and how far it is above `base` by seed."""
+    """Returns a row per mode: the mean loss for each optimizer, and the differences to `base` by seed."""
     items = [{"optimizer": "sgd", **i} for i in items]
     optimizers = list(dict.fromkeys(i["optimizer"] for i in items))
     table = [["", *(f"{what}, {name}" for name in optimizers

@@ -6,7 +6,7 @@
 
 namespace gradwire::bench {
 
-// Returns "4K", "1.5M", "1G": powers of 1024.
+// Returns a size as text, in powers of 1024: "4K", "1.5M", "1G".
 std::string size_text(int64_t bytes);
 
 }  // namespace gradwire::bench

@@ -4,8 +4,8 @@
 
 PLAN.json: {"folder": shared by the hosts, "gradwire": path, "python": of the baseline, "flags": [of gradwire
 train], "baseline": argument of bench/baselines/pytorch_train.py, "items": [...]}. An item is one measurement,
-by Gradwire (a new process each time) or by PyTorch (one process for all, because importing it takes longer
-than a measurement). The two take turns, so that changes in the machine's speed affect both. Host 0 appends to
+by Gradwire (a process per item) or PyTorch (one process for all items, because importing takes longer
+than a measurement). The items alternate, so that changes in the machine's speed affect both. Host 0 appends to
 folder/results.jsonl: the item with "step_ms" and further fields, or with "error".
 """
 import json
@@ -28,7 +28,7 @@ class Failed(Exception):
 
 
 class Child:
-    """PyTorch's process: takes a command and answers within a deadline."""
+    """PyTorch's process, which answers each command within a deadline."""
 
     def __init__(self, plan, serial):
         config = {**plan["baseline"], "rendezvous": f"{plan['folder']}/store.{serial}"}

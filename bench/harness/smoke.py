@@ -18,7 +18,7 @@ from harness import ranks  # noqa: E402
 from harness.ranks import ROOT  # noqa: E402
 
 SKIPPED = 77  # ctest's SKIP_RETURN_CODE
-# The values of flags of gradwire-bench and gradwire train.
+# The values of flags of gradwire-bench and gradwire train in a smoke run.
 TINY = {"--min-size": "64K", "--max-size": "64K", "--budget-ms": "0.1", "--steps": "1", "--batch-size": "1",
         "--seconds": "0.01", "--device": "host", "-b": "64K", "-e": "64K", "-n": "1", "-w": "0"}
 SIZE_BYTES = 64 << 10  # of a row that was measured with TINY

@@ -63,7 +63,7 @@ std::string last_line(int fd) {
   lseek(fd, 0, SEEK_SET);
   for (ssize_t n; (n = read(fd, chunk, sizeof chunk)) > 0;) text.append(chunk, static_cast<size_t>(n));
   while (!text.empty() && text.back() == '\n') text.pop_back();
-  return text.substr(text.rfind('\n') + 1);  // the whole text without a line break: npos + 1 is 0
+  return text.substr(text.rfind('\n') + 1);  // without a line break, the whole text, because npos + 1 is 0
 }
 
 ScratchFolder::ScratchFolder() {
@@ -81,7 +81,7 @@ void run_as_ranks(const std::vector<std::string>& arguments, int world) {
   std::vector<Child> children;
   for (int r = 0; r < world; ++r) children.push_back(start(arguments, r, world));
   std::string failure;
-  // Each rank has deadlines, so all ranks end.
+  // Wait for all ranks. Each rank has deadlines, so all ranks end.
   for (int r = 0; r < world; ++r) {
     int status = 0;
     waitpid(children[r].pid, &status, 0);

@@ -19,8 +19,8 @@ class ScratchFolder {
 };
 
 // Runs this program with `arguments` as ranks 0 to world - 1, identified by RANK, WORLD_SIZE, LOCAL_RANK and
-// LOCAL_WORLD_SIZE. Blocks until all have ended. Rank 0 inherits stdout; the output of other ranks is not
-// shown. Throws Error with the error message of the first rank that failed.
+// LOCAL_WORLD_SIZE. Blocks until all ranks have ended. Rank 0 inherits stdout; the output of other ranks is
+// not shown. Throws Error with the error message of the first rank that failed.
 void run_as_ranks(const std::vector<std::string>& arguments, int world);
 
 // Returns the last line that a child has written to the file `fd`.

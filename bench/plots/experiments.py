@@ -15,7 +15,7 @@ def label(name, buckets, ours):
 
 
 def grouped_bars(axis, rows, value, text, lines=()):
-    """Draws value(cell, is ours) for both sides of each row. lines: (height, color, label)."""
+    """Draws value(cell, is Gradwire's) for both sides of each row. lines: (height, color, label)."""
     width = 0.38
     values = [[value(cell, mine) if cell else None for cell, mine in ((ours, True), (theirs, False))]
               for _, _, ours, theirs in rows]
@@ -84,7 +84,7 @@ def draw_accuracy(items, rows, path):
     """Draws accuracy by epoch of every run, and last accuracies by bytes.
 
     Args:
-        items, rows: measurements of bench/experiments/accuracy.py, and its by_spec() of them.
+        items, rows: measurements of bench/experiments/accuracy.py, and the result of its by_spec().
         path: the picture to write.
     """
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})

@@ -31,7 +31,7 @@ def points_of(rows):
 
 
 def pareto_front(points):
-    """Returns the points with the best accuracy for at most their bytes, in order of bytes."""
+    """Returns the points that are more accurate than all points with fewer bytes, in order of bytes."""
     front = []
     for point in sorted(points, key=lambda p: (p.bytes, -p.accuracy)):
         if not front or point.accuracy > front[-1].accuracy:
@@ -40,14 +40,14 @@ def pareto_front(points):
 
 
 def lowest_shown(points):
-    """Returns the lower end of the axis, which cuts off accuracies far below the others."""
+    """Returns the lower end of the axis. Accuracies far below the others are not shown."""
     values = sorted(p.accuracy for p in points)
     best, middle = values[-1], values[len(values) // 2]
     return max(values[0], best - max(6 * (best - middle), 5.0))
 
 
 def place_labels(axis, labels, points):
-    """Puts each label at the first free place around its point, most important labels first."""
+    """Places each label at the first free position around its point, the most important labels first."""
     figure = axis.figure
     figure.canvas.draw()
     renderer, frame = figure.canvas.get_renderer(), axis.get_window_extent()

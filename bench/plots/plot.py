@@ -2,7 +2,7 @@
 """Draws `gradwire compare`: accuracy by bytes sent, loss by time, and the parts of a step's time.
 
     plot.py build/demo/compare.json -o report.png     the result of gradwire compare --json
-    plot.py shelf.json -o shelf.png                   the same, of over 7 compressions or several seeds:
+    plot.py shelf.json -o shelf.png                   a result with over 7 compressions or several seeds:
                                                       accuracy by bytes per element, with the Pareto front
     plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
@@ -22,7 +22,7 @@ from plots import experiments, numerics, pareto, runs, timeline  # noqa: E402
 
 
 def document_of(paths):
-    """Returns the content of a single JSON file, or None."""
+    """Returns the content of a single JSON file, or None for other paths."""
     if len(paths) != 1 or not paths[0].endswith(".json"):
         return None
     try:

@@ -17,7 +17,7 @@ PARTS = [
 
 
 class Run:
-    """One run's log."""
+    """The log of one run."""
 
     def __init__(self, path):
         self.config, self.summary, self.steps, self.evals = {}, {}, [], []
@@ -91,7 +91,7 @@ def title(run):
 
 
 def smooth(values, window):
-    """Returns the mean over a trailing window. A missing value (a loss that was not finite) gives a gap."""
+    """Returns the means over a trailing window. A missing value, a loss that was not finite, gives a gap."""
     out = []
     for i in range(len(values)):
         known = [v for v in values[max(0, i - window + 1):i + 1] if v is not None]

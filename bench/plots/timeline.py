@@ -11,12 +11,12 @@ KINDS = {
     "decompress": ("decompress", "#3a9d8f"),
     "exchange": ("on the wire", INK),
 }
-# Offset from the rank's top, and height, of its lanes.
+# The offset of each lane from the top of the rank's row, and the lane's height.
 LANES = {"compute": (0.0, 0.40), "communicate": (0.44, 0.34), "exchange": (0.80, 0.07)}
 
 
 class Timeline:
-    """The spans of one step, per rank, in milliseconds since the first rank began it."""
+    """The spans of one step by rank, in milliseconds since the first rank began the step."""
 
     def __init__(self, trace, step):
         spans = [e for e in trace["traceEvents"] if e.get("ph") == "X"]

@@ -24,7 +24,7 @@ struct Layer {
   int64_t rows, cols;
 };
 
-// In the order in which backward completes the gradients: last layer first.
+// The layers in the order in which backward completes their gradients: last layer first.
 const Layer kLayers[] = {{"head.weight", 10, 256},
                          {"head.bias", 10, 1},
                          {"body.weight", 256, 512},
@@ -72,8 +72,8 @@ void compute_gradient(const gw_tensor& tensor, int rank, int step) {
   }
 }
 
-// Checks the averaged gradient of body.weight. It has rank 2, so PowerSGD of rank 4 is exact but for
-// rounding.
+// Checks the averaged gradient of body.weight. The gradient has rank 2, so PowerSGD of rank 4 is exact except
+// for rounding.
 void check_average(const gw_tensor& tensor, int world, int step) {
   for (int64_t r = 0; r < tensor.rows; ++r) {
     double mean = 0;

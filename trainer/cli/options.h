@@ -31,8 +31,8 @@ struct RunOptions {
   std::string join;                   // the `members` file of the run that this process joins
   std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
   DeviceChoice device = DeviceChoice::automatic;
-  std::vector<std::string> compression;  // train: at most one; compare: one run each
-  std::vector<double> bucket_mb;         // train: at most one; compare: one run each
+  std::vector<std::string> compression;  // train: at most one spec; compare: one run per spec
+  std::vector<double> bucket_mb;         // train: at most one size; compare: one run per size
   std::string preset;                    // compare: a list of specs, before those of `compression`
   int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
   bool overlap_forward = false;
