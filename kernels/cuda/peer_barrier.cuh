@@ -1,9 +1,9 @@
 // A barrier between the thread blocks with the same number in the kernels of all ranks. The kernels run
 // concurrently on devices that write each other's memory (runtime/device/peers.h).
 //
-// Writes of a block's threads before the barrier, also to the rank's own window, are visible to the blocks of
-// other ranks after the barrier. Each call of a kernel has a fixed number of barriers, at most two. Signals
-// only grow, so nothing is reset, and a launch that is captured in a graph needs no new arguments.
+// Writes of a block's threads before the barrier, including the rank's local window, are visible to the
+// blocks of other ranks after the barrier. Each call of a kernel has a fixed number of barriers, at most two.
+// Signals only grow, so nothing is reset, and a launch that is captured in a graph needs no new arguments.
 //
 // The kernel that uses it is the same on a GPU and in tests/simt; only the loads, stores and the clock
 // differ.

@@ -184,7 +184,8 @@ __device__ __forceinline__ void store_vector(uint16_t* to, const uint16_t (&from
   }
 }
 
-// BF16 operands, widened when loaded and rounded when stored (kernels/math/bf16.h).
+// Pack, load and store BF16 operands, which are widened when loaded and rounded when stored
+// (kernels/math/bf16.h).
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 #ifdef __CUDA_ARCH__
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);  // one instruction rounds both values

@@ -138,7 +138,7 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
       return {reinterpret_cast<const uint32_t*>(a + i * tile_rows * g.lda), g.lda / 2, kPairsPerBlock};
     return {packed + (i - unpacked) * panel, kPairsPerBlock, tile_rows * (in_blocks ? kPairsPerBlock : 1)};
   };
-  // While a tile is computed, the previous one is written to C.
+  // While a tile is computed, the previous tile is written to C.
   alignas(64) float tiles_memory[2][kMostBf16Rows * kBf16Columns];
   FinishedTile finished{g, nullptr, {}};
   const Bf16Tiles tiles(way);

@@ -104,8 +104,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))) void avx512(cons
 #endif
 
 #ifdef GW_AMX
-// Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns 0 to 15 and 16 to 31 of
-// B.
+// Computes a tile by AMX. Tile registers 0 to 3: C; 4 and 5: rows 0 to 15 and 16 to 31 of A; 6 and 7: columns
+// 0 to 15 and 16 to 31 of B.
 __attribute__((target("amx-tile,amx-bf16"))) void amx(const Bf16Rows& rows, const uint32_t* b, int64_t pairs,
                                                       float* tile, const Bf16Meanwhile& meanwhile) {
   constexpr int kTileBytes = kBf16Columns * 4;

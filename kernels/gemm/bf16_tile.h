@@ -3,7 +3,7 @@
 //
 //   avx512   VDPBF16PS: of a pair, the second product is added first. Every addition is rounded.
 //   amx      TDPBF16PS: 16 pairs at a time. The products of the first numbers and of the second numbers have
-//            separate sums, from zero; then both are added, and the result to C. Every addition is rounded.
+//            separate sums, from zero; the sums are added, and the result to C. Every addition is rounded.
 //
 // Subnormal operands and results are zero in both instruction sets.
 #pragma once

@@ -30,7 +30,7 @@ struct ColumnMajorGemm {
 };
 
 inline ColumnMajorGemm column_major(const Gemm& g) {
-  // Stored rows become columns.
+  // Returns the column-major description of a row-major matrix: stored rows become columns.
   auto stored = [](const auto& pointer, int64_t rows, int64_t columns, int64_t ld, int64_t stride) {
     return ColumnMajorMatrix{pointer.data, pointer.type, columns, rows, ld, stride};
   };

@@ -37,7 +37,8 @@
 namespace gradwire::cuda {
 namespace {
 
-// cuBLASLt requires that the leading dimension of the pre-activations is a multiple of 8.
+// Returns whether cuBLASLt can apply the epilogue. cuBLASLt requires that the leading dimension of the
+// pre-activations is a multiple of 8.
 bool fits_epilogue(const Gemm& g) {
   return g.epilogue == Epilogue::none || g.aux.data == nullptr || g.ldc % 8 == 0;
 }
@@ -112,7 +113,8 @@ class Context {
         static_cast<cublasMath_t>(CUBLAS_DEFAULT_MATH | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION)));
   }
   ~Context() {
-    // At thread exit, possibly after the driver has shut down: a failure cannot be handled.
+    // The destructor runs at thread exit, possibly after the driver has shut down, so a failure cannot be
+    // handled.
     plans_.clear();
     cublasDestroy(handle_);
     ignore(cudaFree(workspace_));

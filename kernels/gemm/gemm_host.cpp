@@ -127,8 +127,8 @@ Bf16Panels& thread_panels() {
 }
 
 // Returns the number of pieces of whole tiles for a product's rows. Each piece reads all of B, so it needs
-// many rows, but the rows must stay in the second-level cache (2 MiB on processors with AMX, 1 MiB on
-// others). The number of pieces is a multiple of the number of threads, since there are few pieces.
+// many rows, but the rows must stay in the second-level cache (2 MiB on processors with AMX, 1 MiB on other
+// processors). The number of pieces is a multiple of the number of threads, since there are few pieces.
 int64_t pieces_of_rows(int64_t m, int64_t k, const Bf16TileShape& tile) {
   const int64_t most_rows = tile.in_blocks ? 512 : 256, cache_bytes = tile.in_blocks ? 3 << 19 : 1 << 20;
   const int64_t rows = std::clamp<int64_t>(cache_bytes / (2 * std::max<int64_t>(1, k)), tile.rows, most_rows);

@@ -90,7 +90,8 @@ class CublasProducts final : public ThinProducts {
     cublasHandle_t handle = nullptr;
     void* workspace = nullptr;
     ~Context() {
-      // At thread exit, possibly after the driver has shut down: a failure cannot be handled.
+      // The destructor runs at thread exit, possibly after the driver has shut down, so a failure cannot be
+      // handled.
       if (handle != nullptr) api->destroy(handle);
       ignore(cudaFree(workspace));
     }

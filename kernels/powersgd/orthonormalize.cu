@@ -157,7 +157,7 @@ __device__ __forceinline__ double factor(int rank, const Workspace& w) {
     double inverse_root = dependent ? 1.0 : 1.0 / sqrt(pivot);
     smallest = dependent ? 0.0 : fmin(smallest, pivot);
     if (thread == 0) w.dependent[w.order[j]] = dependent ? 1 : 0;
-    // Column j of L below the diagonal, and row j of the inverse up to it.
+    // Scale column j of L below the diagonal, and row j of the inverse up to the diagonal.
     if (thread > j && thread < rank) {
       double& entry = w.b[thread * w.stride + j];
       entry = dependent ? 0.0 : entry * inverse_root;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void update_order(int rank, const Workspace& w) {
       w.attempts[k] += w.dependent[k];
       sorted[1] += w.attempts[k] == 0 ? 1 : 0;
     }
-    // w.dependent is free until the next factor(); it holds the new order.
+    // w.dependent is free until the next factor(); the loop builds the new order in it.
     for (int i = 0; i < rank; ++i) {
       int column = w.order[i];
       if (w.attempts[column] == 0) {

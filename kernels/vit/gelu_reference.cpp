@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kPi = 3.14159265358979323846;
 
-// In the tanh form Phi is (1 + tanh(u)) / 2, written without its cancellation.
+// Returns the argument of the tanh form: Phi is (1 + tanh(u)) / 2, computed without cancellation.
 double tanh_argument(double x) {
   return std::sqrt(2.0 / kPi) * (x + 0.044715 * x * x * x);
 }

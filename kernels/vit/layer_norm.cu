@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_partial_sums(float (&d_gamma)[kItems][kV],
   }
 }
 
-// Each block processes one chunk of rows. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk,
-// 3, width).
+// Processes one chunk of rows per block. Writes (d_gamma, d_beta, dx_sum) of the chunk to workspace(chunk, 3,
+// width).
 template <int G, int Items, typename S>
 __global__ void __launch_bounds__(kRowThreads)
     layer_norm_backward_slice_kernel(LayerNormBackward<S> a, int64_t rows_per_chunk) {

@@ -75,7 +75,7 @@ struct WireReads : Format {
   }
 };
 
-// Base of Tiles that read ahead. Reads: as Format of PartReads.
+// Base class of Tiles that read ahead. Reads: the same as the Format of PartReads.
 template <typename Reads>
 struct TilesAhead {
   static constexpr int kThreads = kVectorThreads, kBlocks = 2;

@@ -1,4 +1,4 @@
-// The options of a wire format in its specs, `int4:block=64`; each format describes its own.
+// The options of a wire format in its specs, `int4:block=64`; each format describes its options.
 #pragma once
 
 #include <string>

@@ -1,6 +1,6 @@
 // Device, Stream, Event, Buffer: one interface to CUDA and host, so that all code above is written once.
 //
-// A host Stream is an in-order queue with its own thread. Two host streams are ordered only by an Event,
+// A host Stream is an in-order queue with a separate thread. Two host streams are ordered only by an Event,
 // exactly as on a GPU, so ThreadSanitizer reports a missing wait as a data race.
 //
 // Objects of the four classes are small values: copying an object copies a handle. A Buffer's memory lives
@@ -82,7 +82,7 @@ class Stream {
     return impl_ == other.impl_;
   }  // true: both are handles of the same queue
 
-  // Host only: runs `task` on the stream's thread after all earlier tasks.
+  // Runs `task` on the stream's thread after all earlier tasks. Host only.
   void submit(std::function<void()> task) const;
   // Delays later work of this stream until `event`'s last record is complete. Does nothing if the event was
   // never recorded.
@@ -91,7 +91,7 @@ class Stream {
   void synchronize() const;
   // Returns whether the owner of the stream is capturing its work in a CUDA graph.
   bool is_captured() const;
-  // CUDA only: returns the cudaStream_t. Ops themselves make the device current.
+  // Returns the cudaStream_t. CUDA only. Ops make the device current before they use the stream.
   CudaStream native() const;
 
   struct Impl;

@@ -43,7 +43,8 @@ struct CudaStreamImpl final : Stream::Impl {
 struct CudaEventImpl final : Event::Impl {
   CudaEventImpl(int index, bool timer) : Impl(Device::cuda(index), timer) {
     set_device(index);
-    // Waiting threads sleep: with a rank per GPU, spinning would take the loaders' cores.
+    // With blocking synchronization, waiting threads sleep. With a rank per GPU, spinning would occupy the
+    // loaders' cores.
     GW_CUDA_CHECK(cudaEventCreateWithFlags(
         &handle, timer ? cudaEventBlockingSync : cudaEventBlockingSync | cudaEventDisableTiming));
   }

@@ -19,7 +19,7 @@ const char* name(Activity activity);  // returns "batch", "forward", ...
 // A range from construction to destruction, which must be in the same thread; a thread's ranges nest.
 class NvtxRange {
  public:
-  // `number`: a step or a bucket, shown next to the name.
+  // Begins a range. `number`: a step or a bucket, shown next to the name.
   NvtxRange(Activity activity, int64_t number);
   ~NvtxRange();
   NvtxRange(const NvtxRange&) = delete;

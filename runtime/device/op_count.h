@@ -1,7 +1,7 @@
 // Counts the ops and launches that a section of code enqueues. The counts measure the cost of a step for the
 // host, and for a small GPU.
 //
-//   OpCount count;            // from here to its end, of this thread
+//   OpCount count;            // counts in this thread until the end of the scope
 //   Graph::capture(stream, [&] { step(); });    // or run it
 //   count.ops(), count.launches()
 //

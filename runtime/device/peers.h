@@ -1,10 +1,10 @@
 // Memory that the ranks of a group read and write directly: threads of one process, or GPUs of one node
 // between which loads and stores work (NVLink).
 //
-// Each rank has a window of peer memory: signals, then two halves for data. A rank writes its own halves,
-// reads the halves of all ranks, and writes its signals into the windows of the other ranks. Calls alternate
-// between the halves, so that data that a slower rank still reads is not overwritten: a rank enters call k +
-// 2 only after all other ranks have begun call k + 1.
+// Each rank has a window of peer memory: signals, then two halves for data. A rank writes the halves of its
+// window, reads the halves of all ranks, and writes its signals into the windows of the other ranks. Calls
+// alternate between the halves, so that data that a slower rank still reads is not overwritten: a rank enters
+// call k + 2 only after all other ranks have begun call k + 1.
 //
 //   uint32_t signals[kMostPeerBlocks][kMostPeers]   [block][from]: how many barriers `from` has reached
 //   uint32_t calls[kMostPeerBlocks]                 calls so far; equal between calls; an odd count uses the

@@ -3,7 +3,7 @@
 // A span is the time between two marks of one stream. Marks that are recorded anyway, to measure times,
 // become spans by add() once they are complete, at no cost to the step. Finer marks (SpanOnStream) are
 // recorded only in the traced steps. Times are on the clock of this process, relative to the caller's origin;
-// where the device has its own clock, calibrate() relates the two.
+// where the device has a separate clock, calibrate() relates the two clocks.
 #pragma once
 
 #include <chrono>
