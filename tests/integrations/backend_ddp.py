@@ -20,7 +20,7 @@ def model() -> nn.Module:
 
 
 def group_of_small_tensors() -> Any:
-    """A group that compresses tensors of any size. Gloo's are those of one element, and other types."""
+    """Creates a group that compresses tensors of any size, except tensors of one element or other types."""
     register_backend("int8", reduce_scatter="int8", all_gather="bf16", min_bytes=1, name="small")
     return dist.new_group(backend="small")
 
@@ -40,7 +40,10 @@ def flat(module: nn.Module) -> torch.Tensor:
 
 
 def near(trained: nn.Module, wanted: torch.Tensor, what: str, limit: float = 0.05) -> None:
-    """Weights within a part of what training moved them."""
+    """Checks that the weights are close to `wanted`, and the same on every rank.
+
+    limit: the largest difference, relative to the distance that training moved the weights.
+    """
     off = float((flat(trained) - wanted).norm() / (wanted - flat(model())).norm())
     check(off < limit, f"{what}: the weights are {off:.1e} off")
     first = flat(trained)
@@ -76,7 +79,7 @@ def hooks_of_pytorch_work() -> None:
         (lambda group: group, default_hooks.allreduce_hook),
         (lambda group: group, default_hooks.bf16_compress_hook),
         (lambda group: powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2),
-         powerSGD_hook.powerSGD_hook),  # its callbacks wait for sums, which they start
+         powerSGD_hook.powerSGD_hook),  # its callbacks start sums and wait for them
         (lambda group: group, quantization_hooks.quantization_pertensor_hook)]
     for state_of, hook in hooks:
         trained = []
@@ -96,7 +99,7 @@ def uneven_inputs_are_joined() -> None:
         for group in (gloo, small):
             ddp = DistributedDataParallel(model(), process_group=group)
             with ddp.join(divide_by_initial_world_size=static):
-                train(ddp, list(ddp.parameters()), steps=2 * RANK)  # rank 0 has none
+                train(ddp, list(ddp.parameters()), steps=2 * RANK)  # rank 0 has no inputs
             trained.append(ddp)
         near(trained[1], flat(trained[0]), f"join(divide_by_initial_world_size={static})")
     before = small.compressed

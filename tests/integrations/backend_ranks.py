@@ -1,5 +1,8 @@
-"""One rank of the backend's tests; backend_test.py starts them. Every rank runs the scenarios named on the
-command line, in order; a failed check ends the rank, and with it the test."""
+"""Runs one rank of the backend's tests, for backend_test.py.
+
+Every rank runs the scenarios named on the command line, in order. A failed check ends the rank, and so the
+test.
+"""
 from __future__ import annotations
 
 import faulthandler
@@ -112,7 +115,7 @@ def large_sums_are_compressed_and_nothing_else() -> None:
 
 
 def other_collectives() -> None:
-    """All that is Gloo's and not inherited from ProcessGroup."""
+    """Makes every call that the backend forwards to Gloo, and checks that no call is inherited."""
     own, n = torch.full((WORLD,), float(RANK)), WORLD * (WORLD - 1) / 2
     total = own.clone()
     dist.reduce(total, 0)
@@ -144,8 +147,10 @@ def other_collectives() -> None:
 
 
 def many_calls_at_once_do_not_deadlock() -> None:
-    """With an inherited broadcast() this hung within a thousand rounds of four ranks: see _gloos() of
-    backend.py."""
+    """Makes 500 rounds of three calls at once.
+
+    An inherited broadcast() makes four ranks hang within a thousand rounds: see _gloos() of backend.py.
+    """
     for step in range(500):
         gathered = [torch.empty(5) for _ in range(WORLD)]
         total, sent = torch.ones(10), torch.full((10,), float(RANK))
@@ -165,7 +170,7 @@ def work_is_done_when_it_says_so() -> None:
     tensors = [values() for _ in range(4)]
     works = [dist.all_reduce(t, async_op=True) for t in tensors[:3]]
     if RANK == 0:
-        dist.barrier()  # Gloo's calls do not wait for those under way
+        dist.barrier()  # Gloo's calls do not wait for running calls
         late = dist.all_reduce(tensors[3], async_op=True)
     else:
         dist.barrier()
@@ -181,7 +186,7 @@ def work_is_done_when_it_says_so() -> None:
     check(torch.equal(seen[0], tensors[1]), "a callback of the future saw another sum")
     dist.barrier()
     if RANK == 0:
-        # the others come only after this has failed to wait
+        # The other ranks make the call only after wait() has timed out on rank 0.
         alone = dist.all_reduce(tensors[0], async_op=True)
         check(not alone.is_completed(), "done before the others have come")
         refused(alone.result, RuntimeError, "wait()")
@@ -199,7 +204,7 @@ def shards() -> None:
     chunk = exact.chunk(WORLD)[RANK]
     output = torch.empty(LARGE // WORLD)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch 2.15 has other names for these two, 2.14 has not
+        warnings.simplefilter("ignore")  # PyTorch 2.15 renames these two functions; 2.14 does not
         with Compressed(1, "reduce_scatter_tensor"):
             dist.reduce_scatter_tensor(output, values())
         near(output, chunk, "reduce_scatter_tensor")
@@ -281,7 +286,7 @@ def flat(net: nn.Module) -> torch.Tensor:
 
 def whoever_calls_torch_distributed() -> None:
     def off(trained: torch.Tensor) -> float:
-        """Distance of weights from those trained by Gloo, in units of what training moved them."""
+        """Returns the distance from the weights trained over Gloo, relative to the change by training."""
         return float((trained - flat(plain)).norm() / (flat(plain) - flat(model())).norm())
 
     gloo = dist.new_group(backend="gloo")
@@ -304,7 +309,7 @@ def whoever_calls_torch_distributed() -> None:
     losses["fully_shard"] = train(sharded, torch.optim.SGD(sharded.parameters(), lr=5.0))
     check(group().compressed - before >= 8,
           f"fully_shard: {group().compressed - before} calls were compressed in 4 steps")
-    # Its weights are gathered in bfloat16, without what gradwire.fsdp does about that.
+    # The backend gathers the weights of fully_shard() in bfloat16. Its limit is therefore larger.
     whole = torch.cat([p.full_tensor().detach().flatten()
                        for p in sharded.parameters()])  # type: ignore[attr-defined]
     check(1e-6 < off(whole) < 0.4, f"fully_shard: weights are {off(whole):.1e} off")
@@ -335,8 +340,10 @@ def groups_have_rules_of_their_own() -> None:
 
 
 def a_fork_is_refused_its_parents_group() -> None:
-    """Where the parent has made a communicator, and where it has not: then the store would be asked for
-    one."""
+    """Checks groups for which the parent has created a communicator, and groups for which it has not.
+
+    A group without a communicator would use the store, which belongs to the parent.
+    """
     unused = dist.new_group(list(range(WORLD)))
     dist.all_reduce(values())
 
@@ -353,8 +360,7 @@ def a_fork_is_refused_its_parents_group() -> None:
 
 def a_process_may_end_without_leaving_the_group() -> None:
     waited = dist.all_reduce(values(), async_op=True)
-    # The backend's thread, in PyTorch's code, asks for Python's lock every millisecond while Python goes
-    # down.
+    # The backend's thread, in PyTorch's code, requests the GIL every millisecond while Python exits.
     waited.get_future().then(lambda _: [time.sleep(0.001) for _ in range(1000)])
     waited._finished.wait()  # type: ignore[attr-defined]
     say("the process ends now")
@@ -370,7 +376,7 @@ def a_dead_peer_raises() -> None:
                  lambda: functional.wait_tensor(functional.all_reduce(values(), "sum", dist.group.WORLD))):
         refused(call, RuntimeError, f"rank {WORLD - 1}")
     say("a dead rank is named by every kind of call")
-    os._exit(0)  # Gloo's farewell would wait for the dead
+    os._exit(0)  # Gloo's destructor would wait for the dead rank
 
 
 SCENARIOS: List[Callable[[], None]] = [
@@ -383,7 +389,7 @@ SCENARIOS: List[Callable[[], None]] = [
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(380, exit=True)  # shows where it hangs, if it does
+    faulthandler.dump_traceback_later(380, exit=True)  # shows where a hang occurs
     torch.set_num_threads(1)
     register_backend("int8", reduce_scatter="int8", all_gather="bf16")
     register_backend(None, name="exact")

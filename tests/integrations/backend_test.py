@@ -2,7 +2,7 @@
 """torch.distributed on gradwire.torch.Backend: processes on this machine, CPU.
 
 usage: backend_test.py WORLD SCENARIO...    scenarios of backend_ranks.py
-       backend_test.py old                  the error on a PyTorch that takes no process groups in Python
+       backend_test.py old                  the error on a PyTorch without process groups in Python
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every type and layout of tensor over the registered backend: compressed, or what Gloo does with it."""
+"""Tests every type and layout of tensor over the registered backend: compressed, or the same as with Gloo."""
 from __future__ import annotations
 
 import warnings
@@ -11,12 +11,12 @@ from gradwire.torch import register_backend
 
 from rank import RANK, WORLD, check, say
 
-COUNT = 4096  # elements, of which every rank gets the same part
+COUNT = 4096  # elements; divisible by the number of ranks
 Make = Callable[[], torch.Tensor]
 
 
 class Case(NamedTuple):
-    """A tensor, the operations on it that are compressed, and those in which Gloo itself ends the process."""
+    """A tensor, the compressed operations on it, and the operations in which Gloo ends the process."""
 
     make: Make
     compressed: str = ""
@@ -47,7 +47,7 @@ CASES: Dict[str, Case] = {
     "float16": _of(torch.float16, ALL), "float64": _of(torch.float64),
     "int8": _of(torch.int8), "uint8": _of(torch.uint8), "int16": _of(torch.int16),
     "int32": _of(torch.int32), "int64": _of(torch.int64), "bool": _of(torch.bool),
-    "complex64": _of(torch.complex64, "all_reduce all_gather"),  # which PyTorch gives as pairs of float32
+    "complex64": _of(torch.complex64, "all_reduce all_gather"),  # PyTorch passes pairs of float32
     "complex128": _of(torch.complex128),
     "float8": Case(lambda: _float(COUNT).to(torch.float8_e4m3fn)),
     "quantized": Case(lambda: torch.quantize_per_tensor(_float(COUNT), 0.1, 0, torch.qint8)),
@@ -87,7 +87,7 @@ def _all_gather(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 OPERATIONS = {"all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "all_gather": _all_gather}
-# Gloo refuses these layouts, or works on their memory in its order: contiguous copies are the reference.
+# Gloo refuses these layouts, or uses their memory order. Contiguous copies are the reference.
 OWN_REFERENCE = ("transposed", "strided", "channels_last", "expanded", "negated view", "requires_grad")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Gradwire's copy of OpenBLAS in a process that has its own copy: neither changes the other.
+"""Tests Gradwire's copy of OpenBLAS in a process with another copy: neither copy changes the other.
 
 Each case runs in a separate process, because OpenBLAS chooses its kernels when it is loaded.
 usage: blas_test.py PATH_OF_LIBGRADWIRE_BLAS PATH_OF_LIBGRADWIRE
@@ -40,7 +40,7 @@ def ours(path: str) -> dict:
 
 
 def theirs() -> dict:
-    library = ctypes.CDLL("libopenblas.so.0")  # the one that numpy or torch loaded, if it did
+    library = ctypes.CDLL("libopenblas.so.0")  # the copy of numpy or torch, if loaded
     library.openblas_get_corename.restype = ctypes.c_char_p
     return {
         "kernels": library.openblas_get_corename().decode(), "threads": library.openblas_get_num_threads()
@@ -115,7 +115,7 @@ class InSomebodysProcess(unittest.TestCase):
         chosen = self.look(GRADWIRE_BLAS_KERNELS="Prescott")["ours"]
         self.assertEqual((chosen["kernels"], chosen["error"]), ("Prescott", None))
         if self.alone["kernels"] != "Prescott":
-            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # so bits do depend on kernels
+            self.assertNotEqual(chosen["bits"], self.alone["bits"])  # bits depend on the kernels
 
 
 if __name__ == "__main__":

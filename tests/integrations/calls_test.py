@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The Python package without DDP: arrays, shards, requests, reducers and their states, and errors."""
+"""Tests the Python package without DDP: arrays, shards, requests, reducers and their states, and errors."""
 from __future__ import annotations
 
 import threading
@@ -33,8 +33,8 @@ class Failures(unittest.TestCase):
         run_ranks(2, body)
 
     def test_no_cuda_bucket_is_enqueued_after_a_failure(self) -> None:
-        # On CUDA backward() of the step that failed has raised nothing. No GPU is touched here: the refusal
-        # comes first.
+        # On CUDA backward() of the failed step does not raise. The hook fails before it uses a GPU, so this
+        # test needs no GPU.
         comm = gradwire.Communicator()
         hook = gradwire.torch.Hook("fp32", comm=comm)
         comm.abort("because a peer is gone")
@@ -49,7 +49,7 @@ class Failures(unittest.TestCase):
 
 
 class Shards(unittest.TestCase):
-    """Reduce-scatter, all-gather, updates of replicas and broadcast."""
+    """Tests reduce-scatter, all-gather, updates of replicas and broadcast."""
 
     def test_a_reduce_scatter_and_an_all_gather_are_an_allreduce(self) -> None:
         counts = [5, 0, 11]

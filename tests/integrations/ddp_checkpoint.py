@@ -1,5 +1,8 @@
-"""The hook's state through torch.distributed.checkpoint (PyTorch 2) and torch.save(): every rank gets its own
-back, and another number of ranks shares the residuals, whose sum stays."""
+"""Tests the hook's state through torch.distributed.checkpoint (PyTorch 2) and torch.save().
+
+The same number of ranks gets the same states back. Another number of ranks shares the residuals, and
+preserves their sum.
+"""
 from __future__ import annotations
 
 import copy
@@ -18,7 +21,7 @@ from gradwire.torch import Hook
 from ddp_training import TASKS, Run, batch_of
 from rank import RANK, WORLD, check, refused, say
 
-TODAY = hasattr(torch, "compile")  # 1.13's checkpoints are of sharded tensors only
+TODAY = hasattr(torch, "compile")  # PyTorch 1.13 checkpoints sharded tensors only
 # A named schedule, because bits are compared.
 EXACT = "powersgd:rank=2,schedule=two_shot"
 SPECS = (EXACT, "int4:schedule=ring", "bf16:schedule=two_shot,residual=int8")
@@ -117,14 +120,17 @@ def check_loaded(spec: str, world: int, saved: List[Dict[str, Any]], hook: Hook,
         run.step(s)
     if world == WORLD:
         difference = float((run.parameters() - torch.load(folder(spec) / "after")).abs().max())
-        # As in ddp_ranks.py: a new DDP has other buckets at first, and a rounded wire rounds other sums.
+        # As in ddp_ranks.py, a new DDP has other buckets in its first step, so a lossy format rounds other
+        # sums.
         check(difference <= (0.0 if spec == EXACT else 1e-2), f"{spec}: continued {difference:.1e} off")
     check(hook.state_dict()["steps"] == 7, "steps after continuing")
 
 
 def conservation(hook: Hook, run: Run, before: Dict[str, torch.Tensor]) -> float:
-    """Step 4, of which nothing may be lost: averages and residuals afterwards are gradients and residuals
-    before."""
+    """Makes step 4, and returns the largest relative error of averages and residuals.
+
+    The averages and residuals after the step must have the sum of the gradients and residuals before it.
+    """
     alone = copy.deepcopy(run.model)
     alone.zero_grad()
     images, labels = batch_of(run.task, 4)
@@ -148,8 +154,7 @@ def wrong_states_are_refused(spec: str, world: int, saved: List[Dict[str, Any]])
         refused(lambda: hook.load_state_dict(without), ValueError, "hook.checkpoint()", f"of {world}")
     if TODAY:
         import torch.distributed.checkpoint as dcp
-        # hook.state_dict() itself, which is saved once, for all ranks; loaded into a hook that has no tensors
-        # yet.
+        # hook.state_dict() was saved only once for all ranks. It is loaded into a hook without tensors.
         state = {"hook": hook.state_dict()}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""gradwire.torch.compress(): one line in place of two, under torch.compile() too; and what it refuses."""
+"""Tests gradwire.torch.compress(), also under torch.compile(), and the models that it rejects."""
 from __future__ import annotations
 
 from typing import Callable, List
@@ -14,7 +14,7 @@ from gradwire.torch import Hook, allreduce_hook, compress
 from ddp_training import same_on_all_ranks
 from rank import RANK, WORLD, check, refused, say
 
-TODAY = hasattr(torch, "compile")  # else PyTorch 1.13, which has neither that nor FSDP2
+TODAY = hasattr(torch, "compile")  # PyTorch 1.13 has neither torch.compile() nor FSDP2
 
 
 def model() -> nn.Module:
@@ -34,7 +34,7 @@ def train(ddp: nn.Module, steps: int = 3) -> torch.Tensor:
 
 def one_line_is_the_hook() -> None:
     ddp = DistributedDataParallel(model())
-    spec = "int8:schedule=ring"  # auto measures, and could choose differently for each
+    spec = "int8:schedule=ring"  # schedule=auto could choose differently for each run
     hook = Hook(spec, model=ddp)
     ddp.register_comm_hook(hook, allreduce_hook)
     long = train(ddp)
@@ -85,7 +85,7 @@ def compiled_models_keep_their_names() -> None:
 
 
 class Fabric(nn.Module):
-    """As Lightning Fabric wraps a model."""
+    """A wrapper like Lightning Fabric's."""
 
     def __init__(self, ddp: nn.Module) -> None:
         super().__init__()
@@ -93,14 +93,14 @@ class Fabric(nn.Module):
 
 
 class Trainer:
-    """As transformers' has it: the model, and what it has wrapped it in."""
+    """A trainer like transformers': it has the model and the wrapped model."""
 
     def __init__(self, ddp: nn.Module) -> None:
         self.model, self.model_wrapped, self.arguments = ddp.module, ddp, {"lr": 0.1}
 
 
 class Lightning:
-    """As Lightning's has it: a strategy has the model."""
+    """A trainer like Lightning's: its strategy has the model."""
 
     def __init__(self, ddp: nn.Module) -> None:
         self.strategy = Trainer(ddp)
@@ -172,7 +172,7 @@ def python_reducer_is_refused() -> None:
         refused(lambda: compress(ddp), gradwire.Unsupported, "python_reducer", "set it to True")
         hook = Hook("fp32")
         ddp.register_comm_hook(hook, allreduce_hook)
-        if torch.__version__ >= (2, 9):  # earlier ones use it in compiled programs only
+        if torch.__version__ >= (2, 9):  # earlier versions use python_reducer in compiled programs only
             refused(lambda: train(ddp, 1), gradwire.Unsupported, "python_reducer", "set it to True")
 
         @torch.compile(backend="aot_eager")

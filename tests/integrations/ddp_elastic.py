@@ -1,4 +1,4 @@
-"""Hooks with min_ranks: ranks die, stop, or fail for a moment, and the others continue in the same process."""
+"""Tests hooks with min_ranks: ranks die, stop or fail once, and the others continue in the same process."""
 from __future__ import annotations
 
 import copy
@@ -29,7 +29,7 @@ SPECS = ("fp32:schedule=two_shot", "int8:schedule=ring", "powersgd:rank=2,schedu
 
 
 class Said(logging.Handler):
-    """Log records of this process's hooks."""
+    """Collects the log messages of this process's hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Said(logging.Handler):
 
 
 def new_run(spec: str, min_ranks: int, timeout_s: float = 60) -> Run:
-    """With its hook as run.hook."""
+    """Creates a run, with its hook as run.hook."""
     torch.manual_seed(7)
     model = TASKS["vit"].build()
     hook = Hook(spec, model=model, min_ranks=min_ranks, timeout_s=timeout_s)
@@ -51,7 +51,7 @@ def new_run(spec: str, min_ranks: int, timeout_s: float = 60) -> Run:
 
 
 def over_survivors(hook: Hook, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum."""
+    """Returns the sum of `tensor` over the surviving ranks."""
     return hook._comm.allreduce_(tensor.clone(), "fp32",
                                  "sum") if hook._comm.world > 1 else tensor  # type: ignore[union-attr]
 
@@ -75,10 +75,11 @@ def same_weights(run: Any) -> None:
 
 
 def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None:
-    """A step, which may lose ranks. Of the gradients and residuals of those that are left nothing may be
-    lost.
+    """Makes a step in which ranks may die. Checks that no gradient or residual of a survivor is lost.
 
-    counts: ranks without residuals that die in it, but not before all had the means, to which they belong."""
+    counts: ranks without residuals that die in the step after all ranks have the means, which include the
+        gradients of these ranks.
+        """
     hook, alone = run.hook, copy.deepcopy(run.model)
     before = residuals(hook, alone)
 
@@ -99,15 +100,14 @@ def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None
 
 
 def ranks_that_die_are_gone_on_without() -> None:
-    """One after another, rank 0 too, until one is left: between steps, in a bucket, and before a step's
-    end."""
+    """Ends all ranks but one, also rank 0: between steps, in a bucket, and before the end of a step."""
     check(WORLD == 5, "this scenario needs 5 ranks")
     said = Said()
     runs = [new_run(spec, min_ranks=1) for spec in SPECS]
     for number in range(2):  # before its second step, DDP itself communicates with all ranks
         for run in runs:
             step_without_loss(run, number)
-    # Step: the rank, in which run and how.
+    # Keys: steps. Values: the rank that dies, the run, and the moment.
     deaths = {2: (4, 2, "between"), 4: (0, 1, "bucket"), 6: (3, 0, "end"), 8: (1, 1, "bucket")}
     left = list(range(WORLD))
     for number in range(2, 11):
@@ -138,12 +138,11 @@ def ranks_that_die_are_gone_on_without() -> None:
         flush=True,
     )
     sys.stdout.flush()
-    os._exit(0)  # torch's own group would wait for the dead ranks
+    os._exit(0)  # torch's process group would wait for the dead ranks
 
 
 def dies_in(hook: Hook, how: str) -> None:
-    """In this rank's next step: at its third bucket, or where it would tell the others that it has all
-    means."""
+    """Ends this rank in its next step: at its third bucket, or at the step's final exchange."""
     if how == "end":
         hook._elastic._exchange_norms = lambda comm: os._exit(0)  # type: ignore[union-attr,assignment]
         return
@@ -176,20 +175,22 @@ def what_a_dead_rank_held_is_said() -> None:
             str(said.lines))
         check(f"of norm {float(norm):.4g}, are lost" in said.lines[0], f"not {float(norm):.4g}: {said.lines}")
         print(said.lines[0], flush=True)
-    # Fewer than min_ranks are left.
+    # Another rank dies, so that fewer than min_ranks are left.
     if RANK == WORLD - 2:
         os._exit(0)
     if WORLD == 3:
         for attempt in range(2):
             refused(lambda: run.step(4), RuntimeError, "min_ranks is 2", f"rank {WORLD - 2}")
         run.hook.close()
-    dist.destroy_process_group()  # does not wait for the dead
+    dist.destroy_process_group()  # does not wait for the dead rank
     sys.exit(0)
 
 
 def failures_that_pass_change_nothing() -> None:
-    """No rank is lost: then the bits are those of a run without failures, also where ranks are a step
-    apart."""
+    """Compares a run whose group fails without losing a rank with an undisturbed run, bit for bit.
+
+    Some failures leave ranks one step apart.
+    """
     for spec in SPECS:
         results = []
         for disturbed in (False, True):
@@ -201,7 +202,7 @@ def failures_that_pass_change_nothing() -> None:
                     elif number in (4, 6):
                         fails_once(run.hook, "end")
                 run.step(number)
-                if number not in (4, 6):  # after which the group has failed
+                if number not in (4, 6):  # after these steps the group has failed
                     same_weights(run)
             results.append(torch.cat([run.parameters(), residuals(run.hook, run.model)]))
             check(run.hook.ranks == list(range(WORLD)), f"ranks {run.hook.ranks}")
@@ -216,8 +217,10 @@ def failures_that_pass_change_nothing() -> None:
 
 
 def fails_once(hook: Hook, where: str) -> None:
-    """In this rank's next step its communicator fails: at the second bucket, or when all others have done
-    with the step."""
+    """Makes the communicator fail in this rank's next step.
+
+    where: "bucket": at the second bucket; "end": when all other ranks have completed the step.
+    """
     name, owner = ("_reduce", hook) if where == "bucket" else ("_exchange_norms", hook._elastic)
     call, calls = getattr(owner, name), []
 
@@ -269,19 +272,19 @@ def a_stopped_rank_is_gone_on_without() -> None:
             step_without_loss(run, number)
             same_weights(run)
         check(run.hook.ranks == [0, 1], f"ranks {run.hook.ranks}")
-        time.sleep(4)  # there to tell rank 2
+        time.sleep(4)  # keeps the survivors alive until rank 2 has asked them
     sys.stdout.flush()
     os._exit(0)
 
 
 def ranks_that_die_at_random_moments() -> None:
-    """All but two, at any moment of small steps; `seed=N` on the command line draws others."""
+    """Ends all ranks but two at random moments of small steps. `seed=N` on the command line sets the seed."""
     given = [int(argument[5:]) for argument in sys.argv if argument.startswith("seed=")]
     draw = random.Random(given[0] if given else 1)
     dying = draw.sample(range(WORLD), WORLD - 2)
-    # a step, and s after it has begun
+    # Values: a step, and the seconds after its begin.
     moments = {rank: (draw.randrange(2, 20), draw.uniform(0, 0.02)) for rank in dying}
-    if draw.random() < 0.5:  # two at once
+    if draw.random() < 0.5:  # two ranks die at the same time
         moments[dying[0]] = moments[dying[1]]
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
@@ -300,7 +303,7 @@ def ranks_that_die_at_random_moments() -> None:
             threading.Timer(moments[RANK][1], lambda: os._exit(0)).start()
         step()
         if number == 30 and RANK in moments:
-            time.sleep(60)  # it dies soon
+            time.sleep(60)  # this rank dies during the sleep
     check(
         sorted(set(range(WORLD)) - moments.keys()) == hook.ranks,
         f"ranks {hook.ranks} are left, {moments} died")

@@ -1,5 +1,7 @@
-"""Ranks that die or fall silent: backward() raises on the others, at the deadline. Ranks that pause are
-waited for."""
+"""Tests ranks that die, stop responding or pause.
+
+backward() raises on the other ranks at the latest at the deadline, and waits for ranks that pause.
+"""
 from __future__ import annotations
 
 import os
@@ -24,7 +26,7 @@ def a_dead_peer_raises() -> None:
     for s in range(2):
         run.step(s)
         hook.check()
-    dist.barrier()  # or a slow rank's check() finds out first
+    dist.barrier()  # otherwise a slow rank's check() could raise first
     if RANK == WORLD - 1:
         os._exit(0)  # without leaving the group
     begin = time.monotonic()
@@ -41,7 +43,7 @@ def a_dead_peer_raises() -> None:
     refused(hook.check, gradwire.CommFailed, f"rank {WORLD - 1}")
     check(time.monotonic() - begin < 60, "it took much longer than the deadline")
     sys.stdout.flush()
-    os._exit(0)  # torch's own group would wait for the dead rank
+    os._exit(0)  # torch's process group would wait for the dead rank
 
 
 def a_silent_peer_raises() -> None:
@@ -49,7 +51,7 @@ def a_silent_peer_raises() -> None:
     run = Run(TASKS["vit"], hook)
     for s in range(2):  # before its second step, DDP itself communicates with all ranks
         run.step(s)
-    if RANK == 0:  # alive, but busy for longer than the others will wait
+    if RANK == 0:  # alive, but busy for longer than the deadline
         dist.barrier()
     else:
         begin = time.monotonic()
@@ -64,7 +66,7 @@ def a_silent_peer_raises() -> None:
 
 
 def ctrl_c_ends_backward() -> None:
-    hook = Hook("bf16")  # waits for half an hour
+    hook = Hook("bf16")  # its deadline is half an hour
     run = Run(TASKS["vit"], hook)
     for s in range(2):
         run.step(s)
@@ -75,7 +77,7 @@ def ctrl_c_ends_backward() -> None:
         try:
             try:
                 run.step(2)
-            except RuntimeError:  # the step's; Python raises KeyboardInterrupt next
+            except RuntimeError:  # raised by the step; Python raises KeyboardInterrupt next
                 for _ in range(100):
                     time.sleep(0.1)
             check(False, "backward() came back without the other ranks")
@@ -95,9 +97,9 @@ def ctrl_c_ends_backward() -> None:
 
 
 def a_peer_that_pauses_is_waited_for() -> None:
-    # Rank 0 stops as a whole, with the threads of its communicator: a checkpoint at its worst. `pause=75` on
-    # the command line does it for longer, with the deadline that a Hook has by default. Otherwise all pauses
-    # together exceed the deadline, though each stays below it.
+    # Stops rank 0, including the threads of its communicator, as a slow checkpoint does at worst. `pause=75`
+    # on the command line sets a longer pause, with the default deadline of a Hook. Otherwise each pause is
+    # shorter than the deadline, and the sum of the pauses is longer.
     given = [float(argument[6:]) for argument in sys.argv if argument.startswith("pause=")]
     pause_s, deadline = (given[0], {}) if given else (4.0, {"timeout_s": 9.0})
     results = []
@@ -112,7 +114,7 @@ def a_peer_that_pauses_is_waited_for() -> None:
             run.step(s)
             if 2 <= s < 2 + pauses:
                 check(time.monotonic() - begin > 0.9 * pause_s, f"step {s} did not wait for rank 0")
-                cpu_s = time.process_time() - cpu_begin  # of all threads, the step's own work included
+                cpu_s = time.process_time() - cpu_begin  # of all threads, including the step's work
                 check(cpu_s < 0.25 * pause_s,
                       f"step {s}: waiting for {pause_s} s took {cpu_s:.1f} s of the processor")
         hook.check()

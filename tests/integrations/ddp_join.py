@@ -1,4 +1,4 @@
-"""Uneven inputs under ddp.join(), with the hook: a rank whose inputs have ended contributes zeros."""
+"""Tests uneven inputs under ddp.join() with the hook: a rank without further inputs contributes zeros."""
 from __future__ import annotations
 
 from typing import Callable, List
@@ -32,7 +32,7 @@ def train(ddp: nn.Module, steps: int, static: bool) -> torch.Tensor:
 
 
 def uneven_inputs_are_joined_as_with_torchs_hook() -> None:
-    for steps in (2 * RANK, 3 + RANK):  # rank 0 without any inputs, and all with some
+    for steps in (2 * RANK, 3 + RANK):  # rank 0 without inputs, then all ranks with inputs
         for static in (True, False):
             theirs = DistributedDataParallel(model(), bucket_cap_mb=0.02)
             theirs.register_comm_hook(None, default_hooks.allreduce_hook)

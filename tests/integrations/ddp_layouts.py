@@ -1,4 +1,4 @@
-"""Every type and layout that a parameter can have, under the hook: docs/for-pytorch.md has the table."""
+"""Tests every type and layout of a parameter under the hook. docs/for-pytorch.md has the table."""
 from __future__ import annotations
 
 import copy
@@ -18,7 +18,7 @@ TODAY = hasattr(torch, "compile")
 
 
 class Of(nn.Module):
-    """Parameters of which each has a gradient that differs from rank to rank and from element to element."""
+    """Parameters whose gradients differ between ranks and between elements."""
 
     def __init__(self, *parameters: torch.Tensor) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Sparse(nn.Module):
 
 
 def uneven(dtype: torch.dtype) -> nn.Module:
-    """Several parameters in one bucket, so that a wrong offset shows."""
+    """Returns a module with several parameters in one bucket, so that a wrong offset shows."""
     return Of(torch.ones(5, 3, dtype=dtype), torch.ones(7, dtype=dtype), torch.ones(2, 3, 4, dtype=dtype))
 
 
@@ -71,7 +71,7 @@ CELLS: Dict[str, Callable[[], nn.Module]] = {
     "tied": Tied,
     "sparse": Sparse,
 }
-# DDP on Gloo refuses these in 1.13, and types that Gloo does not have in 2.6, also without a hook.
+# Without a hook, DDP on Gloo also rejects empty parameters in PyTorch 1.13, and other types in PyTorch 2.6.
 if TODAY:
     CELLS["empty"] = lambda: Of(torch.ones(3), torch.ones(0, 4), torch.ones(5), torch.ones(0))
 if torch.__version__ >= (2, 9):
@@ -96,13 +96,13 @@ def gradients(model: nn.Module) -> List[torch.Tensor]:
 
 
 def off(cell: Callable[[], nn.Module], spec: str, **options: Any) -> float:
-    """The largest relative error of a gradient, against the mean in float64."""
+    """Returns the largest relative error of a gradient, compared with the mean in float64."""
     torch.manual_seed(3)
     alone = cell()
     ddp = DistributedDataParallel(copy.deepcopy(alone), **options)
     hook = compress(ddp, spec)
     worst = 0.0
-    for step in range(3):  # DDP regroups its buckets after the first
+    for step in range(3):  # DDP rebuilds its buckets after the first step
         ddp.zero_grad()
         alone.zero_grad()
         factor = float(1 + RANK + step)
@@ -126,7 +126,7 @@ def every_type_and_layout_is_averaged() -> None:
         for spec, limit in (("fp32", rounding), ("int8", 5e-2), ("powersgd:rank=4", 0.6)):
             for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}):
                 if name == "sparse" and "gradient_as_bucket_view" in options:
-                    continue  # DDP itself refuses
+                    continue  # DDP rejects this case without a hook
                 error = off(cell, spec, **options)
                 check(error <= limit, f"{name}, {spec}, {options}: relative error {error:.1e}")
         say(f"{name}: averaged")
@@ -156,9 +156,12 @@ def refused_by_ddp() -> Dict[str, Callable[[], torch.Tensor]]:
 
 
 def ddp_refuses_what_the_page_says() -> None:
-    """No hook is there yet. If a new PyTorch takes one of these, it belongs into CELLS."""
+    """Checks that DDP rejects these types without a hook.
+
+    If a new PyTorch accepts a type, add the type to CELLS.
+    """
     if torch.__version__ < (2, 9):
-        return  # a refusal leaves older Gloos with a broken connection
+        return  # an error leaves a broken connection in earlier versions of Gloo
     for name, tensor in refused_by_ddp().items():
         try:
             DistributedDataParallel(Of(tensor(), torch.ones(3)))
@@ -168,7 +171,7 @@ def ddp_refuses_what_the_page_says() -> None:
 
 
 class Integers:
-    """A bucket as DDP never makes it."""
+    """A bucket of integers, which DDP never creates."""
 
     def index(self) -> int:
         return 0

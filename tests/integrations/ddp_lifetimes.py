@@ -1,4 +1,4 @@
-"""Communicators, hooks and their threads that outlive their process group, process or model."""
+"""Tests communicators, hooks and threads that outlive their process group, process or model."""
 from __future__ import annotations
 
 import functools
@@ -26,7 +26,7 @@ refused = functools.partial(rank.refused, within_s=20)
 
 
 def ports(count: int) -> List[int]:
-    """Free ports, the same on every rank."""
+    """Returns free ports, the same on every rank."""
     chosen: List[Any] = [[launch.free_port() for _ in range(count)]]
     dist.broadcast_object_list(chosen, src=0)
     return list(chosen[0])
@@ -38,8 +38,10 @@ def start(port: int, rank: int = RANK, world: int = WORLD) -> None:
 
 
 def destroy() -> None:
-    """PyTorch 2.6 holds Python's lock while it joins Gloo's thread, which may need it to drop a tensor of the
-    last call."""
+    """Destroys the process group, after a pause in which Gloo's thread completes.
+
+    PyTorch 2.6 holds the GIL while it joins Gloo's thread, which may need the GIL to free a tensor.
+    """
     time.sleep(0.05)
     dist.destroy_process_group()
 
@@ -85,7 +87,7 @@ def allreduce_follows_the_process_group() -> None:
 def allreduce_recovers_from_a_failure() -> None:
     gradwire.allreduce_(torch.ones(4))
     for _ in range(2):
-        dist.barrier()  # A failure of the next call must not reach a rank that is still in the call before.
+        dist.barrier()  # A failure of the next call must not reach a rank in the previous call.
         refused(lambda: gradwire.allreduce_(torch.ones(4 + RANK)), gradwire.CommFailed)
         got = gradwire.allreduce_(torch.full((4,), float(RANK)))
         check(float(got[0]) == mean(list(range(WORLD))), f"after a failure: {got}")
@@ -98,7 +100,7 @@ def a_failure_on_some_ranks_is_told_to_all() -> None:
     gradwire.allreduce_(torch.ones(4))
     dist.barrier()
     default = next(iter(_allreduce._defaults.values()))
-    # as if the last call had failed on this rank only, when the others had their results already
+    # Simulates a last call that failed on this rank only, when the other ranks already had their results.
     if RANK == 0:
         default._completed -= 1
         default._failed = True
@@ -130,13 +132,13 @@ def a_hook_made_before_a_fork_works_in_it() -> None:
     in_a_fork(child)
     start(after)
     ddp = ddp_with(unused)
-    for _ in range(2):  # in the second step DDP itself communicates, which hangs in a fork
+    for _ in range(2):  # in the second step DDP communicates, which hangs in a fork
         check(
             gradient_of(ddp, float(RANK)) == mean(list(range(WORLD))),
             "the hook no longer works in the parent")
 
     def user() -> None:
-        # by the hook, or before that by some versions' autograd
+        # Raised by the hook or, in some versions of PyTorch, earlier by autograd.
         refused(lambda: gradient_of(ddp, 1.0), Exception, "fork")
         refused(unused.check, gradwire.BadHandle, "fork")
         refused(unused.state_dict, gradwire.BadHandle, "fork")
@@ -173,7 +175,7 @@ def a_hook_ends_with_its_process_group() -> None:
 
 
 def a_hook_belongs_to_its_own_process_group() -> None:
-    """That is the DistributedDataParallel's, also without an argument, and for a part of the ranks."""
+    """Checks that a hook uses its model's process group, also without the argument process_group."""
     parts = [dist.new_group([rank]) for rank in range(WORLD)]
     torch.manual_seed(3)
     alone = DistributedDataParallel(nn.Linear(8, 4), process_group=parts[RANK])

@@ -1,4 +1,4 @@
-"""The DDP hook with a GradScaler: docs/for-pytorch.md, "Loss scale"."""
+"""Tests the DDP hook with a GradScaler: docs/for-pytorch.md, "Loss scale"."""
 from __future__ import annotations
 
 import copy
@@ -49,10 +49,10 @@ def _trained(spec: str, batches: List[Dict[str, Any]], with_scaler: Any = None,
 
 
 def a_scaled_run_has_the_bits_of_one_without() -> None:
-    # Scales are powers of two, which round nothing, so a run whose residuals have the right scale, and are as
-    # if skipped steps had never been, computes the same bits.
+    # Scales are powers of two, which cause no rounding errors. So a run computes the same bits if its
+    # residuals have the right scale and skipped steps do not change them.
     for spec in SPECS:
-        batches = _batches([2, 3, 9, 17], 20)  # the first step has other buckets than the others
+        batches = _batches([2, 3, 9, 17], 20)  # the first step has other buckets than later steps
         plain = _trained(spec, batches)
         followed = _trained(spec, batches, loss_scale.scaler())
         worst = float((plain - followed).abs().max())
@@ -110,7 +110,7 @@ def hooks_share_a_scaler() -> None:
 
 
 class Wrapper:
-    """As accelerate's: its step() gives the scaler the optimizer inside."""
+    """A wrapper like accelerate's: its step() passes the wrapped optimizer to the scaler."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer

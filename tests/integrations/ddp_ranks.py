@@ -1,5 +1,8 @@
-"""One rank of the DDP tests; ddp_test.py starts them. Every rank runs the scenarios named on the command
-line, in order; a failed check ends the rank, and with it the test."""
+"""Runs one rank of the DDP tests, for ddp_test.py.
+
+Every rank runs the scenarios named on the command line, in order. A failed check ends the rank, and so the
+test.
+"""
 from __future__ import annotations
 
 import copy
@@ -61,8 +64,8 @@ def fp32_is_ddp_without_a_hook() -> None:
                 f"{name} {options}: gradients of step {s} differ by {difference:.1e}")
             worst = max(worst, float((plain.parameters() - hooked.parameters()).abs().max()))
             if WORLD > 2:
-                # Sums of more than two terms are added in a different order here, and batch normalization
-                # amplifies their last bits within three steps; so each step begins with the same parameters.
+                # The hook adds more than two terms in another order than DDP, and batch normalization
+                # amplifies the last bits within three steps. So each step begins with the same parameters.
                 hooked.model.load_state_dict(plain.model.state_dict())
         check(worst <= 1e-6, f"{name} {options}: parameters differ by {worst:.1e} after {steps} steps")
         same_on_all_ranks(hooked.parameters(), "the model")
@@ -81,7 +84,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
     # second hook.
     specs: List[Tuple[str, Dict[str, Any]]] = [("powersgd:rank=2,schedule=two_shot", {"bucket_cap_mb": 0.25}),
                                                ("powersgd:rank=3,wire=bf16,start=3", {})]
-    if WORLD == 2:  # what a wire keeps does not depend on the number of ranks
+    if WORLD == 2:  # residuals do not depend on the number of ranks
         specs += [("bf16:residual=int8", {}), ("bf16", {})]
     for spec, options in specs:
         hook = Hook(spec)
@@ -98,8 +101,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
         for s in range(4, 7):
             run.step(s)
         straight = run.parameters()
-        # Loading into a hook that has worked with others' gradients in the meantime, into a new one, and by
-        # pickle.
+        # Loads the state into a hook that has made further steps, into a new hook, and by pickle.
         unpickled = pickle.loads(pickled)
         for other_hook in (hook, Hook(spec), unpickled):
             file.seek(0)
@@ -108,7 +110,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             if used:
                 other = run
                 other.model.load_state_dict(saved["model"])
-            else:  # here DDP begins with other buckets than those that the state was saved from
+            else:  # DDP begins with other buckets than the saved buckets
                 other = Run(TASKS["vit"], other_hook, **options)
                 other.model.load_state_dict(saved["model"])
             other.optimizer.load_state_dict(saved["optimizer"])
@@ -118,15 +120,15 @@ def a_checkpoint_continues_bit_for_bit() -> None:
             for s in range(4, 7):
                 other.step(s)
             difference = float((straight - other.parameters()).abs().max())
-            # A new DDP has other buckets in its first step than later, and with a 16-bit wire the last bits
-            # depend on which rank sums an element. Equal buckets, or an FP32 wire, give equal bits.
+            # A new DDP has other buckets in its first step than later. With a 16-bit wire format the last
+            # bits depend on the rank that sums an element. Equal buckets, or FP32, give equal bits.
             limit = 0.0 if used or "bf16" not in spec else 1e-3
             check(difference <= limit,
                   f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
             if not used:
                 other_hook.close()
-        # States that do not fit.
+        # Rejected: states of another version or spec.
         for change, error in (({"version": 3}, ValueError), ({"spec": "fp32"}, ValueError)):
             refused(lambda: hook.load_state_dict({**saved["hook"], **change}), error)
         hook.close()
@@ -135,7 +137,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
 
 
 class OneTensor:
-    """A bucket without DDP, of one parameter."""
+    """A bucket of one parameter, without DDP."""
 
     def __init__(self, parameter: torch.Tensor, gradient: torch.Tensor, index: int = 0) -> None:
         self._parameter, self._gradient, self._index = parameter, gradient, index
@@ -208,8 +210,8 @@ def float64_and_transposed_parameters() -> None:
 
 
 def bfloat16_buckets() -> None:
-    # PyTorch 1.13 has no DDP of bfloat16 models on Gloo; the hook takes their buckets.
-    # A given schedule and many elements: else a rank's share depends on `auto` and on each wire's granule.
+    # PyTorch 1.13 lacks DDP of bfloat16 models on Gloo, but the hook accepts buckets of bfloat16. With a
+    # named schedule and many elements, a rank's share does not depend on `auto` or on a format's granule.
     parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
     hook = Hook("fp32:schedule=ring")
     for factor in (1, 2):
@@ -221,7 +223,7 @@ def bfloat16_buckets() -> None:
     check(stats["wire_bytes"] == stats["dense_bytes"] > 0,
           f"fp32 sends more than the bfloat16 that it is given: {stats}")
     hook.close()
-    # A model of both types has buckets of both, which DDP renumbers after the first step.
+    # A model of both types has buckets of both types. DDP renumbers the buckets after the first step.
     wide = nn.Parameter(torch.zeros(4096))
     hook = Hook("fp32")
     for order in ((parameter, wide), (wide, parameter), (wide, parameter)):
@@ -234,7 +236,7 @@ def bfloat16_buckets() -> None:
 
 
 def infinity_in_float16() -> None:
-    # Infinity comes through, for a GradScaler; with a residual and without.
+    # Infinity is preserved for a GradScaler, with and without a residual.
     for spec in ("fp32", "bf16:schedule=ring", "int8"):
         half = nn.Parameter(torch.zeros(4096, dtype=torch.float16))
         hook = Hook(spec)
@@ -282,7 +284,7 @@ SCENARIOS = [
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(480, exit=True)  # shows where it hangs, if it does
+    faulthandler.dump_traceback_later(480, exit=True)  # shows where a hang occurs
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for scenario in chosen(SCENARIOS):

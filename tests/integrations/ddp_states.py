@@ -1,4 +1,4 @@
-"""The hook's state: gathered on rank 0, loaded by name, and of one model."""
+"""Tests the hook's state: gathered on rank 0, loaded by name, and rejected for another model."""
 from __future__ import annotations
 
 import io
@@ -45,7 +45,7 @@ def equal(some: Dict[str, torch.Tensor], others: Dict[str, torch.Tensor]) -> boo
 
 
 class Warnings(logging.Handler):
-    """The warnings of Gradwire's while it is in use."""
+    """Collects Gradwire's warnings in a with block."""
 
     def __enter__(self) -> List[str]:
         self.texts: List[str] = []
@@ -134,7 +134,7 @@ def frozen_parameters_are_found_by_name() -> None:
         check(loaded.state_dict(gather=False)["steps"] == 4, "steps")
         train(other, 2)
         loaded.close()
-    # One hook for the model before and after it is unfrozen.
+    # One hook serves the model before and after its parameters are unfrozen.
     made = model()
     for parameter in made[0].parameters():
         parameter.requires_grad_(False)

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The PyTorch hook under DistributedDataParallel: processes on this machine, Gloo process group, CPU.
+"""Tests the PyTorch hook under DistributedDataParallel: processes on this machine, Gloo process group, CPU.
 
 usage: ddp_test.py WORLD SCENARIO...              (of ddp_ranks.py)
        ddp_test.py checkpoint WORLD LOADING...    saved by WORLD ranks, loaded by others

@@ -1,4 +1,4 @@
-"""Shared by the scenarios of ddp_ranks.py: models, and a training run with a hook."""
+"""Provides the scenarios of ddp_ranks.py with models and a training run with a hook."""
 from __future__ import annotations
 
 from typing import Any, Callable, NamedTuple, Optional, Tuple
@@ -30,7 +30,7 @@ def small_vit() -> nn.Module:
     return model
 
 
-# ResNet-18's 11 million parameters take minutes on 4 ranks and show nothing that 2 don't.
+# ResNet-18's 11 million parameters take minutes on 4 ranks, and test nothing more than on 2 ranks.
 CONVOLUTIONS = "resnet18" if WORLD == 2 else "resnet10"
 TASKS = {"resnet18": Task(lambda: resnet18(num_classes=10), 64, 4), "vit": Task(small_vit, 32, 4),
          "resnet10": Task(lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10), 64, 4)}

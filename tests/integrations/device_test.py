@@ -1,10 +1,10 @@
 #!/usr/bin/python3
-"""PyTorch's tensors on a GPU: allreduce_(), the DDP hook and FSDP2, with ranks that share one GPU.
+"""Tests PyTorch's tensors on a GPU: allreduce_(), the DDP hook and FSDP2, with ranks that share one GPU.
 
 usage: device_test.py WORLD cuda|cpu [SCENARIO...]     cpu: the same on the host, which tests this program
 
-NCCL refuses two ranks on one GPU, unless they seem to be on different hosts: they then send through sockets,
-as across nodes. PyTorch's own process group is Gloo, which takes CUDA tensors.
+NCCL rejects two ranks on one GPU, unless the ranks seem to be on different hosts. The ranks then send through
+sockets, as between nodes. PyTorch's process group is Gloo, which accepts CUDA tensors.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check(condition: bool, text: str) -> None:
 
 
 def same_on_all_ranks(tensor: torch.Tensor, what: str) -> None:
-    mine = tensor.detach().cpu().float().contiguous()  # an old Gloo gathers no bfloat16
+    mine = tensor.detach().cpu().float().contiguous()  # earlier versions of Gloo cannot gather bfloat16
     everybody = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everybody, mine)
     check(all(torch.equal(everybody[0], other) for other in everybody), f"{what} differs between ranks")
@@ -152,7 +152,7 @@ def run_rank(kind: str, names: List[str]) -> int:
         try:
             SCENARIOS[name](device)
             result = "ok"
-        except Exception:  # the next scenario may still tell something
+        except Exception:  # run the next scenario anyway
             traceback.print_exc()
             result, failed = "FAILED", 1
         print(f"rank {rank}: {name}: {result}", flush=True)

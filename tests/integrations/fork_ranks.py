@@ -2,8 +2,8 @@
 
 usage: fork_ranks.py MODULE,MODULE... TIMEOUT_S RESULTS SCRIPT ARGUMENT...
 
-RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. The ranks get RANK and end as
-Python programs do, exit handlers included.
+RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. Each rank gets RANK, and runs
+    Python's exit handlers at its end.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Dict
 
 
 def wait(pids: Dict[int, int], timeout_s: float) -> Dict[int, int]:
-    """rank -> process to rank -> exit code."""
+    """Waits for the ranks' processes, and kills them at the deadline. Returns the exit code of each rank."""
     deadline, codes = time.monotonic() + timeout_s, {}
     while len(codes) < len(pids):
         for rank, pid in pids.items():

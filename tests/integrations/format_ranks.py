@@ -1,4 +1,4 @@
-"""One rank of the tests of registered formats; format_test.py starts them."""
+"""Runs one rank of the tests of registered formats, for format_test.py."""
 from __future__ import annotations
 
 import copy
@@ -94,7 +94,7 @@ def other_sizes_are_refused() -> None:
             for block in (64, 32):
                 check(f"sized in {4 * block} bytes per {block} values" in str(error),
                       f"{call.__name__}: {error}")
-        dist.barrier()  # both have their error before either leaves
+        dist.barrier()  # no rank leaves before both ranks have the error
         comm.close()
 
 
@@ -126,7 +126,7 @@ SCENARIOS = [nothing_is_lost, ddp_trains, other_sizes_are_refused, an_error_in_b
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(140, exit=True)  # shows where it hangs, if it does
+    faulthandler.dump_traceback_later(140, exit=True)  # shows where a hang occurs
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for scenario in chosen(SCENARIOS):

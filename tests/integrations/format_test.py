@@ -1,6 +1,8 @@
 #!/usr/bin/python3
-"""Wire formats registered from Python: errors, ranks that are threads and processes, DDP, and the program
-that docs/for-researchers.md prints."""
+"""Tests wire formats registered from Python.
+
+Covers errors, ranks that are threads or processes, DDP, and the program in docs/for-researchers.md.
+"""
 from __future__ import annotations
 
 import gc
@@ -23,7 +25,7 @@ from package_test import run_ranks
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "for-researchers.md"
 RANKS = pathlib.Path(__file__).with_name("format_ranks.py")
 
-# Promises of the page, checked after its program.
+# Checks the page's claims after its program.
 CHECKS = """
 stats = hook.stats()
 assert 7.0 < stats["dense_bytes"] / stats["wire_bytes"] < 7.2, stats
@@ -105,7 +107,7 @@ class Threads(unittest.TestCase):
         for array, error in results:
             np.testing.assert_array_equal(array, results[0][0])
             self.assertTrue(0.05 < error < 0.25, error)
-        # Each rank encodes its part of each of four chunks, the sum of one among them, in at most 16 slices.
+        # Each rank encodes four chunks, one of which holds a sum, in at most 16 slices each.
         self.assertGreaterEqual(sum(len(values) for values in seen), 4 * 1_000_000 // BLOCK)
         self.assertLessEqual(len(seen), 4 * 4 * 16)
         self.assertTrue(all(np.isnan(values).all() for values in seen), "what was kept has been overwritten")
@@ -207,7 +209,7 @@ class Processes(unittest.TestCase):
         self.run_scenarios(2, "other_sizes_are_refused")
 
     def test_an_error_in_backward_is_raised_on_all_ranks_before_the_deadline(self) -> None:
-        self.run_scenarios(2, "an_error_in_backward")  # whose deadline is an hour
+        self.run_scenarios(2, "an_error_in_backward")  # its deadline is an hour
 
     def test_the_researchers_page_runs_as_printed(self) -> None:
         blocks = [

@@ -1,4 +1,4 @@
-"""A wire format for tests: a scale for 64 values, and 4 bits for each."""
+"""Defines a wire format for tests: one scale per 64 values, and 4 bits per value."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""compress() where it cannot work, and peers that die or fall silent: an error on every rank that waits."""
+"""Tests models that compress() rejects, and peers that die or stop responding: every waiting rank raises."""
 from __future__ import annotations
 
 import os
@@ -32,7 +32,7 @@ def what_cannot_be_compressed_is_refused() -> None:
     ]
     for call, error, text in cases:
         refused(call, error, text)
-    sharded.step(0)  # untouched by the refusals
+    sharded.step(0)  # the rejected calls have not changed the model
     state = run.handle.state_dict()
     run.step(0)
     for change, text in (({"version": 9}, "reads version 1"), ({"shard": ((RANK + 1) % WORLD, WORLD)},
@@ -58,7 +58,7 @@ def ranks_that_ask_for_different_things_are_told() -> None:
 
 
 def leave() -> None:
-    """Without leaving the process group, whose other ranks may be gone."""
+    """Ends the process without leaving the process group, because other ranks may be dead."""
     sys.stdout.flush()
     os._exit(0)
 
@@ -108,7 +108,7 @@ def a_silent_peer_raises_at_the_deadline() -> None:
     run = Run({"timeout_s": 2})
     run.step(0)
     if RANK == WORLD - 1:
-        time.sleep(12)  # alive, but busy for longer than the others will wait
+        time.sleep(12)  # alive, but busy for longer than the deadline
         _raises_anything(lambda: run.step(1))
     else:
         begin = time.monotonic()

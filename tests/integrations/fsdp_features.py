@@ -1,5 +1,4 @@
-"""FSDP2's features keep working under compress(): compared with PyTorch's own collectives, in FP32, and
-in int8 without loss."""
+"""Compares FSDP2's features under compress() with PyTorch's collectives, in FP32 and in int8."""
 from __future__ import annotations
 
 import unittest.mock
@@ -52,7 +51,7 @@ def gradient_accumulation_and_clipping() -> None:
     same_as_native("three micro-batches without communication in two", accumulate=3)
     same_as_native("clipping", clip=0.1)
     native, halved, summed = Run(), Run(PLAIN), Run(PLAIN)
-    halved.model.set_gradient_divide_factor(2.0 * WORLD)  # PREMUL_SUM, which Gloo itself does not have
+    halved.model.set_gradient_divide_factor(2.0 * WORLD)  # PREMUL_SUM, which Gloo does not support
     for block in halved.model.blocks:
         block.set_gradient_divide_factor(2.0 * WORLD)
     for module in (summed.model, *summed.model.blocks):
@@ -70,7 +69,7 @@ def mixed_precision() -> None:
     bf16 = torch.bfloat16
     same_as_native("param_dtype=bf16, reduce_dtype=fp32",
                    mp_policy=MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=torch.float32))
-    # PyTorch adds in BF16, we in FP32: so not within 1e-6, but as far apart as BF16's rounding of a step.
+    # PyTorch adds in BF16, Gradwire in FP32. So the limit is BF16's rounding error of a step, not 1e-6.
     same_as_native("param_dtype=bf16, reduce_dtype=bf16", limit=2e-5, mp_policy=MixedPrecisionPolicy(
         param_dtype=bf16, reduce_dtype=bf16))
     same_as_native("reduce_dtype=fp16", limit=2e-5,
@@ -123,7 +122,7 @@ def frozen_and_unused_parameters() -> None:
 
     native, ours = Run(), Run(PLAIN)
     compressed = Run({"gradients": "int4", "weights": "fp32", "dense": False})
-    for s in range(6):  # used every other step, so the buffer changes
+    for s in range(6):  # a layer is used in every other step, so the buffer changes
         for run in (native, ours, compressed):
             run.model.use_spare = s % 2 == 1
         waiting = residual_sums(compressed.handle).get("spare.weight")
@@ -205,7 +204,7 @@ def hybrid_sharding() -> None:
     check(all(torch.equal(before[n], after) for n, after in residual_sums(run.handle).items()),
           "the state changed in loading")
     run.close()
-    # Reduce-scatter in each micro-batch, allreduce in the last one only.
+    # Makes a reduce-scatter in each micro-batch, and an allreduce only in the last micro-batch.
     native, ours = Run(mesh=mesh), Run(PLAIN, mesh=mesh)
     for s in range(3):
         for r in (native, ours):
@@ -216,7 +215,7 @@ def hybrid_sharding() -> None:
             r.optimizer.step()
     worst = difference(native.parameters(), ours.parameters())
     check(worst <= 1e-6, f"set_requires_all_reduce: {worst:.1e}")
-    ours.handle.close()  # and now PyTorch's own again
+    ours.handle.close()  # restores PyTorch's collectives
     for r in (native, ours):
         r.model.set_requires_all_reduce(True)
         r.step(9)

@@ -1,4 +1,4 @@
-"""FSDP2 with a GradScaler: docs/for-fsdp.md, "Loss scale"."""
+"""Tests FSDP2 with a GradScaler: docs/for-fsdp.md, "Loss scale"."""
 from __future__ import annotations
 
 import gc
@@ -28,7 +28,7 @@ def _trained(batches: List[Dict[str, Any]], residual: str, options: Dict[str, An
     if with_scaler is not None and follow:
         handle.use_scaler(with_scaler)
     closing = weakref.WeakMethod(handle.close)
-    del handle  # training continues without it
+    del handle  # training continues without the handle
     gc.collect()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     scales = loss_scale.train(model, optimizer, batches, with_scaler)
@@ -66,7 +66,7 @@ def half_precision_trains_with_a_scaler() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4))
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16))
     handle = compress(model, "int4", "fp32", timeout_s=60)
-    scaler = loss_scale.scaler(init_scale=2.0 ** 24, growth_interval=5)  # infinite in float16 at first
+    scaler = loss_scale.scaler(init_scale=2.0 ** 24, growth_interval=5)  # first gradients are infinite
     handle.use_scaler(scaler)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x = torch.randn(64, 16, generator=generator).half()

@@ -1,4 +1,4 @@
-"""FSDP2 under compress(): equal to PyTorch's own in FP32, and nothing lost in other formats."""
+"""Tests FSDP2 under compress(): equal to PyTorch in FP32; other formats preserve the gradients' sum."""
 from __future__ import annotations
 
 import copy
@@ -56,8 +56,11 @@ def nothing_is_lost() -> None:
 
 
 def violation(run: Run, step: int) -> float:
-    """Makes a step, with the same weights and batch as an unsharded copy on every rank. Returns the norm of
-    what was lost (or made up), relative to what went in."""
+    """Makes a step, and the same step with an unsharded copy on every rank.
+
+    Returns the norm of the difference between input and output (gradients and residuals), relative to the
+    input.
+    """
     old = residual_sums(run.handle)
     alone = new_model()
     alone.load_state_dict(run.parameters())
@@ -76,7 +79,7 @@ def violation(run: Run, step: int) -> float:
 
 
 def residuals_in_fewer_bytes() -> None:
-    # The only further loss is the residual's rounding error, which is random.
+    # The residual's rounding error, which is random, is the only loss.
     trained = sum(p.numel() for n, p in new_model().named_parameters() if "spare" not in n)
     for mode, bytes_each, limit in (("fp32", 4.0, 1e-6), ("bf16", 2.0, 2e-4), ("int8", 1.04, 1e-3),
                                     ("off", 0.0, 1.0)):
@@ -85,7 +88,7 @@ def residuals_in_fewer_bytes() -> None:
         check(worst < limit, f"residual={mode}: {worst:.1e}")
         check(mode in ("fp32",) or worst > 1e-6, f"residual={mode} is exact, so it isn't {mode}")
         each = run.handle.residual_bytes / trained
-        # Shards are padded to equal sizes, and dense parameters also have a place.
+        # Shards are padded to equal sizes, and dense parameters also have residual memory.
         check(
             abs(each - bytes_each) <= 0.02 * bytes_each + 0.03,
             f"residual={mode} holds {each:.3f} bytes per parameter")
@@ -224,7 +227,7 @@ def loads_from_another_number_of_ranks() -> None:
         error = float((loaded[name] - total).norm() / total.norm())
         check(error < 1e-6,
               f"{name}: the sum of residuals changed by {error:.1e} from {world} to {WORLD} ranks")
-    worst = violation(run, 3)  # and they are what the next step adds
+    worst = violation(run, 3)  # the next step adds the loaded residuals
     check(worst < 1e-6, f"conservation after loading: {worst:.1e}")
     if RANK < world:
         others = [state for r, state in enumerate(states) if r % WORLD != RANK]

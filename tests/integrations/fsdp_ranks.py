@@ -1,5 +1,8 @@
-"""One rank of the FSDP2 tests; fsdp_test.py starts them. Every rank runs the scenarios named on the command
-line, in order; a failed check ends the rank, and with it the test."""
+"""Runs one rank of the FSDP2 tests, for fsdp_test.py.
+
+Every rank runs the scenarios named on the command line, in order. A failed check ends the rank, and so the
+test.
+"""
 from __future__ import annotations
 
 import faulthandler

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""gradwire.fsdp on models sharded with FSDP2: processes on this machine, Gloo process group, CPU.
+"""Tests gradwire.fsdp on models sharded with FSDP2: processes on this machine, Gloo process group, CPU.
 
 usage: fsdp_test.py WORLD SCENARIO...    scenarios of fsdp_ranks.py
        fsdp_test.py reshape              saved by 4 ranks, loaded by 2, 8 and 4 with another mesh

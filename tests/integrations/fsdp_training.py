@@ -1,5 +1,7 @@
-"""Shared by the scenarios of fsdp_ranks.py: a small transformer, sharded, and a training run with and
-without Gradwire."""
+"""Provides the scenarios of fsdp_ranks.py with a small sharded transformer.
+
+Trains it with or without Gradwire.
+"""
 from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Optional
@@ -33,7 +35,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """words: a number that no number of ranks here divides, so that shards are uneven."""
+    """A small transformer. `words` is not divisible by the tests' world sizes, so that shards are uneven."""
 
     def __init__(self, words: int = WORDS + 1, blocks: int = 2) -> None:
         super().__init__()
@@ -54,8 +56,10 @@ class Transformer(nn.Module):
 
 
 def batch_of(step: int, words: int, rank: int = RANK) -> torch.Tensor:
-    """New for each step and rank: (BATCH, LENGTH + 1) words, each a function of the one before, with some
-    noise."""
+    """Returns (BATCH, LENGTH + 1) words, which differ between steps and ranks.
+
+    Each word is a function of the previous word, plus noise.
+    """
     generator = torch.Generator().manual_seed(step * 1000 + rank)
     tokens = [torch.randint(words, (BATCH,), generator=generator)]
     for _ in range(LENGTH):
@@ -76,7 +80,10 @@ def new_model(**options: Any) -> Transformer:
 
 
 class Run:
-    """A sharded model and its optimizer. arguments: of compress(); None: PyTorch's own collectives."""
+    """A sharded model and its optimizer.
+
+    arguments: the arguments of compress(); None: PyTorch's collectives.
+    """
 
     def __init__(self, arguments: Optional[Dict[str, Any]] = None, *, model: Optional[Transformer] = None,
                  lr: float = 0.01, before: Callable[[nn.Module],
@@ -136,7 +143,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def residual_sums(handle: Compression) -> Dict[str, torch.Tensor]:
-    """The sum over ranks of each parameter's residual, in float64."""
+    """Returns the sum over ranks of each parameter's residual, in float64."""
     place, tensors = handle._place()["shard"], handle.state_dict()["tensors"]
     everybody: List[Any] = [None] * WORLD
     dist.all_gather_object(everybody, sorted(tensors))

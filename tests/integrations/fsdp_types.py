@@ -1,4 +1,4 @@
-"""Every type of parameter and gradient under compress(): averaged, or exactly what FSDP2 does with it."""
+"""Tests every type of parameter and gradient under compress(): averaged, or the same as FSDP2 alone."""
 from __future__ import annotations
 
 import warnings
@@ -19,7 +19,7 @@ ROWS, COLUMNS = 24, 50  # not dense by default
 
 
 class Sum(nn.Module):
-    """Gradients that differ between ranks, with both parts where they are complex."""
+    """A module whose gradients differ between ranks. Complex gradients have both parts."""
 
     def __init__(self, dtype: torch.dtype, frozen: Optional[torch.Tensor] = None) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     make: Callable[[], nn.Module]
     gradients: str  # "averaged" in FP32 or the wire format, or "as FSDP2"
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
-    limit: float = 1e-6  # of fp32 gradients from FSDP2's own
+    limit: float = 1e-6  # largest difference of fp32 gradients from FSDP2's gradients
 
 
 def _of(dtype: torch.dtype, limit: float = 1e-6) -> Case:
@@ -62,7 +62,7 @@ def _mixed(**types: torch.dtype) -> Case:
 
 
 class Odd(nn.Module):
-    """A parameter of a layout that FSDP2 itself refuses, at fully_shard() or in backward()."""
+    """A module with a parameter of a layout that FSDP2 rejects in fully_shard() or backward()."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Odd(nn.Module):
 
 
 class Rows(nn.Module):
-    """Sparse gradients."""
+    """A module with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def every_type_of_parameter() -> None:
     for options in meshes:
         for name, case in CASES.items():
             with warnings.catch_warnings():
-                # PyTorch warns where an imaginary part is discarded.
+                # PyTorch warns if an imaginary part is discarded.
                 warnings.simplefilter("error" if "complex" in name else "ignore")
                 exact, plain, rounded = (_gradients(case.make, arguments, mp_policy=case.policy, **options)
                                          for arguments in (None, ("fp32", "fp32"), ("int8", "fp32")))

@@ -1,4 +1,4 @@
-"""close() undoes compress(): the model trains with PyTorch's own collectives, and can be compressed again."""
+"""Tests that close() undoes compress(): PyTorch's collectives are restored, and compress() works again."""
 from __future__ import annotations
 
 import copy
@@ -64,7 +64,7 @@ def tied(model: nn.Module) -> None:
 
 
 def two_names(model: nn.Module) -> None:
-    """The same block twice in the model."""
+    """Shards a model that has the same block twice."""
     fully_shard(model.blocks[0])
     model.blocks[1] = model.blocks[0]
     fully_shard(model)
@@ -85,7 +85,7 @@ def hybrid_list(model: nn.Module) -> None:
 
 
 def hybrid_shared(model: nn.Module) -> None:
-    """Blocks and model share FSDP's description of the mesh."""
+    """Shards blocks and model with one shared FSDP description of the mesh."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
     from torch.distributed.tensor import Shard
     mesh = _mesh()
@@ -144,7 +144,7 @@ def closing_and_compressing_again() -> None:
 
 
 def closing_keeps_later_changes() -> None:
-    """close() does not undo what the caller has set since compress()."""
+    """Checks that close() keeps attributes that the caller set after compress()."""
     ours = Model(hybrid if WORLD == 4 else plain)
     handle = compress(ours.model, "int8", "bf16", timeout_s=60)
     kept, calls = ours.model._get_fsdp_state()._fsdp_param_groups[0], []

@@ -1,10 +1,10 @@
 #!/usr/bin/python3
-"""Processes on two hosts whose networks differ: they connect, or report the reason within their deadline.
+"""Tests processes on two hosts with different networks: they connect, or report why before the deadline.
 
     hosts_test.py GRADWIRE
 
-The hosts are network namespaces with a cable between them. Each case gives them other interfaces and
-addresses. Ends with 77, skipped, where this process may not make such hosts.
+The hosts are network namespaces with a cable between them. Each case gives the hosts other interfaces and
+addresses. Exits with 77 (skipped) if this process may not create network namespaces.
 """
 from __future__ import annotations
 
@@ -114,8 +114,10 @@ def docker0_is_first_on_both_hosts(folder: str) -> None:
 
 
 def the_same_ports_on_both_hosts_behind_docker0(folder: str) -> None:
-    """At docker0's address another rank, or the rank itself, answers at the port of a rank on another
-    host."""
+    """Checks that ranks on both hosts can have the same ports and the same docker0 address.
+
+    At docker0's address a rank of the same host answers at the port of a rank on the other host.
+    """
     for host in "AB":
         interface(host, "docker0", "172.17.0.1/16")
     cable(IPV4)
@@ -131,7 +133,7 @@ def a_network_that_only_one_host_has_is_first(folder: str) -> None:
 def an_address_that_swallows_what_is_sent_to_it_is_first(folder: str) -> None:
     interface("A", "vpn", "10.8.0.1/24")
     cable(IPV4)
-    for which in ("all", CABLE):  # A does not answer for its other interfaces
+    for which in ("all", CABLE):  # host A does not answer ARP for other interfaces
         subprocess.run([
             "ip", "netns", "exec", PREFIX + "A", "sh", "-c",
             f"echo 1 >/proc/sys/net/ipv4/conf/{which}/arp_ignore"
@@ -146,7 +148,7 @@ def hosts_have_ipv6_only(folder: str) -> None:
 
 
 def a_name_is_loopback_on_one_host_and_ipv6_on_the_other(folder: str) -> None:
-    """As Debian names a machine in its own /etc/hosts."""
+    """Names a host in /etc/hosts as Debian does: 127.0.1.1 on host A."""
     cable(IPV6)
     for host, address in {"A": "127.0.1.1", "B": "fd00:9::1"}.items():
         place = pathlib.Path(f"/etc/netns/{PREFIX}{host}")
@@ -227,8 +229,10 @@ print("forwards", flush=True)
 
 
 def in_a_container(folder: str, last: int, *flags: str) -> list[tuple[int, str]]:
-    """Rank 0 has an address of its own, which no other host reaches; its host forwards the ports from 20000 to
-    `last` to it."""
+    """Runs rank 0 at an address that other hosts cannot reach, as in a container.
+
+    Its host forwards ports 20000 to `last` to that address. Returns the ranks' exit codes and outputs.
+    """
     interface("A", "inside", "10.20.0.1/24")
     cable(IPV4)
     for host, address in {"A": "10.20.0.1", "B": "10.9.0.1"}.items():

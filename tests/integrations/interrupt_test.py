@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""Ctrl-C works in every blocking call: KeyboardInterrupt is raised within seconds, although other ranks never
-connect and deadlines are half an hour. The process then ends by itself."""
+"""Tests Ctrl-C in every blocking call.
+
+KeyboardInterrupt is raised within seconds, although other ranks never connect and deadlines are half an hour.
+The process then exits without a further signal.
+"""
 from __future__ import annotations
 
 import os
@@ -13,7 +16,7 @@ import time
 
 LONGEST_S = 20  # on a busy machine; the calls wait for half an hour
 
-# The calls that only rank 0 of two ranks makes. `meet` are the lines of both ranks.
+# The setup of both ranks, for calls that only rank 0 of two ranks makes.
 MEET = (
     "comm = gradwire.Communicator(meeting, rank, 2, shrinkable=True)\nx = numpy.ones(1000, numpy.float32)\n"
 )
@@ -81,7 +84,7 @@ def main() -> int:
             for case, ranks in running:
                 for r in ranks:
                     assert r.stdout.readline() == "ready\n", r.stderr.read()
-            time.sleep(1)  # until they wait
+            time.sleep(1)  # time for the ranks to reach the blocking call
             for case, ranks in running:
                 if ranks[0].poll() is not None:
                     failures.append(f"{case}: did not wait: {ranks[0].stderr.read()[-500:]}")

@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""One process of jax_test.py: runs the scenarios that it names, with RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT."""
+"""Runs the scenarios on the command line in one process of jax_test.py.
+
+Needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment.
+"""
 from __future__ import annotations
 
 import os
@@ -37,7 +39,7 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def everyones(values: Any) -> np.ndarray:
-    """(WORLD, ...) of what each process has, by JAX's own collectives."""
+    """Gathers the processes' values with JAX's collectives. Returns an array (WORLD, ...)."""
     from jax.experimental import multihost_utils
     return np.asarray(multihost_utils.process_allgather(np.asarray(values))).reshape(WORLD, *np.shape(values))
 
@@ -85,7 +87,7 @@ def text(step: int, rank: int) -> Any:
 
 
 def jaxs_own_mean() -> Callable[[Any], Any]:
-    """jax.lax.pmean over the processes, on gradients that were computed by each alone."""
+    """Returns a function that averages the processes' trees with jax.lax.pmean."""
     mesh = jax.make_mesh((WORLD,), ("ranks",))
     sharding = NamedSharding(mesh, PartitionSpec("ranks"))
     mean = jax.jit(
@@ -153,7 +155,7 @@ def same_weights_and_nothing_lost(specs: Sequence[str]) -> None:
             came_out += flat(averaged)
         weights = everyones(flat(p))
         assert (weights.view(np.uint32) == weights[0].view(np.uint32)).all(), spec
-        # The state has an empty array for what is not rounded.
+        # Weights that are not rounded have an empty residual.
         kept = np.concatenate([np.asarray(r).ravel() if r.size else np.zeros(w.size, np.float32)
                                for r, w in zip(jax.tree.leaves(state.residual), jax.tree.leaves(p))])
         error = everyones(put_in - kept).sum(0) - came_out * WORLD
@@ -165,7 +167,7 @@ def same_weights_and_nothing_lost(specs: Sequence[str]) -> None:
 
 @scenario
 def the_state_is_a_pytree_like_any_other() -> None:
-    """Donated, copied through numpy as a checkpoint does it, and part of optax.chain."""
+    """Checks that the state can be donated, copied through numpy like a checkpoint, and chained."""
     for spec in ("int4", "powersgd:rank=2,wire=bf16"):
         a_pytree_like_any_other(spec)
 
@@ -193,8 +195,10 @@ def a_pytree_like_any_other(spec: str) -> None:
 
 @scenario
 def powersgd_learns_what_is_of_low_rank() -> None:
-    """The mean of matrices that do not change comes through whole, also after steps of zeros; a rank's NaN
-    spoils its own matrix in its own step only."""
+    """Checks that the mean of constant matrices of low rank is exact, also after steps of zeros.
+
+    A NaN of one rank affects only its matrix, and only in its step.
+    """
     rng = np.random.default_rng(7)
     left, right = rng.standard_normal((WORLD, 50, 2)), rng.standard_normal((2, 70))
     own = {"low": jnp.asarray(left[RANK] @ right, jnp.float32), "bias": jnp.full((5,), float(RANK)),
@@ -204,7 +208,7 @@ def powersgd_learns_what_is_of_low_rank() -> None:
         transformation = gradwire.jax.compress(spec, error_feedback=False)
         update = jax.jit(transformation.update)
         state = transformation.init(own)
-        for i in range(3):  # of nothing
+        for i in range(3):  # gradients of zeros
             out, state = update(jax.tree.map(jnp.zeros_like, own), state)
             assert float(jnp.abs(out["low"]).max()) == 0
         for i in range(12):
@@ -224,13 +228,13 @@ def powersgd_learns_what_is_of_low_rank() -> None:
 
 @scenario
 def calls_keep_the_order_of_the_program() -> None:
-    """Twenty calls that don't depend on each other, between products of very different length."""
+    """Makes twenty independent calls, between computations that take very different times."""
     @jax.jit
     def many(x: Any, big: Any) -> List[Any]:
         out = []
         for i in range(20):
             y = x * (i + 1)
-            if (i + RANK) % 2:  # the slow way round, on other ranks than the fast one
+            if (i + RANK) % 2:  # a slow computation, in other calls on other ranks
                 y = y + 0 * jnp.sum(big @ big)
             out.append(gradwire.jax.pmean(y))
         return out
@@ -339,16 +343,16 @@ def a_dead_peer_raises() -> None:
         assert "rank 1" in str(error), error
         assert time.monotonic() - begin < 20
         print(f"rank {RANK}: {str(error)[:200]}", flush=True)
-        os._exit(0)  # jax.distributed would wait for the dead
+        os._exit(0)  # jax.distributed would wait for the dead rank
     raise AssertionError("no error")
 
 
 def main() -> None:
     names = sys.argv[1:]
     if names[0] in ("programs_outlive_the_world_that_traced_them", "an_error_ends_with_its_group"):
-        pass  # they call init()
+        pass  # these scenarios call init()
     elif "a_dead_peer_raises" in names or "trees_that_differ_are_named" in names:
-        # Without jax.distributed, which ends every process when one dies.
+        # Does not use jax.distributed, which ends every process when one process dies.
         gradwire.jax.init(os.environ["MEETING"], RANK, WORLD, timeout_s=30)
     else:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")

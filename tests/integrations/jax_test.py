@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""gradwire.jax, with ranks that are processes, and devices of one process.
+"""Tests gradwire.jax with ranks that are processes, and with several devices in one process.
 
     jax_test.py WORLD SCENARIO...     scenarios of jax_ranks.py
     jax_test.py devices               several devices in this process
-    jax_test.py cuda                  what XLA would compile for a GPU; tests/standin/python_test.py calls it
+    jax_test.py cuda                  lowers a step for a GPU; tests/standin/python_test.py runs this test
 """
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def devices() -> int:
 
 
 def cuda() -> int:
-    """Lowers a training step for CUDA."""
+    """Lowers a training step for CUDA. Returns the exit code."""
     import jax
     import jax.numpy as jnp
 

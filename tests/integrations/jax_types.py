@@ -1,5 +1,4 @@
-"""Scenarios of jax_ranks.py: the table of types and layouts of docs/for-jax.md, and loss scales and the
-profiler."""
+"""Adds scenarios to jax_ranks.py: the types and layouts of docs/for-jax.md, loss scales and the profiler."""
 from __future__ import annotations
 
 import glob
@@ -26,12 +25,12 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def values(rank: int, *shape: int) -> np.ndarray:
-    """Small integers, whose means every type here has exactly."""
+    """Returns small integers, whose means are exact in every tested type."""
     return (np.arange(np.prod(shape)).reshape(shape) % 8 + 4 * rank).astype(np.float32)
 
 
 def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
-    """Supported inputs: an array of a rank, and the type of its mean."""
+    """Returns supported inputs by name: a function of the rank, and the type of the mean."""
     cases: Dict[str, Tuple[Callable[[int], Any], str]] = {}
     for dtype in ("float32", "bfloat16", "float16"):
         cases[dtype] = (lambda rank, dtype=dtype: jnp.asarray(values(rank, 40, 60), dtype)), dtype
@@ -53,7 +52,7 @@ def averaged() -> Dict[str, Tuple[Callable[[int], Any], str]]:
 
 
 def refusals() -> Dict[str, Tuple[Any, str]]:
-    """Rejected inputs, and their names in the error."""
+    """Returns rejected inputs, and the text that the error must contain."""
     cases: Dict[str, Tuple[Any, str]] = {
         dtype: (jnp.zeros((3, 4), dtype), dtype)
         for dtype in ("int8", "int16", "int32", "uint8", "uint16", "uint32", "int4", "bool", "complex64",
@@ -163,8 +162,10 @@ SIZE = (48, 64)
 
 
 def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
-    """The error of the sum of averages, relative to one gradient, in a run whose loss scale changes, and in
-    which two steps overflow on one rank."""
+    """Returns the error of the sum of averages, relative to one gradient.
+
+    The loss scale changes, and two steps overflow on one rank.
+    """
     transformation = gradwire.jax.compress(spec, dense=False)
 
     @jax.jit
@@ -193,7 +194,7 @@ def scaled_steps(spec: str, rescales: bool, restores: bool) -> float:
             if rescales:
                 state = gradwire.jax.rescale(state, scale / before)
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(state)), spec
-    # Inputs equal results plus residuals.
+    # The sum of inputs equals the sum of results plus residuals.
     kept = np.asarray(gradwire.jax.pmean(state.residual), np.float64) / scale
     expected = gradients.mean(0, dtype=np.float64) * steps
     return float(np.linalg.norm(total + kept - expected) / np.linalg.norm(gradients.mean(0)))

@@ -1,5 +1,4 @@
-"""Scenarios of jax_ranks.py: what a traced program knows of the ranks, and programs over a mesh of all
-devices."""
+"""Adds scenarios to jax_ranks.py: programs traced in another world, and programs over all devices."""
 from __future__ import annotations
 
 import os
@@ -34,14 +33,14 @@ def meet(number: int) -> None:
 
 
 def low_rank(world: int) -> np.ndarray:
-    """A matrix of rank 1 for each rank, whose mean has rank 1 too."""
+    """Returns one matrix of rank 1 per process. Their mean also has rank 1."""
     return np.stack([np.outer(np.arange(40) + 1, np.ones(60)) * (rank + 1)
                      for rank in range(world)]).astype(np.float32)
 
 
 @scenario
 def programs_outlive_the_world_that_traced_them() -> None:
-    """Traced in a world of 1, run in one of WORLD, then in a world of 1 again."""
+    """Traces programs in a world of 1, and runs them in a world of WORLD and again in a world of 1."""
     given = low_rank(WORLD)
     own, mean = jnp.asarray(given[RANK]), given.mean(0)
     powersgd, int8 = gradwire.jax.compress("powersgd:rank=1"), gradwire.jax.compress("int8", dense=False)
@@ -62,7 +61,7 @@ def programs_outlive_the_world_that_traced_them() -> None:
     assert gradwire.jax.world_size() == 1
     check(given[RANK], 1)
     for function in averages.values():
-        np.testing.assert_array_equal(function(own), given[RANK])  # nothing is rounded
+        np.testing.assert_array_equal(function(own), given[RANK])  # a world of 1 does not round
     compiled = {name: function.lower(own).compile() for name, function in averages.items()}
     gradwire.jax.shutdown()
     refused(jax.errors.JaxRuntimeError, "no communicator for device", lambda: averages["pmean"](own))
@@ -83,11 +82,11 @@ def programs_outlive_the_world_that_traced_them() -> None:
 
 @scenario
 def an_error_ends_with_its_group() -> None:
-    """A call of a new group does not wait for one that failed in the group before."""
+    """Checks that a call of a new group does not wait for a failed call of the previous group."""
     meet(1)
     tree = {"kernel": jnp.ones((8, 4))} if RANK == 0 else {"kernel": jnp.ones((4, 8))}
     refused(jax.errors.JaxRuntimeError, ", tree ", lambda: gradwire.jax.pmean(tree))
-    refused(jax.errors.JaxRuntimeError, "", lambda: gradwire.jax.pmean(jnp.ones(3)))  # for good
+    refused(jax.errors.JaxRuntimeError, "", lambda: gradwire.jax.pmean(jnp.ones(3)))  # every later call fails
     gradwire.jax.shutdown()
     meet(2)
     assert float(gradwire.jax.pmean(jnp.float32(RANK))) == (WORLD - 1) / 2
@@ -133,13 +132,13 @@ DEVICES = 2 * WORLD
 
 
 def distributed(mesh: Any, values: np.ndarray) -> Any:
-    """One row of `values` for each device."""
+    """Returns an array with one row of `values` on each device."""
     sharding = NamedSharding(mesh, PartitionSpec("data"))
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def local(array: Any) -> np.ndarray:
-    """This process's shards, in order."""
+    """Returns this process's shards, in order."""
     shards = sorted(array.addressable_shards, key=lambda shard: [part.start or 0 for part in shard.index])
     return np.stack([np.asarray(shard.data) for shard in shards])
 
@@ -169,7 +168,7 @@ def a_program_that_jax_shards_is_refused() -> None:
 
 
 def training(spec: str, mesh: Any, check_vma: bool) -> Tuple[Any, Any, Any]:
-    """(first weights and state, step) of a model of one matrix and one scalar, mapped over all devices."""
+    """Returns (first weights and state, step, specs) for a matrix and a scalar, mapped over all devices."""
     optimizer = optax.chain(gradwire.jax.compress(spec, dense=False), optax.trace(0.5), optax.scale(-0.1))
     weights = {"matrix": jnp.zeros((40, 60)), "scalar": jnp.float32(0)}
     whole = PartitionSpec()
@@ -217,7 +216,7 @@ def a_global_mesh_trains_with_residuals_of_each_device() -> None:
             assert (everyones.reshape(DEVICES, -1) == everyones.reshape(DEVICES, -1)[0]).all(), spec
             error = np.linalg.norm(local(weights["matrix"])[0] - expected) / np.linalg.norm(expected)
             assert error < (0.1 if spec == "int4" else 0.5), (spec, error)
-            # Saved and restored as JAX believes it to be sharded, it continues bit for bit.
+            # Training continues bit for bit after saving and restoring with the sharding that JAX reports.
             saved = jax.tree.map(lambda a: np.asarray(multihost_utils.process_allgather(a, tiled=True)),
                                  (weights, state))
             restored = jax.tree.map(lambda a, s: jax.make_array_from_callback(
@@ -239,7 +238,7 @@ def a_wrong_map_is_refused() -> None:
         averaged, state = transformation.update(g, transformation.init(g))
         return averaged, state.residual
 
-    # JAX must not take one device's residual for everyone's; the averages are.
+    # Averages are replicated over devices, but JAX must reject residuals as replicated.
     refused(ValueError, "out_specs",
             lambda: jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=whole))(x))
     averaged, residual = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=data, out_specs=(whole, data)))(x)
@@ -251,7 +250,7 @@ def a_wrong_map_is_refused() -> None:
 
     refused(ValueError, "jax.lax.pcast", lambda: jax.jit(jax.shard_map(
         summed_by_jax, mesh=mesh, in_specs=(whole, data), out_specs=whole))(jnp.ones(300), x))
-    # The state of another part of the mesh.
+    # A state from outside of jax.shard_map, for another shape, is rejected.
     outside = transformation.init(jnp.ones((DEVICES * 3, 300)))
 
     def from_outside(g: Any, state: Any) -> Any:
@@ -263,12 +262,12 @@ def a_wrong_map_is_refused() -> None:
         some = jax.sharding.Mesh(np.array(jax.devices()[RANK * 2:RANK * 2 + 2]), ("data",))
         y = jax.device_put(np.full((2, 3), RANK, np.float32), NamedSharding(some, data))
         mean = jax.jit(jax.shard_map(gradwire.jax.pmean, mesh=some, in_specs=data, out_specs=whole))(y)
-        assert (np.asarray(mean) == (WORLD - 1) / 2).all()  # each process maps over its own devices
+        assert (np.asarray(mean) == (WORLD - 1) / 2).all()  # each process maps over its local devices
 
 
 @scenario
 def a_program_of_a_larger_world_is_refused_in_a_smaller_one() -> None:
-    """It would average over this process's devices only."""
+    """Checks a program that would otherwise average over this process's devices only."""
     mesh = jax.make_mesh((DEVICES,), ("data",))
     mean = jax.jit(
         jax.shard_map(gradwire.jax.pmean, mesh=mesh, in_specs=PartitionSpec("data"),

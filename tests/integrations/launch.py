@@ -14,8 +14,10 @@ from typing import Callable, Dict, List, Optional
 
 
 def free_port() -> int:
-    """A port that stays free until a rank listens there: below those that Linux gives to whoever asks for any,
-    which concurrent tests do all the time."""
+    """Returns a port that is likely to stay free until a rank listens there.
+
+    It is below the ephemeral ports of Linux, which concurrent tests use.
+    """
     handed_out = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         port = random.SystemRandom().randrange(10000, max(handed_out, 20000))
@@ -28,8 +30,10 @@ def free_port() -> int:
 
 
 def torchrun_obstacle(python: str = sys.executable) -> str:
-    """Returns why this PyTorch's torchrun cannot start anything, or "". Its own store asks for libuv,
-    whatever USE_LIBUV says, and Debian 13's PyTorch is built without it."""
+    """Returns why this PyTorch's torchrun cannot start ranks, or "".
+
+    torchrun's store requires libuv even if USE_LIBUV is 0. Debian 13 builds PyTorch without libuv.
+    """
     store = ("from datetime import timedelta; from torch.distributed import TCPStore; "
              "TCPStore('127.0.0.1', 0, is_master=True, multi_tenant=True, timeout=timedelta(seconds=20))")
     tried = subprocess.run([python, "-c", store], capture_output=True, text=True, timeout=120)
@@ -37,7 +41,7 @@ def torchrun_obstacle(python: str = sys.executable) -> str:
 
 
 def _for_ranks(world: int, environment: Optional[Dict[str, str]]) -> Dict[str, str]:
-    """The environment that all ranks share."""
+    """Returns the environment that all ranks share."""
     return {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
@@ -54,8 +58,11 @@ def _for_ranks(world: int, environment: Optional[Dict[str, str]]) -> Dict[str, s
 def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float,
               environment: Optional[Dict[str, str]] = None,
               prefix: Callable[[int], List[str]] = lambda rank: []) -> List[int]:
-    """Exit codes by rank, -9 for those that had to be killed. The ranks share this process's output.
-    prefix: what the command of a rank begins with, such as "ip netns exec NAME"."""
+    """Runs the ranks, and kills them at the deadline. Returns the exit codes by rank, -9 for killed ranks.
+
+    The ranks share this process's output. `prefix` returns the start of a rank's command, such as
+    "ip netns exec NAME".
+    """
     shared = _for_ranks(world, environment)
     ranks = [
         subprocess.Popen(
@@ -75,8 +82,10 @@ def run_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s:
 
 def fork_ranks(script: pathlib.Path, world: int, arguments: List[str], timeout_s: float, modules: List[str],
                environment: Optional[Dict[str, str]] = None) -> List[int]:
-    """Like run_ranks(), but the ranks are forks of one process that has imported these modules before:
-    importing PyTorch costs each rank a second otherwise."""
+    """Runs the ranks like run_ranks(), but as forks of one process that has imported `modules`.
+
+    This saves a second per rank for the import of PyTorch.
+    """
     reading, writing = os.pipe()
     with os.fdopen(reading) as results:
         try:
@@ -102,8 +111,10 @@ def report(world: int, codes: List[int]) -> int:
 
 
 def needs_newer_pytorch(call: Callable[[], object]) -> int:
-    """Expects gradwire.Unsupported, with the required version of PyTorch and this one. Returns the test's exit
-    code."""
+    """Expects gradwire.Unsupported, with the required and the installed version of PyTorch.
+
+    Returns the test's exit code.
+    """
     import gradwire
     import torch
     try:
@@ -117,7 +128,7 @@ def needs_newer_pytorch(call: Callable[[], object]) -> int:
 
 
 def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
-    """Runs `body` in a forked process, which must end within the deadline. Raises AssertionError."""
+    """Runs `body` in a forked process. Raises AssertionError if it fails or exceeds the deadline."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -143,7 +154,7 @@ def in_a_fork(body: Callable[[], None], deadline_s: float = 20) -> None:
 
 
 def chosen(scenarios: List[Callable[[], None]]) -> List[Callable[[], None]]:
-    """Those that the command line names, in the order of the list."""
+    """Returns the scenarios that the command line names, in the order of the list."""
     unknown = set(sys.argv[1:]) - {scenario.__name__ for scenario in scenarios}
     assert not unknown, f"no such scenario: {unknown}"
     return [scenario for scenario in scenarios if scenario.__name__ in sys.argv[1:]]

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Ranks started by real launchers: torchrun, which comes with PyTorch, and each mpirun that is installed.
+"""Tests ranks started by real launchers: PyTorch's torchrun, and each installed mpirun.
 
 usage: launchers_test.py PATH_OF_GRADWIRE
 """
@@ -25,8 +25,8 @@ def losses(log):
 
 def main() -> int:
     gradwire, failed = os.path.abspath(sys.argv[1]), 0
-    # stderr is redirected, because Debian 12's torchrun crashes on its own default, and stdout is not:
-    # torchrun's copy of it can cut a line that is being written.
+    # Redirects stderr, because Debian 12's torchrun crashes with its default. Does not redirect stdout,
+    # because torchrun can split a line while it copies stdout.
     torchrun = [
         "/usr/bin/python3", "-m", "torch.distributed.run", "--no_python", "--nproc_per_node", "2", "-r", "2",
         "-t", "2"

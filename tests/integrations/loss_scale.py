@@ -1,4 +1,4 @@
-"""A GradScaler for the tests, where PyTorch has none for the host, and training with one."""
+"""Provides a GradScaler for the host, which some versions of PyTorch lack, and training with it."""
 from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
@@ -13,7 +13,7 @@ class _HostScaler:
     def __init__(self, init_scale: float, growth_interval: int) -> None:
         self._scale, self._interval = init_scale, growth_interval
         self._good = 0
-        self._skipped: Dict[int, bool] = {}  # by id() of the optimizer
+        self._skipped: Dict[int, bool] = {}  # keys: id() of the optimizer
 
     def get_scale(self) -> float:
         return self._scale
@@ -54,10 +54,9 @@ def scaler(init_scale: float = 65536.0, growth_interval: int = 3) -> Any:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: List[Dict[str, Any]],
           with_scaler: Any = None) -> List[float]:
-    """Trains on each batch, {"x": inputs, "overflow": whether its loss is infinite}. Without a scaler those
-    are left out.
+    """Trains on each batch, {"x": inputs, "overflow": whether its loss is infinite}.
 
-    Returns the scale after each step.
+    Without a scaler, skips batches with an infinite loss. Returns the scale after each step.
     """
     scales = []
     for batch in batches:

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The Python package: imports, the doctor, options of hooks, and `pip install .`."""
+"""Tests the Python package: imports, the doctor, options of hooks, and `pip install .`."""
 from __future__ import annotations
 
 import contextlib
@@ -62,7 +62,7 @@ class Hooks(unittest.TestCase):
             for port in ports:
                 self.assertTrue(first < port <= last, ports)
             with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=str(port)):
-                # taken, but no other is allowed: the rendezvous tells
+                # The port is in use, but no other port is allowed. The rendezvous reports the error.
                 self.assertEqual(reserve_port(stack), port)
         for text in ("many", "5-4", "0", "1-70000", "-3"):
             with unittest.mock.patch.dict(os.environ, GRADWIRE_PORTS=text), contextlib.ExitStack() as stack:
@@ -86,7 +86,7 @@ class Hooks(unittest.TestCase):
 
     def test_the_default_timeout_is_pytorchs(self) -> None:
         hook = gradwire.torch.Hook("fp32")
-        self.assertEqual(hook._timeout_s, 1800)  # 60 s killed jobs whose rank 0 wrote a long checkpoint
+        self.assertEqual(hook._timeout_s, 1800)  # long enough for rank 0 to write a large checkpoint
         hook.close()
         for waits in (gradwire.Communicator, _process_group.communicator,
                       _process_group.communicator_of_store):
@@ -110,12 +110,12 @@ class Hooks(unittest.TestCase):
 
 class Package(unittest.TestCase):
     def python(self, code: str, **options: Any) -> str:
-        """Returns the output of a Python program."""
+        """Runs a Python program. Returns the program's output."""
         return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True,
                               **options).stdout.strip()
 
     def test_structs_match_the_header(self) -> None:
-        # The library would refuse a wrong size; this test names the struct.
+        # The library rejects a wrong size, but only this test names the struct.
         structs = {
             "gw_comm_options": _native.CommOptions, "gw_comm_info": _native.CommInfo,
             "gw_call_options": _native.CallOptions, "gw_tensor": _native.Tensor,
@@ -171,8 +171,8 @@ class Package(unittest.TestCase):
         self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
 
     def test_finds_nccl_of_pip_unless_another_is_loaded(self) -> None:
-        # A stand-in of version 2.77.7 where the wheel nvidia-nccl-cu13 has its library, and another of
-        # 2.66.6.
+        # Installs a stand-in of version 2.77.7 at the path of the wheel nvidia-nccl-cu13, and a stand-in of
+        # version 2.66.6 in another folder.
         source = "int ncclGetVersion(int* version) { *version = %d; return 0; }"
         ask = (
             "import ctypes; from gradwire import _native; first = _native.load_nccl(); number ="

@@ -31,7 +31,7 @@ PAGES = {
 
 
 def examples(page: str) -> List[str]:
-    """Returns the page's indented and fenced blocks. In a fenced block of commands each is an example."""
+    """Returns the page's indented and fenced blocks. In blocks of commands, each line is an example."""
     found: List[str] = []
     indented: List[str] = []
     fenced: "List[str] | None" = None

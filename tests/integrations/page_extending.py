@@ -13,7 +13,7 @@ from page_sessions import Session
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORLD = 4
 
-# The program around the examples; %s: an example.
+# The program around the examples. Each %s is replaced by an example.
 PROGRAM = """
 #define _POSIX_C_SOURCE 200809L
 #include <gradwire/gradwire.h>

@@ -14,7 +14,7 @@ def training(examples: List[str], _: str) -> None:
     import numpy as np
     import optax
     from jax.experimental import multihost_utils
-    # Outside of a test a launcher provides these arguments.
+    # A launcher provides these arguments outside of a test.
     jax.distributed.initialize = functools.partial(
         jax.distributed.initialize, f"127.0.0.1:{os.environ['MASTER_PORT']}", WORLD, RANK)
     names: Dict[str, Any] = {"jax": jax, "optax": optax}

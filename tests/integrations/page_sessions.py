@@ -1,4 +1,4 @@
-"""The sessions of page_examples.py: their type, and training in PyTorch."""
+"""Defines the type of the sessions of page_examples.py, and training in PyTorch."""
 from __future__ import annotations
 
 import os

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""PyTorch's own distributed tests, which are in its wheel, on Gradwire; 4 ranks.
+"""Runs the distributed tests of PyTorch's wheel on Gradwire, with 4 ranks.
 
     pytorch_suite.py backend|hook|gloo [TEST...]
 
-backend: in place of every group of Gloo's there is a gradwire.torch.Backend, with fp32 in place of all of
-Gloo's sums and gathers. hook: every DistributedDataParallel that has no hook at its first forward gets
-compress(ddp, "fp32"). gloo: PyTorch alone, to see which tests fail without Gradwire.
+backend: replaces every Gloo group by a gradwire.torch.Backend, which does all sums and gathers in fp32. hook:
+    calls compress(ddp, "fp32") for every DistributedDataParallel without a hook at its first forward. gloo:
+    runs PyTorch alone, to see which tests fail without Gradwire.
 
-Prints what passed, failed and was left out, by name. Ends with 0 if no test failed but those of EXPECTED, and
-each of these did.
+Prints the names of tests that failed or were skipped. Exits with 0 if exactly the tests of EXPECTED fail.
 """
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Any, Dict, List
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ["WORLD_SIZE"] = "4"
 KIND = sys.argv[1] if len(sys.argv) > 1 else ""
-os.environ["BACKEND"] = "gloo"  # by this name the tests choose what they try, and name their groups' backend
+os.environ["BACKEND"] = "gloo"  # selects the tests to run, and the backend of their groups
 
 import torch
 import torch.distributed as dist
@@ -39,7 +38,7 @@ EXPECTED: Dict[str, Dict[str, str]] = {
 class Suite(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc]
     def setUp(self) -> None:
         super().setUp()
-        # PyTorch spawns them, which imports it again in each
+        # PyTorch spawns the ranks, which imports PyTorch again in each rank.
         self._start_processes(multiprocessing.get_context("fork").Process)
 
 
@@ -66,7 +65,7 @@ def compress_every_model() -> None:
             self._gradwire_tried = True
             try:
                 gradwire.torch.compress(self, "fp32", timeout_s=60)
-            except gradwire.BadArgument:  # a hook of C++, which PyTorch lists nowhere
+            except gradwire.BadArgument:  # the model has a C++ hook, which PyTorch does not list
                 pass
         return original(self, *inputs, **named)
 

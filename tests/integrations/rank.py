@@ -1,4 +1,4 @@
-"""Shared by the scenarios of all frameworks: this rank's number, its output, and checks."""
+"""Provides the scenarios of all frameworks with the rank's number, output and checks."""
 from __future__ import annotations
 
 import math

@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""The Python package's communicators and reducers: tags, groups that change, shards, and states."""
+"""Tests the Python package's communicators and reducers: tags, groups that change, shards, and states."""
 from __future__ import annotations
 
 import contextlib
@@ -93,7 +93,7 @@ class Reducers(unittest.TestCase):
                 ones = np.ones(1000, np.float32)
                 self.assertEqual(comm.allreduce_(ones, op="sum")[-1], 3)
                 if comm.rank == 0:
-                    return None  # closes it, and with it the store
+                    return None  # closes the communicator and its store
                 with self.assertRaises(gradwire.CommFailed):
                     comm.allreduce_(ones)
                 rest, ranks = comm.shrink()
@@ -128,7 +128,7 @@ class Reducers(unittest.TestCase):
 
             def body(comm: gradwire.Communicator) -> Any:
                 comm.admit(3)
-                comm.allreduce_(np.ones(1, np.float32))  # all have
+                comm.allreduce_(np.ones(1, np.float32))  # all ranks have called admit()
                 joiner = threading.Thread(target=joins, args=(comm.invitation(),))
                 if comm.rank == 1:
                     joiner.start()
@@ -227,7 +227,7 @@ class Reducers(unittest.TestCase):
             for name, values in sums(list(alone)).items():
                 np.testing.assert_allclose(values, before[name], rtol=0,
                                            atol=1e-6 * np.abs(before[name]).max() + 1e-12)
-            saved = run_ranks(1, train)  # a rank alone keeps nothing
+            saved = run_ranks(1, train)  # a single rank has no residuals
             loaded, steps = zip(*run_ranks(2, carry_on))
             self.assertEqual(set(steps), {4})
             for values in sums(list(loaded)).values():

@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Random sequences of what a training script does to its groups, models, states and traces, against a slow
-reference.
+"""Runs random sequences of a training script's operations on groups, models, states and traces.
 
     stress.py torch|jax [--sequences N] [--first SEED] [--steps N] [--verbose]
 
-A sequence is drawn from its seed, alike on every rank, and is run by 2 or 3 processes. An operation hangs
-when all ranks together are idle for 20 s of it: a busy machine is not a hang. Every average is compared with one
-in float64 over the gradients of all ranks, and its bits with those of the other ranks. A sequence is
+A seed determines a sequence, which 2 or 3 processes run. An operation hangs if all ranks are idle for 20 s: a
+busy machine is not a hang. Every average is compared with the average in float64 over the gradients of all
+ranks, and its bits with the bits of the other ranks. A sequence is
 
     right     every operation was right
-    refused   one was refused with an error that says what to do, alike on every rank, and the others were
-              right
-    wrong     an average was wrong, ranks differed, or an error was not one of Gradwire's
+    refused   an operation was refused with the same clear error on every rank, and all others were right
+    wrong     an average was wrong, ranks differed, or an error was not clear
     hung      an operation did not end
 
-and the program ends with 0 if none is wrong or hung. `--first SEED --sequences 1 --verbose` repeats one.
+The program exits with 0 if no sequence is wrong or hung. `--first SEED --sequences 1 --verbose` repeats a
+sequence.
 """
 from __future__ import annotations
 
@@ -39,9 +38,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 
-DEADLINE_S = 20.0  # without use of a processor
-LONGEST_S = 200.0  # of one operation
-TIMEOUT_S = 12.0  # of Gradwire's calls: ranks that wait for one that was refused end before the deadline
+DEADLINE_S = 20.0  # longest time without use of a processor
+LONGEST_S = 200.0  # longest time of an operation
+TIMEOUT_S = 12.0  # of Gradwire's calls; less than DEADLINE_S, because a peer's call may be refused
 
 
 class Wrong(AssertionError):
@@ -52,16 +51,20 @@ class Refused(Exception):
     """An operation was refused with a clear error."""
 
 
-# Errors in the norm, relative to the mean's: above what the format rounds off in two steps, far below what a
-# missing or a wrong rank makes of it.
+# Largest norm of an error, relative to the mean's norm. Larger than the rounding error of two steps, and far
+# smaller than the error from a missing or wrong rank.
 TOLERANCES = {"fp32": 1e-5, "bf16": 0.01, "fp8": 0.08, "int8": 0.02, "int4": 0.25, "powersgd:rank=2": 1e-3,
               "powersgd:rank=2,wire=bf16": 0.02}
 SHAPES: Dict[str, Tuple[int, ...]] = {"matrix": (64, 40), "other": (40, 64), "vector": (70,)}
 
 
 def gradient(seed: int, step: int, rank: int, name: str, scale: float = 1.0) -> np.ndarray:
-    """The gradient of a parameter on a rank: of low rank, and larger on each rank than on the one before, so
-    that every average over other ranks is far off. The seed, step and name give it its direction."""
+    """Returns the gradient of a parameter on a rank: a matrix of rank 1.
+
+    Its size grows with the rank, so that an average over wrong ranks is far off. The seed, step and name
+    determine
+    its direction.
+    """
     rng = np.random.default_rng([seed, step, zlib.crc32(name.encode())])
     shape = SHAPES[name]
     columns = rng.uniform(0.5, 1, (shape[0], 1)) * rng.choice([-1, 1], (shape[0], 1))
@@ -88,20 +91,22 @@ class Run:
         self.current = ""
 
     def parts(self) -> List[List[int]]:
-        """Draws groups: of all processes, of one less and the last one alone, or of each alone."""
+        """Draws groups: all processes, all but the last and the last process, or one group per process."""
         everyone = list(range(self.world))
         return self.draw.choice([[everyone], [everyone], [everyone[:-1], everyone[-1:]],
                                  [[rank] for rank in everyone]])
 
     def meeting(self, part: List[int]) -> str:
-        """A new file for the ranks of a part to meet at."""
+        """Returns a new file for the rendezvous of a part's ranks."""
         self.meetings += 1
         return f"{self.folder}/{self.meetings}-{part[0]}"
 
     def check(self, what: str, got: np.ndarray, name: str, step: int, spec: str, scale: float = 1.0,
               ranks: Optional[List[int]] = None, floor: float = 1e-6) -> None:
-        """Compares a result with the average in float64, and notes its bits. floor: of the array's own
-        type."""
+        """Compares a result with the average in float64, and logs the result's bits.
+
+        floor: the smallest tolerance, for the array's type.
+        """
         members = self.part if ranks is None else ranks
         expected = np.mean(
             [gradient(self.seed, step, rank, name, scale).astype(np.float64) for rank in members], 0)
@@ -114,7 +119,7 @@ class Run:
                 f"{what}: {name} in {spec} over ranks {members} is {error:.3g} off, more than {tolerance:g}")
 
     def clear(self, error: BaseException, *kinds: type) -> None:
-        """Counts a refusal; an error of another kind, or without words, is wrong."""
+        """Counts a refusal. Raises Wrong if the error has another type or a text of under 20 characters."""
         text = str(error)
         if not isinstance(error, kinds) or len(text) < 20:
             raise Wrong(f"{self.current}: {type(error).__name__}: {text}") from error
@@ -129,7 +134,8 @@ def run_rank(kind: str, seed: int, rank: int, world: int, folder: str, steps: in
     try:
         subject = module.Subject(run)
         for number in range(steps):
-            # Each operation has its own numbers: ranks of other groups may take more or fewer of them.
+            # Each operation has a new generator, because ranks of other groups may draw more or fewer
+            # numbers.
             run.draw = random.Random(f"{seed} {number}")
             name, operation = subject.choose()
             run.current = f"{number} {name}"
@@ -171,16 +177,16 @@ def fork_rank(kind: str, seed: int, rank: int, world: int, folder: str, steps: i
     except BaseException:
         traceback.print_exc()
         os._exit(3)
-    sys.exit(0)  # with exit handlers, as a program ends
+    sys.exit(0)  # runs exit handlers, like the end of a program
 
 
 def processor_s(pids: List[int]) -> float:
-    """Processor time of the process groups of these processes, as far as they run."""
+    """Returns the processor time in seconds of the running processes in these process groups."""
     total = 0
     for path in glob.glob("/proc/[0-9]*/stat"):
         try:
             fields = pathlib.Path(path).read_text().rpartition(")")[2].split()
-        except OSError:  # has ended
+        except OSError:  # the process has ended
             continue
         if int(fields[2]) in pids:
             total += int(fields[11]) + int(fields[12])
@@ -188,8 +194,10 @@ def processor_s(pids: List[int]) -> float:
 
 
 def run_sequence(kind: str, seed: int, steps: int, verbose: bool, folder: str) -> Tuple[str, str, List[str]]:
-    """(outcome, detail, refusals). The ranks leave this function too, by SystemExit, so that it has no
-    clean-up."""
+    """Runs a sequence. Returns (outcome, detail, refusals).
+
+    The forked ranks also leave this function, by SystemExit, so it must not clean up.
+    """
     world = random.Random(f"world {seed}").choice([2, 2, 3])
     pids = [fork_rank(kind, seed, rank, world, folder, steps) for rank in range(world)]
     codes: Dict[int, int] = {}
@@ -247,7 +255,7 @@ def run_sequence(kind: str, seed: int, steps: int, verbose: bool, folder: str) -
 
 
 def differences(results: List[Dict[str, Any]]) -> str:
-    """The first line of two ranks' logs about the same operation and ranks that is not the same."""
+    """Returns the first difference between two ranks' logs of the same operation and ranks; "" if none."""
     seen: Dict[str, Tuple[int, str]] = {}
     for rank, result in enumerate(results):
         for line in result["log"]:
@@ -269,8 +277,8 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GRADWIRE_THREADS", "1")
     os.environ["PYTHONUNBUFFERED"] = "1"
-    importlib.import_module(f"stress_{given.kind}")  # once: forks start with what it imports
-    gc.freeze()  # nor do they collect that
+    importlib.import_module(f"stress_{given.kind}")  # forked ranks inherit the imported modules
+    gc.freeze()  # forked ranks do not collect the modules' objects
     counts: "collections.Counter[str]" = collections.Counter()
     refused: "collections.Counter[str]" = collections.Counter()
     begin = time.monotonic()

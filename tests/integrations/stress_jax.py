@@ -1,4 +1,4 @@
-"""The operations of stress.py on gradwire.jax."""
+"""Implements the operations of stress.py on gradwire.jax."""
 from __future__ import annotations
 
 import copy
@@ -23,8 +23,7 @@ CLEAR = (gradwire.Error, ValueError, TypeError, RuntimeError)
 
 
 class Trained:
-    """An optax chain with compress(), its state, and a function that was traced once, maybe in another
-    world."""
+    """An optax chain with compress(), its state, and a traced function, possibly from another world."""
 
     def __init__(self, spec: str, number: int) -> None:
         self.spec, self.number = spec, number
@@ -63,7 +62,7 @@ class Subject:
         return self.number
 
     def guarded(self, call: Callable[[], Any]) -> Any:
-        """The result, or None where it is refused: only without a group."""
+        """Returns the result of `call`, or None if the call is refused because there is no group."""
         try:
             return jax.block_until_ready(call())
         except CLEAR as error:
@@ -95,7 +94,7 @@ class Subject:
         self.run.part, self.connected = [], False
 
     def do_average(self) -> None:
-        """By a function that was traced before, or now; also in a scan."""
+        """Averages with an earlier or a new traced function, also in a scan."""
         step, spec = self.next(), self.run.draw.choice(("fp32", "bf16", "int8", "int4"))
         how = self.run.draw.choice(("jit", "eager", "scan"))
         function: Callable[..., Any] = self.functions.get(
@@ -146,7 +145,7 @@ class Subject:
         model.saved = (pickle.dumps(jax.tree.map(np.asarray, model.state)), list(model.names), model.scale)
 
     def do_load(self) -> None:
-        """In this model, or with a new transformation; of other parameters it is refused."""
+        """Loads the saved state. Expects an error if the state is for other parameters."""
         model = self.model()
         if model.saved is None:
             return
@@ -166,7 +165,7 @@ class Subject:
         model.state = gradwire.jax.rescale(state, model.scale / scale)
 
     def do_freeze(self) -> None:
-        """With one parameter less, the state of the others stays."""
+        """Removes a parameter. The state of the other parameters is unchanged."""
         model = self.model()
         if len(model.names) > 1:
             name = self.run.draw.choice(model.names)
@@ -199,7 +198,7 @@ class Subject:
         model.state = copy.deepcopy(model.state)
 
     def do_fork(self) -> None:
-        """A child that ends, as one of a data loader does, or that leaves the group first."""
+        """Forks a child that exits, like a data loader's child, or first leaves the group."""
         leaves = self.run.draw.random() < 0.5
         child = os.fork()
         if child == 0:

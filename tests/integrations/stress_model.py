@@ -1,4 +1,4 @@
-"""The models of stress_torch.py."""
+"""Defines the models of stress_torch.py."""
 from __future__ import annotations
 
 from typing import Any, Dict, List, Optional
@@ -32,13 +32,12 @@ class Scaler:
         return self.scale
 
     def update(self, new_scale: Optional[float] = None) -> None:
-        """Without a scale: after a step that was skipped."""
+        """Sets the scale. Without `new_scale` halves the scale, as after a skipped step."""
         self.scale = self.scale / 2 if new_scale is None else new_scale
 
 
 class Model:
-    """A module in a DistributedDataParallel over a group, on the members of the group; elsewhere without
-    these."""
+    """A module. On the members of a group, it is in a DistributedDataParallel over the group."""
 
     def __init__(self, number: int, spec: str, group: Any, part: List[int]) -> None:
         self.number, self.spec, self.group, self.part = number, spec, group, part
@@ -48,10 +47,10 @@ class Model:
         self.ddp: Optional[DistributedDataParallel] = None
         self.hook: Any = None
         self.closed = False
-        self.dead = False  # a backward() has raised, after which PyTorch's reducer waits for the rest of it
+        self.dead = False  # backward() has raised, so PyTorch's reducer is unusable
         self.may_refuse = False  # the next backward may raise, for a state of another model
         self.saved: Any = None
-        self.entry: Any = None  # of Subject.groups
+        self.entry: Any = None  # an entry of Subject.groups
 
     @property
     def scale(self) -> float:

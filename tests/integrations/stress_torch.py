@@ -1,4 +1,4 @@
-"""The operations of stress.py on gradwire.torch."""
+"""Implements the operations of stress.py on gradwire.torch."""
 from __future__ import annotations
 
 import atexit
@@ -23,7 +23,7 @@ from stress import SHAPES, TIMEOUT_S, Run, Wrong, gradient
 from stress_model import Model
 
 with contextlib.suppress(ImportError):
-    import torch._dynamo  # as DistributedDataParallel does in its constructor, for seconds
+    import torch._dynamo  # DDP's constructor imports it, which takes seconds
 torch.set_num_threads(1)
 warnings.filterwarnings("ignore")
 SPECS = ("fp32", "bf16", "int8", "int4", "fp8", "powersgd:rank=2", "powersgd:rank=2,wire=bf16")
@@ -59,7 +59,7 @@ class Subject:
         return self.run.rank in part
 
     def in_use(self, model: Model) -> bool:
-        """Whether this rank has a hook of the model, which may still average."""
+        """Returns whether this rank has a hook of the model that can still average."""
         return self.mine(model.part) and not model.closed and not model.dead and model.hook is not None
 
     def gradient(self, step: int, name: str, scale: float = 1.0) -> torch.Tensor:
@@ -92,7 +92,7 @@ class Subject:
                     model.hook.close()
                 elif model.hook is not None and model.spec in ("fp32", "int8") and len(
                         model.part) == self.run.world:
-                    self.spare.append((model.spec, model.hook))  # it outlives its group
+                    self.spare.append((model.spec, model.hook))  # the hook outlives its group
             time.sleep(0.05)  # see ddp_lifetimes.destroy()
             dist.destroy_process_group()
         self.models, self.groups, self.run.part, self.connected = [], [], [], False
@@ -105,8 +105,10 @@ class Subject:
         self.groups.append((group, members))
 
     def do_destroy_group(self) -> None:
-        """Destroys a group of some or all ranks. Its models' hooks must then be refused, not average over the
-        remaining ranks."""
+        """Destroys a group of some or all ranks.
+
+        The hooks of its models must then fail, and not average over the remaining ranks.
+        """
         if len(self.groups) == 1:
             return
         entry = self.run.draw.choice(self.groups[1:])
@@ -143,7 +145,7 @@ class Subject:
                        floor=1e-3 if dtype == torch.float16 else 1e-6)
 
     def train(self, models: List[Model], what: str) -> None:
-        """One backward() of these models together."""
+        """Runs one backward() of all these models."""
         step = self.next()
         if not self.mine(models[0].part) or any(model.dead for model in models):
             return
@@ -201,7 +203,7 @@ class Subject:
         raise Wrong("compress() was accepted twice")
 
     def do_share(self) -> None:
-        """Two models on one communicator, in one backward()."""
+        """Runs one backward() of two models that share a communicator."""
         models = [self.made("int8", None, self.run.part) for _ in range(2)]
         comm = gradwire.torch.communicator(timeout_s=TIMEOUT_S)
         try:
@@ -216,7 +218,7 @@ class Subject:
         comm.close()
 
     def do_reuse(self) -> None:
-        """A hook that was made earlier, maybe for another group."""
+        """Registers a hook that was created earlier, possibly for another group."""
         if not self.spare:
             return
         spec, hook = self.spare.pop(self.run.draw.randrange(len(self.spare)))
@@ -238,7 +240,7 @@ class Subject:
         model.closed = True
 
     def do_deepcopy(self) -> None:
-        """The copy averages over the default group, as PyTorch has it: compressed, or not."""
+        """Copies a model. As in PyTorch, the copy averages over the default group, compressed or not."""
         model = self.model()
         compresses = self.run.draw.random() < 0.5
         if model.group is not None or model.dead or model.may_refuse:
@@ -269,7 +271,7 @@ class Subject:
         blob, names, spec, scale = source.saved
         fits = (spec, names, source.part) == (model.spec, model.names, model.part)
         if fits and scale != model.scale:
-            return  # a loss scale is loaded with its state
+            return  # a state with another loss scale is not loaded
         try:
             model.hook.load_state_dict(torch.load(io.BytesIO(blob)))
         except CLEAR as error:
@@ -317,8 +319,10 @@ class Subject:
             model.scaler.update(scale)
 
     def do_skip(self) -> None:
-        """A step with infinite gradients of one rank, which the scaler skips. The next one has nothing of
-        it."""
+        """Makes a step with an infinite gradient on one rank, which the scaler skips.
+
+        The skipped step must not affect the next step.
+        """
         model, victim, step = self.model(), self.run.draw.choice(self.run.part), self.next()
         name = self.run.draw.choice(model.names)
         if not self.in_use(model) or model.may_refuse:
@@ -333,7 +337,7 @@ class Subject:
         model.scaler.update()
 
     def do_pickle(self) -> None:
-        """The copy of a hook, with another model."""
+        """Pickles a hook, and uses the copy with another model."""
         model = self.model()
         if (model.group is not None or model.closed or model.hook is None or model.may_refuse
                 or model.names != list(SHAPES)):
@@ -350,8 +354,10 @@ class Subject:
     # ---- Forks --------------------------------------------------------------------------------------------
 
     def do_fork(self) -> None:
-        """A child that ends, as one of a data loader does; without a group one that makes its own and trains
-        with hooks from before the fork."""
+        """Forks a child that exits, like a data loader's child.
+
+        Without a group, the child creates a group, and trains with hooks that were created before the fork.
+        """
         closes = self.run.draw.random() < 0.3
         part = list(range(self.run.world))
         meeting = self.run.meeting(part)
@@ -396,6 +402,6 @@ class Subject:
         dist.destroy_process_group()
 
     def end(self) -> None:
-        """Half of the sequences leave everything to the end of the program."""
+        """Destroys the group in half of the sequences. Otherwise the end of the program does."""
         if self.run.draw.random() < 0.5 and self.connected:
             self.do_destroy()

@@ -1,6 +1,5 @@
 #!/usr/bin/python3
-"""Strings that reach the library: NUL bytes, paths, bytes that are not UTF-8; and the package in a zip
-archive."""
+"""Tests strings for the library (NUL bytes, paths, invalid UTF-8), and the package in a zip archive."""
 from __future__ import annotations
 
 import os
@@ -22,7 +21,7 @@ PACKAGE = pathlib.Path(gradwire.__file__).resolve().parent
 
 
 def average(rendezvous: Any) -> List[float]:
-    """The mean of 0 and 1 as two ranks of this process find it."""
+    """Averages 0 and 1 on two ranks of this process. Returns each rank's mean."""
     means: List[float] = [-1.0, -1.0]
 
     def run(rank: int) -> None:
@@ -65,7 +64,7 @@ class Strings(unittest.TestCase):
         for what, call in [*calls.items(), *(("the spec", call) for call in specs)]:
             with self.assertRaisesRegex(gradwire.BadArgument, f"{what} .*NUL"):
                 call()
-        comm.check()  # refused before the communicator heard of it
+        comm.check()  # the communicator has not failed
         comm.close()
 
     def test_a_string_of_another_type_is_refused_by_name(self) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process."""
+"""Runs ranks as threads of this process."""
 from __future__ import annotations
 
 import threading
@@ -11,8 +11,10 @@ _next_name = iter(range(1 << 30))
 
 def run_ranks(world: int, body: Callable[[gradwire.Communicator], Any], name: str = "",
               **options: Any) -> List[Any]:
-    """Runs body on every rank, in a thread each. Returns the results; raises the first rank's exception.
-    name: where they meet, by default in this process."""
+    """Runs body in one thread per rank. Returns the results, or raises the first exception.
+
+    name: the rendezvous, by default in this process.
+    """
     name = name or f"local://package{next(_next_name)}"
     results: List[Any] = [None] * world
     errors: List[BaseException] = []

@@ -1,4 +1,4 @@
-"""A rank of torchrun_test.py that continues when a machine is lost, until 200 steps are done."""
+"""Runs a rank of torchrun_test.py for 200 steps. The rank continues when a machine is lost."""
 from __future__ import annotations
 
 import os

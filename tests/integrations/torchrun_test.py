@@ -1,6 +1,5 @@
 #!/usr/bin/python3
-"""torchrun's restarts with the DDP hook: integrations/python/examples/restarts.py, of which ranks and
-machines are killed.
+"""Kills ranks and machines under torchrun, and checks that integrations/python/examples/restarts.py continues.
 
 usage: torchrun_test.py SCENARIO      of SCENARIOS
 """
@@ -20,17 +19,16 @@ from typing import Callable, Dict, List, Optional
 import launch
 
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "integrations/python/examples/restarts.py"
-# a machine that is gone is noticed after 15 s, and the others wait for its return for another second
+# A lost machine is detected after 15 s. The others then wait another second for its return.
 WAIT_S = 120
 
 
 class Agent:
-    """torchrun on one machine, and what its ranks have said so far."""
+    """torchrun on one machine, and the output of its ranks."""
 
     def __init__(self, options: List[str], arguments: List[str], script: pathlib.Path = EXAMPLE) -> None:
-        # The ranks' output comes through this pipe: torchrun's own copy of a file that is being written can
-        # end a line where it has read so far. stderr is redirected, because Debian 12's torchrun crashes on
-        # its own default.
+        # The ranks' output comes through this pipe, because torchrun can split a line while it copies a file.
+        # Redirects stderr, because Debian 12's torchrun crashes with its default.
         self._process = subprocess.Popen(
             [
                 sys.executable, "-m", "torch.distributed.run", "-r", "2", "-t", "2", "--max_restarts", "3",
@@ -50,16 +48,20 @@ class Agent:
             self.lines.append(line.rstrip("\n"))
 
     def found(self, pattern: str) -> List["re.Match[str]"]:
-        """Matches in the output so far. A rank writes a line and its end separately (torchrun runs `python
-        -u`), so another rank's line may follow on the same one."""
+        """Returns the pattern's matches in the output so far.
+
+        Another rank's line may follow on the same line, because a rank writes a line and its newline
+        separately
+        (torchrun runs `python -u`).
+        """
         return list(re.finditer(pattern, "\n".join(self.lines)))
 
     def processes(self) -> Dict[int, int]:
-        """rank to process, as of the last start."""
+        """Returns the process of each rank since the last start."""
         return {int(m[1]): int(m[2]) for m in self.found(r"rank (\d+) of \d+ is process (\d+)")}
 
     def kill(self) -> None:
-        """The machine is gone: the agent, and all of its ranks."""
+        """Kills the agent and all of its ranks, like the loss of a machine."""
         self._process.kill()
         for process in self.processes().values():
             try:
@@ -102,7 +104,7 @@ def losses(agent: Agent) -> Dict[int, float]:
 
 
 def begins(agent: Agent) -> List[int]:
-    """At which steps rank 0, or another, began, one for each start."""
+    """Returns the step at which rank 0 began, for each start."""
     return [int(m[1]) for m in agent.found(r"rank 0 of \d+ is process \d+ and begins at step (\d+)")]
 
 
@@ -116,8 +118,12 @@ def same_weights(agent: Agent, steps: int, world: int) -> str:
 
 def run_of(folder: pathlib.Path, spec: str, victim: Optional[int],
            pause_s: float = 0.15) -> "tuple[Dict[int, float], str]":
-    """40 steps on 3 ranks, of which `victim` is killed once: the losses by step, and the weights, all ranks'
-    same. pause_s: between steps of a run with a victim, so that step 40 is far when the kill comes."""
+    """Runs 40 steps on 3 ranks, and kills `victim` once. Returns the losses by step, and the weights.
+
+    The weights must be equal on all ranks.
+
+    pause_s: the pause between steps of a run with a victim, so that the kill precedes step 40.
+    """
     steps, world = 40, 3
     agent = Agent(["--standalone", "--nproc_per_node", str(world)], [
         "--folder",
@@ -130,14 +136,14 @@ def run_of(folder: pathlib.Path, spec: str, victim: Optional[int],
             wait_until(lambda: max(losses(agent), default=0) >= 14, [agent], "step 14")
             try:
                 os.kill(agent.processes()[victim], signal.SIGKILL)
-            except ProcessLookupError:  # on a busy machine the run may be over
+            except ProcessLookupError:  # on a busy machine the run may have ended
                 check(pause_s < 2, "the run ends before its rank can be killed", [agent])
                 agent.end()
                 return run_of(folder.with_name(f"{folder.name} again"), spec, victim, 4 * pause_s)
         check(agent.wait() == 0, "torchrun failed", [agent])
     finally:
         agent.end()
-    # From a checkpoint, not from the beginning: of step 10, or a later one that was written before the kill.
+    # The run restarts from a checkpoint of step 10 or, if the kill was late, of step 20 or 30.
     started = begins(agent)
     check(started == [0] if victim is None else len(started) == 2 and started[1] in (10, 20, 30),
           f"starts: {started}", [agent])
@@ -160,8 +166,10 @@ def a_killed_rank(folder: pathlib.Path) -> None:
 
 
 def machine(port: int, is_first: bool, last_call_s: int) -> List[str]:
-    """Options of one of at most two, with two ranks. The first one keeps torchrun's store, and waits for the
-    other."""
+    """Returns torchrun's options for one of at most two machines, with two ranks each.
+
+    The first machine has torchrun's store, and waits for the other machine.
+    """
     return [
         "--nnodes", "1:2", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint",
         f"localhost:{port}", "--rdzv_id", "restarts", "--rdzv_conf",
@@ -170,14 +178,14 @@ def machine(port: int, is_first: bool, last_call_s: int) -> List[str]:
 
 
 def a_lost_machine_is_gone_on_without(_: pathlib.Path) -> None:
-    """With min_ranks, and without a restart: torchrun's own ranks are well."""
+    """Checks that min_ranks continues without a restart when another machine is lost."""
     port, script = launch.free_port(), pathlib.Path(__file__).with_name("torchrun_ranks.py")
     agents = [Agent(machine(port, first, 10), [], script) for first in (True, False)]
     try:
         wait_until(lambda: all(a.found("step 5 of 200, 4 ranks") for a in agents), agents,
                    "a start with both machines")
         agents[1].kill()
-        # torchrun itself then waits for the other machine's, for five minutes.
+        # torchrun then waits five minutes for the ranks of the other machine.
         wait_until(lambda: len(agents[0].found("done: 200 steps")) == 2, agents, "the end")
     finally:
         for agent in agents:

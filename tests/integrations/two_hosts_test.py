@@ -1,9 +1,9 @@
 #!/usr/bin/python3
-"""Ranks on two hosts, and a process group of some of them: everybody finds everybody.
+"""Tests ranks on two hosts, and a process group of some ranks: all ranks connect.
 
 The hosts are two network namespaces with a cable between them, in which the machine's name resolves to an
-address that leads nowhere, as 127.0.1.1 does on Debian. Ends with 77, skipped, where this process may not
-make such hosts.
+address that leads nowhere, as 127.0.1.1 does on Debian. Exits with 77 (skipped) if this process may not
+create network namespaces.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[str]:
-    """Prefix of the names of namespaces and of the ends of the cable."""
+    """Creates two hosts. Yields the prefix of the names of their namespaces and of the cable's ends."""
     prefix = f"gw{os.getpid()}"
 
     def ip(*arguments: str) -> None:
@@ -50,13 +50,13 @@ def rank(number: int) -> None:
     import gradwire
     from gradwire.torch import communicator
 
-    # torch's own
+    # the interface for Gloo
     os.environ.update(GLOO_SOCKET_IFNAME=next(name for _, name in socket.if_nameindex() if name != "lo"))
-    socket.gethostname = lambda: "localhost"  # everybody's name, at everybody's own address
+    socket.gethostname = lambda: "localhost"  # the name of both hosts, with a different address on each
     dist.init_process_group("gloo")
     everybody = communicator(timeout_s=20)
     assert float(gradwire.allreduce_(torch.full((3,), float(number)), comm=everybody)[0]) == 1
-    group = dist.new_group([1, 2])  # its rank 0 is not the one at MASTER_ADDR
+    group = dist.new_group([1, 2])  # the group's rank 0 is not at MASTER_ADDR
     if number > 0:
         part = communicator(group, timeout_s=20)
         assert (part.rank, part.world) == (number - 1, 2)

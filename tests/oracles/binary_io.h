@@ -1,4 +1,4 @@
-// Little-endian values without padding: the files through which the oracles' Python and C++ halves talk.
+// Reads and writes files of little-endian values without padding, for oracles in Python and C++.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ class Writer {
   std::ofstream file_;
 };
 
-// Runs `body` with the arguments; returns its result, or 2 for invalid input and 1 for other errors.
+// Runs `body` with the arguments. Returns the exit status of `body`; 2 for invalid input; 1 for other errors.
 inline int run(int argc, char** argv, int (*body)(std::vector<std::string> arguments)) {
   try {
     return body({argv + 1, argv + argc});

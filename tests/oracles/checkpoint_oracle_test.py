@@ -23,7 +23,7 @@ except ImportError as error:
 
 
 def read(path: pathlib.Path) -> dict:
-    """Implements the whole safetensors format, for float32 only."""
+    """Returns the tensors of a safetensors file. Supports float32 only."""
     blob = path.read_bytes()
     length, = struct.unpack("<Q", blob[:8])
     header, data = json.loads(blob[8:8 + length]), memoryview(blob)[8 + length:]
@@ -56,7 +56,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write(folder / "torchvision.safetensors", source.state_dict())
-        # A learning rate of 0: one complete step that changes nothing.
+        # With a learning rate of 0, a complete step changes no weight.
         subprocess.run([
             gradwire, "train", "--model", "vit_b_32", "--data", "synthetic:8", "--device", "host", "--steps",
             "1", "--batch-size", "1", "--eval-every", "0", "--optimizer", "sgd", "--momentum", "0", "--lr",

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Compares our PowerSGD with PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the same
-first Q.
+"""Compares Gradwire's PowerSGD with PyTorch's hook: 20 steps of random gradients on 2 and 4 ranks, from the
+same first Q.
 
-The two keep different residuals (ours what this rank's projection lost, PyTorch's the distance to the global
-approximation), but their means over the ranks are equal, and only the mean enters P, Q and the result. So the
-averaged gradients must agree. PyTorch runs as in training: DDP on gloo processes, with its bucket and hook.
-Its hook cannot start before step 2, so both send the first two steps uncompressed.
+The hooks have different residuals: in Gradwire the error of the rank's projection, in PyTorch the distance to
+the global approximation. The means of the residuals over the ranks are equal, and only the mean determines P,
+Q and the result. So the averaged gradients must agree. PyTorch runs as in training: DDP on Gloo processes,
+with DDP's bucket and hook. PyTorch's hook cannot compress before step 2, so both hooks send the first two
+steps uncompressed.
 
 Usage: powersgd_oracle_test.py POWERSGD_ORACLE_BINARY
 """
@@ -24,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as psgd
 
-# In the order of DDP's bucket. Vectors and small matrices stay dense, a 4-D tensor counts as a matrix.
+# Shapes in the order of DDP's bucket. Vectors and small matrices stay dense; a 4-D tensor is a matrix.
 SHAPES = [(10,), (64, 48), (7, 5), (33, 129), (16, 3, 7, 7), (64, 48), (200, 20), (3,)]
 STEPS, START, TOLERANCE = 20, 2, 1e-4
 
@@ -71,8 +72,10 @@ def run_ours(binary: str, folder: pathlib.Path, world: int, rank: int, values: l
 
 
 def run_exact(world: int, values: list, qs: list) -> list:
-    """Computes the same in float64 on the mean over ranks, on which alone the result depends, to attribute
-    errors."""
+    """Computes PowerSGD in float64 on the mean over ranks, to attribute errors.
+
+    The result depends on the mean only.
+    """
     state = [(q.astype(numpy.float64).reshape(int(numpy.prod(s[1:])), -1) if q.size else None)
              for s, q in zip(SHAPES, qs)]
     error = [numpy.zeros(s) for s in SHAPES]
@@ -107,7 +110,7 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
                 [torch.nn.Parameter(torch.zeros(s)) for s in reversed(SHAPES)])
 
         def forward(self, wanted):
-            # The gradient of this with respect to w is g.
+            # The gradient of this sum with respect to w is g.
             return sum((w * g).sum() for w, g in zip(self.weights, wanted))
 
     model = torch.nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1024)
@@ -138,8 +141,8 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
         with open(path, "wb") as file:
             pickle.dump(results, file)
     dist.barrier()
-    # Exits without destructors: PyTorch 1.13's Reducer, holding the GIL, joins a thread that may be waiting
-    # for it. Waits for all ranks first: a rank that exits breaks the barrier of the others.
+    # Exits without destructors, because PyTorch 1.13's Reducer holds the GIL while it joins a thread that may
+    # wait for the GIL. First waits for all ranks, because a rank that exits breaks the others' barrier.
     here = pathlib.Path(store).parent
     (here / f"rank_{rank}").touch()
     deadline = time.monotonic() + 60
@@ -150,7 +153,7 @@ def run_torch_rank(rank: int, world: int, store: str, approximation_rank: int, v
 
 
 def distance(a: list, b: list) -> float:
-    """Returns the norm of the difference over the norm of b, over all tensors together."""
+    """Returns the norm of the difference divided by the norm of b, over all tensors."""
     difference = sum(numpy.sum((x.astype(numpy.float64) - y) ** 2) for x, y in zip(a, b))
     return float(numpy.sqrt(difference / sum(numpy.sum(y.astype(numpy.float64) ** 2) for y in b)))
 

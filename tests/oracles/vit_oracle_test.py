@@ -1,9 +1,10 @@
 #!/usr/bin/python3
-"""Compares our ViT with torchvision's: logits, loss and all gradients for the same weights and images.
+"""Compares Gradwire's ViT with torchvision's ViT: logits, loss and all gradients for the same weights and
+images.
 
-torchvision computes in double precision, so that all differences are our rounding errors. A tensor's error is
-the norm of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and each
-gradient.
+torchvision computes in double precision, so that all differences are Gradwire's rounding errors. A tensor's
+error is the norm of the difference over the norm of torchvision's tensor; the limit is 1e-4, for logits and
+each gradient.
 
 usage: vit_oracle_test.py PATH_TO_vit_oracle [--device host|cuda:N]
 """
@@ -26,7 +27,7 @@ except ImportError as error:
 
 LIMIT = 1e-4
 
-# Odd shapes: 17 and 50 tokens are not multiples of 8; the head dimensions are 8, 4 and 64.
+# 17 and 50 tokens are not multiples of 8. The head dimensions are 8, 4 and 64.
 CASES = {
     "small, 17 tokens, 3 channels": dict(image=16, channels=3, patch=4, width=24, depth=2, heads=3, mlp=40,
                                          classes=7, batch=3),
@@ -55,7 +56,7 @@ def build(case: dict) -> torch.nn.Module:
                 parameter.normal_(0, 0.1)
             elif ".ln" in name:
                 parameter.normal_(1, 0.2)
-            # Rounded to float32, the values that our side reads.
+            # Gradwire reads the same values, rounded to float32.
             parameter.copy_(parameter.float())
     return model.double()
 

@@ -1,6 +1,6 @@
-// Gradwire's side of wire_oracle_test.py: encodes difficult arrays in every wire format with many of its
-// options, and decodes them. Writes for each array: the length of the spec and the spec, the number of
-// values, the number of bytes, the bytes, and the decoded values.
+// Encodes and decodes difficult arrays for wire_oracle_test.py, in every wire format with many options.
+// Writes for each array: the length of the spec and the spec, the number of values, the number of bytes, the
+// bytes, and the decoded values.
 //
 // Usage: wire_oracle OUTPUT
 #include <fmt/format.h>
@@ -19,7 +19,7 @@
 namespace gradwire {
 namespace {
 
-// Returns the format with each value of each of its options, one at a time and two at a time.
+// Returns the format's specs with each value of each option, and with each pair of options.
 std::vector<std::string> variants(Wire entry) {
   std::vector<std::string> all = {entry->name};
   const auto copy = entry->copy();

@@ -33,7 +33,7 @@ def codes(data: np.ndarray, n: int, bits: int) -> np.ndarray:
 
 
 def small_float(code: np.ndarray, mantissa: int, bias: int) -> np.ndarray:
-    """Returns the magnitude of a float of few bits."""
+    """Returns the magnitudes of floats with few bits."""
     exponent, fraction = code >> mantissa, code & (1 << mantissa) - 1
     normal = (1 + fraction / 2.0**mantissa) * 2.0**(exponent - bias)
     return np.where(exponent == 0, fraction / 2.0**mantissa * 2.0**(1 - bias), normal).astype(F32)

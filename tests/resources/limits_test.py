@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""`gradwire` under common limits: ulimit -n, -u, -v and -s. The command succeeds, or names the limit to
-raise.
+"""Runs `gradwire` under common limits: ulimit -n, -u, -v and -s.
+
+The command succeeds, or names the limit to raise.
 
 usage: limits_test.py PATH_OF_GRADWIRE [unittest arguments]
 """
@@ -23,7 +24,7 @@ WIDE = ["--width", "512", "--mlp", "2048", "--depth", "2", "--steps", "1", "--ev
 
 class Limits(CommandTest):
     def start(self, *arguments, limits=(), env=None, user=None):
-        """`limits`: pairs of a resource.RLIMIT_ and its value."""
+        """Starts the command. `limits`: pairs of a resource.RLIMIT_ constant and a value."""
 
         def limit():
             for which, value in limits:
@@ -60,7 +61,7 @@ class Limits(CommandTest):
                                      env=self.launch(0, 2, free_port()))
                 code, _, err = self.ended(process, 20)
                 self.assertEqual(code, 1)
-                if count >= 8:  # below that, the loader cannot even read a file
+                if count >= 8:  # with fewer descriptors the loader cannot read a file
                     self.assertTrue("ulimit -n" in err or "never came: rank 1" in err, err)
 
     def test_a_rendezvous_without_descriptors_for_all_ranks_fails_without_spinning(self):

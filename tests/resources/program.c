@@ -1,5 +1,5 @@
-/* A user of the C ABI, for sweeps over refused resources: two ranks average gradients, save their state and
- * load it.
+/* A program on the C ABI, for sweeps over refused resources: two ranks average gradients, save their state
+ * and load it.
  *
  * usage: program SPEC local         both ranks, on threads
  *        program SPEC ADDRESS RANK  one of two processes
@@ -19,7 +19,7 @@ enum { kTensors = 3, kRows = 256, kColumns = 128, kCount = kRows * kColumns };
 struct Rank {
   const char *spec, *address;
   int rank;
-  int refused; /* nonzero: its thread was not created */
+  int refused; /* nonzero: the rank's thread was not created */
   float gradients[kTensors][kCount];
   char error[512];
 };

@@ -1,5 +1,4 @@
-"""A program that uses the Python package, for sweeps over refused resources. usage: program.py ADDRESS
-RANK"""
+"""Uses the Python package, for sweeps over refused resources. Usage: program.py ADDRESS RANK"""
 import ctypes
 import hashlib
 import sys

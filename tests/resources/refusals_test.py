@@ -48,7 +48,7 @@ def cases(gradwire):
                    clean=one_line_errors)
     yield Case("shard", [[*single, "--ranks", "2", "--shard", "full", "--checkpoint", "saved"]],
                result=last_hash, clean=one_line_errors)
-    # The surviving rank may have other weights, because it had other data.
+    # The result is not compared, because the surviving rank may train on other data.
     for victim in (0, 1):
         yield Case(f"elastic{victim}", [elastic, elastic], victim, process_environments(2),
                    clean=one_line_errors)
@@ -101,8 +101,8 @@ def main():
     for case in all_cases:
         if options.case and case.name != options.case:
             continue
-        # Small allocations are too many and too similar to refuse each of them. They are not refused in
-        # Python, whose interpreter ends the process itself.
+        # There are too many small allocations to refuse each of them. They are not refused in Python, because
+        # the interpreter would end the process.
         most = {
             kind: None if options.all else options.most
             for kind in ([options.kind] if options.kind else KINDS)

@@ -1,10 +1,14 @@
 /* A library for LD_PRELOAD that refuses the n-th request for a resource, as an exhausted machine does.
  *
- * GRADWIRE_REFUSE=KIND:N   refuses request N of KIND, counted from 1 over all threads; KIND:N+ also all later
- * ones (none:0 refuses nothing) GRADWIRE_REFUSE_LOG=FILE gets a line "refused KIND N" at the refusal, and
- * "seen KIND COUNT" for each kind when the process ends GRADWIRE_REFUSE_LATER=1  counts only after the
- * program has called refuse_begin(), found by dlsym(); otherwise from main() on, because before that CUDA's
- * runtime registers the kernels, and crashes if that allocation fails
+ * GRADWIRE_REFUSE=KIND:N refuses request N of KIND, counted from 1 over all threads. KIND:N+ also refuses all
+ * later requests. none:0 refuses no request.
+ *
+ * GRADWIRE_REFUSE_LOG=FILE writes a line "refused KIND N" at the refusal, and a line "seen KIND COUNT" for
+ * each kind when the process ends.
+ *
+ * GRADWIRE_REFUSE_LATER=1 counts requests only after the program has called refuse_begin(), which it finds
+ * with dlsym(). Otherwise requests are counted from main() on: before main(), CUDA's runtime registers the
+ * kernels, and crashes if that allocation fails.
  *
  * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write
  * (regular files), sync (fsync, ftruncate), rename. */
@@ -238,7 +242,7 @@ int ftruncate(int file, off_t bytes) {
 int ftruncate64(int file, off_t bytes) {
   return ftruncate(file, bytes);
 }
-/* As between two file systems, after a mount. */
+/* Fails with EXDEV, as between two file systems. */
 int rename(const char* from, const char* to) {
   return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to);
 }

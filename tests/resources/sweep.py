@@ -1,5 +1,7 @@
-"""Runs a program repeatedly, each time with another request for a resource refused (refuse.c), and checks
-that it ends with the correct result or a clean error, never by a signal or in a hang."""
+"""Runs a program repeatedly, each time with another request for a resource refused (refuse.c).
+
+Checks that the program ends with the correct result or a clean error, never by a signal or in a hang.
+"""
 import collections
 import os
 import pathlib
@@ -15,20 +17,20 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
              "PMI_SIZE")
 # The C library ends the process when a thread's first object with a destructor cannot be registered.
 C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
-LIMIT_S = 60  # a program that takes longer hangs: its deadlines are a few seconds
+LIMIT_S = 60  # a longer run is a hang: the programs' deadlines are a few seconds
 CRASHES = re.compile(
     r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
 
 
 class Case:
-    """One program: the commands of its processes, one of which has requests refused."""
+    """A program, as the commands of its processes. Requests of one process are refused."""
 
     def __init__(self, name, commands, victim=0, environments=None, result=None, later=False, clean=None):
         self.name, self.commands, self.victim = name, commands, victim
         self.environments = environments or [{}] * len(commands)
-        self.result = result or (lambda folder, outputs: None)  # must be equal in every successful run
+        self.result = result or (lambda folder, outputs: None)  # equal in every successful run
         self.later = later
-        # Checks the outputs of a failed run: [(code, stdout, stderr)] -> the problem, or "".
+        # Checks the outputs of a failed run, [(code, stdout, stderr)]. Returns the problem, or "".
         self.clean = clean or (lambda outputs: "")
 
 
@@ -38,8 +40,11 @@ class Outcome:
 
 
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
-    """Runs once with request `at` of `kind` refused. Outcome.what is right, error, crash, hang, unclean,
-    wrong, or "c library" if the C library ended the process."""
+    """Runs the program once, with request `at` of `kind` refused. Returns the outcome.
+
+    Outcome.what is right, error, crash, hang, unclean, wrong, or "c library" if the C library ended the
+    process.
+    """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
     processes = []
@@ -47,7 +52,7 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         for i, command in enumerate(case.commands):
             environment = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
             environment.update(case.environments[i])
-            # Memory of 64 KiB or more is unmapped when it is freed, so that a later write to it crashes.
+            # Memory of 64 KiB or more is unmapped when it is freed, so that a write after free crashes.
             environment.setdefault("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=65536")
             environment.update(extra or {})
             if i == case.victim:
@@ -104,9 +109,14 @@ def chosen(count, most):
 
 
 def sweep(case, library, most, extra=None):
-    """Refuses each request of each kind in `most` alone, and with all later ones; if most[kind] is a number,
-    that many requests alternately. (If even small allocations fail, the C library ends programs.) Returns the
-    number of runs by kind and outcome, and the failures as texts."""
+    """Refuses requests of each kind in `most`. Returns the runs by kind and outcome, and texts of the
+    failures.
+
+    Refuses each request in one run, and with all later requests in another run. If most[kind] is a number,
+    refuses
+    that number of requests, alternately alone and with all later requests. Small requests are then refused alone,
+    because the C library ends programs if all small allocations fail.
+    """
     counts, failures = collections.Counter(), []
     first = run(case, library, "none", 0, extra)
     if first.what != "right":
@@ -148,8 +158,7 @@ def one_line_errors(outputs):
 
 
 def refused_or_lost(outputs):
-    """Also checks that the last line has the status that gradwire.h specifies for a refused resource or a
-    lost rank."""
+    """Checks one_line_errors(), and that the last line has a status for a refused resource or a lost rank."""
     for code, _, err in outputs:
         last = (err.splitlines() or [""])[-1]
         if code != 0 and not re.search("GW_NO_MEMORY|GW_COMM_FAILED|rank [01]: $", last):

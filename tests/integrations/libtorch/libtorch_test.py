@@ -1,8 +1,9 @@
 #!/usr/bin/python3
-"""A C++ program that links LibTorch and libgradwire, in both orders and under ASan, trains on two ranks; so
-does a Python process that loads LibTorch's symbols for everybody (TORCH_USE_RTLD_GLOBAL=1).
+"""Trains on two ranks with a C++ program that links LibTorch and libgradwire, in both orders and under ASan.
 
-usage: libtorch_test.py LIBGRADWIRE [COMPILER]     run by the Python whose PyTorch is meant
+Also trains in Python processes that load LibTorch's symbols globally (TORCH_USE_RTLD_GLOBAL=1).
+
+usage: libtorch_test.py LIBGRADWIRE [COMPILER]     run it with the Python that has the PyTorch to test
 """
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pa
     programs = []
     for name, libraries in (("torch_first", [*theirs, library]), ("gradwire_first", [library, *theirs]),
                             ("torch_first_asan", ["-fsanitize=address", *theirs, library])):
-        # LibTorch's own libraries need CUDA's, which LD_LIBRARY_PATH names at run time.
+        # LibTorch's libraries need CUDA's libraries, which LD_LIBRARY_PATH provides at run time.
         subprocess.run([
             compiler, folder / "train.o", "-Wl,--no-as-needed", *libraries, f"-Wl,-rpath,{library.parent}",
             "-Wl,--allow-shlib-undefined", "-o", folder / name
@@ -46,7 +47,7 @@ def build(folder: pathlib.Path, library: pathlib.Path, compiler: str) -> List[pa
 
 
 def run(command: List[str], environment: Dict[str, str]) -> List[str]:
-    """Returns the output of two ranks."""
+    """Runs `command` on two ranks. Returns the output of each rank."""
     meeting = f"tcp://127.0.0.1:{launch.free_port()}"
     ranks = [
         subprocess.Popen([*command, meeting, str(rank), "2"], stdout=subprocess.PIPE, text=True,
@@ -65,7 +66,7 @@ def run(command: List[str], environment: Dict[str, str]) -> List[str]:
 
 
 def trained(program: pathlib.Path) -> Tuple[float, float, float]:
-    # Heap errors of either library, that is; LibTorch keeps much until the process ends.
+    # ASan reports heap errors, but not leaks: LibTorch does not free all memory at exit.
     outputs = run([str(program)], {"ASAN_OPTIONS": "detect_leaks=0"})
     found = LINE.search(outputs[0])
     if found is None or outputs[0] != outputs[1]:

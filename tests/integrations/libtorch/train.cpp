@@ -1,7 +1,7 @@
-// A LibTorch program that averages its gradients with libgradwire: usage: train RENDEZVOUS RANK WORLD
+// A LibTorch program that averages its gradients with libgradwire. Usage: train RENDEZVOUS RANK WORLD
 //
-// LibTorch exports the symbols of its own Gloo. Another library that exports the same ones gets LibTorch's,
-// of another version, and crashes in its first connection.
+// LibTorch exports the symbols of its Gloo. A library that exports the same symbols would use LibTorch's
+// version of Gloo, and crash in its first connection.
 #include <torch/nn/functional/loss.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/container/sequential.h>
@@ -38,7 +38,7 @@ int main(int, char** argv) {
   torch::manual_seed(7);  // the same weights on every rank
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::Tanh(), torch::nn::Linear(64, 1));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1));
-  torch::manual_seed(100 + rank);  // other examples on each
+  torch::manual_seed(100 + rank);  // different examples on each rank
   double first = 0, loss = 0;
   for (int step = 0; step < 100; ++step) {
     const torch::Tensor x = torch::randn({64, 16}), y = x.sum(1, /*keepdim=*/true) / 4;
