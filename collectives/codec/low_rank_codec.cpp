@@ -11,8 +11,8 @@ namespace gradwire {
 namespace {
 
 // With alternate=off, larger buckets sum Q in two halves, because back_project over half of the matrices
-// takes longer than an additional exchange. Measured over TCP on four hosts with one core each: a bucket
-// of 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
+// takes longer than an additional exchange. Measured over TCP on four hosts with one core each: a bucket of
+// 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
 // Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.

@@ -18,9 +18,8 @@ const char* name(PowerSgdPass::Kind kind) {
 
 PassTimes model_times(const PowerSgdPass& pass) {
   // Coefficients of the model, in microseconds per million elements of M, fitted to 151 and 9 matrices at
-  // ranks 1 to
-  // 64 on an H200 (docs/results/2026-11-26-gpu). Kernels that sum over rows read M again for every eight
-  // columns of P.
+  // ranks 1 to 64 on an H200 (docs/results/2026-11-26-gpu). Kernels that sum over rows read M again for every
+  // eight columns of P.
   constexpr double kLaunchUs = 2.5, kLeastProductUs = 5;
   constexpr int kColumnsAtOnce = 8;
   const int rank = pass.table->max_rank();

@@ -3,10 +3,10 @@
 // Parameters are registered once, in the order in which backward produces their gradients. The reducer owns
 // one flat gradient buffer in that order, cut into buckets of about bucket_bytes at tensor boundaries. A
 // tensor's gradient is a view into the buffer, so there are no copies. adopt() reduces gradients in the
-// caller's memory. When the last gradient of a bucket is ready, the bucket is compressed and reduced on
-// the reducer's stream, while the producer's stream continues with backward. Buckets alternate between two
-// such streams, so that a bucket is encoded or decoded while another bucket is in transfer. Exchanges have
-// the same order on every rank: bucket order, unless launch_in() sets another order.
+// caller's memory. When the last gradient of a bucket is ready, the bucket is compressed and reduced on the
+// reducer's stream, while the producer's stream continues with backward. Buckets alternate between two such
+// streams, so that a bucket is encoded or decoded while another bucket is in transfer. Exchanges have the
+// same order on every rank: bucket order, unless launch_in() sets another order.
 //
 // In a world of 1 there are no buckets and no residuals, and ready() and wait() do nothing.
 //
@@ -168,9 +168,9 @@ class Reducer {
     std::unique_ptr<Codec> codec;
     float* data = nullptr;  // the codec's data: the reducer's memory, or adopted
     bool staged = false;    // tensors are copied into and out of the reducer's memory
-    // Gaps that another user of the memory may have written; offsets from the bucket's start.
+    // Gaps that another user of the memory may have written, as offsets from the bucket's start.
     std::vector<ElementRange> gaps;
-    ElementRange owned;  // range owned by this rank; offsets from the bucket's start
+    ElementRange owned;  // range that this rank owns, as offsets from the bucket's start
     int64_t packed = 0;  // with slots: offset of `owned` in shard_
     size_t lane = 0;
     Event reduced;  // end of the reduction; only with single_waits

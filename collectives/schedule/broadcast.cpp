@@ -1,20 +1,20 @@
-// Broadcast: an all-gather in which the root owns every chunk. Nothing is added: the bytes that the root
-// encodes are forwarded unchanged. S is the size of the buffer, n the number of ranks; each rank but the root
+// Broadcast: an all-gather in which the root owns every chunk. Ranks add nothing: they forward unchanged the
+// bytes that the root encodes. S is the size of the buffer, n the number of ranks. Each rank but the root
 // receives S, the minimum, and the value is rounded once.
 //
 // ring: a chain through all ranks, right neighbours first, in n chunks. Chunk c crosses hop h in round c + h,
-//   2n - 2 rounds in all. Each rank but the last sends S, all to its neighbour.
-// two_shot: n - 1 chunks. Round 1, the root sends chunk c directly to the c-th other rank; round 2, each
-// other
-//   rank sends its chunk directly to the rest. The root sends S, the other ranks (n-2)/(n-1) S.
-// hierarchical: N nodes of L ranks, (N-1) L chunks. Round 1, the root sends one chunk to every rank of the
-//   other nodes, so S enters each node over L links; round 2, ranks of the same local index exchange their
-//   chunks between those nodes, while the root scatters all chunks inside its own node; round 3, inside each
-//   node, every rank sends the chunks from rounds 1 and 2 to the others.
-//   The root sends S between nodes and S inside its node; another node's ranks (N-2)/(N-1) S/L between nodes
-//   and (L-1)/L S inside. The value goes to other nodes first, so the root's node receives the transmitted
-//   value.
-// Sync points: each round waits for its sender only.
+//   so the schedule has 2n - 2 rounds. Each rank but the last sends S to its right neighbour.
+// two_shot: n - 1 chunks. In round 1, the root sends chunk c directly to the c-th other rank. In round 2,
+//   each other rank sends its chunk directly to all ranks but the root. The root sends S, each other rank
+//   (n-2)/(n-1) S.
+// hierarchical: N nodes of L ranks, (N-1) L chunks. In round 1, the root sends one chunk to every rank of the
+//   other nodes, so S enters each node over L links. In round 2, ranks of the same local index exchange their
+//   chunks between the other nodes, while the root scatters all chunks inside its node. In round 3, inside
+//   each node, every rank sends the chunks from rounds 1 and 2 to the node's other ranks. The root sends S
+//   between nodes and S inside its node. A rank of another node sends (N-2)/(N-1) S/L between nodes and
+//   (L-1)/L S inside its node. The root sends the value to other nodes first, so the root's node receives the
+//   transmitted value.
+// Sync points: in each round a rank waits only for the sender.
 #include <fmt/format.h>
 
 #include <algorithm>

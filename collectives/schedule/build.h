@@ -6,12 +6,13 @@
 namespace gradwire::detail {
 
 // Returns an allreduce with `rounds` empty rounds per rank, or without rounds in a world of 1. owner[c] is
-// the rank that owns chunk c. Every rank is a node of its own unless the builder changes that. Throws
-// BadInput for a world below 1.
+// the rank that owns chunk c. Every rank is a separate node unless the builder sets nodes and per_node.
+// Throws BadInput for a world below 1.
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds);
-// Derives the unknown field of the topology from the world. Throws BadInput if the topology does not fit.
+// Returns the topology with the unknown field derived from the world. Throws BadInput if the topology does
+// not fit the world.
 Topology complete(Topology topology, int world);
-// Returns as many chunks as ranks; chunk c is owned by rank c.
+// Returns the owners of `world` chunks: rank c owns chunk c.
 std::vector<int32_t> one_chunk_each(int world);
 
 // Adds both ends of a transfer of chunk `chunk` to round `round`: a send at `from`, `receive` at `to`.

@@ -16,24 +16,24 @@ using Rule = CheckReport::Rule;
 
 // A rank's value of a chunk, or a sent value. Immutable once sent.
 struct Value {
-  std::vector<uint8_t> parts;  // [rank]: how many times its contribution is included; saturates at 255
-  int lossy_steps = 0;         // the maximum over all parts
+  std::vector<uint8_t> parts;  // [rank]: how often the value includes the rank's contribution; at most 255
+  int lossy_steps = 0;         // the largest number of roundings of any part
   int inter_node_lossy_steps = 0;
-  // With the wire format only on links between nodes: closed without rounding.
+  // Whether the value was closed without rounding, with the wire format only on links between nodes.
   bool exact = false;
 };
 
 struct Holding {
   enum class Stage : uint8_t { open, closed, final };
   Stage stage = Stage::open;
-  int closed_in = -1;  // the round
+  int closed_in = -1;  // the round in which the sum was closed
   int inputs = 0;
   std::shared_ptr<Value> value;
 };
 
 struct Post {
   int round = 0;
-  int step = 0;                  // index inside its rank's round
+  int step = 0;                  // index of the step in its rank's round
   std::shared_ptr<Value> value;  // the sent value; null for a receive
 };
 
@@ -331,7 +331,7 @@ class Simulation {
   std::vector<bool> mismatched_;                              // [from][to]
   std::vector<int> current_round_, outstanding_;              // [rank]
   std::vector<std::vector<std::shared_ptr<Value>>> arrived_;  // [rank][step of its current round]
-  std::deque<int> idle_;                                      // ranks whose current round is done
+  std::deque<int> idle_;                                      // ranks that have finished their current round
 };
 
 }  // namespace

@@ -6,16 +6,16 @@
 // ranks match in order. Rules:
 //   form      every rank has the same rounds; peers, chunks and owners exist; no rank sends to itself; in one
 //             round a rank does one kind of step to a chunk; both ends agree on the link class
-//   match     the k-th send from a to b and the k-th receive at b from a are for the same chunk, in the same
-//             round
-//   progress  every rank finishes its last round
-//   result    nothing is added to a partial sum after it was closed; every rank that must get a chunk's final
+//   match     the k-th send from a to b and the k-th receive at b from a have the same chunk and the same
+//   round progress  every rank finishes its last round result    nothing is added to a partial sum after it
+//   was closed; every rank that must get a chunk's final
 //             value ends with a value that holds each rank's contribution exactly once
 //   ownership an owner closes the final value of its chunks itself; every other rank copies it
 //   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; a
 //             value is not sent to another node after ranks of its own node received it unrounded; no hop
 //             adds more messages than the kernels accept
-//   cost      bytes sent per rank and per link class are the known optimum for the collective and the kind
+//   cost      bytes sent per rank and per link class are the known optimum for the collective and the kind of
+//             schedule
 #pragma once
 
 #include <cstdint>
@@ -35,17 +35,17 @@ struct CheckReport {
   static constexpr int kMostViolations = 20;
 
   bool ok = true;  // no violations
-  // The schedule computes its collective: no violations except of rounding and cost.
+  // The schedule computes its collective: no violations except of the rules `rounding` and `cost`.
   bool correct = true;
   std::vector<Violation> violations;  // the first kMostViolations
   int64_t violations_found = 0;
 
-  // Measured. Sizes are in chunks: divide by schedule.chunks for fractions of the buffer.
+  // Measured sizes in chunks: a size divided by schedule.chunks is a fraction of the buffer.
   std::vector<int64_t> sent_inter_node, sent_intra_node, received_inter_node, received_intra_node;  // [rank]
-  int64_t busiest_link = 0;  // most chunks over one ordered pair of ranks
-  int64_t messages = 0;      // sent by all ranks
+  int64_t busiest_link = 0;  // largest number of chunks sent from one rank to another rank
+  int64_t messages = 0;      // number of messages that all ranks send
   int lossy_steps = 0, inter_node_lossy_steps = 0;
-  int most_inputs = 0;  // the most messages merged when a partial sum is closed
+  int most_inputs = 0;  // largest number of messages merged when a partial sum is closed
 
   // Records a violation.
   void add(Rule rule, const std::string& text);

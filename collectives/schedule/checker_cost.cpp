@@ -13,7 +13,8 @@ class CostChecker {
  public:
   CostChecker(const Schedule& schedule, CheckReport& report) : s_(schedule), report_(report) {}
 
-  // All ranks together send (n-1) times the buffer in each half, and no rank more than the whole buffer.
+  // Checks that in each half all ranks together send (n-1) times the buffer, and no rank sends more than the
+  // whole buffer.
   void check_tree() {
     const int64_t total =
         std::accumulate(report_.sent_inter_node.begin(), report_.sent_inter_node.end(), int64_t{0});
@@ -31,8 +32,9 @@ class CostChecker {
     }
   }
 
-  // Each half moves (n-1)/n of the buffer; in a hierarchical schedule of the whole buffer inside a node, and
-  // of a rank's shard between nodes. Compared as numerators over a common denominator, to stay exact.
+  // Checks that each half moves (n-1)/n of the buffer. In a hierarchical schedule, a half moves this fraction
+  // of the whole buffer inside a node, and of a rank's shard between nodes. Compares numerators over a common
+  // denominator, which is exact.
   void check_even() {
     const bool layered = s_.kind == ScheduleKind::hierarchical;
     const int64_t per_node = s_.per_node, groups = layered ? s_.nodes : s_.world;
@@ -52,8 +54,9 @@ class CostChecker {
     }
   }
 
-  // Every rank but the root receives the buffer once, and the buffer enters each node once. The root sends
-  // the buffer once to other nodes and once inside its own node, if there are any.
+  // Checks that every rank but the root receives the buffer once, and that the buffer enters each node once.
+  // The root sends the buffer once to the other nodes, if any, and once to the other ranks of its node, if
+  // any.
   void check_broadcast() {
     const int root = s_.owner[0];
     auto expect = [&](int r, int64_t moved, int64_t want, const char* what) {

@@ -6,15 +6,19 @@
 // ranks busy.
 //
 // The trees: in an in-order traversal of a full binary tree, leaves and interior nodes alternate. So the odd
-// positions form the interior of tree 0, balanced, and the even positions its leaves. Tree 1 is the same tree
-// mirrored (n even) or shifted by one position (n odd), so that its interior is at even positions.
+// positions form the interior of tree 0, which is balanced, and the even positions are the leaves of tree 0.
+// Tree 1 is tree 0 mirrored (n even) or shifted by one position (n odd), so that the interior of tree 1 is at
+// even positions.
 //
-// Phases: up, floor(log2 n) rounds: a node adds its children's sums to its own part and sends the sum to its
-//   parent; down, as many rounds: the root, which owns its half, sends the result to its children, which
-//   forward it.
-// Messages: S/2 each, 2 (n-1) per tree. One slice uses one level of the tree at a time: run it pipelined().
-// Bytes per rank: at most 2 S (an interior node: S/2 up, S down; as a leaf of the other tree S/2 up). The sum
-//   over ranks, 2 (n-1) S, is optimal.
+// Phases: up, floor(log2 n) rounds: a node adds its children's sums to its part and sends the sum to its
+// parent;
+//   down, floor(log2 n) rounds: the root, which owns a half of the buffer, sends the result to its children,
+//   and the children forward the result.
+// Messages: S/2 each, 2 (n-1) per tree. A slice uses one level of the tree at a time, so run the schedule
+//   pipelined().
+// Bytes per rank: at most 2 S. An interior node sends S/2 up and S down, and S/2 up as a leaf of the other
+// tree.
+//   The sum over ranks, 2 (n-1) S, is optimal.
 // Lossy steps: floor(log2 n) + 1, one per level.
 // Sync points: a node waits for both subtrees, then for its parent.
 #include <algorithm>
@@ -30,11 +34,11 @@ struct Tree {
   std::vector<int> height;  // 0 for a leaf
 };
 
-// Builds the subtree of positions [begin, end) below `parent`, with its interior at odd positions. Returns
-// its height.
+// Builds the subtree of positions [begin, end) below `parent`, with interior nodes at odd positions. Returns
+// the subtree's height.
 int build_subtree(Tree& tree, int begin, int end, int parent, int depth) {
   if (begin >= end) return -1;
-  // The middle odd position; a range of one position is a leaf.
+  // Use the middle odd position as the subtree's root. A range of one position is a leaf.
   int first_odd = begin | 1, odds = (end - first_odd + 1) / 2;
   int top = end - begin == 1 ? begin : first_odd + (odds - 1) / 2 * 2;
   tree.parent[top] = parent;

@@ -62,7 +62,7 @@ Schedule half(const Schedule& allreduce, Collective collective, Step::Kind recei
   for (int k = s.num_rounds(); k-- > 0;) {
     size_t left = 0;
     for (int r = 0; r < s.world; ++r) {
-      // A send does not say which half it belongs to; the receiving step, in the same round, does.
+      // Only the receiving step, in the same round, shows to which half a send belongs.
       std::erase_if(s.rounds[r][k], [&](const Step& step) {
         if (step.kind != Step::Kind::send) return step.kind != receive;
         const Round& other = allreduce.rounds[step.peer][k];
@@ -105,7 +105,7 @@ Schedule pipelined(const Schedule& schedule, int slices) {
   int rounds = schedule.num_rounds();
   for (int r = 0; r < s.world && rounds > 0; ++r) {
     s.rounds[r].assign(2 * (rounds - 1) + slices, {});
-    // Within a round slices ascend on every rank, so transfers between two ranks match in order.
+    // Within a round, slices ascend on every rank, so transfers between two ranks match in order.
     for (int slice = 0; slice < slices; ++slice) {
       for (int k = 0; k < rounds; ++k) {
         for (Step step : schedule.rounds[r][k]) {
@@ -245,7 +245,7 @@ Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
       return double_tree(world);
     case ScheduleKind::hierarchical: {
       Topology t = detail::complete(topology, world);
-      // With very many nodes, a ring between them: each of its steps adds a single message.
+      // With very many nodes, use a ring between nodes, because each step of a ring adds a single message.
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
       return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
     }

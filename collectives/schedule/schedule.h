@@ -44,8 +44,8 @@ struct Step {
   Kind kind = Kind::send;
   int32_t peer = 0;
   int32_t chunk = 0;
-  // True for a link inside a node, where bytes are cheap. Hierarchical schedules mark these links so that the
-  // wire format can be limited to links between nodes. In other schedules it is always false.
+  // Whether the link is inside a node, where bytes are cheap. Hierarchical schedules mark these links so that
+  // the wire format can be limited to links between nodes. Always false in other schedules.
   bool intra_node = false;
   bool operator==(const Step&) const = default;
 };
@@ -61,7 +61,8 @@ enum class Carrier : uint8_t {
   library           // the transport's own allreduce, which ignores the schedule
 };
 
-// When peer access replaces messages: never, wherever possible, or where predicted to be faster.
+// When peer access replaces messages: never, wherever possible, or where the planner predicts peer access to
+// be faster.
 enum class PeerAccessMode : uint8_t { off, on, automatic };
 
 // The placement of ranks on nodes; 0: unknown. One field and the world determine the other field.
@@ -77,8 +78,8 @@ struct Schedule {
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]
-  // How often an element is rounded at most on its way into the result with a lossy format: with the format
-  // on every link, or only on links between nodes.
+  // The largest number of roundings of an element on its way into the result: with a lossy format on every
+  // link, or only on links between nodes.
   int lossy_steps = 0;
   int inter_node_lossy_steps = 0;
   // Hierarchical: rank = node * per_node + local index. Otherwise every rank counts as a node.
@@ -93,39 +94,42 @@ struct Schedule {
 // Below, S is the size of the whole buffer. Each function's file explains its schedule. The first four are
 // allreduces.
 
-// n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
+// Returns a ring: n chunks, 2 (n-1) rounds, n lossy steps. Each rank sends 2 (n-1)/n S, the minimum.
 Schedule ring(int world);
 
-// n chunks, 2 rounds, 2 lossy steps for any n, as many bytes as the ring; n (n-1) messages per round.
+// Returns a two-shot: n chunks, 2 rounds with n (n-1) messages each, 2 lossy steps for any n. Each rank sends
+// as many bytes as in the ring.
 Schedule two_shot(int world);
 
-// 2 chunks, 2 floor(log2 n) rounds, floor(log2 n) + 1 lossy steps. Each rank sends at most 2 S.
+// Returns a double binary tree: 2 chunks, 2 floor(log2 n) rounds, floor(log2 n) + 1 lossy steps. Each rank
+// sends at most 2 S.
 Schedule double_tree(int world);
 
-// Reduce-scatter inside each node, allreduce between ranks of the same local index, all-gather inside each
-// node. Each rank sends 2 (n-1)/n S / per_node between nodes, n being `nodes`. `between`: two_shot or ring.
+// Returns a hierarchical schedule: reduce-scatter inside each node, allreduce between ranks of the same local
+// index, all-gather inside each node. Each rank sends 2 (n-1)/n S / per_node between n = `nodes` nodes.
+// `between`: two_shot or ring.
 Schedule hierarchical(int nodes, int per_node, ScheduleKind between = ScheduleKind::two_shot);
 
-// NCCL's own allreduce, whose transfers are unknown. The schedule has the transfers of a ring, which are
-// never made, to count the bytes.
+// Returns the schedule of NCCL's allreduce, whose transfers are unknown. To count the bytes, the schedule has
+// the transfers of a ring, which are never executed.
 Schedule nccl_allreduce(int world);
 
-// Return the two halves of an allreduce: the transfers up to each owner's sum, and the transfers of the final
-// values. Rounds that become empty on all ranks are dropped. They throw BadInput for another collective.
+// Return a half of an allreduce: the transfers up to each owner's sum, or the transfers of the final values.
+// Rounds that become empty on all ranks are dropped. Throw BadInput for another collective.
 Schedule reduce_scatter(const Schedule& allreduce);
 Schedule all_gather(const Schedule& allreduce);
 
-// Sends from `root` to all ranks: as a chain (ring), through all pairs (two_shot), or entering each node once
-// (hierarchical). Each rank but the root receives S, the minimum; broadcast.cpp lists the bytes sent. One
-// lossy step. Throws BadInput for schedule=tree, a root that does not exist, and shapes that do not match the
-// world.
+// Returns a broadcast from `root` to all ranks: as a chain (ring), through all pairs (two_shot), or entering
+// each node once (hierarchical). Each rank but the root receives S, the minimum. broadcast.cpp lists the
+// bytes sent. The schedule has one lossy step. Throws BadInput for the kind `tree`, a root that does not
+// exist, and a topology that does not match the world.
 Schedule broadcast(ScheduleKind kind, int world, int root, Topology topology = {});
 
-// Runs the schedule on each of `slices` parts of every chunk; round k of part i is round i + 2 k of the
-// whole. The parts share the links, and between two rounds of one part there is a round of other parts,
-// during which contributions can be added up: a round never needs data received in the previous round. The
-// result has 2 (rounds - 1) + slices rounds of 1/slices the size; with one slice it is the schedule itself.
-// Neither sums nor bits change.
+// Returns a schedule that runs the given schedule on each of `slices` parts of every chunk. Round k of part i
+// is round i + 2 k of the result. The parts share the links. Between two rounds of a part there is a round of
+// other parts, during which contributions can be added up, so no round needs data received in the previous
+// round. The result has 2 (rounds - 1) + slices rounds of 1/slices the size. With one slice the result is the
+// given schedule. Neither sums nor bits change.
 Schedule pipelined(const Schedule& schedule, int slices);
 
 // Elements [begin, end) of a buffer.
@@ -137,8 +141,8 @@ struct ChunkRange {
 // allows. The slices of a pipelined chunk together are the chunk.
 ChunkRange chunk_range(int64_t count, int chunks, int chunk, int64_t granularity = 8);
 
-// Sizes of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards lie one after
-// another in rank order. Empty: the buffer is cut evenly into chunks.
+// Numbers of elements of the ranks' shards, (world), chosen by the caller: any size, including 0. Shards lie
+// one after another in rank order. Empty: the buffer is cut evenly into chunks.
 using Shards = std::vector<int64_t>;
 // Returns each chunk's range, (chunks). Given shards, a chunk is a part of its owner's shard, which is cut as
 // evenly as `granularity` allows among the owner's chunks. Throws BadInput unless there is one shard per

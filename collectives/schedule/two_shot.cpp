@@ -13,7 +13,7 @@ namespace gradwire {
 Schedule two_shot(int world) {
   Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, detail::one_chunk_each(world), 2);
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : 2;
-  // Starting at the right neighbour spreads the load: no rank is the first peer of all others.
+  // Start at the right neighbour to spread the load: no rank is the first peer of all other ranks.
   for (int k = 1; k < world; ++k) {
     for (int r = 0; r < world; ++r) {
       int to = (r + k) % world;

@@ -6,7 +6,7 @@
  *
  * - **Status.** Every function returns a gw_status, except the three that report versions and errors. The
  *   library throws no exceptions and never ends the process. After a status other than #GW_OK,
- *   gw_last_error() returns what was wrong and what to do. Outputs are written only on #GW_OK.
+ *   gw_last_error() returns the error and the remedy. Outputs are written only on #GW_OK.
  * - **Handles.** gw_comm, gw_reducer and gw_request are numbers, not addresses. An invalid handle gives
  *   #GW_BAD_HANDLE, never a crash. A handle belongs to the process that created it, not to its forks.
  * - **Threads.** Any thread may call any function. Calls on one communicator and its reducers are serialized,
@@ -16,8 +16,8 @@
  *   with a text that names both calls. Only gw_call_options::tag distinguishes calls that differ
  *   only in their addresses.
  * - **Failure.** A missed deadline, a dead peer, a disagreement or gw_comm_abort() is final for the
- *   communicator: every pending and later call fails on every reachable rank. Then destroy it and create
- *   another, or continue with the surviving ranks: gw_comm_shrink().
+ *   communicator: every pending and later call fails on every reachable rank. Then destroy the communicator
+ *   and create another communicator, or continue with the surviving ranks: gw_comm_shrink().
  * - **Streams.** On a CUDA device, `stream` is a cudaStream_t cast to void* (null: the legacy default
  *   stream). Calls enqueue work and return; later work on that stream sees the results. During a stream's
  *   capture they return #GW_UNSUPPORTED. No call changes the thread's current device. On the host `stream`
@@ -93,9 +93,9 @@ enum {
 typedef int32_t gw_op;
 /** Values of gw_op. */
 enum {
-  /** The sum over ranks. Beyond float32 (3.4e38) it is infinity. */
+  /** The sum over ranks. A sum beyond float32 (3.4e38) is infinity. */
   GW_SUM = 0,
-  /** The mean over ranks. Finite wherever float32 can hold the mean, even if it cannot hold the sum;
+  /** The mean over ranks. Finite wherever float32 can hold the mean, even if float32 cannot hold the sum;
    * docs/numerics.md lists the exceptions. */
   GW_AVG = 1
 };
@@ -116,7 +116,8 @@ typedef struct gw_request_handle* gw_request;
 
 /** Returns the version of the loaded library.
  *
- * @return major * 10000 + minor * 100 + patch; compare it with GW_VERSION_MAJOR and the others.
+ * @return major * 10000 + minor * 100 + patch, of the same form as GW_VERSION_MAJOR, GW_VERSION_MINOR and
+ *         GW_VERSION_PATCH combined.
  */
 GW_API int gw_version(void);
 
@@ -137,7 +138,7 @@ GW_API const char* gw_last_error(void);
  * @name Communicators
  * @{ */
 
-/** A key-value store that all ranks reach: torch.distributed's, etcd, a table that MPI broadcasts.
+/** A key-value store that all ranks reach: the store of torch.distributed, etcd, a table that MPI broadcasts.
  *
  * gw_comm_create() calls the callbacks on its own thread, and only before it returns: rank 0's set() once,
  * the other ranks' get() until they have reached rank 0, at most 50 times a second. The callbacks must not
@@ -214,7 +215,8 @@ typedef struct gw_comm_options {
   int64_t timeout_ms;
 
   /** A text that every rank must know, with tcp://, file://, a store or an invitation; the same on every
-   * rank. Null: the environment's GRADWIRE_SECRET, or none. docs/running.md describes what it protects. */
+   * rank. Null: the environment's GRADWIRE_SECRET, or none. docs/running.md describes what the secret
+   * protects. */
   const char* secret;
 
   /** The network interface, such as "eth1", at which this process listens for the other ranks' data, on the
@@ -264,12 +266,13 @@ GW_API gw_status gw_comm_create(const gw_comm_options* options, gw_comm* comm);
  */
 GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 
-/** Makes a communicator of the surviving ranks of a failed one: the ranks that call this function, even if
- * rank 0 is not among them. Collective over the survivors. Fails a communicator that has not failed yet.
+/** Makes a communicator of the surviving ranks of a failed communicator. Survivors are the ranks that call
+ * this function, even without rank 0. Collective over the survivors. Fails a communicator that has not failed
+ * yet.
  *
  * At most one group survives (no split brain): ranks that do not answer in time, or that may be the smaller
  * part, get #GW_COMM_FAILED. Of the ranks whose processes have not ended, the smaller part has fewer than
- * half, or half without the lowest.
+ * half of the ranks, or half of the ranks without the lowest rank.
  *
  * Results of the failed call, and the state of a reducer whose call failed, are undefined. To repeat a step,
  * keep the gradients and a gw_reducer_state_save() from before the step, and load that state into a reducer
@@ -291,10 +294,10 @@ GW_API gw_status gw_comm_split(gw_comm comm, int color, int key, gw_comm* part);
 GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, const volatile int32_t* cancel,
                                 gw_comm* rest, int32_t* ranks, int32_t capacity);
 
-/** Admits new processes: from now on they may ask to join, until there are `most` ranks.
+/** Admits new processes: from now on new processes may ask to join, until there are `most` ranks.
  *
- * Call it on every rank, because any rank may become rank 0. It also holds for the communicators that
- * gw_comm_shrink() and gw_comm_grow() make of this one.
+ * Call this function on every rank, because any rank may become rank 0. The setting also holds for the
+ * communicators that gw_comm_shrink() and gw_comm_grow() make of this communicator.
  *
  *     the ranks                                              a new process
  *     gw_comm_admit(comm, 4)
@@ -310,8 +313,8 @@ GW_API gw_status gw_comm_shrink(gw_comm comm, int64_t timeout_ms, const volatile
  */
 GW_API gw_status gw_comm_admit(gw_comm comm, int32_t most);
 
-/** Makes a communicator of the ranks of `comm` and the processes that wait to join, which follow them.
- * Collective. Takes up to 10 s if a waiting process hangs.
+/** Makes a communicator of the ranks of `comm`, followed by the processes that wait to join. Collective.
+ * Takes up to 10 s if a waiting process hangs.
  *
  * The caller sends a new rank the state that it needs, for example weights by gw_broadcast() over `*grown`.
  * The ranks save the state of their reducers before this call and load it into reducers of `*grown` with
@@ -368,8 +371,8 @@ GW_API gw_status gw_comm_query(gw_comm comm, gw_comm_info* info);
  */
 GW_API gw_status gw_comm_check(gw_comm comm);
 
-/** Fails everything that is pending on the communicator, on this rank and on all reachable ranks. For
- * watchdogs: never blocks, and any thread may call it.
+/** Fails all pending operations of the communicator, on this rank and on all reachable ranks. Suitable for
+ * watchdogs: never blocks, and any thread may call this function.
  *
  * @param comm    the communicator.
  * @param reason  part of the error texts; may be null.
@@ -421,7 +424,7 @@ GW_API gw_status gw_request_wait(gw_request request, int64_t timeout_ms);
 GW_API gw_status gw_request_destroy(gw_request request);
 
 /** @}
- * @name Formats of your own
+ * @name Registered formats
  * @{ */
 
 /** A wire format: a block of values becomes bytes.
@@ -466,7 +469,7 @@ typedef struct gw_format {
 GW_API gw_status gw_format_register(const gw_format* format);
 
 /** @}
- * @name Collectives on memory of your own
+ * @name Collectives on the caller's memory
  * @{ */
 
 /** Options of one collective call. */
@@ -737,7 +740,7 @@ typedef struct gw_range {
  * @param reducer   the reducer.
  * @param ranges    out: (capacity), the first ranges. May be null if capacity is 0.
  * @param capacity  elements of `ranges`.
- * @param count     out: how many ranges there are.
+ * @param count     out: the number of ranges.
  * @return #GW_BAD_ARGUMENT.
  */
 GW_API gw_status gw_reducer_shards(gw_reducer reducer, gw_range* ranges, int32_t capacity, int32_t* count);
@@ -755,7 +758,7 @@ typedef struct gw_stats {
   uint64_t dense_bytes;
   /** Milliseconds in which any bucket was in flight: compression and communication. */
   double comm_ms;
-  /** Milliseconds in which it stalled the stream of the last wait. */
+  /** Milliseconds for which communication stalled the stream of the last wait. */
   double exposed_comm_ms;
   /** Bytes of device memory for residuals, other codec state, and staging. */
   int64_t extra_bytes;
@@ -763,8 +766,8 @@ typedef struct gw_stats {
   int32_t buckets;
   /** Buckets that are reduced without a copy. */
   int32_t buckets_in_place;
-  /** One line per bucket: how it is compressed, which schedules and why. Valid until the reducer is
-   * destroyed. */
+  /** One line per bucket: its compression, its schedules, and the reasons for the schedules. Valid until the
+   * reducer is destroyed. */
   const char* description;
 } gw_stats;
 

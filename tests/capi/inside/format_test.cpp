@@ -158,8 +158,8 @@ TEST_F(RegisteredFormat, AHardGradientIsSeenOnceAndContained) {
           if (s == 1 && comm.rank() == 1) gradients[1][5] = poison;
           int bad = 0;
           for (float v : rank.step(gradients)) bad += is_finite(v) ? 0 : 1;
-          // Infinity is the largest value of its block and is sent unchanged. A comparison with NaN is
-          // false, so the NaN is not sent.
+          // Infinity is the largest value of its block and is sent unchanged. A comparison with NaN is false,
+          // so the NaN is not sent.
           EXPECT_LE(bad, s == 1 && !is_finite(poison) ? 1 : 0) << spec << " step " << s;
           if (s == 1 && std::isinf(poison)) {
             EXPECT_EQ(bad, 1) << spec;
