@@ -37,7 +37,7 @@ Contact contact_of(const Socket& listener, const std::string& address, const std
 std::string with_address(const std::string& contact, const std::string& address);
 
 // Returns an id of this machine and its network namespace. Processes with equal ids reach each other at
-// loopback. Empty if unknown.
+// loopback. Returns "" if the id is unknown.
 std::string host_id();
 
 // Returns the contact's addresses in the order in which this process should try them. If the contact is on

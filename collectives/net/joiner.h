@@ -40,7 +40,7 @@ struct Admitted {
   // group continues without this process.
   Socket host = {};
 
-  // Encode the members that describe the group.
+  // Encode and decode the members that describe the group.
   std::string encode() const;
   static Admitted decode(const std::string& text);  // throws CommError
 };

@@ -15,7 +15,7 @@ struct RendezvousCallbacks {
   std::string address = {};  // where rank 0 listens; empty: all addresses of its host
   std::function<void(const std::string& text)> publish;
   std::function<std::string()> read;  // returns "" until the location is published
-  // Rank 0's sockets to the last ranks (see StoreServer's `invited`). Owned by the caller.
+  // Rank 0's sockets to the last ranks (see StoreServer's `invited`). The caller owns the sockets.
   std::vector<int> invited = {};
   // Returns whether the group is known to have failed to form. For ranks that cannot reach rank 0.
   std::function<bool()> given_up = nullptr;

@@ -162,7 +162,7 @@ TEST(Reach, StopsWaitingForASilentListenerAtTheDeadline) {
   testing::expect_has(reached.why, {"127.0.0.1:", "no answer"});
 }
 
-// A rank whose network is not up yet must not end the group.
+// Checks that a rank whose network is not up yet does not end the group.
 TEST(Links, ReachesARankThatListensLater) {
   const std::string key = "key";
   TcpLinks zero(0, 2, "127.0.0.1", key), one(1, 2, "127.0.0.1", key);

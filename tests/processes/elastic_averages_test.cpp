@@ -57,7 +57,7 @@ std::string residual_path(const std::string& folder, int rank, int64_t step) {
   return fmt::format("{}/residual.{}.{}", folder, rank, step);
 }
 
-// Returns the path that process `rank` creates when it asks to join.
+// Returns the path of the file that process `rank` creates when the process asks to join.
 std::string asking_path(const std::string& folder, int rank) {
   return fmt::format("{}/asks.{}", folder, rank);
 }
@@ -340,7 +340,7 @@ Slowest expect_conservation(const std::string& spec, int launched, const std::st
         << "rank " << r << " has different bits";
     add(residual_path(folder, r, steps));
   }
-  // The group of each step. The last record of a step counts, because it includes all losses.
+  // The group of each step. The last record of a step counts, because only that record includes all losses.
   std::map<int64_t, std::vector<int>> group_from;
   std::vector<int> all(launched);
   std::iota(all.begin(), all.end(), 0);
@@ -385,7 +385,7 @@ TEST(Elastic, LosesOnlyTheResidualsOfDeadRanksAndReportsTheirNorms) {
   expect_conservation("powersgd:rank=2,wire=bf16", 3, "5 0 kill", {0});
 }
 
-// The group shrinks from 4 ranks to 3 and 2, then grows to 4. Rank 0 also dies.
+// Shrinks the group from 4 ranks to 3 and 2, then grows it to 4. Rank 0 also dies.
 TEST(Elastic, JoinersStartWithoutResidualAndOthersKeepTheirs) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     expect_conservation(spec, 4, "3 3 kill 6 0 kill 8 4 join 8 5 join", {0, 3}, 40);
@@ -429,7 +429,8 @@ Drawn draw(uint32_t seed) {
   return drawn;
 }
 
-// GRADWIRE_SOAK_S and GRADWIRE_TEST_SEED set the duration and the first seed; see make soak.
+// Draws random events. GRADWIRE_SOAK_S and GRADWIRE_TEST_SEED set the duration and the first seed; see
+// make soak.
 TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));

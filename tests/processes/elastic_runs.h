@@ -30,7 +30,7 @@ std::vector<Fate> fates_of(const std::string& text);
 // Returns how many of the fates are joins.
 int joining(const std::vector<Fate>& fates);
 
-// Returns the path whose creation makes process `rank` ask to join.
+// Returns the path of the file whose creation makes process `rank` ask to join.
 std::string call_path(const std::string& folder, int rank);
 
 // Joins the group as one of the ranks that are launched together.

@@ -49,8 +49,8 @@ TEST(Elastic, AnotherRankTakesThePlaceOfRankZero) {
   expect_checkpoints(trained, 1, tiny_run(3, "int8"), 12);
 }
 
-// Compares a run that loses ranks with an undisturbed run. FP32 has no residuals, and a step has the same
-// images in both runs, so the step's losses are equal up to the order of additions.
+// Compares a run that loses ranks with a run that keeps all ranks. FP32 has no residuals, and a step has the
+// same images in both runs, so the step's losses are equal up to the order of additions.
 TEST(Elastic, WithoutCompressionARunThatLosesRanksTrainsLikeOneThatLosesNone) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 kill 9 0 kill"}, {0, 2});

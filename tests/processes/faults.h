@@ -14,7 +14,7 @@ namespace gradwire::testing {
 void delay_what_is_sent(std::chrono::milliseconds delay);
 // Flips a bit in the magic number of the next header that this process sends. Each call begins with a header.
 void corrupt_next_header();
-// Flips a bit in the next frame that this process sends: in the frame's length of the message.
+// Flips a bit in the next frame that this process sends: in the message's length, which the frame contains.
 void corrupt_next_frame();
 // Flips a bit of the next payload that this process sends.
 void corrupt_next_payload();

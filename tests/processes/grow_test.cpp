@@ -45,8 +45,8 @@ TEST(Grow, FromFourToThreeToTwoToFourRanksWithCheckpointsThatLoad) {
   }
 }
 
-// Compares a run with joiners with an undisturbed run. FP32 has no residuals, and a step has the same images
-// in both runs, so the step's losses are equal up to the order of additions.
+// Compares a run with joiners with a run without joiners. FP32 has no residuals, and a step has the same
+// images in both runs, so the step's losses are equal up to the order of additions.
 TEST(Grow, WithoutCompressionLossesMatchARunWithoutJoiners) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 40));
   const Trained trained = train({.spec = "fp32", .fates = "4 2 join 8 3 join", .world = 2, .steps = 40}, {});

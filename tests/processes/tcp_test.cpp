@@ -260,8 +260,8 @@ RANK_PROGRAM(Misbehaving) {
 
 struct Case {
   const char* how;
-  const char* says;      // in the error of every survivor; # is the misbehaving rank
-  int exit_code = 3;     // of the misbehaving rank; -1: a signal
+  const char* says;      // text in every survivor's error; # is the misbehaving rank
+  int exit_code = 3;     // the misbehaving rank's exit code; -1: a signal
   bool endless = false;  // the misbehaving rank cannot end by itself
 };
 

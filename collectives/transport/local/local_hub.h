@@ -41,7 +41,7 @@ class LocalHub {
           arrived(memory.size()),
           arrivals(memory.size()) {}
     std::vector<Buffer> memory;
-    // The number of calls that each rank had begun when it arrived; empty before the arrival, or if unknown.
+    // The number of calls that each rank had begun at its arrival; empty before the arrival, or if unknown.
     std::vector<std::optional<uint64_t>> calls_before;
     std::vector<bool> arrived;
     int ready = 0, taken = 0;

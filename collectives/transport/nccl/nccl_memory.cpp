@@ -21,7 +21,7 @@ void NcclMemory::registered(WhileAlive alive, std::function<void()> deregister) 
   deregister_ = std::move(deregister);
 }
 
-// Allocates memory and registers it with the communicator. Only this rank takes part.
+// Allocates memory and registers it with the communicator. Not collective.
 std::shared_ptr<NcclMemory> NcclMemoryPool::registered(size_t bytes) {
   const NcclApi& api = comm_.api();
   std::shared_ptr<NcclMemory> memory = NcclMemory::allocate(api, bytes);

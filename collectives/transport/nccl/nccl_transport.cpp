@@ -55,7 +55,7 @@ NcclTransport::~NcclTransport() {
   if (setup_.regrouping) setup_.regrouping->quorum->leave();
   const bool failed = watch_.stop();
   peers_.release();
-  comm_->close();  // memory may outlive the transport
+  comm_->close();  // NCCL's memory may outlive the transport
   // Announce an orderly departure before hanging up.
   if (setup_.group) setup_.group->leave();
   comm_->destroy([&] { return failed || !watch_.drained(); });

@@ -160,7 +160,7 @@ void NcclWatch::watch() {
   if (cause_) end_group(lock);
 }
 
-// Sets cause_ if something has failed.
+// Sets cause_ if a kernel, NCCL or an exchange has failed, or another rank's call differs from this rank's.
 void NcclWatch::look(std::unique_lock<std::mutex>& lock, Doubt& doubt) {
   lock.unlock();
   const std::string nccl_error = comm_.error(milliseconds(0));

@@ -18,7 +18,7 @@
 
 namespace gradwire {
 
-// Any thread may call the methods, except as noted.
+// Watches a communicator on a thread. Any thread may call the methods, except as noted.
 class NcclWatch {
  public:
   // Describes another rank's call that differs from the call of a stalled exchange; "" if no such call is
@@ -63,7 +63,7 @@ class NcclWatch {
   // the thread outlives this object.
   bool stop();
   // Returns whether all exchanges have ended. Must follow stop(). If an exchange has not ended, finalizing
-  // NCCL would wait for it without a limit.
+  // NCCL would wait for that exchange without a limit.
   bool drained();
 
  private:

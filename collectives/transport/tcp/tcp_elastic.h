@@ -31,8 +31,8 @@ class TcpElastic final : public ElasticGroup, public Admission {
   void listen(const std::string& address);
   // Returns the contact of this rank's quorum; "" if the group is not shrinkable.
   std::string contact() const { return quorum_ ? quorum_->contact() : ""; }
-  // Records the contact of the quorum of the next rank in order. Throws CommError if only one of the two
-  // ranks has a quorum.
+  // Adds the contact of the next rank's quorum, in the order of the ranks. Throws CommError if only one of
+  // the two ranks has a quorum.
   void add_contact(const std::string& contact);
   // Records the addresses at which the links have reached the other ranks.
   void reached_by(const TcpLinks& links);

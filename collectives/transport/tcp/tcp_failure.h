@@ -11,7 +11,7 @@ namespace gradwire {
 
 class Membership;
 
-// Any thread may call the methods.
+// The failure of a group, as known to this rank. Any thread may call the methods.
 class TcpFailure {
  public:
   // Creates an object without a failure. The first call of give_up() or abort() is the first use of `group`.

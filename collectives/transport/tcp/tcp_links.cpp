@@ -18,7 +18,7 @@
 namespace gradwire {
 namespace {
 
-// A flag in a frame's length: a checksum of 4 bytes follows the payload.
+// The flag in a frame's length which says that a checksum of 4 bytes follows the payload.
 constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
 // Largest number of bytes sent at once if messages have checksums, so that the data summed for the checksum
 // is still in a cache when it is sent.
