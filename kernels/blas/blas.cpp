@@ -18,8 +18,8 @@
 
 #include "kernels/blas/kernel_set.h"
 
-// OpenBLAS's internal symbols: not in its headers, but the same since its first release with run-time
-// dispatch. Absent if the archive holds only one kernel set.
+// OpenBLAS's internal symbols. They are not in its headers, but are unchanged since its first release with
+// run-time dispatch. They are null if the archive holds only one kernel set.
 extern "C" {
 [[gnu::weak]] extern void* gotoblas;         // the kernel set in use
 [[gnu::weak]] void gotoblas_dynamic_init();  // chooses the kernel set, unless `gotoblas` is set

@@ -7,7 +7,7 @@
 // nothing with that OpenBLAS: its symbols are hidden, it reads no OPENBLAS_* or OMP_* variable, it starts no
 // threads, and its kernels are corrected by the processor's CPUID.
 //
-// Where OpenBLAS's choice suits the processor, it is kept, so that results keep their bits.
+// Where OpenBLAS's choice suits the processor, the choice is kept, so that the bits of results are unchanged.
 #pragma once
 
 #include <cstdint>

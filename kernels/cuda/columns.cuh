@@ -25,7 +25,7 @@ bool takes_vectors(int64_t width, Pointers... pointers) {
   return width % kVector<S> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Returns (x, y) threads, x of them adjacent in a row.
+// Returns the block's shape: (x, y) threads, of which x are adjacent in a row.
 inline dim3 column_block(int64_t accesses_per_row) {
   unsigned x = 1;
   while (x < 32 && x < accesses_per_row) x *= 2;

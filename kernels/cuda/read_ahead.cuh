@@ -53,8 +53,8 @@ struct Pieces {
 };
 
 // The reads of a thread for the vectors first, first + stride, ... of a loop, in order: Reads::kSlots - 1
-// items are in flight while the thread uses another item. Each thread copies and uses only its own slots, so
-// no barrier is needed.
+// items are in flight while the thread uses another item. Each thread copies and uses only the slots of this
+// thread, so no barrier is needed.
 //   struct Reads {
 //     static constexpr int kSlots, kPieces;  // per item
 //     int items() const;                     // per vector
@@ -75,7 +75,7 @@ class ReadAhead {
   // Returns the next item, valid until the next call.
   __device__ __forceinline__ Pieces next() {
     wait_for_groups<Reads::kSlots - 2>();
-    begin();  // into the slot of the previous item, which has been used
+    begin();  // reuses the slot of the previous item
     const Pieces item = slot(used_);
     used_ = after(used_);
     return item;

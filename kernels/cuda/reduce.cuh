@@ -42,7 +42,7 @@ __device__ __forceinline__ float block_reduce(float x, float* shared, Combine co
   return x;
 }
 
-// Returns the threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
+// Returns the number of threads of a block that walks one row of `steps` accesses: whole warps, at most 256.
 inline unsigned row_threads(int64_t steps) {
   int64_t threads = (steps + 31) / 32 * 32;
   return static_cast<unsigned>(threads < 32 ? 32 : threads > 256 ? 256 : threads);

@@ -20,7 +20,7 @@ struct VectorSplit {
 };
 
 // A vector of eight is two runs of four elements, kApart elements apart. A warp has 256 elements, and each of
-// its accesses covers 128 adjacent ones. With eight floats in a row, each store would fill half of every
+// its accesses covers 128 adjacent elements. With eight floats in a row, each store would fill half of every
 // 32-byte sector.
 inline constexpr int kApart = 128;
 
@@ -33,7 +33,7 @@ template <int W>
 __device__ __forceinline__ int64_t vector_begin(int64_t v) {
   return W == 8 ? (v & ~int64_t{31}) * 8 + (v & 31) * 4 : v * W;
 }
-// Returns how many of `vectors` in a row are used: whole warps, where the runs of a vector are apart.
+// Returns the number of `vectors` in a row that are used: whole warps, where the runs of a vector are apart.
 template <int W>
 __host__ __device__ __forceinline__ int64_t usable_vectors(int64_t vectors) {
   return W == 8 ? vectors - vectors % 32 : vectors;

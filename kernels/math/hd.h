@@ -1,8 +1,8 @@
 // GW_HD marks arithmetic that is written once and compiled for the host and the device. GW_HD_LAMBDA marks a
 // lambda in such code:
 //   auto square = [=](int i) GW_HD_LAMBDA { return x[i] * x[i]; };
-// Both are inlined on the host, so that they get their caller's instruction set (kernels/simd/simd.h).
-// GW_NO_UNROLL before a loop keeps nvcc from unrolling it.
+// Functions and lambdas with these marks are inlined on the host, so that they are compiled for the caller's
+// instruction set (kernels/simd/simd.h). GW_NO_UNROLL before a loop keeps nvcc from unrolling it.
 #pragma once
 #if defined(__CUDACC__)
 #define GW_HD __host__ __device__ __forceinline__

@@ -10,8 +10,8 @@
 // Residuals have the bits of the fused passes; factors may differ in the last bits. The residual stays finite
 // even where M is not, so the product alone would not reveal it: the form pass marks such matrices.
 //
-// On CUDA the library is cuBLAS, loaded on first use: libgradwire.so does not need it. The host has none,
-// because the passes are limited by memory there; tests install a stand-in.
+// On CUDA the library is cuBLAS, loaded on first use: libgradwire.so does not need it. The host does not have
+// a library, because memory limits the passes on the host; tests install a stand-in.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ ThinGemm thin_gemm(const ThinProduct& product);
 class ThinProducts {
  public:
   virtual ~ThinProducts() = default;
-  virtual std::string name() const = 0;  // with its version
+  virtual std::string name() const = 0;  // returns the library's name with its version
   virtual void run(const Stream& stream, std::span<const ThinProduct> products) = 0;
 };
 

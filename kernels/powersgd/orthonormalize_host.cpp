@@ -1,10 +1,10 @@
 // CholeskyQR with FP64 Gram matrix and FP64 solve, repeated until the input of a pass was well enough
 // conditioned.
 //
-// One pass: G = A^T A in FP64 (products of two floats are exact there); scale its columns to norm 1; Cholesky
-// without the dependent columns; A <- A W with W the inverse of the factor. A dependent column is replaced by
-// a random column, which comes last in the next pass's elimination. The random column is thereby made
-// orthogonal to the other columns, not the other columns to it.
+// One pass: G = A^T A in FP64 (products of two floats are exact in FP64); scale its columns to norm 1;
+// Cholesky without the dependent columns; A <- A W with W the inverse of the factor. A dependent column is
+// replaced by a random column, which comes last in the next pass's elimination. The random column is thereby
+// made orthogonal to the other columns, not the other columns to it.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>

@@ -19,7 +19,7 @@
 // Where P and Q alternate (ACP-SGD), a step sums one factor, computed from the other factor's orthonormal
 // columns Q0 or P0:
 //
-//   (a) project       as above with Q = Q0, or
+//   (a) project       the same as in (a) above, with Q = Q0, or
 //   (d) project_onto  the same with Q = M^T P0                                           12 B/element
 //       -- P, or Q, is summed over ranks, and orthonormalized into the next step's P0 or Q0 --
 //   (c) reconstruct   grad = scale * P Q0^T, or scale * P0 Q^T, with the summed factor;

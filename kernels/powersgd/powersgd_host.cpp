@@ -24,7 +24,7 @@ namespace {
 
 // Rows per task: enough to amortize transposing a piece of Q.
 constexpr int64_t kTaskRows = 128;
-// Each thread processes this many runs of adjacent tasks.
+// The number of runs of adjacent tasks per thread.
 constexpr int64_t kRunsPerThread = 16;
 // Elements of a piece of back_project: about a megabyte, with enough rows that its sums are small in
 // comparison.

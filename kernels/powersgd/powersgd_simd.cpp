@@ -77,8 +77,8 @@ GW_INLINE void outer_tile(const float* p, int rank, const float* turned, int64_t
 // Some rows and columns of the gradient and the residual, and their pending factors.
 struct Fresh {
   const float* grad;
-  float* residual;         // or null
-  const float* pending_p;  // or null
+  float* residual;         // null: no error feedback
+  const float* pending_p;  // null: nothing is pending
   const float* pending;    // Q transposed: (rank, stride)
   int64_t cols, stride;
   int rank;

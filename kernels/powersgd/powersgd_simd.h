@@ -26,7 +26,7 @@ void project_rows(const ProjectRows& a);
 // and residual, and stored in the residual.
 struct BackProjectPiece {
   const float* m;          // (rows, columns), rows `cols` apart: M, or grad
-  float* residual;         // as m, or null
+  float* residual;         // laid out as m, or null
   const float* pending_p;  // (rows, rank) or null
   const float* pending_q;  // (columns, rank)
   const float* p;          // (rows, rank)

@@ -22,7 +22,7 @@
 #endif
 
 // Function multiversioning needs GCC, an ELF system with ifunc (glibc) and no sanitizer: instrumented
-// resolvers would run before the sanitizer's own set-up.
+// resolvers would run before the sanitizer's set-up.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__clang__) && !defined(GRADWIRE_SANITIZED) && \
     __GNUC__ >= 12
 #define GW_SIMD __attribute__((noinline, target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))

@@ -34,7 +34,7 @@ using Values = float[4];
 __device__ __forceinline__ void multiply_add(Values& c, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef GRADWIRE_SIMT
   const uint32_t b[2] = {b0, b1};
-  // `from`: the lane of a quad that has elements 2 from, 2 from + 1, and these plus 8.
+  // `from` is the lane of a quad that holds elements 2 from, 2 from + 1, and these plus 8.
   for (int from = 0; from < 4; ++from) {
     uint32_t rows[4];
     for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(kFullWarp, a[i], 4 * Lane::row() + from);

@@ -8,7 +8,7 @@
 //   4. barrier
 //   5. each rank decodes the other chunks from their owners' peer memory
 // One-shot, for small buffers: one barrier, but every rank reads and sums everything.
-//   1. as above; each rank also writes own + residual of its chunk into its peer memory, unrounded
+//   1. as in two-shot; each rank also writes own + residual of its chunk into its peer memory, unrounded
 //   2. barrier
 //   3. each rank does the owner's work for every chunk, with the owner's random bits
 // An exact format (fp32) sums as the schedule's halves do: owners scale their chunks. In both cases the bits

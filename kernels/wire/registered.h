@@ -29,8 +29,8 @@ struct FormatCallbacks {
 // Throws BadInput that names the format if the name is invalid or taken, if sizes are out of range or differ
 // from the registered sizes, or if a callback fails, writes too much, or writes too little.
 //
-// In an op, a callback's error, or a write beyond the callback's blocks, is a CommError on the stream. The
-// stream cannot be used afterwards, as after the loss of a peer.
+// In an op, a callback's error, or a write beyond the callback's blocks, is a CommError on the stream, with
+// the same consequences as the loss of a peer.
 void register_wire_format(const std::string& name, int64_t block, int64_t bytes,
                           const FormatCallbacks& callbacks);
 

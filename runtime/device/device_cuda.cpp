@@ -276,7 +276,7 @@ namespace {
 // memory mapped across synchronizations, and lets other GPUs access the memory.
 cudaMemPool_t pool_of(int device_index) {
   static std::mutex mutex;
-  static std::map<int, cudaMemPool_t> pools;  // for the life of the process
+  static std::map<int, cudaMemPool_t> pools;  // pools live until the process ends
   std::lock_guard lock(mutex);
   if (const auto known = pools.find(device_index); known != pools.end()) return known->second;
   cudaMemPoolProps properties{};

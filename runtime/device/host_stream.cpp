@@ -18,7 +18,8 @@
 namespace gradwire::host {
 namespace {
 
-// One recorded mark of a host event. The stream's thread completes it; any thread may wait for it.
+// One recorded mark of a host event. The stream's thread completes the mark; any thread may wait for the
+// mark.
 struct Ticket {
   std::mutex mutex;
   std::condition_variable done_changed;

@@ -35,7 +35,7 @@ struct TraceSpan {
   std::string row;  // the stream's name
   TraceLabelPtr label;
   int64_t step = 0;
-  int64_t begin_ns = 0, end_ns = 0;  // from the trace's origin
+  int64_t begin_ns = 0, end_ns = 0;  // nanoseconds since the trace's origin
 };
 
 class Tracer {

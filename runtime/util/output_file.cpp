@@ -166,7 +166,7 @@ void OutputFile::open_stream() {
     if (!stream_) refuse(std::strerror(errno));
     return;
   }
-  // Without O_NONBLOCK a FIFO without a reader would hang.
+  // Without O_NONBLOCK, opening a FIFO without a reader would hang.
   const auto deadline = std::chrono::steady_clock::now() + kReaderWithin;
   while (true) {
     stream_ = FileDescriptor(open(path_.c_str(), O_WRONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));

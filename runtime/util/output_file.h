@@ -9,7 +9,7 @@
 //   a character device or a FIFO                 opened before the work, and written into
 //   /dev/stdout, /dev/fd/N, >(command)           written to that descriptor, after its earlier output
 //
-// Where the rename is refused, as for a bind mount, the file is written in place.
+// Where the rename is refused, for example on a bind mount, the file is written in place.
 #pragma once
 
 #include <string>
