@@ -3,7 +3,7 @@
 # packages but not the libraries that Gradwire is built with (GoogleTest, OpenBLAS, ...).
 #
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
-#   lib/   libgradwire.so, and every shared library they need except glibc, libstdc++ and NVIDIA's
+#   lib/   libgradwire.so, and every other required library except glibc, libstdc++ and NVIDIA's
 #
 #   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
 #
@@ -43,7 +43,8 @@ done
 
 git rev-parse HEAD > "$bundle/commit" 2> /dev/null || echo unknown > "$bundle/commit"
 git diff --quiet HEAD 2> /dev/null || echo "with local changes" >> "$bundle/commit"
-# Each program contains all kernels. A dictionary larger than a program finds them in the previous program.
+# Each program contains all kernels. With a dictionary larger than a program, xz finds the kernels in the
+# previous program.
 compress=(xz --lzma2=preset=1,dict=96MiB)
 [ -z "$smoke" ] || compress=(cat)
 tar -C "$place" -c bundle | "${compress[@]}" > "$archive"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Runs the programs of a bundle (scripts/bundle.sh) in an empty root with a /proc, a few devices and, from
 # this machine, only the libraries that the target machine provides: glibc, libstdc++, libgcc and NVIDIA's
-# cuBLAS. This detects a library, file or tool that the bundle lacks without the machine with the GPU. No
+# cuBLAS. This check detects missing libraries, files and tools of the bundle without a machine with a GPU. No
 # program uses a GPU.
 #
 #   scripts/bundle_check.sh [--smoke] [BUNDLE.tar.xz]    --smoke: without gradwire doctor, which measures
 #
 # Default: build/gradwire-bundle.tar.xz. `make bundle` runs it last.
 #
-# Needs user namespaces, but no privileges. Without namespaces it reports so and exits with 77.
+# Needs user namespaces, but no privileges. Without user namespaces, prints a message and exits with 77.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
@@ -45,7 +45,8 @@ inside() {
     [ -z "$path" ] || show "$(realpath "$path")" "$root/lib/$name"
   done
   tar -C "$root/there" -xf "$bundle"
-  # NVIDIA's libraries, which the target has from Python's packages. The system provides their dependencies.
+  # Lists the dependencies of NVIDIA's libraries, which the system provides. The target has NVIDIA's libraries
+  # from Python's packages.
   LD_LIBRARY_PATH=/usr/local/cuda/lib64:/usr/local/cuda/lib ldd "$root"/there/bundle/bin/* 2> /dev/null |
     sed -nE 's/^\s+(libcu\S+|libnv\S+) => (\/\S+) .*/\1 \2/p' | sort -u > "$root/tmp/nvidia"
   while read -r name path; do show "$(realpath "$path")" "$root/nvidia/$name"; done < "$root/tmp/nvidia"

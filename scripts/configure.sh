@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Configures a CMake preset (release, debug, asan, tsan). If the test libraries are missing, reports it and
-# omits the tests.
+# Configures a CMake preset (release, debug, asan, tsan). If the test libraries are missing, prints a message
+# and omits the tests.
 #
 #   scripts/configure.sh PRESET         everything that this machine can build
 #   scripts/configure.sh release host   only the host side, if build/ is new. The next `configure.sh release`
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 flags=()
 if [ "$1" = release ]; then
-  # Created by `release host`. Only then is CUDA's absence not a choice of the user.
+  # `release host` creates this file. The file shows that `release host`, and not the user, omitted CUDA.
   mark=build/host-side-alone
   if [ "${2:-}" = host ] && { [ -f $mark ] || [ ! -f build/CMakeCache.txt ]; }; then
     mkdir -p build

@@ -11,7 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=${PYTHON:-/usr/bin/python3}
-# CUDA 13.0: tools/checks/kernel_budgets.tsv holds for this compiler's machine code.
+# CUDA 13.0. tools/checks/kernel_budgets.tsv has the budgets for this compiler's machine code.
 toolkit=(nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-cuda-cccl==13.0.85
   nvidia-cuda-runtime==13.0.96 nvidia-cuda-profiler-api==13.0.85 nvidia-nvtx==13.0.85 nvidia-cublas==13.1.0.3
   nvidia-nccl-cu13==2.28.9)
@@ -36,7 +36,7 @@ finish() {
   mv "$new" "$folder"
 }
 
-# "" if build/ is not configured or found no nvcc (NOTFOUND).
+# The build's nvcc; "" if build/ is not configured or CMake found no nvcc (NOTFOUND).
 nvcc=$(sed -n 's/^CMAKE_CUDA_COMPILER:[A-Z]*=\(.*nvcc.*\)/\1/p' build/CMakeCache.txt 2> /dev/null || true)
 case ${1:-} in
   toolkit)

@@ -14,7 +14,7 @@ torch=2.15.0 torchvision=0.29.2
 base=${PYTHON:-/usr/bin/python3}
 folder=$PWD/$place/frameworks
 if [ -n "$smoke" ]; then
-  # In place of Python: its virtual environments have a pip that only parses its arguments.
+  # Replaces Python by a script whose virtual environments have a pip that only parses its arguments.
   rm -rf "$folder" && mkdir -p "$folder"
   cat > "$folder/base" << END
 #!/bin/sh
@@ -35,7 +35,8 @@ if [ "$version" != "$torch" ]; then
   pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
   cuda=/usr/local/cuda/lib64
   if [ -e $cuda/libcublas.so.13 ]; then
-    # Modules that torch imports without a GPU. The toolkit replaces the rest of CUDA, which saves 3 GB.
+    # Installs only the modules that torch imports without a GPU. The toolkit replaces the rest of CUDA, which
+    # saves 3 GB.
     "${pip[@]}" --no-deps torch==$torch torchvision==$torchvision typing_extensions sympy mpmath networkx jinja2 \
       markupsafe fsspec filelock numpy pillow 'setuptools>=70.1' expecttest
     "${pip[@]}" --no-deps nvidia-cufile nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 nvidia-nccl-cu13==2.30.7

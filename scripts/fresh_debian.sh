@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs README's two commands on a bare Debian, like a new user's machine, without anything from this machine.
+# Runs README's two commands on a bare Debian, like a new user's machine, without files of this machine.
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #   scripts/fresh_debian.sh --smoke     in this machine's system, with make --dry-run
@@ -10,8 +10,8 @@
 #
 # For each user, installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
 # HEAD, and runs each command in the clone. Prints each command's time, last lines and exit status; exits with
-# 1 if one failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The next run reuses the compiler
-# cache of these systems, build/fresh_debian/ccache.
+# 1 if a command failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The next run reuses the
+# compiler cache of these systems, build/fresh_debian/ccache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
@@ -61,8 +61,8 @@ cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
 printf '%s\n' 'cache_dir = /srv/ccache' 'umask = 000' 'max_size = 2G' > "$base/etc/ccache.conf"
 chmod 777 "$logs/ccache"
 
-# inside FOLDER COMMAND...: runs COMMAND in the new system. Of this machine's environment it keeps only the
-# settings of the archive.
+# inside FOLDER COMMAND...: runs COMMAND in the new system. COMMAND gets only the archive's settings from this
+# machine's environment.
 inside() {
   local folder=$1 name proxies=()
   shift
@@ -81,7 +81,7 @@ inside() {
     [ -z "$3" ] || mount --rbind /usr "$1/usr"
     folder=$1
     shift 3
-    # As a separate mount, because some tests change the propagation of mounts below /.
+    # Mount the folder separately, because some tests change the propagation of mounts below /.
     mount --rbind "$folder" "$folder"
     exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" "$smoke" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# libFuzzer with ASan and UBSan on the parsers of untrusted input (tests/fuzz); make soak SOAK=fuzz.
+# Runs libFuzzer with ASan and UBSan on the parsers of untrusted input (tests/fuzz); make soak SOAK=fuzz.
 #
 #   scripts/fuzz.sh [SECONDS [TARGET...]]      60 seconds per target, all targets
 #   scripts/fuzz.sh --smoke                    100 inputs of each target, on the release build's parsers
@@ -43,7 +43,8 @@ for reader in "${readers[@]}"; do
 done
 if [ -n "$smoke" ]; then
   folder=$place/fuzz build=build limits=(-runs=100)
-  # The parsers take two minutes to compile. The targets are one file, which takes a third of the time.
+  # Compiling the parsers takes two minutes. The targets are in one file, which takes a third of the time of
+  # separate files.
   mkdir -p "$folder"
   ls tests/fuzz/*.cpp | grep -v /replay.cpp | sed 's/.*/#include "&"/' > "$folder/all.cpp.new"
   cmp -s "$folder/all.cpp.new" "$folder/all.cpp" || mv "$folder/all.cpp.new" "$folder/all.cpp"
@@ -75,7 +76,8 @@ for source in "${sources[@]}"; do
     "${cache[@]}" "$clang" "${flags[@]}" -fsanitize=fuzzer-no-link -c "$source" -o "$object"
   fi
 done
-# The release build's libraries. clang's parsers precede and replace their copies in these libraries.
+# Finds the release build's libraries. The parsers compiled by clang precede and replace the parsers in these
+# libraries.
 mapfile -t libraries < <(ninja -C $build -t commands bin/fuzz_tests | tail -n 1 |
   tr ' ' '\n' | grep -E '\.(a|o|so)$|^-l' | grep -v '^tests/fuzz' | sed -E "s|^([^-/])|$build/\1|")
 "$clang" "${flags[@]}" -fsanitize=fuzzer "${objects[@]}" -Wl,-z,muldefs \
@@ -88,7 +90,7 @@ for target in "${targets[@]}"; do
   $build/bin/fuzz_tests "$target" --mutations 0 --write-seeds "$folder/seeds/$target"
   corpus=("$folder/found/$target" "$folder/seeds/$target")
   [ ! -d "tests/fuzz/corpus/$target" ] || corpus+=("tests/fuzz/corpus/$target")
-  # No leak check, because Gradwire's threads and rendezvous outlive a run on purpose.
+  # The leak check is off, because Gradwire's threads and rendezvous outlive a run on purpose.
   "$program" "${limits[@]}" -timeout=10 -rss_limit_mb=3000 -detect_leaks=0 -print_final_stats=1 \
     -verbosity=0 -artifact_prefix="$folder/$target-" "${corpus[@]}" > "$folder/$target.log" 2>&1 &&
     ! grep "unrecognized flag" "$folder/$target.log" || {

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# All checks that need a GPU, in parts of at most 8 minutes each, the most informative first. Part `first`
-# contains the first checks for a GPU that has never run Gradwire; it takes at most 6 minutes.
+# Runs all checks that need a GPU, in parts of at most 8 minutes each, the most informative part first. Part
+# `first` has the first checks for a GPU that has never run Gradwire, and takes at most 6 minutes.
 #
 #   make gpu-check                                  builds, then runs every part
 #   scripts/gpu_check.sh [FOLDER [PART...]]         runs parts, on a build or a bundle (scripts/bundle.sh)
@@ -10,11 +10,11 @@
 #   GPU_CHECK_ONLY=REGEX scripts/gpu_check.sh       only steps whose name matches, e.g. 'bench-training'
 #   GPU_CHECK_PYTHON=PATH scripts/gpu_check.sh      a Python with torch; default: the first python3 with it
 #
-# Results go to FOLDER as they come, by default to a folder of docs/results named after the date and the GPU:
+# Writes each result at once to FOLDER, by default a folder of docs/results named after the date and the GPU:
 # README.md (rewritten after each step), steps.tsv, log.txt and the benches' JSON, 8 files in all. At the end,
-# even if interrupted, all are packed into gpu-check.tar.gz. README.md and steps.tsv also stay in FOLDER.
+# even if interrupted, packs all files into gpu-check.tar.gz. README.md and steps.tsv also stay in FOLDER.
 #
-# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status: no
+# Each step has a deadline. A step that fails or lacks a tool appears in the table and in the exit status. No
 # step is skipped silently.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -58,7 +58,7 @@ for candidate in "${GPU_CHECK_PYTHON:-}" "$(command -v python3)" /usr/bin/python
 done
 
 # Links a library from Python's nvidia packages into the programs' library folder, unless the system provides
-# it. Each library separately, because a machine may have only one of them.
+# the library. Handles one library, because a machine may have only some of the libraries.
 provide() {
   local name=$1 found
   { [ -e "$root/lib/$name" ] || ldconfig -p 2> /dev/null | grep -q "$name "; } && return
@@ -150,8 +150,8 @@ report() { # STATUS SECONDS: of step $name in part $part
   write_readme
 }
 
-# step NAME DEADLINE COMMAND...: runs COMMAND, with its output in log.txt. In the background, so that a signal
-# is handled at once.
+# step NAME DEADLINE COMMAND...: runs COMMAND, with its output in log.txt. Runs COMMAND in the background, so
+# that the script handles signals at once.
 step() {
   local name=$1 deadline=$2 begin=$SECONDS status=ok rc
   shift 2
@@ -198,7 +198,7 @@ suite() {
       > "$logs/$i" 2>&1 &
     pids+=($!)
   done
-  # At the deadline: show which tests hang. Ignore the second TERM, which timeout sends to the whole group.
+  # At the deadline, show which tests hang. Ignore the second TERM, which timeout sends to the whole group.
   trap 'trap "" TERM; tail -n +1 "$logs"/*; rm -r "$logs"; exit 1' TERM
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
   # For passed tests, show only the totals.
@@ -228,7 +228,8 @@ part_first() {
   step tests-trainer 60 bash -c "suite trainer 6"
   step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \
     --batch-size 32 --compression powersgd:rank=4
-  # Last, because it is the most likely to hang: kernels of several ranks wait for each other on one GPU.
+  # This step is last, because it is the step most likely to hang: kernels of several ranks wait for each
+  # other on one GPU.
   step tests-peer-windows 30 bash -c "suite collectives 1 '$peers'"
 }
 
@@ -243,13 +244,13 @@ part_kernels() {
 
 has_torch() { [ -n "$torch" ]; }
 
-# Compares PyTorch's hook and torch.linalg.qr with ours, in turns. Runs several ranks on one GPU, as threads
-# and as processes. With threads, checks the sums of every schedule and wire format; the times are not
+# Compares PyTorch's hook and torch.linalg.qr with Gradwire's, in turns. Runs several ranks on one GPU, as
+# threads and as processes. With threads, checks the sums of every schedule and wire format; the times are not
 # representative.
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
   step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
-  # Not in smoke runs: ctest's test `device` is the same test without a GPU.
+  # Smoke runs omit this step, because ctest's test `device` is the same test without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/device_test.py 2 cuda
@@ -273,9 +274,9 @@ part_training() {
       --json "$out/training.json"
 }
 
-# A kernel takes seconds under these tools, and there are many tests: the wire formats' tests run separately,
-# without the longest. Each step ends at its deadline at the latest; tests that have not run by then count as
-# failed.
+# A kernel takes seconds under these tools, so the many tests of the wire formats run separately, without the
+# longest tests. Each step ends at its deadline at the latest. Tests that have not run by the deadline count
+# as failed.
 few='*HasTheReferencesBits*:*Large*'
 sanitizer_step() { # TOOL NAME FILTER
   { [ -n "$smoke" ] ||

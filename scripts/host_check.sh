@@ -7,9 +7,9 @@
 #
 # Compares kernels with copy bandwidth, compression with PyTorch's hooks, and collectives with gloo, also over
 # 1 Gb/s links (bench/harness/shaped_link.sh; needs root). The table at the end compares the measurements with
-# the published numbers and the goals; a miss is a failure (bench/harness/check.py, which `make bench-check`
-# runs on fewer measurements). Run nothing else meanwhile: ratios are taken within a step, but a busy machine
-# changes them.
+# the published numbers and the goals; a missed goal is a failure (bench/harness/check.py, which `make
+# bench-check` runs on fewer measurements). Run nothing else meanwhile: ratios are taken within a step, but a
+# busy machine changes them.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 . scripts/smoke.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make machine-code: reads the machine code of every CUDA kernel (tools/checks/check_machine_code.py) and
-# writes its table into docs/gpu.md. Needs nvcc, but no GPU.
+# writes its table into docs/gpu.md. Needs nvcc, but not a GPU.
 #
 #   scripts/machine_code.sh [--smoke]    --smoke: reads what is built, and only compares the table
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that Gradwire needs. Does nothing if all of them are installed. If a package
-# cannot be installed, names the feature that is disabled without it and continues.
+# Installs the Debian packages that Gradwire needs. Does nothing if all packages are installed. If a package
+# cannot be installed, names the feature that the missing package disables and continues.
 # tools/checks/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tests it on a bare
 # Debian.
 set -uo pipefail
 
-# package:feature that is disabled without it. The build needs the first group.
+# package:feature that needs the package. The build needs the packages of the first group.
 required=(
   "g++:the compiler" "cmake:the build" "ninja-build:the build" "make:the commands in README"
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
@@ -50,7 +50,7 @@ fi
 if [ "$(id -u)" -eq 0 ] || [ ${#sudo[@]} -gt 0 ]; then
   echo "setup: installing ${missing[*]}"
   apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" > /dev/null; }
-  # The lists may be recent enough, so try without fetching them first.
+  # The package lists may be recent enough, so first try without fetching the lists.
   if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
     apt update || echo "setup: apt-get update failed; using the package lists of the last update"
     if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
@@ -64,7 +64,8 @@ fi
 status=0
 for entry in "${required[@]}"; do
   installed "${entry%%:*}" && continue
-  # A tool may come from another source, such as the user's compiler. CMake finds libraries.
+  # A tool may come from another source, such as the user's compiler, so look for the program. CMake looks for
+  # libraries.
   tool=${entry%%:*}
   [ "$tool" = ninja-build ] && tool=ninja
   command -v "$tool" > /dev/null && continue

@@ -2,7 +2,7 @@
 # make soak: random tests for a given time.
 #
 #   scripts/soak.sh faults [SECONDS [SEED]]     faults of every kind between ranks; 600 seconds, seed 1
-#   scripts/soak.sh elastic [SECONDS [SEED]]    runs whose ranks are killed, stopped and joined; the same
+#   scripts/soak.sh elastic [SECONDS [SEED]]    runs that lose, stop and admit ranks; the same defaults
 #   scripts/soak.sh fuzz [SECONDS [TARGET...]]  scripts/fuzz.sh
 #   scripts/soak.sh --smoke                     a second of faults and of elastic
 set -euo pipefail

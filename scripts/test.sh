@@ -12,15 +12,15 @@ passed=0 failed=0 skipped=0
 
 folder_of() { [ "$1" = release ] && echo build || echo "build-$1"; }
 
-# build_tests PRESET [TARGET...]: without targets, builds everything.
+# build_tests PRESET [TARGET...]: builds the targets; without targets, builds all targets.
 build_tests() {
   local build=(cmake --build --preset "$1")
   [ $# -gt 1 ] && build+=(--target "${@:2}")
   scripts/configure.sh "$1" && "${build[@]}"
 }
 
-# Builds like build_tests while tests run, on the cores they leave idle. Only a head start: run_tests builds
-# whatever is missing or has failed.
+# Builds like build_tests while tests run, on the cores that the tests leave idle. run_tests later builds the
+# targets that are missing or have failed.
 ahead=  # process group
 build_ahead() {
   local log
@@ -43,7 +43,7 @@ stop_ahead() {
 }
 trap stop_ahead EXIT
 
-# run_tests PRESET [BUILD TARGETS] -- [ctest arguments]
+# run_tests PRESET [TARGET...] -- [ARGUMENT...]: builds the targets and runs ctest with the arguments.
 run_tests() {
   local preset=$1 targets=() folder log
   shift
@@ -65,7 +65,7 @@ run_tests() {
   [ "$preset" = release ] && scripts/cuda_pip.sh disassembler
   [ ${#next[@]} -gt 0 ] && build_ahead "${next[@]}"
   echo "== $preset: test"
-  # Number of slots. A busy test takes three (tests/CMakeLists.txt).
+  # ctest has four slots per core. A busy test takes three slots (tests/CMakeLists.txt).
   (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
     grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
   local counts
@@ -77,8 +77,8 @@ run_tests() {
   fi
   local bad=${counts% *} all=${counts#* } skips
   skips=$(grep -cE "\*\*\*Skipped" "$log")
-  # A test that is a whole piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt) reports its
-  # number of cases, and which it skipped and why.
+  # Counts test cases. A test that is a piece of an executable (gradwire_gtest_pieces in tests/CMakeLists.txt)
+  # reports its number of cases, and the skipped cases with their reasons.
   local more more_skips ran=$folder/Testing/Temporary/LastTest.log
   read -r more more_skips < <(awk '/^\[  PASSED  \]/ { cases = $4; if (cases > 1) more += cases - 1 }
     /^\[  SKIPPED \] [0-9]+ test/ && cases > 0 { skips += $4 } END { print more + 0, skips + 0 }' "$ran")
@@ -90,7 +90,7 @@ run_tests() {
   passed=$((passed + all - bad - skips))
 }
 
-# Labels of the tests that a sanitizer build omits (tests/CMakeLists.txt).
+# The labels of the tests that a sanitizer build omits (tests/CMakeLists.txt).
 asan_not="^not_sanitized$" tsan_not="^not_(sanitized|tsan)$"
 if [ -z "${GRADWIRE_FULL_SWEEPS:-}" ]; then
   asan_not+="|^long$" tsan_not+="|^long(_tsan)?$"
@@ -105,7 +105,8 @@ run_tests release --
 if [ "${1:-}" != quick ]; then
   next=("${tsan[@]}")
   run_tests "${asan[@]}" -- -LE "$asan_not"
-  # By default it waits a second at the end of each process for races. Half of these processes take less time.
+  # By default TSan waits a second for races at the end of each process. Half of these processes take less
+  # time.
   export TSAN_OPTIONS="${TSAN_OPTIONS:-halt_on_error=1 second_deadlock_stack=1 atexit_sleep_ms=50}"
   next=()
   run_tests "${tsan[@]}" -- -LE "$tsan_not"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests the host code of the CUDA side on simulated GPUs (tests/standin): the tests of all layers on 1, 2 and
 # 4 GPUs, training compared with the host, and a failure of each call of the CUDA runtime. Needs nvcc's
-# headers, but no GPU.
+# headers, but not a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/configure.sh release

@@ -2,7 +2,7 @@
 # make wheel: builds a wheel of the Python package with libgradwire.so, for Python 3.8 or later, in dist/. If
 # nvcc is found, the library has its CUDA side and contains the CUDA runtime: the wheel supports machines with
 # and without a GPU, and needs only NCCL, which gradwire[cuda] installs. CMAKE_ARGS=-DGRADWIRE_CUDA=OFF omits
-# that side. Recompiles the library, uses auditwheel to check its system requirements and to tag the wheel
+# the CUDA side. Recompiles the library, uses auditwheel to check its system requirements and to tag the wheel
 # accordingly, and tests it in a separate virtual environment.
 #
 #   scripts/wheel.sh [--smoke]    --smoke: from build/'s library and with Debian's pip, without auditwheel
@@ -21,7 +21,7 @@ else
     cmake ninja
   PATH=$folder/tools/bin:$PATH
 fi
-# Optimized, and without symbols that only a debugger needs.
+# Builds the optimized library, without symbols that only a debugger needs.
 cmake -S . -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
   -DGRADWIRE_LIBRARY_ONLY=ON -DGRADWIRE_ALL_GPUS=ON \
   "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -static-libgcc -s" ${CMAKE_ARGS:-} > "$folder/configure.log"
@@ -35,7 +35,7 @@ else
   # The library must not search folders of this machine.
   patchelf --remove-rpath "$folder/library/lib/libgradwire.so"
 fi
-# From a copy, because pip builds in the folder, and packs files of earlier builds.
+# Builds from a copy, because pip builds in the source folder and packs files of earlier builds.
 cp -r integrations/python "$folder/package"
 rm -rf "$folder"/package/{build,*.egg-info}
 GRADWIRE_LIBRARY=$folder/library/lib/libgradwire.so \

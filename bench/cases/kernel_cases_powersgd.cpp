@@ -104,8 +104,8 @@ Problem form(Arena& arena, int64_t size, int rank) {
 // Returns an overwrite of every matrix, the maximum work of the op.
 Problem overwrite(Arena& arena, int64_t size, int rank) {
   Matrices m = matrices(arena, size, rank);
-  const auto* marks =
-      reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));  // all marks are nonzero
+  // All marks are nonzero.
+  const auto* marks = reinterpret_cast<const int32_t*>(arena.normal(m.table->count()));
   PowerSgdOverwrite args{.table = m.table, .marks = marks, .p = m.p};
   double bytes = 0;
   for (const MatrixDescriptor& d : m.table->host()) bytes += 4.0 * (d.rows * d.rank + 1);

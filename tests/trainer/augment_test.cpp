@@ -31,7 +31,7 @@ TEST(Augment, PixelsMatchTheFlippedCrop) {
       for (int dy : {-height - 1, -3, 0, 1, height}) {
         for (int dx : {-width - 1, -2, 0, 1, width - 1, width + 4}) {
           const AugmentDraw draw{flip, dy, dx};
-          // One extra value at either end, which must be unchanged.
+          // The array has an extra value at either end, which must stay unchanged.
           std::vector<float> to(pixels.size() + 2, NAN);
           normalize_plane(pixels.data(), height, width, draw, 0.25f, -3.0f, to.data() + 1);
           EXPECT_TRUE(std::isnan(to.front()) && std::isnan(to.back()));
@@ -93,7 +93,7 @@ Dataset pictures(int64_t count) {
   return data;
 }
 
-using Images = std::map<int32_t, std::vector<float>>;  // by label, which is the index
+using Images = std::map<int32_t, std::vector<float>>;  // images by label; the label is the index
 
 Images epoch_of(const Dataset& data, LoaderOptions options, int64_t batches) {
   const Stream stream = Stream::immediate_host();
@@ -121,7 +121,7 @@ TEST(Augment, ImagesDoNotDependOnRanksBatchSizeAndFirstBatch) {
     part.rank = rank;
     part.world = 3;
     part.batch_size = 4;
-    part.first_batch = 2 * 4 + 1;  // from the second batch of epoch 2
+    part.first_batch = 2 * 4 + 1;  // start at the second batch of epoch 2
     together.merge(epoch_of(data, part, 3));
   }
   EXPECT_EQ(together.size(), 36u);
@@ -131,7 +131,8 @@ TEST(Augment, ImagesDoNotDependOnRanksBatchSizeAndFirstBatch) {
   const Images plain = epoch_of(data, {.batch_size = 48, .seed = 8, .first_batch = 2}, 1);
   EXPECT_NE(next, epoch);
   EXPECT_NE(plain, epoch);
-  for (const auto& [label, image] : epoch) {  // each is the plain image with the draw named by the header
+  // Each image is the plain image with the draw of the header's definition.
+  for (const auto& [label, image] : epoch) {
     const AugmentDraw draw = draw_augmentation(kBoth, 8, 2, label, 9, 9);
     for (int64_t c = 0; c < 2; ++c) {
       const float black = -data.mean[c] / data.stddev[c];

@@ -32,7 +32,7 @@ using testing::write_bytes;
 class CheckpointFiles : public testing::CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(CheckpointFiles);
 
-// Each rank writes its part, and no rank needs memory for the whole.
+// Checks that each rank writes its part, and no rank needs memory for the whole state.
 TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
   constexpr int kRanks = 3;
   TrainConfig c = config(kRanks, "fp32");
@@ -83,7 +83,7 @@ TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
   }
 }
 
-// Twice the expected number of bytes, in a file with a correct checksum.
+// Writes moments with twice the expected number of bytes, in a file with a correct checksum.
 TEST_P(CheckpointFiles, RejectsMomentsOfAnotherType) {
   const TrainConfig c = config(1, "fp32");
   train_and_save(c);
@@ -191,7 +191,7 @@ TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
   testing::expect_has(notes[0], {"lr 0.01, now 0.5"});
 }
 
-// Bits are flipped anywhere, and the file is truncated anywhere.
+// Flips bits at random places, and truncates the file at random places.
 TEST_P(CheckpointFiles, RejectsEveryDamagedFile) {
   const TrainConfig c = config(1, "bf16");
   TrainConfig saved = c;
@@ -227,8 +227,8 @@ TEST_P(CheckpointFiles, RejectsEveryDamagedFile) {
   EXPECT_NO_THROW(restore(c, 1, Device::host(), from));
 }
 
-// 1,000 checkpoints with one bit flipped in any file. If a change is accepted, it has no effect: a checksum's
-// digits may be upper-case.
+// Flips one random bit in a file of a checkpoint, 1,000 times. An accepted change must have no effect,
+// because a checksum's digits may be upper-case.
 TEST(Checkpoint, OneFlippedBitIsRejectedOrChangesNothing) {
   TrainConfig c;
   c.model = tiny_model();

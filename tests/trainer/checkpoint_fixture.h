@@ -47,7 +47,7 @@ class CheckpointFixture : public ::testing::TestWithParam<Device> {
     config.resume = checkpoint;
     return train(config);
   }
-  // Saves after every step, into an empty folder, and keeps all checkpoints.
+  // Trains, and saves a checkpoint after every step into an empty folder. Keeps all checkpoints.
   Recorder train_and_save(TrainConfig config) const {
     std::filesystem::remove_all(folder_.path("run"));
     config.checkpoint_directory = folder_.path("run");

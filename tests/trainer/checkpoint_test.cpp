@@ -1,4 +1,4 @@
-// Checkpoints: a resumed run has the bits of an uninterrupted run, and nothing is lost when the number of
+// Checkpoints: a resumed run has the bits of an uninterrupted run, and no state is lost when the number of
 // ranks changes.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -99,8 +99,8 @@ TEST_P(CheckpointTest, ChangingTheNumberOfRanksKeepsTheSumOfTheResiduals) {
   }
 }
 
-// All state of a codec, of any kind and type, is in the files and fits another bucket size. When the number
-// of ranks changes, replicated state is kept, and so is the sum of the residuals.
+// Checks that the files have all state of a codec, of any kind and type, and that another bucket size can
+// load the state. A change of the number of ranks preserves replicated state and the sum of the residuals.
 TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
   using Kept = std::map<std::pair<int, std::string>, std::vector<std::byte>>;
   const TemporaryFolder folder;
@@ -156,8 +156,8 @@ TEST(Checkpoint, RestoresTheStateOfACustomCodec) {
   }
 }
 
-// One step of plain SGD, with residuals and without: the weights differ by lr times the sum of all ranks'
-// residuals.
+// Makes one step of plain SGD with residuals and one step without. The weights must differ by lr times the
+// sum of all ranks' residuals.
 TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
   TrainConfig c = config(3, "bf16");
   c.optimizer = OptimizerKind::sgd;
@@ -168,7 +168,7 @@ TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
     TrainConfig alone = c;
     alone.devices.resize(1);
     alone.steps = 5;
-    alone.accumulate = 2;  // once, not once per micro-batch
+    alone.accumulate = 2;  // the step adds the residuals once, not once per micro-batch
     alone.resume = from;
     alone.checkpoint_directory = folder_.path(to);
     alone.checkpoint_every = 1;
@@ -176,7 +176,7 @@ TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
     return testing::weights_in(weights_path(NewCheckpoint::final_path(folder_.path(to), 5)));
   };
   const std::vector<float> with = one_step(checkpoint(4), "with");
-  // The same checkpoint without its residuals.
+  // A copy of the checkpoint without residuals.
   const std::string bare = folder_.path("bare");
   fs::create_directory(bare);
   fs::copy_file(weights_path(checkpoint(4)), weights_path(bare));
@@ -190,7 +190,7 @@ TEST_P(CheckpointTest, FirstStepInAWorldOfOneAppliesTheRestoredResiduals) {
   const double lr = 0.5 * (1 + std::cos(std::acos(-1.0) * 4 / 5)) / 2;
   double largest = 0;
   for (size_t i = 0; i < with.size(); ++i) {
-    // Both are weights rounded to FP32.
+    // with[i] and the weight without residuals are rounded to FP32.
     const double rounding = 2e-7 * std::max(1.0f, std::abs(with[i]));
     ASSERT_NEAR(without[i] - with[i], lr * residual[i], rounding) << i << ", a weight of " << with[i];
     largest = std::max(largest, std::abs(lr * residual[i]));
@@ -221,7 +221,7 @@ TEST_P(CheckpointTest, ShardedRunsResumeWithTheSameBits) {
   }
 }
 
-// A checkpoint does not depend on how the moments were sharded.
+// Checks that a checkpoint does not depend on the sharding of the moments.
 TEST_P(CheckpointTest, CheckpointsDoNotDependOnSharding) {
   TrainConfig c = config(3, "fp32:schedule=two_shot");
   const Recorder whole = train(c);
@@ -235,7 +235,7 @@ TEST_P(CheckpointTest, CheckpointsDoNotDependOnSharding) {
       EXPECT_EQ(train_from(rest, checkpoint(4)).hash, whole.hash);
     }
   }
-  // In other worlds, the training continues identically, however the moments are sharded.
+  // With other numbers of ranks, the training continues identically, however the moments are sharded.
   for (int ranks : {1, 2}) {
     TrainConfig rest = c;
     rest.devices.resize(static_cast<size_t>(ranks), GetParam());
@@ -291,7 +291,8 @@ TEST_P(CheckpointTest, SumOfResidualsDoesNotDependOnSharding) {
   }
 }
 
-// FP32 has no residuals: they are added to the first step's gradients.
+// Checks that a resumed FP32 run, which has no residuals, adds the checkpoint's residuals to the first step's
+// gradients.
 TEST_P(CheckpointTest, FirstStepAppliesResidualsThatFp32CannotKeep) {
   TrainConfig c = config(3, "int4:dense=off");
   train_and_save(c);

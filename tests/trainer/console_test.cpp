@@ -128,8 +128,8 @@ TEST(CompareTable, BucketSizesHaveAColumnWhereTheyDiffer) {
   EXPECT_TRUE(document[1]["bucket_mb"].is_number_integer());
 }
 
-// Output to a file or a pipe has no control characters, and a line for the first step, every n-th and the
-// last.
+// Checks that output to a file or a pipe has no control characters, and has a line for the first step, every
+// n-th step and the last step.
 TEST(Console, PrintsPlainLinesIfNotATerminal) {
   TemporaryFolder folder;
   TrainConfig c = record_config();
@@ -145,7 +145,8 @@ TEST(Console, PrintsPlainLinesIfNotATerminal) {
   std::string text(bytes.begin(), bytes.end());
   EXPECT_EQ(text.find('\r'), std::string::npos);
   EXPECT_EQ(text.find('\033'), std::string::npos);
-  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2 + 4);  // the model, the schedule; steps 1, 4, 8, 10
+  // Lines for the model, the schedule, and steps 1, 4, 8, 10.
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2 + 4);
   testing::expect_has(text, {"Schedule: ", "step 10/10"});
 }
 

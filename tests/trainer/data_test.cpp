@@ -1,4 +1,4 @@
-// Reading data sets: the contents arrive, and every kind of damage is reported.
+// Tests the readers of data sets: they return the contents and report every kind of damage.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -43,7 +43,7 @@ TEST(FashionMnist, ReadsUncompressedFiles) {
   EXPECT_EQ(load_fashion_mnist(folder.path()).train.count(), 50);
 }
 
-// The folders created by torchvision, and archives of MNIST whose names contain a dot.
+// Finds the folders that torchvision creates, and archives of MNIST whose names contain a dot.
 TEST(FashionMnist, FindsFoldersAndNamesOfOtherDistributions) {
   for (const char* below : {"", "fashion-mnist", "raw", "FashionMNIST/raw", "MNIST/raw"}) {
     for (const bool dotted : {false, true}) {
@@ -84,7 +84,7 @@ TEST(FashionMnist, ReadsAGoodFileNextToADamagedOneWithANote) {
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path + ".gz", "truncated gzip"});
 }
 
-// Files of a failed download, or of one that was not unpacked.
+// Writes files of a failed download, and downloaded files that were not unpacked.
 TEST(ForeignFiles, AreNamedWithTheRemedy) {
   Bytes tar(600, 'a');
   std::copy_n("ustar", 5, tar.begin() + 257);
@@ -179,7 +179,7 @@ TEST(FashionMnist, RejectsInvalidFiles) {
   write_fashion_mnist(folder);
   const std::string path = folder.path(train_images);
   Bytes flipped = read_bytes(path);
-  flipped[flipped.size() - 6] ^= 1;  // in the checksum
+  flipped[flipped.size() - 6] ^= 1;  // a bit of the checksum
   write_bytes(path, flipped);
   expect_bad_input([&] { load_fashion_mnist(folder.path()); }, {path, "corrupt gzip file"});
   write_bytes(path, Bytes(5000, 'x'));
@@ -200,7 +200,7 @@ TEST(FashionMnist, EnvironmentSetsTheDefaultFolder) {
     std::filesystem::rename(folder.path(name), folder.path(std::string("fashion-mnist/") + name));
   }
   EXPECT_EQ(default_fashion_mnist_directory(), folder.path("fashion-mnist"));
-  // Training must not use data other than those the user names.
+  // Training must use only the data that the user names.
   ASSERT_EQ(setenv("GRADWIRE_DATA", "/nonexistent", 1), 0);
   expect_bad_input([&] { default_fashion_mnist_directory(); },
                    {"GRADWIRE_DATA is '/nonexistent'", "train-images-idx3-ubyte.gz", "unset it"});
@@ -278,13 +278,13 @@ TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   EXPECT_NE(Bytes(a.train.images.begin(), a.train.images.begin() + 784),
             Bytes(a.test.images.begin(), a.test.images.begin() + 784));
   EXPECT_EQ(std::set<int32_t>(a.train.labels.begin(), a.train.labels.end()).size(), 10u);
-  // A longer set begins with the shorter one.
+  // A longer set begins with the images of the shorter set.
   DataSplits longer = make_synthetic(shape, 101, 50, 7);
   EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
 }
 
-// The nearest class mean of the training images must separate the test images; otherwise there is nothing to
-// learn.
+// Checks that a model can learn the classes: the nearest class mean of the training images must separate the
+// test images.
 TEST(Synthetic, ClassesAreSeparable) {
   VitConfig shape;
   shape.image = 32;

@@ -51,7 +51,7 @@ TEST(Network, ReadsInterfacesFromSysfs) {
   EXPECT_TRUE(find_network("/nowhere").ports.empty());
 }
 
-// vit_b_32 on a device that takes 100 ms for its batch.
+// Returns the costs of vit_b_32 on a device that takes 100 ms for a batch.
 StepCosts costs(double bytes_per_us, double latency_us = 20) {
   StepCosts costs;
   for (const VitParameter& p : vit_parameters(named_model("vit_b_32")))
@@ -75,12 +75,12 @@ TEST(Recommend, RecommendsCompressionOnSlowLinksOnly) {
   const Prediction &plain = slow.best[0], &chosen = slow.best[slow.chosen];
   EXPECT_TRUE(chosen.spec.starts_with("powersgd")) << chosen.spec;
   EXPECT_GT(plain.step_ms, 10 * chosen.step_ms);
-  // 3/4 of 353 MB out and in again, at 125 MB/s.
+  // The rank sends 3/4 of 353 MB twice, at 125 MB/s.
   EXPECT_NEAR(plain.comm_ms, 2 * 0.75 * 4 * 88'224'232 / 125e3, 0.05 * plain.comm_ms);
   EXPECT_NEAR(plain.sent_bytes, 2 * 0.75 * 4 * 88'224'232, 1e4);
   EXPECT_NEAR(plain.step_ms, 102 + plain.exposed_ms, 1e-6);
   EXPECT_GE(slow.one_bucket.step_ms, plain.step_ms);
-  // A milder spec suffices for some link in between.
+  // For some link of medium speed, a more accurate spec suffices.
   bool gentle = false;
   for (double rate = 125; rate < 200e3; rate *= 1.5) {
     const Recommendation r = recommend(costs(rate));
@@ -130,7 +130,7 @@ TEST(Recommend, KernelsOverlapWithBackwardUnlessTheyShareItsCores) {
   EXPECT_THROW(predict_step(c, "bf16:round=stochastic", 25), BadInput);
 }
 
-// The whole examination, with a model small enough for a test: every rank reaches the same result.
+// Runs the whole examination with a small model. Every rank must reach the same result.
 TEST(Recommend, EveryRankReachesTheSameResult) {
   TrainConfig config;
   config.batch_size = 2;

@@ -92,7 +92,7 @@ inline void write_cifar10(const TemporaryFolder& folder, size_t per_batch = 4, s
   write_bytes(folder.path("test_batch.bin"), cifar_records(test));
 }
 
-// Expects `action` to throw BadInput with a one-line text that contains every one of `parts`.
+// Expects `action` to throw BadInput with a one-line text that contains all `parts`.
 inline void expect_bad_input(const std::function<void()>& action, const std::vector<std::string>& parts,
                              std::source_location at = std::source_location::current()) {
   const std::string text = expect_error<BadInput>(action, parts, at);

@@ -23,7 +23,8 @@ std::optional<Launch> detect(const Variables& variables) {
   });
 }
 
-// Returns "1/4 local 1/2 tcp://node0:29500", "none", or "error: ..."; a port derived from a job's id is "*".
+// Returns the detected launch as text: "1/4 local 1/2 tcp://node0:29500", "none", or "error: ...". Replaces a
+// port derived from a job's id by "*".
 std::string found_in(const Variables& variables) {
   try {
     const std::optional<Launch> launch = detect(variables);
@@ -47,7 +48,7 @@ std::string found_in(const Variables& variables) {
 struct Environment {
   const char* name;
   Variables variables;
-  const char* expected;  // of an error, a part of its text
+  const char* expected;  // the result as text; for an error, a part of the error's text
 };
 
 Variables joined(Variables more, const Variables& base) {

@@ -1,5 +1,5 @@
-// The budget of launches per training step on CUDA. Each costs the host a few microseconds, and the GPU a
-// gap.
+// The budget of launches per training step on CUDA. Each launch costs the host a few microseconds, and leaves
+// the GPU idle between kernels.
 #include "tests/support/launches.h"
 
 #include <gtest/gtest.h>
@@ -15,8 +15,8 @@ namespace {
 using testing::cuda_launches;
 
 // Returns the ops that a rank enqueues for a step on CUDA: both passes and the optimizer, without the
-// reducer. They depend on the model's depth, not on its widths, so a narrow model is captured on the host,
-// and nothing is computed.
+// reducer. The ops depend on the model's depth, not on its widths. So the function captures a narrow model on
+// the host, without computing.
 OpCount::ByName step_ops(const char* model, Precision precision, GradientGroups groups,
                          Gelu gelu = Gelu::exact) {
   TrainConfig config;
@@ -62,13 +62,13 @@ GradientGroups groups_of(int ranks, int64_t layers = TrainConfig{}.gradient_grou
   return gradient_groups(config, Device::cuda(0), ranks);
 }
 
-// docs/results/launches.md lists the launches.
+// Checks the budget of ViT-L/32. docs/results/launches.md lists the launches.
 TEST(Launches, AStepOfVitL32StaysWithinItsBudget) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(1));
-    // 958 with separate parts of attention and separate sums.
     EXPECT_LE(cuda_launches(ops), 412) << listed(ops);
-    // 4 forward and 4 backward per layer, and 4 of weight gradients for eight layers.
+    // Each layer has 4 products in forward and 4 products in backward, and eight layers share 4 products of
+    // weight gradients.
     EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 3 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention"), 24);
     EXPECT_EQ(ops.at("attention_backward, first stage"), 24);
@@ -80,15 +80,15 @@ TEST(Launches, TwoLayersShareLaunchesWhenGradientsAreExchanged) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName ops = step_ops("vit_l_32", precision, groups_of(2));
     EXPECT_LE(cuda_launches(ops), 465) << listed(ops);
-    // The last two layers are separate.
+    // The last two layers of backward compute their weight gradients separately.
     EXPECT_EQ(ops.at("gemm"), 8 * 24 + 4 * 11 + 4 * 2 + 5) << listed(ops);
     EXPECT_EQ(ops.at("attention_backward, first stage"), 23);
     EXPECT_EQ(ops.at("attention_backward"), 1);  // no later work hides the exchange of the last layer
   }
 }
 
-// Where cuBLASLt supports GELU in products (tests/kernels/gemm_test.cpp). Elsewhere, these are two launches
-// instead of one.
+// Checks the budget where cuBLASLt supports GELU in products (tests/kernels/gemm_test.cpp). Elsewhere, a
+// product with GELU takes two launches instead of one launch.
 TEST(Launches, AStepWithTheTanhFormOfGeluIsWithin400) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     const OpCount::ByName alone = step_ops("vit_l_32", precision, groups_of(1), Gelu::tanh);

@@ -39,7 +39,7 @@ TEST(LiveRun, NamesTheStragglerWithItsDelayAndStart) {
   expect_has(run.text(), {"vit_tiny on 3 ranks (processes, host), int8, schedule ring", "step 0 of 1,000",
                           "No waits reported yet"});
   run.read(kStep);
-  // No rank is late for 4 seconds; then rank 2 is, by 0.4 s in each second of 25 steps.
+  // No rank is late for 4 seconds. Then rank 2 is late by 0.4 s in each second of 25 steps.
   WaitRecord record = after(0, 2, 0);
   for (int second = 0; second < 12; ++second) {
     if (second > 0) {

@@ -1,5 +1,5 @@
-// The loader: every image once per epoch over all ranks, one order for all ranks, and independence from
-// timing.
+// Tests the loader: every image occurs once per epoch over all ranks, all ranks use one order, and the
+// batches do not depend on timing.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 namespace gradwire {
 namespace {
 
-// Returns `count` images of one row of pixels. An image's label is its index, so that a batch identifies its
-// images.
+// Returns a data set of `count` images with one row of pixels. An image's label is its index, so that a batch
+// identifies its images.
 Dataset numbered(int64_t count, int32_t channels = 2) {
   Dataset data;
   data.name = "numbered";
@@ -142,7 +142,7 @@ TEST(Loader, StartsAtAnyBatch) {
   }
 }
 
-// --elastic-batch keep-global relies on this.
+// Checks a property that --elastic-batch keep-global relies on.
 TEST(Loader, GlobalBatchesDoNotDependOnTheNumberOfRanks) {
   const Dataset data = numbered(100);
   Loader whole(data, {.batch_size = 16, .seed = 3});
@@ -225,8 +225,8 @@ TEST(Loader, SeedAndEpochChangeTheOrder) {
   EXPECT_EQ(epoch_permutation(1, 1, 0), std::vector<int64_t>{0});
 }
 
-// Over many epochs, each image must occur equally often at every position: an order that keeps images near
-// their place trains badly.
+// Checks that over many epochs each image occurs equally often at every position. An order that keeps images
+// near their position trains badly.
 TEST(Loader, ShufflingReachesEveryPlace) {
   constexpr int64_t kCount = 10, kEpochs = 4000;
   std::vector<int> landed(kCount * kCount);
@@ -237,7 +237,7 @@ TEST(Loader, ShufflingReachesEveryPlace) {
   for (int times : landed) EXPECT_NEAR(times, kEpochs / kCount, 100);  // 5 standard deviations
 }
 
-// A consumer that lags, and reads long after next() returned, must not see a refilled slot.
+// Checks that a slow consumer, which reads long after next() has returned, does not read a refilled slot.
 TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   Dataset data = numbered(64);
   for (int64_t slots : {1, 2, 3}) {
@@ -260,7 +260,8 @@ TEST(Loader, SlotIsNotRefilledBeforeItsReaderIsDone) {
   }
 }
 
-// A captured step reads from the addresses of its capture, so every second step must use the same addresses.
+// Checks that every second step uses the same addresses, because a captured step reads from the addresses of
+// its capture.
 TEST(Loader, EverySecondStepUsesTheSameAddresses) {
   Dataset data = numbered(64);
   const Stream stream = Stream::immediate_host();
@@ -270,7 +271,7 @@ TEST(Loader, EverySecondStepUsesTheSameAddresses) {
       std::map<int64_t, const float*> images;
       std::map<int64_t, const int32_t*> labels;
       for (int64_t step = 0; step < 7; ++step) {
-        for (int64_t i = 0; i < per_step; ++i) {  // all batches of a step at once
+        for (int64_t i = 0; i < per_step; ++i) {  // take all batches of a step before releasing them
           const Loader::Batch batch = loader.next(stream);
           const int64_t slot = step % 2 * per_step + i;
           EXPECT_EQ(batch.slot, slot);

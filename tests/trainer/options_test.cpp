@@ -1,4 +1,4 @@
-// Flags and launchers' variables become a resolved configuration.
+// Tests the resolved configuration that follows from flags and launchers' variables.
 #include "trainer/cli/options.h"
 
 #include <fmt/format.h>
@@ -362,7 +362,7 @@ TEST(Launcher, DeterminesTheRendezvous) {
   EXPECT_TRUE(one.starts_with("tcp://gpu03:2")) << one;
   EXPECT_NE(one, two) << "two steps of a job may run at once";
 
-  // All on one machine: the port is not open to others.
+  // If all ranks are on one machine, the port is not open to other machines.
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "2"}}), "tcp://127.0.0.1:29500");
   EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "1"}}), "tcp://node0:29500");
   EXPECT_TRUE(

@@ -1,4 +1,4 @@
-// The output of a run: every line is JSON with the documented fields, whatever the values.
+// The output of a run: every line is JSON with the documented fields, for all values.
 #include "trainer/log/records.h"
 
 #include <fmt/format.h>
@@ -36,7 +36,7 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["schedule"], "ring");
   EXPECT_EQ(run["model"]["name"], "vit_tiny");
   EXPECT_EQ(run["gradient_group"], 2);
-  EXPECT_FALSE(run["model"].contains("gelu"));  // exact
+  EXPECT_FALSE(run["model"].contains("gelu"));  // the form of GELU is exact
   TrainConfig approximate = record_config();
   approximate.model.gelu = Gelu::tanh;
   EXPECT_EQ(json::parse(run_record(approximate, record_data(), run_info("ring")))["model"]["gelu"], "tanh");
@@ -44,7 +44,7 @@ TEST(Records, EachHasTheFieldsOfItsType) {
   EXPECT_EQ(run["augment"], "none");
   EXPECT_TRUE(run["peak_tflops"].is_null());  // not measured
   EXPECT_TRUE(run["fma_share"].is_null());
-  EXPECT_TRUE(run["products"].is_null());  // on a GPU
+  EXPECT_TRUE(run["products"].is_null());  // a GPU run has no BLAS library
 
   json s = json::parse(step_record(record_step(7, 0.5)));
   EXPECT_EQ(s["type"], "step");
@@ -81,7 +81,8 @@ TEST(Records, PathsThatAreNotUtf8StayValidJson) {
   EXPECT_TRUE(json::parse(run_record(c, record_data(), {})).is_object());
 }
 
-// A rank that takes over a run continues its log, and drops the records that it will report again.
+// Checks that a rank that takes over a run continues the run's log, and drops the records that it will report
+// again.
 TEST(Records, AnotherRankContinuesTheLog) {
   const TemporaryFolder folder;
   const std::string path = folder.path("run.jsonl");
@@ -119,7 +120,7 @@ TEST(Records, AnotherRankContinuesTheLog) {
   EXPECT_TRUE(grow["seconds"].is_null());
 }
 
-// Consecutive phases add up to the step; concurrent work does not count.
+// Checks that the shares of consecutive phases add up to the step. Concurrent work does not count.
 TEST(Records, SharesAreRelativeToAllSteps) {
   Summarizer summarizer;
   for (double ms : {10.0, 30.0}) {
@@ -171,7 +172,7 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summary.final_loss, 2.0);
   EXPECT_EQ(summary.schedule, "two_shot");
   EXPECT_EQ(summary.tflops, 0.5);
-  EXPECT_EQ(summary.data_wait_share, 4.0 / 33.0);  // of all steps, not of the median step
+  EXPECT_EQ(summary.data_wait_share, 4.0 / 33.0);  // the share of all steps, not of the median step
   EXPECT_FALSE(summary.peak_fraction);
   RunInfo measured = run_info("two_shot");
   measured.peak_tflops = 2;
@@ -179,8 +180,8 @@ TEST(Records, SummaryHoldsMediansAndTheLastEvaluation) {
   EXPECT_EQ(summarizer.summary(2.5).peak_fraction, 0.25);
 }
 
-// In a ring, each rank waits for the previous one, which may itself wait: the straggler is the rank that
-// waits least.
+// Checks that the straggler is the rank that waits least. In a ring, each rank waits for the previous rank,
+// which may also wait.
 TEST(Records, StragglerIsTheRankThatWaitsLeast) {
   auto text = [](std::vector<std::vector<double>> waited_s) {
     Summarizer summarizer;
@@ -267,7 +268,7 @@ TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
   EXPECT_EQ(row["seeds"][1],
             (json{{"seed", 6}, {"test_accuracy", 0.81}, {"final_loss", 2.0}, {"log", "out.1.jsonl"}}));
   testing::expect_has(compare_table({run}), {"81.00 +-1.00 %  2.0000 +-1.0000"});
-  run.seeds[1].summary.test_accuracy = {};  // never evaluated
+  run.seeds[1].summary.test_accuracy = {};  // this run has no evaluation
   EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());
 }
 

@@ -55,7 +55,7 @@ TEST_F(SafetensorsTest, RoundTrips) {
   EXPECT_THROW(cut_short.finish(), Error);
 }
 
-// Looking up names one after the other would take minutes with 200,000 tensors, here and in an --init.
+// Reads a file with 200,000 tensors. A linear search for each name would take minutes, here and in an --init.
 TEST_F(SafetensorsTest, FilesMayHaveHundredsOfThousandsOfTensors) {
   constexpr int kTensors = 200'000;
   std::vector<SafetensorsWriter::Entry> entries;
@@ -103,7 +103,7 @@ TEST_F(SafetensorsTest, SeveralWritersProduceTheFileOfOne) {
   SafetensorsReader(path_).verify(true);
 }
 
-// A linear search per tensor would take minutes.
+// Writes and reads 200,000 tensors. A linear search per tensor would take minutes.
 TEST_F(SafetensorsTest, RoundTripsHundredsOfThousandsOfTensors) {
   std::vector<SafetensorsWriter::Entry> entries;
   for (int i = 0; i < 200'000; ++i) entries.push_back({std::to_string(i), {1}});
@@ -163,7 +163,7 @@ TEST_F(SafetensorsTest, RejectsInvalidHeaders) {
   expect_bad_input([&] { SafetensorsReader reader(path_); }, {path_, "too short"});
   expect_bad_input([&] { SafetensorsReader(folder_.path("none")); }, {"none", "no such file"});
   expect_bad_input([&] { SafetensorsReader(folder_.path()); }, {"not a regular file"});
-  // Valid, but not written by Gradwire.
+  // This file is valid, but was not written by Gradwire.
   const SafetensorsReader foreign(write("{" + tensor("a", "[2]", "[0,8]") + "}   ", 8));
   EXPECT_NO_THROW(foreign.verify(false));
   expect_bad_input([&] { foreign.verify(true); }, {path_, "no checksum"});

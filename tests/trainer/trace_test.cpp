@@ -24,7 +24,7 @@ using Json = nlohmann::json;
 struct Span {
   std::string name, category;
   int64_t step, begin_ns, end_ns;
-  int64_t bucket, bucket_bytes;  // -1: none
+  int64_t bucket, bucket_bytes;  // -1 if the span has no bucket
 };
 using Rows = std::map<std::pair<int, std::string>, std::vector<Span>>;  // rank and stream
 
@@ -88,7 +88,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
     std::set<std::pair<int64_t, int64_t>> buckets;
     const Rows rows = rows_of(read());
     for (int rank = 0; rank < 3; ++rank) {
-      std::map<std::pair<int64_t, int64_t>, std::string> phases;  // of a step and bucket, in order
+      std::map<std::pair<int64_t, int64_t>, std::string> phases;  // the phases of a step and bucket, in order
       std::map<int64_t, int64_t> bytes;
       for (const char* stream : {"communicate", "communicate 2"}) {  // buckets alternate
         for (const Span& s : rows.at({rank, stream})) {
@@ -104,7 +104,7 @@ TEST_P(TraceTest, EveryBucketOfEveryStepIsCompressedThenSentThenDecompressed) {
         EXPECT_NE(text.find("communicate "), std::string::npos) << where;
         if (std::string(spec) == "fp32") {
           EXPECT_EQ(text, "communicate ") << where;
-        } else if (bytes[key.second] > 1000) {  // below that, a rank may have nothing to encode
+        } else if (bytes[key.second] > 1000) {  // in a smaller bucket, a rank may have no data to encode
           EXPECT_TRUE(text.starts_with("compress communicate ")) << where;
           EXPECT_TRUE(text.ends_with("decompress ")) << where;
         }
@@ -195,7 +195,8 @@ TEST_P(TraceTest, AWorldOfOneTracesNoCommunication) {
   EXPECT_EQ(streams, (std::set<std::string>{"compute", "host thread"}));
 }
 
-// Spans beyond the cap are counted, not stored, so that a long range of steps cannot exhaust memory.
+// Checks that spans beyond the cap are counted, not stored, so that a long range of steps cannot exhaust
+// memory.
 TEST_P(TraceTest, BoundsTheNumberOfSpans) {
   const Device device = GetParam();
   const Stream stream = Stream::create(device, "compute");

@@ -20,13 +20,15 @@ namespace {
 
 using testing::expect_error;
 
-// With five buckets: the buckets that fit in backward's time as they fill, then the others from the last.
+// Checks the order of five buckets. The link sends a bucket as soon as it is full if the link is free, and
+// then the other buckets from last to first.
 TEST(ExchangeOrder, SendsTheFullBucketThatForwardNeedsFirst) {
   std::vector<BucketRange> buckets;
   for (int b = 0; b < 5; ++b) buckets.push_back({b, b + 1, 100 * b, 100 * (b + 1)});
   using Order = std::vector<int>;
-  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{4, 3, 2, 1, 0}));  // all are full at once
-  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));  // the others once the first has been sent
+  EXPECT_EQ(exchange_order(buckets, 0.0), (Order{4, 3, 2, 1, 0}));  // all buckets are full at the start
+  // The other buckets follow after the first bucket.
+  EXPECT_EQ(exchange_order(buckets, 0.1), (Order{0, 4, 3, 2, 1}));
   EXPECT_EQ(exchange_order(buckets, 0.3), (Order{0, 3, 4, 2, 1}));
   EXPECT_EQ(exchange_order(buckets, 0.6), (Order{0, 1, 3, 4, 2}));
   EXPECT_EQ(exchange_order(buckets, 1.0), (Order{0, 1, 2, 3, 4}));
@@ -45,7 +47,7 @@ TEST(LearningRate, WarmsUpThenFollowsHalfACosine) {
   EXPECT_NEAR(learning_rate(c, 54), 1.0, 1e-12);
   EXPECT_NEAR(learning_rate(c, 104), 0.0, 1e-12);
   for (int64_t s = 5; s < 104; ++s) EXPECT_LT(learning_rate(c, s), learning_rate(c, s - 1));
-  c.warmup_steps = c.steps;  // all warm-up
+  c.warmup_steps = c.steps;  // all steps are warm-up
   EXPECT_DOUBLE_EQ(learning_rate(c, 103), 2.0);
 }
 

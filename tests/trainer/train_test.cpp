@@ -1,4 +1,4 @@
-// Properties of the training loop, over ranks.
+// Tests properties of the training loop for several ranks.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -32,7 +32,7 @@ using testing::Recorder;
 using testing::small_model;
 using testing::thinned;
 
-// Expects the same losses, evaluations and weights.
+// Expects two runs with equal losses, evaluations and weights.
 void expect_same_run(const Recorder& got, const Recorder& want, const std::string& what) {
   EXPECT_EQ(got.losses, want.losses) << what;
   EXPECT_EQ(got.eval_losses, want.eval_losses) << what;
@@ -112,7 +112,7 @@ TEST_P(TrainTest, SameConfigSameBits) {
 
 TEST_P(TrainTest, GraphsAndOverlappingForwardGiveTheSameBits) {
   struct Case {
-    bool graph;  // otherwise overlapping forward
+    bool graph;  // true: --graph; false: --overlap-forward
     const char* spec;
     int ranks;
     int64_t accumulate;
@@ -129,7 +129,7 @@ TEST_P(TrainTest, GraphsAndOverlappingForwardGiveTheSameBits) {
             Case{true, "powersgd:rank=2,wire=bf16,start=4", 3, 2},
             Case{true, "powersgd:rank=2,alternate=on", 2, 1}, Case{true, "randk:ratio=0.1", 2, 1}},
            11)) {
-    if (graph && GetParam().is_cuda() && ranks > 1) continue;  // refused, see below
+    if (graph && GetParam().is_cuda() && ranks > 1) continue;  // rejected, see below
     SCOPED_TRACE(fmt::format("{}, {} ranks, {}", spec, ranks, graph ? "graph" : "overlap"));
     TrainConfig c = config(ranks, spec);
     c.accumulate = accumulate;
@@ -156,7 +156,8 @@ TEST_P(TrainTest, GraphsAndOverlappingForwardGiveTheSameBits) {
   }
 }
 
-// Every rank holds a part of the moments, and maybe of gradients and weights, and updates its part.
+// Checks sharded runs, in which each rank holds and updates a part of the moments, and possibly of the
+// gradients and weights.
 TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
   for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring",
                            "powersgd:rank=2,schedule=two_shot", "powersgd:rank=2"}) {
@@ -178,7 +179,8 @@ TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
   }
 }
 
-// The run ends with an error if the ranks' weights differ in a bit.
+// Checks that compressed weights are equal on all ranks. The run ends with an error if the ranks' weights
+// differ in a bit.
 TEST_P(TrainTest, CompressedWeightsAreEqualOnAllRanksAndTrain) {
   const Recorder exact = train(config(4));
   Sharding shard = Sharding::full;
@@ -261,11 +263,12 @@ TEST_P(TrainTest, RejectsGraphsOfGpuRanksInOneProcess) {
   }
 }
 
-// The same global batches for any split over ranks and micro-batches: only the order of additions may differ.
+// Checks that any split over ranks and micro-batches gives the same global batches. Only the order of
+// additions may differ.
 TEST_P(TrainTest, RanksAndAccumulationSplitTheSameGlobalBatch) {
   auto run = [&](int ranks, int64_t batch, int64_t accumulate) {
     TrainConfig c = config(ranks);
-    c.optimizer = OptimizerKind::sgd;  // AdamW divides: rounding errors of tiny gradients become whole steps
+    c.optimizer = OptimizerKind::sgd;  // AdamW would turn rounding errors of tiny gradients into whole steps
     c.lr = 0.05;
     c.batch_size = batch;
     c.accumulate = accumulate;
@@ -320,7 +323,8 @@ TEST_P(TrainTest, RecordsMatchTheRun) {
     // All ranks are on one device.
     EXPECT_NEAR(step.tflops * step.step_ms * 1e9, training_flops_per_image(c.model) * 16, 1);
   }
-  // After each epoch and at the end, on all images, and after all earlier steps have been reported.
+  // Evaluations follow each epoch and the last step. They use all images, and follow the reports of all
+  // earlier steps.
   ASSERT_EQ(r.evals.size(), 3u);
   EXPECT_EQ(r.steps_before_eval, (std::vector<size_t>{12, 24, 27}));
   for (const EvalRecord& e : r.evals) EXPECT_EQ(e.images, 50);
@@ -373,7 +377,7 @@ TEST_P(TrainTest, WorldOfOneSendsNothing) {
     EXPECT_EQ(step.wire_bytes, 0u);
     EXPECT_EQ(step.comm_ms, 0);
   }
-  EXPECT_EQ(r.hash, train(config(1, "fp32")).hash);  // compression is also unused
+  EXPECT_EQ(r.hash, train(config(1, "fp32")).hash);  // a single rank does not compress
 }
 
 TEST_P(TrainTest, AnObserverThatThrowsEndsTheRunOnAllRanks) {
@@ -413,7 +417,7 @@ TEST_P(TrainTest, ARankThatStopsHalfwayEndsTheOthersWithTheReason) {
   LocalRankReports reports(3, std::chrono::seconds(60));
   InitialWeights initial(c.seed);
   Recorder recorder;
-  // Ends far sooner than the timeout.
+  // The failure ends all ranks far sooner than the timeout.
   const auto reasons = testing::errors_in_threads(3, [&](int rank) {
     const SharedRun shared{rank == 2 ? shorter : c, data_, recorder, reports, initial};
     RankTrainer(shared, *comms[rank]).run();

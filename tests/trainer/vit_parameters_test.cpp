@@ -46,7 +46,8 @@ TEST(VitParameters, CountsAndTensorsMatchTorchvision) {
 TEST(VitParameters, TrainingFlopsMatchThePublishedModels) {
   EXPECT_NEAR(training_flops_per_image(named_model("vit_l_32")), 91.96e9, 0.005e9);
   EXPECT_NEAR(training_flops_per_image(named_model("vit_b_16")), 105.15e9, 0.005e9);
-  // Counted by hand: one patch of one pixel, so two tokens; width 1, one layer, MLP 1, one class.
+  // The parameters of this model were counted by hand: one patch of one pixel, so two tokens; width 1, one
+  // layer, MLP 1, one class.
   VitConfig unit{.name = "unit",
                  .image = 1,
                  .channels = 1,
@@ -149,7 +150,7 @@ TEST(VitInitialization, DependsOnlyOnTheSeed) {
 }
 
 TEST(VitInitialization, TruncatedNormalStaysWithinTwo) {
-  // One pixel per patch: a standard deviation of 1, so that one draw in twenty has to be repeated.
+  // One pixel per patch gives a standard deviation of 1, so one draw in twenty is repeated.
   VitParameter parameter{"conv", {4000}, VitParameter::Init::truncated_normal, 1.0};
   ParameterLayout layout = packed_layout({parameter});
   std::vector<float> values(4000);
@@ -160,7 +161,8 @@ TEST(VitInitialization, TruncatedNormalStaysWithinTwo) {
   EXPECT_GT(*high, 1.9f);
   double squares = 0;
   for (float v : values) squares += double(v) * v;
-  EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);  // of a normal truncated at two standard deviations
+  // Deviation of a normal distribution truncated at two standard deviations.
+  EXPECT_NEAR(std::sqrt(squares / 4000), 0.88, 0.03);
 }
 
 }  // namespace

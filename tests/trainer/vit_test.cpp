@@ -1,4 +1,4 @@
-// Properties of the model, without ranks: parameters, initialization, gradients.
+// Tests properties of the model without ranks: parameters, initialization, gradients.
 #include "trainer/model/vit.h"
 
 #include <fmt/format.h>
@@ -92,7 +92,7 @@ struct Bench {
     size_t at = static_cast<size_t>(i);
     return {flat.data() + layout.offsets[at], static_cast<size_t>(vit.parameters()[at].elements())};
   }
-  // Returns a flat gradient without the gaps between tensors, which stay NaN.
+  // Returns a flat gradient without the gaps between tensors, whose elements are still NaN.
   static std::vector<float> packed(std::vector<float> flat) {
     std::erase_if(flat, [](float x) { return std::isnan(x); });
     return flat;
@@ -131,7 +131,7 @@ void expect_gradient_of_finite_differences(Bench bench) {
   const std::vector<float> gradient = bench.gradient();
   const std::vector<float> weights = bench.weights;
   for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
-    // Along the gradient, the loss changes fastest, so rounding matters least.
+    // Measure along the gradient, where the loss changes fastest and rounding has the least effect.
     std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
     double norm = 0;
     for (float v : g) norm += double(v) * v;
@@ -146,7 +146,7 @@ void expect_gradient_of_finite_differences(Bench bench) {
       bench.vit.load(moved);
       return bench.loss();
     };
-    // A difference of fourth order, whose error is far below FP32's.
+    // Compute a difference of fourth order, whose error is far below FP32's rounding error.
     const double h = 0.04;
     double slope = (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
     EXPECT_NEAR(slope / norm, 1.0, 4e-3) << bench.vit.parameters()[i].name << ", norm " << norm;
@@ -176,7 +176,8 @@ TEST_P(VitTest, ZeroHeadGivesZeroGradientsEverywhereElse) {
   EXPECT_NEAR(bench.loss(), std::log(5.0), 1e-6);
 }
 
-// The reducer relies on it: when ready(i) is called, gradient i is final at that point of the stream.
+// Checks that gradient i is final at the point of the stream at which ready(i) is called. The reducer relies
+// on this property.
 TEST_P(VitTest, ReadyIsCalledOncePerFinalGradientInOrderAndGapsStayUntouched) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     Bench bench(small_config(), GetParam(), 2, 3, precision);
@@ -204,7 +205,8 @@ TEST_P(VitTest, ReadyIsCalledOncePerFinalGradientInOrderAndGapsStayUntouched) {
   }
 }
 
-// Half of a gradient has half of its rounding errors, except for those of FP32 in the sums.
+// Checks accumulation. Half of a gradient has half of the gradient's rounding errors, except for FP32
+// rounding errors of the sums.
 TEST_P(VitTest, AccumulatingTwoHalvesGivesTheWhole) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     Bench bench(small_config(), GetParam(), 3, 4, precision);
@@ -234,9 +236,10 @@ TEST_P(VitTest, BatchesAreIndependentOfEachOther) {
   for (size_t i = 0; i < all.size(); ++i) EXPECT_NEAR(pieces[i], all[i], 1e-5 * (1 + std::abs(all[i])));
 }
 
-// A rounding to BF16 is off by at most 2^-9 of the next power of two, independently from element to element,
-// and a gradient accumulates some thirty of them: 6 x 2^-9, where nothing cancels. Sums over rows cancel in
-// part. Measured here: at most 2.7 %, in the first layer's ln_1.bias.
+// Checks the difference between BF16 and FP32. The error of a rounding to BF16 is at most 2^-9 of the next
+// power of two, independently from element to element, and a gradient accumulates some thirty roundings: 6 x
+// 2^-9 without cancellation. Sums over rows cancel in part. The largest measured difference is 2.7 %, in the
+// first layer's ln_1.bias.
 TEST_P(VitTest, Bf16IsWithinItsRoundingsOfFp32InEveryTensor) {
   Bench exact(small_config(), GetParam(), 8, 11), bench(small_config(), GetParam(), 8, 11, Precision::bf16);
   exact.randomize(5);
@@ -274,7 +277,8 @@ TEST_P(VitTest, RoundedWeightsAreTheNearest) {
   EXPECT_THROW(Vit(small_config(), bench.stream, bench.layout, {.share = &bench.vit}), Error);
 }
 
-// Compared with FP32, the order of sums differs; with BF16, where weights and biases are rounded.
+// Compares fused attention with separate ops. With FP32, the order of sums differs. With BF16, the roundings
+// of weights and biases differ.
 TEST_P(VitTest, FusedAttentionHasTheGradientsOfItsParts) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     auto once = [&](bool fused) {
@@ -292,7 +296,8 @@ TEST_P(VitTest, FusedAttentionHasTheGradientsOfItsParts) {
   }
 }
 
-// Includes groups that do not divide the depth, and groups with waits for the last two layers.
+// Tests groups of several sizes, including sizes that do not divide the depth, with and without awaited
+// gradients.
 TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
   const VitConfig config = small_config(Gelu::exact, 5);
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
@@ -300,7 +305,7 @@ TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
       auto once = [&](GradientGroups groups, int64_t images) {
         Bench bench(config, GetParam(), 4, 5, precision, fused, groups);
         bench.randomize(6);
-        bench.batch = images;  // fewer than the capacity
+        bench.batch = images;  // fewer images than the capacity
         std::vector<int> order;
         std::vector<std::vector<float>> at_ready(bench.vit.parameters().size());
         auto ready = [&](int i) {
@@ -339,8 +344,8 @@ TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
   }
 }
 
-// Includes layers that share the addition of their bias gradients, batches smaller than the capacity, and
-// accumulation.
+// Compares fused GELU with separate ops. Includes layers that sum their bias gradients together, batches
+// smaller than the capacity, and accumulation.
 TEST_P(VitTest, FusedGeluHasTheGradientsOfItsParts) {
   const VitConfig config = small_config(Gelu::tanh, 5);
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
@@ -366,7 +371,7 @@ TEST_P(VitTest, FusedGeluHasTheGradientsOfItsParts) {
   }
 }
 
-// Only backward needs pre-activations.
+// Checks that evaluation does not store pre-activations, which only backward needs.
 TEST_P(VitTest, EvaluationWithFusedGeluKeepsNoPreActivations) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     Bench bench(small_config(Gelu::tanh), GetParam(), 3, 5, precision);

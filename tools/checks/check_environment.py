@@ -16,7 +16,7 @@ import sys
 PRODUCT = ("runtime", "kernels", "collectives", "trainer", "bench", "integrations")
 READER = "runtime/util/environment.cpp"
 NAME = r"[A-Z][A-Z0-9_]+"
-# For each section of the page: the folders and files whose variables it lists. C++ counts in tests only.
+# The folders and files whose variables each section of the page lists. C++ counts only in tests.
 SECTIONS = {
     "The Python package": ["integrations/python"], "Scripts and benchmarks": ["Makefile", "scripts", "bench"],
     "Tests": ["tests", "tools/checks"]
@@ -59,7 +59,7 @@ def asked_for(root):
 
 
 def read_by(root, places):
-    """Returns variable -> a file that reads it."""
+    """Returns a dictionary: variable -> a file that reads the variable."""
     found = {}
     for place in places:
         for path in files(root, place):
@@ -72,7 +72,7 @@ def read_by(root, places):
 
 
 def sections(page):
-    """Returns title -> text; the text before the first title has the key ""."""
+    """Returns a dictionary: title -> text. The text before the first title has the key ""."""
     parts = re.split(r"^## (.+)\n", page, flags=re.M)
     return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
 

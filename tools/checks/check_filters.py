@@ -44,12 +44,12 @@ def unmatched(text, programs):
     """Returns the patterns of a filter that match no test of any of the programs."""
     patterns = [p for half in text.split("-", 1) for p in half.split(":") if p]
     names = [name for program in programs for name in tests_of(program)]
-    # GoogleTest knows * and ?, but no sets of characters.
+    # GoogleTest supports * and ?, but does not support sets of characters.
     return [p for p in patterns if not fnmatch.filter(names, p.replace("[", "[[]"))]
 
 
 def filters_of_ctest(build):
-    """Returns filter -> programs, for the tests that ctest would run in this build."""
+    """Returns a dictionary for the tests that ctest would run in this build: filter -> programs."""
     shown = subprocess.run(["ctest", "--show-only=json-v1"], cwd=build, capture_output=True, text=True,
                            check=True).stdout
     found = {}
@@ -60,7 +60,7 @@ def filters_of_ctest(build):
         if not command or not os.access(command[0], os.X_OK):
             continue
         chosen = [w.partition("=")[2] for w in command if w.startswith("--gtest_filter=")]
-        # A ctest test of a single case: ctest found the case in the program.
+        # A ctest test of a single case needs no check, because ctest found the case in the program.
         if len(chosen) == 1 and test["name"] == chosen[0]:
             continue
         if not chosen and "GTEST_FILTER" in environment:

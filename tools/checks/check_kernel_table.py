@@ -2,7 +2,7 @@
 """Checks the kernel table of docs/gpu.md against the sources and the kernels that the tests ran.
 
     check_kernel_table.py ROOT
-        fails when the table lacks a __global__ function, or names one that does not exist.
+        fails when the table lacks a __global__ function, or names a function that does not exist.
     check_kernel_table.py ROOT --launched DIR --executable simt_tests [--nm nm]
         fails when simt_tests did not launch a kernel that runs under the shim according to the table, or did
         not launch all instantiations of its template. DIR holds simt_tests' logs (GRADWIRE_TEST_LOG).
@@ -34,7 +34,7 @@ def cuda_sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def kernels_in_sources(root: pathlib.Path) -> dict[str, str]:
-    """Returns the name of each __global__ function -> its file's name."""
+    """Returns a dictionary: name of each __global__ function -> name of the function's file."""
     found: dict[str, str] = {}
     for path in [*cuda_sources(root), *sorted((root / "kernels").rglob("*.cuh"))]:
         text = re.sub(r"__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)", " ",
@@ -89,7 +89,7 @@ def base_name(symbol: str) -> str:
 
 
 def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, str]:
-    """Returns address -> demangled name of each compiled instantiation of the kernels `names`."""
+    """Returns a dictionary of the compiled instantiations of the kernels: address -> demangled name."""
     listing = subprocess.run([nm, "-C", "--defined-only", executable], capture_output=True, text=True,
                              check=True).stdout
     found = {}
@@ -108,7 +108,7 @@ class Launched:
 
 
 def read_logs(logs: pathlib.Path) -> dict[int, Launched]:
-    """Returns address -> the largest launch of that kernel by simt_tests (see tests/simt/launch.cpp)."""
+    """Returns a dictionary: address -> the kernel's largest launch by simt_tests (tests/simt/launch.cpp)."""
     found: dict[int, Launched] = {}
     for log in sorted(logs.iterdir()):
         for line in log.read_text().splitlines():

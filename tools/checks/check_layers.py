@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fails when an include points the wrong way.
 
-Between the top folders: trainer -> collectives -> kernels -> runtime, never back. The folders below them, and
+Top folders include in one direction: trainer -> collectives -> kernels -> runtime. Their subfolders, and
 the folders of bench and the integrations, must not form cycles. `check_layers.py --print` shows their order:
 each folder can be read and tested after the folders that it includes. bench's Python counts also; its modules
 must not form cycles. The triple-chevron kernel launch must be in one file only, runtime/device/launch.cuh.
@@ -32,7 +32,7 @@ def sources(root: pathlib.Path) -> list[pathlib.Path]:
 
 
 def violations(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> list[str]:
-    """Yields the wrong lines. Fills graph[folder][included folder] with one place of such an include."""
+    """Returns the wrong lines. Fills graph[folder][included folder] with the place of an include."""
     found = []
     for path in sources(root):
         name = path.relative_to(root).as_posix()
@@ -69,7 +69,7 @@ def python_imports(root: pathlib.Path, graph: dict[str, dict[str, str]]) -> dict
             if isinstance(node, ast.ImportFrom):  # from plots import style; from plots.style import plt
                 names = [node.module, *(f"{node.module}.{name}" for name in names)]
             for imported in names:
-                # bench/ is on the path, and the script's own folder.
+                # Python's path has bench/ and the script's folder.
                 for at in (root / "bench", path.parent):
                     file = at.joinpath(*imported.split(".")).with_suffix(".py")
                     if file == path or not file.is_file():

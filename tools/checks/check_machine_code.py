@@ -84,7 +84,7 @@ def run(command: list[str]) -> str:
 
 
 def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
-    """Returns architecture -> mangled function -> REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`."""
+    """Returns REG, STACK, SHARED, LOCAL of `cuobjdump -res-usage`: architecture -> function -> values."""
     found: dict[str, dict[str, dict[str, int]]] = {}
     architecture = name = ""
     for line in text.splitlines():
@@ -101,7 +101,7 @@ def resources(text: str) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def examine(path: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """Returns a dictionary for each function of an object and architecture."""
+    """Returns the properties of each function of an object and architecture, as dictionaries."""
     stamp = hashlib.sha256(path.read_bytes() + pathlib.Path(machine_code.__file__).read_bytes()
                            + pathlib.Path(__file__).read_bytes()).hexdigest()
     kept = cache / (path.name + ".json")
@@ -288,7 +288,7 @@ def toolkit_of(build: pathlib.Path) -> str:
 def contracted(build: pathlib.Path) -> list[str]:
     """Returns the sources of wire formats and random-k in which nvcc may contract a product and an addition.
 
-    The results would then differ from the host's.
+    With contraction, the results would differ from the host's results.
     """
     commands = json.loads((build / "compile_commands.json").read_text())
     exact = [

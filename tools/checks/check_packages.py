@@ -20,7 +20,7 @@ import subprocess
 import sys
 
 BASE = ("make", "git", "apt")
-# Optional programs and modules. Each entry describes the behavior without it.
+# Optional programs and modules. Each entry describes the behavior without the program or module.
 OPTIONAL_COMMANDS = {
     "clang-format": "make format only",
     "clang++": "make soak SOAK=fuzz reports that it needs clang",
@@ -39,7 +39,7 @@ OPTIONAL_COMMANDS = {
     "torchrun": "make test-frameworks installs it",
     "pkg-config": "capi_installed leaves that part out",
 }
-# Installed by make test-frameworks or make wheel into folders of their own below build/.
+# Modules that make test-frameworks or make wheel installs into separate folders below build/.
 OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "auditwheel", "tensorboard"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
 TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
@@ -82,7 +82,7 @@ class Packages:
         return re.split(r"[\s(:]", dependency.strip())[0]
 
     def closure(self, names):
-        """Returns names and all their dependencies. Takes the first alternative, which apt installs on a bare
+        """Returns `names` and all dependencies. Takes the first alternative, which apt installs on a bare
         machine."""
         found, open_names = set(), list(names)
         while open_names:
@@ -114,7 +114,7 @@ def setup_list(root):
 
 
 def build_files(build):
-    """Returns (file, its user) of each header read outside the tree, and of each linked library."""
+    """Yields (file, target) of each header that the build reads outside the tree, and each linked library."""
     deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True,
                           check=True).stdout
     target = None
@@ -247,7 +247,7 @@ class Check:
     """Collects the files that no package of setup.sh's list or of the base system owns.
 
     Attributes:
-        checked: the number of files of each kind.
+        checked: the number of checked files of each kind.
         missing: package -> the files of that package, and their users.
     """
 
@@ -274,7 +274,7 @@ class Check:
             pathlib.Path(found).resolve().parent.parent
             for found in re.findall(r"^CMAKE_CUDA_COMPILER:\w+=(/\S+)", cache, re.M)
         ]
-        # The CUDA toolkit and NCCL are not in Debian; without them the build omits their side.
+        # Debian does not have the CUDA toolkit and NCCL. Without them the build omits the CUDA side.
         outside = [
             root, build,
             *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))

@@ -19,7 +19,7 @@ SUFFIXES = {
 ENDINGS = r"(?:h|hpp|c|cc|cpp|cu|cuh|py|sh|md|cmake|png|in)"
 BARE = re.compile(rf"(?<![\w./<>*-])[A-Za-z]\w*(?:/\w+)*\.{ENDINGS}\b(?![\w(/]|\.\w)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Outside the tree: headers and scripts of other projects, and files of users.
+# Names of files outside the tree: headers and scripts of other projects, and files of users.
 ELSEWHERE = {"nccl.h", "cuda_runtime.h", "asan_interface_internal.h", "train.py", "result.png",
              "build/demo/report.png", "cublasLt.h"}
 
@@ -55,7 +55,7 @@ class Tree:
         self.headings = {}
 
     def exists(self, path):
-        """Returns whether a file or folder has this name, or a name that begins with it."""
+        """Returns whether `path` names a file or folder, or is the beginning of a file's name."""
         if match := re.search(r"{([^{}]*)}", path):
             return all(
                 self.exists(path[:match.start()] + part + path[match.end():]) for part in match[1].split(","))
@@ -76,7 +76,7 @@ class Tree:
         return self.headings[name]
 
     def broken_link(self, name, target):
-        """Returns the reason why a link of a doc is broken; None if it is not."""
+        """Returns the reason why a link of a doc is broken; None if the link is valid."""
         if re.match(r"[a-z]+:", target):
             return None
         path, _, anchor = target.partition("#")
@@ -94,7 +94,7 @@ class Tree:
 
     def problems(self):
         for name in sorted(self.files):
-            # Records of old runs may name files that have moved; their links must resolve.
+            # Records of old runs may name files that have moved, but the records' links must resolve.
             record = name.startswith("docs/results/")
             if pathlib.PurePath(name).suffix not in SUFFIXES or (record and not name.endswith(".md")):
                 continue

@@ -41,7 +41,7 @@ WIDE = {
 ASYNC_COPY = re.compile(r"^\s*(?:@\S+\s+)?cp\.async\.\w+\.shared\.global\s.*,\s*16\s*;", re.M)
 REGISTERS = 65536  # of a multiprocessor, and at most of a block
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}
-# Launched only on devices with enough shared memory (fuses_attention()).
+# Kernels that Gradwire launches only on devices with enough shared memory (fuses_attention()).
 ASK_FIRST = {"attention_kernel", "attention_backward_kernel"}
 ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(")
 
@@ -51,7 +51,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess:
 
 
 def wide_accesses(ptx: str) -> dict[str, list[str]]:
-    """Returns mangled entry -> which of ld and st access 16 bytes at a time."""
+    """Returns a dictionary: mangled entry -> the operations (ld, st) that access 16 bytes at a time."""
     starts = [(m.group(1), m.end()) for m in ENTRY.finditer(ptx)]
     bodies = {name: ptx[begin:starts[i + 1][1] if i + 1 < len(starts) else len(ptx)]
               for i, (name, begin) in enumerate(starts)}
@@ -65,7 +65,7 @@ def wide_accesses(ptx: str) -> dict[str, list[str]]:
 
 
 def thread_limits(ptx: str) -> dict[str, int]:
-    """Returns mangled entry -> threads that its __launch_bounds__ allow."""
+    """Returns a dictionary: mangled entry -> number of threads that its __launch_bounds__ allow."""
     found = {}
     for match in re.finditer(
             r"\.entry\s+(\w+)\s*\([^{]*?\)\s*(?:\.minnctapersm\s+\d+\s*)?\.maxntid\s+([\d, ]+)", ptx):
@@ -75,7 +75,7 @@ def thread_limits(ptx: str) -> dict[str, int]:
 
 
 def resources(text: str) -> dict[str, dict[str, int]]:
-    """Returns mangled entry -> numbers from `ptxas -v`."""
+    """Returns a dictionary: mangled entry -> the numbers of `ptxas -v`."""
     found: dict[str, dict[str, int]] = {}
     name = ""
     for line in text.splitlines():
@@ -192,7 +192,7 @@ def demangle(names: list[str]) -> dict[str, str]:
 
 
 def errors_of(full: str, architecture: str, use: dict[str, int], used: Launched) -> list[str]:
-    """Returns the errors of a kernel's resources, on their own and with its largest launch in a test."""
+    """Returns the errors of a kernel's resources, including errors for its largest launch in a test."""
     where, wrong = f"{full} on {architecture}", []
     if use["spills"] or use["stack"]:
         wrong.append(f"{where}: {use['stack']} bytes of stack, {use['spills']} of spills")
@@ -225,7 +225,7 @@ def main() -> int:
         launched = {name: logs[address] for address, name in
                     instantiations(options.executable, options.nm, set(table)).items() if address in logs}
 
-    # A measurement of a cold build disables the cache.
+    # CCACHE_DISABLE, which measurements of a cold build set, disables the cache.
     with tempfile.TemporaryDirectory(prefix="gradwire-ptx-") as empty:
         folder = pathlib.Path(empty) if os.environ.get("CCACHE_DISABLE") else options.cache
         cache = Cache(folder, root, run([options.nvcc, "--version"]).stdout)

@@ -3,8 +3,8 @@
 
     check_text.py ROOT [--fix]
 
-C++ and CUDA are formatted by clang-format 14, whose versions differ; without it that part is skipped, with
-one line. --fix formats them. Tables and links in pages, URLs, and results in docs/results/ may be longer than
+Checks the format of C++ and CUDA with clang-format 14, because versions differ. Without clang-format, skips
+this check with a message. --fix formats the files. Tables and links in pages, URLs, and results in docs/results/ may exceed
 110 columns.
 """
 import argparse
@@ -54,7 +54,7 @@ def too_long(name: str, text: str) -> list[str]:
     if all(len(line) <= COLUMNS for line in lines):
         return []
     excused = in_long_strings(name, text)
-    # commands of shell and CMake may be longer, comments not
+    # Commands of shell and CMake may be longer, but comments may not.
     if not name.endswith((*C_FAMILY, ".py", ".md")):
         excused |= {number for number, line in enumerate(lines, 1) if not line.lstrip().startswith("#")}
     return [f"{name}:{number}: {len(line)} columns; at most {COLUMNS}" for number, line in enumerate(lines, 1)

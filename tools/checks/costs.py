@@ -3,7 +3,7 @@
 
     costs.py BUILD [-R REGEX] [-E REGEX] [-j N]
 
-Core-seconds are user and system time of all processes of a test. Unlike ctest's times they hardly depend on
+Core-seconds are user and system time of all processes of a test. Unlike ctest's times, they hardly depend on
 other programs on the machine. GTEST_FILTER has the same effect as for ctest.
 """
 import argparse
@@ -40,7 +40,7 @@ def main() -> int:
     listed = json.loads(subprocess.check_output(["ctest", "--show-only=json-v1"], cwd=options.build))["tests"]
     tests = [t for t in listed if "command" in t and re.search(options.only, t["name"])
              and not re.search(options.without, t["name"])]
-    # Tests that read the files of other tests come last.
+    # Tests that read the files of other tests must run last.
     tests.sort(key=lambda t: any(p["name"] == "FIXTURES_REQUIRED" for p in t.get("properties", [])))
     with concurrent.futures.ThreadPoolExecutor(max_workers=options.jobs) as pool:
         costs = sorted(pool.map(lambda t: cost(t, options.build), tests), reverse=True)

@@ -27,7 +27,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """The bytes that one thread moves."""
+        """Returns the number of bytes that one thread moves."""
         parts = self.operation.split(".")
         for suffix, size in (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1)):
             if suffix in parts[1:]:
@@ -89,7 +89,7 @@ def moved(code: list[Instruction], names: tuple[str, ...] = (*LOADS, "STG"), onl
 def hot_loop(function: Function) -> tuple[list[Instruction], bool]:
     """Returns the function's hot loop, and True; without a loop, the code up to the last exit, and False.
 
-    The hot loop moves the most bytes to and from global memory in 16-byte accesses. Of equal loops it is the
+    The hot loop moves the most bytes to and from global memory in 16-byte accesses. Of equal loops, takes the
     shortest.
     """
     code = function.code

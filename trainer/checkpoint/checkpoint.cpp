@@ -246,8 +246,8 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
     checkpoint.emplace(directory, position.step);
     common = create_common_files(rank, about, folder);
   }
-  about["id"] = agreed_id(
-      rank, about.value("id", ""));  // waits until rank 0 has created the folder and its common files
+  // Waits until rank 0 has created the folder and its common files.
+  about["id"] = agreed_id(rank, about.value("id", ""));
 
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   try {

@@ -115,8 +115,8 @@ struct TrainConfig {
   // Returns whether the ranks divide `what` among themselves. A single rank divides nothing.
   bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
   int64_t memory_limit = 0;  // bytes per rank; a run that needs more memory is rejected. 0: no limit
-  bool overlap_forward =
-      false;  // the next forward begins while gradients are in transfer; the bits do not change
+  // The next forward begins while gradients are in transfer; the bits do not change.
+  bool overlap_forward = false;
   int64_t gradient_group = 2;  // layers whose gradients CUDA ranks compute and send together (layout.h)
   int64_t bucket_bytes() const { return static_cast<int64_t>(bucket_mb * (1 << 20)); }
 

@@ -23,8 +23,8 @@ Json model_json(const VitConfig& model) {
   Json json{{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
             {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
             {"heads", model.heads}, {"mlp", model.mlp},          {"classes", model.classes}};
-  if (model.gelu != Gelu::exact)
-    json["gelu"] = name(model.gelu);  // readers take the exact form if the field is absent
+  // Readers take the exact form if the field is absent.
+  if (model.gelu != Gelu::exact) json["gelu"] = name(model.gelu);
   return json;
 }
 

@@ -152,8 +152,8 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Gr
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
-  enter_block(block_of(layer),
-              layer > 0 ? block_of(layer - 1) : -1);  // backward does not use the embedding's weights
+  // Backward does not use the embedding's weights.
+  enter_block(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);
   // Saves one launch per sum if gradients may be reported together. After layer 0, too little computation
   // follows to hide a later exchange.
   to.defer_sums = layer > 0 || !options_.groups.awaited;

@@ -23,8 +23,8 @@ struct TrainingMarks {
   std::vector<Micro> micros;                                    // config.accumulate elements
   Event reduced, end;           // the gradients are averaged; the parameters are updated
   std::vector<Update> updates;  // one per bucket; empty without --overlap-forward
-  bool updated_in_forward =
-      false;  // parameters are updated inside the next forward, not after this step's backward
+  // Parameters are updated inside the next forward, not after this step's backward.
+  bool updated_in_forward = false;
 
   double backward_ms() const {
     double ms = 0;

@@ -33,8 +33,8 @@ WeightWindow::WeightWindow(Communicator& comm, const Stream& compute, const Redu
 }
 
 WeightWindow::~WeightWindow() {
-  for (const Stream& stream :
-       {stream_, transfers_}) {  // synchronize both streams, even if one stream has failed
+  // Synchronize both streams, even if one stream has failed.
+  for (const Stream& stream : {stream_, transfers_}) {
     try {
       stream.synchronize();
     } catch (...) {  // ignore errors: the failure is already known
