@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What gradwire-bench's measurements of several ranks print and write, and how they reject bad input."""
+"""Tests the output, the files and the rejection of bad input of gradwire-bench's measurements of several
+ranks."""
 import os
 import pathlib
 import shutil
@@ -27,7 +28,7 @@ class Collectives(BenchTest):
             self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
 
     def test_no_format_has_wrong_results(self):
-        # Most formats of few bits do not represent the integers by which exact formats are checked.
+        # Most formats with few bits cannot represent the integers that check exact formats.
         specs = ["int8", "int4", "int2", "natural", "mxfp8", "mxfp4", "sign", "topk", "int4:rotate=hadamard"]
         rows, _ = self.rows("collectives", "--transport", "local", "--ranks", "3", "-b", "64K", "-e", "64K",
                             "--schedule", "two_shot", "--no-baseline", *QUICK, *compressions(*specs))
@@ -118,7 +119,8 @@ class Collectives(BenchTest):
 
 
 class ShapedLink(BenchTest):
-    """bench/harness/shaped_link.sh needs root and network namespaces, and says so where it lacks them."""
+    """Tests bench/harness/shaped_link.sh, which needs root and network namespaces and reports if either is
+    missing."""
 
     def link(self, *arguments, as_other=()):
         script = "bench/harness/shaped_link.sh"
@@ -164,7 +166,8 @@ class ShapedLink(BenchTest):
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         row = self.written()[0]
         self.assertEqual((row["ranks"], row["wrong"]), (2, 0))
-        # 200 Mb/s are 25 MB/s; an unshaped burst cannot speed up a megabyte by more than a third.
+        # The limit is 200 Mb/s = 25 MB/s. An unshaped burst speeds up the transfer of a megabyte by at most a
+        # third.
         self.assertLess(row["busbw_gbps"], 0.034)
         failed = self.link("--hosts", "2", "--", "sh", "-c",
                            'echo "I am $RANK of $WORLD_SIZE"; exit $((RANK * 7))')
@@ -181,7 +184,7 @@ class ShapedLink(BenchTest):
         self.assertEqual(script.wait(timeout=60), 143)
         script.stdout.close()
         self.assertEqual(self.namespaces(script), [])
-        # No process that ran in them is left either.
+        # No process of the namespaces is left.
         self.assertEqual(subprocess.run(["pgrep", "-f", "^sleep 98765$"], capture_output=True).stdout, b"")
 
 
@@ -190,7 +193,7 @@ class Numerics(BenchTest):
         rows, _ = self.rows("numerics", "--ranks", "2,4", "--elements", 500)
         cases = {(r["ranks"], r["schedule"], r["compression"]): r for r in rows}
         self.assertEqual(len(cases), len(rows))
-        self.assertEqual(len(rows), (3 + 5) * 7)  # no nodes of 2 ranks in a world of 2
+        self.assertEqual(len(rows), (3 + 5) * 7)  # a world of 2 has no nodes of 2 ranks
         self.assertEqual([cases[4, "ring", wire]["lossy_steps"] for wire in ("fp32", "bf16")], [0, 4])
         self.assertEqual(cases[4, "hierarchical,intra_node=fp32", "bf16"]["lossy_steps"], 2)
         for (_, _, wire), row in cases.items():

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What gradwire-bench's measurements of one process print and write, and how they reject bad input."""
+"""Tests the output, the files and the rejection of bad input of gradwire-bench's measurements of one
+process."""
 import json
 import pathlib
 import re
@@ -150,7 +151,7 @@ class Formats(BenchTest):
         self.assertNotEqual(rows["bf16"]["on"], other["bf16"]["on"])
 
     def write(self, name, tensors, dtype="F32"):
-        """Tensors as safetensors: name -> floats."""
+        """Writes tensors, a map from name to floats, as a safetensors file."""
         header, data = {}, b""
         for tensor, values in tensors.items():
             raw = struct.pack(f"<{len(values)}{'f' if dtype == 'F32' else 'd'}", *values)
@@ -164,7 +165,7 @@ class Formats(BenchTest):
         (self.folder / "grads" / name).write_bytes(struct.pack("<Q", len(text)) + text + data)
 
     def test_gradients_are_judged_by_tensor_and_together(self):
-        off = 1 + 2.0 ** -9  # BF16 rounds it to 1
+        off = 1 + 2.0 ** -9  # BF16 rounds the value to 1
         self.write("a.safetensors", {"exact": [1, -2, 0.5], "rounded": [off], "zero": [0, 0], "none": []})
         rows, out = self.measured("--gradients", "grads", "--spec", "bf16", "--spec", "fp32")
         (on,) = rows["bf16"]["on"]
@@ -233,7 +234,8 @@ class Hook(BenchTest):
                                    delta=1 + elements / 100)
             self.assertEqual((row["baseline"], row["baseline_ms"], row["speedup"]), (None, None, None))
         self.assertEqual(rows["fp32"]["extra_bytes"], 0)
-        # The residual: a float per element, and gaps that align tensors. Then the wire's staging.
+        # The extra bytes are the residual (a float per element, and gaps that align tensors) and the wire's
+        # staging.
         self.assertGreaterEqual(rows["bf16"]["extra_bytes"], 6 * elements)
         self.assertLess(rows["bf16"]["extra_bytes"], 6.1 * elements)
         self.assertGreater(rows["powersgd:rank=2"]["extra_bytes"], 4 * elements)
@@ -245,7 +247,7 @@ class Hook(BenchTest):
         for spec, hook in (("powersgd:rank=2", "powerSGD_hook rank 2"), ("bf16", "bf16_compress_hook")):
             self.assertRegex(rows[spec]["baseline"], "^torch .* " + hook)
             self.assertAlmostEqual(rows[spec]["speedup"], rows[spec]["baseline_ms"] / rows[spec]["ms"])
-        self.assertIsNone(rows["fp8"]["baseline"])  # PyTorch has none
+        self.assertIsNone(rows["fp8"]["baseline"])  # PyTorch has no FP8 baseline
         self.assertIn("powerSGD_hook", out)
 
     def test_model_sizes(self):

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The arithmetic of bench/experiments, and bad input. The measurements take minutes, and some need root."""
+"""Tests the arithmetic of bench/experiments, and bad input. Skips the measurements, which take minutes and of
+which some need root."""
 import json
 import pathlib
 import shutil
@@ -8,7 +9,7 @@ import sys
 import tempfile
 import unittest
 
-ROOT = pathlib.Path()  # from the command line
+ROOT = pathlib.Path()  # argument of the command line
 
 
 class Experiments(unittest.TestCase):
@@ -26,7 +27,7 @@ class Experiments(unittest.TestCase):
         items = [
             self.item("gradwire", "alone", [100]),
             self.item("pytorch", "alone", [120, 130, 110]),
-            # The median of the repetitions' medians: 700.
+            # The median of the repetitions' medians is 700.
             self.item("gradwire", "fp32", [690, 9000, 700]),
             self.item("gradwire", "fp32", [500, 600]),
             self.item("gradwire", "fp32", [900]),

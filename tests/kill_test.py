@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Kills training runs with SIGKILL at random moments, again and again, and resumes them with the same
-command. Their losses must agree to the last digit with those of an uninterrupted run.
+"""Kills training runs with SIGKILL at random moments, again and again, and resumes the runs with the same
+command. The losses must agree to the last digit with the losses of an uninterrupted run.
 
 usage: kill_test.py PATH_TO_gradwire [--kills N] [--seed S]
 """
@@ -22,10 +22,10 @@ MODEL = [
     "--device", "host", "--width", "16", "--depth", "1", "--heads", "2", "--mlp", "32", "--data",
     "synthetic:512", "--batch-size", "8", "--seed", "4", "--log-every", "1000"
 ]
-# Ranks that are threads, and ranks that are processes.
+# Each kind is (kind of ranks, number of ranks, flags). Ranks are threads or processes.
 KINDS = [
     ("threads", 3, ["--compression", "powersgd:rank=2,wire=bf16", "--augment", "flip,crop"]),
-    # A named schedule: auto measures links, and may choose differently.
+    # The spec names a schedule, because auto measures links and may choose another schedule in each run.
     ("processes", 3, ["--compression", "bf16:round=stochastic,schedule=ring"]),
 ]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
@@ -86,7 +86,8 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
         killed = ended = 0
         while killed < kills:
             processes = start(gradwire, kind, ranks, again, folder)
-            # At any moment, start and end included; checkpoints make this run longer than the whole one.
+            # The kill happens at any moment, including start and end. The factor allows for checkpoints,
+            # which make this run longer than the uninterrupted run.
             time.sleep(chance.uniform(0, 1.2) * whole_s)
             if any(process.poll() is None for process in processes):
                 killed += 1
@@ -97,10 +98,10 @@ def torture(gradwire: str, kind: str, ranks: int, flags: list[str], kills: int, 
             deadline = time.monotonic() + 3
             while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            for process in processes:  # the survivors; that they end by themselves is another test's business
+            for process in processes:  # ends surviving processes
                 process.kill()
             finish(processes)
-            if ended > 0:  # the run is finished: start over
+            if ended > 0:  # the run has finished; start again
                 check(folder, steps)
                 ended = 0
                 for path in sorted((folder / "saved").rglob("*"), reverse=True):

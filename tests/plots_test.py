@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""bench/plots/plot.py on a comparison: which picture it draws, and which specs are on the Pareto front."""
+"""Tests bench/plots/plot.py on a comparison: which picture the script draws, and which specs are on the
+Pareto front."""
 import importlib.util
 import json
 import pathlib
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import unittest
 
-ROOT = pathlib.Path()  # from the command line
+ROOT = pathlib.Path()  # argument of the command line
 
 
 @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "matplotlib is not installed")
@@ -57,7 +58,7 @@ class Plots(unittest.TestCase):
                     for s in range(2)]
         records += [{"type": "eval", "step": 2, "test_accuracy": 0.9}, {"type": "summary", "ratio": 2.0}]
         (self.folder / "out.5.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-        # The accuracies of a run that failed to learn are marked at the border.
+        # The plot marks the accuracies of a run that failed to learn at the border.
         rows = [self.row("bf16", 2, 0.9, 2, "out.5.jsonl"), self.row("int8", 1, 0.89, 2, "out.5.jsonl"),
                 self.row("sign:round=stochastic", 0.1, 0.2, 2, "out.5.jsonl")]
         for name, table in (("points", rows), ("lines", [self.row("bf16", 2, 0.9, 1, "out.5.jsonl")])):

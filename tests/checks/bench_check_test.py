@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""bench/harness/check.py on invented results: what passes, what fails, what is missing. Nothing is timed."""
+"""Tests bench/harness/check.py on invented results: which cases pass, fail or are missing. Times nothing."""
 import contextlib
 import io
 import json
@@ -49,7 +49,7 @@ class Check(unittest.TestCase):
             self.assertEqual(self.verdict(here, [row(speedup)]), verdict, speedup)
         self.assertEqual(self.verdict(case(goal=None, device=HERE), [row(5.3)]), "SLOWER")
         self.assertEqual(self.verdict(case(goal=None), [row(0.1)]), "ok")
-        # The goal still counts where the published value is below it.
+        # The goal still counts if the published value is below the goal.
         self.assertEqual(self.verdict(case(value=3.0, device=HERE), [row(3.0)]), "NOT MET")
 
     def test_faster_never_fails(self):
@@ -69,7 +69,7 @@ class Check(unittest.TestCase):
         times = [{"spec": "fp32", "time_us": 300.0,
                   "baseline_time_us": 270.0}, {"spec": "bf16", "schedule": "ring", "time_us": 200.0},
                  {"spec": "bf16", "schedule": "tree", "time_us": 100.0}]
-        best = check.measured(case(metric="time_us", over={"spec": "fp32"}), times)  # of several
+        best = check.measured(case(metric="time_us", over={"spec": "fp32"}), times)  # of several rows
         self.assertEqual(best, 3)
         self.assertEqual(
             check.measured(case(metric="baseline_time_us/time_us", where={"spec": "fp32"}), times), 0.9)
@@ -100,7 +100,7 @@ class Check(unittest.TestCase):
         self.assertIn("| hook | 7 | 5 | 6 elsewhere | 10 % | ok |", done.stdout)
 
     def bench(self, script):
-        """A build folder whose gradwire-bench is this shell script."""
+        """Returns a build folder in which gradwire-bench is the given shell script."""
         path = self.folder / "build" / "bin" / "gradwire-bench"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("#!/bin/sh\n" + script)
@@ -127,7 +127,7 @@ class Check(unittest.TestCase):
         self.assertEqual(
             self.run_cases(count + self.WRITE.format("$((n * 3))"), case(), retries=0)[0], ["NOT MET"])
         (self.folder / "count").unlink()
-        # The first measurement was better, but too slow. A case that passes is not measured again.
+        # The first measurement is better but too slow. A case that passes is not measured again.
         verdicts, _ = self.run_cases(count + self.WRITE.format("$((5 - n))"), case(),
                                      case(case="easy", goal=1))
         self.assertEqual((verdicts, runs()), (["NOT MET", "ok"], 2))

@@ -1,7 +1,7 @@
-"""Tests of scripts/cuda_pip.sh with a stand-in for pip: what it installs, when it does nothing, and how it
-fails.
+"""Tests scripts/cuda_pip.sh with a stand-in for pip: what the script installs, when it does nothing, and how
+it fails.
 
-    cuda_pip_test.py ROOT
+cuda_pip_test.py ROOT
 """
 import os
 import pathlib
@@ -12,8 +12,8 @@ import tempfile
 import unittest
 
 SCRIPT = pathlib.Path(sys.argv.pop()) / "scripts" / "cuda_pip.sh"
-# `python -m venv FOLDER`, whose pip installs files like those of NVIDIA's packages, or fails like pip without
-# a network.
+# Imitates `python -m venv FOLDER`. The folder's pip installs files like those of NVIDIA's packages, or fails
+# like pip without a network.
 PYTHON = r"""#!/bin/bash
 mkdir -p "$3/bin"
 cat > "$3/bin/pip" << 'END'
@@ -99,7 +99,7 @@ class CudaPip(unittest.TestCase):
             self.assertEqual(done.returncode, 0, done.stderr)
             self.assertTrue(os.access(self.build / "disassembler/bin/nvdisasm", os.X_OK))
             self.assertIn(f"nvidia-cuda-nvdisasm{expected}", self.calls.read_text())
-            self.assertEqual(self.run_script("disassembler").stdout, "")  # already installed
+            self.assertEqual(self.run_script("disassembler").stdout, "")  # the package is already installed
             shutil.rmtree(self.build / "disassembler")
 
     def test_disassembler_is_not_installed_without_nvcc(self):

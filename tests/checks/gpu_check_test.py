@@ -1,5 +1,5 @@
-"""scripts/gpu_check.sh with stand-ins for the programs and for nvidia-smi: what it runs, and what is left
-of its results when a step fails, hangs, or the whole is cut off."""
+"""Tests scripts/gpu_check.sh with stand-ins for the programs and for nvidia-smi: which steps the script runs,
+and which results remain when a step fails or hangs, or when the script is interrupted."""
 import os
 import pathlib
 import shutil
@@ -92,7 +92,7 @@ class GpuCheck(unittest.TestCase):
     def test_nccl_is_found_in_pythons_packages_although_cublas_is_not(self):
         library = self.folder / "site/nvidia/nccl/lib/libnccl.so.2"
         library.write_bytes(b"")
-        self.program("tools/ldconfig", "true")  # the system has none
+        self.program("tools/ldconfig", "true")  # the system has no such library
         self.check(str(self.out), "peers", GPU_CHECK_ONLY="none")
         self.assertEqual((self.folder / "build/lib/libnccl.so.2").resolve(), library.resolve())
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts of tools/checks/machine_code.py on hand-written lines of machine code."""
+"""Tests the counts of tools/checks/machine_code.py on hand-written lines of machine code."""
 import dataclasses
 import pathlib
 import sys

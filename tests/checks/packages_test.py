@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""scripts/setup.sh lists every package that is used, and check_packages.py notices when one is missing.
+"""Tests that scripts/setup.sh lists every used package, and that check_packages.py reports a missing package.
 
-    packages_test.py ROOT BUILD
+packages_test.py ROOT BUILD
 """
 import pathlib
 import subprocess
 import sys
 
 CHECK = pathlib.Path(__file__).parents[2] / "tools/checks/check_packages.py"
-# A package of each kind of use, and what the check then names.
+# Maps one package of each kind of use to the text with which the check reports the package.
 PLANTED = {"libgmock-dev": "header /usr/include/gmock/", "libboost-context-dev": "library /usr/lib",
            "iproute2": "command ip", "python3-pip": "module pip"}
 

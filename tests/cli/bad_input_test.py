@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no file is created."""
+"""Tests bad input to `gradwire train` and `compare`: one line on stderr, exit code 2, and no new file."""
 import gzip
 import struct
 
@@ -12,7 +12,7 @@ def idx(shape, values):
 
 
 class BadInput(CommandTest):
-    """Every call names an output file, which must not exist afterwards."""
+    """Names an output file in every call. The file must not exist after the call."""
 
     def refuse(self, arguments, *parts, env=None):
         before = self.files()
@@ -103,7 +103,7 @@ class BadInput(CommandTest):
         self.assert_refused(self.run_command(), "subcommand")
         self.assert_refused(self.run_command("fly"), "fly")
         self.assert_refused(self.run_command("compare", *SYNTHETIC), "--compression")
-        for flag in ("--checkpoint", "--resume"):  # ambiguous for the several runs of compare
+        for flag in ("--checkpoint", "--resume"):  # ambiguous: compare has several runs
             self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "fp32", flag, "x"),
                                 flag)
 

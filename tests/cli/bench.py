@@ -1,4 +1,4 @@
-"""Shared by the tests of the real `gradwire-bench` command."""
+"""Helpers for the tests of the real `gradwire-bench` command."""
 import json
 import os
 import pathlib
@@ -15,12 +15,12 @@ def compressions(*specs):
 
 class BenchTest(CommandTest):
     name = "gradwire-bench"
-    root = pathlib.Path()  # of the sources; main() sets it
+    root = pathlib.Path()  # root of the sources, set by main()
 
     @staticmethod
     def environment(more=None):
-        # Cold timings write twice the last-level cache before each sample, which takes seconds where that is
-        # large.
+        # Cold timings write twice the size of the last-level cache before each sample. On machines with a
+        # large cache, each write takes seconds.
         return CommandTest.environment({"GRADWIRE_BENCH_FLUSH_BYTES": str(4 << 20), **(more or {})})
 
     def rows(self, *arguments):
@@ -34,8 +34,7 @@ class BenchTest(CommandTest):
         return json.loads((self.folder / "out.json").read_text())
 
     def refuse(self, words, *parts, env=None):
-        """Expects the words of a command to be refused, with every part in the message and no file left
-        behind."""
+        """Expects the command to be refused: the message contains every part, and no output file exists."""
         words = words.split() if isinstance(words, str) else words
         self.assert_refused(self.run_command(*words, "--json", "out.json", env=env), *parts)
         self.assertFalse((self.folder / "out.json").exists())

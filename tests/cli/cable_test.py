@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Two hosts whose cable is cut: both sides detect it within seconds, long before the deadline of an
-operation.
+"""Tests two hosts whose cable is cut. Both sides detect the cut within seconds, long before the deadline of
+an operation.
 
-The hosts are network namespaces; skipped if this process must not create them."""
+The hosts are network namespaces. The test is skipped if this process must not create namespaces."""
 import contextlib
 import json
 import pathlib
@@ -51,7 +51,7 @@ class Cable(CommandTest):
             _, error = rank.communicate(timeout=120)
             print(f"rank {number}: {time.monotonic() - begin:.1f} s after the cut: {error.strip()[-300:]}")
             self.assertEqual(rank.returncode, 1, error)
-        # Allows for computation and the roll call.
+        # The limit allows for computation and for collecting the ranks' reports.
         self.assertLess(time.monotonic() - begin, GONE_AFTER_S + 10)
 
     def test_an_elastic_run_continues_on_the_side_of_the_majority(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train` with checkpoints: a stopped run resumes with its log, and damaged checkpoints are
+"""Tests `gradwire train` with checkpoints: a stopped run resumes with its log, and damaged checkpoints are
 rejected."""
 import json
 import shutil
@@ -65,9 +65,9 @@ class Checkpoints(CommandTest):
         self.assert_refused(self.train(*saving), "state-1-of-2.safetensors", "damaged", "checksum")
 
     def refuses_files_of_another_run(self, saving):
-        """Replaces each file in turn by one from a run with another seed, and by one from a run with the same
-        settings. Without an id, as in files of earlier versions, another seed is detected, and matching files
-        are loaded."""
+        """Replaces each file in turn by a file from a run with another seed, and by a file from a run with
+        the same settings. Without an id, as in files of earlier versions, another seed is detected, and files
+        of the same settings are loaded."""
         ours = self.folder / "saved" / "step-000000008"
         for other, seed in (("seed", 7), ("again", 0)):
             run = [word for word in self.RUN if word not in ("--log", "run.jsonl")]
@@ -92,7 +92,8 @@ class Checkpoints(CommandTest):
         self.assertEqual(resumed.returncode, 0, resumed.stderr)
 
     def test_rejects_a_second_run_in_a_folder_until_the_first_has_ended(self):
-        # No checkpoint until the end: the folder is locked and empty on a machine of any speed.
+        # The run saves no checkpoint until its end, so the folder is locked and empty on a machine of any
+        # speed.
         saving = ["--checkpoint", "saved", "--checkpoint-every", "100000", "--resume", "saved"]
         long = [word if word != "8" else "100000" for word in self.RUN]
         first = self.train_until(3, *long, *synthetic(), *saving)

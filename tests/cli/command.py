@@ -1,4 +1,4 @@
-"""Shared by the tests of the real `gradwire` command: a temporary folder, a clean environment, small
+"""Helpers for the tests of the real `gradwire` command: a temporary folder, a clean environment, small
 inputs."""
 import json
 import os
@@ -17,8 +17,8 @@ SYNTHETIC = ["--data", "synthetic:256", "--batch-size", "16", *SMALL]
 
 
 def synthetic(*extra):
-    """Returns SYNTHETIC plus flags. They replace flags of the same name, since the command rejects a repeated
-    flag."""
+    """Returns SYNTHETIC plus `extra` flags. An extra flag replaces a flag of the same name, since the command
+    rejects a repeated flag."""
     extra = [str(word) for word in extra]
     kept = [
         word for i in range(0, len(SYNTHETIC), 2) if SYNTHETIC[i] not in extra for word in SYNTHETIC[i:i + 2]
@@ -40,8 +40,8 @@ def as_user(user, folder, top, groups=()):
 
 
 class CommandTest(unittest.TestCase):
-    program = ""  # path of the executable; main() sets it
-    name = "gradwire"  # before its messages
+    program = ""  # path of the executable, set by main()
+    name = "gradwire"  # prefix of the command's messages
     maxDiff = 2000
 
     def setUp(self):
@@ -56,7 +56,7 @@ class CommandTest(unittest.TestCase):
         return clean
 
     def run_words(self, *words, env=None, **options):
-        """Runs a program in the folder. options: of subprocess.run()."""
+        """Runs a program in the folder and returns the result. `options` are options of subprocess.run()."""
         return subprocess.run(list(map(str, words)), **{
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
             "env": self.environment(env), "timeout": 240, **options
@@ -66,7 +66,7 @@ class CommandTest(unittest.TestCase):
         return self.run_words(self.program, *arguments, env=env)
 
     def spawn(self, *words, env=None, **options):
-        """Starts a program in the folder, which ends with the test at the latest."""
+        """Starts a program in the folder. The program is ended at the end of the test at the latest."""
         process = subprocess.Popen(list(map(str, words)), **{
             "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.folder,
             "env": self.environment(env), **options
@@ -75,7 +75,7 @@ class CommandTest(unittest.TestCase):
         return process
 
     def train_until(self, step, *arguments):
-        """Starts a run, and returns it once it has printed this step."""
+        """Starts a run. Returns the process once the run has printed this step."""
         run = self.spawn(self.program, *arguments, stderr=None)
         while f"step {step}/" not in run.stdout.readline():
             self.assertIsNone(run.poll())
@@ -107,7 +107,8 @@ class CommandTest(unittest.TestCase):
         return sorted(str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file())
 
     def assert_refused(self, result, *parts):
-        """Expects code 2, exactly one line on stderr that contains every part, and no sign of a crash."""
+        """Expects exit code 2, exactly one line on stderr that contains every part, and no sign of a
+        crash."""
         self.assertEqual(result.returncode, 2,
                          f"{result.args}: {result.stdout[-300:]} {result.stderr[-300:]}")
         lines = result.stderr.splitlines()

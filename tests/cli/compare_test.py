@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire compare`: its table, its files, and continuing an interrupted comparison."""
+"""Tests `gradwire compare`: its table, its files, and continuing an interrupted comparison."""
 import json
 import re
 import statistics
@@ -35,7 +35,7 @@ class Compare(CommandTest):
                          "out.json")
         logs = [self.records(f"out.{i}.jsonl") for i in range(4)]
         self.assertEqual(len({log[1]["loss"] for log in logs}), 1)
-        # Every compression with every bucket size.
+        # The logs cover every compression with every bucket size.
         self.assertEqual([(log[0]["compression"], log[0]["bucket_mb"]) for log in logs],
                          [("fp32", 0.002), ("fp32", 25), ("bf16", 0.002), ("bf16", 25)])
         self.assertGreater(logs[0][0]["buckets"], logs[1][0]["buckets"])
@@ -58,7 +58,7 @@ class Compare(CommandTest):
         out, whole = self.compare(*self.specs("fp32", "bf16", "fp8"))
         self.assertNotIn("already done", out)
         before = self.contents()
-        # The state after a kill: no table, and the second log ends within a line.
+        # This state imitates a kill: the table is missing, and the second log ends within a line.
         (self.folder / "out.json").unlink()
         (self.folder / "out.1.jsonl").write_bytes(before["out.1.jsonl"][:-200])
         out, again = self.compare(*self.specs("fp32", "bf16", "fp8"))
@@ -74,7 +74,7 @@ class Compare(CommandTest):
             "ratio"], r["schedule"], r["wire_bytes_per_element"]) for r in rows]
         self.assertEqual(figures(again), figures(whole))
         for i in (0, 2):
-            self.assertEqual(again[i], whole[i])  # including times
+            self.assertEqual(again[i], whole[i])  # unchanged records, including times
 
     def test_reuses_only_runs_with_the_same_settings(self):
         self.compare(*self.specs("fp32", "bf16"))
@@ -91,7 +91,7 @@ class Compare(CommandTest):
         out, _ = self.compare(*self.specs("fp32", "bf16"), "--lr", 0.5)
         self.assertNotIn("already done", out)
         self.assertNotEqual(self.contents()["out.0.jsonl"], before["out.0.jsonl"])
-        # a trace requires a run
+        # The command must run again, because a trace requires a run.
         out, _ = self.compare(*self.specs("fp32"), "--lr", 0.5, "--trace", "trace.json")
         self.assertNotIn("already done", out)
         self.assertTrue((self.folder / "trace.0.json").exists())
@@ -123,7 +123,7 @@ class Compare(CommandTest):
         self.assertEqual(len(set(names)), len(names))
         self.assertEqual(names[0], "fp32")
         self.assertEqual(names[-1], "bf16:ef=off")
-        # The command's list of specs.
+        # The error message contains the command's list of specs.
         grammar = self.run_command("train", *SYNTHETIC, "--compression", "zip").stderr
         formats = re.search(r"where FORMAT is ([a-z0-9|]+)", grammar)[1].split("|")
         self.assertGreaterEqual(len(formats), 16, grammar)

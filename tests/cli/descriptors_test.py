@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Closed standard input, output and error, and pipes without a reader: logs, checkpoints and connections keep
-their contents, and the exit code is correct."""
+"""Tests closed standard input, output and error, and pipes without a reader. Logs, checkpoints and
+connections keep their contents, and the exit code is correct."""
 import itertools
 import json
 import os

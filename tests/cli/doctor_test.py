@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire doctor`, and --help and --version of every command."""
+"""Tests `gradwire doctor`, and --help and --version of every command."""
 import json
 
 from command import CommandTest, main
@@ -18,7 +18,7 @@ class Doctor(CommandTest):
 
     def test_warns_of_slow_products(self):
         fma_share = self.peaks()["fma_share"]
-        if fma_share is None:  # no AVX2, or a sanitized build
+        if fma_share is None:  # the CPU lacks AVX2, or the build is sanitized
             return
         slow = self.peaks(GRADWIRE_BLAS_KERNELS="Prescott", says="unset GRADWIRE_BLAS_KERNELS=Prescott")
         self.assertLess(slow["fma_share"], 0.6)

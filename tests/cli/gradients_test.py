@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train --dump-gradients`: one rank's gradients before they are sent."""
+"""Tests `gradwire train --dump-gradients`, which saves one rank's gradients before they are sent."""
 import array
 import json
 import os
@@ -10,7 +10,7 @@ from command import CommandTest, main, synthetic
 
 
 def read_safetensors(path):
-    """Returns a map from name to (shape, floats), and the metadata."""
+    """Returns a map from name to (shape, floats), and the file's metadata."""
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8:8 + length])
@@ -56,7 +56,8 @@ class Gradients(CommandTest):
         self.assertEqual(len(folders), 3)
         for folder, tensors in folders.items():
             self.assertTrue(tensors == folders["fp32"], folder)
-        # Rank 0 starts with the same images in a world of any size, so the dump is not a mean over ranks.
+        # Rank 0 starts with the same images in a world of any size, so equal dumps show that the dump is not
+        # a mean over ranks.
         self.train("--steps", 1, "--dump-gradients", "0:alone")
         alone = read_safetensors(self.folder / "alone/gradients-step-0.safetensors")[0]
         self.assertTrue(alone == folders["fp32"])

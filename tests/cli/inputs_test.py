@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Passes a FIFO, a device and a folder to every flag and variable that names an input file: the command names
+"""Passes a FIFO, a device and a folder to every flag and variable that names an input file. The command names
 the kind of file and never waits for a writer."""
 import os
 import pathlib
@@ -18,7 +18,7 @@ def fifo(path):
 
 
 def device(path):
-    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero: endless
+    os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero, which has no end
 
 
 def folder(path):
@@ -40,7 +40,7 @@ class Inputs(CommandTest):
                 yield kind, make
 
     def run_within(self, seconds, *arguments, program=None, **env):
-        """Runs a command with a time limit, which a command that waits for a writer exceeds."""
+        """Runs a command with a time limit. A command that waits for a writer exceeds the limit."""
         return self.run_words(program or self.program, *arguments, env=env, timeout=seconds)
 
     def test_named_files(self):
@@ -72,8 +72,8 @@ class Inputs(CommandTest):
                     self.assertFalse(stat.S_ISREG(path.lstat().st_mode))
 
     def test_rendezvous_and_members_behind_links_and_mounts(self):
-        """The link and the mount are kept. At the end, the file is deleted, or empty if it cannot be
-        deleted."""
+        """Expects the link and the mount to be kept. At the end of the run, the file is deleted, or empty if
+        the file cannot be deleted."""
         flags = [
             "train", *QUICK, "--elastic", "1:2", "--rendezvous", "file://meeting", "--members", "members"
         ]
@@ -143,7 +143,8 @@ class Inputs(CommandTest):
                 self.assertEqual(result.returncode, 2, result.stderr)
 
     def test_logs_of_a_comparison(self):
-        """Skips a number whose log is a FIFO, both when reading earlier runs and when writing."""
+        """Expects a number to be skipped if its log is a FIFO, both when reading earlier runs and when
+        writing."""
         os.mkfifo(self.folder / "c.0.jsonl")
         words = ["compare", *QUICK, "--compression", "fp32", "--json", "c.json"]
         for _ in range(2):

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes every kind of target with every flag that names an output file. targets.py defines the kinds.
 
-By default every target is written by the fastest command, train and compare write the targets of SOME, and
-other commands those of FEW. With GRADWIRE_FULL_SWEEPS=1 every command writes every target."""
+By default, only the fastest command writes every target. The commands train and compare write the targets in
+SOME, and other commands write the targets in FEW. With GRADWIRE_FULL_SWEEPS=1, every command writes every
+target."""
 import json
 import os
 import pathlib
@@ -17,7 +18,7 @@ SOME = (targets.LongName, targets.Link, targets.HardLinked, targets.Device, targ
         targets.FullDisk, targets.FileSizeLimit)
 FEW = (targets.Plain, targets.Device, targets.FileSizeLimit)
 BENCH = "gradwire-bench"
-# Name of the writer: program, flags before the file's name, a word of its output.
+# Maps the name of a writer to its program, the flags before the file's name, and a word of its output.
 WRITERS = {
     "schedules": (BENCH, ["schedules", "--ranks", "2", "--json"], "two_shot"),
     "schedules --check": (BENCH, ["schedules", "--check", "--max-ranks", "2", "--json"], "proven right"),
@@ -55,14 +56,14 @@ WRITERS = {
                              "--json"], "steps and bytes are medians"),
     "doctor": ("gradwire", ["doctor", "--device", "host", "--json"], "Links: one rank has none"),
 }
-SLOW = ("doctor", "hook", "orthonormalize")  # a second each: all targets only in the full sweep
+SLOW = ("doctor", "hook", "orthonormalize")  # take a second per target
 LOGS = ("train --log", "resumed --log")
 
 
 class Outputs(CommandTest):
     def setUp(self):
         super().setUp()
-        self.folder.chmod(0o755)  # for targets of another user
+        self.folder.chmod(0o755)  # lets another user reach its targets
         self.may_mount = targets.may_mount()
         self.bin = pathlib.Path(self.program).parent
         self.programs = {name: self.bin / name for name in ("gradwire", BENCH)}
@@ -89,16 +90,16 @@ class Outputs(CommandTest):
             (target.source if kind is targets.BindMount else target.path).write_text(first)
         expected = target.code
         if other_user and name == "compare" and expected == 0:
-            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # no room for its runs' logs
+            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # the runs' logs need the folder
         if name == "compare" and kind is targets.FullDisk:
-            target.error = None  # the log fails first
+            target.error = None  # a log's error precedes the target's
         if name in LOGS and kind is targets.FileSizeLimit:
-            # truncated to no lines
+            # The size limit truncates the log to no lines.
             target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.json"])
         if name == "compare" and kind is targets.FileSizeLimit:
             target.check = lambda _test: self.assertEqual(os.listdir(folder), ["out.0.jsonl"])
         if name == "compare" and kind is targets.LongName:
-            expected, target.error = 2, "File name too long"  # of its runs' logs
+            expected, target.error = 2, "File name too long"  # the runs' log names
             target.check = lambda _test: self.assertEqual(os.listdir(folder), [])
         command = [f"bin/{program}"] if other_user else [self.programs[program]]
         result = self.run_words(*target.wrapper, *command, *words, target.path, timeout=120,
@@ -192,7 +193,7 @@ class Outputs(CommandTest):
         self.assertEqual(len(result.stderr.splitlines()), 3, result.stderr)
         for line in result.stderr.splitlines():
             self.assertIn("No space left on device; the run continues without this file", line)
-        self.assertGreater(len(self.records("after.jsonl")), 5)  # complete lines
+        self.assertGreater(len(self.records("after.jsonl")), 5)  # all lines are complete
 
     def test_runs_continue_when_old_checkpoints_cannot_be_removed(self):
         if not self.may_mount:

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Paths and sizes as users write them: ~ where shells do not expand it, relative file://, negative sizes."""
+"""Tests paths and sizes as users write them: ~ where shells do not expand it, relative file://, negative
+sizes."""
 import re
 
 from command import CommandTest, main, synthetic

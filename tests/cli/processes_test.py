@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Ranks that are processes, started by hand; tests/integrations/launchers_test.py has real launchers."""
+"""Tests ranks that are processes, started by hand. tests/integrations/launchers_test.py uses real
+launchers."""
 import json
 import os
 import pathlib
@@ -30,7 +31,7 @@ class Processes(CommandTest):
 
     def numbers(self, name):
         keys = ("type", "step", "loss", "lr", "test_loss", "test_accuracy", "wire_bytes", "final_loss")
-        records = [r for r in self.records(name) if r["type"] != "waits"]  # their number depends on time
+        records = [r for r in self.records(name) if r["type"] != "waits"]  # their number depends on timing
         return [[r.get(key) for key in keys] for r in records]
 
     def rows(self, name):
@@ -93,7 +94,7 @@ class Processes(CommandTest):
         self.assertIn(found["prediction"]["recommended"], best)
 
     def test_a_port_occupied_by_torchruns_agent(self):
-        """torchrun's agent occupies MASTER_PORT."""
+        """Occupies MASTER_PORT, as torchrun's agent does."""
         with socket.socket() as agent:
             agent.bind(("127.0.0.1", 0))
             agent.listen()
@@ -135,8 +136,8 @@ class Processes(CommandTest):
 
     @unittest.skipUnless(os.geteuid() == 0, "only root can give files to other users")
     def test_a_secrets_file_may_belong_to_root_and_a_group_of_the_process(self):
-        """Reads a secret mounted as by Kubernetes with fsGroup. One rank suffices: it reads the file before
-        it waits for other ranks."""
+        """Reads a secret mounted as by Kubernetes with fsGroup. One rank suffices, because the rank reads the
+        file before waiting for other ranks."""
         secret = self.folder / "secret"
         secret.write_text("one\n")
         secret.chmod(0o600)
@@ -192,7 +193,7 @@ class Processes(CommandTest):
             )
 
     def test_rejects_a_rank_with_another_arithmetic(self):
-        """Occurs with different processors, or with a sanitized build and another one."""
+        """Imitates ranks on different processors, or ranks of which only some have a sanitizer."""
         processes = self.start(2, "train", *SYNTHETIC, own_env={1: {"GRADWIRE_BLAS_KERNELS": "Prescott"}})
         for process in processes:
             error = process.communicate(timeout=240)[1]
@@ -202,7 +203,7 @@ class Processes(CommandTest):
             self.assertIn("Prescott kernels", error)
 
     def test_rejects_a_rank_with_other_images_at_the_same_path(self):
-        folders = [self.folder / "a", self.folder / "b"]  # the path is relative to these
+        folders = [self.folder / "a", self.folder / "b"]  # the path is relative to a folder
         batches = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
         for label, folder in enumerate(folders):
             (folder / "images").mkdir(parents=True)
@@ -227,7 +228,7 @@ class Processes(CommandTest):
         self.records()  # every line is complete
 
     def test_elastic_continues_without_rank_0(self):
-        """Another rank prints, logs, saves and writes the summary."""
+        """Kills rank 0. Another rank prints, logs, saves and writes the summary."""
         processes = self.start(3, "train", *SYNTHETIC, "--steps", 400, "--log", "run.jsonl", "--log-every",
                                100, "--checkpoint", "saved", "--checkpoint-every", 50, "--compression",
                                "powersgd:rank=2", "--elastic", "2:3", "--timeout-s", 30)

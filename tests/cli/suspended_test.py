@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Jobs that are suspended for longer than their deadline (Ctrl-Z, docker pause, a batch system) continue; if
-only some ranks are stopped, the others report them missing."""
+"""Tests jobs that are suspended for longer than their deadline (Ctrl-Z, docker pause, a batch system). The
+jobs continue. If only some ranks are stopped, the other ranks report the stopped ranks as missing."""
 import os
 import signal
 import sys
@@ -49,7 +49,7 @@ class Suspended(CommandTest):
         for r in ranks[:2]:
             _, error = r.communicate(timeout=60)
             self.assertEqual(r.returncode, 1)
-            # Rank 0 may detect it while it asks the others for their reports.
+            # Rank 0 may detect the stopped rank while asking the other ranks for their reports.
             self.assertRegex(error, rf"(not done|nothing) after {TIMEOUT_S * 1000} ms")
         self.assertGreater(time.monotonic() - begin, TIMEOUT_S - 0.5)
 

@@ -1,4 +1,5 @@
-"""Kinds of targets of an output file: the setup of each kind, and the expected state afterwards."""
+"""Defines kinds of targets of an output file: the setup of each kind, and the expected state after the
+command."""
 import contextlib
 import os
 import pathlib
@@ -14,24 +15,25 @@ OTHER_USER = 12345  # a user and group without members
 
 
 class Target:
-    """A name in `folder`. Subclasses define its kind and the command's exit code, and check the result."""
+    """A target with a name in `folder`. Subclasses define the target's kind and the command's exit code, and
+    check the result."""
     code = 0
     needs_root = False
-    wrapper = ()  # before the command
+    wrapper = ()  # words that precede the command
     pass_fds = ()
     top = pathlib.Path()  # the parent of the programs' folder
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
         self.path = self.folder / "out.json"
-        self.error = None  # a part of the message
+        self.error = None  # a part of the expected error message
         self.prepare()
 
     def prepare(self):
         """Creates the target."""
 
     def written(self, _stdout):
-        """Closes the reader. Returns the written text."""
+        """Closes the reader, if any. Returns the written text."""
         return self.path.read_text()
 
     def check(self, test):
@@ -56,7 +58,7 @@ class TooLongName(Target):
 
 
 class Plain(Target):
-    """A file of this user: the contents are replaced, and the mode is kept."""
+    """A file of this user. The command replaces the contents and keeps the mode."""
     mode, owner, links = 0o640, os.getuid(), 1
 
     def prepare(self):
@@ -96,7 +98,7 @@ class OfAnotherOwner(Plain):
 
 
 class Link(Plain):
-    """Links to links, the first of them relative."""
+    """A chain of links to a file. The first link is relative."""
 
     def prepare(self):
         (self.folder / "inner").mkdir()
@@ -124,7 +126,8 @@ class LinkToNothing(Target):
 
 
 class BesideTemporaries(Target):
-    """FILE.tmp and FILE.PID belong to another user: nothing is written to or through them."""
+    """A file next to FILE.tmp and FILE.PID, which belong to another user. The command writes neither to nor
+    through these files."""
 
     def prepare(self):
         (self.folder / "victim").write_text(BEFORE)
@@ -148,7 +151,7 @@ class Device(Target):
     def check(self, test):
         status = self.path.lstat()
         test.assertTrue(stat.S_ISCHR(status.st_mode) and status.st_rdev == self.number)
-        test.assertEqual(os.listdir(self.folder), ["out.json"])  # no other file
+        test.assertEqual(os.listdir(self.folder), ["out.json"])  # the command left no other file
 
 
 class FullDevice(Device):
@@ -199,7 +202,7 @@ class NoFolder(Target):
 
 
 class Reader:
-    """Reads a descriptor to its end, in a thread."""
+    """Reads a descriptor to its end in a thread."""
 
     def __init__(self, descriptor):
         self.text = b""
@@ -216,7 +219,7 @@ class Reader:
 
 
 class Fifo(Target):
-    """The reader opens it slightly later, like `cat FIFO` in another shell."""
+    """A FIFO that the reader opens slightly later, like `cat FIFO` in another shell."""
 
     def prepare(self):
         os.mkfifo(self.path)
@@ -231,7 +234,7 @@ class Fifo(Target):
 
 
 class ProcessSubstitution(Target):
-    """>(command): /dev/fd/N of a pipe."""
+    """A process substitution >(command): /dev/fd/N of a pipe."""
 
     def prepare(self):
         read, self.end = os.pipe()
@@ -262,7 +265,7 @@ class ClosedDescriptor(Target):
 
 
 class StandardOutput(Target):
-    """A link like /dev/stdout. The contents follow the table."""
+    """A link like /dev/stdout. In the output, the contents follow the table."""
 
     def prepare(self):
         self.path.symlink_to("/proc/self/fd/1")
@@ -275,7 +278,7 @@ class StandardOutput(Target):
 
 
 class StandardOutputByName(Target):
-    """`gradwire ... --json out.json > out.json`: both texts are there, in order."""
+    """The file of `gradwire ... --json out.json > out.json`, which contains both texts in order."""
 
     def prepare(self):
         self.path.touch()
@@ -300,11 +303,11 @@ class BindMount(Plain):
 
     def check(self, test):
         super().check(test)
-        test.assertEqual(self.path.read_text(), BEFORE)  # below the mount
+        test.assertEqual(self.path.read_text(), BEFORE)  # the file below the mount
 
 
 class InAFolderOfAnother(Plain):
-    """This user may write the file, but not create other files in its folder."""
+    """A file that this user may write, in a folder in which the user cannot create files."""
     needs_root, owner = True, OTHER_USER
 
     def prepare(self):
@@ -326,7 +329,7 @@ class ReadOnly(InAFolderOfAnother):
 
 
 class FullDisk(Plain):
-    """A tmpfs without a free page. The old contents are kept."""
+    """A file on a tmpfs without a free page. The command keeps the old contents."""
     needs_root, code = True, 1
 
     def prepare(self):
@@ -344,7 +347,7 @@ class FullDisk(Plain):
 
 
 class FileSizeLimit(Target):
-    """`ulimit -f`: an error, and no signal."""
+    """A file under `ulimit -f`. The command fails with an error and not by a signal."""
     code = 1
 
     def prepare(self):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""`gradwire train`: console output and log."""
+"""Tests the console output and the log of `gradwire train`."""
 import json
 import os
 import pty
@@ -19,7 +19,7 @@ class Train(CommandTest):
         out = self.train("--ranks", 2, "--epochs", 2, "--log", "run.jsonl")
         self.assertTrue(out.startswith("Device: host"), out)
         records = self.records()
-        records = [r for r in records if r["type"] != "waits"]  # their number depends on time
+        records = [r for r in records if r["type"] != "waits"]  # their number depends on timing
         kinds = [r["type"] for r in records]
         self.assertEqual(kinds, ["run"] + ["step"] * 8 + ["eval"] + ["step"] * 8 + ["eval", "summary"])
         steps = [r for r in records if r["type"] == "step"]
@@ -35,7 +35,7 @@ class Train(CommandTest):
 
     def test_products_ignore_openblas_variables(self):
         def run(**variables):
-            # Wide enough for OpenBLAS, which is not used for the smallest products.
+            # The model is wide enough for OpenBLAS, which is not used for the smallest products.
             out = self.run_command(
                 "train", *synthetic("--width", 96, "--mlp", 192, "--steps", 3, "--log", "run.jsonl"),
                 env=variables)

@@ -10,7 +10,7 @@
 namespace gradwire {
 namespace {
 
-// Returns the quota read from these files, in a folder that replaces /proc and /sys.
+// Returns the CPU quota read from these files, in a folder that replaces /proc and /sys.
 int quota_with(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
   const testing::TemporaryFolder folder;
   const auto write = [&](const std::string& name, const std::string& text) {

@@ -75,8 +75,8 @@ TEST_P(DeviceTest, ElapsedTimeIsNotNegative) {
   EXPECT_THROW(elapsed_ms(order, end), DeviceError) << "events for ordering have no timestamps";
 }
 
-// The memory is used by two streams and freed before the first has written it; the second waits for the
-// first.
+// Uses memory on two streams, and frees it before the first stream has written it. The second stream waits
+// for the first stream.
 TEST_P(DeviceTest, StreamOrderedMemoryOutlivesWorkThatUsesIt) {
   const Stream stream = Stream::create(GetParam(), "test"), other = Stream::create(GetParam(), "other");
   Event allocated = Event::create(GetParam()), used = Event::create(GetParam());
@@ -102,7 +102,7 @@ TEST_P(DeviceTest, StreamsReportTheirPriority) {
   EXPECT_EQ(Stream::create(GetParam(), "test", Priority::high).priority(), Priority::high);
 }
 
-// Scheduling parameters of the calling thread: the kernel's struct sched_attr.
+// Scheduling parameters of the calling thread, laid out as the kernel's struct sched_attr.
 struct Scheduling {
   uint32_t size = 0, policy = 0;
   uint64_t flags = 0;
@@ -237,7 +237,7 @@ TEST(CudaDevice, ReportsWhyCudaIsUnavailable) {
   }
 }
 
-// The op tests run on all available devices. This test reports when that excludes CUDA.
+// Reports if the available devices, on which all op tests run, exclude a visible GPU.
 TEST(CudaDevice, OpTestsRunOnEveryVisibleGpu) {
   if (cuda_device_count() == 0) GTEST_SKIP() << "skipped: no GPU: " << cuda_unavailable_reason();
   EXPECT_EQ(available_devices().size(), 1u + static_cast<size_t>(cuda_device_count()));

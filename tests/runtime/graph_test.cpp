@@ -1,4 +1,4 @@
-// Graphs: each launch repeats the captured work in order. Work that cannot be repeated is rejected during
+// Graphs. Each launch repeats the captured work in order. Work that cannot be repeated is rejected during
 // capture.
 #include "runtime/device/graph.h"
 
@@ -21,7 +21,7 @@ class GraphTest : public ::testing::TestWithParam<Device> {
   uint64_t* counter(int i) const { return counters.as<uint64_t>() + i; }
   void SetUp() override {
     fill_zero(a, counters.data(), counters.bytes());
-    increment(a, counter(0));  // loads the kernels before anything is captured
+    increment(a, counter(0));  // loads the kernels before the capture
     a.synchronize();
   }
   std::array<uint64_t, 2> values() const {
@@ -55,8 +55,8 @@ TEST_P(GraphTest, LaunchesAreInOrderWithTheStreamsOtherWork) {
   }
 }
 
-// Stream b works between two waits, as a reducer does during backward. A missing edge gives a wrong count and
-// a race that ThreadSanitizer reports.
+// Runs work on stream b between two waits, as a reducer does during backward. A missing edge gives a wrong
+// count and a race that ThreadSanitizer reports.
 TEST_P(GraphTest, JoinsForkedStreamsAndWaitsForThem) {
   Event forked = Event::create(GetParam()), joined = Event::create(GetParam());
   const Graph graph = Graph::capture(a, [&] {
@@ -126,7 +126,7 @@ TEST_P(GraphTest, RejectsByNameWorkThatCannotBeReplayedAndEndsTheCapture) {
   for (const Case& c : cases) {
     SCOPED_TRACE(c.culprit);
     testing::expect_error<DeviceError>([&] { Graph::capture(a, c.enqueue); }, {c.culprit, "'a'"});
-    increment(a, counter(1));  // both streams still work
+    increment(a, counter(1));  // both streams still work after the rejected capture
     increment(b, counter(0));
     b.synchronize();
     a.synchronize();

@@ -1,4 +1,4 @@
-// Numbers from text, and variables that are 0 or 1.
+// Parsing of numbers from text, and of variables that are 0 or 1.
 #include "runtime/util/parse.h"
 
 #include <fmt/format.h>

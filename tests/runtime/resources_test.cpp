@@ -15,7 +15,8 @@
 #include "runtime/threads/thread.h"
 #include "tests/support/expect.h"
 
-// By default, the sanitizers abort on an allocation of this size. This option makes it fail instead.
+// Returns the sanitizer options. By default, the sanitizers abort on an allocation of this size. The option
+// makes the allocation fail instead.
 extern "C" const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }
@@ -26,7 +27,7 @@ extern "C" const char* __tsan_default_options() {
 namespace gradwire {
 namespace {
 
-// Sets the default stack size of threads to `bytes` during its lifetime.
+// Sets the default stack size of threads, in bytes, during its lifetime.
 struct DefaultStack {
   explicit DefaultStack(size_t bytes) {
     pthread_getattr_default_np(&before);
@@ -54,7 +55,7 @@ TEST(Resources, ThreadsHaveTwoMegabytesOfStackForEveryLimit) {
 }
 
 TEST(Resources, ThreadCreationErrorsNameTheLimits) {
-  DefaultStack huge(size_t{1} << 46);  // larger than the address space
+  DefaultStack huge(size_t{1} << 46);  // bytes, more than the address space
   bool ran = false;
   try {
     Thread thread("a thread of the test", [&] { ran = true; });

@@ -67,7 +67,7 @@ TEST(RunningClock, WatchesTheForkOfAProcessThatIsWatched) {
   const int code = run_and_stop(2s, [] {
     const auto here = RunningClock::now();
     std::this_thread::sleep_for(20ms);
-    if (RunningClock::now() - here < 20ms) return 1;  // the parent's thread does not exist in the fork
+    if (RunningClock::now() - here < 20ms) return 1;  // the fork does not contain the parent's thread
     const RunningClock::Watch watch;
     return wait_for_nothing(1500ms) > 3s ? 0 : 2;
   });
@@ -89,7 +89,7 @@ TEST(RunningClock, CancellationEndsAWait) {
   std::thread thread([&] {
     RunningClock::cancel_by(&flag);
     wait_for_nothing(1h);
-    // Later deadlines are not affected.
+    // The cancellation does not affect later deadlines.
     EXPECT_GE(wait_for_nothing(50ms), 50ms);
     RunningClock::cancel_by(nullptr);
   });

@@ -61,7 +61,7 @@ def residual_of(rank: int, device: Optional[int]) -> Array:
 
 class Bits(unittest.TestCase):
     def same(self, found: Any, right: Any, of: object = "") -> None:
-        self.assertTrue(found == right, of)  # assertEqual() takes a minute to compare what differs
+        self.assertTrue(found == right, of)  # assertEqual() takes a minute to format differences
 
 
 class CudaCalls(Bits):
@@ -290,7 +290,7 @@ class CudaArrays(Bits):
             with contextlib.closing(reducer), contextlib.ExitStack() as stack:
                 stream = None if device is None else stack.enter_context(Stream(device))
                 addresses = reducer.addresses_of([array.data_ptr() for array in arrays])
-                for raw in (False, True):  # the second step has what the first one left as residual
+                for raw in (False, True):  # the second step uses the first step's residual
                     for array in arrays if stream is not None else []:
                         array.write(stream)
                     handle = stream.handle if stream is not None else 0

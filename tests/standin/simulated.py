@@ -159,7 +159,7 @@ class Pinned:
 
 
 def encode(values: List[float], dtype: str) -> bytes:
-    if dtype == "bfloat16":  # exact for the values of these tests, or cut off
+    if dtype == "bfloat16":  # exact for these tests' values, otherwise truncated
         wide = struct.pack(f"<{len(values)}f", *values)
         return b"".join(wide[i + 2:i + 4] for i in range(0, len(wide), 4))
     return struct.pack(f"<{len(values)}{'f' if dtype == 'float32' else 'e'}", *values)

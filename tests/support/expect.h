@@ -11,7 +11,7 @@
 
 namespace gradwire::testing {
 
-// Expects `text` to contain every one of `parts`.
+// Expects `text` to contain each of `parts`.
 inline void expect_has(const std::string& text, const std::vector<std::string>& parts,
                        std::source_location at = std::source_location::current()) {
   for (const std::string& part : parts) {
@@ -20,7 +20,7 @@ inline void expect_has(const std::string& text, const std::vector<std::string>& 
   }
 }
 
-// Expects `action` to throw an E whose text contains every one of `parts`. Returns the text.
+// Expects `action` to throw an E whose text contains each of `parts`. Returns the text.
 template <typename E, typename Action>
 std::string expect_error(Action&& action, const std::vector<std::string>& parts,
                          std::source_location at = std::source_location::current()) {

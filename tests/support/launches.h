@@ -1,6 +1,6 @@
-// The number of CUDA launches that an op makes: the unit in which ops are counted
-// (runtime/device/op_count.h). The kernel tests compare it with the launches of the ops
-// (tests/kernels/launches_test.cpp); the model's tests check a budget (tests/trainer/launches_test.cpp).
+// The number of CUDA launches per op, counted as in runtime/device/op_count.h. The kernel tests compare the
+// numbers with the ops' launches (tests/kernels/launches_test.cpp). The model's tests check a budget
+// (tests/trainer/launches_test.cpp).
 #pragma once
 
 #include <algorithm>
@@ -12,10 +12,10 @@
 
 namespace gradwire::testing {
 
-// Kernels, cuBLAS products, copies and fills per call, for rows that fit in registers. The name is the
-// dispatcher's.
+// Returns the number of kernels, cuBLAS products, copies and fills per call, for rows that fit in registers.
+// `op` is the dispatcher's name of the op.
 inline int64_t cuda_launches(const std::string& op) {
-  // A second kernel adds up partial sums over rows.
+  // These ops use a second kernel that adds up partial sums over rows.
   constexpr std::array<const char*, 5> kTwo = {"attention_backward", "bias_gelu_backward", "column_sum",
                                                "cross_entropy", "layer_norm_backward"};
   return std::find(kTwo.begin(), kTwo.end(), op) != kTwo.end() ? 2 : 1;

@@ -1,4 +1,4 @@
-// Random values for tests, the same on every machine.
+// Random values for tests. The values are the same on every machine.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
-// A codec with its own state, as a user might write; docs/for-researchers.md promises to keep that state.
+// A codec with its own state, as a user might write. docs/for-researchers.md promises that such state is
+// preserved.
 //
-// bf16 with error feedback, then momentum over the averaged gradients in double precision: the result is
-// velocity = 0.5 velocity + gradient. Host only.
+// The codec sends bf16 with error feedback, then applies momentum to the averaged gradients in double
+// precision: the result is velocity = 0.5 velocity + gradient. Host only.
 #pragma once
 
 #include <memory>
@@ -69,7 +70,7 @@ class OwnCodec final : public Codec {
   std::vector<BucketTensor> tensors_;
   float* gradients_;
   std::vector<double> velocity_;
-  std::vector<int16_t> seen_;  // Per tensor, twice: steps + 100 * rank.
+  std::vector<int16_t> seen_;  // Two values per tensor, each steps + 100 * rank.
 };
 
 inline std::unique_ptr<Codec> make_own_codec(const BucketContext& context) {

@@ -1,6 +1,7 @@
-// Selects the values of a sweep: all of them, or, in a sanitizer build, a few evenly spread ones including
-// the first and the last. Sanitizers check memory and ordering, which hardly depend on a format's arithmetic
-// or a step's number, and are ten times slower. GRADWIRE_FULL_SWEEPS=1 selects all values in every build.
+// Selects the values of a sweep. A sanitizer build gets a few evenly spread values, including the first and
+// the last value. Other builds get all values. Sanitizers check memory and ordering, which hardly depend on a
+// format's arithmetic or a step's number, and sanitizer builds are ten times slower. GRADWIRE_FULL_SWEEPS=1
+// selects all values in every build.
 #pragma once
 
 #include <cstddef>

@@ -9,8 +9,8 @@
 
 namespace gradwire::testing {
 
-// Runs body(0) ... body(count - 1), one thread each, and waits for all of them. Returns the text of each
-// thread's exception, or "".
+// Runs body(0) ... body(count - 1), each in its own thread, and waits for all threads. Returns the text of
+// each thread's exception, or "" if the thread threw none.
 inline std::vector<std::string> errors_in_threads(int count, const std::function<void(int)>& body) {
   std::vector<std::string> errors(count);
   std::vector<std::thread> threads;
@@ -28,7 +28,7 @@ inline std::vector<std::string> errors_in_threads(int count, const std::function
   return errors;
 }
 
-// As above; an exception ends the program.
+// Runs body(0) ... body(count - 1), each in its own thread. An exception ends the program.
 inline void in_threads(int count, const std::function<void(int)>& body) {
   std::vector<std::thread> threads;
   for (int i = 0; i < count; ++i) threads.emplace_back([&body, i] { body(i); });

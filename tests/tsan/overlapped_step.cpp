@@ -1,8 +1,8 @@
-// Overlapped training steps on eight ranks, with transfers concurrent with kernels, for ThreadSanitizer.
-// Built twice: unchanged, which must report nothing, and with GRADWIRE_PLANT_MISSING_WAIT. That removes the
-// reducer's wait for the gradients of a bucket and must be reported as a data race, which proves that the
-// first program can fail: host streams are real threads, so a missing event wait is a race here, as it would
-// be, undetected, on a GPU.
+// Overlapped training steps on eight ranks, with transfers concurrent with kernels, for ThreadSanitizer. The
+// program is built twice. Unchanged, the program must cause no report. With GRADWIRE_PLANT_MISSING_WAIT, the
+// reducer does not wait for the gradients of a bucket, and ThreadSanitizer must report a data race. The
+// second program proves that the first program can fail. Host streams are real threads, so a missing event
+// wait is a race here. On a GPU, the same race would be undetected.
 #include <fmt/format.h>
 
 #include <cstdio>
