@@ -78,8 +78,8 @@ def step_without_loss(run: Any, number: int, counts: Sequence[int] = ()) -> None
     """Makes a step in which ranks may die. Checks that no gradient or residual of a survivor is lost.
 
     counts: ranks without residuals that die in the step after all ranks have the means, which include the
-        gradients of these ranks.
-        """
+    gradients of these ranks.
+    """
     hook, alone = run.hook, copy.deepcopy(run.model)
     before = residuals(hook, alone)
 

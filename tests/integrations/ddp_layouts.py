@@ -126,7 +126,7 @@ def every_type_and_layout_is_averaged() -> None:
         for spec, limit in (("fp32", rounding), ("int8", 5e-2), ("powersgd:rank=4", 0.6)):
             for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-5}):
                 if name == "sparse" and "gradient_as_bucket_view" in options:
-                    continue  # DDP rejects this case without a hook
+                    continue  # DDP rejects this case, even without a hook
                 error = off(cell, spec, **options)
                 check(error <= limit, f"{name}, {spec}, {options}: relative error {error:.1e}")
         say(f"{name}: averaged")

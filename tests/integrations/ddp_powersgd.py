@@ -85,7 +85,7 @@ class BothHooks:
     def give_all_the_same_q(self, bucket: FakeBucket, names: List[str]) -> None:
         """Copies the first Q of Gradwire's hook to PyTorch's hook and to Exact.
 
-        PyTorch draws Q only if there is no Q. It groups matrices of one shape.
+        PyTorch draws Q only if there is no Q. PyTorch groups matrices of one shape.
         """
         kept = self.ours.state_dict()["tensors"]
         by_shape: Dict[Tuple[int, int], List[torch.Tensor]] = {}

@@ -2,8 +2,8 @@
 
 usage: fork_ranks.py MODULE,MODULE... TIMEOUT_S RESULTS SCRIPT ARGUMENT...
 
-RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. Each rank gets RANK, and runs
-    Python's exit handlers at its end.
+RESULTS: a file descriptor for the ranks' exit codes, separated by spaces. Each rank has RANK in its
+    environment, and runs Python's exit handlers.
 """
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Callable, Dict, List, Optional
 def free_port() -> int:
     """Returns a port that is likely to stay free until a rank listens there.
 
-    It is below the ephemeral ports of Linux, which concurrent tests use.
+    The port is below the ephemeral ports of Linux, which concurrent tests use.
     """
     handed_out = int(pathlib.Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:

@@ -3,9 +3,9 @@
 
     pytorch_suite.py backend|hook|gloo [TEST...]
 
-backend: replaces every Gloo group by a gradwire.torch.Backend, which does all sums and gathers in fp32. hook:
-    calls compress(ddp, "fp32") for every DistributedDataParallel without a hook at its first forward. gloo:
-    runs PyTorch alone, to see which tests fail without Gradwire.
+    backend  replaces every Gloo group by a gradwire.torch.Backend, which does all sums and gathers in fp32
+    hook     calls compress(ddp, "fp32") for every DistributedDataParallel without a hook at its first forward
+    gloo     runs PyTorch alone, to see which tests fail without Gradwire
 
 Prints the names of tests that failed or were skipped. Exits with 0 if exactly the tests of EXPECTED fail.
 """

@@ -61,9 +61,8 @@ SHAPES: Dict[str, Tuple[int, ...]] = {"matrix": (64, 40), "other": (40, 64), "ve
 def gradient(seed: int, step: int, rank: int, name: str, scale: float = 1.0) -> np.ndarray:
     """Returns the gradient of a parameter on a rank: a matrix of rank 1.
 
-    Its size grows with the rank, so that an average over wrong ranks is far off. The seed, step and name
-    determine
-    its direction.
+    The gradient's size grows with the rank, so that an average over wrong ranks is far off. The seed, step
+    and name determine the gradient's direction.
     """
     rng = np.random.default_rng([seed, step, zlib.crc32(name.encode())])
     shape = SHAPES[name]

@@ -51,8 +51,7 @@ class Agent:
         """Returns the pattern's matches in the output so far.
 
         Another rank's line may follow on the same line, because a rank writes a line and its newline
-        separately
-        (torchrun runs `python -u`).
+        separately (torchrun runs `python -u`).
         """
         return list(re.finditer(pattern, "\n".join(self.lines)))
 

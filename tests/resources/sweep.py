@@ -109,13 +109,11 @@ def chosen(count, most):
 
 
 def sweep(case, library, most, extra=None):
-    """Refuses requests of each kind in `most`. Returns the runs by kind and outcome, and texts of the
-    failures.
+    """Refuses requests of each kind in `most`. Returns the number of runs by kind and outcome, and failures.
 
     Refuses each request in one run, and with all later requests in another run. If most[kind] is a number,
-    refuses
-    that number of requests, alternately alone and with all later requests. Small requests are then refused alone,
-    because the C library ends programs if all small allocations fail.
+    refuses that number of requests, alternately alone and with all later requests. Small requests are then
+    refused alone, because the C library ends programs if all small allocations fail.
     """
     counts, failures = collections.Counter(), []
     first = run(case, library, "none", 0, extra)
