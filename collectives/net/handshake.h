@@ -68,7 +68,8 @@ class RejectedConnections {
   std::string note(const std::string& from, const std::string& why);
 
  private:
-  std::map<std::pair<std::string, std::string>, uint64_t> counts_;  // by address and reason
+  std::map<std::pair<std::string, std::string>, uint64_t>
+      counts_;  // number of rejections, by address and reason
   uint64_t others_ = 0;
 };
 

@@ -38,7 +38,7 @@ std::string bytes_of(const std::string& address) {
 }
 
 struct Interface {
-  std::string name, address, mask;  // the mask's bytes
+  std::string name, address, mask;  // mask: the bytes of the network's mask
 };
 
 // Returns one entry per address of each interface that is up, IPv4 addresses first. Leaves out link-local

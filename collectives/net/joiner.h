@@ -19,9 +19,9 @@ std::string invitation_text(const std::string& secret, const std::string& contac
 
 struct JoinRequest {
   std::function<std::string()> invitation;  // returns the newest invitation_text(); "" while there is none
-  std::string secret = {};                  // as in GroupOptions
+  std::string secret = {};                  // the run's secret, as in GroupOptions
   std::string about = {};                   // this process's description of itself, for `validate`
-  std::string interface = {};               // on which to listen; empty: as the answering rank does
+  std::string interface = {};               // the interface to listen on; empty: as the answering rank
   PortRange ports = {};
   std::chrono::milliseconds patience;  // longest time without an answer from any rank
   // Longest time that this process waits in a group's queue; 0: no limit.

@@ -24,7 +24,7 @@ struct GroupOptions {
   std::string rendezvous;
   int rank = 0;
   int world = 1;
-  std::chrono::milliseconds timeout{60'000};  // per operation; also for joining if `joining` is unset
+  std::chrono::milliseconds timeout{60'000};  // for each operation; also for joining if `joining` is unset
   std::chrono::milliseconds joining{0};
   // Secret that admits a process to the group. If empty, the secret comes from the environment (secret.h).
   // Without a secret, file:/// admits every process that can read the file, and tcp:// serves only this
@@ -91,9 +91,9 @@ class Membership {
   const RunningClock::Watch watch_;
   GroupOptions options_;
   std::string key_;
-  std::optional<std::string> listen_at_;  // the callbacks' address, if any
+  std::optional<std::string> listen_at_;  // the callbacks' address, if there are callbacks
   std::string published_file_;            // the rendezvous file that rank 0 has written
-  std::unique_ptr<StoreServer> server_;   // on rank 0; outlives its client
+  std::unique_ptr<StoreServer> server_;   // the store's server on rank 0; outlives client_
   std::unique_ptr<StoreClient> client_;
   int barriers_ = 0;
 };

@@ -112,7 +112,7 @@ class Quorum {
   // Returns the number of groups before this group.
   int number() const;
 
-  static constexpr std::chrono::milliseconds kPatience{1000};  // limit for a rank's answer
+  static constexpr std::chrono::milliseconds kPatience{1000};  // time limit for a rank's answer
   // Returns the purpose of the handshakes at this listener.
   static std::string purpose_of(const std::string& name) { return "quorum " + name; }
 

@@ -23,7 +23,7 @@ struct RendezvousCallbacks {
 
 // The location of rank 0's store.
 struct StoreLocation {
-  Contact store = {};       // without addresses while the location is unknown
+  Contact store = {};       // has no addresses while the location is unknown
   std::string secret = {};  // the rendezvous's secret, in addition to the run's secret
 
   std::string text() const;

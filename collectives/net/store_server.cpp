@@ -416,7 +416,7 @@ class StoreServer::Loop {
   const Credentials credentials_;
   Socket listener_;
   PendingCallers pending_{listener_, credentials_};
-  std::vector<Socket> invited_;  // each is closed once its process has joined
+  std::vector<Socket> invited_;  // each socket is closed once its process has joined
   WakeEvent wake_;
   std::atomic<bool> stopping_{false};
   std::vector<std::unique_ptr<Peer>> peers_;

@@ -164,7 +164,7 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
       if (round_.follows) send_away();
     }
     look_below(silent, gone);
-    if (SteadyClock::now() >= give_up) break;  // for example after the call was cancelled
+    if (SteadyClock::now() >= give_up) break;  // for example if the call was cancelled
     int leader = 0;
     while (silent.contains(leader) || gone.contains(leader)) ++leader;
     std::optional<NextGroup> survivors;

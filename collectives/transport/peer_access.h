@@ -17,8 +17,8 @@ namespace gradwire {
 struct MappedPeers {
   PeerMemory memory;           // its report is the member `report`
   int first_rank = 0;          // rank of the first window
-  Buffer report;               // page-locked: a PeerReport
-  std::shared_ptr<void> keep;  // the memory of all ranks
+  Buffer report;               // a PeerReport in page-locked memory
+  std::shared_ptr<void> keep;  // keeps the memory of all ranks alive
 
   // Allocates the report and initializes `memory` except for its windows. `place`: this rank's place among
   // the group's `ranks`.
@@ -50,7 +50,7 @@ class PeerAccess {
   void release_shared() { shared_.clear(); }
 
  private:
-  std::map<int, std::shared_ptr<MappedPeers>> shared_;  // shared memory by group
+  std::map<int, std::shared_ptr<MappedPeers>> shared_;  // the memory that open() shares, by group
 };
 
 }  // namespace gradwire

@@ -61,7 +61,7 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
 CompressedAllReduce::~CompressedAllReduce() {
   try {
     if (last_) setup_.wait(last_);  // work in flight uses memory that is freed on this stream
-  } catch (...) {                   // the GPU has failed
+  } catch (...) {                   // the GPU has failed; ignore the error
   }
 }
 

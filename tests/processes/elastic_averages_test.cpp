@@ -263,8 +263,8 @@ double norm_of(const std::vector<double>& values) {
   return std::sqrt(sum);
 }
 
-// Returns the sum of all ranks' gradients of all steps. `group_from`: the group's ranks from each key, a
-// step, on.
+// Returns the sum of all ranks' gradients of all steps. `group_from`: for each key, a step,
+// the group's ranks from that step on.
 std::vector<double> sum_of_gradients(const std::map<int64_t, std::vector<int>>& group_from, int64_t steps,
                                      size_t elements) {
   std::vector<double> sum(elements);

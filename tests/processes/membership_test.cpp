@@ -40,7 +40,7 @@ TEST(Membership, JoinsRepeatedlyThroughTcp) {
 
 TEST(Membership, JoinsThroughAFileAndDeletesIt) {
   std::string path = testing::scratch_path("meet");
-  // A file left by a crashed run must not mislead new ranks.
+  // A crashed run may leave its file, which must not mislead new ranks.
   std::ofstream(path) << "gradwire-rendezvous-1\n0123456789abcdef 1 127.0.0.1\n";
   for (int i = 0; i < 3; ++i) join_all("file://" + path, 3);
   EXPECT_FALSE(std::ifstream(path).good());

@@ -174,7 +174,7 @@ TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
   });
 }
 
-// Sends a correct greeting, byte by byte, on more connections than may wait.
+// Sends a correct greeting, byte by byte, on more connections than the listener keeps.
 TEST(UnauthenticatedPeers, SlowConnectionsDoNotKeepTheRanksOut) {
   std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; each with the number of bytes sent
   const std::string words = "gw-rank1" + std::string(64, 'x');

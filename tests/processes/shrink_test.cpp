@@ -328,7 +328,7 @@ TEST(Shrink, KillingAnyRanksAtAnyTimeLeavesOneGroup) {
   }
 }
 
-// ---- The agreement alone --------------------------------------------------------------------------------
+// ---- The quorum without a transport ---------------------------------------------------------------------
 
 struct Group {
   explicit Group(int world, const std::string& key = "a secret") {
@@ -366,7 +366,7 @@ TEST(Quorum, LeavesOutMissingRanksAtTheDeadlineAndTellsThemOnReturn) {
   Group group(4);
   for (const std::string& result : group.regroup({0, 2, 3}, 600ms)) EXPECT_EQ(result, "0 2 3");
   testing::expect_has(group.regroup(1, 600ms), {"have continued without rank 1"});
-  // Later groups are numbered from 0, and the rank that was left out stays out.
+  // The ranks of a later group are numbered from 0, and the rank that was left out stays out.
   group.ranks[0].reset();
   for (const std::string& result : group.regroup({2, 3}, 600ms)) EXPECT_EQ(result, "1 2");
 }

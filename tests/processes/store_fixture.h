@@ -1,4 +1,4 @@
-// A key-value store of three ranks, which are threads.
+// A fixture with a key-value store of three ranks, which are threads.
 #pragma once
 
 #include <fmt/format.h>

@@ -177,7 +177,7 @@ TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
   a.reset();
   server.reset();
   EXPECT_THROW(b->set("x", "y"), CommError);
-  b.reset();  // joins the watcher
+  b.reset();  // joins the watching thread
   EXPECT_EQ(told.causes.count(1), 0u);
 }
 

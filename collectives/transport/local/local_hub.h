@@ -92,7 +92,7 @@ class LocalHub {
   std::mutex mutex;
   // Transports that their ranks have not fetched yet, by number of the split and first member.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
-  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until fetched by all ranks
+  std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until all ranks have fetched the group
   std::vector<std::weak_ptr<MappedPeers>> mapped;         // all ranks' mappings, for stop()
 
  private:

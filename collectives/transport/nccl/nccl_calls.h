@@ -33,7 +33,7 @@ class GpuCalls {
 struct NcclPatience {
   SteadyClock::time_point deadline = SteadyClock::time_point::max();
   std::function<bool()> stop = [] { return false; };
-  std::function<void(std::chrono::microseconds)> pause;  // sleeps
+  std::function<void(std::chrono::microseconds)> pause;  // sleeps for this time
 };
 
 // Waits until `comm` is idle. `result`: the result of the last call on `comm`. Only non-blocking

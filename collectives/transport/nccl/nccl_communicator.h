@@ -23,7 +23,7 @@ using WhileAlive = std::function<void(const std::function<void()>&)>;
 class NcclCommunicator {
  public:
   using Call = std::function<ncclResult_t(ncclComm_t, const NcclPatience&)>;
-  using Pause = std::function<void(std::chrono::microseconds)>;  // sleeps
+  using Pause = std::function<void(std::chrono::microseconds)>;  // sleeps for this time
   struct Limits {
     std::chrono::milliseconds turn;  // the longest wait for a call of another thread
     SteadyClock::time_point deadline = SteadyClock::time_point::max();

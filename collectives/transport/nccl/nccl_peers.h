@@ -42,7 +42,7 @@ class NcclPeers final : public PeerAccess {
   NcclTransport& transport_;
   NcclCommunicator& comm_;
   NcclWatch& watch_;
-  std::map<int, std::string> obstacles_;  // obstacle by group
+  std::map<int, std::string> obstacles_;  // results of obstacle(), by group
 };
 
 }  // namespace gradwire

@@ -118,7 +118,7 @@ class NcclTransport final : public Transport,
   };
 
   const RunningClock::Watch deadline_watch_;
-  NcclSetup setup_;  // its `comm` has moved to comm_
+  NcclSetup setup_;  // comm_ has its communicator
   const std::unique_ptr<NcclCommunicator> comm_;
   NcclCallSequence calls_;
   NcclWatch watch_;

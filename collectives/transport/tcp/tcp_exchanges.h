@@ -64,7 +64,7 @@ class TcpExchanges {
   Call call_;  // the current call
   uint64_t calls_ = 0, rolling_ = 0;
   bool unannounced_ = false;                         // no message of the current call has been sent
-  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order of their starts
+  std::deque<std::unique_ptr<InFlight>> in_flight_;  // in the order in which the exchanges were posted
   // Declared last, and so destroyed first: the links' thread may use the exchanges in flight.
   std::unique_ptr<TcpLinks> links_;
 };

@@ -44,7 +44,7 @@ class TcpLinks {
     int peer = 0;
     void* data = nullptr;  // a send only reads the data
     size_t bytes = 0;
-    uint64_t tag = 0;  // the same on both sides
+    uint64_t tag = 0;  // equal at the sender and the receiver
     bool done = false;
 
    private:
