@@ -86,7 +86,7 @@ std::atomic<size_t> refused_bytes{
     0};  // the size of the last refused mapping; 0 once memory is available again
 
 // Returns whether memory is available again. Each refusal uses up an entry of OpenBLAS's table of buffers, so
-// a refused product is retried only then.
+// a refused product is retried only when memory is available.
 bool memory_is_back() {
   const size_t bytes = refused_bytes.load();
   if (bytes == 0) return true;
@@ -109,7 +109,7 @@ char* __wrap_getenv(const char* name) {
 }
 
 // Maps memory for OpenBLAS; on a refusal, leaves the product, because OpenBLAS repeats a refused mmap()
-// endlessly. OpenBLAS holds no lock when it maps memory.
+// endlessly. OpenBLAS does not hold a lock when it maps memory.
 void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
   void* const memory = __real_mmap(address, bytes, protection, flags, file, offset);
   if (memory != MAP_FAILED || way_out == nullptr) return memory;

@@ -1,5 +1,5 @@
-// One product: op(B) is packed into rows of whole vectors (unless stored that way), then each block of 4 rows
-// by 24 columns of C stays in registers over all of k.
+// Small products: op(B) is packed into rows of whole vectors (unless stored that way), then each block of 4
+// rows by 24 columns of C stays in registers over all of k.
 #include "kernels/gemm/small_gemm.h"
 
 #include <algorithm>

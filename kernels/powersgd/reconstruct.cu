@@ -35,7 +35,7 @@ struct Tile {
   int row0, rows, column0, columns;
 };
 
-// Stages shared[k][column] = Q[column0 + column][k], elements outside the matrix are zero. The tile's part of
+// Stages shared[k][column] = Q[column0 + column][k]; elements outside the matrix are zero. The tile's part of
 // Q is contiguous.
 __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& 
   }
 }
 
-// Stages shared[row][k] = P[row0 + row][k], elements outside the matrix are zero.
+// Stages shared[row][k] = P[row0 + row][k]; elements outside the matrix are zero.
 __device__ __forceinline__ void stage_p(const float* p, const MatrixDescriptor& d, const Tile& tile,
                                         int padded, float* shared) {
   const float* from = p + d.p_offset + static_cast<int64_t>(tile.row0) * d.rank;

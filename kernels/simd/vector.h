@@ -23,9 +23,9 @@ using I32x8 = int32_t __attribute__((vector_size(32)));
 using U32x8 = uint32_t __attribute__((vector_size(32)));
 using U16x8 = uint16_t __attribute__((vector_size(16)));
 
-// Sixteen numbers as two vectors of eight, not as one vector of 64 bytes: without AVX-512, GCC 12 splits
-// operations on 64-byte vectors into sixteen scalar operations (-Wvector-operation-performance), which makes
-// most loops several times slower.
+// Stores sixteen numbers as two vectors of eight, not as one vector of 64 bytes: without AVX-512, GCC 12
+// splits operations on 64-byte vectors into sixteen scalar operations (-Wvector-operation-performance), which
+// makes most loops several times slower.
 template <typename V>
 struct Pair {
   V low, high;

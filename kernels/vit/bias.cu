@@ -20,7 +20,7 @@ __device__ __forceinline__ float sum_of_lane(const T* column, int64_t count, int
   return total;
 }
 
-// Adds partial sums; a row of blocks (y) per sum, each block with 32 columns by 8 lanes. Lane y adds partial
+// Adds partial sums. Each sum has a row of blocks (y), each block 32 columns by 8 lanes. Lane y adds partial
 // rows y, y + 8, ...; then the 8 lanes are added in order.
 __global__ void __launch_bounds__(256) combine_partial_sums_kernel(const __grid_constant__ CombineSums a) {
   __shared__ float shared[8][32];

@@ -5,8 +5,8 @@
 namespace gradwire::cuda {
 namespace {
 
-// A queue of wire tiles in shared memory: kBlockReadsAhead are in flight while the thread block uses another
-// tile. Order: for each tile of the thread block, the encodings of all inputs.
+// A queue of wire tiles in shared memory: kBlockReadsAhead tiles are in flight while the thread block uses
+// another tile. Order: for each tile of the thread block, the encodings of all inputs.
 template <typename F, typename Inputs>
 class WireQueue {
  public:

@@ -54,8 +54,8 @@ struct OneLane {
     for (int i = 0; i < n; ++i) all += test(i) ? 1 : 0;
     return all;
   }
-  // Calls take(k, i) for the values that pass the test. Formats pick few values, so sixteen values are tested
-  // at a time for any hit.
+  // Calls take(k, i) for the values that pass the test. Most formats pick few values, so sixteen values are
+  // tested at a time for any hit.
   template <typename Test, typename Take>
   GW_INLINE void pick(int n, const Test& test, const Take& take) const {
     constexpr int kAtOnce = 16;

@@ -15,7 +15,7 @@
 
 namespace gradwire {
 
-// E2M3 and E2M1, with the sign above the magnitude.
+// The codes of E2M3 and E2M1, with the sign bit above the magnitude.
 template <int kMantissa>
 struct Mini {
   static constexpr uint32_t kSign = 4u << kMantissa;
