@@ -90,7 +90,7 @@ class Outputs(CommandTest):
             (target.source if kind is targets.BindMount else target.path).write_text(first)
         expected = target.code
         if other_user and name == "compare" and expected == 0:
-            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # the runs' logs need the folder
+            expected, target.error = 2, "out.0.jsonl: cannot be written: folder"  # of the runs' logs
         if name == "compare" and kind is targets.FullDisk:
             target.error = None  # a log's error precedes the target's
         if name in LOGS and kind is targets.FileSizeLimit:
