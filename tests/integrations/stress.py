@@ -90,7 +90,7 @@ class Run:
         self.current = ""
 
     def parts(self) -> List[List[int]]:
-        """Draws groups: all processes, all but the last and the last process, or one group per process."""
+        """Draws one group of all processes, two groups (the last process alone), or a group per process."""
         everyone = list(range(self.world))
         return self.draw.choice([[everyone], [everyone], [everyone[:-1], everyone[-1:]],
                                  [[rank] for rank in everyone]])

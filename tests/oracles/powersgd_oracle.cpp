@@ -1,6 +1,6 @@
-// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: our PowerSGD on gradients that powersgd_oracle_test.py
-// chose, for comparison with PyTorch's hook. Ranks are threads. Both files hold little-endian values, without
-// padding:
+// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: runs Gradwire's PowerSGD on the gradients of
+// powersgd_oracle_test.py, for comparison with PyTorch's hook. Ranks are threads. Both files hold
+// little-endian values, without padding:
 //   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32
 //           gradients by [step][rank][tensor]
 //   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32

@@ -1,6 +1,6 @@
-// vit_oracle [--device host|cuda:N] [--gelu exact|tanh] INPUT OUTPUT: one forward and backward pass of our
-// ViT on weights, images and labels that vit_oracle_test.py chose, for comparison with torchvision's. Both
-// files hold little-endian values, no padding:
+// vit_oracle [--device host|cuda:N] [--gelu exact|tanh] INPUT OUTPUT: runs one forward and backward pass of
+// Gradwire's ViT on the weights, images and labels of vit_oracle_test.py, for comparison with torchvision.
+// Both files hold little-endian values, without padding:
 //   INPUT   int64 x 9: image, channels, patch, width, depth, heads, mlp, classes, batch; every parameter as
 //           float32 in torchvision's shape, in the order of `vit_oracle --names` for the same sizes; images
 //           float32 (batch, channels, image, image); labels int32 (batch)

@@ -58,8 +58,9 @@ class Hook:
         comm: a communicator to use in place of the process group's. Nothing else may use the communicator
             until close().
         seed: for stochastic rounding.
-        min_ranks: when ranks die, the others continue as long as this many are left, and backward() returns
-            the mean over them. 0: backward() raises. Host only; see docs/for-pytorch.md for requirements.
+        min_ranks: when ranks die, the others continue while at least this number of ranks is left, and
+            backward() returns the mean over them. 0: backward() raises. Host only; see docs/for-pytorch.md
+            for requirements.
 
     Raises:
         BadArgument: an argument is invalid. The constructor checks the spec.

@@ -3,7 +3,7 @@
 Python runs signal handlers only in the main thread, and not during a call of the library. So a helper thread
 makes the call, while the main thread waits where Python checks for signals. If a handler raises, as for
 Ctrl-C, the call is cancelled or its communicator aborted, and the exception propagates. Other threads do not
-receive signals and make calls directly. Costs the main thread about 25 us per call.
+receive signals and make calls directly. The helper thread costs about 25 us per call.
 """
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def check_leaf(what: str, leaf: Any) -> None:
 
 
 def _check_program(context: Any, *_: Any) -> List[Any]:
-    """The lowering rule of _checked_p. Raises RuntimeError if XLA would shard the program."""
+    """Lowers _checked_p. Raises RuntimeError if XLA would shard the program."""
     axis_context = context.module_context.axis_context
     mesh = getattr(axis_context, "mesh", None)
     devices = getattr(axis_context, "num_devices", 1)

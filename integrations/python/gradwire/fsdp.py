@@ -278,7 +278,7 @@ class Compression:
             state: this rank's state_dict(); or a list of states, in any order, from a run with another world
                 size. Rank r of n then loads the sum of the residuals of ranks r, r + n, r + 2n, ..., and
                 needs only these states. The sum over all ranks is preserved. Residuals of HSDP's replicas are
-                added to the others.
+                added to the other residuals.
 
         Raises:
             BadArgument: a state is of another version, rank or model, or a state that is needed is missing.

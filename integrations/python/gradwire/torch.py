@@ -29,7 +29,7 @@ __all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "c
 
 
 def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
-    """The communication hook: ddp_model.register_comm_hook(Hook(...), allreduce_hook)."""
+    """Reduces a DDP bucket. Register it: ddp_model.register_comm_hook(Hook(...), allreduce_hook)."""
     return state(bucket)
 
 
