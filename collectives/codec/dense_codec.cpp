@@ -1,6 +1,6 @@
 // Averages the dense tensors of a bucket, and the ends of tensors that would share a block, in FP32 (BF16
 // gradients in BF16). Another codec averages the other elements. The phases of a step:
-//   pack         dense tensors and ends into a separate buffer; zeros replace them in the bucket
+//   pack         moves dense tensors and ends to a separate buffer and leaves zeros in the bucket
 //   allreduce    averages the separate buffer, in FP32 or BF16
 //   codec        averages the whole bucket, including the zeros
 //   unpack       copies the averages to their places in the bucket

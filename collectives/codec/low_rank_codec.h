@@ -2,36 +2,36 @@
 // locally: one step of subspace iteration per training step. `alternate` chooses between two algorithms.
 //
 // alternate=off (Vogels et al., arXiv 1905.13727) sends both factors in each step, in two collectives:
-//   project        E of the last step; M = G + E (into E's memory), P = M Q   on this rank
+//   project        computes E of the last step, M = G + E (into E's memory) and P = M Q on this rank
 //   pack           dense tensors (vectors, small matrices) after P
 //   allreduce 1    [P | dense], mean
-//   orthonormalize P; matrices with non-finite values are flagged here, identically on every rank
+//   orthonormalize P; flags matrices with non-finite values, identically on every rank
 //   unpack         dense tensors, which are now done
 //   back_project   Q = M^T P. The next step's project, or an earlier reader, computes E = M - P Q^T
 //   allreduce 2    Q, mean. In a large bucket Q is summed in two halves: the exchange of the first half
-//   overlaps
-//                  with back_project of the second half, and the exchange of the second half overlaps with
-//                  reconstruct of the first half
+//                  overlaps with back_project of the second half, and the exchange of the second half
+//                  overlaps with reconstruct of the first half
 //   reconstruct    G = P Q^T
 //   orthonormalize Q, for the next step; a column that vanished is re-seeded
 // Conservation: sum over ranks of E_new + world * G_out = sum of (G + E_old), for every matrix, because P is
-// the same on all ranks and the applied Q is the mean of their Qs. With a lossy format each encode of Q has
-// an error; the encoding rank keeps it: E = M - P (Q - lost)^T. A lossy format for P loses nothing of the
-// gradient: it only tilts the subspace, identically on all ranks.
+// the same on all ranks and the applied Q is the mean of the ranks' Qs. With a lossy format each encode of Q
+// has an error, which the encoding rank keeps: E = M - P (Q - lost)^T. A lossy format for P loses nothing of
+// the gradient, but tilts the subspace, identically on all ranks.
 //
 // alternate=on (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed
-// Deep Learning", ICDCS 2023) sends P and Q in turns, one of them in each step: half of the bytes, and one
-// collective. A step that sends P; the next step exchanges P and Q, rows and columns:
+// Deep Learning", ICDCS 2023) sends one factor in each step, P and Q in turns. This takes half of the bytes
+// and one collective. The list shows a step that sends P; in the next step P and Q, and rows and columns,
+// swap roles:
 //   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns
 //                  are orthonormal
 //   pack           dense tensors after P
 //   allreduce      [P | dense], mean
 //   unpack         dense tensors, which are now done
-//   orthonormalize P into P0, with which the next step projects; flags and re-seeds as above
+//   orthonormalize P into P0, which the next step uses to project; flags and re-seeds as above
 //   reconstruct    G = P Q0^T. E = M - P_own Q0^T, with this rank's own P, as in the paper, is computed by
 //                  the next step's project, or by an earlier reader
 // Conservation holds as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format
-// the error of this rank's encodes of P stays in E: E = M - (P_own - lost) Q0^T.
+// E keeps the error of this rank's encodes of P: E = M - (P_own - lost) Q0^T.
 #pragma once
 
 #include <array>

@@ -1,8 +1,8 @@
 // The costs of rounds of transfers between the ranks of a group, from which schedule=auto chooses.
 //
 // Schedules load links in four patterns, and the throughput of a link depends on the pattern (a switch, a
-// shared network card, a bus). So each pattern is measured as it is used: all ranks at once. A round in which
-// each rank sends `bytes` in a pattern takes latency_us + bytes / bytes_per_us.
+// shared network card, a bus). So each pattern is measured as schedules use the pattern: all ranks at once. A
+// round in which each rank sends `bytes` in a pattern takes latency_us + bytes / bytes_per_us.
 #pragma once
 
 #include <string>

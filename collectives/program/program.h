@@ -1,7 +1,7 @@
 // A program: one rank's part of a collective, for one buffer, over any transport with any wire format.
 //
-// Its plan is made once from a schedule, and an executor compiles the plan into kernels and exchanges in
-// which every address is fixed. For each element of a chunk:
+// The program's plan is made once from a schedule. An executor compiles the plan into kernels and exchanges
+// with fixed addresses. The operations for each element of a chunk:
 //   first send of a partial sum   one fused op: this rank's own part + residual + all contributions received
 //                                 so far, in ascending rank order -> wire, residual (the error of this
 //                                 encode), and, at the owner, the result as all ranks will decode it
@@ -17,11 +17,11 @@
 // (kernels/wire/part_scale.h), so that they are finite whenever the average is. Residuals are always in the
 // units of a part.
 //
-// With an exact format nothing is encoded: chunks are sent from and received into the buffers themselves.
-// With fp32_intra_node the same holds for links inside a node of a hierarchical schedule, and only links
-// between nodes use the wire format. A rank whose part never leaves its node rounds nothing, so it neither
-// uses nor changes its residual there. The ranks that represent a node first add the parts from inside it in
-// FP32, in rank order with their own part, and then encode as above.
+// With an exact format no value is encoded: chunks are sent directly from the buffers and received directly
+// into the buffers. With fp32_intra_node the same holds for links inside a node of a hierarchical schedule,
+// and only links between nodes use the wire format. A rank whose part of a chunk never leaves its node rounds
+// no value, so the rank neither uses nor changes the chunk's residual. The ranks that represent a node first
+// add all parts from inside the node in FP32, in rank order, and then encode as above.
 //
 // An executor for each carrier (Schedule::carrier), all with the same bits except the library's:
 //   messages    Sends and receives. With a stream for transfers, chunks are cut into slices (pipelined() in

@@ -1,9 +1,9 @@
 // Proves a schedule correct without moving any data.
 //
-// The checker simulates the schedule by the rules of schedule.h. A value is the list of ranks whose
-// contributions it holds, and how often it was rounded. A round is a group whose transfers progress together,
-// a send completes only once its receive has been posted (rendezvous), and transfers between the same two
-// ranks match in order. Rules:
+// The checker simulates the schedule by the rules of schedule.h. A simulated value consists of the ranks
+// whose contributions the value holds, and the number of roundings. A round is a group whose transfers
+// progress together, a send completes only once its receive has been posted (rendezvous), and transfers
+// between the same two ranks match in order. The checked rules:
 //   form      every rank has the same rounds; peers, chunks and owners exist; no rank sends to itself; in one
 //             round a rank does one kind of step to a chunk; both ends agree on the link class
 //   match     the k-th send from a to b and the k-th receive at b from a have the same chunk and the same

@@ -11,14 +11,12 @@
 // even positions.
 //
 // Phases: up, floor(log2 n) rounds: a node adds its children's sums to its part and sends the sum to its
-// parent;
-//   down, floor(log2 n) rounds: the root, which owns a half of the buffer, sends the result to its children,
-//   and the children forward the result.
+//   parent; down, floor(log2 n) rounds: the root, which owns a half of the buffer, sends the result to its
+//   children, and the children forward the result.
 // Messages: S/2 each, 2 (n-1) per tree. A slice uses one level of the tree at a time, so run the schedule
 //   pipelined().
 // Bytes per rank: at most 2 S. An interior node sends S/2 up and S down, and S/2 up as a leaf of the other
-// tree.
-//   The sum over ranks, 2 (n-1) S, is optimal.
+//   tree. The sum over ranks, 2 (n-1) S, is optimal.
 // Lossy steps: floor(log2 n) + 1, one per level.
 // Sync points: a node waits for both subtrees, then for its parent.
 #include <algorithm>

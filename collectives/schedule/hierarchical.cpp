@@ -5,17 +5,16 @@
 // belongs to shard l and is owned by local rank l of node b. With one node the schedule is a two-shot.
 //
 // Phases: (1) inside each node, one round: all ranks send their part of shard l directly to local rank l,
-// which
-//   adds the parts. (2) between nodes: the N ranks with local index l allreduce shard l, as a two-shot (2
-//   rounds) or a ring (2 (N-1) rounds). (3) inside each node, one round: local rank l sends shard l to the
+//   which adds the parts. (2) between nodes: the N ranks with local index l allreduce shard l, as a two-shot
+//   (2 rounds) or a ring (2 (N-1) rounds). (3) inside each node, one round: local rank l sends shard l to the
 //   node's other ranks.
 // Messages: S/(L N) each.
 // Bytes per rank: 2 (L-1)/L S inside the node, 2 (N-1)/N S/L between nodes; so a node sends 2 (N-1)/N S, the
 //   minimum.
 // Lossy steps: with the wire format on every link, 1 inside nodes plus 2 (two-shot) or N (ring) between
-// nodes;
-//   with the wire format only between nodes, 2 or N.
-// Sync points: rounds inside a node wait for its slowest rank, rounds between nodes as in their schedule.
+//   nodes; with the wire format only between nodes, 2 or N.
+// Sync points: rounds inside a node wait for the node's slowest rank. Rounds between nodes have the sync
+//   points of the two-shot or the ring.
 //
 // Partial sums leave a node only after phase 1, so other nodes receive the node's sum. The owner first sends
 // a finished chunk to another node. So the owner stores the transmitted value, and phase 3 distributes the

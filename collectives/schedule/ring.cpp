@@ -1,9 +1,8 @@
 // Ring allreduce: the classic bandwidth-optimal schedule.
 //
 // Phases: n-1 rounds of reduce-scatter, n-1 rounds of all-gather. In each round every rank sends a chunk of
-// S/n to
-//   its right neighbour and receives a chunk from its left neighbour. Chunk c starts at rank c + 1, collects
-//   a contribution per hop, is complete at its owner, rank c, and then passes all ranks once more.
+//   S/n to its right neighbour and receives a chunk from its left neighbour. Chunk c starts at rank c + 1,
+//   collects a contribution per hop, is complete at its owner, rank c, and then passes all ranks once more.
 // Bytes per rank: 2 (n-1)/n S, the minimum, over a single link.
 // Lossy steps: n, one per hop of the reduction and the owner's encode, so the error grows with n.
 // Sync points: a rank waits for its left neighbour in every round; the result crosses 2 (n-1) hops.

@@ -3,7 +3,7 @@
 // predicts their cost.
 //
 // The buffer is cut into `chunks` parts, each owned by one rank. In each round a rank's transfers progress
-// together, as in an NCCL group; a round starts when the previous one is done on this rank. Kinds of step:
+// together, as in an NCCL group. A round starts when the previous round is done on this rank. Kinds of step:
 //   send c to p              this rank's value of chunk c: its partial sum, or the final value
 //   recv_reduce c from p     a contribution, added to this rank's partial sum of c
 //   recv_copy c from p       the final value of c
@@ -22,7 +22,7 @@
 // number of sends, any number of recv_reduce, or one recv_copy). Both ends of a transfer are in the same
 // round of their ranks, so round k of all ranks is one closed exchange and no round can deadlock.
 //
-// checker.h proves all of this for a given schedule.
+// The checker (checker.h) proves these properties for a given schedule.
 #pragma once
 
 #include <cstdint>
