@@ -42,7 +42,7 @@ struct EntryHeader {
 };
 static_assert(sizeof(EntryHeader) == 24);
 
-// Reads untrusted bytes without ever running past their end.
+// Reads untrusted bytes, and never reads past the end of the bytes.
 class Cursor {
  public:
   Cursor(const void* data, size_t bytes) : at_(static_cast<const char*>(data)), left_(bytes) {}

@@ -22,7 +22,7 @@ int64_t cols_of(const GradientTensor& t) {
   return t.shape.size() > 1 ? t.shape[1] : 1;
 }
 
-// Identifies the ranks whose residuals are in the states.
+// Returns the ranks whose residuals are in the states, with digests of the residuals.
 std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) {
   std::vector<LoadedResidual> found;
   for (const SavedState& state : states) {
@@ -40,7 +40,7 @@ std::vector<LoadedResidual> residuals_in(const std::vector<SavedState>& states) 
   return found;
 }
 
-// Removes the residuals from the states, and returns their non-zero sums by tensor.
+// Removes the residuals from the states. Returns the non-zero sums of the residuals by tensor.
 std::map<size_t, std::vector<float>> take_residuals(std::vector<SavedState>& states,
                                                     const std::vector<GradientTensor>& tensors) {
   std::map<size_t, std::vector<float>> sums;
@@ -115,7 +115,7 @@ class ApiReducer::Sources {
     return is_loaded(target.kind, target.same_on_all_ranks, saved_world_, world_) ? data : nullptr;
   }
 
-  // Replaces the sources of residuals by their sums with another rank's.
+  // Adds another rank's residuals to the sources of residuals.
   void add_residuals(SavedState& state) {
     for (size_t k = 0; k < targets_.size(); ++k) {
       if (targets_[k].kind != kResidualKind) continue;

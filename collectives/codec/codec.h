@@ -42,7 +42,7 @@ struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
   Schedule schedule;                         // schedule of every allreduce, if there is no planner
-  const SchedulePlanner* planner = nullptr;  // used only during the codec's construction
+  const SchedulePlanner* planner = nullptr;  // used only while the codec is constructed
   SchedulePlanner::Choice choose(int64_t count, Wire wire) const;
   // [rank]: sizes of the shards of the bucket; empty: not sharded. With shards each rank needs only the mean
   // of its shard, so a codec may end with a reduce-scatter. Codecs with common factors or coordinates leave

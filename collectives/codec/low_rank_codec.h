@@ -21,7 +21,7 @@
 // alternate=on (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed
 // Deep Learning", ICDCS 2023) sends one factor in each step, P and Q in turns. This takes half of the bytes
 // and one collective. The list shows a step that sends P; in the next step P and Q, and rows and columns,
-// swap roles:
+// swap their roles:
 //   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns
 //                  are orthonormal
 //   pack           dense tensors after P
@@ -47,7 +47,7 @@
 
 namespace gradwire {
 
-// The tensors that are compressed, and their places in the packed factors.
+// The compressed tensors, and their positions in the packed factors.
 struct PowerSgdPlan {
   std::vector<MatrixDescriptor> matrices;
   std::vector<int> tensors;    // tensor of each matrix

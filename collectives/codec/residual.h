@@ -12,7 +12,7 @@
 // per element.
 //
 // The stored values may lag behind the residual by a step if the codec registers a function with
-// settle_with(). read(), write() and clear() then call it.
+// settle_with(). read(), write() and clear() then call this function.
 #pragma once
 
 #include <cstddef>

@@ -87,7 +87,8 @@ class Meter {
     const size_t medium_bytes = large_bytes / 4;
     const double medium = time(medium_bytes);
     const double most = bytes(share(large_bytes)), fewer = bytes(share(medium_bytes));
-    // Where latency dominates, noise must make bytes neither free nor more expensive than the whole round.
+    // Clamp the cost per byte: where latency dominates, noise must make bytes neither free nor more expensive
+    // than the whole round.
     const double more = std::clamp((large - medium) * most / (most - fewer), 0.5 * large, large);
     return {small, most / more};
   }

@@ -1,7 +1,7 @@
 // Caches programs by buffer, for callers that pass memory with each call (the C ABI's gw_allreduce, the NCCL
 // interposer).
 //
-// All programs of a cache share one workspace, so they must run on one stream or one at a time.
+// All programs of a cache share one workspace, so the programs must run on one stream or one at a time.
 #pragma once
 
 #include <functional>

@@ -77,7 +77,8 @@ float* Reducer::common_base(const Bucket& bucket) const {
     if (base == 0) base = start;
     if (start != base) return nullptr;
   }
-  // A gap after the last tensor is not part of the gradients and must not be written.
+  // Reject a bucket with a gap after the last tensor: the gap is not part of the gradients and must not be
+  // written.
   const int last = bucket.last_tensor - 1;
   if (layout_.offsets[last] + tensors_[last].count() != bucket.end) return nullptr;
   return reinterpret_cast<float*>(base);

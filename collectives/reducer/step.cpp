@@ -1,4 +1,5 @@
-// A step: gradients become ready, full buckets are launched in order, the consumer waits for the last bucket.
+// The work of a step: gradients become ready, full buckets are launched in order, and the consumer waits for
+// the last bucket.
 #include "collectives/reducer/reducer.h"
 
 #include <fmt/format.h>

@@ -194,7 +194,7 @@ struct Reducer {
   ~Reducer() { GW_EXPECT_OK(gw_reducer_destroy(handle)); }
   Reducer(const Reducer&) = delete;
 
-  // Averages the model's gradients, packed one after another, in place.
+  // Averages the model's gradients in place. The gradients are packed one after another.
   gw_status step(std::vector<float>& gradients) const {
     return gw_reducer_allreduce(handle, model.addresses(gradients.data()).data(), nullptr, nullptr);
   }

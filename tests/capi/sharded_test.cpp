@@ -231,7 +231,7 @@ TEST_P(CApiSharded, CallsThatDifferAreRefusedWithBothTexts) {
     const char* tag = "";
     gw_op op = GW_AVG;
     const char* spec = "bf16";
-    int64_t count = 7;  // of a broadcast or an allreduce
+    int64_t count = 7;  // elements of a broadcast or an allreduce
   };
   auto differ = [&](const Call& one, const Call& other, const std::vector<std::string>& parts) {
     run(2, [&](gw_comm comm, int rank) {
