@@ -79,7 +79,7 @@ check_machine() {
       "run make build-tests, or copy a bundle made by make bundle" >&2
     exit 1
   fi
-  if [ -n "$smoke" ]; then  # has the names of the GPU's tests
+  if [ -n "$smoke" ]; then  # standin_tests has the names of the GPU's tests
     [ -x "$bin/standin_tests" ] || not_checked "this build has no standin_tests"
     return
   fi

@@ -21,7 +21,7 @@ build_tests() {
 
 # Builds like build_tests while tests run, on the cores that the tests leave idle. run_tests later builds the
 # targets that are missing or have failed.
-ahead=  # process group
+ahead=  # process group of the build
 build_ahead() {
   local log
   log=$(folder_of "$1")/build_ahead.log

@@ -13,7 +13,7 @@ base=${PYTHON:-/usr/bin/python3}
 folder=$PWD/$place/wheel
 rm -rf "$folder" && mkdir -p "$folder" dist
 if [ -n "$smoke" ]; then
-  CMAKE_ARGS=-DGRADWIRE_CUDA=OFF  # half of the time of a configuration
+  CMAKE_ARGS=-DGRADWIRE_CUDA=OFF  # halves the time of the configuration
   pip() { "$base" -m pip "$@"; }
 else
   "$base" -m venv "$folder/tools"

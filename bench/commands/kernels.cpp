@@ -79,7 +79,7 @@ std::vector<int64_t> sizes_for(const KernelsOptions& o, const DeviceUnderTest& d
   return sizes;
 }
 
-// Returns whether a problem is too large for the device. On a host such a product would take minutes.
+// Returns whether a problem is too large for the device. A larger product would take minutes on a host.
 bool too_long(const DeviceUnderTest& device, const Problem& problem) {
   constexpr double kMostHostFlops = 2e10, kMostCudaFlops = 2e13;
   return problem.flops > (device.device().is_host() ? kMostHostFlops : kMostCudaFlops);

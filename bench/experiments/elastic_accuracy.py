@@ -19,7 +19,7 @@ from harness import report
 from harness.ranks import GRADWIRE
 
 WORLD = 4
-FATES = {"undisturbed": (0, 0), "4 -> 3": (1, 0), "4 -> 3 -> 4": (1, 1)}  # ranks lost, ranks joined
+FATES = {"undisturbed": (0, 0), "4 -> 3": (1, 0), "4 -> 3 -> 4": (1, 1)}  # counts of lost and joined ranks
 SPECS = ("powersgd:rank=4", "int8")
 OPTIONS = {"steps": 200, "seeds": 3, "compression": SPECS, "fates": tuple(FATES), "data": "fashion-mnist",
            "gradwire": GRADWIRE}
@@ -32,7 +32,7 @@ class Run:
 
     def __init__(self, gradwire, folder, spec, fate, seed, steps, data="fashion-mnist"):
         self.folder, self.fate = folder, fate
-        draw = random.Random(f"{spec} {fate} {seed}")  # the same in each repetition
+        draw = random.Random(f"{spec} {fate} {seed}")  # equal draws in each repetition
         self.rank = draw.randrange(WORLD)
         self.loss_at = draw.randrange(steps // 10, steps // 2)
         self.join_at = draw.randrange(self.loss_at + steps // 20, steps * 3 // 4)

@@ -1,6 +1,6 @@
 """Loss of a small transformer after training in JAX: each compression and jax.lax.pmean (Gloo), on the CPU.
 
-The model, its data and the held-out batches are those of ddp_loss.
+The experiment uses the model, the data and the held-out batches of ddp_loss.
 """
 import os
 import statistics

@@ -13,7 +13,7 @@ SPECS = ("fp32", "bf16", "int8", "int4", "powersgd:rank=4,start=2")
 MODULES = ("jax", "optax")
 OPTIONS = {"ranks": 4, "steps": 5, "repetitions": 3, "modes": (GLOO, *SPECS), "width": 512, "depth": 4}
 SMOKE = {"ranks": 2, "steps": 1, "repetitions": 1, "modes": SMOKE_MODES, "width": 64, "depth": 1, "rate": ""}
-WARM_UP_STEPS = 4  # the first compiles; PowerSGD starts at the third
+WARM_UP_STEPS = 4  # the first step compiles; PowerSGD starts at the third step
 
 
 def measure(options):

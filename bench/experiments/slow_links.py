@@ -29,7 +29,7 @@ ERRORS_ARE_RESULTS = True  # PyTorch's PowerSGD aborts with several buckets over
 SWEEP_MB = {"fp32": ((32, 16, 8, 4), (16, 8, 4)), "16bit": ((32, 16, 8, 4), (8, 4)),
             "powersgd4": ((None, 64, 32, 16), (16,))}
 NOT_IN_QUICK = ("powersgd1", "powersgd2", "powersgd8")
-UNTRIED_MB = {"fp32": 16, "16bit": 16, "4bit": 16}  # without a sweep
+UNTRIED_MB = {"fp32": 16, "16bit": 16, "4bit": 16}  # bucket sizes without a sweep
 # ViT-S with ViT-L/32's 50 tokens. With batch 1, 4 hosts on a small machine with gigabit links spend 84 % of
 # an FP32 step on communication, as the article's 8 GPUs did over PCIe.
 MODEL = {"name": "vit_s_16", "image_size": 56, "patch": 8, "width": 384, "depth": 12, "heads": 6, "mlp": 1536,
@@ -85,7 +85,7 @@ def main_modes(options, best):
             sizes = [(None, None)]
             if method in UNTRIED_MB:
                 sizes.append((best["gradwire", method], best["pytorch", method]))
-            elif method != "alone":  # ours with the best size; PyTorch's hook aborts with several buckets
+            elif method != "alone":  # Gradwire with the best size; PyTorch's hook aborts with several buckets
                 sizes = [(best["gradwire", method], None)]
             for ours, theirs in sizes:
                 items.append(planned(options, "gradwire", method, ours, repetition=repetition))

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 from harness import ranks, report, smoke  # noqa: E402
 
 BASELINES = ROOT / "docs" / "results" / "baselines.jsonl"
-DEADLINE_S = 300  # of one command
+DEADLINE_S = 300  # deadline of one command
 REQUIRED = {"case", "step", "command", "where", "metric", "value", "goal", "noise", "commit", "device"}
 OPTIONAL = {"over", "of"}
 FAILING = ("NOT MET", "SLOWER", "NOT MEASURED")

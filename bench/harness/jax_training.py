@@ -13,7 +13,7 @@ except ImportError:
     jax = None  # run.py shows the options even without JAX
 
 GLOO = "jax.lax.pmean, Gloo"
-SMOKE_MODES = (GLOO, "int8")  # each takes ten seconds to compile
+SMOKE_MODES = (GLOO, "int8")  # each mode takes ten seconds to compile
 
 
 def connect():

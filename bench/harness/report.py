@@ -16,9 +16,9 @@ RANKS = (1, 2, 4, 8)
 class Method(typing.NamedTuple):
     key: str
     name: str
-    spec: str                   # Gradwire's
-    hook: typing.Optional[dict]  # PyTorch's; None: PyTorch has none
-    flags: tuple = ()           # of `gradwire train`
+    spec: str                   # Gradwire's spec
+    hook: typing.Optional[dict]  # PyTorch's hook; None: PyTorch has no such hook
+    flags: tuple = ()           # flags of `gradwire train`
 
 
 BF16_PRODUCTS = ("--precision", "bf16")

@@ -21,7 +21,7 @@ SKIPPED = 77  # ctest's SKIP_RETURN_CODE
 # The values of flags of gradwire-bench and gradwire train in a smoke run.
 TINY = {"--min-size": "64K", "--max-size": "64K", "--budget-ms": "0.1", "--steps": "1", "--batch-size": "1",
         "--seconds": "0.01", "--device": "host", "-b": "64K", "-e": "64K", "-n": "1", "-w": "0"}
-SIZE_BYTES = 64 << 10  # of a row that was measured with TINY
+SIZE_BYTES = 64 << 10  # size of a row that was measured with TINY
 SMALL_MODEL, SMALL_MODEL_OF_RANK_32 = "vit_tiny", "vit_s_16"
 # Cold timings write twice as many bytes before each sample. Threads that wait for each other spin.
 ENVIRONMENT = {"GRADWIRE_BENCH_FLUSH_BYTES": str(1 << 20), "GRADWIRE_THREADS": "1", "OMP_NUM_THREADS": "1"}

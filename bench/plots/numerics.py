@@ -22,7 +22,7 @@ def draw(rows, path):
         axis.set_yscale("log")
         for schedule, label, color, dashes in SCHEDULE_LINES:
             if wire == "fp32" and "intra_node" in schedule:
-                continue  # same as without it
+                continue  # equals the schedule without intra_node
             line = sorted((row["ranks"], row["rel_error"]) for row in rows
                           if row["schedule"] == schedule and row["compression"] == wire)
             if not line:

@@ -30,7 +30,7 @@ class Timeline:
         for e in steps:
             times.setdefault(e["args"]["step"], []).append(e["dur"])
         whole = {n: statistics.mean(t) for n, t in times.items() if len(t) == max(map(len, times.values()))}
-        if step is None:  # of median length
+        if step is None:  # choose the step of median length
             step = sorted(whole, key=lambda n: (whole[n], n))[(len(whole) - 1) // 2]
         if step not in whole:
             raise SystemExit(f"plot.py: step {step} is not in this trace; it has "

@@ -103,7 +103,7 @@ def instantiations(executable: str, nm: str, names: set[str]) -> dict[int, str]:
 
 @dataclasses.dataclass
 class Launched:
-    threads: int = 0  # most in a block
+    threads: int = 0  # most threads in a block
     shared: int = 0   # most dynamic shared memory, in bytes
 
 

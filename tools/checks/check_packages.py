@@ -94,7 +94,7 @@ class Packages:
                 first = group[0]
                 if first in self.needs:
                     open_names.append(first)
-                else:  # virtual: whatever provides it; not installed: only a later alternative is here
+                else:  # a virtual package, or a package that is not installed
                     open_names.extend(self.providers.get(first, ()))
                     if first not in self.providers and len(group) > 1:
                         open_names.extend(choice for choice in group[1:] if choice in self.needs)

@@ -4,8 +4,8 @@
     check_text.py ROOT [--fix]
 
 Checks the format of C++ and CUDA with clang-format 14, because versions differ. Without clang-format, skips
-this check with a message. --fix formats the files. Tables and links in pages, URLs, and results in docs/results/ may exceed
-110 columns.
+this check with a message. --fix formats the files. Tables and links in pages, URLs, and results in
+docs/results/ may exceed 110 columns.
 """
 import argparse
 import io

@@ -18,7 +18,7 @@ TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
 class Instruction:
     at: int
     predicate: str | None
-    operation: str  # with its suffixes: LDG.E.128.CONSTANT
+    operation: str  # operation with suffixes: LDG.E.128.CONSTANT
     operands: str
 
     @property
@@ -59,7 +59,7 @@ class Instruction:
 
 @dataclasses.dataclass
 class Function:
-    name: str  # mangled
+    name: str  # mangled name
     architecture: str
     code: list[Instruction] = dataclasses.field(default_factory=list)
 
@@ -79,7 +79,7 @@ def functions(text: str) -> list[Function]:
     return found
 
 
-LOADS = ("LDG", "LDGSTS")  # to registers, and to shared memory (cp.async)
+LOADS = ("LDG", "LDGSTS")  # loads to registers, and to shared memory (cp.async)
 
 
 def moved(code: list[Instruction], names: tuple[str, ...] = (*LOADS, "STG"), only_wide: bool = False) -> int:
@@ -157,7 +157,7 @@ def half_sector_stores(body: list[Instruction]) -> int:
 
 @dataclasses.dataclass
 class HotLoop:
-    loads: int            # bytes per thread and iteration
+    loads: int            # loaded bytes per thread and iteration
     stores: int
     instructions: int
     in_flight: int        # bytes per thread

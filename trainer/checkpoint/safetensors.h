@@ -73,7 +73,7 @@ class SafetensorsReader {
   struct Tensor {
     std::string name, dtype;
     std::vector<int64_t> shape;
-    uint64_t begin = 0, bytes = 0;  // in the file's data
+    uint64_t begin = 0, bytes = 0;  // position and size in the file's data
     int64_t elements = 0;
   };
 
@@ -83,7 +83,7 @@ class SafetensorsReader {
 
   const std::string& path() const { return path_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  const std::vector<Tensor>& tensors() const { return tensors_; }  // in file order
+  const std::vector<Tensor>& tensors() const { return tensors_; }  // tensors in file order
   uint64_t data_at() const { return data_at_; }                    // offset of the data in the file
   uint64_t file_bytes() const { return file_bytes_; }
   const Tensor* find(const std::string& name) const;  // null if the file has no such tensor

@@ -33,7 +33,7 @@ struct RunOptions {
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: at most one spec; compare: one run per spec
   std::vector<double> bucket_mb;         // train: at most one size; compare: one run per size
-  std::string preset;                    // compare: a list of specs, before those of `compression`
+  std::string preset;                    // compare: a list of specs, before the specs of `compression`
   int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
@@ -56,7 +56,7 @@ struct RunOptions {
   std::optional<std::string> trace_steps, profile_steps;
   std::string init, checkpoint, resume;
   std::optional<std::string> dump_gradients;  // STEP:DIR
-  std::optional<int64_t> checkpoint_every;    // in steps; by default an epoch
+  std::optional<int64_t> checkpoint_every;    // steps between checkpoints; by default an epoch
   std::optional<int> checkpoint_keep;
   int64_t log_every = 1;
   bool dry_run = false;
@@ -66,7 +66,7 @@ constexpr double kDefaultEpochs = 3;
 constexpr double kDefaultBucketMb = 25;
 
 struct Resolved {
-  TrainConfig config;  // with the first compression and bucket size
+  TrainConfig config;  // settings with the first compression and bucket size
   std::vector<CompressionSpec> compressions;
   std::vector<double> buckets_mb;
   DataSplits data;

@@ -170,7 +170,7 @@ Wire gather_format(const RunOptions& o) {
   const CompressionSpec spec = CompressionSpec::parse(o.gather_weights);
   CompressionSpec format;
   format.wire = spec.wire;
-  format.dense = spec.dense;  // on by default below 8 bits
+  format.dense = spec.dense;  // `dense` is on by default below 8 bits
   if (spec.method != CompressionSpec::Method::wire || !(spec == format)) {
     throw BadInput(
         fmt::format("--gather-weights {} must be a wire format, optionally with its options, such as fp32, "

@@ -135,7 +135,7 @@ struct TrainConfig {
   double weight_decay = 0.0;
   Precision precision = Precision::fp32;
   bool graph = false;  // capture the step once, then launch the graph; the bits do not change
-  uint64_t seed = 0;   // for weights, shuffling, augmentation and stochastic rounding
+  uint64_t seed = 0;   // seed of weights, shuffling, augmentation and stochastic rounding
 
   int64_t eval_every = 1;         // epochs between evaluations; also after the last step. 0: never
   int64_t eval_batch_size = 250;  // images per rank; affects only the order of summation

@@ -38,7 +38,7 @@ struct StepRecord {
   double images_per_s = 0;   // over all ranks: global batch / step_ms
   uint64_t wire_bytes = 0;   // sent by rank 0, measured at the transport
   uint64_t dense_bytes = 0;  // bytes of the same schedule in FP32
-  double comm_ms = 0;        // on the reducer's stream, compression included
+  double comm_ms = 0;        // time on the reducer's stream, compression included
   double compress_ms = 0, communicate_ms = 0,
          decompress_ms = 0;    // parts of comm_ms (collectives/program/phases.h), in ms
   double exposed_comm_ms = 0;  // time for which the optimizer waited for communication
@@ -46,7 +46,7 @@ struct StepRecord {
   double forward_ms = 0;
   double backward_ms = 0;
   double optimizer_ms = 0;
-  double tflops = 0;  // on rank 0's device: FLOPs of the products of all its ranks / step time
+  double tflops = 0;  // FLOPs of the products of all ranks on rank 0's device / step time
 };
 
 // An evaluation of the whole test set on all ranks.

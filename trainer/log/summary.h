@@ -24,7 +24,7 @@ struct StepShares {
 
 struct RunSummary {
   int64_t steps = 0;
-  double seconds = 0;     // from the first step to the end of the last evaluation
+  double seconds = 0;     // time from the first step to the end of the last evaluation
   double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
   std::optional<double> test_loss;      // loss of the last evaluation; empty without evaluations
   std::optional<double> test_accuracy;  // fraction from 0 to 1

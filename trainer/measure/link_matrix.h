@@ -9,8 +9,8 @@ namespace gradwire {
 
 struct LinkMatrix {
   struct Link {
-    double latency_us = 0;  // 64 bytes each way at the same time
-    double gb_per_s = 0;    // each way, with both ways at the same time
+    double latency_us = 0;  // of 64 bytes in both directions at the same time
+    double gb_per_s = 0;    // bandwidth in each direction, with traffic in both directions
   };
   int world = 0;
   std::vector<Link> links;  // [a * world + b], symmetric

@@ -27,7 +27,7 @@ struct StepCosts {
   LinkCosts links;
   double compute_ms = 0;  // forward and backward of a rank's batch, without communication
   double optimizer_ms = 0;
-  std::map<std::string, double> codec_ns;  // by spec: kernel time per gradient element
+  std::map<std::string, double> codec_ns;  // kernel time in ns per gradient element, by spec
   bool shared_cores = false;               // true if kernels slow down backward
 };
 

@@ -13,7 +13,7 @@ struct RunMemory {
   int64_t model = 0;          // weights, activations of one batch, and loaded images
   int64_t gradients = 0;      // one FP32 value per parameter, including gaps between tensors; less if divided
   int64_t optimizer = 0;      // moments and, with --gather-weights, a rank's FP32 weights
-  ReducerMemory compression;  // in addition to the gradients
+  ReducerMemory compression;  // the reducer's memory in addition to the gradients
   int64_t kept = 0;           // --elastic: bytes of the snapshots of the last two steps
   int64_t evaluation = 0;     // activations of an evaluation batch, and loaded images
 
