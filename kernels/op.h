@@ -48,6 +48,14 @@ bool first_stage_only(const Args& args) {
   return false;
 }
 
+// Returns whether an op that otherwise takes two launches on CUDA takes one, because it has at most kOneBlock
+// rows.
+template <typename Args>
+bool in_one_block(const Args& args) {
+  if constexpr (requires { Args::kOneBlock; }) return args.rows <= Args::kOneBlock;
+  return false;
+}
+
 }  // namespace gradwire::detail
 
 // Declares an op's host, CUDA and reference functions, and defines its public function.
@@ -82,7 +90,9 @@ bool first_stage_only(const Args& args) {
   }                                                                                                      \
   template <typename S = float>                                                                          \
   void op(const Stream& stream, const Args<S>& args) {                                                   \
-    const char* const name = detail::first_stage_only(args) ? #op ", first stage" : #op;                 \
+    const char* const name = detail::first_stage_only(args) ? #op ", first stage"                        \
+                             : detail::in_one_block(args)   ? #op ", one block"                          \
+                                                            : #op;                                         \
     detail::dispatch<Args<S>>(stream, name, host::op<S>, GW_CUDA_SIDE(op<S>), args);                     \
   }
 
