@@ -1,4 +1,5 @@
-// The choice of OpenBLAS kernels. tests/integrations/blas_test.py tests it inside another program's process.
+// Tests the choice of OpenBLAS kernels. tests/integrations/blas_test.py tests the choice inside another
+// program's process.
 #include "kernels/blas/blas.h"
 
 #include <gtest/gtest.h>

@@ -128,7 +128,7 @@ int block_collective(Op op, bool predicate, Where where);
 // Returns the index of the running thread's lane within its warp.
 int lane_id();
 unsigned lanes_alive();
-// Lets another thread run. Every atomic calls it.
+// Lets another thread run. Every atomic operation calls preempt().
 void preempt();
 // Ends the launch with Failure(what), from inside a kernel.
 [[noreturn]] void fail(const std::string& what);

@@ -73,7 +73,7 @@ struct Capture {
 struct EventState {
   int device = 0;
   bool timing = true;
-  std::shared_ptr<Ticket> ticket;     // of the last record outside a capture; null: never recorded
+  std::shared_ptr<Ticket> ticket;     // ticket of the last record outside a capture; null: no record
   std::shared_ptr<Capture> capture;   // capture of the last record; null: recorded outside a capture
   std::vector<const Node*> captured;  // operations in that capture that precede the event
 };

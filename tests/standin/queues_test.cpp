@@ -55,8 +55,8 @@ struct StandinQueues : ::testing::Test {
   }
 
   // Returns whether a waiting kernel on the first stream sees the write of a kernel on `setter`. Another
-  // kernel follows on the first stream. `next_before_setter` selects whether it is enqueued before or after
-  // the writing kernel.
+  // kernel follows on the first stream. `next_before_setter` enqueues the following kernel before
+  // the writing kernel instead of after the writing kernel.
   bool sees(const Stream& setter, bool next_before_setter) {
     std::atomic<bool> written = false, all_enqueued = false;
     bool seen = false;
