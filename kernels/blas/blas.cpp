@@ -82,8 +82,8 @@ struct Library : GradwireBlas {
 
 // The return point of a product when the system refuses memory; null outside products.
 thread_local jmp_buf* way_out = nullptr;
-std::atomic<size_t> refused_bytes{
-    0};  // the size of the last refused mapping; 0 once memory is available again
+// The size of the last refused mapping; 0 once memory is available again.
+std::atomic<size_t> refused_bytes{0};
 
 // Returns whether memory is available again. Each refusal uses up an entry of OpenBLAS's table of buffers, so
 // a refused product is retried only when memory is available.

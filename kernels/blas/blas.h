@@ -19,8 +19,8 @@ struct GradwireBlas {
   const char* kernels;     // the kernel set in use, by OpenBLAS's name: "Zen", "SkylakeX"
   const char* instead_of;  // OpenBLAS's choice, if it was corrected; else null
   const char* wanted;      // the value of GRADWIRE_BLAS_KERNELS; null: unset
-  const char*
-      error;  // why `wanted` is impossible; null: no error. With an error, products must not be called
+  // Why `wanted` is impossible; null: no error. With an error, products must not be called.
+  const char* error;
 };
 const GradwireBlas* gradwire_blas();
 

@@ -12,8 +12,8 @@ GW_ALLOW_FMA
 namespace gradwire::host {
 namespace {
 
-constexpr int64_t kLargest =
-    64;  // largest number of rows, columns and k; for larger sizes OpenBLAS is at least as fast
+// Largest number of rows, columns and k; for larger sizes OpenBLAS is at least as fast.
+constexpr int64_t kLargest = 64;
 
 // Strides of op(A): element (row, k) is a[row * row_stride + k * k_stride].
 struct Left {

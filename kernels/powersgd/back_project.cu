@@ -135,8 +135,8 @@ __device__ __forceinline__ void form_m(const BackProjectArgs& a, const MatrixDes
 template <int kRank, bool kForms, bool kVector>
 __device__ __forceinline__ void back_project_panel(const BackProjectArgs& a, const MatrixDescriptor& d,
                                                    bool pending, const Panel& panel) {
-  constexpr int kBatch =
-      kForms || kRank > 4 ? 2 : 4;  // rows per thread and load; more rows would spill registers
+  // Rows per thread and load; more rows would spill registers.
+  constexpr int kBatch = kForms || kRank > 4 ? 2 : 4;
   Quad<kVector> quad{panel.width / 4, static_cast<int>(threadIdx.x) % (panel.width / 4)};
   int row_of_thread = static_cast<int>(threadIdx.x) / quad.spread, row_step = kThreads / quad.spread;
   const float* p = a.p + d.p_offset;

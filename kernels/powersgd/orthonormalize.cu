@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr int kChunkFloats =
-    16 * kThreads;  // elements of the rows staged for the product: a 4 x 4 tile per thread
+// Elements of the rows staged for the product: a 4 x 4 tile per thread.
+constexpr int kChunkFloats = 16 * kThreads;
 
 struct OrthonormalizeArgs {
   Matrices matrices;

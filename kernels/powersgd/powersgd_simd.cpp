@@ -21,8 +21,8 @@ namespace {
 using Vec = F32x16;
 constexpr int kLanes = gradwire::kLanes<Vec>;
 
-constexpr int64_t kPieceFloats =
-    32 * 1024;  // size of a piece of a transposed factor, which stays in the second-level cache
+// Size of a piece of a transposed factor, which stays in the second-level cache.
+constexpr int64_t kPieceFloats = 32 * 1024;
 constexpr int kRowTile = 4;
 constexpr int kRankTile = 4;
 constexpr int kTileVecs = 2;  // vectors whose sums stay in registers

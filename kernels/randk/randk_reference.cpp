@@ -14,8 +14,8 @@ void randk_gather(const RandKGather& a) {
   for (const RandKTensor& t : a.table->host()) {
     const RandKDraw draw{a.seed, a.step != nullptr ? *a.step : 0, t.index};
     const int64_t rotation = draw.rotation(t.count);
-    std::vector<int64_t> stratum_of(static_cast<size_t>(t.count),
-                                    -1);  // the stratum of a chosen element; -1: not chosen
+    // The stratum of a chosen element; -1: not chosen.
+    std::vector<int64_t> stratum_of(static_cast<size_t>(t.count), -1);
     for (int64_t j = 0; j < t.k; ++j) {
       const int64_t element = draw.chosen(t.strata(), j, rotation);
       stratum_of[static_cast<size_t>(element)] = j;

@@ -57,8 +57,8 @@ GW_TYPED_OP(column_sum, ColumnSum)
 // Arguments of the second stage of the sums of several ops with `partial_only`, in one launch. The workspaces
 // of these ops must still hold their partial sums.
 struct CombineSums {
-  static constexpr size_t kMost =
-      34;  // four sums for each of eight layers, and two sums for a classifier head
+  // Four sums for each of eight layers, and two sums for a classifier head.
+  static constexpr size_t kMost = 34;
   std::array<PartialSums, kMost> of = {};  // ignores entries without partial sums
 };
 GW_OP(combine_sums, CombineSums)

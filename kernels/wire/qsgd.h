@@ -46,8 +46,8 @@ struct Qsgd {
     constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
       pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
-        const float part = bits_float(finite_magnitude_bits(values[i])) * down *
-                           share;  // the value relative to the norm, at most 1
+        // The value relative to the norm, at most 1.
+        const float part = bits_float(finite_magnitude_bits(values[i])) * down * share;
         const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw(i));
         return (level > kLevels ? kLevels : level) | (float_bits(values[i]) >> 31) * kSign;
       });

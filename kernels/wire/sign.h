@@ -29,8 +29,8 @@ struct Sign {
 
   template <typename Lanes>
   GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t*, uint8_t* to) const {
-    const float share =
-        1.0f / static_cast<float>(count);  // applied before the sum, so that the sum does not overflow
+    // Scale before summing, so that the sum does not overflow.
+    const float share = 1.0f / static_cast<float>(count);
     const float mean = lanes.sum(
         count, [=](int i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
     const float most = 0x1.fffffep127f;

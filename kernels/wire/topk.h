@@ -103,8 +103,8 @@ struct TopK {
     const auto size_of = [=](int j) GW_HD_LAMBDA {
       return bits_float(finite_magnitude_bits(values[place(places, j)]));
     };
-    const float share =
-        1.0f / static_cast<float>(all);  // applied before the sum, so that the sum does not overflow
+    // Scale before summing, so that the sum does not overflow.
+    const float share = 1.0f / static_cast<float>(all);
     const float mean = lanes.sum(all, [=](int j) GW_HD_LAMBDA { return size_of(j) * share; });
     const auto upper = [=](int j) GW_HD_LAMBDA { return size_of(j) > mean; };
     const int above = lanes.count(all, upper), below = all - above;

@@ -78,9 +78,8 @@ class Stream {
   const std::string& name() const;
   Priority priority() const;
   explicit operator bool() const { return impl_ != nullptr; }
-  bool operator==(const Stream& other) const {
-    return impl_ == other.impl_;
-  }  // true: both are handles of the same queue
+  // Returns whether both streams are handles of the same queue.
+  bool operator==(const Stream& other) const { return impl_ == other.impl_; }
 
   // Runs `task` on the stream's thread after all earlier tasks. Host only.
   void submit(std::function<void()> task) const;

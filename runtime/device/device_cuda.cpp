@@ -351,8 +351,8 @@ bool is_captured(int device_index, CudaStream stream) {
   set_device(device_index);
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   const cudaError_t result = cudaStreamIsCapturing(stream, &status);
-  if (result ==
-      cudaErrorStreamCaptureImplicit) {  // the legacy default stream while another stream is captured
+  // CUDA returns this for the legacy default stream while another stream is captured.
+  if (result == cudaErrorStreamCaptureImplicit) {
     cudaGetLastError();
     return true;
   }

@@ -35,8 +35,8 @@ struct Event::Impl : std::enable_shared_from_this<Event::Impl> {
 
   const Device device;
   const bool timer;
-  uint64_t capture =
-      0;  // the last graph capture that recorded the event; 0: recorded outside a graph, or never
+  // The last graph capture that recorded the event; 0: recorded outside a graph, or never.
+  uint64_t capture = 0;
 };
 
 namespace host {

@@ -228,8 +228,8 @@ FileDescriptor open_and_lock(const std::string& path, int flags, OutputFile::Loc
 }  // namespace
 
 FileDescriptor OutputFile::replace(std::string_view contents, const Lock* lock) {
-  FileDescriptor
-      old;  // holds the old file's lock until the new file, which is locked from the start, is in place
+  // Holds the old file's lock until the new file, which is locked from the start, is in place.
+  FileDescriptor old;
   auto in_place = [&] {
     old.close();
     return write_in_place(contents, lock);
