@@ -278,7 +278,7 @@ TEST(Synthetic, SameSeedSameBytesAndEveryClassOccurs) {
   EXPECT_NE(Bytes(a.train.images.begin(), a.train.images.begin() + 784),
             Bytes(a.test.images.begin(), a.test.images.begin() + 784));
   EXPECT_EQ(std::set<int32_t>(a.train.labels.begin(), a.train.labels.end()).size(), 10u);
-  // A longer set begins with the images of the shorter set.
+  // A longer data set begins with the images of the shorter set.
   DataSplits longer = make_synthetic(shape, 101, 50, 7);
   EXPECT_TRUE(std::equal(a.train.images.begin(), a.train.images.end(), longer.train.images.begin()));
 }

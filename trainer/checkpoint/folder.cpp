@@ -178,7 +178,7 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // the holder keeps an unlinked file
-  // O_NOFOLLOW: a link's target would be overwritten.
+  // Open with O_NOFOLLOW, so that the run does not overwrite the target of a link.
   file_ = FileDescriptor(open(path.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0666));
   const int fd = file_.fd();
   if (fd < 0) fail(path + ": cannot be created", errno);

@@ -242,7 +242,8 @@ void compare(const RunOptions& given) {
   }
   if (prints && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
-      // A run without a trace must be repeated to get its trace.
+      // With --trace or --profile-steps, repeat all runs, because an earlier run may lack the trace or
+      // profile.
       const bool reuses = options.trace.empty() && !options.profile_steps;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);

@@ -272,7 +272,7 @@ void add_shard_flags(CLI::App& command, RunOptions& o) {
       ->type_name("SIZE");
 }
 
-// `several`: each flag may be given more than once.
+// Adds the flags that select compressions. `several`: the user may give each flag more than once.
 void add_compression_flags(CLI::App& command, RunOptions& o, bool several) {
   const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
              *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"

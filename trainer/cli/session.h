@@ -35,8 +35,8 @@ struct RunOutput {
   int64_t log_every = 1;   // steps between log lines when output is not a terminal
   std::string label = {};  // text before the progress bar on a terminal
 };
-// Trains, with a log and a report on stdout on rank 0. With --elastic, call it on every rank, because each
-// may have to replace rank 0. Ranks other than rank 0 print nothing.
+// Trains, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank, because
+// each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
                     const RunPart& part);
 

@@ -21,7 +21,8 @@ std::string text(const Json& json) {
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
-// The format's unit is the microsecond. Three decimals keep nanoseconds, so adjacent spans stay adjacent.
+// Returns a time in microseconds, the format's unit, as text. Three decimals preserve nanoseconds, so
+// adjacent spans stay adjacent.
 std::string microseconds(int64_t ns) {
   return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }

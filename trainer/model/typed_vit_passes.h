@@ -228,7 +228,8 @@ class TypedVitPasses final : public VitPasses {
   }
   int64_t padded_tokens() const { return (config_.tokens() + 7) / 8 * 8; }
   float attention_scale() const { return 1.0f / std::sqrt(static_cast<float>(config_.head_dim())); }
-  // TF32 applies to FP32 operands on CUDA. For BF16 operands the type determines the precision.
+  // Returns the precision of products of FP32 operands. TF32 applies to FP32 operands on CUDA. For BF16
+  // operands the type determines the precision.
   Precision fp32_products() const {
     return options_.precision == Precision::tf32 ? Precision::tf32 : Precision::fp32;
   }

@@ -103,7 +103,8 @@ void TypedVitPasses<S>::lay_out_layers(Arena& arena) {
   for (size_t layer = a_.layers.size(); layer-- > 0;) {
     LayerActivations& l = a_.layers[layer];
     if (layer + 1 < a_.layers.size() && !options_.training) {
-      // No backward needs the activations, and a layer's input is dead before its output is written.
+      // Without backward, layers can share activations, because a layer has read its input before it writes
+      // its output.
       l = a_.layers.back();
       continue;
     }
@@ -179,7 +180,7 @@ bool fuses_attention(const Device& device, const VitConfig& config, Precision pr
                                       : fuses_attention<float>(device, config.tokens(), config.head_dim());
 }
 
-// cuBLASLt provides only the tanh form.
+// Returns false for the exact form of GELU, because cuBLASLt provides only the tanh form.
 bool fuses_gelu(const Device& device, const VitConfig& config) {
   return device.is_cuda() && config.gelu == Gelu::tanh;
 }

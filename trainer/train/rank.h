@@ -99,7 +99,7 @@ class RankTrainer {
   // Reports the run and does overdue evaluations and checkpoints before the first step.
   void start_run();
   void announce();
-  // --elastic: enqueues a snapshot of the state after `steps_done` steps.
+  // Enqueues a snapshot of the state after `steps_done` steps, for --elastic.
   void take_snapshot(int64_t steps_done);
   void enqueue_step(int64_t step);
   EnterBlock enter_block();
