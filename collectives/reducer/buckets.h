@@ -25,8 +25,8 @@ struct GradientTensor {
   int64_t count() const { return element_count(shape); }
 };
 
-// Returns the rows and columns of a tensor for PowerSGD: shape[0] x the rest; vectors and scalars are one
-// column.
+// Returns the rows and columns of a tensor for PowerSGD: shape[0], and the product of the other extents.
+// Vectors and scalars have one column.
 std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor);
 
 // Tensors [first_tensor, last_tensor), in elements [begin, end) of the flat buffer.

@@ -44,7 +44,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
 }
 
 Reducer::~Reducer() {
-  // Work in flight uses this object's memory. Synchronize every stream, even after one has failed.
+  // Work in flight uses this object's memory. Synchronize every stream, even after a stream has failed.
   const auto finish = [](const Stream& stream) {
     try {
       stream.synchronize();

@@ -160,7 +160,7 @@ class Reducer {
   std::string schedule_reason() const;
   ReducerMemory memory() const;
   int64_t extra_bytes() const { return memory().total(); }
-  // Returns one line per bucket: tensors, bytes, how each is compressed, schedule and its reason.
+  // Returns one line per bucket: tensors, bytes, compression, schedule, and the reason for the schedule.
   std::string describe() const;
 
  private:

@@ -126,7 +126,7 @@ std::string Reducer::schedule_reason() const {
   return text;
 }
 
-// Returns the link costs behind the choice of schedule; empty if there was no choice.
+// Returns the link costs from which the schedule was chosen; "" if the planner had no alternative.
 std::string Reducer::links_text() const {
   if (spec_.schedule != ScheduleKind::automatic || comm_.world() <= 2) return "";
   const LinkCosts& costs = planner_->costs();

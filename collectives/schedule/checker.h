@@ -6,14 +6,15 @@
 // between the same two ranks match in order. The checked rules:
 //   form      every rank has the same rounds; peers, chunks and owners exist; no rank sends to itself; in one
 //             round a rank does one kind of step to a chunk; both ends agree on the link class
-//   match     the k-th send from a to b and the k-th receive at b from a have the same chunk and the same
-//   round progress  every rank finishes its last round result    nothing is added to a partial sum after it
-//   was closed; every rank that must get a chunk's final
-//             value ends with a value that holds each rank's contribution exactly once
-//   ownership an owner closes the final value of its chunks itself; every other rank copies it
+//   match     the k-th send from a to b and the k-th receive at b from a have the same chunk and round
+//   progress  every rank finishes its last round
+//   result    no contribution is added to a closed partial sum; every rank that must get a chunk's final
+//   value
+//             ends with a value that holds each rank's contribution exactly once
+//   ownership an owner closes the final value of its chunks itself; every other rank copies the value
 //   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; a
-//             value is not sent to another node after ranks of its own node received it unrounded; no hop
-//             adds more messages than the kernels accept
+//             value is not sent to another node after ranks of the sender's node received the unrounded
+//             value; no hop adds more messages than the kernels accept
 //   cost      bytes sent per rank and per link class are the known optimum for the collective and the kind of
 //             schedule
 #pragma once
@@ -49,7 +50,7 @@ struct CheckReport {
 
   // Records a violation.
   void add(Rule rule, const std::string& text);
-  // Returns one line per violation, or "ok".
+  // Returns one line per violation; "ok" without violations.
   std::string to_string() const;
 };
 
