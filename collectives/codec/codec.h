@@ -22,8 +22,8 @@ namespace gradwire {
 // A tensor's position in a bucket.
 struct BucketTensor {
   std::string name;
-  int64_t rows = 0,
-          cols = 0;    // for PowerSGD: shape[0], and the product of the other extents (1 for a vector)
+  // For PowerSGD: shape[0], and the product of the other extents (1 for a vector).
+  int64_t rows = 0, cols = 0;
   int64_t offset = 0;  // offset of the first element, from the bucket's start
   int32_t index = 0;   // index in the whole model
   int64_t count() const { return rows * cols; }

@@ -29,8 +29,7 @@
 //   unpack         dense tensors, which are now done
 //   orthonormalize P into P0, which the next step uses to project; flags and re-seeds as above
 //   reconstruct    G = P Q0^T. The next step's project, or an earlier reader, computes E = M - P_own Q0^T
-//   with
-//                  this rank's P (P_own), as in the paper
+//                  with this rank's P (P_own), as in the paper
 // Conservation holds as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format
 // E keeps the error of this rank's encodes of P: E = M - (P_own - lost) Q0^T.
 #pragma once

@@ -96,7 +96,7 @@ void LowRankCodec::project(const Stream& stream, const FactorState& now, const F
 void LowRankCodec::sum_with_dense(const Stream& stream, const FactorState& factor, BucketPhases& phases) {
   pack(stream, {&factor.dense, gradients_, sum_.as<float>(), false});
   if (keeps_losses_) {
-    // Only the dense tensors have a residual in sum_: the error of a factor's encode belongs to this step's
+    // Only the dense tensors have a residual in lost_: the error of a factor's encode belongs to this step's
     // basis.
     fill_zero(stream, lost_.data(), lost_.bytes());
     pack(stream, {&factor.dense, residual_.values(), lost_.as<float>(), false});

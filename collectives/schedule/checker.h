@@ -9,8 +9,7 @@
 //   match     the k-th send from a to b and the k-th receive at b from a have the same chunk and round
 //   progress  every rank finishes its last round
 //   result    no contribution is added to a closed partial sum; every rank that must get a chunk's final
-//   value
-//             ends with a value that holds each rank's contribution exactly once
+//             value ends with a value that holds each rank's contribution exactly once
 //   ownership an owner closes the final value of its chunks itself; every other rank copies the value
 //   rounding  lossy steps are as declared, both with the wire format on every link and only between nodes; a
 //             value is not sent to another node after ranks of the sender's node received the unrounded
