@@ -51,6 +51,8 @@ constexpr EnvironmentVariable kOwn[] = {
      "(docs/gpu.md). Runs with different files differ in their last bits"},
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2",
      "The NCCL library to load, where the default name is not found"},
+    {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",
+     "The Python of gradwire report, which needs plotly, and of gradwire export, which needs tensorboard"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: bytes written before timing with cold caches, and the size of large copies. Smaller "
      "values are faster, but leave caches warm"},

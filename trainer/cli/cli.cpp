@@ -17,6 +17,7 @@
 #include "trainer/cli/flags.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
+#include "trainer/cli/report.h"
 #include "trainer/cli/session.h"
 #include "trainer/cli/top.h"
 #include "trainer/log/observer.h"
@@ -90,6 +91,15 @@ void detect_launch(RunOptions& options) {
   }
 }
 
+void add_report_commands(CLI::App& app, ReportOptions& report, ExportOptions& events) {
+  CLI::App* report_command = app.add_subcommand(
+      "report", "Write one page, for a browser, about comparisons, run logs and results of gradwire-bench");
+  add_report_flags(*report_command, report);
+  CLI::App* export_command =
+      app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
+  add_export_flags(*export_command, events);
+}
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app{
       "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
@@ -113,11 +123,14 @@ int parse_and_run(int argc, char** argv) {
   CLI::App* top_command = app.add_subcommand(
       "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
   add_top_flags(*top_command, top_options);
+  ReportOptions report_options;
+  ExportOptions export_options;
+  add_report_commands(app, report_options, export_options);
 
   const std::string first = argc > 1 ? argv[1] : "";
   const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
   if (!first.empty() && first[0] != '-' && named.empty()) {
-    throw BadInput("unknown command '" + first + "'; use train, compare, doctor or top");
+    throw BadInput("unknown command '" + first + "'; use train, compare, doctor, top, report or export");
   }
   try {
     app.parse(argc, argv);
@@ -126,6 +139,8 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
   }
+  if (app.got_subcommand("report")) return write_report(report_options);
+  if (app.got_subcommand("export")) return export_events(export_options);
   if (top_command->parsed()) {
     top(top_options);
   } else if (doctor_command->parsed()) {

@@ -1,4 +1,4 @@
-// The `gradwire` command: train, compare, doctor, top.
+// The `gradwire` command: train, compare, doctor, top, report, export.
 #pragma once
 
 namespace gradwire {

@@ -339,6 +339,24 @@ void add_top_flags(CLI::App& command, TopOptions& o) {
       "Print the figures once in Prometheus's text format, for node_exporter's textfile collector");
 }
 
+void add_report_flags(CLI::App& command, ReportOptions& o) {
+  command
+      .add_option("FILE", o.files,
+                  "Results of compare --json, whose logs are next to them; logs of train --log; results of "
+                  "gradwire-bench --json")
+      ->type_name("")
+      ->required()
+      ->check(path_value());
+  add_path(command, "-o,--output", o.output, "FILE", "The page, one file that needs no network");
+}
+
+void add_export_flags(CLI::App& command, ExportOptions& o) {
+  command.add_option("LOG", o.logs, "Logs of train --log")->type_name("")->required()->check(path_value());
+  add_path(command, "--tensorboard", o.tensorboard, "DIR",
+           "Write TensorBoard's event files into DIR, a folder for each log")
+      ->required();
+}
+
 void add_doctor_flags(CLI::App& command, RunOptions& o, bool& show_environment) {
   add_model_flags(command, o);
   add_rank_flags(command, o);
