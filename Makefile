@@ -1,6 +1,7 @@
 # Common tasks. On Debian 12, `make demo` and `make test` need only this checkout.
 #
-#   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients: table, build/demo/report.png
+#   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients: a table,
+#                 build/demo/report.png and report.html
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/

@@ -4,6 +4,7 @@
 #
 #   bin/   gradwire, gradwire-bench and the test programs, stripped
 #   lib/   libgradwire.so, and every other required library except glibc, libstdc++ and NVIDIA's
+#   share/ the Python programs of gradwire report and export
 #
 #   scripts/bundle.sh [--smoke]    --smoke: not compressed, in build/smoke; ends with scripts/bundle_check.sh
 #
@@ -30,6 +31,8 @@ for program in "${programs[@]}"; do
 done
 strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
 needed+=(build/lib/libgradwire.so.0)
+mkdir -p "$bundle/share/gradwire"
+cp -r trainer/report "$bundle/share/gradwire/report"
 
 # The target machine provides glibc (2.36 or later), libstdc++ (GCC 12 or later) and NVIDIA's libraries (from
 # the driver and Python packages).

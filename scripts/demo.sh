@@ -33,4 +33,5 @@ if "$python" -c 'import matplotlib' 2> /dev/null; then
 else
   echo "No plot: python3-matplotlib is not installed"
 fi
+build/bin/gradwire report build/demo/compare.json -o build/demo/report.html || true  # plotly may be missing
 echo "Records: build/demo/compare.json and build/demo/compare.*.jsonl (docs/formats.md)"

@@ -19,6 +19,8 @@ optional=(
   "mypy:the check of the Python package's types"
   "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
   "python3-venv:make wheel, make test-frameworks, make build CUDA=pip and the machine-code check"
+  "python3-plotly:gradwire report" "chromium:the test of gradwire report's page"
+  "chromium-driver:the test of gradwire report's page" "python3-selenium:the test of gradwire report's page"
   "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "doxygen:the API page of the C header" "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
 )
