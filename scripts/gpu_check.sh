@@ -244,7 +244,7 @@ part_kernels() {
 
 has_torch() { [ -n "$torch" ]; }
 
-# Compares PyTorch's hook and torch.linalg.qr with Gradwire's, in turns. Runs several ranks on one GPU, as
+# Compares PyTorch's hook and torch.linalg.qr with Gradwire's, alternating. Runs several ranks on one GPU, as
 # threads and as processes. With threads, checks the sums of every schedule and wire format; the times are not
 # representative.
 part_peers() {

@@ -1,4 +1,4 @@
-// PyTorch's hook in a child process. The two processes run in turns: each process waits while the other
+// PyTorch's hook in a child process. The two processes alternate: each process waits while the other
 // process runs.
 #pragma once
 

@@ -20,7 +20,7 @@ int fail(const std::string& what, int exit_code) {
 
 }  // namespace
 
-// Prepares the process before the static initializers allocate memory.
+// Makes the program exit with a message when memory runs out, also in static initializers.
 [[gnu::constructor(101)]] static void prepare() {
   gradwire::exit_cleanly_without_memory("gradwire-bench");
 }

@@ -1,4 +1,4 @@
-"""Whole training steps on one GPU: `gradwire train` and PyTorch, eager and through torch.compile, in turns.
+"""Whole training steps on one GPU: `gradwire train` and PyTorch, eager and through torch.compile, alternating.
 
 ViT-L/32, batch 32. PyTorch: bench/baselines/pytorch_vit.py; compiled models run once and take a minute per
 precision. Gradwire: a world of 1, synthetic images, with and without --graph; medians of its log. With --gelu

@@ -25,7 +25,7 @@ def measure(options):
                 for spec in SPECS}}
     values = {mode: on_all_ranks(mine) if mode == GLOO else mine + 0 for mode in calls}
     times = []
-    for repetition in range(options.repetitions + 1):  # the calls run in turns; the first call compiles
+    for repetition in range(options.repetitions + 1):  # the calls alternate; the first call compiles
         for mode, call in calls.items():
             begin = time.perf_counter()
             values[mode] = jax.block_until_ready(call(values[mode]))

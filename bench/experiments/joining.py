@@ -1,4 +1,4 @@
-"""Time for ranks to join, with and without a secret, in turns in one run."""
+"""Time for ranks to join, with and without a secret, alternating in one run."""
 import contextlib
 import os
 import time

@@ -76,7 +76,7 @@ def sweep(options):
 
 
 def main_modes(options, best):
-    """Returns Gradwire's and PyTorch's measurements in turns, in each repetition."""
+    """Returns the planned measurements. Gradwire and PyTorch alternate within each repetition."""
     items = []
     for repetition in range(1 if options.quick else options.repetitions):
         for method in options.modes:

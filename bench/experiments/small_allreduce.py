@@ -1,4 +1,4 @@
-"""A small allreduce with more ranks than cores: latency and CPU time of Gradwire and gloo, in turns."""
+"""A small allreduce with more ranks than cores: latency and CPU time of Gradwire and gloo, alternating."""
 import os
 import resource
 import time

@@ -43,7 +43,7 @@ class DeviceUnderTest {
 
   // Returns the microseconds of one launch; on a GPU, without the time to enqueue the work.
   double time_once_us(const Work& work) const;
-  // Times each work. Repeats each work 3 to 50 times, until the budget is used. Cold works run in turns, so
+  // Times each work. Repeats each work 3 to 50 times, until the budget is used. Cold works alternate, so
   // that changes in the machine's speed affect all works alike. Warm works run one after the other.
   std::vector<Timing> time(const std::vector<Work>& works, bool cold);
 

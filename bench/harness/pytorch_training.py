@@ -126,8 +126,8 @@ class Run:
 
 
 def timed(steps, warm_up, action):
-    """Returns the milliseconds of each of `steps` calls after the warm-up, the milliseconds of this rank's
-    cores, and the bytes sent per call. All ranks begin each call together."""
+    """Returns the wall time of each of `steps` calls after the warm-up, this process's CPU time per call
+    (both in milliseconds), and the bytes sent per call. A barrier precedes each call."""
     times, cpu_ms = [], []
     for i in range(warm_up + steps):
         dist.barrier()
@@ -152,7 +152,7 @@ def _measured(options, items, measure_item):
 
 
 def steps(options, wrap, modes, scatter_modes=None, elements=0):
-    """Measures training steps, and reduce-scatter alone, in turns in each repetition."""
+    """Measures training steps, and reduce-scatter alone, interleaved in each repetition."""
     def measure_item(item):
         if item["what"] == "reduce_scatter":
             values = torch.randn(item["elements"], generator=torch.Generator().manual_seed(RANK))

@@ -32,7 +32,7 @@ struct ApiReducer {
   std::vector<gw_range> shards() const;
   gw_stats stats() const;
 
-  // Checkpoints, in state.cpp.
+  // Save and load the state for checkpoints (state.cpp).
   size_t state_size() const;
   void save_state(void* state, size_t size) const;
   void load_state(const void* bytes, size_t size);

@@ -19,9 +19,9 @@
 // the gradient, but tilts the subspace, identically on all ranks.
 //
 // alternate=on (ACP-SGD: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed
-// Deep Learning", ICDCS 2023) sends one factor in each step, P and Q in turns. This takes half of the bytes
-// and one collective. The list shows a step that sends P; in the next step P and Q, and rows and columns,
-// swap their roles:
+// Deep Learning", ICDCS 2023) sends one factor in each step, P and Q alternately. This takes half of the
+// bytes and one collective. The list shows a step that sends P; in the next step P and Q, and rows and
+// columns, swap their roles:
 //   project        E of the last step; M = G + E (into E's memory), P = M Q0    on this rank; Q0's columns
 //                  are orthonormal
 //   pack           dense tensors after P
@@ -114,7 +114,7 @@ class LowRankCodec final : public Codec {
   void choose(const BucketContext& context);
   void clear(const Stream& stream);
 
-  // A step, in low_rank_step.cpp.
+  // Run the phases of a step (low_rank_step.cpp).
   void send_both(const Stream& stream, BucketPhases& phases);
   void send_one(const Stream& stream, FactorState& now, FactorState& other, BucketPhases& phases);
   void project(const Stream& stream, const FactorState& now, const FactorState& other);

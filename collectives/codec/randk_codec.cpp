@@ -105,7 +105,7 @@ class RandKCodec final : public Codec {
   const uint64_t* step_;
   Residual residual_;
   Buffer values_;
-  Buffer lost_;    // lossy wires with error feedback: the errors of this rank's encodes
+  Buffer lost_;    // lossy formats with error feedback: the errors of this rank's encodes
   Buffer chosen_;  // each value's coordinate
   SchedulePlanner::Choice choice_;
   Program allreduce_;

@@ -20,8 +20,8 @@ struct MappedPeers {
   Buffer report;               // a PeerReport in page-locked memory
   std::shared_ptr<void> keep;  // keeps the memory of all ranks alive
 
-  // Allocates the report and initializes `memory` except for its windows. `place`: this rank's place among
-  // the group's `ranks`.
+  // Allocates the error report and initializes `memory`, except for the addresses of the ranks' memory.
+  // `place`: this rank's place among the group's `ranks`.
   MappedPeers(Device device, int place, int ranks, int64_t half_bytes, std::chrono::nanoseconds patience);
   // Ends the kernels that wait for other ranks.
   void stop();

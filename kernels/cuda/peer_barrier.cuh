@@ -54,7 +54,7 @@ class PeerBarrier {
   __device__ __forceinline__ explicit PeerBarrier(const PeerMemory& peers)
       : peers_(peers), calls_(*own(kPeerCallsOffset + 4 * static_cast<int>(blockIdx.x))) {}
 
-  // Returns the offset of this call's half in every window.
+  // Returns the byte offset of the half that this call uses, the same in every rank's memory.
   __device__ __forceinline__ int64_t half() const {
     return kPeerHeaderBytes + (calls_ & 1u) * peers_.half_bytes;
   }

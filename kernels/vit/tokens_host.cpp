@@ -24,7 +24,7 @@ void patchify(const Patchify<S>& a) {
   if (a.patch <= 0) return;
   const int64_t patch = a.patch, grid = a.image / patch, image = a.image;
   const int64_t area = patch * patch, patch_elements = a.channels * area;
-  // A row of the loop is one line of patches of one image.
+  // Each iteration of the loop handles one row of patches of one image.
   for_rows(a.batch * grid, grid * patch_elements, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t b = row / grid, gy = row % grid;

@@ -43,7 +43,7 @@ class WireQueue {
   __device__ __forceinline__ void begin() {
     if (tile_ < all_) {
       const int blocks = all_ - tile_ < w_.shape.blocks ? static_cast<int>(all_ - tile_) : w_.shape.blocks;
-      const int before = skew(tile_);  // wires are padded to 16 bytes
+      const int before = skew(tile_);  // encoded chunks are padded to 16 bytes
       const int pieces = (before + blocks * w_.shape.bytes + 15) / 16;
       const uint8_t* const from =
           static_cast<const uint8_t*>(inputs_(input_)) + tile_ * w_.shape.bytes - before;

@@ -14,7 +14,8 @@
 // results repeat; give each rank a different seed. `first_element` is the index of a call's element 0 within
 // the whole bucket, so that the results do not depend on how a bucket is cut into calls.
 //
-// Alignment: any for floats (16 bytes is fast), 16 bytes for wires. Limit: memory bandwidth. Deterministic.
+// Alignment: any for floats (16 bytes is fast), 16 bytes for encoded values. Limit: memory bandwidth.
+// Deterministic.
 #pragma once
 
 #include <cstdint>

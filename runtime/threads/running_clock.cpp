@@ -81,7 +81,7 @@ void forget_parent() {
 
 RunningClock::time_point RunningClock::now() noexcept {
   const State& s = state();
-  // Load in this order: a thread that reads the time of a reading also reads the result of this reading.
+  // Load looked_at first: a thread that sees a sample's time then also sees the sample's `stopped`.
   const int64_t looked_at = s.looked_at.load(std::memory_order_acquire), stopped = s.stopped;
   const int64_t steady = steady_ns();
   const bool stop = looked_at != 0 && steady - looked_at > nanoseconds(kStop).count();

@@ -148,7 +148,7 @@ TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
   }
 }
 
-// Alternates programs of several sizes, layouts and wires on the memory of all ranks, and on the memory of
+// Alternates programs of several sizes, layouts and formats on the memory of all ranks, and on the memory of
 // the ranks' node.
 TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
   struct Case {

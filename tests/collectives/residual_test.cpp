@@ -161,7 +161,7 @@ TEST_P(ResidualTest, DrawsDifferBetweenStepsAndRanksAndRepeatWithThem) {
   }
 }
 
-// Saves and restores pieces of any size, in any order, over old contents, as for a bucket's tensors.
+// Saves and restores ranges of a residual in any order, over other values, as for the tensors of a bucket.
 TEST_P(ResidualTest, PiecesAreRestoredBitForBit) {
   constexpr int64_t kCount = 5003;
   for (const std::string format : {"bf16", "int8"}) {

@@ -22,7 +22,7 @@ ADDRESS = {"A": "10.213.77.1", "B": "10.213.77.2"}
 
 @contextlib.contextmanager
 def two_hosts() -> Iterator[str]:
-    """Creates two hosts. Yields the prefix of the names of their namespaces and of the cable's ends."""
+    """Creates two network namespaces that a veth pair connects. Yields the prefix of all their names."""
     prefix = f"gw{os.getpid()}"
 
     def ip(*arguments: str) -> None:

@@ -150,7 +150,8 @@ TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
        gamma = array(normal(width, 3));
   auto mean = array(normal(rows, 4)), rstd = array(normal(rows, 5)), pre = array(normal(rows * wide, 6));
   const auto start = normal(wide, 7);
-  // Returns the gradients. Ops add up their own sums or, if `together`, one combined op adds up all sums.
+  // Returns the gradients. `together`: one combined op adds up the partial sums of all ops; otherwise each op
+  // adds up its partial sums.
   auto sums = [&](bool together) {
     auto dx = array<float>(rows * width), d_pre = array(normal(rows * wide, 8));
     auto norm_workspace = array<float>(layer_norm_backward_workspace(rows, width)),

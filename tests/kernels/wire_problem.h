@@ -167,7 +167,7 @@ inline void expect_same_floats(const std::vector<float>& got, const std::vector<
   }
 }
 
-// Expects equal wires byte by byte. If a wire contains a NaN, expects equal decoded values instead.
+// Expects equal encoded bytes. If the encoded values contain a NaN, expects equal decoded values instead.
 inline void expect_same_result(Wire format, const WireProblem& p, const WireResult& got,
                                const WireResult& want) {
   const auto count = static_cast<int64_t>(p.own.size());

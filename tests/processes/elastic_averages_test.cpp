@@ -431,7 +431,7 @@ Drawn draw(uint32_t seed) {
 
 // Draws random events. GRADWIRE_SOAK_S and GRADWIRE_TEST_SEED set the duration and the first seed; see
 // make soak.
-TEST(Elastic, WhateverRanksAreLostAndJoinNothingElseIsLost) {
+TEST(Elastic, LossesMatchUnderRandomFailuresAndJoins) {
   const auto until =
       std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
   const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1));

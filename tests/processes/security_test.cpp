@@ -162,7 +162,7 @@ TEST(UnauthenticatedPeers, BytesWithoutAHandshakeAreNotRead) {
   });
 }
 
-TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
+TEST(UnauthenticatedPeers, SilentConnectionsDoNotBlockRanks) {
   std::vector<Socket> held;  // only the attacker's thread uses it
   run_under([&](int port, std::mt19937& random) {
     if (held.size() > 300) held.erase(held.begin(), held.begin() + 150);
@@ -174,8 +174,8 @@ TEST(UnauthenticatedPeers, SilentConnectionsDoNotKeepTheRanksOut) {
   });
 }
 
-// Sends a correct greeting, byte by byte, on more connections than the listener keeps.
-TEST(UnauthenticatedPeers, SlowConnectionsDoNotKeepTheRanksOut) {
+// Sends the first bytes of a valid handshake slowly, on more connections than the listener accepts.
+TEST(UnauthenticatedPeers, SlowConnectionsDoNotBlockRanks) {
   std::map<int, std::vector<std::pair<Socket, size_t>>> held;  // by port; each with the number of bytes sent
   const std::string words = "gw-rank1" + std::string(64, 'x');
   run_under([&](int port, std::mt19937&) {

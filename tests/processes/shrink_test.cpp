@@ -253,7 +253,7 @@ TEST(Shrink, LeavesOutStoppedRanksAtTheDeadlineAndTellsThemOnReturn) {
         EXPECT_EQ(ranks[r].exit_code, 0);
         continue;
       }
-      // The other ranks may have ended; then the rank cannot know that they have not died.
+      // If the other ranks have already exited, this rank cannot tell a normal exit from a failure.
       EXPECT_EQ(ranks[r].exit_code, 3);
       const std::string& text = ranks[r].output;
       EXPECT_TRUE(text.find("have continued without rank") != std::string::npos ||

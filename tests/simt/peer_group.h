@@ -50,8 +50,8 @@ inline std::vector<float> values(int64_t n, uint32_t seed, float spread) {
   return all;
 }
 
-// Runs launches in a single order of threads during its lifetime, because blocks of thousands of values
-// (top-k) are slow here.
+// Limits the shim to one order of threads per launch while this object exists, because it takes seconds to
+// simulate blocks of thousands of values (top-k).
 class OneSchedule {
  public:
   explicit OneSchedule(bool only) : before_(simt::options().schedules) {

@@ -288,7 +288,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
 
 namespace {
 
-// Loads the pieces. `file` must contain a whole tensor for each.
+// Loads this rank's pieces of tensors. `file` must contain each whole tensor.
 void restore_pieces(const RankState& rank, const SafetensorsReader& file, const std::vector<Piece>& pieces) {
   for (const Piece& piece : pieces) load(rank.stream, file, *file.find(piece.tensor), piece);
 }

@@ -38,7 +38,7 @@ struct ParameterLayout {
   std::vector<int64_t> offsets;
   int64_t elements = 0;  // number of elements, including gaps
 };
-// Values of the elements in some parts of a layout: at the layout's offsets, or packed.
+// Values of a subset of a layout's elements: at the layout's offsets, or packed.
 template <typename T>
 struct Parts {
   T* data = nullptr;

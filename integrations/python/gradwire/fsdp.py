@@ -135,8 +135,9 @@ class Compression:
                 theirs, "_reduce_scatter_process_group") else mesh.shard_process_group, device)
             self._communicators.of("weights", mesh.shard_process_group, device)
         if replicas is not None and replicas.size() > 1:
-            # FSDP's allreduce over the replicas does not use a Comm. It still runs, over a group of this rank
-            # only, where it does nothing. Then the hook averages, so set_requires_all_reduce() still works.
+            # FSDP has no Comm for the allreduce over the replicas. A group of this rank alone replaces FSDP's
+            # group, so that FSDP's allreduce has no effect. Then the hook averages, and
+            # set_requires_all_reduce() still works.
             self._communicators.of("replicas", replicas, device)
             if self._alone is None:
                 self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
