@@ -151,6 +151,8 @@ void Quorum::look_below(std::set<int>& silent, std::set<int>& gone) {
 
 Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
   const auto give_up = SteadyClock::now() + timeout + kSlack;
+  // A cancellation ends only earlier deadlines.
+  if (RunningClock::cancelled()) throw CommError(fmt::format("rank {}: cancelled", group_.rank));
   std::optional<SteadyClock::time_point> lead_until;  // counted from when this rank leads
   std::set<int> silent;
   while (SteadyClock::now() < give_up) {
@@ -164,7 +166,8 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
       if (round_.follows) send_away();
     }
     look_below(silent, gone);
-    if (SteadyClock::now() >= give_up) break;  // for example if the call was cancelled
+    const auto now = SteadyClock::now();
+    if (now >= give_up) break;  // for example if the call was cancelled
     int leader = 0;
     while (silent.contains(leader) || gone.contains(leader)) ++leader;
     std::optional<NextGroup> survivors;
@@ -177,7 +180,8 @@ Quorum::NextGroup Quorum::regroup(milliseconds timeout) {
         std::lock_guard lock(mutex_);
         round_.follows = false;
       }
-      if (!lead_until) lead_until = SteadyClock::now() + timeout;
+      // Not a new reading of the clock, which may follow a cancellation.
+      if (!lead_until) lead_until = now + timeout;
       survivors = lead(silent, std::move(gone), *lead_until);
       if (survivors && survivors->location.empty()) return *survivors;  // this rank leads
     }
