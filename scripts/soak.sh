@@ -13,7 +13,7 @@ soak() { # KIND [SECONDS [SEED]]
   local filter
   case $1 in
     faults) filter='TcpFaults.AnyFault*' ;;
-    elastic) filter='Elastic.WhateverRanks*' ;;
+    elastic) filter='Elastic.LossesMatchUnder*' ;;
     *)
       echo "soak: expected faults, elastic or fuzz, not '$1'" >&2
       exit 2
