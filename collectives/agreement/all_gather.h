@@ -24,7 +24,8 @@ std::vector<std::vector<T>> all_gather(Transport& transport, const Stream& strea
   std::vector<std::vector<T>> result;
   const std::string_view bytes(reinterpret_cast<const char*>(mine.data()), mine.size() * sizeof(T));
   for (const std::string& theirs : all_gather_bytes(transport, stream, bytes, what)) {
-    std::memcpy(result.emplace_back(mine.size()).data(), theirs.data(), theirs.size());
+    std::vector<T>& values = result.emplace_back(mine.size());
+    if (!values.empty()) std::memcpy(values.data(), theirs.data(), theirs.size());
   }
   return result;
 }

@@ -66,8 +66,8 @@ class VitSoftmax : public OpTest {
     expect_zero_padding(y, s);
     y.host = y.got();
     GW_RUN_BOTH(softmax_backward, [&](auto on) { return s(SoftmaxBackward{.y = on(y), .dy = on(dy)}); });
-    // dx is y times a difference of terms that are near 1, so its error is near 2 rounding errors of 1.
-    dy.expect_rounded("dx", 2e-6, 0.1, 1e-6);
+    // As for y: dx contains such a sum.
+    dy.expect_rounded("dx", 6e-6, 0.1, 1e-6);
     expect_zero_padding(dy, s);
   }
 
