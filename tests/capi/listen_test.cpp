@@ -4,25 +4,44 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <filesystem>
 #include <fstream>
 #include <future>
-#include <sstream>
+#include <set>
+#include <string>
 
 #include "tests/capi/ranks.h"
 #include "tests/support/temporary_folder.h"
 
 namespace {
 
-// Returns the number of this machine's IPv4 sockets that listen at ports `first` to `last`.
-int listeners(int first, int last) {
+// Returns the inodes of this process's sockets.
+std::set<std::string> own_sockets() {
+  std::set<std::string> inodes;
+  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code closed;  // directory_iterator's own file may be closed by now
+    const std::string target = std::filesystem::read_symlink(file.path(), closed);
+    if (target.starts_with("socket:[")) inodes.insert(target.substr(8, target.size() - 9));
+  }
+  return inodes;
+}
+
+enum class Owner { kAny, kThisProcess };
+
+// Returns the number of IPv4 sockets of `owner` that listen at ports `first` to `last`. Other tests that run
+// at the same time may listen at ports of the same range.
+int listeners(int first, int last, Owner owner) {
+  const std::set<std::string> own = own_sockets();
   std::ifstream table("/proc/self/net/tcp");
   std::string line;
   int found = 0;
   while (std::getline(table, line)) {
-    unsigned number = 0, address = 0, port = 0, remote = 0, remote_port = 0, state = 0;
-    if (std::sscanf(line.c_str(), " %u: %x:%x %x:%x %x", &number, &address, &port, &remote, &remote_port,
-                    &state) == 6 &&
-        state == 0x0a && static_cast<int>(port) >= first && static_cast<int>(port) <= last) {
+    unsigned port = 0, state = 0;
+    char inode[32] = {};
+    if (std::sscanf(line.c_str(), " %*u: %*x:%x %*x:%*x %x %*s %*s %*s %*s %*s %31s", &port, &state, inode) ==
+            3 &&
+        state == 0x0a && static_cast<int>(port) >= first && static_cast<int>(port) <= last &&
+        (owner == Owner::kAny || own.contains(inode))) {
       ++found;
     }
   }
@@ -47,7 +66,7 @@ constexpr int kPorts = 8;
 // Returns the first of kPorts free ports.
 int free_ports() {
   int first = 20'000 + getpid() % 10'000;
-  while (listeners(first, first + kPorts - 1) > 0) first += kPorts;
+  while (listeners(first, first + kPorts - 1, Owner::kAny) > 0) first += kPorts;
   return first;
 }
 
@@ -62,7 +81,8 @@ TEST(CApiListen, UsesTheChosenInterfaceAndPorts) {
     GW_EXPECT_OK(capi::sum(comm, x));
     EXPECT_EQ(x, 2.0f);
     if (rank == 0) {
-      EXPECT_EQ(listeners(first, last), 3);  // one socket per rank, and the store of rank 0
+      EXPECT_EQ(listeners(first, last, Owner::kThisProcess),
+                3);  // one socket per rank, and the store of rank 0
     }
     GW_EXPECT_OK(capi::sum(comm, x));  // waits until rank 0 has counted
     GW_EXPECT_OK(gw_comm_destroy(comm));
@@ -78,7 +98,7 @@ TEST(CApiListen, JoinerListensAtTheInterfaceAndPortsItChose) {
     auto options = capi::comm_options(nullptr, 0, 0, GW_HOST, 30'000);
     options.invitation = invitation.c_str();
     GW_EXPECT_OK(create(options, "lo", first, last, &comm));
-    EXPECT_EQ(listeners(first, last), 1);
+    EXPECT_EQ(listeners(first, last, Owner::kThisProcess), 1);
     float x = 1;
     GW_EXPECT_OK(capi::sum(comm, x));
     EXPECT_EQ(x, 3.0f);
