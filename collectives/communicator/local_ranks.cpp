@@ -2,13 +2,42 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <exception>
 #include <mutex>
+#include <utility>
 
+#include "collectives/transport/local/local.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 
 namespace gradwire {
+namespace {
+
+LinkCosts costs_of(const EmulatedLink& link) {
+  const LinkCosts threads;
+  LinkCosts::Pattern pattern = threads.all_pairs;
+  pattern.latency_us += std::chrono::duration<double, std::micro>(link.delay).count();
+  pattern.bytes_per_us = std::min(pattern.bytes_per_us, link.payload_bytes_per_us());
+  LinkCosts costs;
+  costs.neighbour = costs.all_pairs = costs.inter_node = pattern;
+  costs.intra_node = link.ranks_per_node > 1 ? threads.intra_node : pattern;
+  return costs;
+}
+
+}  // namespace
+
+std::vector<std::unique_ptr<Communicator>> create_local_ranks(const std::vector<Device>& devices,
+                                                              std::chrono::milliseconds timeout,
+                                                              const EmulatedLink& link) {
+  if (!link) return Communicator::create_local(devices, timeout);
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (auto& transport : make_local_transports(devices, timeout, link)) {
+    communicators.push_back(std::make_unique<Communicator>(std::move(transport)));
+    communicators.back()->set_link_costs(costs_of(link));
+  }
+  return communicators;
+}
 
 void run_local_ranks(const std::vector<std::unique_ptr<Communicator>>& group,
                      const std::function<void(Communicator&)>& body) {

@@ -193,6 +193,7 @@ std::vector<ComparedRun> by_seed(const std::vector<PlannedRun>& runs,
       compared.push_back({.compression = config.compression.to_string(),
                           .ranks = config.ranks(),
                           .device = config.devices[0].is_host() ? "host" : "cuda",
+                          .link = config.link ? config.link.to_string() : "",
                           .bucket_mb = config.bucket_mb});
     }
     compared[i % entries].seeds.push_back(
@@ -273,9 +274,10 @@ void compare(const RunOptions& given) {
   if (!prints) return;
   const std::vector<ComparedRun> compared = by_seed(runs, summaries, static_cast<size_t>(options.seeds));
   say(fmt::format(
-      "\n{}{} on {}, {}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
+      "\n{}{} on {}, {}{}{}, {} steps; steps and bytes are medians, bytes per rank{}\n", config.model.name,
       config.model.gelu == Gelu::exact ? "" : fmt::format(", {} GELU", name(config.model.gelu)),
-      config.data.to_string(), config.ranks(), config.ranks() == 1 ? " rank" : " ranks", config.steps,
+      config.data.to_string(), config.ranks(), config.ranks() == 1 ? " rank" : " ranks",
+      config.link ? fmt::format(" over emulated links of {}", config.link.to_string()) : "", config.steps,
       options.seeds == 1
           ? ""
           : fmt::format("; accuracy and loss: mean and standard deviation over {} seeds", options.seeds)));

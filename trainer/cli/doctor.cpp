@@ -283,8 +283,8 @@ Json recommendation_json(const RanksReport& report, const VitConfig& model) {
 
 // Runs each rank of this process in a separate thread. Throws the first error of any rank.
 RanksReport examine_threads(const TrainConfig& config, int sharing) {
-  auto comms = Communicator::create_local(
-      config.devices, std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3)));
+  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
+  auto comms = create_local_ranks(config.devices, timeout, config.link);
   for (const auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   RanksReport report;
   run_local_ranks(comms, [&](Communicator& mine) {

@@ -302,6 +302,7 @@ std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) 
 TcpOptions tcp_options(const JoinOptions& how) {
   TcpOptions options;
   options.shrinkable = how.shrinkable;
+  options.link = how.link;
   options.group.timeout = std::chrono::milliseconds(static_cast<int64_t>(how.timeout_s * 1e3));
   return options;
 }

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "collectives/net/socket.h"
+#include "collectives/transport/emulated_link.h"
 #include "runtime/device/device.h"
 
 namespace gradwire {
@@ -52,6 +53,7 @@ struct JoinOptions {
   std::string rendezvous;  // if empty, the launcher's rendezvous
   double timeout_s = 60;
   bool shrinkable = false;
+  EmulatedLink link = {};
 };
 
 // Connects to the other processes, with NCCL when `device` is a GPU. Throws BadInput when no rendezvous is

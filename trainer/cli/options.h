@@ -30,6 +30,7 @@ struct RunOptions {
   std::string members;                // file for joiners; if empty, a file in the checkpoint folder
   std::string join;                   // the `members` file of the run that this process joins
   std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
+  std::optional<std::string> link;    // RATE[,DELAY]; default: links are not emulated
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;  // train: at most one spec; compare: one run per spec
   std::vector<double> bucket_mb;         // train: at most one size; compare: one run per size

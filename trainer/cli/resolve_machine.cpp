@@ -54,6 +54,7 @@ TrainConfig training_settings(const RunOptions& o) {
   config.accumulate = o.accumulate;
   config.seed = o.seed;
   config.timeout_s = o.timeout_s;
+  if (o.link) config.link = EmulatedLink::parse(*o.link);
   config.eval_every = o.eval_every;
   return config;
 }
@@ -86,6 +87,7 @@ void resolve_nodes(const RunOptions& o, Resolved& out) {
   } else if (config.processes) {
     config.ranks_here = o.launch->local_world;
   }
+  config.link.ranks_per_node = config.ranks_per_node;
   for (const CompressionSpec& spec : out.compressions) {
     if (spec.schedule == ScheduleKind::hierarchical && config.ranks_per_node == 0 && config.ranks_here == 0) {
       throw BadInput("--compression " + spec.to_string() +
@@ -118,6 +120,17 @@ void check_schedules(const Resolved& out) {
 // host.
 int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
   if (o.device == DeviceChoice::host) return 0;
+  if (out.config.link) {
+    if (o.device == DeviceChoice::cuda) {
+      throw BadInput(fmt::format(
+          "--link {}: links between GPUs (--device cuda) cannot be emulated; use --device host", *o.link));
+    }
+    if (cuda_device_count() > 0) {
+      out.notes.emplace_back(
+          "Note: training on the host, although the machine has a GPU: --link emulates the host's links");
+    }
+    return 0;
+  }
   const bool required = o.device == DeviceChoice::cuda;
   const int gpus = cuda_device_count();
   if (gpus == 0 && required) {
@@ -235,6 +248,7 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
   config.elastic = ElasticRange::parse(*o.elastic);
   config.elastic_batch = o.elastic_batch;
   config.members = o.join.empty() ? o.members : o.join;
+  config.link.ranks_per_node = 0;  // after losses, nodes have different numbers of ranks
   const std::string flag = "--elastic " + *o.elastic;
   if (!config.processes) {
     throw BadInput(flag +
@@ -304,12 +318,16 @@ Resolved resolve_machine(const RunOptions& o) {
   if (config.precision == Precision::tf32 && config.devices[0].is_host()) {
     out.notes.emplace_back("Note: --precision tf32 has no effect on the host, which computes in fp32");
   }
+  if (config.link && config.ranks() == 1)
+    out.notes.emplace_back("Note: --link has no effect on a single rank, which sends no messages");
   check_model(config.model);
   return out;
 }
 
 JoinOptions join_options(const RunOptions& o) {
-  return {.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
+  JoinOptions how{.rendezvous = o.rendezvous, .timeout_s = o.timeout_s};
+  if (o.link) how.link = EmulatedLink::parse(*o.link);
+  return how;
 }
 
 std::unique_ptr<Communicator> join(const RunOptions& o, const TrainConfig& config) {
@@ -320,6 +338,7 @@ std::unique_ptr<Communicator> join(const RunOptions& o, const TrainConfig& confi
   }
   JoinOptions how = join_options(o);
   how.shrinkable = static_cast<bool>(config.elastic);
+  how.link = config.link;
   return join(*o.launch, how, device);
 }
 

@@ -60,6 +60,8 @@ void say_start(const Resolved& run, const RunOptions& o) {
         o.launch->variables + ")" +
         (o.launch->world > 1 && !rendezvous.empty() ? ", rendezvous at " + rendezvous : ""));
   }
+  if (run.config.link)
+    say("Links: emulated, " + run.config.link.to_string() + " for each rank and direction");
   for (const std::string& note : run.notes) say(note);
   const Dataset& train = run.data.train;
   say(fmt::format("Data: {}, {} training and {} test images of {}x{}x{}", run.config.data.to_string(),

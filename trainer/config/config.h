@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collectives/spec/spec.h"
+#include "collectives/transport/emulated_link.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/math/gelu.h"
 #include "runtime/device/device.h"
@@ -101,6 +102,7 @@ struct TrainConfig {
   bool processes = false;       // one process per rank; otherwise ranks are threads of this process
   int ranks_per_node = 0;       // for hierarchical schedules; 0: the launcher's value, if all ranks agree
   int ranks_here = 0;           // ranks on this machine, from the launcher; 0: unknown
+  EmulatedLink link = {};       // if set, the ranks' messages pass through emulated links
   int ranks() const { return static_cast<int>(devices.size()); }
   ElasticRange elastic;  // if set, the run continues when ranks die (trainer/train/elastic.h)
   ElasticBatch elastic_batch = ElasticBatch::keep_global;

@@ -96,6 +96,7 @@ std::string compare_document(const std::vector<ComparedRun>& runs) {
                         {"exposed_comm_ms", median_of(run, &RunSummary::exposed_comm_ms)},
                         {"ranks", run.ranks},
                         {"device", run.device},
+                        {"link", run.link.empty() ? Json(nullptr) : Json(run.link)},
                         {"schedule", first.schedule},
                         {"bucket_mb", shortest(run.bucket_mb)},
                         {"seeds", std::move(seeds)}});

@@ -21,6 +21,7 @@ struct ComparedRun {
   std::vector<SeedRun> seeds = {};
   int ranks = 1;
   std::string device = {};  // "host" or "cuda"
+  std::string link = {};    // EmulatedLink::to_string(); "" if links are not emulated
   double bucket_mb = 0;
 };
 

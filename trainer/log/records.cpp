@@ -38,6 +38,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["devices"] = Json::array();
   for (Device device : config.devices) json["devices"].push_back(device.name());
   json["ranks_are"] = config.processes ? "processes" : "threads";
+  if (config.link) json["link"] = config.link.to_string();
   if (config.elastic) {
     json["elastic"] = config.elastic.to_string();
     json["elastic_batch"] = name(config.elastic_batch);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/net/joiner.h"
 #include "kernels/simd/level.h"
 #include "runtime/device/memory_use.h"
@@ -255,7 +256,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
   for (Device device : config.devices) reset_memory_peak(device);
   const std::optional<FolderLock> lock = lock_checkpoints(config);
   const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
-  auto comms = Communicator::create_local(config.devices, timeout);
+  auto comms = create_local_ranks(config.devices, timeout, config.link);
   for (auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
   LocalRankReports reports(config.ranks(), timeout);
   InitialWeights initial(config.seed, config.init);

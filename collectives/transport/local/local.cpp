@@ -35,6 +35,9 @@ class LocalExchange {
     for (int to = 0; to < hub_.world; ++to) {
       for (Offer& offer : sends_) std::erase(hub_.offers(rank_, to), &offer);
     }
+    for (Offer& offer : sends_) {
+      if (hub_.links) hub_.links->withdraw(offer.flow);
+    }
     for (Offer& offer : sends_) hub_.wait_for_copy(lock_, rank_, offer);
     if (done_ || stream_ == nullptr) return;
     lock_.unlock();
@@ -77,7 +80,11 @@ class LocalExchange {
     lock_.lock();
     auto next = sends_.begin();
     for (const Transfer& t : transfers) {
-      if (t.kind == Transfer::Kind::send) hub_.offers(rank_, t.peer).push_back(&*next++);
+      if (t.kind != Transfer::Kind::send) continue;
+      Offer& offer = *next++;
+      hub_.offers(rank_, t.peer).push_back(&offer);
+      offer.flow.from = rank_, offer.flow.to = t.peer, offer.flow.bytes = t.bytes;
+      if (hub_.links) hub_.links->post(offer.flow, LinkPacer::Time::clock::now());
     }
     lock_.unlock();
     for (const Transfer& t : transfers) {
@@ -97,13 +104,19 @@ class LocalExchange {
         hub_.wait(
             lock_, rank_,
             [&] {
-              offered = std::find_if(receives.begin(), receives.end(),
-                                     [&](const Transfer* t) { return !hub_.offers(t->peer, rank_).empty(); });
+              offered = std::find_if(receives.begin(), receives.end(), [&](const Transfer* t) {
+                return hub_.arrived(t->peer, rank_) != nullptr;
+              });
               return offered != receives.end();
             },
             [&] {
-              return fmt::format("{}: waiting to receive {} bytes from rank {}", doing_,
-                                 receives.front()->bytes, receives.front()->peer);
+              return fmt::format("{}: waiting to receive {} bytes from rank {}{}", doing_,
+                                 receives.front()->bytes, receives.front()->peer, over_links());
+            },
+            [&] {
+              auto first = LinkPacer::Time::max();
+              for (const Transfer* t : receives) first = std::min(first, hub_.arrives_at(t->peer, rank_));
+              return first;
             });
         return (*offered)->peer;
       });
@@ -140,6 +153,10 @@ class LocalExchange {
     lock_.unlock();
     hub_.wake(t.peer);
     lock_.lock();
+  }
+
+  std::string over_links() const {
+    return hub_.links ? fmt::format(" over links of {}", hub_.links->link().to_string()) : "";
   }
 
   void copy_from(Offer& offer, const Transfer& t) const {
@@ -238,7 +255,8 @@ class LocalTransport final : public Transport {
     if (transports.empty()) {
       std::vector<Device> devices;
       for (int r : members) devices.push_back(hub_->devices[static_cast<size_t>(r)]);
-      transports = make_local_transports(devices, hub_->timeout);
+      const EmulatedLink link = hub_->links ? hub_->links->link() : EmulatedLink{};
+      transports = make_local_transports(devices, hub_->timeout, link);
     }
     const auto me = std::find(members.begin(), members.end(), rank()) - members.begin();
     std::unique_ptr<Transport> mine = std::move(transports[static_cast<size_t>(me)]);
@@ -287,16 +305,18 @@ std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily) {
 }
 
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
-                                                              std::chrono::milliseconds timeout) {
+                                                              std::chrono::milliseconds timeout,
+                                                              const EmulatedLink& link) {
   if (devices.empty()) throw BadInput("a local group needs at least one rank");
   for (Device d : devices) {
     if (d.kind != devices[0].kind)
       throw BadInput("ranks of one process must all be on the host or all on CUDA devices");
   }
+  if (link && devices[0].is_cuda()) throw BadInput("links between GPUs cannot be emulated; use the host");
   for (Device from : devices) {
     for (Device to : devices) enable_access(from, to);  // each rank copies from its peers' memory
   }
-  auto hub = std::make_shared<LocalHub>(devices, timeout);
+  auto hub = std::make_shared<LocalHub>(devices, timeout, link);
   std::vector<std::unique_ptr<Transport>> transports;
   for (size_t r = 0; r < devices.size(); ++r) {
     transports.push_back(std::make_unique<LocalTransport>(hub, static_cast<int>(r), devices[r]));

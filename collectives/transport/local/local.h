@@ -13,14 +13,17 @@
 #include <string>
 #include <vector>
 
+#include "collectives/transport/emulated_link.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
 
 // Returns the ranks' transports: transports[r] belongs to rank r, and one thread at a time may use it. A wait
-// longer than `timeout` is an error.
+// longer than `timeout` is an error. `link`: if set, messages pass through emulated links; for ranks on the
+// host.
 std::vector<std::unique_ptr<Transport>> make_local_transports(const std::vector<Device>& devices,
-                                                              std::chrono::milliseconds timeout);
+                                                              std::chrono::milliseconds timeout,
+                                                              const EmulatedLink& link = {});
 
 // Returns why kernels that wait for other ranks' kernels may deadlock on these devices, and the remedy; "" if
 // the kernels cannot deadlock. `lazily`: whether CUDA loads a kernel at its first launch. Loading may wait

@@ -8,13 +8,29 @@
 
 namespace gradwire {
 
-LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout)
+LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link)
     : world(static_cast<int>(devices.size())),
       timeout(timeout),
       devices(std::move(devices)),
       latest_(static_cast<size_t>(world)),
       changed_(static_cast<size_t>(world)),
-      offers_(static_cast<size_t>(world) * static_cast<size_t>(world)) {}
+      offers_(static_cast<size_t>(world) * static_cast<size_t>(world)) {
+  if (link) links.emplace(link, world);
+}
+
+LocalHub::Offer* LocalHub::arrived(int from, int to) {
+  const std::deque<Offer*>& waiting = offers(from, to);
+  if (waiting.empty()) return nullptr;
+  Offer& oldest = *waiting.front();
+  if (links && links->arrived(oldest.flow, LinkPacer::Time::clock::now()) < oldest.bytes) return nullptr;
+  return &oldest;
+}
+
+LinkPacer::Time LocalHub::arrives_at(int from, int to) {
+  const std::deque<Offer*>& waiting = offers(from, to);
+  if (!links || waiting.empty()) return LinkPacer::Time::max();
+  return links->earliest(waiting.front()->flow, waiting.front()->bytes);
+}
 
 void LocalHub::barrier(int rank) {
   std::unique_lock lock(mutex);

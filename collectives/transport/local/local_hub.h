@@ -1,6 +1,7 @@
 // State that the ranks of one process share, and how they wait for each other.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/transport/link_pacer.h"
 #include "collectives/transport/peer_access.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
@@ -29,8 +31,9 @@ class LocalHub {
     size_t bytes = 0;
     const ExchangeLabel* label = nullptr;
     enum class State { waiting, copying, finished } state = State::waiting;
-    Event ready;  // CUDA: recorded once the data is complete
-    Event taken;  // CUDA: recorded after the copy
+    Event ready;                // CUDA: recorded once the data is complete
+    Event taken;                // CUDA: recorded after the copy
+    LinkPacer::Flow flow = {};  // with emulated links: the message's way to the receiver
   };
 
   // The peer memory of all ranks. Vectors are indexed by rank.
@@ -48,20 +51,25 @@ class LocalHub {
     std::vector<uint64_t> arrivals;  // number of arrivals at rendezvous(), by rank
   };
 
-  LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout);
+  LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeout, const EmulatedLink& link);
 
   // Waits until `condition` holds. Throws if the group has failed. Fails the group and throws at the
-  // deadline; `pending` then describes the wait. Requires the lock.
-  template <typename Condition, typename Pending>
-  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
+  // deadline; `pending` then describes the wait. `again`: returns the next time at which the condition can
+  // become true without a wake(). Requires the lock.
+  template <typename Condition, typename Pending, typename Again>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending, Again again) {
     const auto deadline = RunningClock::now() + timeout;
     while (!condition()) {
       throw_if_failed(rank, pending);
-      const bool late = changed_[rank].wait_until(lock, deadline) == std::cv_status::timeout;
-      if (late && !condition() && failure_.empty()) {
-        fail_and_throw(no_progress(rank, pending()));
-      }
+      const auto left = deadline - RunningClock::now();
+      if (left <= left.zero()) fail_and_throw(no_progress(rank, pending()));
+      changed_[rank].wait_until(lock,
+                                std::min<LinkPacer::Time>(LinkPacer::Time::clock::now() + left, again()));
     }
+  }
+  template <typename Condition, typename Pending>
+  void wait(std::unique_lock<std::mutex>& lock, int rank, Condition condition, Pending pending) {
+    wait(lock, rank, condition, pending, [] { return LinkPacer::Time::max(); });
   }
   void barrier(int rank);
   // Blocks until all ranks have arrived as often as this rank. `what` is for error texts.
@@ -77,6 +85,11 @@ class LocalHub {
   // The methods below require the lock.
 
   std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
+  // Returns the oldest message from one rank to another; null if none has arrived completely.
+  Offer* arrived(int from, int to);
+  // Returns a time before which no message from one rank to another arrives completely, unless a rank sends
+  // another message.
+  LinkPacer::Time arrives_at(int from, int to);
   // Fails the group if one rank maps peer memory (transport=lsa in its spec) while another rank, without peer
   // memory, has continued to its next call. Detects this mismatch before the deadline of either call.
   void compare_peer_memory();
@@ -90,6 +103,7 @@ class LocalHub {
   const std::chrono::milliseconds timeout;
   const std::vector<Device> devices;  // by rank
   std::mutex mutex;
+  std::optional<LinkPacer> links;  // unless messages arrive at once
   // Transports that their ranks have not fetched yet, by number of the split and first member.
   std::map<std::pair<int, int>, std::vector<std::unique_ptr<Transport>>> splits;
   std::map<int, std::shared_ptr<PeerGroup>> peer_groups;  // by number, until all ranks have fetched the group

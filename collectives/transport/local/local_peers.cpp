@@ -14,6 +14,8 @@ namespace gradwire {
 
 std::string LocalPeers::obstacle(int group) {
   const int ranks = group > 0 ? group : hub_.world;
+  if (hub_.links && hub_.links->link().between(0, ranks - 1))
+    return "an emulated link carries only messages (--link)";
   if (ranks > kMostPeers) return fmt::format("{} ranks; at most {} can", ranks, kMostPeers);
   for (int a = 0; a < hub_.world; ++a) {
     for (int b = a / ranks * ranks; b < std::min(hub_.world, a / ranks * ranks + ranks); ++b) {

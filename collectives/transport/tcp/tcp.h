@@ -16,6 +16,7 @@
 
 #include "collectives/net/membership.h"
 #include "collectives/net/socket.h"
+#include "collectives/transport/emulated_link.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire {
@@ -27,6 +28,8 @@ struct TcpOptions {
   bool verify_payload = false;
   // True if survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
   bool shrinkable = false;
+  // If set, messages between ranks pass through emulated links. Must be the same on every rank.
+  EmulatedLink link = {};
 };
 
 // Creates this rank's transport: joins the group and connects to every rank. Blocks until all ranks have

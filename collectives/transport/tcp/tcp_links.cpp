@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -23,14 +25,34 @@ constexpr uint64_t kHasChecksum = uint64_t{1} << 63;
 // Largest number of bytes sent at once if messages have checksums, so that the data summed for the checksum
 // is still in a cache when it is sent.
 constexpr size_t kPiece = 128 << 10;
+constexpr size_t kUnlimited = SIZE_MAX;
+// With emulated links, bytes are sent at most this often, except for the end of a message.
+constexpr std::chrono::microseconds kSendEvery{500};
+
+// Polls until `deadline`, or until `again` if that is earlier.
+void poll_until(std::vector<pollfd>& entries, SteadyClock::time_point deadline, LinkPacer::Time again) {
+  const int most_ms = milliseconds_until(deadline);
+  if (again == LinkPacer::Time::max()) {
+    poll(entries.data(), entries.size(), most_ms);
+    return;
+  }
+  std::chrono::nanoseconds time = again - LinkPacer::Time::clock::now();
+  if (most_ms >= 0) time = std::min<std::chrono::nanoseconds>(time, std::chrono::milliseconds(most_ms));
+  time = std::max(time, std::chrono::nanoseconds::zero());
+  const timespec left{.tv_sec = time.count() / 1'000'000'000, .tv_nsec = time.count() % 1'000'000'000};
+  ppoll(entries.data(), entries.size(), &left, nullptr);
+}
 
 }  // namespace
 
 TcpLinks::TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums,
-                   const PortRange& ports)
+                   const PortRange& ports, const EmulatedLink& link)
     : connector_(rank, world, address, key, ports),
       checksums_(checksums),
-      links_(static_cast<size_t>(world)) {}
+      rank_(rank),
+      links_(static_cast<size_t>(world)) {
+  if (link) pacer_.emplace(link, world);
+}
 
 TcpLinks::~TcpLinks() {
   {
@@ -67,6 +89,10 @@ void TcpLinks::post(Message& message) {
   if (!link.lost.empty()) throw LinkLost(link.lost);
   message.frame_ = {message.tag, message.bytes | (checksums_ && message.sent ? kHasChecksum : 0)};
   if (message.sent) {
+    if (pacer_) {
+      message.flow_.from = rank_, message.flow_.to = message.peer, message.flow_.bytes = length(message);
+      pacer_->post(message.flow_, LinkPacer::Time::clock::now());
+    }
     link.sends.push_back(&message);
     if (link.sends.size() == 1) push(link);
   } else {
@@ -109,6 +135,9 @@ void TcpLinks::drop() {
   std::lock_guard lock(mutex_);
   interrupted_ = true;
   for (Link& link : links_) {
+    for (Message* message : link.sends) {
+      if (pacer_) pacer_->withdraw(message->flow_);
+    }
     link.sends.clear();
     link.receives.clear();
   }
@@ -120,15 +149,52 @@ bool TcpLinks::has_work() const {
   });
 }
 
+bool TcpLinks::paced(const Link& link) const {
+  return pacer_ && pacer_->link().between(rank_, static_cast<int>(&link - links_.data()));
+}
+
+size_t TcpLinks::may_send(Message& m) {
+  return pacer_ ? pacer_->arrived(m.flow_, LinkPacer::Time::clock::now()) - m.moved_ : kUnlimited;
+}
+
+size_t TcpLinks::may_receive(const Link& link) const {
+  return paced(link) ? pacer_->may_receive(rank_, LinkPacer::Time::clock::now()) : kUnlimited;
+}
+
+int TcpLinks::events_of(Link& link, LinkPacer::Time& again) {
+  int events = 0;
+  if (!link.sends.empty()) {
+    Message& m = *link.sends.front();
+    if (may_send(m) > 0) {
+      events |= POLLOUT;
+    } else {
+      const auto enough = static_cast<size_t>(pacer_->link().payload_bytes_per_us() * kSendEvery.count());
+      again = std::min(again, pacer_->earliest(m.flow_, enough));
+    }
+  }
+  if (!link.receives.empty() && !link.mismatched) {
+    if (may_receive(link) > 0) {
+      events |= POLLIN;
+    } else {
+      again = std::min(again, pacer_->may_receive_at(rank_));
+    }
+  }
+  return events;
+}
+
 void TcpLinks::push(Link& link) {
   while (!link.sends.empty()) {
     Message& m = *link.sends.front();
+    size_t room = may_send(m);
+    if (room == 0) return;
     iovec parts[3];
     int n_parts = 0;
     size_t before = 0;  // number of the message's bytes before the part
     auto add = [&](void* part, size_t size, size_t ready) {
       const size_t at = m.moved_ - std::min(m.moved_, before);
-      if (at < ready) parts[n_parts++] = {static_cast<char*>(part) + at, ready - at};
+      const size_t sent = std::min(room, ready - std::min(at, ready));
+      if (sent > 0) parts[n_parts++] = {static_cast<char*>(part) + at, sent};
+      room -= sent;
       before += size;
     };
     add(&m.frame_, sizeof(Frame), sizeof(Frame));
@@ -177,6 +243,8 @@ void TcpLinks::pull(Link& link) {
     } else {
       to = reinterpret_cast<char*>(&m.theirs_) + (m.moved_ - end), room = length(m) - m.moved_;
     }
+    room = std::min(room, may_receive(link));
+    if (room == 0) return;
     const ssize_t n = recv(link.socket.fd(), to, room, MSG_DONTWAIT);
     if (n < 0 && errno == EINTR) continue;
     if (n < 0 && errno == EAGAIN) return;
@@ -184,6 +252,7 @@ void TcpLinks::pull(Link& link) {
       link.lost = n == 0 ? "closed by the peer" : std::strerror(errno);
       return;
     }
+    if (paced(link)) pacer_->received(rank_, static_cast<size_t>(n), LinkPacer::Time::clock::now());
     if (summed && m.moved_ < end) m.sum_ = crc32c(to, static_cast<size_t>(n), m.sum_);
     m.moved_ += static_cast<size_t>(n);
     if (in_frame && m.moved_ == data &&
@@ -208,19 +277,22 @@ void TcpLinks::poll_once(std::unique_lock<std::mutex>& lock, Poller& poller,
   auto& [wake, entries, owners] = poller;
   entries.assign(1, {wake.fd(), POLLIN, 0});
   owners.assign(1, nullptr);
+  auto again = LinkPacer::Time::max();
   for (Link& link : links_) {
     if (!link.lost.empty()) continue;
-    const int events =
-        (link.sends.empty() ? 0 : POLLOUT) | (link.receives.empty() || link.mismatched ? 0 : POLLIN);
+    const int events = events_of(link, again);
     if (events == 0) continue;
     entries.push_back({link.socket.fd(), static_cast<short>(events), 0});
     owners.push_back(&link);
   }
   lock.unlock();
-  poll(entries.data(), entries.size(), milliseconds_until(deadline));
+  poll_until(entries, deadline, again);
   lock.lock();
   if (entries[0].revents != 0) wake.clear();
   if (interrupted_) return;  // the caller may soon free the memory of pending messages
+  for (size_t r = 0; pacer_ && r < links_.size(); ++r) {
+    if (links_[r].lost.empty()) push(links_[r]);
+  }
   for (size_t i = 1; i < entries.size(); ++i) {
     if (entries[i].revents == 0) continue;
     push(*owners[i]);

@@ -17,12 +17,14 @@
 #include <cstdint>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "collectives/net/listener.h"
 #include "collectives/net/socket.h"
+#include "collectives/transport/link_pacer.h"
 #include "collectives/transport/tcp/tcp_connector.h"
 #include "runtime/threads/thread.h"
 
@@ -52,13 +54,16 @@ class TcpLinks {
     Frame frame_;
     size_t moved_ = 0;   // number of moved bytes of frame, data and checksum
     size_t summed_ = 0;  // number of data bytes in the checksum
+    LinkPacer::Flow flow_;
     uint32_t sum_ = 0, theirs_ = 0;
   };
 
   // Listens as TcpConnector does. `checksums`: add checksums to sent messages. Received messages are checked
-  // if their sender has added a checksum. Throws CommError if it cannot listen.
+  // if their sender has added a checksum. `link`: if set, messages pass through emulated links. A message is
+  // written to its connection as it arrives at the other end of its link, so delays need no shared clock.
+  // Throws CommError if it cannot listen.
   TcpLinks(int rank, int world, const std::string& address, const std::string& key, bool checksums = false,
-           const PortRange& ports = {});
+           const PortRange& ports = {}, const EmulatedLink& link = {});
   ~TcpLinks();
   TcpLinks(const TcpLinks&) = delete;
 
@@ -100,6 +105,12 @@ class TcpLinks {
 
   bool has_work() const;
   static size_t length(const Message& message);
+  bool paced(const Link& link) const;
+  // Returns the number of bytes that may be sent to this rank or received from it now.
+  size_t may_send(Message& message);
+  size_t may_receive(const Link& link) const;
+  // Returns the events to poll for on a connection. Lowers `again` to the time at which more bytes may move.
+  int events_of(Link& link, LinkPacer::Time& again);
   void push(Link& link);
   void pull(Link& link);
   // Waits until bytes can be moved or the poller is woken, and moves the bytes. `lock` is held on entry and
@@ -110,8 +121,10 @@ class TcpLinks {
 
   TcpConnector connector_;
   const bool checksums_;
+  const int rank_;
   std::mutex mutex_;
   std::vector<Link> links_;  // by rank
+  std::optional<LinkPacer> pacer_;
   bool interrupted_ = false;
   Poller caller_;  // the poller of the waiting thread
   // The helper thread, active between hand_over() and wait(); started on first use.

@@ -1,0 +1,145 @@
+#include "collectives/transport/link_pacer.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace gradwire {
+namespace {
+
+using std::chrono::nanoseconds;
+
+constexpr size_t kPacketPayload = EmulatedLink::kPacketPayload, kPacketHeaders = EmulatedLink::kPacketHeaders;
+constexpr std::chrono::microseconds kTurn{100};  // time of a turn on the link
+constexpr size_t kMostPackets = 45;              // of a turn, about as many as TCP passes to a device at once
+// Bytes that a receiver may take at once after a pause. A receiver notices arrivals late if the machine is
+// busy, which must not lower the rate.
+constexpr std::chrono::milliseconds kReceiveBurst{4};
+
+size_t on_wire(size_t bytes) {
+  return bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
+}
+
+size_t turn_of(const EmulatedLink& link) {
+  const double bytes = link.bits_per_s / 8 * std::chrono::duration<double>(kTurn).count();
+  const auto packets = static_cast<size_t>(bytes / static_cast<double>(kPacketPayload + kPacketHeaders));
+  return std::clamp<size_t>(packets, 1, kMostPackets) * kPacketPayload;
+}
+
+}  // namespace
+
+LinkPacer::LinkPacer(const EmulatedLink& link, int world)
+    : link_(link),
+      world_(world),
+      turn_(turn_of(link)),
+      out_(static_cast<size_t>(world)),
+      in_(out_.size()),
+      turns_(out_.size()),
+      queues_(out_.size() * out_.size()) {
+  // Senders that begin together then send to different receivers at any time.
+  for (int r = 0; r < world; ++r) turns_[static_cast<size_t>(r)] = (r + 1) % world;
+}
+
+nanoseconds LinkPacer::duration(size_t bytes) const {
+  return nanoseconds(std::llround(static_cast<double>(on_wire(bytes)) * 8e9 / link_.bits_per_s));
+}
+
+LinkPacer::Time LinkPacer::pass(Bucket& bucket, size_t bytes, Time ready) const {
+  return bucket = std::max(bucket, ready) + duration(bytes);
+}
+
+void LinkPacer::post(Flow& flow, Time now) {
+  flow.posted_ = now;
+  flow.arrivals_.clear();
+  flow.arrived_ = flow.left_ = 0;
+  if (flow.bytes == 0 || !link_.between(flow.from, flow.to)) {
+    flow.arrivals_.push_back({now, flow.bytes});
+    return;
+  }
+  advance(now);  // earlier messages do not share the link with this message
+  flow.left_ = flow.bytes;
+  queue(flow.from, flow.to).push_back(&flow);
+}
+
+void LinkPacer::withdraw(Flow& flow) {
+  if (flow.left_ > 0) std::erase(queue(flow.from, flow.to), &flow);
+  flow.left_ = 0;
+}
+
+size_t LinkPacer::arrived(Flow& flow, Time now) {
+  advance(now);
+  while (!flow.arrivals_.empty() && flow.arrivals_.front().at <= now) {
+    flow.arrived_ = flow.arrivals_.front().bytes;
+    flow.arrivals_.pop_front();
+  }
+  return flow.arrived_;
+}
+
+LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
+  const size_t wanted = std::min(flow.arrived_ + bytes, flow.bytes);
+  for (const Flow::Arrival& arrival : flow.arrivals_) {
+    if (arrival.bytes >= wanted) return arrival.at;
+  }
+  // The bytes have yet to enter the sender's bucket, after the messages before this message.
+  size_t ahead = wanted - (flow.bytes - flow.left_);
+  for (const Flow* earlier : queue(flow.from, flow.to)) {
+    if (earlier == &flow) break;
+    ahead += earlier->left_;
+  }
+  return std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + duration(ahead) + link_.delay;
+}
+
+LinkPacer::Flow* LinkPacer::next_of(int from) const {
+  for (int i = 0; i < world_; ++i) {
+    const auto& waiting = queue(from, (turns_[static_cast<size_t>(from)] + i) % world_);
+    if (!waiting.empty()) return waiting.front();
+  }
+  return nullptr;
+}
+
+// Passes everything that begins by `now`, in the order in which it begins.
+void LinkPacer::advance(Time now) {
+  while (true) {
+    Flow* first = nullptr;
+    Time start = now;
+    for (int from = 0; from < world_; ++from) {
+      Flow* flow = next_of(from);
+      if (flow == nullptr) continue;
+      const Time begins = std::max(out_[static_cast<size_t>(from)], flow->posted_);
+      if (begins > start || (begins == start && first != nullptr)) continue;
+      first = flow;
+      start = begins;
+    }
+    if (first == nullptr) return;
+    take_turn(*first, start);
+  }
+}
+
+// A packet's first bits leave the switch while its sender still sends the last bits of the turn. So the
+// receiver's bucket gets the bytes when they begin to arrive.
+void LinkPacer::take_turn(Flow& flow, Time start) {
+  const size_t bytes = std::min(turn_, flow.left_);
+  pass(out_[static_cast<size_t>(flow.from)], bytes, start);
+  const Time end = pass(in_[static_cast<size_t>(flow.to)], bytes, start + link_.delay);
+  flow.left_ -= bytes;
+  flow.arrivals_.push_back({end, flow.bytes - flow.left_});
+  turns_[static_cast<size_t>(flow.from)] = (flow.to + 1) % world_;
+  if (flow.left_ == 0) queue(flow.from, flow.to).pop_front();
+}
+
+size_t LinkPacer::may_receive(int rank, Time now) const {
+  const auto time =
+      std::min<nanoseconds>(kReceiveBurst, now + kReceiveBurst - in_[static_cast<size_t>(rank)]);
+  const auto packets = static_cast<double>(time.count()) * link_.bits_per_s / 8e9 /
+                       static_cast<double>(kPacketPayload + kPacketHeaders);
+  return packets < 1 ? 0 : static_cast<size_t>(packets) * kPacketPayload;
+}
+
+LinkPacer::Time LinkPacer::may_receive_at(int rank) const {
+  return in_[static_cast<size_t>(rank)] - kReceiveBurst + duration(turn_);
+}
+
+void LinkPacer::received(int rank, size_t bytes, Time now) {
+  pass(in_[static_cast<size_t>(rank)], bytes, now);
+}
+
+}  // namespace gradwire

@@ -1,0 +1,206 @@
+// Properties of emulated links, on a clock that the tests set.
+#include "collectives/transport/link_pacer.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <deque>
+#include <random>
+#include <vector>
+
+#include "runtime/util/error.h"
+#include "tests/support/expect.h"
+
+namespace gradwire {
+namespace {
+
+using namespace std::chrono_literals;
+using Time = LinkPacer::Time;
+using Flow = LinkPacer::Flow;
+using testing::expect_error;
+
+constexpr Time kStart{1h};
+
+Flow& add(std::deque<Flow>& flows, int from, int to, size_t bytes) {
+  Flow& flow = flows.emplace_back();
+  flow.from = from, flow.to = to, flow.bytes = bytes;
+  return flow;
+}
+
+// Returns when the whole message has arrived, as a caller learns it who looks only at the times it is told.
+Time arrival(LinkPacer& pacer, Flow& flow, Time now) {
+  while (pacer.arrived(flow, now) < flow.bytes) {
+    const Time next = pacer.earliest(flow, flow.bytes);
+    EXPECT_GT(next, now);
+    now = next;
+  }
+  return now;
+}
+
+TEST(EmulatedLink, ParsesRatesAndDelays) {
+  const EmulatedLink plain = EmulatedLink::parse("100Mbit"), delayed = EmulatedLink::parse("1.5gbit,20ms");
+  EXPECT_EQ(plain.bits_per_s, 1e8);
+  EXPECT_EQ(plain.delay, 0ns);
+  EXPECT_EQ(delayed.bits_per_s, 1.5e9);
+  EXPECT_EQ(delayed.delay, 20ms);
+  for (const char* text : {"100kbit", "100Mbit", "1Gbit,20ms", "2.5Gbit,1.5s", "1Tbit,10us"}) {
+    EXPECT_EQ(EmulatedLink::parse(text).to_string(), text);
+  }
+  EXPECT_EQ(EmulatedLink::parse("100000kbit,1000us").to_string(), "100Mbit,1ms");
+  EXPECT_FALSE(EmulatedLink{});
+}
+
+TEST(EmulatedLink, RejectsOtherTexts) {
+  for (const char* text : {"0", "fast", "", "100", "100MB", "-1Mbit", "0Mbit", "1kbit", "2Tbit", "Mbit",
+                           "nanMbit", "1e3Mbit", "100 Mbit", "1..5Mbit"}) {
+    expect_error<BadInput>([&] { EmulatedLink::parse(text); },
+                           {fmt::format("--link {}", text), "not a rate", "100Mbit"});
+  }
+  for (const char* text : {"1Gbit,", "1Gbit,20", "1Gbit,-1ms", "1Gbit,11s", "1Gbit,20ms,1ms", "1Gbit,fast"}) {
+    expect_error<BadInput>([&] { EmulatedLink::parse(text); },
+                           {fmt::format("--link {}", text), "not a delay", "20ms"});
+  }
+}
+
+TEST(LinkPacer, MessageTakesTheTimeOfItsBytesAndHeadersPlusTheDelay) {
+  LinkPacer pacer({.bits_per_s = 1e8, .delay = 5ms}, 2);
+  std::deque<Flow> flows;
+  Flow& flow = add(flows, 0, 1, 144'800);  // 100 packets of 1514 bytes
+  pacer.post(flow, kStart);
+  const Time end = arrival(pacer, flow, kStart);
+  EXPECT_NEAR(std::chrono::duration<double>(end - kStart).count(), 0.005 + 151'400 * 8e-8, 1e-6);
+}
+
+// Posts random messages, and samples the clock at random.
+TEST(LinkPacer, NoWindowPassesMoreThanTheBucket) {
+  constexpr int kWorld = 4, kMessages = 60;
+  std::mt19937 random(1);
+  LinkPacer pacer({.bits_per_s = 1e8, .delay = 1ms}, kWorld);
+  std::deque<Flow> flows;
+  std::array<std::vector<std::pair<Time, size_t>>, 2 * kWorld> passed;  // by direction and rank
+  Time now = kStart;
+  auto all_arrived = [&] {
+    return std::all_of(flows.begin(), flows.end(), [&](Flow& f) { return pacer.arrived(f, now) == f.bytes; });
+  };
+  while (flows.size() < kMessages || !all_arrived()) {
+    if (flows.size() < kMessages && random() % 4 == 0) {
+      const int from = static_cast<int>(random() % kWorld);
+      const int to = static_cast<int>((from + 1 + random() % (kWorld - 1)) % kWorld);
+      pacer.post(add(flows, from, to, random() % 200'000), now);
+    }
+    now += std::chrono::microseconds(random() % 2000);
+    std::array<size_t, 2 * kWorld> sums{};
+    for (Flow& flow : flows) {
+      sums[static_cast<size_t>(flow.from)] += pacer.arrived(flow, now);
+      sums[static_cast<size_t>(kWorld + flow.to)] += pacer.arrived(flow, now);
+    }
+    for (size_t i = 0; i < sums.size(); ++i) passed[i].emplace_back(now, sums[i]);
+  }
+  for (const auto& samples : passed) {
+    for (size_t a = 0; a < samples.size(); ++a) {
+      for (size_t b = a + 1; b < samples.size(); ++b) {
+        const double time = std::chrono::duration<double>(samples[b].first - samples[a].first).count();
+        const double most = time * 1e8 / 8 * 1448 / 1514 + 4 * static_cast<double>(pacer.turn_bytes());
+        ASSERT_LE(static_cast<double>(samples[b].second - samples[a].second), most);
+      }
+    }
+  }
+}
+
+TEST(LinkPacer, CallersThatLookLateLoseNoRate) {
+  std::vector<Time> ends;
+  for (const bool often : {false, true}) {
+    LinkPacer pacer({.bits_per_s = 1e9}, 3);
+    std::deque<Flow> flows;
+    Flow &first = add(flows, 0, 1, 1'000'000), &second = add(flows, 0, 2, 1'000'000);
+    pacer.post(first, kStart);
+    pacer.post(second, kStart);
+    for (Time t = kStart; often && t < kStart + 100ms; t += 10us) pacer.arrived(second, t);
+    const Time looked = kStart + 100ms;
+    EXPECT_EQ(pacer.arrived(first, looked), first.bytes);
+    EXPECT_EQ(pacer.arrived(second, looked), second.bytes);
+    Flow& third = add(flows, 0, 1, 1'000'000);  // shows when the link is free
+    pacer.post(third, looked);
+    ends.push_back(arrival(pacer, third, looked));
+  }
+  EXPECT_EQ(ends[0], ends[1]);
+}
+
+// Every rank sends to every other rank at once, as in a two-shot. Shared fairly, all links are busy to the
+// end.
+TEST(LinkPacer, RoundsOfAllPairsKeepEveryLinkBusy) {
+  for (const int world : {2, 3, 4, 8}) {
+    LinkPacer pacer({.bits_per_s = 1e8}, world);
+    std::deque<Flow> flows;
+    const size_t bytes = 100 * 1448;
+    for (int from = 0; from < world; ++from) {
+      for (int to = 0; to < world; ++to) {
+        if (from != to) pacer.post(add(flows, from, to, bytes), kStart);
+      }
+    }
+    Time last = kStart;
+    for (Flow& flow : flows) last = std::max(last, arrival(pacer, flow, last));
+    const auto ideal = (world - 1) * pacer.duration(bytes);
+    EXPECT_GE(last - kStart, ideal);
+    EXPECT_LE(last - kStart, ideal + 2 * pacer.duration(pacer.turn_bytes())) << world;
+  }
+}
+
+TEST(LinkPacer, SeveralSendersShareTheReceiversLink) {
+  LinkPacer pacer({.bits_per_s = 1e8}, 4);
+  std::deque<Flow> flows;
+  Time last = kStart;
+  for (int from : {1, 2, 3}) pacer.post(add(flows, from, 0, 144'800), kStart);
+  for (Flow& flow : flows) last = std::max(last, arrival(pacer, flow, last));
+  EXPECT_GE(last - kStart, 3 * pacer.duration(144'800));
+}
+
+TEST(LinkPacer, MessagesInsideANodeArriveAtOnce) {
+  LinkPacer pacer({.bits_per_s = 1e8, .delay = 1s, .ranks_per_node = 2}, 4);
+  std::deque<Flow> flows;
+  Flow &inside = add(flows, 2, 3, 1'000'000), &between = add(flows, 1, 2, 1'000'000);
+  pacer.post(inside, kStart);
+  pacer.post(between, kStart);
+  EXPECT_EQ(pacer.arrived(inside, kStart), inside.bytes);
+  EXPECT_EQ(pacer.arrived(between, kStart), 0u);
+}
+
+TEST(LinkPacer, WithdrawnMessagesUseTheLinkNoLonger) {
+  LinkPacer pacer({.bits_per_s = 1e8}, 2);
+  std::deque<Flow> flows;
+  Flow &first = add(flows, 0, 1, 10'000'000), &second = add(flows, 0, 1, 144'800);
+  pacer.post(first, kStart);
+  pacer.arrived(first, kStart + 1ms);
+  pacer.withdraw(first);
+  pacer.post(second, kStart + 1ms);
+  EXPECT_LE(arrival(pacer, second, kStart + 1ms),
+            kStart + 1ms + pacer.duration(144'800) + pacer.duration(pacer.turn_bytes()));
+}
+
+// A receiver between processes takes whatever has come, at random times.
+TEST(LinkPacer, ReceivesNoMoreThanTheRateAfterABurst) {
+  std::mt19937 random(2);
+  LinkPacer pacer({.bits_per_s = 1e8}, 2);
+  Time now = kStart;
+  size_t received = 0;
+  while (now < kStart + 1s) {
+    const size_t most = pacer.may_receive(0, now);
+    if (most == 0) {
+      EXPECT_GT(pacer.may_receive_at(0), now);
+    } else {
+      const size_t bytes = 1 + random() % most;
+      pacer.received(0, bytes, now);
+      received += bytes;
+    }
+    now += std::chrono::microseconds(random() % 300);
+    const double rate = 1e8 / 8 * 1448 / 1514, time = std::chrono::duration<double>(now - kStart).count();
+    ASSERT_LE(static_cast<double>(received), rate * (time + 0.005));
+  }
+  EXPECT_GT(static_cast<double>(received), 0.9 * 1e8 / 8 * 1448 / 1514);
+}
+
+}  // namespace
+}  // namespace gradwire
