@@ -103,7 +103,7 @@ class StoreServer::Loop {
       // wait.
       if (!formed_at_ && !pending_.refused().empty()) fail("rank 0 " + pending_.refused());
       remove_dead_peers();
-      if (roll_is_over()) answer_roll_calls();
+      if (!roll_due_at_ || roll_is_over() || !roll_.any(Presence::silent)) answer_roll_calls();
     }
   }
 
@@ -276,7 +276,9 @@ class StoreServer::Loop {
         set(peer, frame);
         break;
       case Op::get:
-        get(peer, frame);
+        if (const std::string* found = keys_.value(frame.key)) return reply(peer, frame.id, *found);
+        if (!failure_.empty()) return refuse(peer, frame.id);
+        defer(peer, frame, waiting_);
         break;
       case Op::add:
         // If a failed group still counted, some ranks could pass a barrier that other ranks cannot pass.
@@ -300,11 +302,9 @@ class StoreServer::Loop {
         break;
       case Op::state:
         roll_.ranks[peer.rank] = {Presence::here, frame.value};
-        if (!roll_.any(Presence::silent)) answer_roll_calls();
         break;
       case Op::roll:
         defer(peer, frame, roll_callers_);
-        if (!roll_.any(Presence::silent) || !roll_due_at_ || roll_is_over()) answer_roll_calls();
         break;
       case Op::bye:
         leave(peer);
@@ -331,12 +331,6 @@ class StoreServer::Loop {
     for (const Waiting& w : answered) reply(*w.peer, w.id, frame.value);
   }
 
-  void get(Peer& peer, const Frame& frame) {
-    if (const std::string* found = keys_.value(frame.key)) return reply(peer, frame.id, *found);
-    if (!failure_.empty()) return refuse(peer, frame.id);
-    defer(peer, frame, waiting_);
-  }
-
   void leave(Peer& peer) {
     peer.leaving = true;
     if (failure_.empty()) {
@@ -344,7 +338,6 @@ class StoreServer::Loop {
     } else if (roll_.ranks[peer.rank].presence == Presence::silent) {
       roll_.ranks[peer.rank].presence = Presence::here;  // the rank leaves because of the failure
     }
-    if (!roll_.any(Presence::silent)) answer_roll_calls();
   }
 
   // Defers the answer to a request: appends the request to `list`. Throws OverStoreLimit if the rank has too
@@ -404,7 +397,6 @@ class StoreServer::Loop {
       if (peer->watches && !peer->leaving) {
         roll_.ranks[peer->rank].presence = Presence::gone;
         fail(fmt::format("rank {} is gone: its process ended or its machine cut the connection", peer->rank));
-        if (!roll_.any(Presence::silent)) answer_roll_calls();
       }
     }
     std::erase_if(peers_, [](const auto& peer) { return peer->dead; });

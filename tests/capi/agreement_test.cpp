@@ -4,7 +4,6 @@
 
 #include "tests/capi/ranks.h"
 #include "tests/support/expect.h"
-#include "tests/support/temporary_folder.h"
 
 namespace {
 
@@ -20,20 +19,24 @@ struct Outcome {
   std::chrono::steady_clock::duration took{};
 };
 
+// The arguments of a reducer.
+struct ReducerCall {
+  Model model = {};
+  std::string spec = "powersgd:rank=2,schedule=ring";
+  gw_reducer_options how = options(8 << 10);
+};
+
+gw_status create(gw_comm comm, const ReducerCall& c, gw_reducer* reducer) {
+  auto tensors = c.model.tensors();
+  return capi::create_reducer(comm, c.spec.c_str(), tensors, &c.how, reducer);
+}
+
 class CApiAgreement : public testing::TestWithParam<const char*> {
  protected:
-  // Returns the name of a new rendezvous. Ranks that join through a file communicate as processes do.
-  std::string rendezvous() {
-    if (GetParam() == std::string("threads")) return capi::fresh_name();
-    static const gradwire::testing::TemporaryFolder folder;
-    static std::atomic<int> next{0};
-    return "file://" + folder.path("meet" + std::to_string(next++));
-  }
-
   std::vector<Outcome> outcomes(int world, const Act& act,
                                 const std::function<int(int rank)>& ranks_per_node = {}) {
     std::vector<Outcome> all(world);
-    const std::string where = rendezvous();
+    const std::string where = capi::fresh_rendezvous(GetParam());
     capi::in_threads(world, [&](int r) {
       gw_comm comm = nullptr;
       auto options = capi::comm_options(where.c_str(), r, world);
@@ -56,6 +59,22 @@ class CApiAgreement : public testing::TestWithParam<const char*> {
       EXPECT_EQ(o.status, GW_COMM_FAILED) << o.text;
       EXPECT_LT(o.took, std::chrono::seconds(30)) << "not noticed, only timed out";
       expect_has(o.text, parts);
+    }
+  }
+
+  // Creates reducers whose arguments `change` changes on one rank.
+  void differ(const std::function<void(ReducerCall&)>& change, const std::vector<std::string>& parts) {
+    ReducerCall other;
+    change(other);
+    for (int odd : {0, 1, 2}) {
+      expect_refused(
+          [&](gw_comm comm, int rank) {
+            gw_reducer reducer = nullptr;
+            const gw_status status = create(comm, rank == odd ? other : ReducerCall{}, &reducer);
+            gw_reducer_destroy(reducer);
+            return status;
+          },
+          parts, 3);
     }
   }
 };
@@ -144,33 +163,7 @@ TEST_P(CApiAgreement, ArgumentsThatMayDifferAreAccepted) {
   }
 }
 
-// The arguments of a reducer.
-struct ReducerCall {
-  Model model = {};
-  std::string spec = "powersgd:rank=2,schedule=ring";
-  gw_reducer_options how = options(8 << 10);
-};
-
-gw_status create(gw_comm comm, const ReducerCall& c, gw_reducer* reducer) {
-  auto tensors = c.model.tensors();
-  return capi::create_reducer(comm, c.spec.c_str(), tensors, &c.how, reducer);
-}
-
-TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
-  auto differ = [&](const std::function<void(ReducerCall&)>& change, const std::vector<std::string>& parts) {
-    ReducerCall other;
-    change(other);
-    for (int odd : {0, 1, 2}) {
-      expect_refused(
-          [&](gw_comm comm, int rank) {
-            gw_reducer reducer = nullptr;
-            const gw_status status = create(comm, rank == odd ? other : ReducerCall{}, &reducer);
-            gw_reducer_destroy(reducer);
-            return status;
-          },
-          parts, 3);
-    }
-  };
+TEST_P(CApiAgreement, ReducersRefuseTensorsThatDiffer) {
   differ([](auto& c) { c.model.names[3] = "small"; },
          {"tensor 3: 'tiny' (3 x 3)", "tensor 3: 'small' (3 x 3)"});
   differ([](auto& c) { std::swap(c.model.rows[1], c.model.cols[1]); },
@@ -200,6 +193,9 @@ TEST_P(CApiAgreement, ReducersRefuseEveryArgumentThatDiffers) {
         c.model.cols.pop_back();
       },
       {"tensor 6: 'square' (64 x 64)", "nothing more"});
+}
+
+TEST_P(CApiAgreement, ReducersRefuseSpecsAndOptionsThatDiffer) {
   differ([](auto& c) { c.spec = "powersgd:rank=3,schedule=ring"; }, {"rank=2", "rank=3"});
   differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,seed=7"; }, {"seed=7"});
   differ([](auto& c) { c.spec = "powersgd:rank=2,schedule=ring,warm=off"; }, {"warm=off"});
@@ -317,7 +313,7 @@ TEST_P(CApiAgreement, AStateThatOnlySomeRanksLoadIsRefused) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(, CApiAgreement, testing::Values("threads", "tcp"),
+INSTANTIATE_TEST_SUITE_P(, CApiAgreement, testing::Values("threads", "processes"),
                          [](const auto& info) { return std::string(info.param); });
 
 TEST(CApiTag, AnAbortsReasonIsPrintable) {

@@ -162,68 +162,84 @@ TEST(CApi, StochasticRoundingDiffersFromCallToCall) {
 
 class EverySpec : public ::testing::TestWithParam<const char*> {};
 
+constexpr int kSteps = 3, kWorld = 3;
+enum class Layout { packed, scattered, overlapped };
+
+// Returns this rank's gradients of one step, packed.
+std::vector<float> gradients_of(const Model& model, int step, int rank) {
+  return normal(model.elements(), static_cast<unsigned>(step * kWorld + rank));
+}
+
+void average_once(gw_reducer reducer, const std::vector<void*>& addresses, int rank, Layout layout) {
+  if (layout != Layout::overlapped) {
+    GW_ASSERT_OK(gw_reducer_allreduce(reducer, addresses.data(), nullptr, nullptr));
+    return;
+  }
+  for (size_t i = 0; i < addresses.size(); ++i) {  // ranks may use different orders
+    auto tensor = static_cast<int32_t>((i + static_cast<size_t>(rank)) % addresses.size());
+    GW_ASSERT_OK(gw_reducer_ready(reducer, tensor, nullptr));
+  }
+  GW_ASSERT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
+}
+
+void expect_stats(gw_reducer reducer, Layout layout) {
+  const gw_stats stats = stats_of(reducer);
+  EXPECT_EQ(stats.steps, kSteps);
+  EXPECT_GE(stats.buckets, 2);
+  EXPECT_EQ(stats.buckets_in_place, layout == Layout::scattered ? 0 : stats.buckets);
+  EXPECT_GT(stats.wire_bytes, 0u);
+  EXPECT_GT(stats.comm_ms, 0.0);
+  gradwire::testing::expect_has(stats.description, {"bucket 0"});
+}
+
+// Averages gradients in kSteps steps. Returns the last step's result, packed.
+std::vector<float> average(gw_comm comm, int rank, const char* spec, Layout layout) {
+  const Model model;
+  std::vector<float> flat(model.elements()), result;
+  std::vector<std::vector<float>> pieces;
+  for (size_t i = 0; i < model.names.size(); ++i) pieces.emplace_back(model.count(i) + 1);
+  auto addresses = model.addresses(flat.data());
+  if (layout == Layout::scattered) {
+    for (size_t i = 0; i < pieces.size(); ++i) addresses[i] = pieces[i].data();
+  }
+  const auto how = capi::options(16 << 10);
+  gw_reducer made = nullptr;
+  GW_EXPECT_OK(capi::create_reducer(comm, spec, model.tensors(flat.data()), &how, &made));
+  const capi::Reducer reducer(made);
+  for (int s = 0; s < kSteps; ++s) {
+    const auto gradients = gradients_of(model, s, rank);
+    for (size_t i = 0, at = 0; i < pieces.size(); at += model.count(i++)) {
+      if (model.count(i) > 0) std::memcpy(addresses[i], &gradients[at], model.count(i) * sizeof(float));
+    }
+    average_once(made, addresses, rank, layout);
+  }
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const auto* tensor = static_cast<const float*>(addresses[i]);
+    result.insert(result.end(), tensor, tensor + model.count(i));
+  }
+  expect_stats(made, layout);
+  return result;
+}
+
 // Checks that the results have the same bits on all ranks for packed, scattered and overlapped gradients.
 // With fp32 the results are the mean.
 TEST_P(EverySpec, PackedScatteredAndOverlappedGradientsGiveTheSameBits) {
-  const Model model;
-  constexpr int kSteps = 3, kWorld = 3;
   std::vector<std::vector<float>> results;
-  for (const char* way : {"packed", "scattered", "overlapped"}) {
+  for (Layout layout : {Layout::packed, Layout::scattered, Layout::overlapped}) {
     std::vector<std::vector<float>> by_rank(kWorld);
-    run_ranks(kWorld, [&](gw_comm comm, int rank) {
-      std::vector<float> flat(model.elements());
-      std::vector<std::vector<float>> pieces;
-      for (size_t i = 0; i < model.names.size(); ++i) pieces.emplace_back(model.count(i) + 1);
-      auto addresses = model.addresses(flat.data());
-      if (way == std::string("scattered")) {
-        for (size_t i = 0; i < pieces.size(); ++i) addresses[i] = pieces[i].data();
-      }
-      auto tensors = model.tensors(flat.data());
-      auto how = capi::options(16 << 10);
-      gw_reducer reducer = nullptr;
-      GW_ASSERT_OK(capi::create_reducer(comm, GetParam(), tensors, &how, &reducer));
-      for (int s = 0; s < kSteps; ++s) {
-        auto gradient = normal(model.elements(), static_cast<unsigned>(s * kWorld + rank));
-        for (size_t i = 0, at = 0; i < pieces.size(); at += model.count(i++)) {
-          if (model.count(i) > 0) std::memcpy(addresses[i], &gradient[at], model.count(i) * sizeof(float));
-        }
-        if (way == std::string("overlapped")) {
-          for (size_t i = 0; i < pieces.size(); ++i) {  // ranks may use different orders
-            auto tensor = static_cast<int32_t>((i + static_cast<size_t>(rank)) % pieces.size());
-            GW_ASSERT_OK(gw_reducer_ready(reducer, tensor, nullptr));
-          }
-          GW_ASSERT_OK(gw_reducer_wait(reducer, nullptr, nullptr));
-        } else {
-          GW_ASSERT_OK(gw_reducer_allreduce(reducer, addresses.data(), nullptr, nullptr));
-        }
-      }
-      for (size_t i = 0; i < pieces.size(); ++i) {
-        const auto* result = static_cast<const float*>(addresses[i]);
-        by_rank[rank].insert(by_rank[rank].end(), result, result + model.count(i));
-      }
-      gw_stats stats = stats_of(reducer);
-      EXPECT_EQ(stats.steps, kSteps);
-      EXPECT_GE(stats.buckets, 2);
-      EXPECT_EQ(stats.buckets_in_place, way == std::string("scattered") ? 0 : stats.buckets);
-      EXPECT_GT(stats.wire_bytes, 0u);
-      EXPECT_GT(stats.comm_ms, 0.0);
-      gradwire::testing::expect_has(stats.description, {"bucket 0"});
-      GW_EXPECT_OK(gw_reducer_destroy(reducer));
-    });
-    EXPECT_EQ(by_rank[0], by_rank[1]);
-    EXPECT_EQ(by_rank[0], by_rank[2]);
-    results.push_back(by_rank[0]);
+    run_ranks(kWorld,
+              [&](gw_comm comm, int rank) { by_rank[rank] = average(comm, rank, GetParam(), layout); });
+    results.insert(results.end(), by_rank.begin(), by_rank.end());
   }
-  EXPECT_EQ(results[0], results[1]);
-  EXPECT_EQ(results[0], results[2]);
-  if (GetParam() == std::string("fp32")) {
-    std::vector<double> mean(model.elements());
-    for (int r = 0; r < kWorld; ++r) {
-      auto last = normal(model.elements(), static_cast<unsigned>((kSteps - 1) * kWorld + r));
-      for (size_t i = 0; i < mean.size(); ++i) mean[i] += last[i] / kWorld;
-    }
-    for (size_t i = 0; i < mean.size(); ++i) ASSERT_NEAR(results[0][i], mean[i], 1e-6);
+  for (const auto& result : results) EXPECT_EQ(result, results[0]);
+  if (GetParam() != std::string("fp32")) return;
+  const Model model;
+  std::vector<double> mean(model.elements());
+  for (int r = 0; r < kWorld; ++r) {
+    const auto last = gradients_of(model, kSteps - 1, r);
+    for (size_t i = 0; i < mean.size(); ++i) mean[i] += last[i] / kWorld;
   }
+  for (size_t i = 0; i < mean.size(); ++i) ASSERT_NEAR(results[0][i], mean[i], 1e-6);
 }
 
 TEST_P(EverySpec, AStateSavedAndLoadedContinuesBitForBit) {

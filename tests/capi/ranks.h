@@ -11,6 +11,7 @@
 
 #include <gradwire/gradwire.h>
 #include "tests/support/normal.h"
+#include "tests/support/temporary_folder.h"
 #include "tests/support/threads.h"
 
 #define GW_EXPECT_OK(call) EXPECT_EQ(GW_OK, (call)) << gw_last_error()
@@ -31,6 +32,15 @@ using gradwire::testing::normal;
 inline std::string fresh_name() {
   static std::atomic<int> next{0};
   return "local://group" + std::to_string(next++);
+}
+
+// Returns a new rendezvous of "threads", or of "processes": ranks that join through a file communicate by
+// TCP.
+inline std::string fresh_rendezvous(const std::string& between) {
+  if (between == "threads") return fresh_name();
+  static const gradwire::testing::TemporaryFolder folder;
+  static std::atomic<int> next{0};
+  return "file://" + folder.path("group" + std::to_string(next++));
 }
 
 // Returns a structure of the header with its size set and all other members zero.

@@ -7,7 +7,6 @@
 
 #include "tests/capi/ranks.h"
 #include "tests/support/expect.h"
-#include "tests/support/temporary_folder.h"
 
 namespace {
 
@@ -46,15 +45,8 @@ std::vector<Counts> counts_for(int world) {
 
 class CApiSharded : public testing::TestWithParam<const char*> {
  protected:
-  std::string rendezvous() {
-    if (GetParam() == std::string("threads")) return capi::fresh_name();
-    static const gradwire::testing::TemporaryFolder folder;
-    static std::atomic<int> next{0};
-    return "file://" + folder.path("sharded" + std::to_string(next++));
-  }
-
   void run(int world, const std::function<void(gw_comm, int)>& body) {
-    capi::run_ranks_at(rendezvous(), world, 60'000, body, world % 2 == 0 ? 2 : 0);
+    capi::run_ranks_at(capi::fresh_rendezvous(GetParam()), world, 60'000, body, world % 2 == 0 ? 2 : 0);
   }
   std::vector<int> worlds() const {
     return GetParam() == std::string("threads") ? std::vector<int>{1, 2, 3, 4, 5, 6, 7, 8}
@@ -302,72 +294,83 @@ TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
 INSTANTIATE_TEST_SUITE_P(Between, CApiSharded, testing::Values("threads", "processes"),
                          [](const auto& where) { return std::string(where.param); });
 
-TEST(CApiShardedErrors, EveryArgumentIsChecked) {
+gw_status scatter(gw_comm comm, const void* from, void* to, const int64_t* counts,
+                  gw_dtype dtype = GW_FLOAT32, gw_op op = GW_SUM, const char* spec = "fp32",
+                  float* residual = nullptr) {
+  return gw_reduce_scatter(comm, from, to, counts, dtype, op, spec, nullptr,
+                           capi::call({.residual = residual}));
+}
+
+TEST(CApiShardedErrors, ReduceScatterChecksEveryArgument) {
   capi::run_ranks(2, [](gw_comm comm, int rank) {
     float in[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8] = {};
     const int64_t counts[2] = {4, 4}, negative[2] = {4, -4}, huge[2] = {INT64_MAX, INT64_MAX};
-    auto scatter = [&](const void* from, void* to, const int64_t* sizes, gw_dtype dtype = GW_FLOAT32,
-                       gw_op op = GW_SUM, const char* spec = "fp32", float* residual = nullptr) {
-      return gw_reduce_scatter(comm, from, to, sizes, dtype, op, spec, nullptr,
-                               capi::call({.residual = residual}));
-    };
-    GW_EXPECT_BAD("counts is null", scatter(in, out, nullptr));
-    GW_EXPECT_BAD("counts[1] is -4", scatter(in, out, negative));
-    GW_EXPECT_BAD("more elements than", scatter(in, out, huge));
-    GW_EXPECT_BAD("in is null", scatter(nullptr, out, counts));
-    GW_EXPECT_BAD("out is null", scatter(in, nullptr, counts));
-    GW_EXPECT_BAD("dtype 7", scatter(in, out, counts, 7));
-    GW_EXPECT_BAD("op 9", scatter(in, out, counts, GW_FLOAT32, 9));
-    GW_EXPECT_BAD("spec is null", scatter(in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
+    GW_EXPECT_BAD("counts is null", scatter(comm, in, out, nullptr));
+    GW_EXPECT_BAD("counts[1] is -4", scatter(comm, in, out, negative));
+    GW_EXPECT_BAD("more elements than", scatter(comm, in, out, huge));
+    GW_EXPECT_BAD("in is null", scatter(comm, nullptr, out, counts));
+    GW_EXPECT_BAD("out is null", scatter(comm, in, nullptr, counts));
+    GW_EXPECT_BAD("dtype 7", scatter(comm, in, out, counts, 7));
+    GW_EXPECT_BAD("op 9", scatter(comm, in, out, counts, GW_FLOAT32, 9));
+    GW_EXPECT_BAD("spec is null", scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
     for (const char* spec : {"powersgd:rank=2", "randk:ratio=0.1"}) {
-      GW_EXPECT_BAD("use a reducer", scatter(in, out, counts, GW_FLOAT32, GW_SUM, spec));
+      GW_EXPECT_BAD("use a reducer", scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, spec));
     }
-    GW_EXPECT_BAD("not aligned", scatter(in, reinterpret_cast<char*>(out) + 1, counts));
+    GW_EXPECT_BAD("not aligned", scatter(comm, in, reinterpret_cast<char*>(out) + 1, counts));
     GW_EXPECT_BAD("residual is not aligned",
-                  scatter(in, out, counts, GW_FLOAT32, GW_SUM, "bf16",
+                  scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, "bf16",
                           reinterpret_cast<float*>(reinterpret_cast<char*>(out) + 2)));
-    GW_EXPECT_BAD("is not this rank's place in it", scatter(in, in + 1 + 4 * rank, counts));
-    GW_EXPECT_BAD("is not this rank's place in it",
-                  gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
-    GW_EXPECT_FAILS(
-        GW_BAD_ARGUMENT, "master overlaps replica",
-        gw_all_gather_update(comm, in + 4 * rank, in, counts, GW_FLOAT32, "int8", nullptr, nullptr));
-    GW_EXPECT_FAILS(GW_UNSUPPORTED, "keep them in float32",
-                    gw_all_gather_update(comm, out, in, counts, GW_BFLOAT16, "int8", nullptr, nullptr));
-    GW_EXPECT_FAILS(
-        GW_BAD_ARGUMENT, "use a reducer",
-        gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "powersgd:rank=2", nullptr, nullptr));
-    for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
-      GW_EXPECT_BAD("replicas would drift from their masters",
-                    gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, spec, nullptr, nullptr));
-    }
-    GW_EXPECT_BAD("it needs block=128, or ef=off",
-                  gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "qsgd:bits=4", nullptr, nullptr));
-    GW_EXPECT_BAD("root is 2 in a world of 2",
-                  gw_broadcast(comm, in, 8, GW_FLOAT32, 2, "fp32", nullptr, nullptr));
-    GW_EXPECT_BAD("schedule=tree has no broadcast",
-                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "fp32:schedule=tree", nullptr, nullptr));
-    GW_EXPECT_BAD("count is -1", gw_allreduce(comm, in, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
-    const auto kept = capi::call({.residual = out});
-    GW_EXPECT_BAD("gw_broadcast has no residual",
-                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, kept));
-    GW_EXPECT_BAD("gw_all_gather_update has no residual",
-                  gw_all_gather_update(comm, out, in, counts, GW_FLOAT32, "int8", nullptr, kept));
-    const gw_call_options zeros = {};
-    GW_EXPECT_BAD("gw_call_options.size is 0",
-                  gw_broadcast(comm, in, 8, GW_FLOAT32, 0, "int8", nullptr, &zeros));
-    GW_EXPECT_FAILS(GW_BAD_HANDLE, "null",
-                    gw_broadcast(nullptr, in, 8, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
+    GW_EXPECT_BAD("is not this rank's place in it", scatter(comm, in, in + 1 + 4 * rank, counts));
     // The communicator still works.
-    GW_EXPECT_OK(scatter(in, out, counts));
+    GW_EXPECT_OK(scatter(comm, in, out, counts));
     EXPECT_EQ(out[0], rank == 0 ? 2.0f : 10.0f);
   });
   capi::run_ranks(4, [](gw_comm comm, int) {
     float in[4] = {}, out[4] = {};
     const int64_t counts[4] = {1, 1, 1, 1};
-    GW_EXPECT_FAILS(
-        GW_BAD_ARGUMENT, "with schedule=tree rank",
-        gw_reduce_scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, "fp32:schedule=tree", nullptr, nullptr));
+    GW_EXPECT_BAD("with schedule=tree rank",
+                  scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, "fp32:schedule=tree"));
+  });
+}
+
+TEST(CApiShardedErrors, AllGathersCheckTheirArguments) {
+  capi::run_ranks(2, [](gw_comm comm, int rank) {
+    float in[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8] = {};
+    const int64_t counts[2] = {4, 4};
+    const auto update = [&](const float* master, gw_dtype dtype, const char* spec,
+                            const gw_call_options* call = nullptr) {
+      return gw_all_gather_update(comm, master, in, counts, dtype, spec, nullptr, call);
+    };
+    GW_EXPECT_BAD("is not this rank's place in it",
+                  gw_all_gather(comm, in + 1, in, counts, GW_FLOAT32, "fp32", nullptr, nullptr));
+    GW_EXPECT_BAD("master overlaps replica", update(in + 4 * rank, GW_FLOAT32, "int8"));
+    GW_EXPECT_FAILS(GW_UNSUPPORTED, "keep them in float32", update(out, GW_BFLOAT16, "int8"));
+    GW_EXPECT_BAD("use a reducer", update(out, GW_FLOAT32, "powersgd:rank=2"));
+    for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
+      GW_EXPECT_BAD("replicas would drift from their masters", update(out, GW_FLOAT32, spec));
+    }
+    GW_EXPECT_BAD("it needs block=128, or ef=off", update(out, GW_FLOAT32, "qsgd:bits=4"));
+    const auto residual = capi::call({.residual = out});
+    GW_EXPECT_BAD("gw_all_gather_update has no residual", update(out, GW_FLOAT32, "int8", residual));
+  });
+}
+
+TEST(CApiShardedErrors, BroadcastAndAllreduceCheckTheirArguments) {
+  capi::run_ranks(2, [](gw_comm comm, int) {
+    float values[8] = {}, residual[8] = {};
+    const auto broadcast = [&](int root, const char* spec, const gw_call_options* call = nullptr) {
+      return gw_broadcast(comm, values, 8, GW_FLOAT32, root, spec, nullptr, call);
+    };
+    GW_EXPECT_BAD("root is 2 in a world of 2", broadcast(2, "fp32"));
+    GW_EXPECT_BAD("schedule=tree has no broadcast", broadcast(0, "fp32:schedule=tree"));
+    const auto with_residual = capi::call({.residual = residual});
+    GW_EXPECT_BAD("gw_broadcast has no residual", broadcast(0, "int8", with_residual));
+    const gw_call_options zeros = {};
+    GW_EXPECT_BAD("gw_call_options.size is 0", broadcast(0, "int8", &zeros));
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, "null",
+                    gw_broadcast(nullptr, values, 8, GW_FLOAT32, 0, "fp32", nullptr, nullptr));
+    GW_EXPECT_BAD("count is -1",
+                  gw_allreduce(comm, values, -1, GW_FLOAT32, GW_SUM, "bf16", nullptr, nullptr));
   });
 }
 

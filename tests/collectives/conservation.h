@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cmath>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -33,73 +32,79 @@ inline double squared_norm(const std::vector<float>& x) {
   return sum;
 }
 
+// One rank's inputs and results, summed over steps, and its residual after the last of these steps.
+struct Account {
+  std::vector<double> input, applied;
+  std::vector<float> residual;
+  double squares = 0;  // the residuals' squared norms, summed over the steps that rounded a residual
+};
+
+struct RankRun {
+  Account first_step, all_steps;
+  std::vector<float> last_result;
+  double squares_halfway = 0;  // the residual's squared norm halfway
+};
+
+inline RankRun run_rank(Communicator& comm, const std::string& spec, int steps) {
+  const bool rounded = !CompressionSpec::parse(spec).residual->exact;
+  comm.set_ranks_per_node(ranks_per_node(comm.world()));
+  Rank rank(comm, spec, model(), 16 << 10);
+  EXPECT_GE(rank.reducer.buckets(), comm.world() > 1 ? 2 : 0);
+  RankRun run;
+  Account& sums = run.all_steps;
+  sums.input.resize(static_cast<size_t>(rank.reducer.elements()));
+  sums.applied = sums.input;
+  for (int s = 0; s < steps; ++s) {
+    const auto gradients =
+        gradients_for(rank.tensors, static_cast<uint32_t>(s * comm.world() + comm.rank() + 1));
+    const auto in = flat(rank, gradients);
+    run.last_result = rank.step(gradients);
+    for (size_t i = 0; i < in.size(); ++i) sums.input[i] += in[i], sums.applied[i] += run.last_result[i];
+    if (s == steps / 2) run.squares_halfway = squared_norm(rank.residual());
+    if (s == 0 || rounded) sums.squares += squared_norm(rank.residual());
+    if (s == 0) {
+      run.first_step = sums;
+      run.first_step.residual = rank.residual();
+    }
+  }
+  sums.residual = rank.residual();
+  return run;
+}
+
+// Expects that the applied results, times the number of ranks, plus all residuals equal all inputs.
+inline void expect_balance(const std::string& spec, const std::vector<RankRun>& ranks,
+                           Account RankRun::*steps, double to_fp32_rounding) {
+  std::vector<double> difference((ranks[0].*steps).applied), size(difference.size());
+  for (double& d : difference) d *= static_cast<double>(ranks.size());
+  double squares = 0;
+  for (const RankRun& rank : ranks) {
+    const Account& account = rank.*steps;
+    squares += account.squares;
+    for (size_t i = 0; i < size.size(); ++i) {
+      difference[i] += account.residual[i] - account.input[i];
+      size[i] += std::abs(account.input[i]);
+    }
+  }
+  EXPECT_LE(norm(difference), to_fp32_rounding * norm(size) + kept_rounding(spec, squares));
+}
+
 // Checks conservation: the sum of all inputs, over ranks and steps, equals the sum of the applied results
 // plus the residuals. The tolerance is FP32 rounding and, with residual=bf16|int8, the error of stochastic
 // rounding in each step. Also checks that all ranks have the same bits after every step, and that residuals
 // do not grow in long runs.
 inline void expect_conservation(Device device, const std::string& spec, int world, int steps) {
-  std::vector<std::vector<double>> input(world), applied(world);
-  std::vector<std::vector<float>> last(world), residual(world), first_result(world), first_residual(world);
-  // Squared norms of each rank's residual in the first step, and summed over all steps.
-  std::vector<double> first_kept(world), kept(world);
-  double kept_halfway = 0, kept_last = 0;  // squared norms of rank 0's residual
-  const bool rounded = !CompressionSpec::parse(spec).residual->exact;
-  run_ranks(world, device, [&](Communicator& comm) {
-    int r = comm.rank();
-    comm.set_ranks_per_node(ranks_per_node(world));
-    Rank rank(comm, spec, model(), 16 << 10);
-    EXPECT_GE(rank.reducer.buckets(), world > 1 ? 2 : 0);
-    input[r].assign(static_cast<size_t>(rank.reducer.elements()), 0.0);
-    applied[r] = input[r];
-    for (int s = 0; s < steps; ++s) {
-      auto gradients = gradients_for(rank.tensors, static_cast<uint32_t>(s * world + r + 1));
-      auto in = flat(rank, gradients);
-      last[r] = rank.step(gradients);
-      for (size_t i = 0; i < in.size(); ++i) input[r][i] += in[i], applied[r][i] += last[r][i];
-      if (r == 0 && s == steps / 2) kept_halfway = squared_norm(rank.residual());
-      if (s == 0 || rounded) {
-        const auto now = rank.residual();
-        for (float v : now) kept[r] += double{v} * double{v};
-        if (s > 0) continue;
-        first_result[r] = last[r];
-        first_residual[r] = now;
-        first_kept[r] = kept[r];
-      }
-    }
-    residual[r] = rank.residual();
-    if (r == 0) kept_last = squared_norm(residual[r]);
-  });
-  if (steps >= 100) {
-    EXPECT_LE(kept_last, 6 * kept_halfway) << "the residual grows";
-  }
-  auto expect_balance = [&](const auto& result, const auto& kept, const std::vector<std::vector<double>>& in,
-                            const std::vector<double>& squares, double to_fp32_rounding) {
-    std::vector<double> difference(result.size()), size(result.size());
-    for (size_t i = 0; i < result.size(); ++i) {
-      difference[i] = double{result[i]} * world;
-      for (int r = 0; r < world; ++r) {
-        difference[i] += kept[r][i] - in[r][i];
-        size[i] += std::abs(in[r][i]);
-      }
-    }
-    EXPECT_LE(norm(difference),
-              to_fp32_rounding * norm(size) +
-                  kept_rounding(spec, std::accumulate(squares.begin(), squares.end(), 0.0)));
-  };
-  std::vector<std::vector<double>> first_input;
+  std::vector<RankRun> ranks(world);
+  run_ranks(world, device, [&](Communicator& comm) { ranks[comm.rank()] = run_rank(comm, spec, steps); });
   for (int r = 0; r < world; ++r) {
-    // The gaps between tensors are zero in the input, so they must be zero in the result.
-    auto gradients = gradients_for(model(), static_cast<uint32_t>(r + 1));
-    std::vector<double> in;
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      in.insert(in.end(), gradients[i].begin(), gradients[i].end());
-      while (in.size() % 4 != 0) in.push_back(0);
-    }
-    first_input.push_back(in);
-    EXPECT_TRUE(same_bits(last[r], last[0])) << "rank " << r << " differs from rank 0";
+    EXPECT_TRUE(same_bits(ranks[r].last_result, ranks[0].last_result))
+        << "rank " << r << " differs from rank 0";
   }
-  expect_balance(first_result[0], first_residual, first_input, first_kept, 1e-6);
-  expect_balance(applied[0], residual, input, kept, 1e-5);
+  if (steps >= 100) {
+    EXPECT_LE(squared_norm(ranks[0].all_steps.residual), 6 * ranks[0].squares_halfway)
+        << "the residual grows";
+  }
+  expect_balance(spec, ranks, &RankRun::first_step, 1e-6);
+  expect_balance(spec, ranks, &RankRun::all_steps, 1e-5);
 }
 
 }  // namespace gradwire::testing

@@ -72,72 +72,85 @@ INSTANTIATE_TEST_SUITE_P(Reducer, AdoptedGradients,
                          ::testing::Values("fp32", "bf16:schedule=ring", "powersgd:rank=2,start=1",
                                            "powersgd:rank=4,wire=bf16", "int8:residual=bf16,dense=auto"));
 
+// Returns the type of a tensor. One bucket contains gradients of all three types.
+DType type_of(size_t tensor) {
+  return tensor == 5 ? DType::f32 : tensor % 3 == 2 ? DType::f16 : DType::bf16;
+}
+uint16_t narrowed(DType dtype, float x) {
+  return dtype == DType::f16 ? float_to_fp16(x) : float_to_bf16_nearest(x);
+}
+float widened(DType dtype, uint16_t bits) {
+  return dtype == DType::f16 ? fp16_to_float(bits) : bf16_to_float(bits);
+}
+
+// The same gradients in FP32 and in 16 bits.
+struct TwoWidths {
+  TwoWidths(const std::vector<GradientTensor>& tensors, uint32_t seed)
+      : wide(gradients_for(tensors, seed)), narrow(wide.size()) {
+    for (size_t t = 0; t < wide.size(); ++t) {
+      for (float& x : wide[t]) {
+        narrow[t].push_back(narrowed(type_of(t), x));
+        x = widened(type_of(t), narrow[t].back());
+      }
+    }
+  }
+  void* address(size_t t, DType dtype) {
+    return dtype == DType::f32 ? static_cast<void*>(wide[t].data()) : narrow[t].data();
+  }
+  // Returns a result that was averaged as `dtype`, rounded to the tensor's type.
+  float result(size_t t, size_t i, DType dtype) const {
+    if (type_of(t) == DType::f32) return wide[t][i];
+    const uint16_t bits = dtype == DType::f32 ? narrowed(type_of(t), wide[t][i]) : narrow[t][i];
+    return widened(type_of(t), bits);
+  }
+
+  std::vector<std::vector<float>> wide;
+  std::vector<std::vector<uint16_t>> narrow;
+};
+
+// Averages gradients of the tensors' types in three steps. Returns the results that this rank owns.
+std::vector<float> averages_of(Communicator& comm, const char* spec,
+                               const std::vector<GradientTensor>& tensors, int64_t alignment, bool sharded) {
+  std::vector<float> results;
+  Stream stream = Stream::create(comm.device(), "compute");
+  Reducer reducer(
+      comm, CompressionSpec::parse(spec), tensors,
+      {.bucket_bytes = 16 << 10, .alignment = alignment, .own_gradients = false, .sharded = sharded});
+  for (uint32_t step = 0; step < 3; ++step) {
+    TwoWidths gradients(tensors, 10 * step + static_cast<uint32_t>(comm.rank()));
+    std::vector<void*> addresses;
+    for (size_t t = 0; t < tensors.size(); ++t) addresses.push_back(gradients.address(t, tensors[t].dtype));
+    reducer.adopt(addresses);
+    for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+    reducer.wait(stream);
+    stream.synchronize();
+    for (const ElementRange& part : reducer.owned()) {
+      for (size_t t = 0; t < tensors.size(); ++t) {
+        const int64_t begin = reducer.offset(static_cast<int>(t)), end = begin + tensors[t].count();
+        for (int64_t e = std::max(part.begin, begin); e < std::min(part.end, end); ++e)
+          results.push_back(gradients.result(t, static_cast<size_t>(e - begin), tensors[t].dtype));
+      }
+    }
+  }
+  return results;
+}
+
 // Expects the bits of FP32 gradients that are rounded at the end.
 TEST(Reducer, Gradients16BitGetTheRoundedMean) {
-  // One bucket contains gradients of all three types.
-  auto type_of = [](size_t i) { return i == 5 ? DType::f32 : i % 3 == 2 ? DType::f16 : DType::bf16; };
-  auto round = [](DType dtype, float x) {
-    return dtype == DType::f16 ? float_to_fp16(x) : float_to_bf16_nearest(x);
-  };
-  auto value = [](DType dtype, uint16_t bits) {
-    return dtype == DType::f16 ? fp16_to_float(bits) : bf16_to_float(bits);
-  };
-  std::vector<GradientTensor> tensors;
-  for (int i = 0; i < 12; ++i) tensors.push_back({fmt::format("w{}", i), {33, 2 * i + 31}});
-  auto run = [&](const char* spec, int64_t alignment, bool sharded, bool narrow) {
-    std::vector<GradientTensor> given = tensors;
-    for (size_t i = 0; i < given.size(); ++i) {
-      if (narrow) given[i].dtype = type_of(i);
-    }
-    std::vector<std::vector<float>> results(3);
-    run_ranks(3, Device::host(), [&](Communicator& comm) {
-      Stream stream = Stream::create(comm.device(), "compute");
-      Reducer reducer(
-          comm, CompressionSpec::parse(spec), given,
-          {.bucket_bytes = 16 << 10, .alignment = alignment, .own_gradients = false, .sharded = sharded});
-      for (uint32_t step = 0; step < 3; ++step) {
-        auto values = gradients_for(given, 10 * step + static_cast<uint32_t>(comm.rank()));
-        std::vector<std::vector<uint16_t>> half(given.size());
-        std::vector<void*> addresses;
-        for (size_t i = 0; i < given.size(); ++i) {
-          for (float& x : values[i]) {
-            const uint16_t bits = round(type_of(i), x);
-            x = value(type_of(i), bits);
-            half[i].push_back(bits);
-          }
-          const bool is_half = given[i].dtype != DType::f32;
-          addresses.push_back(is_half ? static_cast<void*>(half[i].data()) : values[i].data());
-        }
-        reducer.adopt(addresses);
-        for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
-        reducer.wait(stream);
-        stream.synchronize();
-        for (const ElementRange& part : reducer.owned()) {
-          for (size_t i = 0; i < given.size(); ++i) {
-            const int64_t offset = reducer.offset(static_cast<int>(i));
-            for (int64_t e = std::max(part.begin, offset); e < std::min(part.end, offset + given[i].count());
-                 ++e) {
-              const auto at = static_cast<size_t>(e - offset);
-              const bool is_half = given[i].dtype != DType::f32;
-              float result = is_half ? value(type_of(i), half[i][at]) : values[i][at];
-              if (!narrow && i != 5) result = value(type_of(i), round(type_of(i), result));
-              results[comm.rank()].push_back(result);
-            }
-          }
-        }
-      }
-    });
-    return results;
-  };
+  std::vector<GradientTensor> wide;
+  for (int i = 0; i < 12; ++i) wide.push_back({fmt::format("w{}", i), {33, 2 * i + 31}});
+  std::vector<GradientTensor> narrow = wide;
+  for (size_t t = 0; t < narrow.size(); ++t) narrow[t].dtype = type_of(t);
   for (const char* spec :
        {"fp32", "bf16", "int8", "powersgd:rank=2", "int4:residual=int8", "randk:ratio=0.1"}) {
     for (bool sharded : {false, true}) {
       for (int64_t alignment : {1, 8}) {
-        const auto narrow = run(spec, alignment, sharded, true), wide = run(spec, alignment, sharded, false);
-        for (size_t r = 0; r < narrow.size(); ++r) {
-          ASSERT_GT(narrow[r].size(), 0u);
-          EXPECT_TRUE(same_bits(narrow[r], wide[r])) << spec << ", sharded " << sharded << ", rank " << r;
-        }
+        run_ranks(3, Device::host(), [&](Communicator& comm) {
+          const auto got = averages_of(comm, spec, narrow, alignment, sharded),
+                     want = averages_of(comm, spec, wide, alignment, sharded);
+          EXPECT_GT(got.size(), 0u);
+          EXPECT_TRUE(same_bits(got, want)) << spec << ", sharded " << sharded << ", rank " << comm.rank();
+        });
       }
     }
   }

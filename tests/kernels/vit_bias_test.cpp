@@ -66,6 +66,14 @@ class VitBias : public OpTest {
     });
     x.expect_close("x", 3e-7, 2.0);
   }
+  // Compares `sums` with the reference's sums of the same partial sums, added to `start`.
+  void expect_reference_sums(PartialSums of, const std::vector<float>& partial, std::vector<float> start,
+                             const std::vector<float>& sums) {
+    of.partial = partial.data();
+    of.sums = {start.data()};
+    reference::combine_sums({{of}});
+    expect_close(sums, start, 1e-6, "sums of partial sums", 4.0);
+  }
 };
 
 TEST_P(VitBias, ResidualAddsAllThreeInPlaceOfAnyOfThem) {
@@ -188,22 +196,11 @@ TEST_P(VitBias, CombinedSumsMatchSeparateOnesBitForBit) {
     d_gamma.expect_guards_intact("d_gamma");
     d_beta.expect_guards_intact("d_beta");
     d_bias.expect_guards_intact("d_bias");
-    std::vector<float> all;
-    for (const auto& some : {d_gamma.host(), d_beta.host(), d_bias.host()})
-      all.insert(all.end(), some.begin(), some.end());
-    if (together) {
-      // The test also compares with the reference's sums of the same partial sums.
-      const auto partial = gelu_workspace.host();
-      auto want = start;
-      PartialSums of = gelu.sums();
-      of.partial = partial.data();
-      of.sums = {want.data()};
-      reference::combine_sums({{of}});
-      expect_close(d_bias.host(), want, 1e-6, "d_bias", 4.0);
-    }
-    return all;
+    if (together) expect_reference_sums(gelu.sums(), gelu_workspace.host(), start, d_bias.host());
+    return Arrays{d_gamma.host(), d_beta.host(), d_bias.host()};
   };
-  expect_same_bits(sums(true), sums(false), "sums");
+  const Arrays together = sums(true), separate = sums(false);
+  for (size_t i = 0; i < together.size(); ++i) expect_same_bits(together[i], separate[i], "sums");
 }
 
 // Tests few rows, which need no first stage. The second stage reads BF16 rows without a conversion.

@@ -12,9 +12,9 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <set>
-#include <sstream>
 #include <thread>
 
 #include "collectives/reducer/reducer.h"
@@ -57,9 +57,10 @@ std::string residual_path(const std::string& folder, int rank, int64_t step) {
   return fmt::format("{}/residual.{}.{}", folder, rank, step);
 }
 
-// Returns the path of the file that process `rank` creates when the process asks to join.
-std::string asking_path(const std::string& folder, int rank) {
-  return fmt::format("{}/asks.{}", folder, rank);
+// Returns the path of a file of process `rank`: "applied", its results; "asks", created when the process asks
+// to join; "joined", created once it has joined.
+std::string rank_path(const std::string& folder, const char* what, int rank) {
+  return fmt::format("{}/{}.{}", folder, what, rank);
 }
 
 struct SoFar {
@@ -124,23 +125,21 @@ class Averaging {
         if (fate.what == "join" && fate.rank > so_far.highest) {
           if (!all_gone) break;
           std::ofstream(call_path(me_.option("folder"), fate.rank)) << "come" << std::endl;
-          const std::string asks = asking_path(me_.option("folder"), fate.rank);
-          for (int i = 0; i < 1000 && access(asks.c_str(), F_OK) != 0; ++i) std::this_thread::sleep_for(10ms);
+          wait_for_file(rank_path(me_.option("folder"), "asks", fate.rank), 10s);
           std::this_thread::sleep_for(50ms);
           break;
         }
         if (fate.what != "join") all_gone = all_gone && so_far.lost.contains(fate.rank);
-        if (fate.what == "join" || fate.rank != me_.rank || doomed_) continue;
+        if (fate.what == "join" || fate.rank != me_.rank || doomed_at_) continue;
         if (fate.what == "stop") raise(SIGSTOP);
-        doomed_ = true;
         doomed_at_ = step;
         std::thread(die_soon).detach();
       }
-      while (doomed_ && step > doomed_at_) pause();  // a doomed rank runs at most one more step
+      while (doomed_at_ && step > *doomed_at_) pause();  // a doomed rank runs at most one more step
       average(step);
       if (step + 1 < steps && elastic_.joiners_wait(step + 1) && elastic_.grow()) return;
     }
-    write_floats(fmt::format("{}/applied.{}", me_.option("folder"), me_.rank),
+    write_floats(rank_path(me_.option("folder"), "applied", me_.rank),
                  {applied_.as<float>(), applied_.as<float>() + layout_.elements});
   }
 
@@ -200,8 +199,7 @@ class Averaging {
   ParameterLayout layout_;
   Buffer applied_;
   std::vector<float> residual_;
-  bool doomed_ = false;
-  int64_t doomed_at_ = 0;
+  std::optional<int64_t> doomed_at_;
 };
 
 RANK_PROGRAM(AveragesElastically) {
@@ -223,19 +221,17 @@ RANK_PROGRAM(AveragesElastically) {
     first = join(mine);
     elastic = std::make_unique<Elastic>(config, *first);
   } else {
-    while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
+    wait_for_file(call_path(folder, me.rank));
     // Let processes join in the order of their numbers.
-    const auto come = [&](int rank) { return fmt::format("{}/come.{}", folder, rank); };
-    while (me.rank > launched && access(come(me.rank - 1).c_str(), F_OK) != 0)
-      std::this_thread::sleep_for(1ms);
-    std::ofstream(asking_path(folder, me.rank)) << "asks" << std::endl;
+    if (me.rank > launched) wait_for_file(rank_path(folder, "joined", me.rank - 1));
+    std::ofstream(rank_path(folder, "asks", me.rank)) << "asks" << std::endl;
     elastic = std::make_unique<Elastic>(config);
     elastic->join(join_later(config.members, "", me.timeout));
     for (const Fate& fate : fates) {  // fates before this rank's join
       if (fate.rank == me.rank) break;
       if (fate.what != "join") so_far.lost.insert(fate.rank);
     }
-    std::ofstream(come(me.rank)) << "here" << std::endl;
+    std::ofstream(rank_path(folder, "joined", me.rank)) << "here" << std::endl;
   }
   elastic->open_admission([](const std::string&) { return ""; });
   while (true) {
@@ -257,10 +253,8 @@ RANK_PROGRAM(AveragesElastically) {
   }
 }
 
-double norm_of(const std::vector<double>& values) {
-  double sum = 0;
-  for (const double x : values) sum += x * x;
-  return std::sqrt(sum);
+double norm_of(const std::vector<double>& x) {
+  return std::sqrt(std::inner_product(x.begin(), x.end(), x.begin(), 0.0));
 }
 
 // Returns the sum of all ranks' gradients of all steps. `group_from`: for each key, a step,
@@ -302,81 +296,82 @@ std::vector<Outcome> run_averages(const std::string& spec, int launched, const s
   return ranks;
 }
 
-// The longest time from a survivor's error, or from the end of a step, until all ranks are ready for the next
-// step.
-struct Slowest {
-  double killed_s = 0, stopped_s = 0, grown_s = 0;
+// What a rank that took part in all steps reported.
+struct History {
+  // For each key, a step, the group's ranks from that step on.
+  std::map<int64_t, std::vector<int>> group_from;
+  int joined = 0, lost = 0;
+  std::vector<std::string> lost_residuals;  // paths of the residuals of lost ranks
+  // The longest time from an error (or from the end of a step) until all ranks are ready for the next step.
+  double shrunk_s = 0, grown_s = 0;
 };
+
+// Reads a rank's output. Expects that it reports the norm of each lost residual.
+History read_history(const std::string& output, int launched, const std::string& folder) {
+  History history;
+  history.group_from[0].resize(launched);
+  std::iota(history.group_from[0].begin(), history.group_from[0].end(), 0);
+  const auto add = [&](const json& record, double& slowest_s) {
+    // The last record of a step counts, because only that record includes all losses.
+    history.group_from[record["step"].get<int64_t>()] = record["ranks"].get<std::vector<int>>();
+    slowest_s = std::max(slowest_s, record["seconds"].get<double>());
+  };
+  for (const std::string& line : lines_with("grow: ", output)) {
+    const json record = json::parse(line);
+    add(record, history.grown_s);
+    history.joined += static_cast<int>(record["joined"].size());
+  }
+  for (const std::string& line : lines_with("shrink: ", output)) {
+    const json record = json::parse(line);
+    add(record, history.shrunk_s);
+    const auto step = record["step"].get<int64_t>();
+    for (size_t i = 0; i < record["lost"].size(); ++i, ++history.lost) {
+      const std::string path = residual_path(folder, record["lost"][i].get<int>(), step);
+      const double norm = step == 0 ? 0 : norm_of(read_floats(path));
+      EXPECT_NEAR(record["norms"][i].get<double>(), norm, 1e-6 * norm) << line;
+      if (!std::filesystem::exists(path)) continue;
+      EXPECT_GT(norm, 0) << line;  // the rank had completed the step
+      history.lost_residuals.push_back(path);
+    }
+  }
+  return history;
+}
 
 // Expects that the results plus the residual of every rank, alive or dead, equal the sum of all gradients.
 // `launched` ranks begin; at least one of them takes part in all steps.
-Slowest expect_conservation(const std::string& spec, int launched, const std::string& fates,
+History expect_conservation(const std::string& spec, int launched, const std::string& fates,
                             const std::set<int>& dead, int64_t steps = 12) {
   SCOPED_TRACE(fmt::format("{}, {} launched, {}", spec, launched, fates));
-  Slowest slowest;
-  const bool stops = fates.find("stop") != std::string::npos;
-  int lasting = 0;
-  while (dead.contains(lasting)) ++lasting;
-  const int world = launched + joining(fates_of(fates));
   static int runs = 0;
   const std::string folder = scratch_path(fmt::format("averages.{}", runs++));
   std::filesystem::create_directories(folder);
   const std::vector<Outcome> ranks = run_averages(spec, launched, fates, dead, steps, folder);
-  std::vector<int> left;
-  for (int r = 0; r < world; ++r) {
-    if (!dead.contains(r)) left.push_back(r);
+  if (::testing::Test::HasFailure()) return {};
+  std::vector<int> survivors;
+  for (int r = 0; r < static_cast<int>(ranks.size()); ++r) {
+    if (!dead.contains(r)) survivors.push_back(r);
   }
-  if (::testing::Test::HasFailure()) return slowest;
-  const std::vector<double> applied = read_floats(fmt::format("{}/applied.{}", folder, left[0]));
-  EXPECT_FALSE(applied.empty());
-  std::vector<double> sum = applied;
-  const auto add = [&](const std::string& path) {
-    const std::vector<double> values = read_floats(path);
-    ASSERT_EQ(values.size(), sum.size()) << path;
-    for (size_t i = 0; i < sum.size(); ++i) sum[i] += values[i];
-  };
-  for (const int r : left) {
-    EXPECT_EQ(read_floats(fmt::format("{}/applied.{}", folder, r)), applied)
-        << "rank " << r << " has different bits";
-    add(residual_path(folder, r, steps));
+  const History history = read_history(ranks[survivors[0]].output, launched, folder);
+  EXPECT_EQ(history.joined, joining(fates_of(fates)));
+  EXPECT_EQ(history.lost, static_cast<int>(dead.size()));
+  const auto applied = [&](int rank) { return read_floats(rank_path(folder, "applied", rank)); };
+  std::vector<std::string> residuals = history.lost_residuals;
+  std::vector<double> sum = applied(survivors[0]);
+  EXPECT_FALSE(sum.empty());
+  for (const int r : survivors) {
+    EXPECT_EQ(applied(r), sum) << "rank " << r << " has different bits";
+    residuals.push_back(residual_path(folder, r, steps));
   }
-  // The group of each step. The last record of a step counts, because only that record includes all losses.
-  std::map<int64_t, std::vector<int>> group_from;
-  std::vector<int> all(launched);
-  std::iota(all.begin(), all.end(), 0);
-  group_from[0] = all;
-  size_t told = 0;
-  const std::string& output = ranks[lasting].output;
-  std::vector<int> joined;
-  for (const std::string& line : lines_with("grow: ", output)) {
-    const json record = json::parse(line);
-    group_from[record["step"].get<int64_t>()] = record["ranks"].get<std::vector<int>>();
-    for (const int rank : record["joined"]) joined.push_back(rank);
-    slowest.grown_s = std::max(slowest.grown_s, record["seconds"].get<double>());
-  }
-  EXPECT_EQ(static_cast<int>(joined.size()), world - launched);
-  for (const std::string& line : lines_with("shrink: ", output)) {
-    const json record = json::parse(line);
-    const auto step = record["step"].get<int64_t>();
-    group_from[step] = record["ranks"].get<std::vector<int>>();
-    for (size_t i = 0; i < record["lost"].size(); ++i, ++told) {
-      const std::string path = residual_path(folder, record["lost"][i].get<int>(), step);
-      const double norm = step == 0 ? 0 : norm_of(read_floats(path));
-      EXPECT_NEAR(record["norms"][i].get<double>(), norm, 1e-6 * norm) << line;
-      if (std::filesystem::exists(path)) {  // the rank had completed the step
-        EXPECT_GT(norm, 0) << line;
-        add(path);
-      }
-    }
-    double& slowest_s = stops ? slowest.stopped_s : slowest.killed_s;
-    slowest_s = std::max(slowest_s, record["seconds"].get<double>());
-  }
-  EXPECT_EQ(told, dead.size());
-  const std::vector<double> gradients = sum_of_gradients(group_from, steps, sum.size());
+  const std::vector<double> gradients = sum_of_gradients(history.group_from, steps, sum.size());
   for (size_t i = 0; i < sum.size(); ++i) sum[i] -= gradients[i];
+  for (const std::string& path : residuals) {
+    const std::vector<double> residual = read_floats(path);
+    EXPECT_EQ(residual.size(), sum.size()) << path;
+    for (size_t i = 0; i < std::min(residual.size(), sum.size()); ++i) sum[i] += residual[i];
+  }
   EXPECT_LT(norm_of(sum) / norm_of(gradients), 1e-6);
   std::filesystem::remove_all(folder);
-  return slowest;
+  return history;
 }
 
 TEST(Elastic, LosesOnlyTheResidualsOfDeadRanksAndReportsTheirNorms) {
@@ -429,29 +424,26 @@ Drawn draw(uint32_t seed) {
   return drawn;
 }
 
-// Draws random events. GRADWIRE_SOAK_S and GRADWIRE_TEST_SEED set the duration and the first seed; see
-// make soak.
+// Draws random events. `make soak` draws for longer.
 TEST(Elastic, LossesMatchUnderRandomFailuresAndJoins) {
-  const auto until =
-      std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
-  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1));
-  size_t runs = 0, kills = 0, stops = 0, joins = 0;
-  Slowest slowest;
-  while (!HasFailure() && (runs < 3 || std::chrono::steady_clock::now() < until)) {
-    const uint32_t seed = first + static_cast<uint32_t>(runs++);
-    SCOPED_TRACE(fmt::format("seed {}", seed));
-    const Drawn drawn = draw(seed);
-    const Slowest here = expect_conservation(drawn.spec, drawn.launched, drawn.fates, drawn.dead, 60);
-    kills += drawn.dead.size() - static_cast<size_t>(drawn.stops);
-    stops += static_cast<size_t>(drawn.stops);
-    joins += static_cast<size_t>(drawn.joins);
-    slowest = {std::max(slowest.killed_s, here.killed_s), std::max(slowest.stopped_s, here.stopped_s),
-               std::max(slowest.grown_s, here.grown_s)};
+  SoakSeeds seeds(3);
+  int runs = 0, kills = 0, stops = 0, joins = 0;
+  double killed_s = 0, stopped_s = 0, grown_s = 0;
+  for (auto seed = seeds.next(); seed && !HasFailure(); seed = seeds.next(), ++runs) {
+    SCOPED_TRACE(fmt::format("seed {}", *seed));
+    const Drawn drawn = draw(*seed);
+    const History history = expect_conservation(drawn.spec, drawn.launched, drawn.fates, drawn.dead, 60);
+    kills += history.lost - drawn.stops;
+    stops += drawn.stops;
+    joins += history.joined;
+    double& shrunk_s = drawn.stops > 0 ? stopped_s : killed_s;
+    shrunk_s = std::max(shrunk_s, history.shrunk_s);
+    grown_s = std::max(grown_s, history.grown_s);
   }
   fmt::print(
       "{} runs, seeds from {}: {} ranks killed, {} stopped, {} joined; the slowest took {:.2f} s to "
       "continue after a kill, {:.2f} s after the error in runs with a stop, {:.2f} s to admit ranks\n",
-      runs, first, kills, stops, joins, slowest.killed_s, slowest.stopped_s, slowest.grown_s);
+      runs, seeds.first, kills, stops, joins, killed_s, stopped_s, grown_s);
 }
 
 }  // namespace

@@ -215,7 +215,7 @@ RANK_PROGRAM(TrainsElastically) {
     first.world = launched;
     return run_training(config, data, watcher, *join(first));
   }
-  while (access(call_path(folder, me.rank).c_str(), F_OK) != 0) std::this_thread::sleep_for(1ms);
+  wait_for_file(call_path(folder, me.rank));
   const std::vector<Fate> fates = fates_of(me.option("fates"));
   const auto mine = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
     return fate.what.starts_with("join") && fate.rank == me.rank;

@@ -30,6 +30,11 @@ std::map<std::string, Program>& programs() {
   return all;
 }
 
+int number_from_environment(const char* name, int otherwise) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? otherwise : std::stoi(text);
+}
+
 struct Child {
   pid_t pid = -1;
   int output = -1;
@@ -97,6 +102,17 @@ int run_rank_program(int argc, char** argv) {
     std::printf("%s\n", error.what());
     return 4;
   }
+}
+
+SoakSeeds::SoakSeeds(uint32_t least)
+    : first(static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1))),
+      least_(least),
+      until_(Clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0))) {}
+
+std::optional<uint32_t> SoakSeeds::next() {
+  const uint32_t before = drawn_++;
+  if (before >= least_ && Clock::now() >= until_) return {};
+  return first + before;
 }
 
 std::vector<Outcome> run_processes(const std::string& program, int world, const ProcessOptions& options) {
@@ -173,6 +189,11 @@ std::string free_tcp_rendezvous() {
 std::string scratch_path(const std::string& name) {
   static const TemporaryFolder folder;
   return folder.path(name);
+}
+
+void wait_for_file(const std::string& path, std::chrono::milliseconds limit) {
+  for (const auto until = Clock::now() + limit; access(path.c_str(), F_OK) != 0 && Clock::now() < until;)
+    std::this_thread::sleep_for(1ms);
 }
 
 bool all_succeeded(const std::vector<Outcome>& ranks) {

@@ -12,9 +12,11 @@
 // are killed, and the kernel kills all processes if the test dies.
 #pragma once
 
+#include <atomic>
 #include <chrono>
-#include <cstdlib>
+#include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,12 +31,19 @@ inline int random_runs(int runs) {
   return full_sweeps() ? 10 * runs : runs;
 }
 
-// Returns a variable's value as a number, for example a test's duration or first seed; `otherwise` if not
-// set.
-inline int number_from_environment(const char* name, int otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::stoi(text);
-}
+// The seeds of a randomized test: GRADWIRE_TEST_SEED (or 1) and its successors, at least `least` seeds and as
+// many as begin within GRADWIRE_SOAK_S seconds. Thread-safe.
+class SoakSeeds {
+ public:
+  explicit SoakSeeds(uint32_t least);
+  std::optional<uint32_t> next();
+  const uint32_t first;
+
+ private:
+  const uint32_t least_;
+  const std::chrono::steady_clock::time_point until_;
+  std::atomic<uint32_t> drawn_ = 0;
+};
 
 // The arguments of a rank program.
 struct Me {
@@ -77,6 +86,8 @@ void pause_for(std::chrono::milliseconds time);
 std::string free_tcp_rendezvous();
 // Returns a path in this test run's temporary folder.
 std::string scratch_path(const std::string& name);
+// Blocks until the file exists, at most for `limit`.
+void wait_for_file(const std::string& path, std::chrono::milliseconds limit = 120s);
 
 // Returns whether every rank ended with exit code 0. Adds a gtest failure for other ranks.
 bool all_succeeded(const std::vector<Outcome>& ranks);

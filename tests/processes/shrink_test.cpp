@@ -91,6 +91,67 @@ void meet(const Fate& fate) {
   if (fate.what == "pause") testing::pause_for(6s);
 }
 
+void meet_within(const Fate& fate, microseconds most) {
+  std::this_thread::sleep_for(microseconds(std::random_device()() % most.count()));
+  meet(fate);
+}
+
+// The fates of one group: in its calls, and while it regroups afterwards.
+struct GroupFates {
+  std::vector<Fate> in_calls, regrouping;
+};
+
+// Returns the first fate whose rank is still in the group of `ranks`, and the fates that belong to it.
+GroupFates fates_of_group(const std::vector<Fate>& fates, const std::vector<int>& ranks) {
+  GroupFates group;
+  auto f = std::find_if(fates.begin(), fates.end(), [&](const Fate& fate) {
+    return std::find(ranks.begin(), ranks.end(), fate.rank) != ranks.end();
+  });
+  if (f != fates.end()) group.in_calls.push_back(*f++);
+  for (; f != fates.end() && f->when == "together"; ++f) group.in_calls.push_back(*f);
+  for (; f != fates.end() && f->when == "regrouping"; ++f) group.regrouping.push_back(*f);
+  return group;
+}
+
+// Makes calls until one fails; without fates, three calls. Returns whether all calls succeeded.
+bool make_calls(Communicator& comm, int rank, const std::vector<int>& ranks, const std::vector<Fate>& fates) {
+  const auto mine =
+      std::find_if(fates.begin(), fates.end(), [rank](const Fate& fate) { return fate.rank == rank; });
+  const std::string when = mine == fates.end() ? "" : mine->when;
+  uint32_t expected = 0;
+  for (const int r : ranks) expected |= 1u << r;
+  std::thread death;
+  try {
+    for (int call = 0; !fates.empty() || call < 3; ++call) {
+      if (call == 1 && (when == "before_call" || when == "together")) meet(*mine);
+      if (call == 1 && when == "in_call") death = std::thread(meet_within, *mine, 1500us);
+      const uint32_t got = who_takes_part(comm, rank);
+      if (death.joinable()) death.join();
+      if (got != expected) throw std::runtime_error(fmt::format("WRONG DATA: {} of {}", got, expected));
+    }
+    comm.barrier();
+    return true;
+  } catch (const CommError&) {
+    if (death.joinable()) death.join();
+    return false;
+  }
+}
+
+// Prints and returns the survivors among `ranks`. Replaces the communicator.
+std::vector<int> regroup(std::unique_ptr<Communicator>& comm, const Me& me, const std::vector<int>& ranks) {
+  std::vector<int> left;
+  const auto start = SteadyClock::now();
+  comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
+  if (calls_to_live > 0) raise(SIGKILL);  // the rank made fewer calls of connect() and send()
+  for (int& r : left) r = ranks[r];
+  fmt::print("left: {}; rank {} after {} ms\n", fmt::join(left, " "), comm->rank(),
+             (SteadyClock::now() - start) / 1ms);
+  if (comm->world() != static_cast<int>(left.size()) || left[comm->rank()] != me.rank) {
+    throw std::runtime_error("WRONG WORLD");
+  }
+  return left;
+}
+
 // Runs the fates one after another, each in the group that has formed after the previous fate. "before_call"
 // and "in_call" apply to the group's second call. "together" applies to the same call as the previous fate.
 // "regrouping" applies to the regrouping after the previous fate. Survivors make three more calls and print
@@ -102,67 +163,23 @@ RANK_PROGRAM(Survives) {
       .rendezvous = me.rendezvous, .rank = me.rank, .world = me.world, .timeout = me.timeout, .joining = 60s};
   joining.shrinkable = true;
   auto comm = Communicator::create_tcp(joining);
-  std::vector<int> ranks;
-  for (int r = 0; r < me.world; ++r) ranks.push_back(r);
-  bool doomed = false;  // a detached thread will end this process
+  std::vector<int> ranks(me.world);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  bool doomed = false;  // this process will end during a regrouping
   while (true) {
-    // The next fate is the first fate whose rank is still in the group.
-    const auto next = std::find_if(fates.begin(), fates.end(), [&](const Fate& f) {
-      return std::find(ranks.begin(), ranks.end(), f.rank) != ranks.end();
-    });
-    const bool last = next == fates.end();
-    auto mine = next;
-    for (auto f = next; f != fates.end() && (f == next || f->when == "together"); ++f) {
-      if (f->rank == me.rank) mine = f;
-    }
-    const bool doomed_here = !last && mine->rank == me.rank;
-    uint32_t expected = 0;
-    for (const int r : ranks) expected |= 1u << r;
-    std::thread death;
-    try {
-      for (int call = 0; !last || call < 3; ++call) {
-        if (call == 1 && doomed_here && (mine->when == "before_call" || mine->when == "together")) {
-          meet(*mine);
-        }
-        if (call == 1 && doomed_here && mine->when == "in_call") {
-          death = std::thread([fate = *mine, after = microseconds(std::random_device()() % 1500)] {
-            std::this_thread::sleep_for(after);
-            meet(fate);
-          });
-        }
-        const uint32_t got = who_takes_part(*comm, me.rank);
-        if (death.joinable()) death.join();
-        if (got != expected) throw std::runtime_error(fmt::format("WRONG DATA: {} of {}", got, expected));
+    const GroupFates group = fates_of_group(fates, ranks);
+    if (make_calls(*comm, me.rank, ranks, group.in_calls)) break;
+    for (const Fate& fate : group.regrouping) {
+      if (fate.rank != me.rank || std::exchange(doomed, true)) continue;
+      if (fate.what.starts_with("step")) {
+        calls_to_live = std::atoi(fate.what.c_str() + 4);
+      } else {
+        std::thread(meet_within, fate, 60ms).detach();
       }
-      comm->barrier();
-      break;
-    } catch (const CommError&) {
-      if (death.joinable()) death.join();
     }
-    for (auto f = last ? next : next + 1; f != fates.end() && f->when == "regrouping"; ++f) {
-      if (f->rank != me.rank || std::exchange(doomed, true)) continue;
-      if (f->what.starts_with("step")) {
-        calls_to_live = std::atoi(f->what.c_str() + 4);
-        continue;
-      }
-      std::thread([fate = *f, after = microseconds(std::random_device()() % 60'000)] {
-        std::this_thread::sleep_for(after);
-        meet(fate);
-      }).detach();
-    }
-    std::vector<int> left;
-    const auto start = SteadyClock::now();
-    comm = comm->regroup(milliseconds(me.number("regroup_ms")), left);
-    if (calls_to_live > 0) raise(SIGKILL);  // the rank made fewer calls of connect() and send()
-    for (int& r : left) r = ranks[r];
-    ranks = left;
-    std::printf("left: %s; rank %d after %d ms\n", fmt::format("{}", fmt::join(ranks, " ")).c_str(),
-                comm->rank(), static_cast<int>((SteadyClock::now() - start) / 1ms));
-    if (comm->world() != static_cast<int>(ranks.size()) || ranks[comm->rank()] != me.rank) {
-      throw std::runtime_error("WRONG WORLD");
-    }
+    ranks = regroup(comm, me, ranks);
   }
-  std::printf("end: %s\n", fmt::format("{}", fmt::join(ranks, " ")).c_str());
+  fmt::print("end: {}\n", fmt::join(ranks, " "));
 }
 
 std::string end_of(const Outcome& rank) {

@@ -1,7 +1,7 @@
 // Rotates through faults of every kind. The schedule, wire format, number of ranks, faulty rank (including
 // rank 0), call and moment are random. In every case no rank hangs, no rank accepts a wrong sum, and a signal
-// ends only the faulty rank. Every survivor has an error if the fault must be noticed. GRADWIRE_SOAK_S sets
-// the duration; see make soak.
+// ends only the faulty rank. Every survivor has an error if the fault must be noticed. `make soak` runs
+// longer.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <map>
 #include <mutex>
 #include <random>
@@ -26,7 +25,6 @@ namespace gradwire {
 namespace {
 
 using testing::Me;
-using testing::number_from_environment;
 using testing::Outcome;
 using namespace std::chrono_literals;
 using std::chrono::microseconds;
@@ -44,65 +42,88 @@ void break_all_connections() {
   for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails for descriptors that are not connections
 }
 
-// Sums small integers that BF16 also represents, so that every correct result is exact.
-RANK_PROGRAM(Soaked) {
-  const std::string fault = me.option("fault");
-  const bool culprit = me.rank == me.number("who");
-  const int faulty_call = me.number("call");
-  const auto after = microseconds(me.number("after_us"));
-  if (culprit && fault == "dies_before_joining") _exit(0);
-  if (culprit && fault == "joins_late") std::this_thread::sleep_for(after);
-  TcpOptions joining;
-  joining.group = {me.rendezvous, me.rank, me.world, me.timeout, me.timeout};
-  joining.verify_payload = fault == "corrupted_payload";
-  if (culprit && fault == "killed_while_joining") {
+// The arguments of an allreduce.
+struct Call {
+  int64_t elements = 0;
+  std::string schedule;
+  Program::Options options;
+};
+
+// Changes one argument of the call if the fault is a wrong argument.
+void change_arguments(const std::string& fault, Call& call) {
+  if (fault == "wrong_count") call.elements += 8;
+  if (fault == "wrong_wire") call.options.wire = call.options.wire == kFp32 ? kBf16 : kFp32;
+  if (fault == "wrong_scale") call.options.scale = 0.5f;
+  if (fault == "wrong_name") call.options.what = "something else";
+  if (fault == "wrong_schedule") call.schedule = call.schedule == "ring" ? "two_shot" : "ring";
+}
+
+// The functions below inject the faults of one moment each, `after` a random time.
+void break_before_joining(const std::string& fault, microseconds after) {
+  if (fault == "dies_before_joining") _exit(0);
+  if (fault == "joins_late") std::this_thread::sleep_for(after);
+  if (fault == "killed_while_joining") {
     std::thread([after] {
       std::this_thread::sleep_for(after / 10);
       raise(SIGKILL);
     }).detach();
   }
+}
+
+void break_before_call(const std::string& fault, microseconds after, milliseconds timeout,
+                       Communicator& comm) {
+  if (fault == "exits") _exit(0);
+  if (fault == "delayed") testing::delay_what_is_sent(10ms);
+  if (fault == "delayed_too_long") testing::delay_what_is_sent(timeout + 1500ms);
+  if (fault == "corrupted_header") testing::corrupt_next_header();
+  if (fault == "corrupted_frame") testing::corrupt_next_frame();
+  if (fault == "corrupted_payload") testing::corrupt_next_payload();
+  if (fault == "reset") testing::reset_next_connection();
+  if (fault == "loses_its_connections") break_all_connections();
+  if (fault == "aborts") comm.abort("the test says so");
+  if (fault == "slow") std::this_thread::sleep_for(after);
+}
+
+void break_during_call(const std::string& fault, microseconds after) {
+  if (fault != "killed" && fault != "stopped" && fault != "paused") return;
+  std::this_thread::sleep_for(after / 100);
+  if (fault == "killed") raise(SIGKILL);
+  if (fault == "stopped") raise(SIGSTOP);
+  if (fault == "paused") testing::pause_for(50ms);
+}
+
+// Sums small integers that BF16 also represents, so that every correct result is exact.
+RANK_PROGRAM(Soaked) {
+  const std::string fault = me.option("fault");
+  const bool culprit = me.rank == me.number("who");
+  const auto after = microseconds(me.number("after_us"));
+  TcpOptions joining;
+  joining.group = {me.rendezvous, me.rank, me.world, me.timeout, me.timeout};
+  joining.verify_payload = fault == "corrupted_payload";
+  if (culprit) break_before_joining(fault, after);
   auto comm = Communicator::create_tcp(joining);
   Stream stream = Stream::create(Device::host(), "test");
-  const auto count = static_cast<int64_t>(me.number("count"));
   for (int call = 1; call <= kCalls; ++call) {
-    const bool now = culprit && call == faulty_call;
-    int64_t elements = count;
-    Schedule schedule = schedule_of(me.option("schedule"), me.world);
-    Program::Options options{.what = "the gradients", .wire = find_wire_format(me.option("wire"))};
+    Call c{me.number("count"),
+           me.option("schedule"),
+           {.what = "the gradients", .wire = find_wire_format(me.option("wire"))}};
+    const bool now = culprit && call == me.number("call");
     if (now) {
-      if (fault == "exits") _exit(0);
       if (fault == "returns") return;
-      if (fault == "wrong_count") elements += 8;
-      if (fault == "wrong_wire") options.wire = options.wire == kFp32 ? kBf16 : kFp32;
-      if (fault == "wrong_scale") options.scale = 0.5f;
-      if (fault == "wrong_name") options.what = "something else";
-      if (fault == "wrong_schedule")
-        schedule = schedule_of(me.option("schedule") == "ring" ? "two_shot" : "ring", me.world);
-      if (fault == "delayed") testing::delay_what_is_sent(10ms);
-      if (fault == "delayed_too_long") testing::delay_what_is_sent(me.timeout + 1500ms);
-      if (fault == "corrupted_header") testing::corrupt_next_header();
-      if (fault == "corrupted_frame") testing::corrupt_next_frame();
-      if (fault == "corrupted_payload") testing::corrupt_next_payload();
-      if (fault == "reset") testing::reset_next_connection();
-      if (fault == "loses_its_connections") break_all_connections();
-      if (fault == "aborts") comm->abort("the test says so");
-      if (fault == "slow") std::this_thread::sleep_for(after);
+      change_arguments(fault, c);
+      break_before_call(fault, after, me.timeout, *comm);
     }
-    std::vector<float> data(elements);
-    for (int64_t i = 0; i < elements; ++i) data[i] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
-    Program program(comm->transport(), schedule, {data.data(), data.data(), nullptr, elements}, options);
+    std::vector<float> data(c.elements);
+    for (int64_t i = 0; i < c.elements; ++i)
+      data[i] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
+    Program program(comm->transport(), schedule_of(c.schedule, me.world),
+                    {data.data(), data.data(), nullptr, c.elements}, c.options);
     Buffer workspace(Device::host(), program.workspace_bytes());
     program.bind(workspace.data());
     program.run(stream);
-    if (now) {
-      if (fault == "killed" || fault == "stopped" || fault == "paused")
-        std::this_thread::sleep_for(after / 100);
-      if (fault == "killed") raise(SIGKILL);
-      if (fault == "stopped") raise(SIGSTOP);
-      if (fault == "paused") testing::pause_for(50ms);
-    }
+    if (now) break_during_call(fault, after);
     stream.synchronize();
-    for (int64_t i = 0; i < elements; ++i) {
+    for (int64_t i = 0; i < c.elements; ++i) {
       const auto sum = static_cast<float>((i * 7 + call) % 16 * (me.world * (me.world + 1) / 2));
       if (data[i] != sum) throw std::runtime_error(fmt::format("WRONG DATA in call {}", call));
     }
@@ -197,23 +218,17 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
 }
 
 TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
-  const auto until =
-      std::chrono::steady_clock::now() + std::chrono::seconds(number_from_environment("GRADWIRE_SOAK_S", 0));
-  const auto first = static_cast<uint32_t>(number_from_environment("GRADWIRE_TEST_SEED", 1));
-  constexpr uint32_t kAtLeast = std::size(kKinds);
-  std::atomic<uint32_t> next = 0;
+  testing::SoakSeeds seeds(std::size(kKinds));
   std::mutex mutex;
   Count all;
   std::map<std::string, int> kinds;
   std::vector<std::thread> workers;
   for (int w = 0; w < 4; ++w) {
     workers.emplace_back([&] {
-      while (true) {
-        const uint32_t run = next++;
-        if (run >= kAtLeast && std::chrono::steady_clock::now() >= until) return;
+      while (const auto seed = seeds.next()) {
         Count count;
         std::string name;
-        const std::string trouble = one_fault(first + run, count, name);
+        const std::string trouble = one_fault(*seed, count, name);
         std::lock_guard lock(mutex);
         all.runs += count.runs, all.hangs += count.hangs, all.wrong += count.wrong;
         all.crashes += count.crashes, all.unnoticed += count.unnoticed;
@@ -225,7 +240,7 @@ TEST(TcpFaults, AnyFaultAtAnyTimeIsBounded) {
   for (std::thread& worker : workers) worker.join();
   std::printf(
       "%d random faults of %zu kinds, seeds from %u: %d hangs, %d wrong sums, %d crashes, %d not noticed\n",
-      all.runs, kinds.size(), first, all.hangs, all.wrong, all.crashes, all.unnoticed);
+      all.runs, kinds.size(), seeds.first, all.hangs, all.wrong, all.crashes, all.unnoticed);
   EXPECT_EQ(all.hangs, 0);
   EXPECT_EQ(all.wrong, 0);
   EXPECT_EQ(all.crashes, 0);

@@ -88,6 +88,26 @@ struct Bench {
                  gradients.as<float>(), accumulate, ready);
     return to_host(stream, gradients.as<const float>(), layout.elements);
   }
+  // Returns gradient(). Expects ready(i) once for each i, in order, at a point of the stream at which
+  // gradient i is final. The reducer relies on this property.
+  std::vector<float> gradient_ready_in_order(float scale = 1.0f, bool accumulate = false) {
+    const auto& parameters = vit.parameters();
+    std::vector<std::vector<float>> at_ready;
+    auto ready = [&](int i) {
+      EXPECT_EQ(i, static_cast<int>(at_ready.size()));
+      const auto at = static_cast<size_t>(i);
+      at_ready.push_back(
+          to_host(stream, gradients.as<const float>() + layout.offsets[at], parameters[at].elements()));
+    };
+    std::vector<float> all = gradient(ready, scale, accumulate);
+    EXPECT_EQ(at_ready.size(), parameters.size());
+    for (size_t i = 0; i < at_ready.size(); ++i) {
+      const std::span<const float> g = tensor(all, static_cast<int>(i));
+      EXPECT_TRUE(std::equal(g.begin(), g.end(), at_ready[i].begin(), at_ready[i].end()))
+          << parameters[i].name;
+    }
+    return all;
+  }
   std::span<const float> tensor(const std::vector<float>& flat, int i) const {
     size_t at = static_cast<size_t>(i);
     return {flat.data() + layout.offsets[at], static_cast<size_t>(vit.parameters()[at].elements())};
@@ -176,29 +196,14 @@ TEST_P(VitTest, ZeroHeadGivesZeroGradientsEverywhereElse) {
   EXPECT_NEAR(bench.loss(), std::log(5.0), 1e-6);
 }
 
-// Checks that gradient i is final at the point of the stream at which ready(i) is called. The reducer relies
-// on this property.
 TEST_P(VitTest, ReadyIsCalledOncePerFinalGradientInOrderAndGapsStayUntouched) {
   for (Precision precision : {Precision::fp32, Precision::bf16}) {
     Bench bench(small_config(), GetParam(), 2, 3, precision);
     bench.randomize(9);
-    const auto& parameters = bench.vit.parameters();
-    std::vector<int> seen;
-    std::vector<std::vector<float>> at_ready(parameters.size());
-    const std::vector<float> gradient = bench.gradient([&](int i) {
-      const auto at = static_cast<size_t>(i);
-      seen.push_back(i);
-      at_ready[at] = to_host(bench.stream, bench.gradients.as<const float>() + bench.layout.offsets[at],
-                             parameters[at].elements());
-    });
+    const std::vector<float> gradient = bench.gradient_ready_in_order();
     std::vector<bool> written(gradient.size(), false);
-    ASSERT_EQ(seen.size(), parameters.size());
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      EXPECT_EQ(seen[i], static_cast<int>(i));
-      const std::span<const float> g = bench.tensor(gradient, static_cast<int>(i));
-      EXPECT_TRUE(std::equal(g.begin(), g.end(), at_ready[i].begin(), at_ready[i].end()))
-          << parameters[i].name;
-      std::fill_n(written.begin() + bench.layout.offsets[i], parameters[i].elements(), true);
+    for (size_t i = 0; i < bench.vit.parameters().size(); ++i) {
+      std::fill_n(written.begin() + bench.layout.offsets[i], bench.vit.parameters()[i].elements(), true);
     }
     for (size_t j = 0; j < gradient.size(); ++j)
       EXPECT_EQ(std::isnan(gradient[j]), !written[j]) << "element " << j;
@@ -306,26 +311,8 @@ TEST_P(VitTest, GroupedWeightGradientsMatchSeparateOnes) {
         Bench bench(config, GetParam(), 4, 5, precision, fused, groups);
         bench.randomize(6);
         bench.batch = images;  // fewer images than the capacity
-        std::vector<int> order;
-        std::vector<std::vector<float>> at_ready(bench.vit.parameters().size());
-        auto ready = [&](int i) {
-          const auto at = static_cast<size_t>(i);
-          order.push_back(i);
-          at_ready[at] = to_host(bench.stream, bench.gradients.as<const float>() + bench.layout.offsets[at],
-                                 bench.vit.parameters()[at].elements());
-        };
         bench.gradient();
-        const std::vector<float> sum = bench.gradient(ready, 0.5f, true);
-        std::vector<float> packed;
-        for (size_t i = 0; i < at_ready.size(); ++i) {
-          EXPECT_EQ(order[i], static_cast<int>(i));
-          const std::span<const float> final = bench.tensor(sum, static_cast<int>(i));
-          EXPECT_TRUE(std::equal(final.begin(), final.end(), at_ready[i].begin(), at_ready[i].end()))
-              << bench.vit.parameters()[i].name;
-          packed.insert(packed.end(), final.begin(), final.end());
-        }
-        EXPECT_EQ(order.size(), at_ready.size());
-        return packed;
+        return Bench::packed(bench.gradient_ready_in_order(0.5f, true));
       };
       for (int64_t images : {4, 3}) {
         const std::vector<float> alone = once({}, images);

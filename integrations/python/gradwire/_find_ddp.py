@@ -8,6 +8,10 @@ import torch
 
 from gradwire import _native
 
+PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" calls a hook for one gradient at a time, inside a '
+    "compiled graph and without buckets: set it to True (its default) before wrapping the model in "
+    "DistributedDataParallel")
 _DDP = torch.nn.parallel.DistributedDataParallel
 _DEPTH = 2  # levels of attributes, as in trainer.strategy.model
 

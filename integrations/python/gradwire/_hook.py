@@ -13,6 +13,7 @@ from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, 
 from gradwire._calls import calls_of
 from gradwire._communicator import Communicator
 from gradwire._elastic import Elastic, check_uses_no_process_group
+from gradwire._find_ddp import PYTHON_REDUCER
 from gradwire._hook_state import (Checkpoint, Place, add_missing, as_list, check_names, for_rank, from_dict,
                                   gathered, taken, to_dict)
 from gradwire._loss_scale import LossScale
@@ -25,11 +26,6 @@ from gradwire._worker import Worker
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
 
 _log = logging.getLogger("gradwire")
-
-PYTHON_REDUCER = (
-    'torch._dynamo.config.optimize_ddp = "python_reducer" calls a hook for one gradient at a time, inside a '
-    "compiled graph and without buckets: set it to True (its default) before wrapping the model in "
-    "DistributedDataParallel")
 
 
 class Hook:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._allreduce import allreduce_
 from gradwire._communicator import Communicator
-from gradwire._find_ddp import the_ddp
-from gradwire._hook import DEFAULT_SPEC, PYTHON_REDUCER, Hook
+from gradwire._find_ddp import PYTHON_REDUCER, the_ddp
+from gradwire._hook import DEFAULT_SPEC, Hook
 from gradwire._process_group import TIMEOUT_S, communicator
 from gradwire.backend import Backend, register_backend
 
