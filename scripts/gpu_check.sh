@@ -217,7 +217,7 @@ export bin smoke python
 small=()
 [ -z "$smoke" ] || small=("$python" bench/harness/smoke.py)
 
-peers='*PeerWindows*cuda*'
+peers='*PeerAccess*cuda*'
 part_first() {
   step doctor 30 "$bin/gradwire" doctor
   step launch 20 bash -c "suite kernels 1 '*Pack*cuda0*'"

@@ -38,7 +38,11 @@ struct CollectivesOptions {
   bool no_baseline = false, child = false;
 };
 
-const std::vector<std::string> kAllSchedules = {"ring", "tree", "two_shot", "hierarchical"};
+std::vector<std::string> schedule_names() {
+  std::vector<std::string> names;
+  for (ScheduleKind kind : all_schedules()) names.emplace_back(name(kind));
+  return names;
+}
 
 std::vector<int64_t> sizes_of(const CollectivesOptions& o) {
   if (o.max_bytes < o.min_bytes) {
@@ -68,7 +72,7 @@ std::vector<CollectiveCase> cases_of(const CollectivesOptions& o, int world) {
       specs.push_back(spec);
       continue;
     }
-    for (const std::string& schedule : o.schedules.empty() ? kAllSchedules : o.schedules) {
+    for (const std::string& schedule : o.schedules.empty() ? schedule_names() : o.schedules) {
       if (schedule == "nccl" && !spec.wire->exact) continue;
       bool possible = schedule != "hierarchical" || per_node_of(o, world) > 0;
       if (!possible && o.schedules.empty()) continue;
@@ -304,12 +308,12 @@ void add_collectives(CLI::App& app, int& exit_code) {
   command->add_option("-n,--iters", o->iterations, "Timed calls")->check(CLI::Range(1, 1000000));
   command->add_option("-w,--warmup_iters", o->warmup, "Warm-up calls")->check(CLI::Range(0, 1000000));
   command->add_option("-c,--check", o->check, "0: do not check the results")->check(CLI::Range(0, 1));
+  auto schedules = schedule_names();
+  schedules.emplace_back("nccl");
   command
-      ->add_option(
-          "--schedule", o->schedules,
-          "ring, tree, two_shot or hierarchical (default: all of them), or nccl: NCCL's allreduce, for specs "
-          "that send FP32; repeatable")
-      ->check(CLI::IsMember({"ring", "tree", "two_shot", "hierarchical", "nccl"}));
+      ->add_option("--schedule", o->schedules,
+                   "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32")
+      ->check(CLI::IsMember(schedules));
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command
       ->add_option("--transport", o->transports,

@@ -61,12 +61,13 @@ std::vector<Format> formats(const std::vector<std::string>& specs) {
 }
 
 std::vector<Case> cases_of(int world) {
-  std::vector<Case> all = {
-      {"two_shot", two_shot(world)}, {"tree", double_tree(world)}, {"ring", ring(world)}};
-  if (int per_node = usual_per_node(world); per_node > 1) {
-    Schedule nodes = hierarchical(world / per_node, per_node);
-    all.push_back({"hierarchical", nodes});
-    all.push_back({"hierarchical,intra_node=fp32", nodes, true});
+  std::vector<Case> all;
+  const int per_node = usual_per_node(world);
+  for (ScheduleKind kind : all_schedules()) {
+    if (kind == ScheduleKind::hierarchical && per_node <= 1) continue;
+    all.push_back({name(kind), make_schedule(kind, world, {.per_node = per_node})});
+    if (kind == ScheduleKind::hierarchical)
+      all.push_back({"hierarchical,intra_node=fp32", all.back().schedule, true});
   }
   return all;
 }

@@ -43,19 +43,19 @@ Schedule of_collective(Schedule allreduce, Collective collective) {
 std::vector<NamedSchedule> schedules_of(int world, const std::vector<int>& per_nodes,
                                         const SchedulesOptions& o) {
   std::vector<NamedSchedule> all;
-  if (o.collective == Collective::broadcast) {
-    const int root = std::min(o.root, world - 1);
-    for (ScheduleKind kind : {ScheduleKind::ring, ScheduleKind::two_shot}) {
-      all.push_back({name(kind), broadcast(kind, world, root)});
-    }
-    for (int per_node : per_nodes) {
+  const bool broadcasts = o.collective == Collective::broadcast;
+  const int root = std::min(o.root, world - 1);
+  for (ScheduleKind kind : all_schedules()) {
+    if (kind == ScheduleKind::hierarchical) continue;  // below, in several shapes
+    if (kind == ScheduleKind::tree && broadcasts) continue;
+    if (kind == ScheduleKind::two_shot && world > kMaxInputs + 1 && !broadcasts) continue;
+    all.push_back({name(kind), broadcasts ? broadcast(kind, world, root) : make_schedule(kind, world)});
+  }
+  for (int per_node : per_nodes) {
+    if (broadcasts) {
       all.push_back({fmt::format("hierarchical {}x{}", world / per_node, per_node),
                      broadcast(ScheduleKind::hierarchical, world, root, {.per_node = per_node})});
-    }
-  } else {
-    all = {{"ring", ring(world)}, {"tree", double_tree(world)}};
-    if (world <= kMaxInputs + 1) all.push_back({"two_shot", two_shot(world)});
-    for (int per_node : per_nodes) {
+    } else {
       for (ScheduleKind between : {ScheduleKind::two_shot, ScheduleKind::ring}) {
         if (o.check && world / per_node + per_node - 2 > kMaxInputs) continue;
         all.push_back({fmt::format("hierarchical {}x{} {}", world / per_node, per_node, name(between)),

@@ -81,12 +81,12 @@ SchedulePlanner::SchedulePlanner(const ScheduleRequest& request, int world, int 
   if (request.kind != ScheduleKind::automatic || like_a_kernel) {
     add(like_a_kernel ? ScheduleKind::two_shot : request.kind);
     const Candidate& only = candidates_[0];
-    reason_ = like_a_kernel ? "for the bits of transport=lsa" : "requested";
+    reason_ = like_a_kernel ? "for the bits of transport=peer" : "requested";
     if (request.kind != ScheduleKind::hierarchical) return;
     reason_ += fmt::format(", {} nodes of {}", only.schedule.nodes, only.schedule.per_node);
     if (only.schedule.per_node == 1 || request.collective != Collective::allreduce) return;
     inside_ = only;
-    inside_->schedule.carrier = Carrier::node_windows;
+    inside_->schedule.execution = Execution::node_peer_access;
     return;
   }
   const bool broadcast = request.collective == Collective::broadcast;  // a broadcast adds no contributions
@@ -106,7 +106,8 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
       return costs_.all_pairs;
     case ScheduleKind::hierarchical:
       if (!intra_node) return costs_.inter_node;
-      return candidate.schedule.carrier == Carrier::node_windows ? costs_.peer_memory : costs_.intra_node;
+      return candidate.schedule.execution == Execution::node_peer_access ? costs_.peer_memory
+                                                                         : costs_.intra_node;
     case ScheduleKind::nccl:
       return costs_.library_measured ? costs_.library : kNcclOnNvlink;
     default:
@@ -139,7 +140,7 @@ double SchedulePlanner::predicted_us(const Option& option, int64_t count, Wire w
     const bool exact = intra_node && request_.fp32_intra_node;
     const auto bytes = static_cast<double>((exact ? kFp32 : wire)->bytes(count));
     const LinkCosts::Pattern& pattern = link(candidate, intra_node);
-    const int slices = candidate.schedule.carrier == Carrier::messages
+    const int slices = candidate.schedule.execution == Execution::messages
                            ? Program::slices_for(candidate.schedule, count, wire, option.slice_bytes, shards)
                            : 1;
     const double rounds = slices == 1 ? load.rounds : 2 * (load.rounds - 1) + slices;
@@ -185,7 +186,7 @@ SchedulePlanner::Choice SchedulePlanner::choose_kernel(int64_t count, Wire wire)
       link.latency_us + std::max((n - 1) / n * ((n - 1) * bytes + whole) / rate, n * encode_us);
   Choice choice{
       .schedule = two_shot(world_), .reason = {}, .predicted_us = std::min(one, two), .slice_bytes = 0};
-  choice.schedule.carrier = one < two ? Carrier::one_shot_kernel : Carrier::two_shot_kernel;
+  choice.schedule.execution = one < two ? Execution::one_shot_kernel : Execution::two_shot_kernel;
   choice.reason = fmt::format("in one kernel, in {}; {} predicted, in {} {}",
                               one < two ? "one shot" : "two shots", milliseconds(choice.predicted_us),
                               one < two ? "two" : "one", milliseconds(std::max(one, two)));

@@ -10,7 +10,7 @@
 // The time of NCCL's allreduce is predicted from measurements. NCCL's allreduce is a candidate only if
 // measured, and only for whole FP32 allreduces.
 //
-// Peer access (transport=lsa): one kernel carries out the allreduce in two shots, or in one shot where the
+// Peer access (transport=peer): one kernel carries out the allreduce in two shots, or in one shot where the
 // saved barrier takes longer than the added bytes. In a hierarchical schedule, rounds inside nodes then cost
 // as much as loads from other ranks' memory. transport=auto uses peer access unless messages are predicted to
 // be faster.

@@ -117,7 +117,7 @@ Compiler::Compiler(const ProgramPlan& plan, const ProgramMemory& memory)
       wire_(plan.options.wire),
       part_scale_(part_scale_of(plan.schedule, plan.options.scale)),
       result_scale_(plan.options.scale / part_scale_),
-      windows_(plan.carrier == Carrier::node_windows ? plan.windows.get() : nullptr),
+      windows_(plan.execution == Execution::node_peer_access ? plan.windows.get() : nullptr),
       workspace_(memory.workspace),
       chunks_(plan.schedule.chunks),
       first_sums_(plan.schedule) {
@@ -126,7 +126,7 @@ Compiler::Compiler(const ProgramPlan& plan, const ProgramMemory& memory)
     chunks_[c].owned = plan.schedule.owner[c] == plan.rank();
   }
   if (windows_ != nullptr) {
-    const auto offsets = offsets_in_windows(plan.ranges, plan.options);
+    const auto offsets = peer_memory_offsets(plan.ranges, plan.options);
     for (size_t c = 0; c < chunks_.size(); ++c) chunks_[c].window_offset = offsets[c];
   }
   look_ahead();

@@ -7,7 +7,7 @@ ProgramExecutor::ProgramExecutor(const ProgramPlan& plan)
       info_{.part = plan.options.part,
             .schedule = name(plan.schedule.kind),
             .slices = plan.slices,
-            .carrier = plan.carrier} {
+            .execution = plan.execution} {
   if (!plan.overlapped) return;
   begun_ = Event::create(plan.transport.device());
   ordered_ = Event::create(plan.transport.device());

@@ -46,7 +46,7 @@ class SerialExecutor : public ProgramExecutor {
   void enqueue(const Stream& stream, const Stream& transfers, BucketPhases* phases) final;
 };
 
-// Returns the executor for the plan's carrier, bound to `memory`. The plan must outlive the executor.
+// Returns the executor for the plan's execution, bound to `memory`. The plan must outlive the executor.
 std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory);
 std::unique_ptr<ProgramExecutor> make_message_executor(const ProgramPlan& plan, const ProgramMemory& memory);
 

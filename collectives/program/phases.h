@@ -27,8 +27,8 @@ struct ProgramInfo {
   std::string schedule;
   int64_t bytes_sent = 0;  // bytes that this rank sends
   int exchanges = 0, slices = 1;
-  // The carrier in use: messages if the transport does not support the schedule's carrier.
-  Carrier carrier = Carrier::messages;
+  // The execution in use: messages if the transport does not support the schedule's execution.
+  Execution execution = Execution::messages;
 };
 
 // One bucket's marks in one step. The times must be read before a later step reuses the object.

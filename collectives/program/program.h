@@ -23,7 +23,7 @@
 // no value, so the rank neither uses nor changes the chunk's residual. The ranks that represent a node first
 // add all parts from inside the node in FP32, in rank order, and then encode as above.
 //
-// Each carrier (Schedule::carrier) has an executor. All carriers except the library give the same bits:
+// Each execution (Schedule::execution) has an executor. All except the library give the same bits:
 //   messages    Sends and receives. With a stream for transfers, chunks are cut into slices (pipelined() in
 //               schedule.h). Exchanges run on the stream for transfers and kernels on the caller's stream.
 //               Events order dependent work: while a slice is in flight, another slice is added up. An

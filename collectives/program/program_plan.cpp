@@ -14,17 +14,18 @@ namespace {
 
 std::shared_ptr<MappedPeers> open_windows(Transport& transport, const Schedule& schedule, int64_t count,
                                           const Shards& shards, const Program::Options& options) {
-  const Carrier carrier = schedule.carrier;
-  if (carrier == Carrier::messages || carrier == Carrier::library || transport.world() == 1) return nullptr;
+  const Execution execution = schedule.execution;
+  if (execution == Execution::messages || execution == Execution::library || transport.world() == 1)
+    return nullptr;
   const bool shared = static_cast<bool>(options.transfers);
-  if (carrier == Carrier::node_windows) {
+  if (execution == Execution::node_peer_access) {
     if (schedule.kind != ScheduleKind::hierarchical || schedule.collective != Collective::allreduce) {
       throw BadInput(fmt::format("{}: peer access inside nodes needs a hierarchical allreduce, not a {} {}",
                                  options.what, name(schedule.kind), name(schedule.collective)));
     }
     if (schedule.per_node == 1 || !transport.peer_access_obstacle(schedule.per_node).empty()) return nullptr;
     const auto chunks = chunk_ranges(schedule, count, shards, options.wire->granularity);
-    return transport.peer_access()->open(offsets_in_windows(chunks, options).back(), shared,
+    return transport.peer_access()->open(peer_memory_offsets(chunks, options).back(), shared,
                                          schedule.per_node);
   }
   if (!transport.peer_access_obstacle().empty()) return nullptr;
@@ -39,7 +40,7 @@ std::shared_ptr<MappedPeers> open_windows(Transport& transport, const Schedule& 
 
 // Returns whether the transport's own allreduce carries out the schedule.
 bool uses_library(Transport& transport, const Schedule& schedule, const Program::Options& options) {
-  if (schedule.carrier != Carrier::library || transport.world() == 1) return false;
+  if (schedule.execution != Execution::library || transport.world() == 1) return false;
   if (!options.wire->exact) {
     throw BadInput(
         fmt::format("{}: schedule=nccl adds FP32, not {}; use wire format fp32, or another schedule",
@@ -63,8 +64,8 @@ ProgramPlan::ProgramPlan(Transport& t, const Schedule& s, const ProgramBuffers& 
       dtype(buffers.dtype),
       shards(buffers.shards),
       windows(open_windows(t, s, count, shards, options)),
-      carrier(windows || uses_library(t, s, options) ? s.carrier : Carrier::messages),
-      slices(options.transfers && carrier == Carrier::messages
+      execution(windows || uses_library(t, s, options) ? s.execution : Execution::messages),
+      slices(options.transfers && execution == Execution::messages
                  ? Program::slices_for(s, count, options.wire, options.slice_bytes, shards)
                  : 1),
       overlapped(options.transfers && (slices > 1 || options.beside_others || windows)),
@@ -106,7 +107,7 @@ Call ProgramPlan::describe() const {
     hash = mix(hash, static_cast<uint64_t>(c));
   }
   hash = mix(hash, static_cast<uint64_t>(schedule.chunks) * 16 + static_cast<uint64_t>(schedule.kind));
-  hash = mix(hash, static_cast<uint64_t>(carrier));
+  hash = mix(hash, static_cast<uint64_t>(execution));
   for (int64_t shard : shards) hash = mix(hash, static_cast<uint64_t>(shard));
   for (int32_t owner : schedule.owner) hash = mix(hash, static_cast<uint64_t>(owner));
   for (const auto& rounds : schedule.rounds) {
@@ -133,7 +134,7 @@ FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule, 
   call.peers.world = transport.world();
   // One shot would need the seeds of the other ranks' random bits. Exchanging the seeds is not worthwhile.
   const bool random = options.rounding.mode == Rounding::stochastic && !options.wire->exact;
-  call.one_shot = schedule.carrier == Carrier::one_shot_kernel && !random;
+  call.one_shot = schedule.execution == Execution::one_shot_kernel && !random;
   call.part_scale = part_scale_for(options.scale);
   call.scale = options.scale / call.part_scale;
   call.rounding = options.rounding;
@@ -142,8 +143,8 @@ FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule, 
   return call;
 }
 
-std::vector<int64_t> offsets_in_windows(const std::vector<ChunkRange>& chunks,
-                                        const Program::Options& options) {
+std::vector<int64_t> peer_memory_offsets(const std::vector<ChunkRange>& chunks,
+                                         const Program::Options& options) {
   const Wire wire = options.fp32_intra_node ? kFp32 : options.wire;
   std::vector<int64_t> offsets = {0};
   for (ChunkRange range : chunks)

@@ -31,7 +31,7 @@ struct ProgramPlan {
   const DType dtype;
   const Shards shards;
   const std::shared_ptr<MappedPeers> windows;  // null: the ranks exchange messages only
-  const Carrier carrier;  // messages if the transport does not support the schedule's carrier
+  const Execution execution;  // messages if the transport does not support the schedule's execution
   const int slices;
   const bool overlapped;  // exchanges run on a separate stream
   const Schedule schedule;
@@ -44,8 +44,8 @@ FusedAllreduce fused_call(const Transport& transport, const Schedule& schedule, 
                           const Shards& shards, const Program::Options& options);
 
 // Returns the chunks' offsets in a half of a node's window, followed by the half's size.
-std::vector<int64_t> offsets_in_windows(const std::vector<ChunkRange>& chunks,
-                                        const Program::Options& options);
+std::vector<int64_t> peer_memory_offsets(const std::vector<ChunkRange>& chunks,
+                                         const Program::Options& options);
 
 // FP32 memory of a program, and its workspace. The workspace's address is an integer because the pass that
 // measures the workspace's size begins at address 0.

@@ -116,18 +116,18 @@ class LibraryExecutor final : public SerialExecutor {
 }  // namespace
 
 std::unique_ptr<ProgramExecutor> make_executor(const ProgramPlan& plan, const ProgramMemory& memory) {
-  switch (plan.carrier) {
-    case Carrier::messages:
+  switch (plan.execution) {
+    case Execution::messages:
       return make_message_executor(plan, memory);
-    case Carrier::two_shot_kernel:
-    case Carrier::one_shot_kernel:
+    case Execution::two_shot_kernel:
+    case Execution::one_shot_kernel:
       return std::make_unique<KernelExecutor>(plan, memory);
-    case Carrier::node_windows:
+    case Execution::node_peer_access:
       return std::make_unique<NodeExecutor>(plan, memory);
-    case Carrier::library:
+    case Execution::library:
       return std::make_unique<LibraryExecutor>(plan, memory);
   }
-  throw Error("make_executor: unknown carrier");
+  throw Error("make_executor: unknown execution");
 }
 
 }  // namespace gradwire

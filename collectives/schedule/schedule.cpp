@@ -21,6 +21,12 @@ const char* name(ScheduleKind kind) {
   return kNames[static_cast<size_t>(kind)];
 }
 
+const std::vector<ScheduleKind>& all_schedules() {
+  static const std::vector<ScheduleKind> all = {ScheduleKind::ring, ScheduleKind::tree,
+                                                ScheduleKind::two_shot, ScheduleKind::hierarchical};
+  return all;
+}
+
 namespace detail {
 
 Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds) {
@@ -205,7 +211,7 @@ Topology complete(Topology t, int world) {
 Schedule nccl_allreduce(int world) {
   Schedule s = ring(world);
   s.kind = ScheduleKind::nccl;
-  s.carrier = Carrier::library;
+  s.execution = Execution::library;
   s.lossy_steps = s.inter_node_lossy_steps = 0;
   return s;
 }

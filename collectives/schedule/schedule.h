@@ -38,6 +38,8 @@ enum class ScheduleKind : uint8_t { automatic, ring, tree, two_shot, hierarchica
 
 const char* name(Collective collective);
 const char* name(ScheduleKind kind);  // the name in specs: "auto", "ring", ...
+// Returns the kinds whose transfers are known: all but `automatic` and `nccl`.
+const std::vector<ScheduleKind>& all_schedules();
 
 struct Step {
   enum class Kind : uint8_t { send, recv_reduce, recv_copy };
@@ -52,13 +54,13 @@ struct Step {
 
 using Round = std::vector<Step>;
 
-// How a schedule is executed. All but `library` give the same bits.
-enum class Carrier : uint8_t {
-  messages,         // sends and receives
-  two_shot_kernel,  // peer access: a two-shot as one kernel (kernels/wire/fused.h)
-  one_shot_kernel,  // peer access: a two-shot as one kernel with one barrier
-  node_windows,     // hierarchical: peer access inside nodes, messages between nodes
-  library           // the transport's own allreduce, which ignores the schedule
+// How a schedule is executed. All executions but `library` give the same bits.
+enum class Execution : uint8_t {
+  messages,          // sends and receives
+  two_shot_kernel,   // peer access: a two-shot as one kernel (kernels/wire/fused.h)
+  one_shot_kernel,   // peer access: a two-shot as one kernel with one barrier
+  node_peer_access,  // hierarchical: peer access inside nodes, messages between nodes
+  library            // the transport's own allreduce, which ignores the schedule
 };
 
 // When peer access replaces messages: never, wherever possible, or where the planner predicts peer access to
@@ -74,7 +76,7 @@ struct Topology {
 struct Schedule {
   Collective collective = Collective::allreduce;
   ScheduleKind kind = ScheduleKind::ring;
-  Carrier carrier = Carrier::messages;
+  Execution execution = Execution::messages;
   int world = 1;
   int chunks = 1;
   std::vector<int32_t> owner;  // [chunk]

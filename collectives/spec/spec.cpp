@@ -54,7 +54,7 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
 const std::vector<std::pair<std::string_view, PeerAccessMode>> kTransports{
-    {"messages", PeerAccessMode::off}, {"lsa", PeerAccessMode::on}, {"auto", PeerAccessMode::automatic}};
+    {"messages", PeerAccessMode::off}, {"peer", PeerAccessMode::on}, {"auto", PeerAccessMode::automatic}};
 const std::vector<std::pair<std::string_view, Rounding>> kRoundings{{"nearest", Rounding::nearest},
                                                                     {"stochastic", Rounding::stochastic}};
 
@@ -130,11 +130,9 @@ std::vector<std::string> default_dense(Wire wire) {
 }
 
 std::vector<std::pair<std::string_view, ScheduleKind>> schedules() {
-  std::vector<std::pair<std::string_view, ScheduleKind>> all;
-  for (ScheduleKind kind : {ScheduleKind::automatic, ScheduleKind::ring, ScheduleKind::tree,
-                            ScheduleKind::two_shot, ScheduleKind::hierarchical, ScheduleKind::nccl}) {
-    all.emplace_back(name(kind), kind);
-  }
+  std::vector<std::pair<std::string_view, ScheduleKind>> all = {{"auto", ScheduleKind::automatic}};
+  for (ScheduleKind kind : all_schedules()) all.emplace_back(name(kind), kind);
+  all.emplace_back("nccl", ScheduleKind::nccl);
   return all;
 }
 

@@ -513,7 +513,7 @@ typedef struct gw_call_options {
  * @param dtype    type of the elements. A sum beyond float16 is infinity there.
  * @param op       #GW_SUM or #GW_AVG.
  * @param spec     a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
- *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|lsa|auto" and
+ *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|peer|auto" and
  *                 ",intra_node=wire|fp32". "powersgd" and "randk" need a reducer. A format whose encode may
  *                 lose more than its input, such as "qsgd:bits=4", is rejected without ",ef=off".
  * @param stream   see the top; may differ.
@@ -660,7 +660,7 @@ typedef struct gw_reducer_options {
  *                   "powersgd:rank=R" with ",wire=FORMAT", ",start=N", ",warm=on|off", ",alternate=on|off",
  *                   ",min_ratio=X" and ",seed=S"; or "randk:ratio=X" with ",wire=FORMAT" and ",seed=S"; each
  *                   with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
- *                   ",transport=messages|lsa|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
+ *                   ",transport=messages|peer|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
  *                   communicator between processes measures its links, in 0.1 s at 1 Gb/s.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this
  *                   order. Ranks compare names, shapes and order here. Copied.

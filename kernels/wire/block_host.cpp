@@ -107,8 +107,8 @@ GW_SIMD void reduce_encode_piece(const HostBlocks& f, const ReduceEncode& a, int
       random = random_bits(a.rounding.seed, step, element, room, buffer);
     }
     auto* const wire = static_cast<uint8_t*>(a.wire);
-    if (residual != nullptr && a.out == nullptr && f.encode_and_keep != nullptr) {
-      f.encode_and_keep(f.coder, s, a.count, run.first, run.last, random, wire, residual);
+    if (residual != nullptr && a.out == nullptr && f.encode_with_residual != nullptr) {
+      f.encode_with_residual(f.coder, s, a.count, run.first, run.last, random, wire, residual);
       to_residuals(residual, n, residual_unit(a));
       continue;
     }

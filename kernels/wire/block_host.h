@@ -304,8 +304,8 @@ struct HostBlocks {
                  const uint16_t* random, uint8_t* wire);
   // Encodes, and sets residual = values - decoded values. Null where a combined loop is not faster for the
   // format or its rotation.
-  void (*encode_and_keep)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
-                          const uint16_t* random, uint8_t* wire, float* residual);
+  void (*encode_with_residual)(const void* coder, const float* values, int64_t count, int64_t first,
+                               int64_t last, const uint16_t* random, uint8_t* wire, float* residual);
   // Decodes into values, which holds whole blocks.
   void (*decode)(const void* coder, const uint8_t* wire, int64_t count, int64_t first, int64_t last,
                  float* values);
@@ -352,9 +352,9 @@ inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const flo
 };
 
 template <typename F>
-GW_INLINE void encode_and_keep_each(const BlockCoder<F> coder, const float* values, int64_t count,
-                                    int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
-                                    float* residual) {
+GW_INLINE void encode_with_residual_each(const BlockCoder<F> coder, const float* values, int64_t count,
+                                         int64_t first, int64_t last, const uint16_t* random, uint8_t* wire,
+                                         float* residual) {
   alignas(64) float sent[F::kMaxBlock];
   const int n = coder.block();
   for (int64_t block = first; block < last; ++block, values += n, residual += n) {
@@ -382,39 +382,39 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
 }
 
 // Defines NAME_reduce_encode and NAME_decode for format F.
-#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                     \
-  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,           \
-                                         int64_t first, int64_t last, const uint16_t* random,             \
-                                         uint8_t* wire) {                                                 \
-    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire);     \
-  }                                                                                                       \
-  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,           \
-                                         int64_t first, int64_t last, float* values) {                    \
-    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);             \
-  }                                                                                                       \
-  static GW_SIMD void NAME##_encode_and_keep_each(const void* coder, const float* values, int64_t count,  \
-                                                  int64_t first, int64_t last, const uint16_t* random,    \
-                                                  uint8_t* wire, float* residual) {                       \
-    if constexpr (takes_sink<F>) {                                                                        \
-      encode_and_keep_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, \
-                           wire, residual);                                                               \
-    }                                                                                                     \
-  }                                                                                                       \
-  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                           \
-    return {&coder,                                                                                       \
-            coder.block(),                                                                                \
-            F::kMaxBlock,                                                                                 \
-            F::kStochastic,                                                                               \
-            coder.masks(),                                                                                \
-            NAME##_encode_each,                                                                           \
-            takes_sink<F> && !coder.rotates() ? NAME##_encode_and_keep_each : nullptr,                    \
-            NAME##_decode_each};                                                                          \
-  }                                                                                                       \
-  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                          \
-    reduce_encode_blocks(NAME##_blocks(coder), a);                                                        \
-  }                                                                                                       \
-  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                       \
-    decode_blocks(NAME##_blocks(coder), a);                                                               \
+#define GW_BLOCK_FORMAT_HOST(F, NAME)                                                                  \
+  static GW_SIMD void NAME##_encode_each(const void* coder, const float* values, int64_t count,        \
+                                         int64_t first, int64_t last, const uint16_t* random,          \
+                                         uint8_t* wire) {                                              \
+    encode_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, random, wire);  \
+  }                                                                                                    \
+  static GW_SIMD void NAME##_decode_each(const void* coder, const uint8_t* wire, int64_t count,        \
+                                         int64_t first, int64_t last, float* values) {                 \
+    decode_each(*static_cast<const BlockCoder<F>*>(coder), wire, count, first, last, values);          \
+  }                                                                                                    \
+  static GW_SIMD void NAME##_encode_with_residual_each(                                                \
+      const void* coder, const float* values, int64_t count, int64_t first, int64_t last,              \
+      const uint16_t* random, uint8_t* wire, float* residual) {                                        \
+    if constexpr (takes_sink<F>) {                                                                     \
+      encode_with_residual_each(*static_cast<const BlockCoder<F>*>(coder), values, count, first, last, \
+                                random, wire, residual);                                               \
+    }                                                                                                  \
+  }                                                                                                    \
+  static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                        \
+    return {&coder,                                                                                    \
+            coder.block(),                                                                             \
+            F::kMaxBlock,                                                                              \
+            F::kStochastic,                                                                            \
+            coder.masks(),                                                                             \
+            NAME##_encode_each,                                                                        \
+            takes_sink<F> && !coder.rotates() ? NAME##_encode_with_residual_each : nullptr,            \
+            NAME##_decode_each};                                                                       \
+  }                                                                                                    \
+  void NAME##_reduce_encode(const BlockCoder<F>& coder, const ReduceEncode& a) {                       \
+    reduce_encode_blocks(NAME##_blocks(coder), a);                                                     \
+  }                                                                                                    \
+  void NAME##_decode(const BlockCoder<F>& coder, const Decode& a) {                                    \
+    decode_blocks(NAME##_blocks(coder), a);                                                            \
   }
 
 }  // namespace gradwire::host

@@ -61,9 +61,9 @@ class Check(unittest.TestCase):
                           ([row(9, spec="fp8")], "no row"), ([row(None)], "speedup is null"),
                           ([{"spec": "bf16"}], "speedup is null"), ([row(float("nan"))], "NaN"),
                           ([row(0)], "speedup is 0"), ([row("fast")], '"fast"')):
-            judged = check.verdict_of(case(), rows, HERE)
-            self.assertEqual((judged["verdict"], judged["measured"]), ("NOT MEASURED", None))
-            self.assertIn(why, judged["why"])
+            verdict = check.verdict_of(case(), rows, HERE)
+            self.assertEqual((verdict["verdict"], verdict["measured"]), ("NOT MEASURED", None))
+            self.assertIn(why, verdict["why"])
 
     def test_ratios(self):
         times = [{"spec": "fp32", "time_us": 300.0,
@@ -109,8 +109,8 @@ class Check(unittest.TestCase):
 
     def run_cases(self, script, *cases, retries=1):
         with contextlib.redirect_stdout(io.StringIO()) as told:
-            judged = check.run(list(cases), self.bench(script), self.folder, retries, HERE)
-        return [j["verdict"] for j in judged], told.getvalue()
+            verdicts = check.run(list(cases), self.bench(script), self.folder, retries, HERE)
+        return [j["verdict"] for j in verdicts], told.getvalue()
 
     WRITE = (
         'while [ "$1" != --json ]; do shift; done; echo "[{{\\"spec\\": \\"bf16\\", \\"speedup\\": {}}}]" >'
@@ -143,13 +143,13 @@ class Check(unittest.TestCase):
     def test_a_missing_row_is_an_error_that_names_the_most_similar_rows(self):
         rows = [{"op": f"int{bits}_decode", "cache": "warm", "speedup": 9} for bits in range(20)]
         rows.append({"op": "bf16_reduce_encode", "cache": "cold", "speedup": 9})
-        judged = check.verdict_of(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
-        self.assertEqual(judged["verdict"], "NOT MEASURED")
+        verdict = check.verdict_of(case(where={"op": "bf16_encode", "cache": "cold"}), rows, HERE)
+        self.assertEqual(verdict["verdict"], "NOT MEASURED")
         self.assertTrue(
-            judged["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
+            verdict["why"].startswith("no row with op=bf16_encode, cache=cold; the rows are: "
                                      "op=bf16_reduce_encode, cache=cold; op=int0_decode, cache=warm; "),
-            judged["why"])
-        self.assertTrue(judged["why"].endswith("; 13 more"), judged["why"])
+            verdict["why"])
+        self.assertTrue(verdict["why"].endswith("; 13 more"), verdict["why"])
 
     def test_a_smoke_run_fails_for_missing_rows_and_not_for_speed(self):
         build = self.bench(self.WRITE.format(0.001))

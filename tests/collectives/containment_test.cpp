@@ -201,15 +201,15 @@ class Containment : public ::testing::TestWithParam<Device> {};
 // Rotates through schedules, worlds, layouts, positions and values for each spec. GRADWIRE_FULL_SWEEPS=1
 // tests more combinations.
 TEST_P(Containment, NonFiniteGradientsChangeNoOtherTensor) {
-  const std::vector<std::string> schedules = {"ring", "two_shot", "tree", "hierarchical"};
+  const std::vector<std::string> schedules = testing::schedule_names();
   const auto shapes = tensors();
   size_t turn = 0, cases = 0;
   for (const std::string& spec : testing::thinned(all_specs(), 12)) {
     const bool wire = CompressionSpec::parse(spec).method == CompressionSpec::Method::wire;
     for (size_t k = 0; k < (full_sweeps() ? 24 : 2); ++k, ++turn) {
-      Case c{.spec =
-                 spec + (spec.find(':') == std::string::npos ? ":" : ",") + "schedule=" + schedules[turn % 4],
-             .world = 2 + static_cast<int>(turn / 4 % 3),
+      Case c{.spec = spec + (spec.find(':') == std::string::npos ? ":" : ",") +
+                     "schedule=" + schedules[turn % schedules.size()],
+             .world = 2 + static_cast<int>(turn / schedules.size() % 3),
              .layout = wire ? static_cast<Layout>(turn % 3) : static_cast<Layout>(turn % 2),
              .poison = {}};
       Poison& p = c.poison;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collectives/codec/examples.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 
@@ -47,15 +48,15 @@ inline std::vector<std::string> example_specs() {
 // Returns example_specs() with every schedule. Specs that differ only in rounding or in a codec's wire format
 // have the same exchanges, so each of these specs gets only one schedule, in rotation.
 inline std::vector<std::string> example_specs_with_schedules() {
-  const std::vector<std::string> schedules = {"ring", "tree", "two_shot", "hierarchical"};
+  const std::vector<std::string> schedules = testing::schedule_names();
   std::vector<std::string> all = {
-      "fp32:transport=lsa",
-      "fp8:round=stochastic,transport=lsa",
-      "int4:schedule=two_shot,transport=lsa",
-      "powersgd:rank=2,transport=lsa",
-      "fp32:schedule=hierarchical,transport=lsa",
-      "int8:schedule=hierarchical,transport=lsa",
-      "powersgd:rank=2,wire=bf16,schedule=hierarchical,transport=lsa,intra_node=fp32",
+      "fp32:transport=peer",
+      "fp8:round=stochastic,transport=peer",
+      "int4:schedule=two_shot,transport=peer",
+      "powersgd:rank=2,transport=peer",
+      "fp32:schedule=hierarchical,transport=peer",
+      "int8:schedule=hierarchical,transport=peer",
+      "powersgd:rank=2,wire=bf16,schedule=hierarchical,transport=peer,intra_node=fp32",
       "bf16:schedule=hierarchical,intra_node=fp32",
       "powersgd:rank=2,wire=bf16,schedule=hierarchical,intra_node=fp32"};
   size_t turn = 0;

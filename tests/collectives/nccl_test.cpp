@@ -13,6 +13,7 @@
 #include "tests/collectives/nccl_ranks.h"
 #include "tests/collectives/program_runs.h"
 #include "tests/support/expect.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 namespace {
@@ -72,9 +73,7 @@ std::vector<float> allreduced(Transport& transport, const Schedule& schedule, Wi
 
 TEST(Nccl, SchedulesAndWiresGiveTheSameBitsAsThreads) {
   for (int n : {2, 3, 4}) {
-    std::vector<Schedule> schedules = {ring(n), two_shot(n), double_tree(n)};
-    if (n == 4) schedules.push_back(hierarchical(2, 2));
-    for (const Schedule& schedule : schedules) {
+    for (const Schedule& schedule : testing::allreduces(n)) {
       for (Wire wire : {kFp32, kBf16, kFp8}) {
         FakeWorld world(n);
         // NCCL is busy like this while connecting in the background

@@ -11,6 +11,7 @@
 #include "collectives/program/program.h"
 #include "collectives/schedule/schedule.h"
 #include "tests/collectives/group.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire::testing {
 
@@ -70,13 +71,8 @@ inline Outcome allreduce(Device device, const Schedule& schedule, const Values& 
 }
 
 inline std::vector<Schedule> schedules(int world) {
-  std::vector<Schedule> all = {ring(world), two_shot(world), double_tree(world),
-                               pipelined(double_tree(world), 3)};
-  for (int nodes = 1; nodes <= world; ++nodes) {
-    if (world % nodes != 0) continue;
-    all.push_back(hierarchical(nodes, world / nodes));
-    if (nodes > 2) all.push_back(hierarchical(nodes, world / nodes, ScheduleKind::ring));
-  }
+  std::vector<Schedule> all = allreduces(world);
+  all.push_back(pipelined(double_tree(world), 3));
   return all;
 }
 

@@ -10,9 +10,12 @@
 #include "runtime/util/error.h"
 #include "tests/collectives/schedule_interpreter.h"
 #include "tests/support/expect.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 namespace {
+
+using testing::allreduces;
 
 #ifdef GRADWIRE_SANITIZED
 constexpr int kMaxRanks = 24;  // fewer ranks, because sanitizer builds are ten times slower
@@ -24,17 +27,6 @@ void expect_proven(const Schedule& s, const std::string& what) {
   CheckReport report = check(s);
   EXPECT_TRUE(report.ok) << what << ":\n" << report.to_string();
   EXPECT_TRUE(report.correct) << what;
-}
-
-// Returns all allreduce schedules of `n` ranks, in every shape.
-std::vector<Schedule> allreduces(int n) {
-  std::vector<Schedule> all = {ring(n), two_shot(n), double_tree(n)};
-  for (int per_node = 1; per_node <= n; ++per_node) {
-    if (n % per_node != 0) continue;
-    all.push_back(hierarchical(n / per_node, per_node));
-    all.push_back(hierarchical(n / per_node, per_node, ScheduleKind::ring));
-  }
-  return all;
 }
 
 void expect_executes(const Schedule& s, uint64_t seed, const std::string& what) {

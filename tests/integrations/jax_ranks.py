@@ -86,7 +86,7 @@ def text(step: int, rank: int) -> Any:
     return (start + jnp.arange(LENGTH + 1) * 7) % WORDS
 
 
-def jaxs_own_mean() -> Callable[[Any], Any]:
+def pmean_of_processes() -> Callable[[Any], Any]:
     """Returns a function that averages the processes' trees with jax.lax.pmean."""
     mesh = jax.make_mesh((WORLD,), ("ranks",))
     sharding = NamedSharding(mesh, PartitionSpec("ranks"))
@@ -105,7 +105,7 @@ def jaxs_own_mean() -> Callable[[Any], Any]:
 def training_in_fp32_is_that_of_jaxs_own_psum() -> None:
     optimizer = optax.adam(1e-3)
     gradient = jax.jit(jax.grad(loss_of))
-    theirs_mean = jaxs_own_mean()
+    theirs_mean = pmean_of_processes()
 
     @jax.jit
     def step(p: Any, state: Any, batch: Any) -> Any:

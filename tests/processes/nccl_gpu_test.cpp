@@ -19,6 +19,7 @@
 #include "tests/collectives/group.h"
 #include "tests/processes/processes.h"
 #include "tests/support/expect.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 namespace {
@@ -108,9 +109,7 @@ struct OnGpu {
 
 RANK_PROGRAM(NcclAllreduce) {
   auto comm = join(me);
-  std::vector<Schedule> schedules = {ring(me.world), two_shot(me.world), double_tree(me.world)};
-  if (me.world == 4) schedules.push_back(hierarchical(2, 2));
-  for (const Schedule& schedule : schedules) {
+  for (const Schedule& schedule : testing::allreduces(me.world)) {
     for (Wire wire : {kFp32, kBf16}) {
       OnGpu gpu(*comm, schedule, wire);
       gpu.program.run(gpu.stream);

@@ -20,6 +20,7 @@
 #include "runtime/util/error.h"
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 namespace {
@@ -31,12 +32,6 @@ using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
 constexpr int kCalls = 8;
-
-Schedule schedule_of(const std::string& text, int world) {
-  if (text == "hierarchical") return hierarchical(world / 2, 2);
-  if (text == "two_shot") return two_shot(world);
-  return text == "tree" ? double_tree(world) : ring(world);
-}
 
 void break_all_connections() {
   for (int fd = 3; fd < 256; ++fd) shutdown(fd, SHUT_RDWR);  // fails for descriptors that are not connections
@@ -116,7 +111,7 @@ RANK_PROGRAM(Soaked) {
     std::vector<float> data(c.elements);
     for (int64_t i = 0; i < c.elements; ++i)
       data[i] = static_cast<float>((i * 7 + call) % 16 * (me.rank + 1));
-    Program program(comm->transport(), schedule_of(c.schedule, me.world),
+    Program program(comm->transport(), testing::schedule_named(c.schedule, me.world),
                     {data.data(), data.data(), nullptr, c.elements}, c.options);
     Buffer workspace(Device::host(), program.workspace_bytes());
     program.bind(workspace.data());
@@ -173,8 +168,8 @@ std::string one_fault(uint32_t seed, Count& count, std::string& name) {
   std::mt19937 random(seed);
   const Kind& kind = kKinds[seed % std::size(kKinds)];
   name = kind.name;
-  const char* schedules[] = {"ring", "tree", "two_shot", "hierarchical"};
-  const std::string schedule = schedules[random() % 4];
+  const auto schedules = testing::schedule_names();
+  const std::string schedule = schedules[random() % schedules.size()];
   int world = 2 + static_cast<int>(random() % 4);
   if (schedule == "hierarchical") world = 4;
   const int who = static_cast<int>(random() % static_cast<uint32_t>(world));

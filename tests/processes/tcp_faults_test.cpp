@@ -22,6 +22,7 @@
 #include "tests/processes/faults.h"
 #include "tests/processes/processes.h"
 #include "tests/support/expect.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire {
 namespace {
@@ -35,12 +36,6 @@ using std::chrono::milliseconds;
 constexpr int kWorld = 4;
 constexpr int kFaultyCall = 6;  // the call with the fault, numbered from 1
 constexpr int64_t kFloats = 50'000;
-
-Schedule schedule_of(const std::string& text) {
-  if (text == "hierarchical") return hierarchical(2, 2);
-  if (text == "two_shot") return two_shot(kWorld);
-  return text == "tree" ? double_tree(kWorld) : ring(kWorld);
-}
 
 int64_t now_ms() {
   return std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -72,7 +67,7 @@ RANK_PROGRAM(Faulty) {
     for (int call = 1; call <= me.number("calls"); ++call) {
       const bool now = culprit && call == kFaultyCall;
       int64_t count = kFloats;
-      Schedule schedule = schedule_of(me.option("schedule"));
+      Schedule schedule = testing::schedule_named(me.option("schedule"), kWorld);
       Program::Options options{.what = "the gradients"};
       if (now) {
         std::printf("fault at %lld\n", static_cast<long long>(now_ms()));
@@ -81,7 +76,7 @@ RANK_PROGRAM(Faulty) {
         if (fault == "wrong_count") count -= 1000;
         if (fault == "wrong_spec") options.wire = kBf16;
         if (fault == "wrong_schedule")
-          schedule = schedule_of(schedule.kind == ScheduleKind::ring ? "tree" : "ring");
+          schedule = testing::schedule_named(schedule.kind == ScheduleKind::ring ? "tree" : "ring", kWorld);
         if (fault == "short_delay") testing::delay_what_is_sent(30ms);
         if (fault == "long_delay") testing::delay_what_is_sent(me.timeout + 1500ms);
         if (fault == "corrupted_header") testing::corrupt_next_header();
@@ -153,7 +148,7 @@ const Fault kFaults[] = {
     {"reset", 3, 3, "rank #"},
 };
 
-class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, const char*>> {};
+class FaultMatrix : public ::testing::TestWithParam<std::tuple<Fault, std::string>> {};
 
 TEST_P(FaultMatrix, IsBounded) {
   const auto& [fault, schedule] = GetParam();
@@ -202,7 +197,7 @@ TEST_P(FaultMatrix, IsBounded) {
 
 INSTANTIATE_TEST_SUITE_P(Tcp, FaultMatrix,
                          ::testing::Combine(::testing::ValuesIn(kFaults),
-                                            ::testing::Values("ring", "tree", "two_shot", "hierarchical")),
+                                            ::testing::ValuesIn(testing::schedule_names())),
                          [](const auto& info) {
                            return std::string(std::get<0>(info.param).name) + "_" + std::get<1>(info.param);
                          });
@@ -217,8 +212,9 @@ TEST(TcpFaults, KillingARankAtAnyTimeCausesNeitherHangsNorWrongSums) {
     workers.emplace_back([&] {
       for (int run; (run = next++) < runs;) {
         std::mt19937 random(static_cast<uint32_t>(run));
-        const char* schedules[] = {"ring", "tree", "two_shot", "hierarchical"};
-        const std::string who = fmt::to_string(random() % kWorld), schedule = schedules[random() % 4];
+        const auto schedules = testing::schedule_names();
+        const std::string who = fmt::to_string(random() % kWorld),
+                          schedule = schedules[random() % schedules.size()];
         auto ranks = run_processes("Faulty", kWorld,
                                    {.timeout = 30'000ms,
                                     .limit = 60s,

@@ -84,7 +84,7 @@ void LocalHub::compare_peer_memory() {
         const LatestCall& latest = latest_[other];
         if (group->arrived[other] || latest.number <= *before) continue;
         fail_and_throw(fmt::format(
-            "ranks disagree: after {} calls rank {} maps peer memory, as transport=lsa needs; rank {} makes "
+            "ranks disagree: after {} calls rank {} maps peer memory, as transport=peer needs; rank {} makes "
             "call {}, {}, without peer memory; give all ranks the same spec",
             *before, r, other, latest.number, latest.what));
       }

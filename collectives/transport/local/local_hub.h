@@ -90,8 +90,8 @@ class LocalHub {
   // Returns a time before which no message from one rank to another arrives completely, unless a rank sends
   // another message.
   LinkPacer::Time arrives_at(int from, int to);
-  // Fails the group if one rank maps peer memory (transport=lsa in its spec) while another rank, without peer
-  // memory, has continued to its next call. Detects this mismatch before the deadline of either call.
+  // Fails the group if one rank maps peer memory (transport=peer in its spec) while another rank, without
+  // peer memory, has continued to its next call. Detects this mismatch before the deadline of either call.
   void compare_peer_memory();
   void fail(const std::string& reason);
   [[noreturn]] void fail_and_throw(const std::string& text);

@@ -72,8 +72,8 @@ std::shared_ptr<MappedPeers> map_nccl_peers(const NcclApi& api, ncclComm_t comm,
   const int mine = rank % group;
   if (where.worldRank != rank || where.lsaRank % group != mine || where.stride4G == 0) {
     throw CommError(fmt::format(
-        "rank {}: NCCL {} describes a window of another layout; use NCCL 2.28.9, or drop transport=lsa", rank,
-        api.version()));
+        "rank {}: NCCL {} describes a window of another layout; use NCCL 2.28.9, or drop transport=peer",
+        rank, api.version()));
   }
 
   auto made = std::make_shared<MappedPeers>(device, mine, group, half_bytes, patience);
@@ -123,7 +123,7 @@ std::string NcclPeers::obstacle(int group) {
   if (const auto known = obstacles_.find(group); known != obstacles_.end()) return known->second;
   // A communicator that belongs to the program is used only for exchanges.
   if (!comm_.owned() || !watch_.watches()) return "the communicator is the program's own";
-  transport_.begin_set_up("asking for peer memory (transport=lsa, which must be in every rank's spec)");
+  transport_.begin_set_up("asking for peer memory (transport=peer, which must be in every rank's spec)");
   const auto answer = std::make_shared<std::string>();
   const int rank = comm_.rank(), world = comm_.world();
   const auto question = [answer, &api = comm_.api(), rank, world,
@@ -141,7 +141,7 @@ std::shared_ptr<MappedPeers> NcclPeers::map_peers(int64_t half_bytes, int group)
   constexpr const char* kDoing = "mapping peer memory";
   constexpr const char* kAgreeing = "agreeing on peer memory";
   const Device device = transport_.device();
-  transport_.begin_set_up(fmt::format("{} (transport=lsa, which must be in every rank's spec)", kDoing));
+  transport_.begin_set_up(fmt::format("{} (transport=peer, which must be in every rank's spec)", kDoing));
   detail::make_current(device);
   std::shared_ptr<NcclMemory> memory =
       NcclMemory::allocate(comm_.api(), static_cast<size_t>(peer_window_bytes(half_bytes)));

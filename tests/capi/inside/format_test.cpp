@@ -11,6 +11,7 @@
 #include "runtime/util/error.h"
 #include "tests/collectives/conservation.h"
 #include "tests/kernels/wire_problem.h"
+#include "tests/support/schedules.h"
 
 namespace gradwire::testing {
 namespace {
@@ -136,7 +137,7 @@ TEST_F(RegisteredFormat, LosesNothingInAnyScheduleAndKeepsRanksIdentical) {
   constexpr int kSteps = 12;
 #endif
   for (const char* spec : {"coarse", "twin_int2", "powersgd:rank=2,wire=coarse"}) {
-    for (const char* schedule : {"ring", "tree", "two_shot", "hierarchical"}) {
+    for (const std::string& schedule : schedule_names()) {
       for (int world : {1, 2, 3, 4, 8}) {
         const std::string all =
             fmt::format("{}{}schedule={}", spec, std::strchr(spec, ':') != nullptr ? "," : ":", schedule);

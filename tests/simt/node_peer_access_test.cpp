@@ -235,12 +235,12 @@ void expect_hierarchical_bits(const NodeCase& c) {
   ranks.expect_bits();
 }
 
-class NodeWindowsTest : public ::testing::TestWithParam<Wire> {
+class NodePeerAccessTest : public ::testing::TestWithParam<Wire> {
  protected:
   const Wire wire = GetParam();
 };
 
-TEST_P(NodeWindowsTest, MatchesAHierarchicalScheduleByMessagesBitForBit) {
+TEST_P(NodePeerAccessTest, MatchesAHierarchicalScheduleByMessagesBitForBit) {
   const int64_t grain = wire->granularity;
   const bool slow = grain > 512, variant = *wire->options != 0;
   for (const auto& [nodes, per_node] : std::vector<std::array<int, 2>>{
@@ -259,20 +259,20 @@ TEST_P(NodeWindowsTest, MatchesAHierarchicalScheduleByMessagesBitForBit) {
   }
 }
 
-TEST_P(NodeWindowsTest, ConsecutiveCallsDoNotWaitForSlowRanks) {
+TEST_P(NodePeerAccessTest, ConsecutiveCallsDoNotWaitForSlowRanks) {
   if (wire->granularity > 512 || *wire->options != 0) return;
   expect_hierarchical_bits(
       {.wire = wire, .nodes = 1, .per_node = 3, .count = 3 * wire->granularity + 40, .calls = 4});
 }
 
-INSTANTIATE_TEST_SUITE_P(Formats, NodeWindowsTest, ::testing::ValuesIn(example_wire_formats()),
+INSTANTIATE_TEST_SUITE_P(Formats, NodePeerAccessTest, ::testing::ValuesIn(example_wire_formats()),
                          [](const ::testing::TestParamInfo<Wire>& info) {
                            std::string name = info.param->spec();
                            for (char& c : name) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';
                            return name;
                          });
 
-TEST(NodeWindowsBugs, MissingBarriersAreFound) {
+TEST(NodePeerAccessBugs, MissingBarriersAreFound) {
   for (Wire wire : {kFp32, kBf16}) {
     const NodeCase c{.wire = wire, .nodes = 1, .per_node = 4, .count = 4000};
     InNodes(c).run();

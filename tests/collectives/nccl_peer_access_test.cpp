@@ -135,17 +135,17 @@ std::vector<std::string> run(int world, std::chrono::milliseconds timeout,
 
 Schedule in_one_kernel(int world) {
   Schedule s = two_shot(world);
-  s.carrier = Carrier::two_shot_kernel;
+  s.execution = Execution::two_shot_kernel;
   return s;
 }
 
 // Runs allreduces of rank + 1 and expects the sum 1 + 2 + ... on all ranks.
-void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier) {
+void expect_sum(NcclTransport& transport, const Stream& stream, Execution execution) {
   const int world = transport.world();
   std::vector<float> data(1000, static_cast<float>(transport.rank() + 1));
   Program program(transport, in_one_kernel(world), {data.data(), data.data(), nullptr, 1000},
                   {.what = "gradients"});
-  EXPECT_EQ(program.info().carrier, carrier);
+  EXPECT_EQ(program.info().execution, execution);
   Buffer workspace(Device::host(), program.workspace_bytes());
   program.bind(workspace.data());
   for (int step = 0; step < 3; ++step) {
@@ -158,12 +158,12 @@ void expect_sum(NcclTransport& transport, const Stream& stream, Carrier carrier)
   EXPECT_EQ(transport.bytes_sent(), static_cast<uint64_t>(3 * program.info().bytes_sent));
 }
 
-TEST(NcclWindows, AllreduceIsOneKernel) {
+TEST(NcclPeerAccess, AllreduceIsOneKernel) {
   const int freed = the_fake().freed, deregistered = the_fake().deregistered;
   for (int world : {2, 4, 8}) {
     const auto errors = run(world, 20s, [](NcclTransport& t, const Stream& s) {
       EXPECT_EQ(t.peer_access_obstacle(), "");
-      expect_sum(t, s, Carrier::two_shot_kernel);
+      expect_sum(t, s, Execution::two_shot_kernel);
     });
     EXPECT_EQ(errors, std::vector<std::string>(world)) << errors[0];
   }
@@ -171,28 +171,28 @@ TEST(NcclWindows, AllreduceIsOneKernel) {
   EXPECT_EQ(the_fake().deregistered - deregistered, 14);
 }
 
-TEST(NcclWindows, SendsMessagesUnlessAllRanksAreReachable) {
+TEST(NcclPeerAccess, SendsMessagesUnlessAllRanksAreReachable) {
   the_fake().reachable = 2;
   const auto errors = run(4, 20s, [](NcclTransport& t, const Stream& s) {
     expect_has(t.peer_access_obstacle(), {"ranks reach 2 of 4"});
-    expect_sum(t, s, Carrier::messages);
+    expect_sum(t, s, Execution::messages);
   });
   the_fake().reachable = 0;
   EXPECT_EQ(errors, std::vector<std::string>(4)) << errors[0];
 }
 
 // Expects no rank to begin a registration if one rank cannot allocate. A registration waits for all ranks.
-TEST(NcclWindows, AllRanksSendMessagesIfOneCannotAllocate) {
+TEST(NcclPeerAccess, AllRanksSendMessagesIfOneCannotAllocate) {
   the_fake().refused_rank = 1;
   const auto errors =
-      run(3, 20s, [](NcclTransport& t, const Stream& s) { expect_sum(t, s, Carrier::messages); });
+      run(3, 20s, [](NcclTransport& t, const Stream& s) { expect_sum(t, s, Execution::messages); });
   the_fake().refused_rank = -1;
   EXPECT_EQ(errors, std::vector<std::string>(3)) << errors[0];
 }
 
 // Tests GPUs of two nodes. GPUs connected by NVLink read each other's memory, and other pairs exchange
 // messages.
-TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
+TEST(NcclPeerAccess, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
   for (int reachable : {2, 4}) {
     the_fake().reachable = reachable;
     std::vector<std::vector<float>> got(8), expected(8);
@@ -200,7 +200,7 @@ TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
       std::vector<float> data = normal(1000, 7 + t.rank()), residual(1000, 0.0f);
       Program program(t, schedule, {data.data(), data.data(), residual.data(), 1000},
                       {.what = "gradients", .wire = kBf16});
-      EXPECT_EQ(program.info().carrier, schedule.carrier);
+      EXPECT_EQ(program.info().execution, schedule.execution);
       Buffer workspace(Device::host(), program.workspace_bytes());
       program.bind(workspace.data());
       for (int step = 0; step < 3; ++step) program.run(s);
@@ -216,7 +216,7 @@ TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
         expect_has(t.peer_access_obstacle(4),
                    {"ranks reach 2 by loads and stores, which are not nodes of 4"});
       Schedule schedule = hierarchical(4, 2);
-      schedule.carrier = Carrier::node_windows;
+      schedule.execution = Execution::node_peer_access;
       got[t.rank()] = allreduced(t, s, schedule);
     });
     EXPECT_EQ(errors, std::vector<std::string>(8)) << errors[0];
@@ -229,7 +229,7 @@ TEST(NcclWindows, ReadsMemoryInsideNodesAndSendsMessagesBetweenThem) {
   the_fake().reachable = 0;
 }
 
-TEST(NcclWindows, RejectsOtherNcclVersions) {
+TEST(NcclPeerAccess, RejectsOtherNcclVersions) {
   NcclApi other = nccl_with_windows();
   other.get_version = [](int* version) { return *version = 22907, ncclSuccess; };
   FakeWorld fakes(1);
@@ -240,7 +240,7 @@ TEST(NcclWindows, RejectsOtherNcclVersions) {
   EXPECT_EQ(transport.peer_access_obstacle(), "NCCL 2.29.7 is loaded, and peer memory needs exactly 2.28.9");
 }
 
-TEST(NcclWindows, NamesAMissingRank) {
+TEST(NcclPeerAccess, NamesAMissingRank) {
   const auto errors = run(3, 300ms, [](NcclTransport& t, const Stream& s) {
     std::vector<float> data(1000, 1.0f);
     Program program(t, in_one_kernel(3), {data.data(), data.data(), nullptr, 1000}, {.what = "gradients"});
@@ -266,7 +266,7 @@ TEST(NcclWindows, NamesAMissingRank) {
 
 // Tests other ranks that make a new call or repeat a known call. The deadline is far beyond the test's time
 // limit.
-TEST(NcclWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
+TEST(NcclPeerAccess, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (bool new_call : {true, false}) {
     for (int alone : {0, 2}) {
       SCOPED_TRACE(fmt::format("rank {} alone, the others' call is {}", alone, new_call ? "new" : "known"));
@@ -294,7 +294,7 @@ TEST(NcclWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
           "file://" + folder.path("store"));
       for (const std::string& error : errors) {
         expect_has(error,
-                   {"ranks disagree", "call 5, ", "transport=lsa, which must be in every rank's spec"});
+                   {"ranks disagree", "call 5, ", "transport=peer, which must be in every rank's spec"});
       }
       expect_has(errors[1], {"allreduce of the gradients", fmt::format("rank {}", alone)});
     }

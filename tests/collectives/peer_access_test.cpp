@@ -21,9 +21,9 @@
 namespace gradwire::testing {
 namespace {
 
-Schedule carried(int world, Carrier carrier) {
+Schedule executed(int world, Execution execution) {
   Schedule s = two_shot(world);
-  s.carrier = carrier;
+  s.execution = execution;
   return s;
 }
 
@@ -50,7 +50,7 @@ Steps run_steps(Device device, const Schedule& schedule, int64_t count, Program:
     with_seed.transfers = r % 2 == 0 ? comm.transfers() : Stream();
     Program program(comm.transport(), schedule, {data.data(), data.data(), residual.as<float>(), count},
                     with_seed);
-    if (program.info().carrier != schedule.carrier) out.kernels = false;
+    if (program.info().execution != schedule.execution) out.kernels = false;
     Buffer workspace(device, program.workspace_bytes());
     program.bind(workspace.data());
     for (int k = 0; k < steps; ++k) {
@@ -88,22 +88,22 @@ std::pair<Program::Options, int64_t> exchange_of(Wire wire, int world, bool fp32
 // starts, after all static variables are initialized.
 [[maybe_unused]] const int kLoadsEagerly = setenv("CUDA_MODULE_LOADING", "EAGER", 0);
 
-class PeerWindowsTest : public ::testing::TestWithParam<Device> {};
-GW_INSTANTIATE_ON_DEVICES(PeerWindowsTest);
+class PeerAccessTest : public ::testing::TestWithParam<Device> {};
+GW_INSTANTIATE_ON_DEVICES(PeerAccessTest);
 
-TEST_P(PeerWindowsTest, KernelsMatchMessagesBitForBitForEveryWire) {
+TEST_P(PeerAccessTest, KernelsMatchMessagesBitForBitForEveryWire) {
   const std::vector<int> worlds = thinned({2, 3, 4, 5, 6, 7, 8}), worlds_with_options = {3, 8};
   for (Wire wire : thinned(example_wire_formats(), 8)) {
     for (int world : *wire->options == 0 ? worlds : worlds_with_options) {
       const auto [options, count] = exchange_of(wire, world);
       const Steps messages = run_steps(GetParam(), two_shot(world), count, options, 3);
-      for (Carrier carrier : {Carrier::two_shot_kernel, Carrier::one_shot_kernel}) {
+      for (Execution execution : {Execution::two_shot_kernel, Execution::one_shot_kernel}) {
         SCOPED_TRACE(fmt::format("{} {} ranks {}", wire->spec(), world,
-                                 carrier == Carrier::one_shot_kernel ? "one shot" : "two"));
-        const Steps kernels = run_steps(GetParam(), carried(world, carrier), count, options, 3);
+                                 execution == Execution::one_shot_kernel ? "one shot" : "two"));
+        const Steps kernels = run_steps(GetParam(), executed(world, execution), count, options, 3);
         ASSERT_TRUE(kernels.kernels);
         expect_same_bits(kernels, messages.result, messages.residual);
-        if (carrier == Carrier::two_shot_kernel) {
+        if (execution == Execution::two_shot_kernel) {
           EXPECT_EQ(kernels.bytes_sent, messages.bytes_sent);
         }
       }
@@ -118,7 +118,7 @@ struct Nodes {
   ScheduleKind between = ScheduleKind::two_shot;
 };
 
-TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
+TEST_P(PeerAccessTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
 #ifdef GRADWIRE_SANITIZED
   const std::vector<Nodes> shapes = {{1, 3}, {2, 2}}, more = {{3, 2}, {4, 2, ScheduleKind::ring}};
 #else
@@ -138,7 +138,7 @@ TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
         const auto [options, count] = exchange_of(wire, world, fp32_inside);
         Schedule schedule = hierarchical(shape.nodes, shape.per_node, shape.between);
         const Steps messages = run_steps(GetParam(), schedule, count, options, 3);
-        schedule.carrier = Carrier::node_windows;
+        schedule.execution = Execution::node_peer_access;
         const Steps windows = run_steps(GetParam(), schedule, count, options, 3);
         ASSERT_TRUE(windows.kernels);
         expect_same_bits(windows, messages.result, messages.residual);
@@ -150,29 +150,31 @@ TEST_P(PeerWindowsTest, NodeKernelsMatchMessagesBitForBitForEveryWire) {
 
 // Alternates programs of several sizes, layouts and formats on the memory of all ranks, and on the memory of
 // the ranks' node.
-TEST_P(PeerWindowsTest, ProgramsSharePeerMemory) {
+TEST_P(PeerAccessTest, ProgramsSharePeerMemory) {
   struct Case {
     int64_t count;
-    Carrier carrier;
+    Execution execution;
     Wire wire = kFp32;
   };
   const std::vector<Case> cases = {
-      {5000, Carrier::node_windows},  {700, Carrier::node_windows, kBf16}, {5000, Carrier::one_shot_kernel},
-      {12000, Carrier::node_windows}, {700, Carrier::two_shot_kernel},     {1, Carrier::node_windows, kBf16},
-      {1, Carrier::one_shot_kernel},  {5000, Carrier::two_shot_kernel},    {3, Carrier::node_windows, kBf16}};
+      {5000, Execution::node_peer_access},    {700, Execution::node_peer_access, kBf16},
+      {5000, Execution::one_shot_kernel},     {12000, Execution::node_peer_access},
+      {700, Execution::two_shot_kernel},      {1, Execution::node_peer_access, kBf16},
+      {1, Execution::one_shot_kernel},        {5000, Execution::two_shot_kernel},
+      {3, Execution::node_peer_access, kBf16}};
   run_ranks(4, GetParam(), [&](Communicator& comm) {
     const Stream stream = Stream::create(comm.device(), "test");
     std::vector<std::unique_ptr<Program>> programs;
     std::vector<Buffer> data, workspaces;
     for (const Case& c : cases) {
-      Schedule schedule = c.carrier == Carrier::node_windows ? hierarchical(2, 2) : two_shot(4);
-      schedule.carrier = c.carrier;
+      Schedule schedule = c.execution == Execution::node_peer_access ? hierarchical(2, 2) : two_shot(4);
+      schedule.execution = c.execution;
       void* const values = data.emplace_back(make_buffer<float>(comm.device(), c.count)).data();
       programs.push_back(std::make_unique<Program>(
           comm.transport(), schedule, ProgramBuffers{values, values, nullptr, c.count},
           Program::Options{
               .what = "test", .wire = c.wire, .transfers = comm.transfers(), .beside_others = true}));
-      EXPECT_EQ(programs.back()->info().carrier, c.carrier);
+      EXPECT_EQ(programs.back()->info().execution, c.execution);
       programs.back()->bind(
           workspaces.emplace_back(comm.device(), programs.back()->workspace_bytes()).data());
     }
@@ -206,9 +208,9 @@ TwoShot problem(Wire wire, int world, int64_t count) {
   return t;
 }
 
-// Expects the references of tests/simt/fused_test.cpp and node_windows_test.cpp to equal the results of
+// Expects the references of tests/simt/fused_test.cpp and node_peer_access_test.cpp to equal the results of
 // threads that exchange messages.
-TEST_P(PeerWindowsTest, MessagesMatchTheReferencesBitForBit) {
+TEST_P(PeerAccessTest, MessagesMatchTheReferencesBitForBit) {
   for (Wire wire : wire_formats()) {
     SCOPED_TRACE(wire->name);
     const Program::Options options{.what = "test", .wire = wire, .scale = 0.5f};
@@ -227,15 +229,15 @@ TEST_P(PeerWindowsTest, MessagesMatchTheReferencesBitForBit) {
   }
 }
 
-TEST_P(PeerWindowsTest, WidensBf16Buffers) {
+TEST_P(PeerAccessTest, WidensBf16Buffers) {
   const int64_t count = 999;
-  for (Carrier carrier : {Carrier::messages, Carrier::two_shot_kernel, Carrier::one_shot_kernel}) {
+  for (Execution execution : {Execution::messages, Execution::two_shot_kernel, Execution::one_shot_kernel}) {
     run_ranks(3, GetParam(), [&](Communicator& comm) {
       const Stream stream = Stream::create(comm.device(), "test");
       Buffer data = make_buffer<uint16_t>(comm.device(), count);
       const std::vector<uint16_t> ones(count, 0x3f80);
       to_device(stream, data.as<uint16_t>(), std::span<const uint16_t>(ones));
-      Program program(comm.transport(), carried(3, carrier),
+      Program program(comm.transport(), executed(3, execution),
                       {.in = data.data(), .out = data.data(), .count = count, .dtype = DType::bf16},
                       {.what = "test"});
       run_once(program, stream);
@@ -255,12 +257,12 @@ void allreduce_ones(
   if (starts()) run_once(program, stream);
 }
 
-TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
+TEST(PeerAccess, NamesAMissingRankOnAllRanks) {
   std::vector<std::string> errors(3);
   run_ranks(3, Device::host(), 200ms, [&](Communicator& comm) {
     const int r = comm.rank();
     errors[r] = error_of([&] {
-      allreduce_ones(comm, carried(3, Carrier::two_shot_kernel), "gradients", [&] { return r != 1; });
+      allreduce_ones(comm, executed(3, Execution::two_shot_kernel), "gradients", [&] { return r != 1; });
     });
     if (r != 1) {
       EXPECT_THROW(comm.check(), CommError);
@@ -270,12 +272,12 @@ TEST(PeerWindows, NamesAMissingRankOnAllRanks) {
     expect_has(errors[r], {"allreduce of gradients", "waited 200 ms for rank 1 at its barrier 1"});
 }
 
-TEST(PeerWindows, NamesAMissingRankInsideItsNode) {
+TEST(PeerAccess, NamesAMissingRankInsideItsNode) {
   std::vector<std::string> errors(4);
   // Whether rank 3 has reported its missing neighbour. Until then, the other node does not wait for rank 3.
   std::atomic<bool> told = false;
   Schedule schedule = hierarchical(2, 2);
-  schedule.carrier = Carrier::node_windows;
+  schedule.execution = Execution::node_peer_access;
   run_ranks(4, Device::host(), 1s, [&](Communicator& comm) {
     const int r = comm.rank();
     errors[r] = error_of([&] {
@@ -292,10 +294,10 @@ TEST(PeerWindows, NamesAMissingRankInsideItsNode) {
   expect_has(errors[3], {"waited 1000 ms for rank 2 at its barrier 1"});
 }
 
-TEST(PeerWindows, AbortEndsTheWait) {
+TEST(PeerAccess, AbortEndsTheWait) {
   run_ranks(2, Device::host(), 60s, [&](Communicator& comm) {
     const std::string error = error_of([&] {
-      allreduce_ones(comm, carried(2, Carrier::one_shot_kernel), "gradients", [&] {
+      allreduce_ones(comm, executed(2, Execution::one_shot_kernel), "gradients", [&] {
         if (comm.rank() == 1) comm.abort("the disk is full");
         return comm.rank() == 0;
       });
@@ -304,50 +306,50 @@ TEST(PeerWindows, AbortEndsTheWait) {
   });
 }
 
-TEST(PeerWindows, ReportsRanksThatDisagree) {
+TEST(PeerAccess, ReportsRanksThatDisagree) {
   EXPECT_THROW(run_ranks(2, Device::host(), 20s,
                          [](Communicator& comm) {
-                           allreduce_ones(comm, carried(2, Carrier::two_shot_kernel),
+                           allreduce_ones(comm, executed(2, Execution::two_shot_kernel),
                                           comm.rank() == 0 ? "this" : "that");
                          }),
                CommError);
 }
 
 // Tests several orders of arrival. The deadline is far beyond the test's time limit.
-TEST(PeerWindows, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
+TEST(PeerAccess, FailsOnAllRanksWhenOneRankRequestsPeerMemory) {
   for (int alone : {0, 2}) {
     for (int late : {0, 2}) {
       std::vector<std::string> errors(3);
       run_ranks(3, Device::host(), std::chrono::hours(1), [&](Communicator& comm) {
         errors[comm.rank()] = error_of([&] {
-          allreduce_ones(comm, carried(3, Carrier::messages));
-          allreduce_ones(comm, carried(3, Carrier::two_shot_kernel));
+          allreduce_ones(comm, executed(3, Execution::messages));
+          allreduce_ones(comm, executed(3, Execution::two_shot_kernel));
           if (comm.rank() == late) std::this_thread::sleep_for(20ms);
-          allreduce_ones(comm,
-                         carried(3, comm.rank() == alone ? Carrier::two_shot_kernel : Carrier::messages));
+          allreduce_ones(
+              comm, executed(3, comm.rank() == alone ? Execution::two_shot_kernel : Execution::messages));
         });
       });
       for (const std::string& error : errors) {
         expect_has(error,
-                   {fmt::format("after 2 calls rank {} maps peer memory, as transport=lsa needs", alone),
+                   {fmt::format("after 2 calls rank {} maps peer memory, as transport=peer needs", alone),
                     "makes call 3, allreduce of gradients", "give all ranks the same spec"});
       }
     }
   }
 }
 
-TEST(PeerWindows, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
+TEST(PeerAccess, OnlyATwoShotAllreduceOfAllRanksIsOneKernel) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     float data[8] = {};
     Schedule schedule = ring(2);
-    schedule.carrier = Carrier::two_shot_kernel;
+    schedule.execution = Execution::two_shot_kernel;
     EXPECT_THROW(Program(comm.transport(), schedule, {data, data, nullptr, 8}, {.what = "test"}), BadInput);
   });
 }
 
 // Checks the number of thread blocks on a small GPU. Blocks of all ranks on a device wait for each other, so
 // all must be co-resident.
-TEST(PeerWindows, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
+TEST(PeerAccess, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
   for (int multiprocessors : {1, 14, 60, 132}) {
     for (int ranks : {1, 2, 3, 8}) {
       const int blocks = peer_blocks(multiprocessors, ranks);
@@ -361,7 +363,7 @@ TEST(PeerWindows, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
   EXPECT_EQ(peer_blocks(0, 4), kMostPeerBlocks / 4) << "on the host";
 }
 
-TEST(PeerWindows, RanksThatShareAGpuNeedEagerLoading) {
+TEST(PeerAccess, RanksThatShareAGpuNeedEagerLoading) {
   const Device first = Device::cuda(0), second = Device::cuda(1), host = Device::host();
   expect_has(sharing_obstacle({first, second, second}, true),
              {"2 ranks share cuda:1", "CUDA_MODULE_LOADING=EAGER"});
