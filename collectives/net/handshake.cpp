@@ -132,15 +132,4 @@ Introduction::State Introduction::advance(const Socket& socket) {
   return answered ? State::proved : refuse(kHungUp);
 }
 
-std::string introduce(const Socket& socket, const Credentials& credentials,
-                      SteadyClock::time_point deadline) {
-  Introduction introduction(credentials);
-  while (true) {
-    const auto state = introduction.advance(socket);
-    if (state == Introduction::State::proved) return "";
-    if (state == Introduction::State::refused) return introduction.why();
-    if (!wait_readable(socket.fd(), deadline)) return "no answer";
-  }
-}
-
 }  // namespace gradwire

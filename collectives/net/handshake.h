@@ -77,7 +77,7 @@ class RejectedConnections {
 inline constexpr const char* kTooMany = "too many connections at once";
 inline constexpr const char* kSaidNothing = "nothing said in time";
 
-// The text that introduce() returns if the acceptor has another key.
+// Introduction::why() if the acceptor has another key.
 inline constexpr const char* kOtherSecret = "the process there has another secret";
 
 // The connector's side of the handshake, for a polled socket. Processes the bytes that have arrived.
@@ -99,8 +99,5 @@ class Introduction {
   std::string received_, why_;
   bool greeted_ = false;
 };
-// Performs the connector's side of the handshake, blocking. Returns "" on success, or the reason of the
-// failure.
-std::string introduce(const Socket& socket, const Credentials& credentials, SteadyClock::time_point deadline);
 
 }  // namespace gradwire

@@ -192,21 +192,6 @@ void WakeEvent::clear() {
   [[maybe_unused]] const ssize_t got = read(event_.fd(), &count, sizeof count);
 }
 
-std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
-                                  std::string& why) {
-  for (const Address& address : resolve(endpoint, why)) {
-    auto socket = begin_connect(address, why);
-    if (!socket) continue;
-    const int error = wait_writable(socket->fd(), deadline) ? connect_error(*socket) : ETIMEDOUT;
-    if (error == 0) {
-      prepare_for_messages(*socket);
-      return socket;
-    }
-    why = error == ETIMEDOUT ? "no answer" : std::strerror(error);
-  }
-  return std::nullopt;
-}
-
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline) {
   for (size_t sent = 0; sent < data.size();) {
     ssize_t n = ::send(socket.fd(), data.data() + sent, data.size() - sent, MSG_NOSIGNAL);
@@ -215,22 +200,6 @@ bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_p
     } else if (n < 0 && errno == EAGAIN) {
       if (!wait_writable(socket.fd(), deadline)) return false;
     } else if (n < 0 && errno != EINTR) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline) {
-  for (size_t got = 0; got < bytes;) {
-    ssize_t n = ::recv(socket.fd(), data + got, bytes - got, 0);
-    if (n > 0) {
-      got += static_cast<size_t>(n);
-    } else if (n == 0) {
-      return false;
-    } else if (errno == EAGAIN) {
-      if (!wait_readable(socket.fd(), deadline)) return false;
-    } else if (errno != EINTR) {
       return false;
     }
   }

@@ -76,21 +76,17 @@ std::optional<Socket> begin_connect(const Address& address, std::string& why);
 int connect_error(const Socket& socket);
 // Sets the socket options that connections between ranks need.
 void prepare_for_messages(const Socket& socket);
-// Makes one attempt to connect. Returns nullopt, with the reason in `why`, on failure.
-std::optional<Socket> try_connect(const Endpoint& endpoint, SteadyClock::time_point deadline,
-                                  std::string& why);
 
 // Time after which a connection ends if the other machine has lost power or its network. Applies to accepted
-// connections and to connections of try_connect().
+// connections and to connections of begin_connect().
 constexpr std::chrono::seconds kHostGoneAfter{10};
 // Makes the connection tolerate a receiver that is busy for longer than kHostGoneAfter: unread bytes at the
 // receiver do not end the connection. (TCP_USER_TIMEOUT would end the connection, although the receiver's
 // machine answers.) While unread bytes are pending, only another connection shows that the machine is gone.
 void expect_full_buffers(const Socket& socket);
 
-// Send and receive all bytes. Return false if the peer is gone or the deadline has passed.
+// Sends all bytes. Returns false if the peer is gone or the deadline has passed.
 bool send_all(const Socket& socket, const std::string& data, SteadyClock::time_point deadline);
-bool receive_exactly(const Socket& socket, char* data, size_t bytes, SteadyClock::time_point deadline);
 
 bool is_loopback(const std::string& address);
 // Returns whether other machines could reach a listener at the address `host`; false for a name that does not

@@ -19,11 +19,14 @@
 #include "collectives/net/secret.h"
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 #include "tests/support/temporary_folder.h"
 
 namespace gradwire {
 namespace {
 
+using testing::introduce;
+using testing::receive_exactly;
 using namespace std::chrono_literals;
 using State = Challenge::State;
 

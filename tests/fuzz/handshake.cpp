@@ -11,6 +11,7 @@
 
 #include "runtime/util/error.h"
 #include "tests/fuzz/targets.h"
+#include "tests/support/sockets.h"
 
 namespace gradwire::fuzz {
 namespace {
@@ -119,17 +120,18 @@ void handshake_out(Input input) {
     // The answer is written before the challenge is known, so the answer proves nothing.
     send(ends.there.fd(), answer.data(), answer.size(), MSG_NOSIGNAL);
     shutdown(ends.there.fd(), SHUT_WR);
-    return check(!introduce(ends.here, kCredentials, deadline).empty(), "a proof made without the challenge");
+    return check(!testing::introduce(ends.here, kCredentials, deadline).empty(),
+                 "a proof made without the challenge");
   }
   std::string why;
-  std::thread connector([&] { why = introduce(ends.here, kCredentials, deadline); });
+  std::thread connector([&] { why = testing::introduce(ends.here, kCredentials, deadline); });
   std::string greeting(kGreeting + kChallenge, '\0'), proved(kProof, '\0');
-  bool heard = receive_exactly(ends.there, greeting.data(), greeting.size(), deadline);
+  bool heard = testing::receive_exactly(ends.there, greeting.data(), greeting.size(), deadline);
   const std::string connectors = greeting.substr(kGreeting), acceptors(kChallenge, 'a');
   answer = acceptors + proof("acceptor", connectors, acceptors);
   const bool wrong = flip(answer, rest, 0);
   heard = heard && send_all(ends.there, answer, deadline) &&
-          receive_exactly(ends.there, proved.data(), proved.size(), deadline);
+          testing::receive_exactly(ends.there, proved.data(), proved.size(), deadline);
   connector.join();
   check(heard && greeting.starts_with("gw-rank1"), "the connector hung up");
   check(why.empty() == !wrong, "the acceptor's proof");

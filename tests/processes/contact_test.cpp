@@ -14,10 +14,12 @@
 #include "collectives/transport/tcp/tcp_links.h"
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 
 namespace gradwire {
 namespace {
 
+using testing::try_connect;
 using namespace std::chrono_literals;
 
 SteadyClock::time_point in(std::chrono::milliseconds time) {

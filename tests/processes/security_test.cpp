@@ -28,12 +28,16 @@
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 
 namespace gradwire {
 namespace {
 
 using testing::error_of;
 using testing::expect_has;
+using testing::introduce;
+using testing::receive_exactly;
+using testing::try_connect;
 using namespace std::chrono_literals;
 
 SteadyClock::time_point in(std::chrono::milliseconds time) {

@@ -26,6 +26,7 @@
 #include "runtime/util/error.h"
 #include "tests/processes/processes.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 #include "tests/support/thinned.h"
 
 // Kills the process at its n-th call of connect() or send() from now on.
@@ -45,12 +46,14 @@ extern "C" ssize_t send(int socket, const void* data, size_t bytes, int flags) {
 namespace gradwire {
 namespace {
 
+using std::chrono::microseconds;
+using std::chrono::milliseconds;
+using testing::introduce;
 using testing::Me;
 using testing::Outcome;
 using testing::run_processes;
+using testing::try_connect;
 using namespace std::chrono_literals;
-using std::chrono::microseconds;
-using std::chrono::milliseconds;
 
 constexpr int64_t kFloats = 20'000;
 

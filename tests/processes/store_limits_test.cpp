@@ -10,14 +10,18 @@
 #include "collectives/net/message.h"
 #include "tests/processes/store_fixture.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 
 namespace gradwire {
 namespace {
 
-using namespace std::chrono_literals;
 using testing::error_of;
 using testing::in;
+using testing::introduce;
+using testing::receive_exactly;
 using testing::Told;
+using testing::try_connect;
+using namespace std::chrono_literals;
 
 StoreLimits small_limits() {
   StoreLimits limits(3);

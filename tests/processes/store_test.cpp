@@ -12,15 +12,19 @@
 #include "runtime/util/error.h"
 #include "tests/processes/store_fixture.h"
 #include "tests/support/expect.h"
+#include "tests/support/sockets.h"
 
 namespace gradwire {
 namespace {
 
-using namespace std::chrono_literals;
-using Presence = RollCall::Presence;
 using testing::error_of;
 using testing::in;
+using testing::introduce;
+using testing::receive_exactly;
 using testing::Told;
+using testing::try_connect;
+using namespace std::chrono_literals;
+using Presence = RollCall::Presence;
 
 class StoreTest : public testing::StoreFixture {};
 

@@ -155,7 +155,7 @@ TEST(Recommend, EveryRankReachesTheSameResult) {
     }
   }
   EXPECT_GT(reports[0].rank_tflops, 0);
-  EXPECT_EQ(reports[0].parameters, parameter_count(config.model));
+  EXPECT_EQ(reports[0].parameters, count_elements(vit_parameters(config.model)));
   for (const auto& [spec, ns] : reports[0].costs.codec_ns) EXPECT_GT(ns, 0) << spec;
   const std::string text = links_text(reports[0]) + recommendation_text(reports[0], config.model);
   for (const char* word : {"rank 2", "GB/s", "compute", "Recommendation: ", "fp32"}) {

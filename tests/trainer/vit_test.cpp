@@ -352,7 +352,7 @@ TEST_P(VitTest, FusedGeluHasTheGradientsOfItsParts) {
         return all;
       };
       const std::vector<float> parts = gradients(false), inside = gradients(true);
-      ASSERT_EQ(parts.size(), 4 * static_cast<size_t>(parameter_count(config)));
+      ASSERT_EQ(parts.size(), 4 * static_cast<size_t>(count_elements(vit_parameters(config))));
       EXPECT_LT(relative_distance(inside, parts), precision == Precision::bf16 ? 2e-2 : 1e-5);
     }
   }

@@ -72,15 +72,6 @@ void check_model(const VitConfig& model) {
   }
 }
 
-int64_t parameter_count(const VitConfig& model) {
-  int64_t c = model.width, f = model.mlp, k = model.classes;
-  int64_t pixels = int64_t{1} * model.channels * model.patch * model.patch;
-  int64_t embedding = c + (c * pixels + c) + int64_t{model.tokens()} * c;  // class token, patches, positions
-  int64_t attention = (3 * c * c + 3 * c) + (c * c + c);
-  int64_t layer = 2 * c + attention + 2 * c + (f * c + f) + (c * f + c);
-  return embedding + model.depth * layer + 2 * c + (k * c + k);
-}
-
 DataSpec DataSpec::parse(const std::string& text) {
   size_t colon = text.find(':');
   std::string kind = text.substr(0, colon);

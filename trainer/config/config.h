@@ -38,8 +38,6 @@ struct VitLimits {
 };
 // Throws BadInput unless image % patch == 0, width % heads == 0 and every size is within its limits.
 void check_model(const VitConfig& model);
-// Returns the number of parameters, from a formula. A test compares it with the model's tensors.
-int64_t parameter_count(const VitConfig& model);
 
 // The value of --data: fashion-mnist[:DIR] | cifar10:DIR | synthetic[:N].
 struct DataSpec {
