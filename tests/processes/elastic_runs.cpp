@@ -82,24 +82,18 @@ DataSplits tiny_data() {
 }
 
 TrainConfig tiny_run(int world, const std::string& spec, int64_t steps) {
-  TrainConfig config;
-  config.model = tiny_model();
-  config.devices.assign(static_cast<size_t>(world), Device::host());
-  config.compression = CompressionSpec::parse(spec);
+  TrainConfig config = run_config(tiny_model(), world, Device::host(), spec);
   config.batch_size = 8;
   config.steps = steps;
   config.warmup_steps = 2;
   config.lr = 1e-2;
   config.seed = 3;
-  config.eval_batch_size = 8;
   config.timeout_s = 20;
   return config;
 }
 
 std::vector<double> undisturbed_losses(const TrainConfig& config) {
-  Recorder recorder;
-  run_training(config, tiny_data(), recorder);
-  return recorder.losses;
+  return train(config, tiny_data()).losses;
 }
 
 namespace {

@@ -25,24 +25,16 @@ namespace gradwire::testing {
 class CheckpointFixture : public ::testing::TestWithParam<Device> {
  protected:
   TrainConfig config(int ranks, const char* spec) const {
-    TrainConfig config;
-    config.model = tiny_model();
-    config.devices.assign(static_cast<size_t>(ranks), GetParam());
-    config.compression = CompressionSpec::parse(spec);
+    TrainConfig config = run_config(tiny_model(), ranks, GetParam(), spec);
     config.batch_size = 4;
     config.steps = 7;
     config.warmup_steps = 2;
     config.lr = 1e-2;
     config.weight_decay = 0.01;
     config.seed = 3;
-    config.eval_batch_size = 8;
     return config;
   }
-  Recorder train(const TrainConfig& config) const {
-    Recorder recorder;
-    run_training(config, data_, recorder);
-    return recorder;
-  }
+  Recorder train(const TrainConfig& config) const { return testing::train(config, data_); }
   Recorder train_from(TrainConfig config, const std::string& checkpoint) const {
     config.resume = checkpoint;
     return train(config);

@@ -1,10 +1,14 @@
 // Small models, and an observer that records a run, for tests of training.
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "trainer/data/dataset.h"
+#include "trainer/model/parameters.h"
 #include "trainer/train/run.h"
 
 namespace gradwire::testing {
@@ -32,6 +36,24 @@ inline VitConfig small_model(int32_t depth = 2) {
           .classes = 4};
 }
 
+// Returns the settings that most tests share, of a run with `ranks` ranks on the device.
+inline TrainConfig run_config(const VitConfig& model, int ranks, Device device, const std::string& spec) {
+  TrainConfig config;
+  config.model = model;
+  config.devices.assign(static_cast<size_t>(ranks), device);
+  config.compression = CompressionSpec::parse(spec);
+  config.eval_batch_size = 8;
+  return config;
+}
+
+inline int index_of(const std::vector<VitParameter>& parameters, const std::string& name) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (parameters[i].name == name) return static_cast<int>(i);
+  }
+  ADD_FAILURE() << "no parameter " << name;
+  return 0;
+}
+
 struct Recorder : RunObserver {
   void on_run(const RunInfo& i) override { info = i, ++runs; }
   void on_step(const StepRecord& s) override {
@@ -57,5 +79,11 @@ struct Recorder : RunObserver {
   uint64_t hash = 0;
   int64_t memory_bytes = 0;
 };
+
+inline Recorder train(const TrainConfig& config, const DataSplits& data) {
+  Recorder recorder;
+  run_training(config, data, recorder);
+  return recorder;
+}
 
 }  // namespace gradwire::testing

@@ -43,10 +43,7 @@ void expect_same_run(const Recorder& got, const Recorder& want, const std::strin
 class TrainTest : public ::testing::TestWithParam<Device> {
  protected:
   TrainConfig config(int ranks, const char* spec = "fp32") const {
-    TrainConfig config;
-    config.model = small_model();
-    config.devices.assign(static_cast<size_t>(ranks), GetParam());
-    config.compression = CompressionSpec::parse(spec);
+    TrainConfig config = testing::run_config(small_model(), ranks, GetParam(), spec);
     config.batch_size = 8;
     config.steps = testing::short_sweeps() ? 6 : 12;
     config.warmup_steps = 3;
@@ -56,11 +53,7 @@ class TrainTest : public ::testing::TestWithParam<Device> {
     config.timeout_s = 60;
     return config;
   }
-  Recorder train(const TrainConfig& config) const {
-    Recorder recorder;
-    run_training(config, data_, recorder);
-    return recorder;
-  }
+  Recorder train(const TrainConfig& config) const { return testing::train(config, data_); }
   const DataSplits data_ = make_synthetic(small_model(), 192, 50, 1);
 };
 GW_INSTANTIATE_ON_DEVICES(TrainTest);

@@ -15,14 +15,6 @@
 namespace gradwire {
 namespace {
 
-int parameter_index(const std::vector<VitParameter>& parameters, const std::string& name) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].name == name) return static_cast<int>(i);
-  }
-  ADD_FAILURE() << "no parameter " << name;
-  return 0;
-}
-
 TEST(VitParameters, CountsAndTensorsMatchTorchvision) {
   struct Known {
     const char* name;
@@ -81,7 +73,7 @@ TEST(VitInitialization, MatchesTorchvisionsDistributions) {
     double mean, deviation, most;
   };
   auto moments = [&](const std::string& name) {
-    size_t i = static_cast<size_t>(parameter_index(parameters, name));
+    size_t i = static_cast<size_t>(testing::index_of(parameters, name));
     double n = static_cast<double>(parameters[i].elements()), sum = 0, squares = 0, most = 0;
     for (int64_t j = 0; j < parameters[i].elements(); ++j) {
       double v = values[layout.offsets[i] + j];

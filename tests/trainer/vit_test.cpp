@@ -20,6 +20,7 @@
 namespace gradwire {
 namespace {
 
+using testing::index_of;
 using testing::normal;
 
 VitConfig small_config(Gelu gelu = Gelu::exact, int32_t depth = 2) {
@@ -28,14 +29,6 @@ VitConfig small_config(Gelu gelu = Gelu::exact, int32_t depth = 2) {
   config.classes = 5;
   config.gelu = gelu;
   return config;
-}
-
-int index_of(const std::vector<VitParameter>& parameters, const std::string& name) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (parameters[i].name == name) return static_cast<int>(i);
-  }
-  ADD_FAILURE() << "no parameter " << name;
-  return 0;
 }
 
 // A model with its inputs on a device.
