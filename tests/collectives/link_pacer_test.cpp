@@ -30,7 +30,8 @@ Flow& add(std::deque<Flow>& flows, int from, int to, size_t bytes) {
   return flow;
 }
 
-// Returns when the whole message has arrived, as a caller learns it who looks only at the times it is told.
+// Returns when the whole message has arrived, for a caller that looks only at the times that earliest()
+// returns.
 Time arrival(LinkPacer& pacer, Flow& flow, Time now) {
   while (pacer.arrived(flow, now) < flow.bytes) {
     const Time next = pacer.earliest(flow, flow.bytes);
