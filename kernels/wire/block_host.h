@@ -295,9 +295,8 @@ struct OneLane {
 
 // Loops over blocks [first, last) of the encoding of `count` values. `values` begins with block `first`.
 struct HostBlocks {
-  const void* coder;  // a BlockCoder<F>
-  int block;          // values per block
-  int max_block;
+  const void* coder;     // a BlockCoder<F>
+  int block;             // values per block
   bool stochastic, far;  // far: as in rest_of()
   // Encodes values, which are 0 after `count`. `random`: as in block.h, for all values.
   void (*encode)(const void* coder, const float* values, int64_t count, int64_t first, int64_t last,
@@ -403,7 +402,6 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
   static HostBlocks NAME##_blocks(const BlockCoder<F>& coder) {                                        \
     return {&coder,                                                                                    \
             coder.block(),                                                                             \
-            F::kMaxBlock,                                                                              \
             F::kStochastic,                                                                            \
             coder.masks(),                                                                             \
             NAME##_encode_each,                                                                        \

@@ -54,7 +54,7 @@ RANK_PROGRAM(Faulty) {
   const bool culprit = me.rank == me.number("who");
   TcpOptions joining;
   joining.group = {me.rendezvous, me.rank, me.world, me.timeout, 60s};
-  joining.verify_payload = fault == "corrupted_payload";
+  if (fault == "corrupted_payload") setenv("GRADWIRE_VERIFY_PAYLOAD", "1", 1);
   auto comm = Communicator::create_tcp(joining);
   Stream stream = Stream::create(Device::host(), "test");
   if (culprit && fault == "killed_at_any_time") {

@@ -40,7 +40,7 @@ TcpTransport::~TcpTransport() {
 
 void TcpTransport::connect(SteadyClock::time_point deadline) {
   address_ = group_.listening_address(deadline);
-  const bool verified = options_.verify_payload || environment_flag("GRADWIRE_VERIFY_PAYLOAD");
+  const bool verified = environment_flag("GRADWIRE_VERIFY_PAYLOAD");
   TcpLinks& links = exchanges_.use(std::make_unique<TcpLinks>(
       rank(), world(), address_, group_.key(), verified, group_.options().ports, options_.link));
   elastic_.listen(address_);

@@ -23,9 +23,6 @@ namespace gradwire {
 
 struct TcpOptions {
   GroupOptions group;
-  // Adds a checksum after each message, so that corruption in transit is an error. GRADWIRE_VERIFY_PAYLOAD=1
-  // has the same effect. Each rank decides for the messages that it sends.
-  bool verify_payload = false;
   // True if survivors can continue after a failure (ElasticGroup::regroup()). Must be the same on every rank.
   bool shrinkable = false;
   // If set, messages between ranks pass through emulated links. Must be the same on every rank.
