@@ -2,7 +2,7 @@
 # make machine-code: reads the machine code of every CUDA kernel (tools/checks/check_machine_code.py) and
 # writes its table into docs/gpu.md. Needs nvcc, but not a GPU.
 #
-#   scripts/machine_code.sh [--smoke]    --smoke: reads what is built, and only compares the table
+#   scripts/machine_code.sh [--smoke]    --smoke: reads the existing build, and only compares the table
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh

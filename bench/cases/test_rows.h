@@ -23,9 +23,9 @@ struct RowSet {
 // seed gives the same values.
 std::vector<RowSet> random_rows(int64_t rows, int64_t elements, uint64_t seed);
 
-// Returns the tensors of all *.safetensors files in a folder, such as gradwire train --dump-gradients writes.
-// Omits empty and all-zero tensors, which have no relative error. Throws BadInput, which names the file, if a
-// tensor is not F32 and finite, or if no tensor remains.
+// Returns the tensors of all *.safetensors files in a folder, such as the output of gradwire train
+// --dump-gradients. Omits empty and all-zero tensors, which have no relative error. Throws BadInput, which
+// names the file, if a tensor is not F32 and finite, or if no tensor remains.
 RowSet gradient_rows(const std::string& directory);
 
 }  // namespace gradwire::bench

@@ -43,7 +43,7 @@ class TuningFile {
 
   const std::string path_;
   const Say say_;
-  bool ours_ = true;  // true: the file has our format or does not exist
+  bool ours_ = true;  // true: the file is a tuning file or does not exist
   mutable std::mutex mutex_;
   std::map<Key, std::string> choices_;
 };

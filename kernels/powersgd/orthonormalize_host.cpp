@@ -3,8 +3,8 @@
 //
 // One pass: G = A^T A in FP64 (products of two floats are exact in FP64); scale its columns to norm 1;
 // Cholesky without the dependent columns; A <- A W with W the inverse of the factor. A dependent column is
-// replaced by a random column, which comes last in the next pass's elimination. The random column is thereby
-// made orthogonal to the other columns, not the other columns to it.
+// replaced by a random column. The random column comes last in the next pass's elimination, so that it is
+// made orthogonal to the other columns and leaves them unchanged.
 #include "kernels/powersgd/orthonormalize.h"
 
 #include <algorithm>

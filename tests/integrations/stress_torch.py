@@ -402,6 +402,6 @@ class Subject:
         dist.destroy_process_group()
 
     def end(self) -> None:
-        """Destroys the group in half of the sequences. Otherwise the end of the program does."""
+        """Destroys the group in half of the sequences. In the others, the end of the program destroys it."""
         if self.run.draw.random() < 0.5 and self.connected:
             self.do_destroy()

@@ -102,7 +102,7 @@ class PowerSgdFixture : public OpTest {
         },
         &MatrixDescriptor::q_offset, [](const auto& d) { return d.cols * d.rank; });
   }
-  // Returns the projection onto P or Q, as `onto_p` says.
+  // Returns the projection onto P if `onto_p`, otherwise onto Q.
   std::vector<float> project(bool onto_p, const MatrixBucket& b, const std::vector<float>& grad,
                              std::vector<float>* residual, const std::vector<float>& factor,
                              const Pending& pending = {}) {

@@ -131,7 +131,7 @@ TEST(Augment, ImagesDoNotDependOnRanksBatchSizeAndFirstBatch) {
   const Images plain = epoch_of(data, {.batch_size = 48, .seed = 8, .first_batch = 2}, 1);
   EXPECT_NE(next, epoch);
   EXPECT_NE(plain, epoch);
-  // Each image is the plain image with the draw of the header's definition.
+  // Each image is the plain image, flipped and shifted as AugmentDraw defines.
   for (const auto& [label, image] : epoch) {
     const AugmentDraw draw = draw_augmentation(kBoth, 8, 2, label, 9, 9);
     for (int64_t c = 0; c < 2; ++c) {
