@@ -17,6 +17,7 @@ namespace {
 
 constexpr double kLeastRate = 1e5, kMostRate = 1e12;
 constexpr double kMostDelay = 10e9;  // in nanoseconds
+constexpr double kMostBurst = 1e9;   // in bytes
 
 struct Unit {
   const char* name;
@@ -24,6 +25,7 @@ struct Unit {
 };
 constexpr std::array<Unit, 4> kRates{{{"Tbit", 1e12}, {"Gbit", 1e9}, {"Mbit", 1e6}, {"kbit", 1e3}}};
 constexpr std::array<Unit, 3> kDelays{{{"s", 1e9}, {"ms", 1e6}, {"us", 1e3}}};
+constexpr std::array<Unit, 4> kSizes{{{"MiB", 1 << 20}, {"MB", 1e6}, {"KiB", 1 << 10}, {"kB", 1e3}}};
 
 bool same_word(std::string_view a, std::string_view b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
@@ -52,30 +54,40 @@ std::string text_of_value(double value, const std::array<Unit, N>& units) {
 }  // namespace
 
 EmulatedLink EmulatedLink::parse(const std::string& text) {
-  const size_t comma = std::min(text.find(','), text.size());
-  const auto rate = value_of(std::string_view(text).substr(0, comma), kRates);
-  if (!rate || *rate < kLeastRate || *rate > kMostRate) {
-    throw BadInput(fmt::format(
-        "--link {}: '{}' is not a rate from 100kbit to 1Tbit; write RATE[,DELAY], such as 100Mbit "
-        "or 1Gbit,20ms",
-        text, text.substr(0, comma)));
+  std::array<std::string_view, 3> parts;
+  const std::string_view all = text;
+  size_t count = 0;
+  for (size_t at = 0; at <= all.size(); ++count) {
+    const size_t comma = count + 1 < parts.size() ? std::min(all.find(',', at), all.size()) : all.size();
+    parts[count] = all.substr(at, comma - at);
+    at = comma + 1;
   }
-  EmulatedLink link{.bits_per_s = *rate};
-  if (comma == text.size()) return link;
-  const auto delay = value_of(std::string_view(text).substr(comma + 1), kDelays);
-  if (!delay || *delay > kMostDelay) {
-    throw BadInput(
-        fmt::format("--link {}: '{}' is not a delay from 0us to 10s; write RATE[,DELAY], such as 1Gbit,20ms",
-                    text, text.substr(comma + 1)));
+  const auto value = [&](size_t part, const auto& units, double least, double most, const char* what) {
+    const auto number = value_of(parts[part], units);
+    if (number && *number >= least && *number <= most) return *number;
+    throw BadInput(fmt::format("--link {}: '{}' is not {}; write RATE[,DELAY], such as 100Mbit or 1Gbit,20ms",
+                               text, parts[part], what));
+  };
+  EmulatedLink link{.bits_per_s = value(0, kRates, kLeastRate, kMostRate, "a rate from 100kbit to 1Tbit")};
+  if (count > 1) {
+    link.delay =
+        std::chrono::nanoseconds(std::llround(value(1, kDelays, 0, kMostDelay, "a delay from 0us to 10s")));
   }
-  link.delay = std::chrono::nanoseconds(std::llround(*delay));
+  if (count > 2)
+    link.burst = static_cast<size_t>(value(2, kSizes, 0, kMostBurst, "a burst from 0kB to 1000MB"));
   return link;
 }
 
 std::string EmulatedLink::to_string() const {
-  const std::string rate = text_of_value(bits_per_s, kRates);
-  if (delay.count() == 0) return rate;
-  return fmt::format("{},{}", rate, text_of_value(static_cast<double>(delay.count()), kDelays));
+  std::string text = text_of_value(bits_per_s, kRates);
+  if (delay.count() > 0 || burst > 0) {
+    text += fmt::format(",{}", text_of_value(static_cast<double>(delay.count()), kDelays));
+  }
+  if (burst > 0) {
+    text += burst % 1024 == 0 ? fmt::format(",{}KiB", burst / 1024)
+                              : fmt::format(",{}kB", static_cast<double>(burst) / 1e3);
+  }
+  return text;
 }
 
 double EmulatedLink::payload_bytes_per_us() const {

@@ -14,11 +14,12 @@ struct EmulatedLink {
 
   double bits_per_s = 0;
   std::chrono::nanoseconds delay{0};  // from sender to receiver
+  size_t burst = 0;                   // bytes that a link passes at once after a pause, like tc's tbf
   int ranks_per_node = 0;             // ranks of one node exchange messages without a link; 0 or 1: no nodes
 
   explicit operator bool() const { return bits_per_s > 0; }
   bool operator==(const EmulatedLink&) const = default;
-  // Parses RATE[,DELAY], such as 100Mbit or 1Gbit,20ms. Throws BadInput.
+  // Parses RATE[,DELAY[,BURST]], such as 100Mbit, 1Gbit,20ms or 1Gbit,0us,128KiB. Throws BadInput.
   static EmulatedLink parse(const std::string& text);
   // Returns the text that parse() reads, in the largest units: "100Mbit" for 100000kbit.
   std::string to_string() const;

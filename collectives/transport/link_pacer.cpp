@@ -11,9 +11,9 @@ using std::chrono::nanoseconds;
 constexpr size_t kPacketPayload = EmulatedLink::kPacketPayload, kPacketHeaders = EmulatedLink::kPacketHeaders;
 constexpr std::chrono::microseconds kTurn{100};  // time of a turn on the link
 constexpr size_t kMostPackets = 45;              // of a turn, about as many as TCP passes to a device at once
-// Bytes that a receiver may take at once after a pause. A receiver notices arrivals late if the machine is
-// busy, which must not lower the rate.
-constexpr std::chrono::milliseconds kReceiveBurst{4};
+// After a pause, a receiver may take at once what its link passes in this time, and at least two turns. A
+// receiver notices arrivals late if the machine is busy, which must not lower the rate.
+constexpr nanoseconds kReceiveBurst = std::chrono::milliseconds(4);
 
 size_t on_wire(size_t bytes) {
   return bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
@@ -31,6 +31,8 @@ LinkPacer::LinkPacer(const EmulatedLink& link, int world)
     : link_(link),
       world_(world),
       turn_(turn_of(link)),
+      burst_(nanoseconds(std::llround(static_cast<double>(link.burst) * 8e9 / link.bits_per_s))),
+      receive_burst_(std::max({kReceiveBurst, burst_, 2 * duration(turn_)})),
       out_(static_cast<size_t>(world)),
       in_(out_.size()),
       turns_(out_.size()),
@@ -44,7 +46,8 @@ nanoseconds LinkPacer::duration(size_t bytes) const {
 }
 
 LinkPacer::Time LinkPacer::pass(Bucket& bucket, size_t bytes, Time ready) const {
-  return bucket = std::max(bucket, ready) + duration(bytes);
+  bucket = std::max(bucket, ready) + duration(bytes);
+  return std::max(ready, bucket - burst_);
 }
 
 void LinkPacer::post(Flow& flow, Time now) {
@@ -55,7 +58,9 @@ void LinkPacer::post(Flow& flow, Time now) {
     flow.arrivals_.push_back({now, flow.bytes});
     return;
   }
-  advance(now);  // earlier messages do not share the link with this message
+  // Turns that began earlier are not shared with this message. Turns that begin now are shared, so that
+  // messages that are posted at the same time take their turns in the order of next_of().
+  advance(now - nanoseconds(1));
   flow.left_ = flow.bytes;
   queue(flow.from, flow.to).push_back(&flow);
 }
@@ -85,7 +90,8 @@ LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
     if (earlier == &flow) break;
     ahead += earlier->left_;
   }
-  return std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + duration(ahead) + link_.delay;
+  const Time full = std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + duration(ahead);
+  return std::max(flow.posted_, full - burst_) + link_.delay;
 }
 
 LinkPacer::Flow* LinkPacer::next_of(int from) const {
@@ -104,7 +110,7 @@ void LinkPacer::advance(Time now) {
     for (int from = 0; from < world_; ++from) {
       Flow* flow = next_of(from);
       if (flow == nullptr) continue;
-      const Time begins = std::max(out_[static_cast<size_t>(from)], flow->posted_);
+      const Time begins = std::max(out_[static_cast<size_t>(from)] - burst_, flow->posted_);
       if (begins > start || (begins == start && first != nullptr)) continue;
       first = flow;
       start = begins;
@@ -118,28 +124,31 @@ void LinkPacer::advance(Time now) {
 // receiver's bucket gets the bytes when they begin to arrive.
 void LinkPacer::take_turn(Flow& flow, Time start) {
   const size_t bytes = std::min(turn_, flow.left_);
-  pass(out_[static_cast<size_t>(flow.from)], bytes, start);
-  const Time end = pass(in_[static_cast<size_t>(flow.to)], bytes, start + link_.delay);
+  const Time sent = pass(out_[static_cast<size_t>(flow.from)], bytes, start);
+  const Time received = pass(in_[static_cast<size_t>(flow.to)], bytes, start + link_.delay);
   flow.left_ -= bytes;
-  flow.arrivals_.push_back({end, flow.bytes - flow.left_});
+  flow.arrivals_.push_back({std::max(received, sent + link_.delay), flow.bytes - flow.left_});
   turns_[static_cast<size_t>(flow.from)] = (flow.to + 1) % world_;
   if (flow.left_ == 0) queue(flow.from, flow.to).pop_front();
 }
 
 size_t LinkPacer::may_receive(int rank, Time now) const {
-  const auto time =
-      std::min<nanoseconds>(kReceiveBurst, now + kReceiveBurst - in_[static_cast<size_t>(rank)]);
-  const auto packets = static_cast<double>(time.count()) * link_.bits_per_s / 8e9 /
-                       static_cast<double>(kPacketPayload + kPacketHeaders);
+  const nanoseconds time = std::min(receive_burst_, now + receive_burst_ - in_[static_cast<size_t>(rank)]);
+  const double packets =
+      static_cast<double>(time.count()) / static_cast<double>(duration(kPacketPayload).count());
   return packets < 1 ? 0 : static_cast<size_t>(packets) * kPacketPayload;
 }
 
 LinkPacer::Time LinkPacer::may_receive_at(int rank) const {
-  return in_[static_cast<size_t>(rank)] - kReceiveBurst + duration(turn_);
+  return in_[static_cast<size_t>(rank)] - receive_burst_ + duration(turn_) + nanoseconds(1);
 }
 
 void LinkPacer::received(int rank, size_t bytes, Time now) {
-  pass(in_[static_cast<size_t>(rank)], bytes, now);
+  // Reads do not follow the packets' borders, so headers count by share.
+  const double packets = static_cast<double>(bytes) / static_cast<double>(kPacketPayload);
+  Bucket& bucket = in_[static_cast<size_t>(rank)];
+  bucket = std::max(bucket, now) +
+           nanoseconds(std::llround(packets * static_cast<double>(duration(kPacketPayload).count())));
 }
 
 }  // namespace gradwire

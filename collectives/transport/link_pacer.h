@@ -2,9 +2,9 @@
 // would. Both transports on the host use LinkPacer.
 //
 // A link is two token buckets, one for each direction. The buckets are computed in virtual time: a bucket is
-// the time at which it has passed everything that it was given. So a thread that wakes up late loses no part
-// of the rate. Messages to several ranks share the sender's bucket in small turns, as TCP's connections do.
-// Messages to one rank pass in order. The receiver's bucket passes bytes in the order of their arrival.
+// the time at which it is full again. So a thread that wakes up late loses no part of the rate. Messages to
+// several ranks share the sender's bucket in small turns, as TCP's connections do. Messages to one rank pass
+// in order. The receiver's bucket passes bytes in the order of their arrival.
 //
 // The rate counts what a network counts: each packet of 1448 bytes of payload has 66 bytes of headers
 // (Ethernet, IPv4, TCP with timestamps).
@@ -45,7 +45,8 @@ class LinkPacer {
   LinkPacer(const EmulatedLink& link, int world);
 
   const EmulatedLink& link() const { return link_; }
-  // Begins to send a message. The caller sets the first three fields of `flow`.
+  // Begins to send a message. The caller sets the first three fields of `flow`. Pass the same time for
+  // messages that are sent together.
   void post(Flow& flow, Time now);
   // Forgets a message, of which parts may be on their way.
   void withdraw(Flow& flow);
@@ -67,7 +68,7 @@ class LinkPacer {
   std::chrono::nanoseconds duration(size_t bytes) const;
 
  private:
-  // The time at which a bucket has passed all bytes that it was given.
+  // The time at which a bucket is full again.
   using Bucket = Time;
   // Returns when `bytes` that are ready at `ready` have passed.
   Time pass(Bucket& bucket, size_t bytes, Time ready) const;
@@ -83,6 +84,8 @@ class LinkPacer {
   const EmulatedLink link_;
   const int world_;
   const size_t turn_;
+  const std::chrono::nanoseconds burst_;  // the time in which an empty bucket fills up
+  const std::chrono::nanoseconds receive_burst_;
   std::vector<Bucket> out_, in_;           // by rank
   std::vector<int> turns_;                 // by sender: the receiver whose turn is next
   std::vector<std::deque<Flow*>> queues_;  // by sender and receiver

@@ -68,6 +68,12 @@ class BadInput(CommandTest):
                            ("powersgd:rank=4,rank=4", "given twice")):
             self.refuse(synthetic("--compression", spec), part)
 
+    def test_invalid_links(self):
+        for link in ("0", "fast", "-1Gbit", "100", "0.1kbit", "9Tbit", "1Gbit,", "1Gbit,5", "1Gbit,60s"):
+            self.refuse(synthetic("--ranks", "2", f"--link={link}"), f"--link {link}: ", "such as")
+        self.refuse(synthetic("--ranks", "2", "--device", "cuda", "--link", "1Gbit"),
+                    "--link 1Gbit: links between GPUs (--device cuda)", "--device host")
+
     def test_schedule_nccl_without_nccl(self):
         self.refuse(synthetic("--ranks", "2", "--device", "host", "--compression", "fp32:schedule=nccl"),
                     "schedule=nccl needs a process with a GPU for each rank", "torchrun", "schedule=auto")

@@ -21,13 +21,26 @@ class Compare(CommandTest):
                 set(run), {
                     "compression", "test_accuracy", "test_accuracy_std", "final_loss", "final_loss_std",
                     "step_ms", "images_per_s", "wire_bytes", "wire_bytes_per_element", "dense_bytes", "ratio",
-                    "exposed_comm_ms", "ranks", "device", "schedule", "bucket_mb", "seeds"
+                    "exposed_comm_ms", "ranks", "device", "link", "schedule", "bucket_mb", "seeds"
                 })
             self.assertEqual(run["dense_bytes"], runs[0]["wire_bytes"])
         self.assertAlmostEqual(runs[0]["ratio"], 1.0)
         self.assertGreater(runs[1]["ratio"], 1.9)
         table = result.stdout[result.stdout.index("compression  "):].splitlines()
         self.assertEqual([line.split()[0] for line in table[2:5]], ["fp32", "bf16", "powersgd:rank=1"])
+
+    def test_emulated_links_are_named_and_keep_every_bit(self):
+        fixed = ("--compression", "int8:schedule=two_shot", "--compression", "powersgd:rank=1,schedule=ring")
+        _, fast = self.compare(*fixed)
+        shown, slow = self.compare(*fixed, "--link", "100Mbit,1ms")
+        self.assertIn("\nLinks: emulated, 100Mbit,1ms", shown)
+        self.assertIn("2 ranks over emulated links of 100Mbit,1ms", shown)
+        self.assertEqual([(run["link"], run["final_loss"]) for run in slow],
+                         [("100Mbit,1ms", run["final_loss"]) for run in fast])
+        logs = [self.records(f"out.{i}.jsonl") for i in range(4)]  # the slow runs do not reuse the first logs
+        self.assertEqual([log[0].get("link") for log in logs], [None, None, "100Mbit,1ms", "100Mbit,1ms"])
+        losses = [[r["loss"] for r in log if r["type"] == "step"] for log in logs]
+        self.assertEqual(losses[:2], losses[2:])
 
     def test_all_start_from_the_same_weights(self):
         self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 1, "--compression", "fp32",

@@ -30,8 +30,7 @@ Flow& add(std::deque<Flow>& flows, int from, int to, size_t bytes) {
   return flow;
 }
 
-// Returns when the whole message has arrived, for a caller that looks only at the times that earliest()
-// returns.
+// Returns when the whole message has arrived. Calls arrived() only at the times that earliest() returns.
 Time arrival(LinkPacer& pacer, Flow& flow, Time now) {
   while (pacer.arrived(flow, now) < flow.bytes) {
     const Time next = pacer.earliest(flow, flow.bytes);
@@ -47,7 +46,8 @@ TEST(EmulatedLink, ParsesRatesAndDelays) {
   EXPECT_EQ(plain.delay, 0ns);
   EXPECT_EQ(delayed.bits_per_s, 1.5e9);
   EXPECT_EQ(delayed.delay, 20ms);
-  for (const char* text : {"100kbit", "100Mbit", "1Gbit,20ms", "2.5Gbit,1.5s", "1Tbit,10us"}) {
+  for (const char* text : {"100kbit", "100Mbit", "1Gbit,20ms", "2.5Gbit,1.5s", "1Tbit,10us",
+                           "1Gbit,0us,128KiB", "1Gbit,1ms,12.5kB"}) {
     EXPECT_EQ(EmulatedLink::parse(text).to_string(), text);
   }
   EXPECT_EQ(EmulatedLink::parse("100000kbit,1000us").to_string(), "100Mbit,1ms");
@@ -60,9 +60,14 @@ TEST(EmulatedLink, RejectsOtherTexts) {
     expect_error<BadInput>([&] { EmulatedLink::parse(text); },
                            {fmt::format("--link {}", text), "not a rate", "100Mbit"});
   }
-  for (const char* text : {"1Gbit,", "1Gbit,20", "1Gbit,-1ms", "1Gbit,11s", "1Gbit,20ms,1ms", "1Gbit,fast"}) {
+  for (const char* text : {"1Gbit,", "1Gbit,20", "1Gbit,-1ms", "1Gbit,11s", "1Gbit,fast", "1Gbit,,128KiB"}) {
     expect_error<BadInput>([&] { EmulatedLink::parse(text); },
                            {fmt::format("--link {}", text), "not a delay", "20ms"});
+  }
+  for (const char* text :
+       {"1Gbit,20ms,", "1Gbit,20ms,1ms", "1Gbit,1ms,-1kB", "1Gbit,1ms,2000MB", "1Gbit,1ms,1kB,1"}) {
+    expect_error<BadInput>([&] { EmulatedLink::parse(text); },
+                           {fmt::format("--link {}", text), "not a burst"});
   }
 }
 
@@ -76,13 +81,17 @@ TEST(LinkPacer, MessageTakesTheTimeOfItsBytesAndHeadersPlusTheDelay) {
 }
 
 // Posts random messages, and samples the clock at random.
-TEST(LinkPacer, NoWindowPassesMoreThanTheBucket) {
+void check_windows(size_t burst) {
   constexpr int kWorld = 4, kMessages = 60;
   std::mt19937 random(1);
-  LinkPacer pacer({.bits_per_s = 1e8, .delay = 1ms}, kWorld);
+  LinkPacer pacer({.bits_per_s = 1e8, .delay = 1ms, .burst = burst}, kWorld);
   std::deque<Flow> flows;
-  std::array<std::vector<std::pair<Time, size_t>>, 2 * kWorld> passed;  // by direction and rank
+  std::array<std::vector<std::pair<Time, size_t>>, kWorld> received;
   Time now = kStart;
+  auto most_in = [&](std::chrono::nanoseconds window) {
+    return std::chrono::duration<double>(window).count() * 1e8 / 8 * 1448 / 1514 + 2.0 * pacer.turn_bytes() +
+           burst;
+  };
   auto all_arrived = [&] {
     return std::all_of(flows.begin(), flows.end(), [&](Flow& f) { return pacer.arrived(f, now) == f.bytes; });
   };
@@ -93,22 +102,37 @@ TEST(LinkPacer, NoWindowPassesMoreThanTheBucket) {
       pacer.post(add(flows, from, to, random() % 200'000), now);
     }
     now += std::chrono::microseconds(random() % 2000);
-    std::array<size_t, 2 * kWorld> sums{};
+    std::array<size_t, kWorld> out{}, in{};
     for (Flow& flow : flows) {
-      sums[static_cast<size_t>(flow.from)] += pacer.arrived(flow, now);
-      sums[static_cast<size_t>(kWorld + flow.to)] += pacer.arrived(flow, now);
+      out[static_cast<size_t>(flow.from)] += pacer.arrived(flow, now);
+      in[static_cast<size_t>(flow.to)] += pacer.arrived(flow, now);
     }
-    for (size_t i = 0; i < sums.size(); ++i) passed[i].emplace_back(now, sums[i]);
+    for (size_t i = 0; i < in.size(); ++i) received[i].emplace_back(now, in[i]);
+    for (const size_t bytes : out) ASSERT_LE(static_cast<double>(bytes), most_in(now - kStart));
   }
-  for (const auto& samples : passed) {
+  for (const auto& samples : received) {
     for (size_t a = 0; a < samples.size(); ++a) {
       for (size_t b = a + 1; b < samples.size(); ++b) {
-        const double time = std::chrono::duration<double>(samples[b].first - samples[a].first).count();
-        const double most = time * 1e8 / 8 * 1448 / 1514 + 4 * static_cast<double>(pacer.turn_bytes());
-        ASSERT_LE(static_cast<double>(samples[b].second - samples[a].second), most);
+        ASSERT_LE(static_cast<double>(samples[b].second - samples[a].second),
+                  most_in(samples[b].first - samples[a].first));
       }
     }
   }
+}
+
+TEST(LinkPacer, NoWindowPassesMoreThanTheBucket) {
+  for (const size_t burst : {0, 20'000, 131'072}) check_windows(burst);
+}
+
+TEST(LinkPacer, BurstPassesAtOnceAfterAPause) {
+  LinkPacer pacer({.bits_per_s = 1e8, .burst = 151'400}, 2);
+  std::deque<Flow> flows;
+  Flow &first = add(flows, 0, 1, 144'800), &second = add(flows, 0, 1, 144'800);
+  pacer.post(first, kStart);
+  pacer.post(second, kStart);
+  EXPECT_EQ(pacer.arrived(first, kStart), first.bytes);
+  EXPECT_GE(arrival(pacer, second, kStart),
+            kStart + pacer.duration(144'800) - pacer.duration(pacer.turn_bytes()));
 }
 
 TEST(LinkPacer, CallersThatLookLateLoseNoRate) {
@@ -183,24 +207,28 @@ TEST(LinkPacer, WithdrawnMessagesUseTheLinkNoLonger) {
 
 // A receiver between processes takes whatever has come, at random times.
 TEST(LinkPacer, ReceivesNoMoreThanTheRateAfterABurst) {
-  std::mt19937 random(2);
-  LinkPacer pacer({.bits_per_s = 1e8}, 2);
-  Time now = kStart;
-  size_t received = 0;
-  while (now < kStart + 1s) {
-    const size_t most = pacer.may_receive(0, now);
-    if (most == 0) {
-      EXPECT_GT(pacer.may_receive_at(0), now);
-    } else {
-      const size_t bytes = 1 + random() % most;
-      pacer.received(0, bytes, now);
-      received += bytes;
+  for (const double bits : {1e5, 1e6, 1e8, 1e10}) {
+    std::mt19937 random(2);
+    LinkPacer pacer({.bits_per_s = bits}, 2);
+    const double burst =
+        std::max(0.004, 2 * std::chrono::duration<double>(pacer.duration(pacer.turn_bytes())).count());
+    Time now = kStart;
+    size_t received = 0;
+    while (now < kStart + 2s) {
+      const size_t most = pacer.may_receive(0, now);
+      if (most == 0) {
+        EXPECT_GT(pacer.may_receive(0, pacer.may_receive_at(0)), 0u);
+      } else {
+        const size_t bytes = 1 + random() % most;
+        pacer.received(0, bytes, now);
+        received += bytes;
+      }
+      now += std::chrono::microseconds(random() % 300);
+      const double time = std::chrono::duration<double>(now - kStart).count();
+      ASSERT_LE(static_cast<double>(received), bits / 8 * (time + burst)) << bits;
     }
-    now += std::chrono::microseconds(random() % 300);
-    const double rate = 1e8 / 8 * 1448 / 1514, time = std::chrono::duration<double>(now - kStart).count();
-    ASSERT_LE(static_cast<double>(received), rate * (time + 0.005));
+    EXPECT_GT(static_cast<double>(received), 0.5 * 2 * bits / 8 * 1448 / 1514) << bits;
   }
-  EXPECT_GT(static_cast<double>(received), 0.9 * 1e8 / 8 * 1448 / 1514);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <chrono>
 #include <limits>
 #include <map>
 
@@ -242,6 +243,24 @@ std::optional<Launch> launched_with(const std::map<std::string, std::string>& va
     auto found = variables.find(name);
     return found == variables.end() ? nullptr : found->second.c_str();
   });
+}
+
+TEST(Link, AppliesToRanksOnTheHost) {
+  RunOptions o = synthetic();
+  o.link = "1000Mbit,20ms";
+  o.ranks_per_node = 2;
+  o.device = DeviceChoice::automatic;
+  const TrainConfig config = resolve(o).config;
+  EXPECT_EQ(config.link,
+            (EmulatedLink{.bits_per_s = 1e9, .delay = std::chrono::milliseconds(20), .ranks_per_node = 2}));
+  EXPECT_TRUE(config.devices[0].is_host());
+  o.device = DeviceChoice::cuda;
+  expect_bad_input([&] { resolve(o); }, {"--link 1000Mbit,20ms", "--device cuda", "--device host"});
+  o.device = DeviceChoice::host;
+  for (const char* text : {"0", "fast", ""}) {
+    o.link = text;
+    expect_bad_input([&] { resolve(o); }, {fmt::format("--link {}:", text), "100Mbit"});
+  }
 }
 
 TEST(Elastic, RejectsUnsupportedConfigurations) {

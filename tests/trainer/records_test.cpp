@@ -241,7 +241,7 @@ TEST(Records, CompareDocumentHasExactlyTheDocumentedFields) {
                                     "images_per_s", "wire_bytes",     "wire_bytes_per_element",
                                     "dense_bytes",  "ratio",          "exposed_comm_ms",
                                     "ranks",        "device",         "schedule",
-                                    "bucket_mb",    "seeds"};
+                                    "bucket_mb",    "link",           "seeds"};
   std::sort(expected.begin(), expected.end());
   std::sort(fields.begin(), fields.end());
   EXPECT_EQ(fields, expected);
@@ -430,13 +430,15 @@ TEST(EarlierRun, SettingsAreThoseThatDetermineResults) {
   watched.timeout_s = 5;
   watched.trace = "trace.json";
   EXPECT_EQ(settings_text(run_record(watched, d, run_info("tree"))), settings);
-  std::vector<TrainConfig> others(6, c);
+  std::vector<TrainConfig> others(7, c);
   others[0].seed = 3;
   others[1].lr = 0.123;
   others[2].compression = CompressionSpec::parse("powersgd:rank=4,ef=off");
   others[3].devices.pop_back();
   others[4].momentum = 0.5, others[4].optimizer = OptimizerKind::sgd;
   others[5].model.width = 32;
+  others[6].link = EmulatedLink::parse("1Gbit,20ms");
+  EXPECT_EQ(json::parse(run_record(others[6], d, {}))["link"], "1Gbit,20ms");
   for (const TrainConfig& other : others)
     EXPECT_NE(settings_text(run_record(other, d, run_info("ring"))), settings);
   EXPECT_NE(settings_text(run_record(c, make_synthetic(VitConfig{}, 30, 10, 0), run_info("ring"))), settings);

@@ -248,6 +248,7 @@ Json ranks_json(const RanksReport& report) {
   };
   Json json{{"world", report.world},
             {"transport", report.transport},
+            {"link", report.link ? Json(report.link.to_string()) : Json(nullptr)},
             {"neighbour", pattern(report.links.neighbour)},
             {"all_pairs", pattern(report.links.all_pairs)},
             {"inside", pattern(report.links.intra_node)},

@@ -51,11 +51,12 @@ void LiveRun::read(const std::string& line) {
     const auto model = json.find("model");
     const auto text = [&](const char* key) { return field<std::string>(json, key).value_or("?"); };
     const int64_t ranks = count_in(json, "ranks");
+    const auto link = field<std::string>(json, "link");
     title_ = fmt::format(
-        "{} on {} rank{} ({}, {}), {}, schedule {}",
+        "{} on {} rank{} ({}, {}{}), {}, schedule {}",
         model != json.end() && model->is_object() ? field<std::string>(*model, "name").value_or("?") : "?",
-        ranks, ranks == 1 ? "" : "s", text("ranks_are"), text("device"), text("compression"),
-        text("schedule"));
+        ranks, ranks == 1 ? "" : "s", text("ranks_are"), text("device"),
+        link ? ", links emulated at " + *link : "", text("compression"), text("schedule"));
     steps_ = count_in(json, "steps");
   } else if (type == "step") {
     done_ = count_in(json, "step") + 1;

@@ -148,6 +148,7 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   RanksReport report;
   report.world = comm.world();
   report.transport = comm.transport().name();
+  report.link = config.link;
   const Stream stream = Stream::create(comm.device(), "doctor");
 
   comm.barrier();

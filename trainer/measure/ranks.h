@@ -16,6 +16,7 @@ namespace gradwire {
 struct RanksReport {
   int world = 1;
   std::string transport;  // "local", "tcp", "nccl"
+  EmulatedLink link;
   LinkCosts links;
   std::optional<LinkMatrix> matrix;  // empty for worlds above kMatrixRanks
   Peaks peaks;                       // peaks of rank 0's device

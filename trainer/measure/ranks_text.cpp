@@ -32,8 +32,9 @@ std::string links_text(const RanksReport& report) {
   auto pattern = [](const LinkCosts::Pattern& p) {
     return fmt::format("{} us, {} GB/s", number(p.latency_us), number(p.bytes_per_us / 1e3));
   };
-  std::string text =
-      title(fmt::format("Links between {} ranks, transport {} (measured)", report.world, report.transport));
+  const std::string emulated = report.link ? fmt::format(", emulated at {}", report.link.to_string()) : "";
+  std::string text = title(fmt::format("Links between {} ranks, transport {}{} (measured)", report.world,
+                                       report.transport, emulated));
   text += row_text("to a neighbour", pattern(report.links.neighbour) + ", all ranks at once");
   text += row_text("to all", pattern(report.links.all_pairs) + ", all ranks at once");
   if (report.links.intra_node != report.links.all_pairs ||

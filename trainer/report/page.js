@@ -134,7 +134,8 @@ function drawResults() {
                   text: (row) => String(row.seeds.length)});
   }
   columns.push({key: "schedule", title: "Schedule", left: true});
-  for (const [key, title] of [["ranks", "Ranks"], ["device", "Device"], ["bucket_mb", "Bucket MiB"]]) {
+  for (const [key, title] of [["ranks", "Ranks"], ["device", "Device"], ["link", "Link"],
+                              ["bucket_mb", "Bucket MiB"]]) {
     if (differs(key)) columns.push({key, title});
   }
   const own = ["step_ms", "images_per_s", "wire_bytes", "exposed_comm_ms"];

@@ -223,6 +223,7 @@ def rows_of_comparison(path, document, read_log, notes):
                for name in (*FIGURES, "ratio", "ranks", "bucket_mb")}
         rows.append({**row, "compression": entry["compression"], "source": path.stem, "seeds": seeds,
                      "schedule": str(entry.get("schedule", "")), "device": str(entry.get("device", "")),
+                     "link": str(entry.get("link") or ""),
                      "bytes_per_element": number(entry.get("wire_bytes_per_element"))})
     if missing:
         notes.append(f"{path.name}: {missing} of its logs are not next to it, so their curves are missing.")
@@ -246,6 +247,7 @@ def rows_of_logs(indices, runs):
                      "ratio": row["dense_bytes"] / sent if sent and row["dense_bytes"] else None,
                      "bytes_per_element": sent / parameters if sent and parameters else None,
                      "schedule": str(config.get("schedule", "")), "device": str(config.get("device", "")),
+                     "link": str(config.get("link") or ""),
                      "ranks": number(config.get("ranks")), "bucket_mb": number(config.get("bucket_mb")),
                      "seeds": [{"seed": runs[at]["seed"], "accuracy": runs[at]["accuracy"],
                                 "loss": runs[at]["loss"], "run": at} for at in members]})
@@ -264,7 +266,10 @@ def finish(rows, runs):
                         for name in (*PARTS, "other", *PARALLEL)} if known else None
         row["label"] = row["compression"]
     several_sizes = len({row["bucket_mb"] for row in rows}) > 1
+    several_links = len({row["link"] for row in rows}) > 1
     for row in rows:
+        if several_links and row["link"]:
+            row["label"] += f", links of {row['link']}"
         if several_sizes and row["bucket_mb"]:
             row["label"] += f", buckets of {row['bucket_mb']:g} MiB"
     labels = [row["label"] for row in rows]

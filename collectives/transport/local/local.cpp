@@ -78,13 +78,14 @@ class LocalExchange {
       }
     }
     lock_.lock();
+    const auto now = hub_.links ? LinkPacer::Time::clock::now() : LinkPacer::Time();
     auto next = sends_.begin();
     for (const Transfer& t : transfers) {
       if (t.kind != Transfer::Kind::send) continue;
       Offer& offer = *next++;
       hub_.offers(rank_, t.peer).push_back(&offer);
       offer.flow.from = rank_, offer.flow.to = t.peer, offer.flow.bytes = t.bytes;
-      if (hub_.links) hub_.links->post(offer.flow, LinkPacer::Time::clock::now());
+      if (hub_.links) hub_.links->post(offer.flow, now);
     }
     lock_.unlock();
     for (const Transfer& t : transfers) {
@@ -105,7 +106,8 @@ class LocalExchange {
             lock_, rank_,
             [&] {
               offered = std::find_if(receives.begin(), receives.end(), [&](const Transfer* t) {
-                return hub_.arrived(t->peer, rank_) != nullptr;
+                Offer* oldest = oldest_from(t->peer);
+                return oldest != nullptr && (oldest->state == Offer::State::waiting || hub_.arrived(*oldest));
               });
               return offered != receives.end();
             },
@@ -115,26 +117,34 @@ class LocalExchange {
             },
             [&] {
               auto first = LinkPacer::Time::max();
-              for (const Transfer* t : receives) first = std::min(first, hub_.arrives_at(t->peer, rank_));
+              for (const Transfer* t : receives) {
+                if (Offer* oldest = oldest_from(t->peer)) first = std::min(first, hub_.arrives_at(*oldest));
+              }
               return first;
             });
         return (*offered)->peer;
       });
-      receive(**offered);
+      Offer& offer = *oldest_from((*offered)->peer);
+      if (offer.state == Offer::State::waiting) receive(offer, **offered);
+      if (!hub_.arrived(offer)) continue;
+      finish(offer, **offered);
       receives.erase(offered);
     }
   }
 
-  // Receives the oldest offer of t.peer. The lock is held on entry and exit, but not during the copy.
-  void receive(const Transfer& t) {
-    std::deque<Offer*>& offers = hub_.offers(t.peer, rank_);
-    Offer& offer = *offers.front();
+  Offer* oldest_from(int peer) {
+    const std::deque<Offer*>& offers = hub_.offers(peer, rank_);
+    return offers.empty() ? nullptr : offers.front();
+  }
+
+  // Copies an offer. Over emulated links, the copy takes place while the message is on its way. The lock is
+  // held on entry and exit, but not during the copy.
+  void receive(Offer& offer, const Transfer& t) {
     if (offer.bytes != t.bytes || offer.label->tag != label_.tag) {
       hub_.fail_and_throw(fmt::format(
           "ranks disagree: rank {} is in {} and expects {} bytes from rank {}, which is in {} and sends {}",
           rank_, label_.what, t.bytes, t.peer, offer.label->what, offer.bytes));
     }
-    offers.pop_front();
     offer.state = Offer::State::copying;
     lock_.unlock();
     try {
@@ -149,6 +159,12 @@ class LocalExchange {
       throw;
     }
     lock_.lock();
+    offer.state = Offer::State::copied;
+    if (hub_.links) hub_.wake(t.peer);  // after a failure, the sender waits to withdraw the offer
+  }
+
+  void finish(Offer& offer, const Transfer& t) {
+    std::erase(hub_.offers(t.peer, rank_), &offer);  // the sender may have withdrawn the offer
     offer.state = Offer::State::finished;
     lock_.unlock();
     hub_.wake(t.peer);

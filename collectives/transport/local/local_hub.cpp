@@ -18,18 +18,12 @@ LocalHub::LocalHub(std::vector<Device> devices, std::chrono::milliseconds timeou
   if (link) links.emplace(link, world);
 }
 
-LocalHub::Offer* LocalHub::arrived(int from, int to) {
-  const std::deque<Offer*>& waiting = offers(from, to);
-  if (waiting.empty()) return nullptr;
-  Offer& oldest = *waiting.front();
-  if (links && links->arrived(oldest.flow, LinkPacer::Time::clock::now()) < oldest.bytes) return nullptr;
-  return &oldest;
+bool LocalHub::arrived(Offer& offer) {
+  return !links || links->arrived(offer.flow, LinkPacer::Time::clock::now()) == offer.bytes;
 }
 
-LinkPacer::Time LocalHub::arrives_at(int from, int to) {
-  const std::deque<Offer*>& waiting = offers(from, to);
-  if (!links || waiting.empty()) return LinkPacer::Time::max();
-  return links->earliest(waiting.front()->flow, waiting.front()->bytes);
+LinkPacer::Time LocalHub::arrives_at(const Offer& offer) const {
+  return links ? links->earliest(offer.flow, offer.bytes) : LinkPacer::Time::max();
 }
 
 void LocalHub::barrier(int rank) {

@@ -30,7 +30,7 @@ class LocalHub {
     const void* data = nullptr;
     size_t bytes = 0;
     const ExchangeLabel* label = nullptr;
-    enum class State { waiting, copying, finished } state = State::waiting;
+    enum class State { waiting, copying, copied, finished } state = State::waiting;
     Event ready;                // CUDA: recorded once the data is complete
     Event taken;                // CUDA: recorded after the copy
     LinkPacer::Flow flow = {};  // with emulated links: the message's way to the receiver
@@ -85,11 +85,10 @@ class LocalHub {
   // The methods below require the lock.
 
   std::deque<Offer*>& offers(int from, int to) { return offers_[from * world + to]; }
-  // Returns the oldest message from one rank to another; null if none has arrived completely.
-  Offer* arrived(int from, int to);
-  // Returns a time before which no message from one rank to another arrives completely, unless a rank sends
-  // another message.
-  LinkPacer::Time arrives_at(int from, int to);
+  // Returns whether the whole message has passed the emulated links.
+  bool arrived(Offer& offer);
+  // Returns a time before which a message does not arrive.
+  LinkPacer::Time arrives_at(const Offer& offer) const;
   // Fails the group if one rank maps peer memory (transport=peer in its spec) while another rank, without
   // peer memory, has continued to its next call. Detects this mismatch before the deadline of either call.
   void compare_peer_memory();
