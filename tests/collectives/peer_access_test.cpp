@@ -193,7 +193,7 @@ TEST_P(PeerAccessTest, ProgramsSharePeerMemory) {
   });
 }
 
-// Returns the exchange of run_steps() as a reference's problem.
+// Returns the inputs of run_steps() in the form that the references take.
 TwoShot problem(Wire wire, int world, int64_t count) {
   TwoShot t;
   t.wire = wire;

@@ -142,8 +142,8 @@ TEST_P(VitAttention, Bf16IsWithinItsRoundingError) {
   expect_reference<Bf16>(3e-2, 3e-2);
 }
 
-// Runs the chain that the ops replace on the same operands: products, softmax and moves of heads. Each op
-// rounds its output.
+// Runs the chain that the ops replace on the same operands: products, softmax, splitting and merging of
+// heads. Each op rounds its output.
 template <typename S>
 Problem<S> by_parts(const Shape& s, Problem<S> in) {
   const int64_t padded = (s.tokens + 7) / 8 * 8, matrices = s.batch * s.heads;
