@@ -71,7 +71,7 @@ soak: setup
 	@scripts/soak.sh $(SOAK)
 
 bench: build
-	@build/bin/gradwire-bench kernels --json build/kernels.json
+	@build/bin/gradwire-bench kernels --stop 50ms --json build/kernels.json
 
 bench-check: build
 	@$(PYTHON) bench/harness/check.py run $(BENCH_CHECK_FLAGS)

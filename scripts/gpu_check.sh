@@ -235,7 +235,7 @@ part_first() {
 
 part_kernels() {
   step bench-kernels 150 "$bin/gradwire-bench" kernels --device cuda --cache cold --factor 16 --min-size 256K \
-    --budget-ms 20 --json "$out/kernels.json"
+    --stop 20ms --json "$out/kernels.json"
   PATH=$PATH:$PWD/build/disassembler/bin
   needs resources "cuobjdump is not on PATH" command -v cuobjdump &&
     step resources 60 bash -c "cuobjdump --dump-resource-usage '$bin/gradwire-bench' 2> /dev/null | c++filt |
@@ -257,10 +257,10 @@ part_peers() {
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
     step bench-hook 110 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
       --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4 --compression powersgd:rank=32 \
-      --baseline --python "$python" --json "$out/hook.json"
+      --stop 10 --baseline --python "$python" --json "$out/hook.json"
   needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
     step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
-      --rank 4 --rank 32 --baseline --python "$python" --json "$out/orthonormalize.json"
+      --rank 4 --rank 32 --stop 10 --baseline --python "$python" --json "$out/orthonormalize.json"
   step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
 }

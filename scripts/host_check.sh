@@ -51,12 +51,12 @@ step() {
   fi
 }
 
-step kernels $bench kernels --device host --min-size 64K --max-size 256M --factor 16 --budget-ms 30
-step hook $bench hook --model vit_b_32 --device host --baseline --steps 15 \
+step kernels $bench kernels --device host --min-size 64K --max-size 256M --factor 16 --stop 30ms
+step hook $bench hook --model vit_b_32 --device host --baseline --stop 15 \
   --compression bf16 --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4
-step hook_resnet18 $bench hook --model resnet18 --device host --baseline --steps 30 \
+step hook_resnet18 $bench hook --model resnet18 --device host --baseline --stop 30 \
   --compression powersgd:rank=1 --compression powersgd:rank=4
-step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --baseline
+step orthonormalize $bench orthonormalize --model vit_l_32 --device host --rank 4 --rank 32 --stop 10 --baseline
 step collectives $bench collectives -b 256K -e 16M -f 8 -n 10 -w 2
 step shaped bench/harness/shaped_link.sh --hosts 4 --rate 1gbit -- $bench collectives -b 25M -e 25M -n 10 -w 2
 

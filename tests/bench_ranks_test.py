@@ -9,13 +9,16 @@ import sys
 import unittest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
-from bench import BenchTest, compressions, main  # noqa: E402
+from bench import TIMING_FIELDS, BenchTest, compressions, main  # noqa: E402
 from command import as_user  # noqa: E402
 
 COLLECTIVES_FIELDS = [
     "schedule", "spec", "transport", "ranks", "size_bytes", "time_us", "algbw_gbps", "busbw_gbps",
-    "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us"
+    "effective_busbw_gbps", "wire_bytes", "wrong", "rel_error", "baseline_time_us", *TIMING_FIELDS, "max_us",
+    "p99_us", "average", "blocking", "unalign", "skip"
 ]
+# nccl-tests' columns for an operation in place.
+STANDARD_COLUMNS = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
 QUICK = ["-n", 2, "-w", 1]
 
 
@@ -23,6 +26,7 @@ class Collectives(BenchTest):
     def check(self, rows, transport, ranks):
         for row in rows:
             self.assertEqual(list(row), COLLECTIVES_FIELDS)
+            self.check_timing(row)
             self.assertEqual((row["transport"], row["ranks"], row["wrong"]), (transport, ranks, 0))
             self.assertAlmostEqual(row["algbw_gbps"], row["size_bytes"] / row["time_us"] / 1e3)
             self.assertAlmostEqual(row["effective_busbw_gbps"], row["algbw_gbps"] * 2 * (ranks - 1) / ranks)
@@ -56,6 +60,56 @@ class Collectives(BenchTest):
         self.assertEqual(large["two_shot", "bf16"], 32000 * 2 * 3 / 4)
         self.assertLess(large["ring", "powersgd:rank=2"], large["ring", "fp32"] / 15)
         self.assertEqual(out.count("\n"), 3 + len(rows))
+
+    ONE = ["collectives", "--transport", "local", "--ranks", 3, "-b", "4K", "-e", "4K", "--schedule", "ring",
+           "--compression", "bf16"]
+
+    def test_columns_are_those_of_nccl_tests_in_its_order(self):
+        for flags, more in (([], []), (["-I", 1], ["i_min", "i_max", "i_p99", "i_cv%"])):
+            rows, out = self.rows(*self.ONE, *QUICK, *flags)
+            header, units, line = [text for text in out.splitlines()
+                                   if not text.startswith(("# 3 ranks", "#   p50"))]
+            columns = header.lstrip("# ").split()
+            self.assertEqual(columns[:9 + len(more)], STANDARD_COLUMNS + more)
+            self.assertEqual(columns[9 + len(more):][:3], ["schedule", "compression", "over"])
+            values = line.split()
+            self.assertEqual(values[:5] + values[8:9], ["4096", "1024", "float", "avg", "-1", "0"])
+            self.assertAlmostEqual(float(values[5]), rows[0]["time_us"], delta=0.06)
+            if more:
+                self.assertAlmostEqual(float(values[9]), rows[0]["min_us"], delta=0.06)
+                self.assertAlmostEqual(float(values[11]), rows[0]["p99_us"], delta=0.06)
+            # The columns begin at the same place in all lines.
+            self.assertEqual(header.index("#wrong") + 6, line.index(" 0 ") + 2)
+
+    def test_times_of_each_iteration_and_rank(self):
+        rows, out = self.rows(*self.ONE, "-n", 12, "-w", 1, "-I", 1, "-K", 2)
+        (row,) = rows
+        self.assertEqual([rank["rank"] for rank in row["per_rank"]], [0, 1, 2])
+        slowest = [max(times) for times in zip(*(rank["times_us"] for rank in row["per_rank"]))]
+        self.assertEqual(len(slowest), 12)
+        self.assertEqual((row["n"], row["skip"], row["stop"]), (10, 2, "12"))
+        self.assertAlmostEqual(row["min_us"], min(slowest[2:]))
+        self.assertAlmostEqual(row["max_us"], max(slowest[2:]))
+        self.assertAlmostEqual(row["p99_us"], max(slowest[2:]))
+        for rank in row["per_rank"]:
+            counted = sorted(rank["times_us"][2:])
+            self.assertAlmostEqual(rank["p50_us"], (counted[4] + counted[5]) / 2)
+            self.assertAlmostEqual(rank["p99_us"], counted[-1])
+            self.assertIn(f"{rank['rank']}: {rank['p50_us']:.1f}/{rank['p99_us']:.1f}", out)
+
+    def test_waits_averages_and_misaligned_buffers_change_no_result(self):
+        for flags in (["-z", 1], ["-z", 2], ["-z", 3], ["-a", 0], ["-a", 1], ["-a", 2], ["-u", 1],
+                      ["-u", 3, "-z", 3, "-I", 1]):
+            rows, _ = self.rows(*self.ONE, *QUICK, *flags)
+            self.assertEqual([row["wrong"] for row in rows], [0], flags)
+            self.check_timing(rows[0])
+            self.assertEqual([rows[0][{"-z": "blocking", "-a": "average", "-u": "unalign"}[flags[0]]]],
+                             [flags[1]])
+
+    def test_bad_flags_of_nccl_tests(self):
+        for flags, *parts in ((["-a", 4], "--average"), (["-z", 4], "--blocking"), (["-u", -1], "--unalign"),
+                              (["-I", 2], "--per_iter_timing"), (["-K", 2], "-K 2", "2 calls")):
+            self.refuse([*self.ONE, *QUICK, *flags], *parts)
 
     def test_odd_worlds(self):
         for ranks in (1, 3):

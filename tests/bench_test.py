@@ -8,7 +8,7 @@ import struct
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "cli"))
-from bench import BenchTest, compressions, main  # noqa: E402
+from bench import TIMING_FIELDS, BenchTest, compressions, main  # noqa: E402
 
 
 class Output(BenchTest):
@@ -22,12 +22,14 @@ class Output(BenchTest):
 class Step(BenchTest):
     def test_a_world_of_one_in_three_ways(self):
         rows, out = self.rows("step", "--device", "host", "--batch-size", 1, "--compression",
-                              "powersgd:rank=2", "--seconds", 0.01)
+                              "powersgd:rank=2", "--stop", "10ms")
         self.assertEqual(
             set(rows[0]), {
                 "model", "device", "batch_size", "compression", "rounds", "reducer_ms", "bypassed_ms",
-                "graph_ms", "reducer_ratio", "graph_ratio"
+                "graph_ms", "reducer_ratio", "graph_ratio", "reducer", "bypassed", "graph"
             })
+        for way in ("reducer", "bypassed", "graph"):
+            self.check_timing(rows[0][way])
         self.assertGreaterEqual(rows[0]["rounds"], 3)
         self.assertIn("vit_tiny", out)
 
@@ -52,19 +54,18 @@ class Kernels(BenchTest):
 
     def test_every_case_runs_and_is_measured(self):
         listed = self.run_command("kernels", "--list").stdout.splitlines()
-        rows, out = self.rows("kernels", "--device", "host", "--max-size", "64K", "--budget-ms", "0.1",
+        rows, out = self.rows("kernels", "--device", "host", "--max-size", "64K", "--stop", "0.1ms",
                               "--cache", "warm")
         name = lambda r: r["op"] + (f" ({r['variant']})" if r["variant"] else "")
         self.assertEqual([name(r) for r in rows[::2]], listed)
         for row in rows:
             self.assertEqual(
                 set(row), {
-                    "op", "variant", "family", "device", "size_bytes", "shape", "cache", "median_us",
-                    "min_us", "repeats", "bytes", "gbps", "copy_gbps", "copy_fraction", "gflops"
+                    "op", "variant", "family", "device", "size_bytes", "shape", "cache", "bytes", "gbps",
+                    "copy_gbps", "copy_fraction", "gflops", *TIMING_FIELDS
                 })
-            self.assertGreater(row["min_us"], 0)
-            self.assertLessEqual(row["min_us"], row["median_us"])
-            self.assertGreaterEqual(row["repeats"], 3)
+            self.check_timing(row)
+            self.assertGreaterEqual(row["n"], 3)
             self.assertAlmostEqual(row["gbps"], row["bytes"] / row["median_us"] / 1e3)
             self.assertAlmostEqual(row["copy_fraction"], row["gbps"] / row["copy_gbps"])
             multiplies = row["op"].startswith(
@@ -76,7 +77,7 @@ class Kernels(BenchTest):
     def test_filter_and_sizes(self):
         rows, _ = self.rows("kernels", "--device", "host", "--filter", "fp8_dec", "--filter", "pack",
                             "--min-size", "1K", "--max-size", "2000", "--factor", "2", "--threads", "1",
-                            "--budget-ms", "0.1")
+                            "--stop", "0.1ms")
         self.assertEqual({r["op"] for r in rows}, {"fp8_decode", "mxfp8_decode", "pack"})
         self.assertEqual({r["size_bytes"] for r in rows}, {1024, 2000})
         self.assertEqual({r["device"] for r in rows}, {"host, 1 thread"})
@@ -100,7 +101,7 @@ class Kernels(BenchTest):
                         env={"GRADWIRE_BENCH_FLUSH_BYTES": wrong})
 
 
-QUICK_FORMATS = ["--size", "64K", "--budget-ms", "0.1"]
+QUICK_FORMATS = ["--size", "64K", "--stop", "0.1ms"]
 
 
 class Formats(BenchTest):
@@ -109,8 +110,11 @@ class Formats(BenchTest):
         for row in rows:
             self.assertEqual(list(row), [
                 "spec", "bytes_per_element", "stated_error", "on", "device", "speed_bytes",
-                "encode_copy_fraction", "decode_copy_fraction", "copy_gbps"
+                "encode_copy_fraction", "decode_copy_fraction", "copy_gbps", "encode", "decode"
             ])
+            for op in ("encode", "decode"):
+                if row[op] is not None:
+                    self.check_timing(row[op])
             self.assertEqual(row["encode_copy_fraction"] is None, row["spec"] == "fp32")
         return {row["spec"]: row for row in rows}, out
 
@@ -202,18 +206,20 @@ class Formats(BenchTest):
 
 HOOK_FIELDS = [
     "spec", "device", "model", "elements", "ms", "floor_ms", "copy_gbps", "extra_bytes", "baseline",
-    "baseline_ms", "speedup"
+    "baseline_ms", "speedup", *TIMING_FIELDS
 ]
 
 
 class Hook(BenchTest):
     def hook(self, *arguments, **kwargs):
-        rows, out = self.rows("hook", "--model", "vit_tiny", "--device", "host", "--steps", 2, *arguments,
+        rows, out = self.rows("hook", "--model", "vit_tiny", "--device", "host", "--stop", 2, *arguments,
                               **kwargs)
         for row in rows:
             self.assertEqual(list(row), HOOK_FIELDS)
             self.assertEqual((row["device"], row["model"]), ("host", "vit_tiny"))
-            self.assertGreater(row["ms"], 0)
+            self.assertAlmostEqual(row["ms"], row["median_us"] / 1e3)
+            self.assertEqual((row["n"], row["stop"], row["stopped"]), (2, "2", "samples"))
+            self.check_timing(row)
         return {row["spec"]: row for row in rows}, out
 
     def test_every_kind_of_spec(self):
@@ -252,7 +258,7 @@ class Hook(BenchTest):
 
     def test_model_sizes(self):
         for model, elements in (("resnet18", 11_689_512), ("resnet50", 25_557_032)):
-            rows, _ = self.rows("hook", "--model", model, "--device", "host", "--steps", 1, "--compression",
+            rows, _ = self.rows("hook", "--model", model, "--device", "host", "--stop", 1, "--compression",
                                 "fp32")
             self.assertEqual(rows[0]["elements"], elements)
 
@@ -260,7 +266,7 @@ class Hook(BenchTest):
         small = ["hook", "--model", "vit_tiny", "--device", "host"]
         self.refuse("hook --model vgg", "'vgg'", "resnet50", "vit_l_32")
         self.refuse([*small, "--compression", "zip"], "unknown method 'zip'")
-        self.refuse([*small, "--steps", "0"], "--steps")
+        self.refuse([*small, "--stop", "0"], "--stop 0")
         self.refuse([*small, "--baseline", "--python", "/nowhere/python"], "/nowhere/python", "No such file")
         python = self.folder / "python"
         python.write_text("#!/bin/sh\necho '{\"missing\": \"No module named torch\"}'\n")
@@ -280,12 +286,14 @@ class Hook(BenchTest):
 class Orthonormalize(BenchTest):
     def test_all_factors_of_a_model_next_to_qr(self):
         rows, out = self.rows("orthonormalize", "--model", "vit_tiny", "--device", "host", "--rank", 2,
-                              "--rank", 4, "--steps", 2, "--baseline")
+                              "--rank", 4, "--stop", 2, "--baseline")
         self.assertEqual([row["rank"] for row in rows], [2, 4])
         for row in rows:
             self.assertEqual(
                 list(row),
-                ["model", "device", "rank", "matrices", "ms", "baseline", "baseline_ms", "speedup"])
+                ["model", "device", "rank", "matrices", "ms", "baseline", "baseline_ms", "speedup",
+                 *TIMING_FIELDS])
+            self.check_timing(row)
             self.assertGreater(row["matrices"], 0)
             self.assertAlmostEqual(row["speedup"], row["baseline_ms"] / row["ms"])
         self.assertIn("linalg.qr", out)

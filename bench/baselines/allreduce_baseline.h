@@ -12,8 +12,8 @@ namespace gradwire::bench {
 class AllreduceBaseline {
  public:
   virtual ~AllreduceBaseline() = default;
-  // Returns the microseconds of an allreduce of `count` floats: the mean of `iterations` calls after `warmup`
-  // calls. Collective.
+  // Returns the microseconds of an allreduce of `count` floats on this rank: the mean of `iterations` calls
+  // after `warmup` calls. Collective.
   virtual double time_us(int64_t count, int warmup, int iterations) = 0;
 };
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "collectives/agreement/all_gather.h"
@@ -81,7 +82,7 @@ class CollectiveRank::Program {
                                             .spec = c.spec,
                                             .stream = stream_,
                                             .step = step_.as<const uint64_t>(),
-                                            .gradients = rank.data_.as<float>()},
+                                            .gradients = rank.data()},
                                            tensors, layout, all, "the benchmark");
     context.schedule =
         make_schedule(c.spec.schedule, world, {.nodes = 0, .per_node = rank.settings_.per_node});
@@ -121,12 +122,13 @@ float CollectiveRank::value(Values kind, int rank, int64_t i) const {
 }
 
 void CollectiveRank::fill(Values kind, int64_t count) {
-  if (static_cast<int64_t>(data_.bytes()) < 4 * count) data_ = make_buffer<float>(comm_.device(), count);
+  const int64_t all = count + settings_.unalign;
+  if (static_cast<int64_t>(data_.bytes()) < 4 * all) data_ = make_buffer<float>(comm_.device(), all);
   std::vector<float> values(static_cast<size_t>(count));
   parallel_for(count, kGrain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) values[i] = value(kind, comm_.rank(), i);
   });
-  to_device(stream_, data_.as<float>(), std::span<const float>(values));
+  to_device(stream_, data(), std::span<const float>(values));
 }
 
 const std::vector<double>& CollectiveRank::exact_means(Values kind, int64_t count) {
@@ -153,7 +155,7 @@ void CollectiveRank::check_results(const CollectiveCase& c, Measured& mine) {
     fill(kind, count);
     Program program(*this, c);
     program.run();
-    return to_host(stream_, data_.as<const float>(), count);
+    return to_host(stream_, static_cast<const float*>(data()), count);
   };
   const std::vector<float> result = result_of_first_step(Values::normal);
   mine.hash = hash_of(result);
@@ -173,6 +175,53 @@ void CollectiveRank::check_results(const CollectiveCase& c, Measured& mine) {
     mine.wrong += integers[i] == static_cast<float>(mean_integers[i]) ? 0 : 1;
 }
 
+double average_of(const std::vector<double>& ranks_us, Average average) {
+  switch (average) {
+    case Average::rank0:
+      return ranks_us[0];
+    case Average::mean:
+      return std::accumulate(ranks_us.begin(), ranks_us.end(), 0.0) / static_cast<double>(ranks_us.size());
+    case Average::min:
+      return *std::min_element(ranks_us.begin(), ranks_us.end());
+    case Average::max:
+      break;
+  }
+  return *std::max_element(ranks_us.begin(), ranks_us.end());
+}
+
+std::vector<double> CollectiveRank::run_iterations(Program& program, Measured& mine) {
+  using Clock = std::chrono::steady_clock;
+  const bool barrier =
+      settings_.blocking == Blocking::timed_barrier || settings_.blocking == Blocking::untimed_barrier;
+  // An iteration ends where the next begins, or before the barrier if that is not timed.
+  const bool paired = settings_.blocking == Blocking::untimed_barrier;
+  const auto n = static_cast<size_t>(settings_.iterations);
+  std::vector<Event> begins(n + 1), ends(paired ? n : 0);
+  for (Event& event : begins) event = Event::create_timer(comm_.device());
+  for (Event& event : ends) event = Event::create_timer(comm_.device());
+  std::chrono::duration<double, std::micro> in_barriers{};
+  const auto start = Clock::now();
+  for (size_t i = 0; i < n; ++i) {
+    begins[i].record(stream_);
+    program.run();
+    if (paired) ends[i].record(stream_);
+    if (settings_.blocking != Blocking::none) stream_.synchronize();
+    if (!barrier) continue;
+    const auto done = Clock::now();
+    comm_.barrier();
+    if (paired) in_barriers += Clock::now() - done;
+  }
+  begins[n].record(stream_);
+  stream_.synchronize();
+  mine.time_us = (std::chrono::duration<double, std::micro>(Clock::now() - start) - in_barriers).count() /
+                 settings_.iterations;
+  std::vector<double> times_us;
+  for (size_t i = 0; i < n; ++i) {
+    times_us.push_back(1e3 * elapsed_ms(begins[i], paired ? ends[i] : begins[i + 1]));
+  }
+  return times_us;
+}
+
 CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
   Measured mine{};
   const int64_t count = c.size_bytes / 4;
@@ -183,19 +232,16 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
   stream_.synchronize();
   comm_.barrier();
   const uint64_t sent_before = comm_.bytes_sent();
-  const auto start = std::chrono::steady_clock::now();
-  for (int i = 0; i < settings_.iterations; ++i) program.run();
-  stream_.synchronize();
-  mine.time_us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start).count() /
-                 settings_.iterations;
+  const std::vector<double> times_us = run_iterations(program, mine);
   mine.wire_bytes = static_cast<double>(comm_.bytes_sent() - sent_before) / settings_.iterations;
   mine.fp32_bytes = program.fp32_bytes();
 
   CollectiveResult all;
   const std::vector<Measured> ranks =
       all_gather_value(comm_.transport(), stream_, mine, "results of the benchmark");
+  std::vector<double> ranks_us;
   for (const Measured& r : ranks) {
-    all.time_us = std::max(all.time_us, r.time_us);
+    ranks_us.push_back(r.time_us);
     all.wire_bytes = std::max(all.wire_bytes, r.wire_bytes);
     all.fp32_bytes = std::max(all.fp32_bytes, r.fp32_bytes);
     all.wrong += r.wrong;
@@ -203,6 +249,8 @@ CollectiveResult CollectiveRank::run(const CollectiveCase& c) {
     if (r.hash != ranks[0].hash) all.wrong += static_cast<double>(count);
     all.rel_error = std::max(all.rel_error, std::sqrt(r.error2 / std::max(r.norm2, 1e-300)));
   }
+  all.time_us = average_of(ranks_us, settings_.average);
+  all.times_us = all_gather(comm_.transport(), stream_, times_us, "times of the benchmark");
   return all;
 }
 

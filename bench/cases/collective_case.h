@@ -16,20 +16,34 @@ struct CollectiveCase {
   int64_t size_bytes = 0;
 };
 
+// Which ranks' time counts: -a of nccl-tests.
+enum class Average { rank0, mean, min, max };
+// When a rank waits: -z of nccl-tests. Calls follow each other without a wait; or after each call the rank
+// waits for its completion and for the other ranks, for its completion only, or for both without the wait for
+// the other ranks being timed.
+enum class Blocking { none, timed_barrier, wait, untimed_barrier };
+
 struct CollectiveSettings {
   int warmup = 5, iterations = 20;
   bool check = true;
-  int per_node = 0;  // ranks per node of hierarchical schedules
+  Average average = Average::max;
+  Blocking blocking = Blocking::none;
+  int64_t unalign = 0;  // elements before the first, which misalign the buffer
+  int per_node = 0;     // ranks per node of hierarchical schedules
   int64_t slice_bytes = ReducerOptions{}.slice_bytes;
 };
 
 struct CollectiveResult {
-  double time_us = 0;     // mean time of an iteration on the slowest rank
+  double time_us = 0;     // mean time of an iteration, of the rank that settings.average chooses
   double wire_bytes = 0;  // bytes that the busiest rank sends per iteration, measured at the transport
   double fp32_bytes = 0;  // bytes that the same schedule sends in FP32
   double wrong = 0;       // wrong elements, summed over ranks
   double rel_error = 0;   // norm of the difference to the exact mean / norm of the exact mean
+  std::vector<std::vector<double>> times_us;  // times_us[rank][iteration]
 };
+
+// Returns one time for the ranks' times.
+double average_of(const std::vector<double>& ranks_us, Average average);
 
 // A rank of the benchmark. All ranks must make the same calls.
 class CollectiveRank {
@@ -53,6 +67,9 @@ class CollectiveRank {
   float value(Values kind, int rank, int64_t i) const;
   void fill(Values kind, int64_t count);
   void check_results(const CollectiveCase& c, Measured& mine);
+  float* data() const { return data_.as<float>() + settings_.unalign; }
+  // Runs the timed iterations. Returns the time of each, and sets their mean in `mine`.
+  std::vector<double> run_iterations(Program& program, Measured& mine);
   const std::vector<double>& exact_means(Values kind, int64_t count);
 
   Communicator& comm_;

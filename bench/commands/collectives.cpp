@@ -11,38 +11,23 @@
 
 #include "bench/baselines/allreduce_baseline.h"
 #include "bench/cases/collective_case.h"
+#include "bench/commands/collectives_options.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
+#include "bench/harness/result_files.h"
 #include "bench/harness/size_text.h"
 #include "bench/harness/spawn.h"
+#include "collectives/agreement/all_gather.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {
 namespace {
-
-struct CollectivesOptions {
-  uint64_t min_bytes = 1 << 20, max_bytes = 16 << 20;
-  int factor = 4, iterations = 20, warmup = 5, check = 1;
-  std::vector<std::string> schedules, compression, transports;
-  int ranks = 4, per_node = 0;
-  std::string device = "host", rendezvous, json;
-  double timeout_s = 60;
-  uint64_t slice_bytes = kSliceBytes;
-  bool no_baseline = false, child = false;
-};
-
-std::vector<std::string> schedule_names() {
-  std::vector<std::string> names;
-  for (ScheduleKind kind : all_schedules()) names.emplace_back(name(kind));
-  return names;
-}
 
 std::vector<int64_t> sizes_of(const CollectivesOptions& o) {
   if (o.max_bytes < o.min_bytes) {
@@ -103,23 +88,81 @@ CollectiveSettings settings_of(const CollectivesOptions& o, int world) {
   return {.warmup = o.warmup,
           .iterations = o.iterations,
           .check = o.check != 0,
+          .average = static_cast<Average>(o.average),
+          .blocking = static_cast<Blocking>(o.blocking),
+          .unalign = o.unalign,
           .per_node = per_node_of(o, world),
           .slice_bytes = static_cast<int64_t>(o.slice_bytes)};
 }
 
+// The columns of nccl-tests in its order, for an operation in place, then those of Gradwire.
 template <typename... Cells>
-std::string table_line(const Cells&... cells) {
-  static_assert(sizeof...(cells) == 15);
-  return fmt::format(
-      "{:>11} {:>11} {:>6} {:>6} {:<13} {:<18} {:<6} {:>10} {:>8} {:>8} {:>7} {:>11} {:>9} {:>9} {:>10}\n",
-      cells...);
+std::string standard_columns(const Cells&... cells) {
+  static_assert(sizeof...(cells) == 9);
+  return fmt::format("{:>12}  {:>12}  {:>8}  {:>6}  {:>6}  {:>9}  {:>7}  {:>7}  {:>6}", cells...);
 }
 
-void print_header() {
-  fmt::print("#{}", table_line("size", "count", "type", "redop", "schedule", "compression", "over", "time",
-                               "algbw", "busbw", "#wrong", "wire", "eff. bus", "error", "baseline"));
-  fmt::print("#{}", table_line("(B)", "(elements)", "", "", "", "", "", "(us)", "(GB/s)", "(GB/s)", "",
-                               "(B/rank)", "(GB/s)", "(rel.)", "(us)"));
+template <typename... Cells>
+std::string iteration_columns(const Cells&... cells) {
+  static_assert(sizeof...(cells) == 4);
+  return fmt::format("  {:>9}  {:>9}  {:>9}  {:>7}", cells...);
+}
+
+template <typename... Cells>
+std::string own_columns(const Cells&... cells) {
+  static_assert(sizeof...(cells) == 7);
+  return fmt::format("  {:<12}  {:<18}  {:<5}  {:>11}  {:>8}  {:>8}  {:>9}\n", cells...);
+}
+
+void print_header(const CollectivesOptions& o, int world) {
+  const char* const averages[] = {"rank 0", "the mean of the ranks", "the fastest rank", "the slowest rank"};
+  fmt::print(
+      "# {} ranks; mean of {} calls after {}, of {}; in place; baseline: allreduce of gloo or NCCL, FP32\n",
+      world, o.iterations, o.warmup, averages[o.average]);
+  auto line = [&](const std::string& standard, const std::string& iterations, const std::string& own) {
+    fmt::print("#{}{}{}", standard, o.per_iteration ? iterations : "", own);
+  };
+  line(standard_columns("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong")
+           .substr(1),
+       iteration_columns("i_min", "i_max", "i_p99", "i_cv%"),
+       own_columns("schedule", "compression", "over", "wire", "eff. bus", "error", "baseline"));
+  line(standard_columns("(B)", "(elements)", "", "", "", "(us)", "(GB/s)", "(GB/s)", "").substr(1),
+       iteration_columns("(us)", "(us)", "(us)", "(%)"),
+       own_columns("", "", "", "(B/rank)", "(GB/s)", "(rel.)", "(us)"));
+}
+
+std::string fixed(double value, int digits) {
+  return fmt::format("{:.{}f}", value, digits);
+}
+
+// Returns a rank's iterations without the first -K, sorted.
+std::vector<double> counted(std::vector<double> times_us, int skip) {
+  times_us.erase(times_us.begin(), times_us.begin() + skip);
+  std::sort(times_us.begin(), times_us.end());
+  return times_us;
+}
+
+// Returns the slowest rank's time of each iteration, sorted and without the first -K.
+std::vector<double> slowest(const CollectiveResult& r, int skip) {
+  std::vector<double> most = r.times_us[0];
+  for (const std::vector<double>& rank : r.times_us) {
+    for (size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], rank[i]);
+  }
+  return counted(most, skip);
+}
+
+// Prints p50 and p99 of each rank's iterations, and returns them with all times.
+nlohmann::ordered_json report_ranks(const CollectivesOptions& o, const CollectiveResult& r) {
+  nlohmann::ordered_json ranks = nlohmann::ordered_json::array();
+  fmt::print("#   p50/p99 by rank (us):");
+  for (size_t rank = 0; rank < r.times_us.size(); ++rank) {
+    const std::vector<double> times = counted(r.times_us[rank], o.skip);
+    const double p50 = quantile(times, 0.5), p99 = percentile(times, 99);
+    fmt::print(" {}: {:.1f}/{:.1f}", rank, p50, p99);
+    ranks.push_back({{"rank", rank}, {"p50_us", p50}, {"p99_us", p99}, {"times_us", r.times_us[rank]}});
+  }
+  fmt::print("\n");
+  return ranks;
 }
 
 // Prints one row and returns it for the JSON file. `baseline_us`: the baseline's time; 0 without a baseline.
@@ -131,13 +174,19 @@ nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase&
   const double busbw = r.fp32_bytes > 0 ? effective * r.wire_bytes / r.fp32_bytes : 0;
   CompressionSpec plain = c.spec;
   plain.schedule = ScheduleKind::automatic;
-  auto fixed = [](double value, int digits) { return fmt::format("{:.{}f}", value, digits); };
-  fmt::print(" {}", table_line(c.size_bytes, c.size_bytes / 4, "float", "avg", name(c.spec.schedule),
-                               plain.to_string(), transport, fixed(r.time_us, 1), fixed(algbw, 3),
-                               fixed(busbw, 3), o.check ? fixed(r.wrong, 0) : "N/A", fixed(r.wire_bytes, 0),
-                               fixed(effective, 3), o.check ? fmt::format("{:.1e}", r.rel_error) : "N/A",
-                               baseline_us > 0 ? fixed(baseline_us, 1) : "-"));
-  std::fflush(stdout);
+  const std::vector<double> iterations = slowest(r, o.skip);
+  const Timing timing = summarize(iterations);
+  const double p99 = percentile(iterations, 99);
+  fmt::print(" {}{}{}",
+             standard_columns(c.size_bytes, c.size_bytes / 4, "float", "avg", -1, fixed(r.time_us, 1),
+                              fixed(algbw, 3), fixed(busbw, 3), o.check ? fixed(r.wrong, 0) : "N/A")
+                 .substr(1),
+             o.per_iteration ? iteration_columns(fixed(timing.min_us, 1), fixed(iterations.back(), 1),
+                                                 fixed(p99, 1), fixed(100 * timing.noise, 2))
+                             : "",
+             own_columns(name(c.spec.schedule), plain.to_string(), transport, fixed(r.wire_bytes, 0),
+                         fixed(effective, 3), o.check ? fmt::format("{:.1e}", r.rel_error) : "N/A",
+                         baseline_us > 0 ? fixed(baseline_us, 1) : "-"));
   nlohmann::ordered_json row = {{"schedule", name(c.spec.schedule)},
                                 {"spec", plain.to_string()},
                                 {"transport", transport},
@@ -156,6 +205,15 @@ nlohmann::ordered_json report(const CollectivesOptions& o, const CollectiveCase&
     row["rel_error"] = r.rel_error;
   }
   if (baseline_us > 0) row["baseline_time_us"] = baseline_us;
+  add_timing(row, timing, fmt::to_string(o.iterations));
+  row["max_us"] = iterations.back();
+  row["p99_us"] = p99;
+  row["average"] = o.average;
+  row["blocking"] = o.blocking;
+  row["unalign"] = o.unalign;
+  row["skip"] = o.skip;
+  if (o.per_iteration) row["per_rank"] = report_ranks(o, r);
+  std::fflush(stdout);
   return row;
 }
 
@@ -201,7 +259,13 @@ void run_rank(const CollectivesOptions& o, const std::string& transport, const L
   for (const CollectiveCase& c : cases) {
     CollectiveResult result = rank.run(c);
     const int64_t count = c.size_bytes / 4;
-    const double baseline_us = baseline ? baseline->time_us(count, o.warmup, o.iterations) : 0;
+    double baseline_us = 0;
+    if (baseline) {
+      const double mine_us = baseline->time_us(count, o.warmup, o.iterations);
+      baseline_us =
+          average_of(all_gather_value(comm->transport(), rank.stream(), mine_us, "the baseline's times"),
+                     static_cast<Average>(o.average));
+    }
     if (launch.rank == 0) rows.push_back(report(o, c, result, transport, launch.world, baseline_us));
   }
   comm->barrier();
@@ -223,6 +287,11 @@ void run_processes(const CollectivesOptions& o, const std::string& transport, nl
   pass("--iters", o.iterations);
   pass("--warmup_iters", o.warmup);
   pass("--check", o.check);
+  pass("--average", o.average);
+  pass("--per_iter_timing", o.per_iteration);
+  pass("--per_iter_skip", o.skip);
+  pass("--blocking", o.blocking);
+  pass("--unalign", o.unalign);
   pass("--timeout-s", o.timeout_s);
   for (const std::string& text : o.schedules) pass("--schedule", text);
   for (const std::string& text : o.compression) pass("--compression", text);
@@ -256,7 +325,11 @@ int run(CollectivesOptions o) {
     }
   }
   const bool prints = !launched || launch->rank == 0;
-  OutputFile json = prints ? OutputFile(o.json) : OutputFile();
+  if (o.skip >= o.iterations) {
+    throw BadInput(
+        fmt::format("-K {} skips all of the {} calls; use a number below -n", o.skip, o.iterations));
+  }
+  ResultFiles results = prints ? ResultFiles(o.results) : ResultFiles();
   devices_for(o.device);
   std::vector<CollectiveCase> cases = cases_of(o, launched ? launch->world : o.ranks);
   for (const std::string& transport : o.transports) {
@@ -267,11 +340,7 @@ int run(CollectivesOptions o) {
       throw BadInput(
           fmt::format("schedule nccl: --transport {} does not use NCCL; use --transport nccl", transport));
   }
-  if (prints && !o.child) {
-    fmt::print("# {} ranks; mean of {} calls after {}; baseline: allreduce of gloo or NCCL, FP32\n",
-               launched ? launch->world : o.ranks, o.iterations, o.warmup);
-    print_header();
-  }
+  if (prints && !o.child) print_header(o, launched ? launch->world : o.ranks);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const std::string& transport : o.transports) {
     if (transport == "local") {
@@ -283,7 +352,7 @@ int run(CollectivesOptions o) {
     }
   }
   if (!prints) return 0;
-  json.write(rows.dump(1) + "\n");
+  results.write(rows);
   bool all_right = std::all_of(rows.begin(), rows.end(),
                                [](const auto& row) { return row["wrong"].is_null() || row["wrong"] == 0.0; });
   return all_right || o.child ? 0 : 1;  // the parent checks a child's rows
@@ -293,53 +362,10 @@ int run(CollectivesOptions o) {
 
 void add_collectives(CLI::App& app, int& exit_code) {
   auto o = std::make_shared<CollectivesOptions>();
-  o->compression = {"fp32", "bf16", "fp8", "powersgd:rank=4"};
   CLI::App* command = app.add_subcommand(
       "collectives", "Every schedule, compression and transport, with nccl-tests' flags and columns");
-  auto bytes = [&](const char* flags, uint64_t& value, const char* what) {
-    command->add_option(flags, value, what)
-        ->transform(size_value(false))
-        ->check(CLI::Range(uint64_t{4}, uint64_t{1} << 36));
-  };
-  bytes("-b,--minbytes", o->min_bytes, "Smallest size, e.g. 64K");
-  bytes("-e,--maxbytes", o->max_bytes, "Largest size");
-  command->add_option("-f,--stepfactor", o->factor, "Factor from one size to the next")
-      ->check(CLI::Range(2, 1 << 20));
-  command->add_option("-n,--iters", o->iterations, "Timed calls")->check(CLI::Range(1, 1000000));
-  command->add_option("-w,--warmup_iters", o->warmup, "Warm-up calls")->check(CLI::Range(0, 1000000));
-  command->add_option("-c,--check", o->check, "0: do not check the results")->check(CLI::Range(0, 1));
-  auto schedules = schedule_names();
-  schedules.emplace_back("nccl");
-  command
-      ->add_option("--schedule", o->schedules,
-                   "Repeatable (default: all but nccl). nccl: NCCL's allreduce, for specs that send FP32")
-      ->check(CLI::IsMember(schedules));
-  command->add_option("--compression", o->compression, "Compression spec; repeatable");
-  command
-      ->add_option("--transport", o->transports,
-                   "local (threads), tcp (processes) or nccl (processes with a GPU each); repeatable "
-                   "(default: local and tcp)")
-      ->check(CLI::IsMember({"local", "tcp", "nccl"}));
-  command->add_option("--ranks", o->ranks, "Number of ranks, unless a launcher started several")
-      ->check(CLI::Range(1, 256));
-  command->add_option("--per-node", o->per_node, "Ranks per node of hierarchical schedules")
-      ->check(CLI::Range(1, 256));
-  command
-      ->add_option("--slice", o->slice_bytes,
-                   "Cut messages into slices of about this size, so that exchanges overlap with kernels; 0: "
-                   "no overlap")
-      ->transform(size_value(false))
-      ->check(CLI::Range(uint64_t{0}, uint64_t{1} << 36));
-  command->add_option("--device", o->device, "Device of local ranks")->check(CLI::IsMember({"host", "cuda"}));
-  command
-      ->add_option("--rendezvous", o->rendezvous,
-                   "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
-      ->check(path_value("file://"));
-  command->add_option("--timeout-s", o->timeout_s, "Time for which a rank waits for a peer")
-      ->check(CLI::PositiveNumber);
-  command->add_flag("--no-baseline", o->no_baseline, "Do not run the allreduce of gloo or NCCL");
-  command->add_flag("--child", o->child)->group("");
-  add_json(*command, o->json);
+  add_nccl_tests_flags(*command, *o);
+  add_own_flags(*command, *o);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

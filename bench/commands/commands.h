@@ -10,6 +10,7 @@
 namespace gradwire::bench {
 
 void add_collectives(CLI::App& app, int& exit_code);
+void add_compare(CLI::App& app, int& exit_code);
 void add_formats(CLI::App& app, int& exit_code);
 void add_hook(CLI::App& app, int& exit_code);
 void add_kernels(CLI::App& app, int& exit_code);

@@ -16,9 +16,9 @@
 #include "bench/cases/test_rows.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
+#include "bench/harness/result_files.h"
 #include "collectives/codec/examples.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 #include "trainer/log/table.h"
 
@@ -35,8 +35,8 @@ struct FormatsOptions {
   int draws = 64;
   uint64_t seed = 1;
   uint64_t speed_bytes = 64 << 20;
-  double budget_ms = 100;
-  std::string json;
+  std::string stop = StopRule{}.to_string();
+  ResultPaths results;
 };
 
 // Returns the options that a spec of the format may set, with their defaults.
@@ -81,26 +81,28 @@ std::vector<CompressionSpec> formats_to_measure(const FormatsOptions& o) {
 }
 
 // The bytes that an op reads and writes per second, relative to a copy in the same run.
-struct FormatSpeed {
-  std::optional<double> encode, decode;  // empty for an exact format, which is not encoded
-  double copy_gbps = 0;
+struct OpSpeed {
+  Timing timing;
+  double copy_fraction = 0, copy_gbps = 0;
 };
 
-double fraction_of_copy(DeviceUnderTest& device, const Problem& problem, double& copy_gbps) {
+struct FormatSpeed {
+  std::optional<OpSpeed> encode, decode;  // empty for an exact format, which is not encoded
+};
+
+OpSpeed speed_of(const Problem& problem, DeviceUnderTest& device) {
   const TimingWithCopy timed =
       device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), true);
-  copy_gbps = timed.copy_gbps;
-  return problem.bytes / timed.work.median_us / 1e3 / timed.copy_gbps;
+  return {timed.work, problem.bytes / timed.work.median_us / 1e3 / timed.copy_gbps, timed.copy_gbps};
 }
 
 FormatSpeed speed_of(const CompressionSpec& spec, DeviceUnderTest& device, Arena& arena, int64_t size) {
   FormatSpeed speed;
   if (spec.wire->exact) return speed;
   arena.reset();
-  speed.encode = fraction_of_copy(
-      device, reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding), speed.copy_gbps);
+  speed.encode = speed_of(reduce_encode_problem(spec.wire, arena, size, 0, true, spec.rounding), device);
   arena.reset();
-  speed.decode = fraction_of_copy(device, decode_problem(spec.wire, arena, size), speed.copy_gbps);
+  speed.decode = speed_of(decode_problem(spec.wire, arena, size), device);
   return speed;
 }
 
@@ -156,8 +158,8 @@ std::vector<std::string> line_of(const CompressionSpec& spec, const std::vector<
   } else {
     for (const RowSetError& e : errors) cells.push_back(mean_text(e));
   }
-  auto percent = [](std::optional<double> fraction) {
-    return fraction ? fmt::format("{:.0f} %", 100 * *fraction) : "-";
+  auto percent = [](const std::optional<OpSpeed>& speed) {
+    return speed ? fmt::format("{:.0f} %", 100 * speed->copy_fraction) : "-";
   };
   cells.insert(cells.end(), {figure(first.bias), first.random ? figure(first.by_chance) : "-",
                              percent(speed.encode), percent(speed.decode)});
@@ -182,7 +184,8 @@ void say_values(const FormatsOptions& o, const std::vector<RowSet>& sets) {
 }
 
 void measure_formats(const FormatsOptions& o) {
-  OutputFile json(o.json);
+  const StopRule stop = StopRule::parse(o.stop);
+  ResultFiles results(o.results);
   const std::vector<CompressionSpec> specs = formats_to_measure(o);
   std::vector<RowSet> sets;
   if (o.gradients.empty()) {
@@ -191,7 +194,7 @@ void measure_formats(const FormatsOptions& o) {
     sets.push_back(gradient_rows(o.gradients));
   }
   say_values(o, sets);
-  DeviceUnderTest device(Device::host(), o.budget_ms);
+  DeviceUnderTest device(Device::host(), stop);
   const auto size = static_cast<int64_t>(o.speed_bytes);
   Arena arena(device.stream(), kArenaPerSize * size + (int64_t{16} << 20));
   Json document = Json::array();
@@ -207,20 +210,25 @@ void measure_formats(const FormatsOptions& o) {
     }
     const FormatSpeed speed = speed_of(specs[i], device, arena, size);
     table.push_back(line_of(specs[i], sets, errors, speed));
-    auto or_null = [](std::optional<double> value) { return value ? Json(*value) : Json(nullptr); };
+    auto fraction = [](const auto& op) { return op ? Json(op->copy_fraction) : Json(nullptr); };
+    auto times = [&](const auto& op) {
+      return op ? timing_json(op->timing, stop.to_string()) : Json(nullptr);
+    };
     document.push_back({{"spec", specs[i].to_string()},
                         {"bytes_per_element", specs[i].wire->bytes_per_value()},
                         {"stated_error", specs[i].wire->gaussian_error},
                         {"on", std::move(on)},
                         {"device", device.description()},
                         {"speed_bytes", size},
-                        {"encode_copy_fraction", or_null(speed.encode)},
-                        {"decode_copy_fraction", or_null(speed.decode)},
-                        {"copy_gbps", specs[i].wire->exact ? Json(nullptr) : Json(speed.copy_gbps)}});
+                        {"encode_copy_fraction", fraction(speed.encode)},
+                        {"decode_copy_fraction", fraction(speed.decode)},
+                        {"copy_gbps", speed.decode ? Json(speed.decode->copy_gbps) : Json(nullptr)},
+                        {"encode", times(speed.encode)},
+                        {"decode", times(speed.decode)}});
   }
   if (terminal) fmt::print(stderr, "\r\033[K");
   fmt::print("{}", table_text(table, "", true));
-  json.write(document.dump(1) + "\n");
+  results.write(document);
 }
 
 }  // namespace
@@ -250,9 +258,9 @@ void add_formats(CLI::App& app, int&) {
   command->add_option("--size", o->speed_bytes, "Bytes of the gradient whose encoding and decoding is timed")
       ->transform(size_value(false))
       ->check(CLI::Range(uint64_t{64}, uint64_t{1} << 34));
-  command->add_option("--budget-ms", o->budget_ms, "Time to spend on each timing")
-      ->check(CLI::PositiveNumber);
-  add_json(*command, o->json, "Write all figures to FILE, for gradients of each tensor")->excludes(list);
+  add_stop(*command, o->stop);
+  add_result_files(*command, o->results, "Write all figures to FILE, for gradients of each tensor")
+      ->excludes(list);
   command->callback([o] {
     if (o->list) return list_formats();
     measure_formats(*o);

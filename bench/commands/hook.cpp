@@ -13,6 +13,7 @@
 #include "bench/cases/models.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
+#include "bench/harness/result_files.h"
 #include "bench/harness/size_text.h"
 #include "collectives/codec/codec.h"
 #include "collectives/communicator/communicator.h"
@@ -20,7 +21,6 @@
 #include "kernels/math/random.h"
 #include "kernels/wire/formats.h"
 #include "runtime/threads/thread_pool.h"
-#include "runtime/util/output_file.h"
 
 namespace gradwire::bench {
 namespace {
@@ -33,8 +33,9 @@ struct HookOptions {
   std::vector<std::string> compression;
   bool baseline = false;
   std::string python = "/usr/bin/python3";
-  int steps = 10, threads = 0;
-  std::string json;
+  std::string stop = StopRule{}.to_string();
+  int threads = 0;
+  ResultPaths results;
 };
 
 // The gradients of a model in one bucket, and the values to which they are reset before every step.
@@ -172,6 +173,10 @@ std::unique_ptr<CompressionPath> make_path(const CompressionSpec& spec, const Gr
   return std::make_unique<CodecPath>(spec, set, stream);
 }
 
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 double run_us(CompressionPath& path, const GradientSet& set, const Stream& stream) {
   set.restore(stream);
   auto start = Clock::now();
@@ -189,20 +194,26 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
   std::unique_ptr<CompressionPath> path = make_path(spec, set, stream);
   std::string baseline_name;
   if (baseline != nullptr && PyTorchBaseline::has(spec)) baseline_name = baseline->prepare(spec);
-  std::vector<double> times_us, baseline_us, copies;  // copies: start, middle, end
+  const StopRule stop = StopRule::parse(o.stop);
+  Samples samples, baseline_samples;
+  std::vector<double> copies;  // before, after two steps, and after all steps
   const int64_t like_powersgd = 24 * set.elements;
-  for (int step = -kWarmUp; step < o.steps; ++step) {
+  Clock::time_point start;
+  for (int step = -kWarmUp; step <= 0 || !samples.done(stop, seconds_since(start)); ++step) {
     std::this_thread::sleep_for(kPause);
-    if (step == 0 || step == o.steps / 2) copies.push_back(device.copy_gbps(like_powersgd, true));
+    if (step == 0 || step == 2) copies.push_back(device.copy_gbps(like_powersgd, true));
+    if (step == 0) start = Clock::now();
     double us = run_us(*path, set, stream);
     if (step < 0) continue;
-    times_us.push_back(us);
-    if (!baseline_name.empty()) baseline_us.push_back(baseline->run_ms() * 1e3);
+    samples.add(us);
+    device.sm_clock().sample();
+    if (!baseline_name.empty()) baseline_samples.add(baseline->run_ms() * 1e3);
   }
   copies.push_back(device.copy_gbps(like_powersgd, true));
   std::sort(copies.begin(), copies.end());
   const double copy_gbps = copies[copies.size() / 2];
-  Timing timing = summarize(times_us), baseline_timing = summarize(baseline_us);
+  Timing timing = samples.timing(), baseline_timing = baseline_samples.timing();
+  device.sm_clock().report(timing);
   double floor_ms = path->floor_bytes() * static_cast<double>(set.elements) / copy_gbps / 1e6;
   nlohmann::ordered_json row = {{"spec", spec.to_string()},
                                 {"device", device.device().name()},
@@ -215,6 +226,7 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
                                 {"baseline", nullptr},
                                 {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
+  add_timing(row, timing, stop.to_string());
   std::string baseline_text = "-", baseline_min = "-", ratio = "-";
   if (!baseline_name.empty()) {
     double speedup = baseline_timing.median_us / timing.median_us;
@@ -225,35 +237,36 @@ nlohmann::ordered_json measure(const HookOptions& o, const CompressionSpec& spec
     baseline_min = fmt::format("{:.2f}", baseline_timing.min_us / 1e3);
     ratio = fmt::format("{:.2f}x", speedup);
   }
-  fmt::print("{:<28} {:>9.2f} {:>9.2f} {:>9.2f} {:>8.1f} {:>10} {:>9} {:>9} {:>8}  {}\n", spec.to_string(),
-             timing.median_us / 1e3, timing.min_us / 1e3, floor_ms, copy_gbps, size_text(path->extra_bytes()),
-             baseline_text, baseline_min, ratio, baseline_name);
+  fmt::print("{:<28} {:>5} {:>9.2f} {:>9.2f} {:>5.1f} % {:>9.2f} {:>8.1f} {:>10} {:>9} {:>9} {:>8}  {}\n",
+             spec.to_string(), timing.n, timing.median_us / 1e3, timing.min_us / 1e3, 100 * timing.noise,
+             floor_ms, copy_gbps, size_text(path->extra_bytes()), baseline_text, baseline_min, ratio,
+             baseline_name);
   std::fflush(stdout);
   return row;
 }
 
 int run(const HookOptions& o) {
-  OutputFile json(o.json);
+  StopRule::parse(o.stop);  // throws before the measurement
+  ResultFiles results(o.results);
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<CompressionSpec> specs;
   for (const std::string& text : o.compression) specs.push_back(CompressionSpec::parse(text));
   gradients_of(o.model);  // throws before the measurement if the model is unknown
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
-    constexpr double kCopyBudgetMs = 50;
-    DeviceUnderTest device(which, kCopyBudgetMs);
+    DeviceUnderTest device(which, StopRule::parse("50ms"));  // of the copies
     GradientSet set(o.model, device.stream());
     std::unique_ptr<PyTorchBaseline> baseline;
     if (o.baseline)
       baseline = std::make_unique<PyTorchBaseline>(o.python, which, host_threads(), set.tensors, set.values);
-    fmt::print("{}: {} gradients in {} tensors, one bucket, on {}; medians and minima of {} steps.\n\n",
-               o.model, set.elements, set.tensors.size(), device.description(), o.steps);
-    fmt::print("{:<28} {:>9} {:>9} {:>9} {:>8} {:>10} {:>9} {:>9} {:>8}  {}\n", "spec", "ms", "min",
-               "floor ms", "copy", "extra", "base ms", "min", "speedup", "baseline");
+    fmt::print("{}: {} gradients in {} tensors, one bucket, on {}; medians and minima.\n\n", o.model,
+               set.elements, set.tensors.size(), device.description());
+    fmt::print("{:<28} {:>5} {:>9} {:>9} {:>7} {:>9} {:>8} {:>10} {:>9} {:>9} {:>8}  {}\n", "spec", "n", "ms",
+               "min", "noise", "floor ms", "copy", "extra", "base ms", "min", "speedup", "baseline");
     for (const CompressionSpec& spec : specs) rows.push_back(measure(o, spec, set, device, baseline.get()));
     fmt::print("\n");
   }
-  json.write(rows.dump(1) + "\n");
+  results.write(rows);
   return 0;
 }
 
@@ -270,12 +283,12 @@ void add_hook(CLI::App& app, int& exit_code) {
   command->add_option("--compression", o->compression, "Compression spec; repeatable");
   command->add_flag("--baseline", o->baseline, "Also run PyTorch's hook, alternating with Gradwire");
   command->add_option("--python", o->python, "A Python interpreter with torch");
-  command->add_option("--steps", o->steps, "Measured steps")->check(CLI::Range(1, 100000));
+  add_stop(*command, o->stop);
   command
       ->add_option("--threads", o->threads,
                    "Host threads of both sides (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
-  add_json(*command, o->json);
+  add_result_files(*command, o->results);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

@@ -7,10 +7,10 @@
 
 #include "bench/cases/kernel_cases.h"
 #include "bench/commands/commands.h"
+#include "bench/harness/result_files.h"
 #include "bench/harness/size_text.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
 #include "trainer/cli/values.h"
 
 namespace gradwire::bench {
@@ -20,11 +20,11 @@ struct KernelsOptions {
   std::vector<std::string> filter;
   std::string device = "auto";
   std::string cache = "both";
-  std::string json;
+  ResultPaths results;
+  std::string stop = StopRule{}.to_string();
   uint64_t min_size = 4 << 10, max_size = 0;
   uint64_t factor = 16;
   int threads = 0;
-  double budget_ms = 50;
   bool list = false;
 };
 
@@ -86,7 +86,7 @@ bool too_long(const DeviceUnderTest& device, const Problem& problem) {
 }
 
 nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, const Problem& problem,
-                               int64_t size, bool cold) {
+                               int64_t size, bool cold, const std::string& stop) {
   auto [timing, copy_gbps] = device.time_with_copy(problem.launch, static_cast<int64_t>(problem.bytes), cold);
   double gbps = problem.bytes / timing.median_us / 1e3;
   std::string rate = "-";
@@ -95,36 +95,37 @@ nlohmann::ordered_json measure(DeviceUnderTest& device, const KernelCase& c, con
     gflops = problem.flops / timing.median_us / 1e3;
     rate = fmt::format("{:.1f}", gflops.get<double>());
   }
-  fmt::print("{:<42} {:>6}  {:<18} {:<5} {:>11.1f} {:>11.1f} {:>9.2f} {:>5.0f} % {:>9}\n", title(c),
-             size_text(size), problem.shape, cold ? "cold" : "warm", timing.median_us, timing.min_us, gbps,
-             100 * gbps / copy_gbps, rate);
+  fmt::print(
+      "{:<42} {:>6}  {:<18} {:<5} {:>7} {:>11.1f} {:>11.1f} {:>11.1f} {:>5.1f} % {:>9.2f} {:>5.0f} % {:>9}\n",
+      title(c), size_text(size), problem.shape, cold ? "cold" : "warm", timing.n, timing.min_us,
+      timing.median_us, timing.q3_us, 100 * timing.noise, gbps, 100 * gbps / copy_gbps, rate);
   std::fflush(stdout);
-  return {{"op", c.op},
-          {"variant", c.variant},
-          {"family", c.family},
-          {"device", device.description()},
-          {"size_bytes", size},
-          {"shape", problem.shape},
-          {"cache", cold ? "cold" : "warm"},
-          {"median_us", timing.median_us},
-          {"min_us", timing.min_us},
-          {"repeats", timing.repeats},
-          {"bytes", problem.bytes},
-          {"gbps", gbps},
-          {"copy_gbps", copy_gbps},
-          {"copy_fraction", gbps / copy_gbps},
-          {"gflops", gflops}};
+  nlohmann::ordered_json row = {{"op", c.op},
+                                {"variant", c.variant},
+                                {"family", c.family},
+                                {"device", device.description()},
+                                {"size_bytes", size},
+                                {"shape", problem.shape},
+                                {"cache", cold ? "cold" : "warm"}};
+  add_timing(row, timing, stop);
+  row["bytes"] = problem.bytes;
+  row["gbps"] = gbps;
+  row["copy_gbps"] = copy_gbps;
+  row["copy_fraction"] = gbps / copy_gbps;
+  row["gflops"] = gflops;
+  return row;
 }
 
 void measure_device(const KernelsOptions& o, const std::vector<KernelCase>& cases, Device which,
                     nlohmann::ordered_json& rows) {
-  DeviceUnderTest device(which, o.budget_ms);
+  const StopRule stop = StopRule::parse(o.stop);
+  DeviceUnderTest device(which, stop);
   std::vector<int64_t> sizes = sizes_for(o, device);
   Arena arena(device.stream(), kArenaPerSize * sizes.back() + (int64_t{16} << 20));
   fmt::print("{}. Copies of a large buffer, read and written bytes together: {} GB/s.\n\n",
              device.description(), device.describe_copies());
-  fmt::print("{:<42} {:>6}  {:<18} {:<5} {:>11} {:>11} {:>9} {:>7} {:>9}\n", "op", "size", "shape", "cache",
-             "median us", "min us", "GB/s", "of copy", "GFLOP/s");
+  fmt::print("{:<42} {:>6}  {:<18} {:<5} {:>7} {:>11} {:>11} {:>11} {:>7} {:>9} {:>7} {:>9}\n", "op", "size",
+             "shape", "cache", "n", "min us", "median us", "q3 us", "noise", "GB/s", "of copy", "GFLOP/s");
   for (const KernelCase& c : cases) {
     for (int64_t size : sizes) {
       arena.reset();
@@ -135,7 +136,7 @@ void measure_device(const KernelsOptions& o, const std::vector<KernelCase>& case
       bool uncached = problem.bytes >= 4.0 * static_cast<double>(device.flush_bytes());
       for (bool cold : {false, true}) {
         if (uncached ? !cold : o.cache == (cold ? "warm" : "cold")) continue;
-        rows.push_back(measure(device, c, problem, size, cold));
+        rows.push_back(measure(device, c, problem, size, cold, stop.to_string()));
       }
     }
   }
@@ -147,12 +148,13 @@ int run(const KernelsOptions& o) {
     for (const KernelCase& c : kernel_cases()) fmt::print("{}\n", title(c));
     return 0;
   }
-  OutputFile json(o.json);
+  StopRule::parse(o.stop);  // throws before the measurement
+  ResultFiles results(o.results);
   if (o.threads > 0) set_host_threads(o.threads);
   std::vector<KernelCase> cases = chosen_cases(o);
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device device : devices_for(o.device)) measure_device(o, cases, device, rows);
-  json.write(rows.dump(1) + "\n");
+  results.write(rows);
   return 0;
 }
 
@@ -178,10 +180,9 @@ void add_kernels(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(2, 1 << 20));
   command->add_option("--threads", o->threads, "Host threads (default: GRADWIRE_THREADS, or all cores)")
       ->check(CLI::Range(1, 4096));
-  command->add_option("--budget-ms", o->budget_ms, "Time to spend on each measurement")
-      ->check(CLI::PositiveNumber);
+  add_stop(*command, o->stop);
   command->add_flag("--list", o->list, "List the cases and exit");
-  add_json(*command, o->json, "Write all measurements to FILE");
+  add_result_files(*command, o->results, "Write all measurements to FILE");
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

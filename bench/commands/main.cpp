@@ -34,6 +34,7 @@ int main(int argc, char** argv) {
   int exit_code = 0;
   try {
     gradwire::bench::add_collectives(app, exit_code);
+    gradwire::bench::add_compare(app, exit_code);
     gradwire::bench::add_formats(app, exit_code);
     gradwire::bench::add_hook(app, exit_code);
     gradwire::bench::add_kernels(app, exit_code);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -11,12 +12,12 @@
 #include "bench/cases/models.h"
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
+#include "bench/harness/result_files.h"
 #include "collectives/codec/codec.h"
 #include "kernels/math/random.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
 
 namespace gradwire::bench {
 namespace {
@@ -27,8 +28,8 @@ struct OrthonormalizeOptions {
   std::vector<int> ranks = {4, 32};
   bool baseline = false;
   std::string python = "/usr/bin/python3";
-  int steps = 10;
-  std::string json;
+  std::string stop = StopRule{}.to_string();
+  ResultPaths results;
 };
 
 // The P factors of every matrix that PowerSGD would compress at this rank.
@@ -82,14 +83,22 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
     baseline.emplace(o.python, device.device(), host_threads(), factors.shapes, factors.values);
     baseline_name = baseline->prepare_qr();
   }
-  std::vector<double> times_us, baseline_us;
-  for (int step = -kWarmUp; step < o.steps; ++step) {
+  const StopRule stop = StopRule::parse(o.stop);
+  using Clock = std::chrono::steady_clock;
+  Samples samples, baseline_samples;
+  Clock::time_point start;
+  for (int step = -kWarmUp;
+       step <= 0 || !samples.done(stop, std::chrono::duration<double>(Clock::now() - start).count());
+       ++step) {
+    if (step == 0) start = Clock::now();
     double us = device.time_once_us([&](const Stream& s) { orthonormalize(s, args); });
     if (step < 0) continue;
-    times_us.push_back(us);
-    if (baseline) baseline_us.push_back(baseline->run_ms() * 1e3);
+    samples.add(us);
+    device.sm_clock().sample();
+    if (baseline) baseline_samples.add(baseline->run_ms() * 1e3);
   }
-  const Timing timing = summarize(times_us);
+  Timing timing = samples.timing();
+  device.sm_clock().report(timing);
   nlohmann::ordered_json row = {{"model", o.model},
                                 {"device", device.device().name()},
                                 {"rank", rank},
@@ -98,35 +107,36 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
                                 {"baseline", nullptr},
                                 {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
+  add_timing(row, timing, stop.to_string());
   std::string baseline_text = "-", ratio = "-";
   if (baseline) {
-    const Timing baseline_timing = summarize(baseline_us);
+    const Timing baseline_timing = baseline_samples.timing();
     row["baseline"] = baseline_name;
     row["baseline_ms"] = baseline_timing.median_us / 1e3;
     row["speedup"] = baseline_timing.median_us / timing.median_us;
     baseline_text = fmt::format("{:.3f}", baseline_timing.median_us / 1e3);
     ratio = fmt::format("{:.1f}x", baseline_timing.median_us / timing.median_us);
   }
-  fmt::print("{:>4} {:>9} {:>10.3f} {:>10} {:>8}  {}\n", rank, table.count(), timing.median_us / 1e3,
-             baseline_text, ratio, baseline_name);
+  fmt::print("{:>4} {:>9} {:>5} {:>10.3f} {:>5.1f} % {:>10} {:>8}  {}\n", rank, table.count(), timing.n,
+             timing.median_us / 1e3, 100 * timing.noise, baseline_text, ratio, baseline_name);
   std::fflush(stdout);
   return row;
 }
 
 int run(const OrthonormalizeOptions& o) {
-  OutputFile json(o.json);
+  StopRule::parse(o.stop);  // throws before the measurement
+  ResultFiles results(o.results);
   for (int rank : o.ranks) Factors(o.model, rank);  // throws before the measurement on bad input
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
-    constexpr double kBudgetMs = 50;
-    DeviceUnderTest device(which, kBudgetMs);
-    fmt::print("The P factors of {} on {}; medians of {} runs.\n\n", o.model, device.description(), o.steps);
-    fmt::print("{:>4} {:>9} {:>10} {:>10} {:>8}  {}\n", "rank", "matrices", "ms", "base ms", "speedup",
-               "baseline");
+    DeviceUnderTest device(which, StopRule{});
+    fmt::print("The P factors of {} on {}; medians.\n\n", o.model, device.description());
+    fmt::print("{:>4} {:>9} {:>5} {:>10} {:>7} {:>10} {:>8}  {}\n", "rank", "matrices", "n", "ms", "noise",
+               "base ms", "speedup", "baseline");
     for (int rank : o.ranks) rows.push_back(measure(o, rank, device));
     fmt::print("\n");
   }
-  json.write(rows.dump(1) + "\n");
+  results.write(rows);
   return 0;
 }
 
@@ -143,8 +153,8 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
       ->check(CLI::Range(1, kMaxPowerSgdRank));
   command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, alternating with Gradwire");
   command->add_option("--python", o->python, "A Python interpreter with torch");
-  command->add_option("--steps", o->steps, "Measured runs")->check(CLI::Range(1, 100000));
-  add_json(*command, o->json);
+  add_stop(*command, o->stop);
+  add_result_files(*command, o->results);
   command->callback([o, &exit_code] { exit_code = run(*o); });
 }
 

@@ -13,13 +13,12 @@
 
 #include "bench/commands/commands.h"
 #include "bench/harness/measure.h"
+#include "bench/harness/result_files.h"
 #include "collectives/communicator/communicator.h"
 #include "collectives/reducer/reducer.h"
 #include "runtime/device/graph.h"
 #include "runtime/util/error.h"
-#include "runtime/util/output_file.h"
 #include "trainer/data/dataset.h"
-#include "trainer/log/summary.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/optimizer_state.h"
@@ -30,10 +29,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 struct StepOptions {
-  std::string model = "vit_tiny", device = "auto", json;
+  std::string model = "vit_tiny", device = "auto", stop = "20s";
+  ResultPaths results;
   std::vector<std::string> compression;
   int64_t batch_size = 32;
-  double seconds = 20;
 };
 
 class TrainingStep {
@@ -112,28 +111,40 @@ class TrainingStep {
 
 struct Result {
   int rounds = 0;
-  double ms[3] = {};
+  Timing times[3];  // of a step in each way
   double reducer_ratio = 0, graph_ratio = 0;
 };
 
-Result measure(TrainingStep& step, double seconds) {
-  std::vector<double> ms[3], reducer_ratios, graph_ratios;
-  const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+double median(const std::vector<double>& values) {
+  return summarize(values).median_us;
+}
+
+// Runs rounds until `stop` ends the measurement of the steps through the reducer. Each round has two steps.
+Result measure(TrainingStep& step, const StopRule& stop, SmClock& sm_clock) {
+  Samples samples[3];
+  std::vector<double> reducer_ratios, graph_ratios;
+  const auto start = Clock::now();
+  auto done = [&] {
+    const double elapsed_s = std::chrono::duration<double>(Clock::now() - start).count();
+    return samples[TrainingStep::reduced].done(stop, elapsed_s);
+  };
   Result result;
-  for (bool warm = false; Clock::now() < end || result.rounds < 3; warm = true) {
+  for (bool warm = false; !done() || result.rounds < StopRule::kLeastSamples; warm = true) {
     double sums[3] = {};
     for (TrainingStep::Way way : {TrainingStep::reduced, TrainingStep::bypassed, TrainingStep::graphed,
                                   TrainingStep::graphed, TrainingStep::bypassed, TrainingStep::reduced}) {
       const double taken = step.run_ms(way);
       sums[way] += taken;
-      if (warm) ms[way].push_back(taken);
+      if (warm) samples[way].add(taken * 1e3);
     }
+    sm_clock.sample();
     if (!warm) continue;
     ++result.rounds;
     reducer_ratios.push_back(sums[TrainingStep::reduced] / sums[TrainingStep::bypassed]);
     graph_ratios.push_back(sums[TrainingStep::graphed] / sums[TrainingStep::reduced]);
   }
-  for (int way = 0; way < 3; ++way) result.ms[way] = median(ms[way]);
+  for (int way = 0; way < 3; ++way) result.times[way] = samples[way].timing();
+  sm_clock.report(result.times[TrainingStep::reduced]);
   result.reducer_ratio = median(reducer_ratios);
   result.graph_ratio = median(graph_ratios);
   return result;
@@ -143,7 +154,8 @@ void run(const StepOptions& options) {
   TrainConfig config;
   config.model = named_model(options.model);
   config.batch_size = options.batch_size;
-  OutputFile json(options.json);
+  const StopRule stop = StopRule::parse(options.stop);
+  ResultFiles results(options.results);
   std::vector<std::string> specs = options.compression;
   if (specs.empty()) specs = {"fp32", "powersgd:rank=4"};
   nlohmann::ordered_json document = nlohmann::ordered_json::array();
@@ -154,24 +166,29 @@ void run(const StepOptions& options) {
       config.compression = CompressionSpec::parse(spec);
       auto comm = Communicator::create_single(device);
       TrainingStep step(config, *comm);
-      const Result r = measure(step, options.seconds);
+      SmClock sm_clock(device);
+      const Result r = measure(step, stop, sm_clock);
+      auto ms = [&](TrainingStep::Way way) { return r.times[way].median_us / 1e3; };
       fmt::print("{:<10} {:<8} {:<24} {:>7} {:>12.3f} {:>12.3f} {:>12.3f} {:>8.4f}x {:>8.4f}x\n",
-                 options.model, device.name(), spec, r.rounds, r.ms[TrainingStep::reduced],
-                 r.ms[TrainingStep::bypassed], r.ms[TrainingStep::graphed], r.reducer_ratio, r.graph_ratio);
+                 options.model, device.name(), spec, r.rounds, ms(TrainingStep::reduced),
+                 ms(TrainingStep::bypassed), ms(TrainingStep::graphed), r.reducer_ratio, r.graph_ratio);
       std::fflush(stdout);
       document.push_back({{"model", options.model},
                           {"device", device.name()},
                           {"batch_size", options.batch_size},
                           {"compression", config.compression.to_string()},
                           {"rounds", r.rounds},
-                          {"reducer_ms", r.ms[TrainingStep::reduced]},
-                          {"bypassed_ms", r.ms[TrainingStep::bypassed]},
-                          {"graph_ms", r.ms[TrainingStep::graphed]},
+                          {"reducer_ms", ms(TrainingStep::reduced)},
+                          {"bypassed_ms", ms(TrainingStep::bypassed)},
+                          {"graph_ms", ms(TrainingStep::graphed)},
                           {"reducer_ratio", r.reducer_ratio},
-                          {"graph_ratio", r.graph_ratio}});
+                          {"graph_ratio", r.graph_ratio},
+                          {"reducer", timing_json(r.times[TrainingStep::reduced], stop.to_string())},
+                          {"bypassed", timing_json(r.times[TrainingStep::bypassed], stop.to_string())},
+                          {"graph", timing_json(r.times[TrainingStep::graphed], stop.to_string())}});
     }
   }
-  json.write(document.dump(2) + "\n");
+  results.write(document);
 }
 
 }  // namespace
@@ -191,10 +208,8 @@ void add_step(CLI::App& app, int&) {
                    "Compression spec; repeatable (default: fp32, powersgd:rank=4)")
       ->expected(1)
       ->take_all();
-  command->add_option("--seconds", options->seconds, "Time to measure each spec")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
-  add_json(*command, options->json);
+  add_stop(*command, options->stop);
+  add_result_files(*command, options->results);
   command->callback([options] { run(*options); });
 }
 

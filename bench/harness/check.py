@@ -2,14 +2,16 @@
 """Checks this build's speed against the goals and the published numbers, docs/results/baselines.jsonl.
 
     check.py run [--only REGEX] [--out FOLDER]   measures and checks the cases (make bench-check)
+    check.py run --out B --against A             also compares each row with another build's results, in A
     check.py run --smoke                         measures tiny sizes; only a missing row is a failure
     check.py compare FOLDER                      checks existing results, STEP.json (scripts/host_check.sh)
     check.py publish FOLDER                      makes FOLDER's measurements the published values of its cases
 
 Compares only ratios between measurements of one run, never times; higher is always better. A case fails when
 it is below its goal, or below the published value on the same device, by more than its noise, or when its
-row is missing in the results. A faster result never fails. Exit status: 0: no case failed; 1: a case failed;
-2: bad input.
+row is missing in the results. A faster result never fails. With --against, a row fails that `gradwire-bench
+compare` calls SLOWER twice. A is the --out of a run on this machine. Exit status: 0: no case failed; 1: a
+case failed; 2: bad input.
 
 baselines.jsonl has one case per line: {"case": name, "step": name of the command's results, "command": [...],
 "where": fields of the row (the best of several counts), "metric": field or "field/field" of that row, "over":
@@ -226,6 +228,37 @@ def run(cases, build, folder, retries, device, shrink=list):
     return verdicts
 
 
+def steps_with_slower_rows(bench, before, folder, steps):
+    """Prints the comparison of each step with the results in `before`. Returns the steps with SLOWER rows."""
+    slower = []
+    for step in steps:
+        print(f"\n{step}, A: {before}, B: {folder}", flush=True)
+        compared = subprocess.run([bench, "compare", before / f"{step}.json", folder / f"{step}.json"],
+                                  capture_output=True, text=True)
+        print(compared.stdout.rstrip(), flush=True)
+        if compared.returncode not in (0, 1):
+            raise BadInput(compared.stderr.strip().removeprefix("gradwire-bench: "))
+        if compared.returncode == 1:
+            slower.append(step)
+    return slower
+
+
+def compare_runs(cases, build, folder, before, retries, shrink=list):
+    """Returns the steps with rows that are SLOWER than in `before`. Measures such steps again, `retries` times.
+
+    Other work on the machine makes rows slower, so a step must be slower each time.
+    """
+    bench = str(build / "bin" / "gradwire-bench")
+    commands = {case["step"]: case["command"] for case in cases}
+    slower = steps_with_slower_rows(bench, before, folder, commands)
+    for _ in range(retries):
+        for step in slower:
+            run_step(step, shrink(bench if word == "gradwire-bench" else word for word in commands[step]),
+                     folder)
+        slower = steps_with_slower_rows(bench, before, folder, slower)
+    return slower
+
+
 def publish(path, cases, folder, device):
     """Rewrites the lines of cases with results in the folder. Other lines are unchanged."""
     lines, count = [], 0
@@ -252,6 +285,8 @@ def main():
     commands = parser.add_subparsers(dest="action", required=True)
     running = commands.add_parser("run", parents=[common], help="measure and compare")
     running.add_argument("--out", type=pathlib.Path, help="folder to keep the results in (default: none)")
+    running.add_argument("--against", type=pathlib.Path, metavar="FOLDER",
+                         help="the --out of another build's run on this machine")
     running.add_argument("--build", type=pathlib.Path, default=ROOT / "build")
     running.add_argument("--retries", type=int, default=1,
                          help="how often to repeat a failing case (default: 1)")
@@ -265,7 +300,7 @@ def main():
         command.add_argument("folder", type=pathlib.Path)
     arguments = parser.parse_args()
 
-    cases, device = read_cases(arguments.baselines, arguments.only), device_name()
+    cases, device, slower = read_cases(arguments.baselines, arguments.only), device_name(), []
     shrink, retries = list, getattr(arguments, "retries", 0)
     if getattr(arguments, "smoke", False):
         cases, shrink, retries = list(map(existence_only, cases)), smoke.tiny, 0
@@ -280,9 +315,14 @@ def main():
             folder = arguments.out or pathlib.Path(scratch)
             folder.mkdir(parents=True, exist_ok=True)
             verdicts = run(cases, arguments.build, folder.resolve(), retries, device, shrink)
+            if arguments.against:
+                slower = compare_runs(cases, arguments.build, folder.resolve(), arguments.against, retries,
+                                      shrink)
+    if slower:
+        print(f"\nSLOWER than in {arguments.against}: {', '.join(slower)}")
     shape = report.markdown if arguments.action == "compare" and arguments.markdown else report.plain
     print("\n" + shape(table(cases, verdicts, device)).rstrip() + "\n\n" + last_line(verdicts))
-    return 1 if any(j["verdict"] in FAILING for j in verdicts) else 0
+    return 1 if slower or any(j["verdict"] in FAILING for j in verdicts) else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@
 #include <chrono>
 #include <cstring>
 #include <fstream>
-#include <numeric>
 
 #include "bench/harness/copy_loops.h"
 #include "runtime/threads/thread_pool.h"
@@ -62,16 +61,10 @@ void check(cudaError_t status, const char* call) {
 
 }  // namespace
 
-Timing summarize(std::vector<double> samples_us) {
-  if (samples_us.empty()) return {};
-  std::sort(samples_us.begin(), samples_us.end());
-  size_t n = samples_us.size();
-  return {(samples_us[(n - 1) / 2] + samples_us[n / 2]) / 2, samples_us[0], static_cast<int>(n)};
-}
-
-DeviceUnderTest::DeviceUnderTest(Device device, double budget_ms)
+DeviceUnderTest::DeviceUnderTest(Device device, const StopRule& stop)
     : device_(device),
-      budget_ms_(budget_ms),
+      stop_(stop),
+      sm_clock_(device),
       stream_(device.is_host() ? Stream::immediate_host() : Stream::create(device, "bench")) {
   if (device.is_host()) {
     int threads = host_threads();
@@ -124,48 +117,52 @@ double DeviceUnderTest::time_once_us(const Work& work) const {
   return elapsed_ms(begin, end) * 1e3;
 }
 
-std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
-  constexpr int kLeast = 3, kMost = 50;
-  // Minimum time of a measurement. Short work is repeated within a measurement, so that the resolution of
-  // clock and events has little effect.
+std::vector<Timing> DeviceUnderTest::time_in_turns(const std::vector<Work>& works, bool cold,
+                                                   const StopRule& stop) {
+  // Minimum time of a sample. Short work is repeated within a sample, so that the resolution of clock and
+  // events has little effect.
   constexpr double kLongEnoughUs = 100;
-  struct Samples {
-    int inner = 1;
-    std::vector<double> us;
-  };
+  std::vector<int> inner(works.size(), 1);
   std::vector<Samples> samples(works.size());
-  auto warm_up = [&](size_t i) {
+  for (size_t i = 0; i < works.size(); ++i) {
     works[i](stream_);
     stream_.synchronize();
-    if (cold) return;
-    double us = std::max(time_once_us(works[i]), 0.1);
-    samples[i].inner = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
-  };
-  auto sample = [&](size_t i) {
-    if (cold) flush();
-    const int inner = samples[i].inner;
-    samples[i].us.push_back(time_once_us([&](const Stream& s) {
-                              for (int k = 0; k < inner; ++k) works[i](s);
-                            }) /
-                            inner);
-  };
-  auto repeat = [&](const std::vector<size_t>& turn, double budget_ms) {
-    for (size_t i : turn) warm_up(i);
-    auto start = Clock::now();
-    for (int n = 0; n < kLeast || (us_since(start) < budget_ms * 1e3 && n < kMost); ++n) {
-      for (size_t i : turn) sample(i);
-    }
-  };
-  std::vector<size_t> all(works.size());
-  std::iota(all.begin(), all.end(), size_t{0});
-  if (cold) {
-    repeat(all, budget_ms_ * static_cast<double>(works.size()));
-  } else {
-    for (size_t i : all) repeat({i}, budget_ms_);  // alternating works would evict each other from the caches
+    if (cold) continue;
+    const double us = std::max(time_once_us(works[i]), 0.1);
+    inner[i] = static_cast<int>(std::clamp(kLongEnoughUs / us, 1.0, 1000.0));
   }
+  const auto start = Clock::now();
+  do {
+    for (size_t i = 0; i < works.size(); ++i) {
+      if (cold) flush();
+      const double us = time_once_us([&](const Stream& s) {
+        for (int k = 0; k < inner[i]; ++k) works[i](s);
+      });
+      samples[i].add(us / inner[i]);
+      sm_clock_.sample();
+    }
+  } while (!samples[0].done(stop, us_since(start) / 1e6 / static_cast<double>(works.size())));
   std::vector<Timing> timings;
-  for (Samples& s : samples) timings.push_back(summarize(std::move(s.us)));
+  for (const Samples& s : samples) timings.push_back(s.timing());
+  sm_clock_.report(timings[0]);
   return timings;
+}
+
+std::vector<Timing> DeviceUnderTest::time(const std::vector<Work>& works, bool cold) {
+  if (cold) return time_in_turns(works, true, stop_);
+  std::vector<Timing> timings;
+  for (const Work& work : works) {  // alternating works would evict each other from the caches
+    timings.push_back(time_in_turns({work}, false, timings.empty() ? stop_ : reference_rule()).front());
+  }
+  return timings;
+}
+
+StopRule DeviceUnderTest::reference_rule() const {
+  StopRule rule = stop_;
+  rule.error = std::max(rule.error, 0.01);
+  rule.min_s = std::min(rule.min_s, 0.1);
+  rule.max_s = std::min(rule.max_s, 1.0);
+  return rule;
 }
 
 std::vector<DeviceUnderTest::CopyWay> DeviceUnderTest::copy_ways(int64_t each) {
@@ -211,7 +208,7 @@ std::string DeviceUnderTest::describe_copies() {
   std::vector<CopyWay> ways = copy_ways(large_copy_bytes_);
   std::vector<Work> works;
   for (const CopyWay& way : ways) works.push_back(way.work);
-  std::vector<Timing> timings = time(works, true);
+  std::vector<Timing> timings = time_in_turns(works, true, reference_rule());
   std::string text;
   for (size_t i = 0; i < ways.size(); ++i) {
     double gbps = 2.0 * static_cast<double>(large_copy_bytes_) / timings[i].median_us / 1e3;

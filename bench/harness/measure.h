@@ -9,16 +9,11 @@
 #include <string>
 #include <vector>
 
+#include "bench/harness/sm_clock.h"
+#include "bench/harness/timing.h"
 #include "runtime/device/device.h"
 
 namespace gradwire::bench {
-
-struct Timing {
-  double median_us = 0, min_us = 0;
-  int repeats = 0;
-};
-
-Timing summarize(std::vector<double> samples_us);
 
 using Work = std::function<void(const Stream&)>;
 
@@ -29,8 +24,8 @@ struct TimingWithCopy {
 
 class DeviceUnderTest {
  public:
-  // Prepares measurements on `device`. `budget_ms`: approximate time of each measurement.
-  DeviceUnderTest(Device device, double budget_ms);
+  // Prepares measurements on `device`. `stop` ends each measurement.
+  DeviceUnderTest(Device device, const StopRule& stop);
 
   Device device() const { return device_; }
   const Stream& stream() const { return stream_; }
@@ -43,9 +38,12 @@ class DeviceUnderTest {
 
   // Returns the microseconds of one launch; on a GPU, without the time to enqueue the work.
   double time_once_us(const Work& work) const;
-  // Times each work. Repeats each work 3 to 50 times, until the budget is used. Cold works alternate, so
-  // that changes in the machine's speed affect all works alike. Warm works run one after the other.
+  // Times the first work until the stop rule ends its measurement; the others are references. Cold works
+  // alternate, so that changes in the machine's speed affect all works alike. Warm works run one after the
+  // other, the references for at most a second.
   std::vector<Timing> time(const std::vector<Work>& works, bool cold);
+  // The GPU's clock, for measurements that time_once_us() makes.
+  SmClock& sm_clock() { return sm_clock_; }
 
   // Times `work` and copies of a buffer that read and write about `bytes` in total, in one measurement. Host:
   // the fastest copy of bench/harness/copy_loops.h; CUDA: cudaMemcpyAsync.
@@ -60,11 +58,15 @@ class DeviceUnderTest {
     const char* name;
     Work work;
   };
+  // Times works in turns until `stop` ends the measurement of the first.
+  std::vector<Timing> time_in_turns(const std::vector<Work>& works, bool cold, const StopRule& stop);
+  StopRule reference_rule() const;
   void flush();
   std::vector<CopyWay> copy_ways(int64_t each);
 
   Device device_;
-  double budget_ms_;
+  StopRule stop_;
+  SmClock sm_clock_;
   Stream stream_;
   std::string description_;
   int64_t flush_bytes_ = 0, large_copy_bytes_ = 0;

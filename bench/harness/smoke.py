@@ -19,8 +19,8 @@ from harness.ranks import ROOT  # noqa: E402
 
 SKIPPED = 77  # ctest's SKIP_RETURN_CODE
 # The values of flags of gradwire-bench and gradwire train in a smoke run.
-TINY = {"--min-size": "64K", "--max-size": "64K", "--budget-ms": "0.1", "--steps": "1", "--batch-size": "1",
-        "--seconds": "0.01", "--device": "host", "-b": "64K", "-e": "64K", "-n": "1", "-w": "0"}
+TINY = {"--min-size": "64K", "--max-size": "64K", "--stop": "1", "--steps": "1", "--batch-size": "1",
+        "--device": "host", "-b": "64K", "-e": "64K", "-n": "1", "-w": "0"}
 SIZE_BYTES = 64 << 10  # size of a row that was measured with TINY
 SMALL_MODEL, SMALL_MODEL_OF_RANK_32 = "vit_tiny", "vit_s_16"
 # Cold timings write twice as many bytes before each sample. Threads that wait for each other spin.
@@ -31,7 +31,7 @@ def check_model(program, model):
     """Exits unless gradwire-bench knows the model."""
     bench = pathlib.Path(program).with_name("gradwire-bench")
     known = subprocess.run(
-        [bench, "orthonormalize", "--model", model, "--rank", "1", "--steps", "1", "--device", "host"],
+        [bench, "orthonormalize", "--model", model, "--rank", "1", "--stop", "1", "--device", "host"],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if known.returncode != 0:
         sys.exit(f"smoke: {known.stderr.strip()}")

@@ -163,12 +163,37 @@ class Check(unittest.TestCase):
     def test_a_smoke_run_has_small_sizes_and_every_other_flag(self):
         build = self.bench(f'echo "$@" >> {self.folder}/calls; [ "$1" = hook ] || exit 0\n' +
                            self.WRITE.format(9))
-        command = ["gradwire-bench", "hook", "--model", "vit_b_32", "--steps", "10", "--compression", "bf16"]
+        command = ["gradwire-bench", "hook", "--model", "vit_b_32", "--stop", "10", "--compression", "bf16"]
         path = self.write(case(command=command, where={"spec": "bf16"}))
         self.assertEqual(self.command("run", "--smoke", "--build", build, "--baselines", path).returncode, 0)
         model, hook = (self.folder / "calls").read_text().splitlines()
         self.assertIn("--model vit_b_32", model, "the name is checked")
-        self.assertTrue(hook.startswith("hook --model vit_tiny --steps 1 --compression bf16 --json "), hook)
+        self.assertTrue(hook.startswith("hook --model vit_tiny --stop 1 --compression bf16 --json "), hook)
+
+    def against(self, exits):
+        """Runs bench-check against older results. `exits`: the exit codes of gradwire-bench compare."""
+        count = self.folder / "compared"
+        build = self.bench(f'if [ "$1" = compare ]; then echo x >> {count}; echo "row SLOWER"\n'
+                           f'  [ $(wc -l < {count}) = 1 ] && exit {exits[0]}; exit {exits[-1]}\nfi\n' +
+                           self.WRITE.format(9))
+        (self.folder / "before").mkdir()
+        return self.command("run", "--build", build, "--baselines", self.write(case()), "--out",
+                            self.folder / "after", "--against", self.folder / "before")
+
+    def test_a_row_that_is_slower_twice_than_another_builds_fails(self):
+        done = self.against((1, 1))
+        self.assertEqual((done.returncode, done.stderr), (1, ""), done.stdout)
+        self.assertIn("row SLOWER", done.stdout)
+        self.assertIn(f"SLOWER than in {self.folder}/before: hook", done.stdout)
+        self.assertEqual((self.folder / "compared").read_text(), "x\n" * 2)
+
+    def test_a_row_that_is_slower_once_passes(self):
+        done = self.against((1, 0))
+        self.assertEqual((done.returncode, done.stderr), (0, ""), done.stdout)
+        self.assertNotIn("SLOWER than", done.stdout)
+
+    def test_results_that_cannot_be_compared_are_bad_input(self):
+        self.assertEqual(self.against((2,)).returncode, 2)
 
     def test_bad_input(self):
         path = self.write(case())

@@ -8,6 +8,10 @@ import unittest
 from command import CommandTest
 
 
+TIMING_FIELDS = ["n", "min_us", "q1_us", "median_us", "q3_us", "iqr_us", "noise", "stop", "stopped", "sm_mhz",
+                 "throttled"]
+
+
 def compressions(*specs):
     """Returns the flags that ask for these specs."""
     return [word for spec in specs for word in ("--compression", spec)]
@@ -29,6 +33,18 @@ class BenchTest(CommandTest):
         self.assertEqual(result.returncode, 0, result.stdout[-500:] + result.stderr)
         self.assertEqual(result.stderr, "")
         return self.written(), result.stdout
+
+    def check_timing(self, timing):
+        """Checks a measurement's statistics against each other."""
+        for field in TIMING_FIELDS:
+            self.assertIn(field, timing)
+        quartiles = [timing[field] for field in ("min_us", "q1_us", "median_us", "q3_us")]
+        self.assertEqual(quartiles, sorted(quartiles))
+        self.assertGreater(quartiles[0], 0)
+        self.assertGreaterEqual(timing["n"], 1)
+        self.assertAlmostEqual(timing["iqr_us"], timing["q3_us"] - timing["q1_us"])
+        self.assertGreaterEqual(timing["noise"], 0)
+        self.assertIn(timing["stopped"], ("error", "samples", "time"))
 
     def written(self):
         return json.loads((self.folder / "out.json").read_text())

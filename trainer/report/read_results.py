@@ -27,8 +27,8 @@ BENCHES = (
     ("Kernels", {"op", "variant", "copy_fraction"}, ("op", "variant", "cache"), "size_bytes", "gbps"),
     ("Numerics", {"schedule", "lossy_steps", "rel_error"}, ("schedule", "compression"), "ranks", "rel_error"),
     ("Formats", {"spec", "stated_error", "on"}, ("data", "spec"), "bytes_per_element", "error"),
-    ("Hook", {"spec", "floor_ms", "peer_ms"}, ("model", "spec"), None, None),
-    ("Orthonormalization", {"rank", "matrices", "peer_ms"}, ("model", "rank"), None, None),
+    ("Hook", {"spec", "floor_ms", "baseline_ms"}, ("model", "spec"), None, None),
+    ("Orthonormalization", {"rank", "matrices", "baseline_ms"}, ("model", "rank"), None, None),
     ("World of one rank", {"reducer_ms", "bypassed_ms"}, ("model", "compression"), None, None),
 )
 KINDS = "a result of gradwire compare --json or gradwire-bench --json, or a log of gradwire train --log"

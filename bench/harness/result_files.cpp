@@ -1,0 +1,136 @@
+#include "bench/harness/result_files.h"
+
+#include <fmt/format.h>
+
+#include <map>
+#include <vector>
+
+#include "trainer/cli/values.h"
+
+namespace gradwire::bench {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// A row's fields as text, in their order.
+using Cells = std::vector<std::pair<std::string, std::string>>;
+
+std::string text_of(const Json& value, bool exact) {
+  if (value.is_null()) return "";
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_number_float() && !exact) return fmt::format("{:.4g}", value.get<double>());
+  return value.dump();
+}
+
+void collect(const Json& object, const std::string& prefix, bool exact, Cells& cells) {
+  for (const auto& [key, value] : object.items()) {
+    if (value.is_object()) {
+      collect(value, prefix + key + ".", exact, cells);
+    } else if (!value.is_array()) {
+      cells.emplace_back(prefix + key, text_of(value, exact));
+    }
+  }
+}
+
+std::string quoted(const std::string& text) {
+  if (text.find_first_of(",\"\n") == std::string::npos) return text;
+  std::string out = "\"";
+  for (char c : text) out += c == '"' ? std::string("\"\"") : std::string(1, c);
+  return out + "\"";
+}
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text) out += c == '|' ? std::string("\\|") : std::string(1, c);
+  return out;
+}
+
+// The rows as a rectangle. The first line names the columns; a row without a field has an empty cell.
+std::vector<std::vector<std::string>> table_of(const Json& rows, bool exact) {
+  std::vector<std::vector<std::string>> table(1);
+  std::map<std::string, size_t> columns;
+  for (const Json& row : rows) {
+    Cells cells;
+    collect(row, "", exact, cells);
+    table.emplace_back(table[0].size());
+    for (auto& [key, text] : cells) {
+      const auto [at, is_new] = columns.try_emplace(key, table[0].size());
+      if (is_new) table[0].push_back(key);
+      if (at->second >= table.back().size()) table.back().resize(at->second + 1);
+      table.back()[at->second] = std::move(text);
+    }
+  }
+  for (auto& line : table) line.resize(table[0].size());
+  return table;
+}
+
+std::string csv_of(const Json& rows) {
+  std::string text;
+  for (const auto& line : table_of(rows, true)) {
+    for (size_t i = 0; i < line.size(); ++i) text += (i == 0 ? "" : ",") + quoted(line[i]);
+    text += "\n";
+  }
+  return text;
+}
+
+std::string markdown_of(const Json& rows) {
+  std::string text;
+  for (const auto& line : table_of(rows, false)) {
+    const bool heading = text.empty();
+    for (const std::string& cell : line) text += "| " + escaped(cell) + " ";
+    text += "|\n";
+    if (!heading) continue;
+    for (size_t i = 0; i < line.size(); ++i) text += "|---";
+    text += "|\n";
+  }
+  return text;
+}
+
+}  // namespace
+
+CLI::Option* add_result_files(CLI::App& command, ResultPaths& paths, const std::string& about) {
+  CLI::Option* json = command.add_option("--json", paths.json, about)->check(path_value());
+  command.add_option("--csv", paths.csv, "The same as CSV")->check(path_value());
+  command.add_option("--markdown", paths.markdown, "The same as a Markdown table")->check(path_value());
+  return json;
+}
+
+ResultFiles::ResultFiles(const ResultPaths& paths)
+    : json_(paths.json), csv_(paths.csv), markdown_(paths.markdown) {}
+
+void ResultFiles::write(const Json& rows) {
+  json_.write(rows.dump(1) + "\n");
+  if (!csv_.path().empty()) csv_.write(csv_of(rows));
+  if (!markdown_.path().empty()) markdown_.write(markdown_of(rows));
+}
+
+void add_timing(Json& row, const Timing& t, const std::string& stop) {
+  row["n"] = t.n;
+  row["min_us"] = t.min_us;
+  row["q1_us"] = t.q1_us;
+  row["median_us"] = t.median_us;
+  row["q3_us"] = t.q3_us;
+  row["iqr_us"] = t.iqr_us();
+  row["noise"] = t.noise;
+  row["stop"] = stop;
+  row["stopped"] = name(t.stopped);
+  row["sm_mhz"] = t.sm_mhz > 0 ? Json(t.sm_mhz) : Json(nullptr);
+  row["throttled"] = t.throttled.empty() ? Json(nullptr) : Json(t.throttled);
+}
+
+Json timing_json(const Timing& timing, const std::string& stop) {
+  Json json = Json::object();
+  add_timing(json, timing, stop);
+  return json;
+}
+
+CLI::Option* add_stop(CLI::App& command, std::string& stop) {
+  return command
+      .add_option(
+          "--stop", stop,
+          "When a measurement ends: parts of error=0.5%,samples=10,min=0.5s,max=15s (relative standard "
+          "error, least samples, least and most time), a number of samples, or a time such as 50ms")
+      ->capture_default_str();
+}
+
+}  // namespace gradwire::bench
