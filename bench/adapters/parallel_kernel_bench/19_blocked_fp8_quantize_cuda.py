@@ -24,7 +24,8 @@ def _e4m3_codes(x: Tensor) -> Tensor:
     """Returns the E4M3 codes of FP32 values within E4M3's range, as bytes."""
     if hasattr(torch, "float8_e4m3fn"):
         return x.to(torch.float8_e4m3fn).view(torch.uint8)
-    exponent = torch.frexp(x).exponent.clamp(min=-5)  # of the next power of two; -5: subnormal
+    # Of the next power of two. Numbers with -5 are subnormal. frexp() gives zero the exponent 0.
+    exponent = torch.frexp(x).exponent.masked_fill(x == 0, -5).clamp(min=-5)
     eighths = (x.abs() / torch.ldexp(torch.ones_like(x), exponent - 4)).round().to(torch.int32)
     codes = eighths + 8 * (exponent + 5)  # the leading one of normal numbers adds 8; 16 eighths carry
     return (codes | (torch.signbit(x).to(torch.int32) << 7)).to(torch.uint8)

@@ -2,7 +2,9 @@
 
 Each rank's gradient is rounded to int8 with one FP32 unit per block; the result is the mean of the rounded
 gradients. A reduce-scatter sends the codes, and an all-gather sends the means in the tensor's type. The means
-are not rounded to int8 again, which the problem's tolerance does not allow.
+are not rounded to int8 again, which the problem's tolerance does not allow. The two-shot schedule rounds each
+gradient once. A rank adds its own part of the gradient unrounded, so the solution is within the tolerance
+with 4 or more ranks.
 """
 import torch
 import torch.distributed as dist
@@ -29,7 +31,8 @@ def solution(flat_grad: Tensor, block_size: int) -> Tensor:
     stream = torch.cuda.current_stream().cuda_stream if flat_grad.is_cuda else 0
     gradient = flat_grad.contiguous().reshape(-1)
     means, out = gradient.new_empty(counts[dist.get_rank()]), torch.empty_like(gradient)
-    comm.reduce_scatter(means, gradient, f"int8:block={block_size},scale=fp32", counts=counts, stream=stream)
+    spec = f"int8:block={block_size},scale=fp32,schedule=two_shot"
+    comm.reduce_scatter(means, gradient, spec, counts=counts, stream=stream)
     exact = "bf16" if flat_grad.dtype == torch.bfloat16 else "fp32"
     comm.all_gather(out, means, exact, counts=counts, stream=stream)
     return out.reshape(flat_grad.shape)

@@ -78,7 +78,9 @@ def compare(name, got, expected):
     difference = (got.double() - expected.double()).abs()
     wrong = int((~(difference <= TOLERANCE + TOLERANCE * expected.double().abs())).sum())
     if wrong:
-        raise Failed(f"{name}: {wrong} of {got.numel()} values differ by up to {float(difference.max()):.3g}")
+        worst = int((difference - TOLERANCE * expected.double().abs()).argmax())
+        raise Failed(f"{name}: {wrong} of {got.numel()} values differ; the worst is "
+                     f"{float(got.reshape(-1)[worst]):.6g}, expected {float(expected.reshape(-1)[worst]):.6g}")
     if dist.get_rank() == 0:
         print(f"{name}: {got.numel()} values, largest difference {float(difference.max()):.2g}: match",
               flush=True)
@@ -113,14 +115,16 @@ def check_44(options, rank, trial):
         seeded(44, of, trial)
         return torch.randn(count, dtype=torch.bfloat16, device=options.device)
 
+    if world < 4:
+        raise Failed(f"44: the solution is within the tolerance with 4 or more ranks, not {world}")
     inputs = all_ranks(make)
     mean = torch.zeros(-(-count // block) * block, dtype=torch.float64, device=options.device)
     for gradient in inputs:
         padded = torch.zeros_like(mean)
         padded[:count] = gradient.double()
-        blocks = padded.reshape(-1, block)
+        blocks = padded.float().reshape(-1, block)  # the problem divides in FP32: quotients may be ties
         unit = blocks.abs().amax(dim=1, keepdim=True).clamp(min=1e-8) / 127
-        mean += ((blocks / unit).round().clamp(-127, 127) * unit).reshape(-1) / world
+        mean += ((blocks / unit).round().clamp(-127, 127) * unit).reshape(-1).double() / world
     got = load("44_quantized_grad_allreduce")(inputs[rank], block)
     compare("44 means", got, mean[:count].to(torch.bfloat16))
 
