@@ -36,7 +36,8 @@ std::string quoted(const std::string& text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;
   std::string out = "\"";
   for (char c : text) out += c == '"' ? std::string("\"\"") : std::string(1, c);
-  return out + "\"";
+  out += '"';
+  return out;
 }
 
 std::string escaped(const std::string& text) {
@@ -67,7 +68,7 @@ std::vector<std::vector<std::string>> table_of(const Json& rows, bool exact) {
 std::string csv_of(const Json& rows) {
   std::string text;
   for (const auto& line : table_of(rows, true)) {
-    for (size_t i = 0; i < line.size(); ++i) text += (i == 0 ? "" : ",") + quoted(line[i]);
+    for (size_t i = 0; i < line.size(); ++i) text += fmt::format("{}{}", i == 0 ? "" : ",", quoted(line[i]));
     text += "\n";
   }
   return text;
@@ -77,7 +78,7 @@ std::string markdown_of(const Json& rows) {
   std::string text;
   for (const auto& line : table_of(rows, false)) {
     const bool heading = text.empty();
-    for (const std::string& cell : line) text += "| " + escaped(cell) + " ";
+    for (const std::string& cell : line) text += fmt::format("| {} ", escaped(cell));
     text += "|\n";
     if (!heading) continue;
     for (size_t i = 0; i < line.size(); ++i) text += "|---";

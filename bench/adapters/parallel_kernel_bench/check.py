@@ -79,12 +79,12 @@ def compare(name, got, expected):
     wrong = int((~(difference <= TOLERANCE + TOLERANCE * expected.double().abs())).sum())
     if wrong:
         worst = int((difference - TOLERANCE * expected.double().abs()).argmax())
-        raise Failed(f"{name}: {wrong} of {got.numel()} values differ; the worst is "
-                     f"{float(got.reshape(-1)[worst]):.6g}, expected {float(expected.reshape(-1)[worst]):.6g}")
+        found, wanted = (float(values.reshape(-1)[worst]) for values in (got, expected))
+        raise Failed(f"{name}: {wrong} of {got.numel()} values differ; the worst is {found:.6g}, expected "
+                     f"{wanted:.6g}")
     if dist.get_rank() == 0:
         print(f"{name}: {got.numel()} values, largest difference {float(difference.max()):.2g}: match",
               flush=True)
-    return difference
 
 
 def check_19(options, rank, trial):
