@@ -34,7 +34,7 @@ class StopRules(BenchTest):
         self.assertEqual((row["stop"], row["stopped"]), ("error=0%,samples=10,min=1ms,max=1ms", "time"))
 
     def test_rules_that_are_not_rules(self):
-        for stop in ("soon", "0", "-3", "error=1", "error=1%,", "samples=2", "max=5", "min=2s,max=1s",
+        for stop in ("soon", "", "0", "error=1", "error=1%,", "samples=2", "max=5", "min=2s,max=1s",
                      "error=101%", "1e9s"):
             self.refuse([*KERNEL, "--stop", stop], f"--stop {stop}: ", "error=0.5%,samples=10")
         for command in (["formats"], ["hook", "--model", "vit_tiny"], ["orthonormalize"], ["step"]):

@@ -53,11 +53,10 @@ StopRule StopRule::parse(const std::string& text) {
     return rule;
   }
   bool has_min = false;
-  std::string_view rest = text;
-  do {
-    const size_t comma = rest.find(',');
-    const std::string_view part = rest.substr(0, comma);
-    rest = comma == std::string_view::npos ? std::string_view() : rest.substr(comma + 1);
+  const std::string_view all = text;
+  for (size_t begin = 0, comma = 0; comma != std::string_view::npos; begin = comma + 1) {
+    comma = all.find(',', begin);
+    const std::string_view part = all.substr(begin, comma - begin);
     const size_t equals = part.find('=');
     const std::string_view key = part.substr(0, equals);
     const std::string_view value =
@@ -73,7 +72,7 @@ StopRule StopRule::parse(const std::string& text) {
     } else {
       refuse(text, fmt::format("'{}' is not a part of a rule", part));
     }
-  } while (!rest.empty());
+  }
   if (!has_min) rule.min_s = std::min(rule.min_s, rule.max_s);
   if (rule.min_s > rule.max_s) refuse(text, "min is more than max");
   return rule;

@@ -30,7 +30,11 @@ Reason judge(const Timing& before, const Timing& after) {
   }
   const double centers =
       std::abs(after.median_us - before.median_us) / std::min(after.median_us, before.median_us);
-  if (centers > kCenters) return {Verdict::unsure, "the intervals overlap, but the medians differ"};
+  if (centers > kCenters) {
+    return {Verdict::unsure,
+            fmt::format("the medians differ by {:.0f} %, but the intervals do not, by {:.0f} %",
+                        100 * centers, 100 * kGap)};
+  }
   const double shared = std::min(before.q3_us, after.q3_us) - std::max(before.min_us, after.min_us);
   const double shorter = std::min(before.q3_us - before.min_us, after.q3_us - after.min_us);
   if (shared < kOverlap * shorter) return {Verdict::unsure, "the intervals hardly overlap"};
