@@ -99,6 +99,11 @@ class Compare(BenchTest):
             if verdict == "UNSURE":
                 self.assertIn("UNSURE: ", out)  # the reason
 
+    def test_few_samples_decide_nothing(self):
+        code, verdicts, out = self.verdicts([row("x", 100, 102)], [row("x", 200, 202, n=9)])
+        self.assertEqual((code, verdicts), (0, ["UNSURE"]))
+        self.assertIn("9 samples", out)
+
     def test_one_slower_row_fails(self):
         before = [row(op, 100, 102) for op in "abc"]
         after = [row("a", 100, 102), row("b", 120, 122), row("c", 50, 51)]

@@ -101,7 +101,7 @@ double Samples::relative_deviation() const {
   return std::sqrt(squares_ / static_cast<double>(us_.size() - 1)) / mean_;
 }
 
-bool Samples::done(const StopRule& rule, double elapsed_s) const {
+bool Samples::done(const StopRule& rule, double elapsed_s) {
   const auto n = static_cast<int>(us_.size());
   if (rule.exactly > 0) return n >= rule.exactly;
   if (n < StopRule::kLeastSamples) return false;

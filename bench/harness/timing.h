@@ -44,7 +44,7 @@ class Samples {
  public:
   void add(double us);
   // Returns whether `rule` ends the measurement after `elapsed_s` seconds.
-  bool done(const StopRule& rule, double elapsed_s) const;
+  bool done(const StopRule& rule, double elapsed_s);
   // Returns the statistics. All 0 without samples.
   Timing timing() const;
 
@@ -53,7 +53,7 @@ class Samples {
 
   std::vector<double> us_;
   double mean_ = 0, squares_ = 0;  // squares_: sum of the squared differences to the mean
-  mutable Stopped stopped_ = Stopped::samples;
+  Stopped stopped_ = Stopped::samples;
 };
 
 // Returns the quantile `p`, from 0 to 1, of sorted values, interpolated between neighbors.

@@ -9,6 +9,7 @@ namespace gradwire::bench {
 namespace {
 
 constexpr double kGap = 0.01, kCenters = 0.02, kSpread = 0.05, kOverlap = 0.5;
+constexpr int kLeastSamples = 10;
 
 struct Reason {
   Verdict verdict;
@@ -20,6 +21,9 @@ bool is_above(const Timing& upper, const Timing& lower) {
 }
 
 Reason judge(const Timing& before, const Timing& after) {
+  if (const int n = std::min(before.n, after.n); n < kLeastSamples) {
+    return {Verdict::unsure, fmt::format("{} samples; at least {} are needed", n, kLeastSamples)};
+  }
   if (is_above(after, before)) return {Verdict::slower, ""};
   if (is_above(before, after)) return {Verdict::faster, ""};
   for (const auto& [timing, which] : {std::pair(&before, "A"), std::pair(&after, "B")}) {

@@ -6,7 +6,7 @@
 //   FASTER, SLOWER   the intervals do not overlap, and the gap is at least 1 % of the lower one's end
 //   SAME             the intervals overlap by at least half of the shorter, the medians differ by at most
 //                    2 %, and both interquartile ranges are at most 5 % of the median
-//   UNSURE           otherwise: too much noise, or too small a difference
+//   UNSURE           otherwise: fewer than 10 samples, too much noise, or too small a difference
 //
 // Where the SM clock of both is known, the verdict in cycles must be the same, else the verdict is UNSURE.
 #pragma once
