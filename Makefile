@@ -24,7 +24,7 @@
 #                 docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
 #   make wheel    a wheel of the Python package, with the host's library in it; in dist/
-#   make deb      a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/
+#   make deb      Debian packages of the C library and of the programs; in dist/
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
@@ -44,7 +44,8 @@ build-tests: setup
 	@scripts/configure.sh release
 	@cmake --build --preset release
 
-demo: setup
+demo:
+	@scripts/setup.sh demo
 	@PYTHON=$(PYTHON) scripts/demo.sh $(DEMO_FLAGS)
 
 test: setup

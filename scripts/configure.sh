@@ -3,25 +3,25 @@
 # and omits the tests.
 #
 #   scripts/configure.sh PRESET         everything that this machine can build
-#   scripts/configure.sh release host   only the host side, if build/ is new. The next `configure.sh release`
-#                                       adds CUDA
+#   scripts/configure.sh release demo   without tests and, if build/ is new and the machine has no GPU,
+#                                       without CUDA. The next `configure.sh release` adds both
 set -euo pipefail
 cd "$(dirname "$0")/.."
 flags=()
-if [ "$1" = release ]; then
-  # `release host` creates this file. The file shows that `release host`, and not the user, omitted CUDA.
-  mark=build/host-side-alone
-  if [ "${2:-}" = host ] && { [ -f $mark ] || [ ! -f build/CMakeCache.txt ]; }; then
+mark=build/host-side-alone  # shows that `release demo`, and not the user, omitted CUDA
+if [ "$*" = "release demo" ]; then
+  if [ -f $mark ] || { [ ! -f build/CMakeCache.txt ] && ! nvidia-smi -L > /dev/null 2>&1; }; then
     mkdir -p build
     touch $mark
     flags+=(-DGRADWIRE_CUDA=OFF)
-  elif [ "${2:-}" != host ] && [ -f $mark ]; then
-    rm $mark
-    flags+=(-DGRADWIRE_CUDA=AUTO)
   fi
+elif [ "$1" = release ] && [ -f $mark ]; then
+  rm $mark
+  flags+=(-DGRADWIRE_CUDA=AUTO)
 fi
-tests=ON
-for header in gtest/gtest.h boost/context/fiber.hpp; do
+tests=ON headers=(gtest/gtest.h boost/context/fiber.hpp)
+[ "${2:-}" = demo ] && tests=OFF headers=()
+for header in "${headers[@]}"; do
   if ! echo "#include <$header>" | "${CXX:-c++}" -std=c++20 -E -x c++ - > /dev/null 2>&1; then
     echo "configure: <$header> is missing, so the tests are not built"
     tests=OFF

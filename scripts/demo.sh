@@ -7,20 +7,34 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 
-side=
-if ! nvidia-smi -L > /dev/null 2>&1; then side=host; fi
-scripts/configure.sh release $side
+# Builds a target. Shows the share of finished build steps and an estimate of the remaining time: one line
+# that changes on a terminal, otherwise a line per 10 %. Other output, such as errors, passes through.
+build() {
+  local line text begin=$SECONDS passed percent shown=0
+  NINJA_STATUS='@%f/%t ' ninja -C build "$1" | while IFS= read -r line; do
+    if [[ $line =~ ^@([0-9]+)/([0-9]+)\  ]]; then
+      percent=$((100 * BASH_REMATCH[1] / BASH_REMATCH[2])) passed=$((SECONDS - begin))
+      text="demo: build: $percent %"
+      if [ "$percent" -lt 100 ] && [ "$passed" -ge 5 ]; then
+        text+=$(printf ', about %d:%02d min left' $((passed * (100 - percent) / percent / 60)) $((passed * (100 - percent) / percent % 60)))
+      fi
+      if [ -t 1 ]; then
+        printf '\r\033[K%s' "$text"
+      elif [ $((percent / 10)) -gt "$shown" ]; then
+        shown=$((percent / 10))
+        echo "$text"
+      fi
+    elif [[ $line != ninja:* || $line == ninja:\ error* || $line == *stopped* ]]; then
+      if [ -t 1 ]; then printf '\r\033[K'; fi
+      printf '%s\n' "$line"
+    fi
+  done
+  if [ -t 1 ]; then printf '\r\033[K'; fi
+}
 
-files=0
-for object in $(ninja -C build -t commands gradwire | grep -oE -- '-o [^ ]+\.o ' | cut -d' ' -f2); do
-  [ -f "build/$object" ] || files=$((files + 1))
-done
-if [ "$files" -gt 0 ]; then
-  cores=$(nproc)
-  minutes=$((1 + files * 4 / cores / 60))  # about 4 core-seconds per file
-  echo "demo: compiling $files files on $cores cores: about $minutes minutes, less with a warm compiler cache"
-fi
-cmake --build --preset release --target gradwire
+scripts/configure.sh release demo
+echo "demo: building gradwire on $(nproc) cores: minutes, or seconds with a warm compiler cache"
+build gradwire
 mkdir -p build/demo
 rm -f build/demo/compare.*.jsonl  # compare would skip these runs
 echo "demo: training three times, about a minute each on two cores"

@@ -1,8 +1,12 @@
 #!/usr/bin/env bash
 # Installs the Debian packages that Gradwire needs. Does nothing if all packages are installed. If a package
 # cannot be installed, names the feature that the missing package disables and continues.
-# tools/checks/check_packages.py checks that the list is complete; scripts/fresh_debian.sh tests it on a bare
-# Debian.
+#
+#   scripts/setup.sh        packages of the build, the demo, the tests and the tools
+#   scripts/setup.sh demo   only the packages of the build and of make demo
+#
+# tools/checks/check_packages.py checks that the lists are complete; scripts/fresh_debian.sh tests them on a
+# bare Debian.
 set -uo pipefail
 
 # package:feature that needs the package. The build needs the packages of the first group.
@@ -11,19 +15,26 @@ required=(
   "libopenblas-dev:matrix products on the host" "libfmt-dev:messages" "libcli11-dev:the gradwire command"
   "nlohmann-json3-dev:the gradwire command" "zlib1g-dev:reading data sets" "python3:the scripts"
 )
-optional=(
+demo=(
+  "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
+  "python3-matplotlib:pictures (bench/plots/plot.py)" "python3-plotly:gradwire report" "ccache:fast rebuilds"
+)
+tests=(
   "libgtest-dev:the tests" "libgmock-dev:the tests" "libboost-context-dev:the tests that run CUDA kernels on the CPU"
   "libgloo-dev:gloo's own allreduce in benchmarks"
-  "dataset-fashion-mnist:real images without a download (demo; --data fashion-mnist:DIR still works)"
   "python3-numpy:the oracles" "python3-torch:the oracles" "python3-torchvision:the oracles"
   "mypy:the check of the Python package's types"
   "python3-pip:the test of pip install" "python3-setuptools:the test of pip install" "python3-wheel:the test of pip install"
   "python3-venv:make wheel, make test-frameworks, make build CUDA=pip and the machine-code check"
-  "python3-plotly:gradwire report" "chromium:the test of gradwire report's page"
-  "chromium-driver:the test of gradwire report's page" "python3-selenium:the test of gradwire report's page"
-  "python3-matplotlib:pictures (bench/plots/plot.py)" "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
-  "doxygen:the API page of the C header" "ccache:fast rebuilds" "git:version control" "xz-utils:make bundle"
+  "chromium:the test of gradwire report's page" "chromium-driver:the test of gradwire report's page"
+  "python3-selenium:the test of gradwire report's page"
+  "zsh:the test of the completion for zsh" "groff-base:the test of the man pages"
+  "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
+  "doxygen:the API page of the C header" "git:version control" "xz-utils:make bundle"
 )
+optional=("${demo[@]}")
+case ${1:-} in demo) ;; '') optional+=("${tests[@]}") ;;
+  *) echo "setup: '$1' is not a set of packages: demo, or nothing for all" >&2; exit 2 ;; esac
 
 if ! command -v dpkg-query > /dev/null; then
   echo "setup: not a Debian system, so nothing is installed; see scripts/setup.sh for what is needed"

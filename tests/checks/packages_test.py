@@ -9,7 +9,8 @@ import sys
 
 CHECK = pathlib.Path(__file__).parents[2] / "tools/checks/check_packages.py"
 # Maps one package of each kind of use to the text with which the check reports the package.
-PLANTED = {"libgmock-dev": "header /usr/include/gmock/", "libboost-context-dev": "library /usr/lib",
+PLANTED = {"python3-matplotlib": "the list of scripts/setup.sh demo lacks python3-matplotlib",
+           "libgmock-dev": "header /usr/include/gmock/", "libboost-context-dev": "library /usr/lib",
            "iproute2": "command ip", "python3-pip": "module pip"}
 
 

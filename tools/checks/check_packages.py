@@ -7,7 +7,8 @@ A machine that tests Gradwire has packages that a user's machine lacks, so a mis
 shows only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on other installed packages:
 each system header and library of the build in BUILD, each command of the scripts, and each Python module must
 belong to a package in the closure of setup.sh's list, or to the base system (debootstrap's minbase, make and
-git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does.
+git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does. What `make demo` uses must
+belong to the closure of the packages of `setup.sh demo`.
 
 --without PACKAGE checks as if setup.sh did not list PACKAGE. Exits with 77 on systems without dpkg.
 """
@@ -20,6 +21,9 @@ import subprocess
 import sys
 
 BASE = ("make", "git", "apt")
+# What `make demo` builds, and the files that it runs.
+DEMO_TARGET = "gradwire"
+DEMO_FILES = re.compile(r"scripts/(setup|configure|demo)\.sh|bench/plots/\w+\.py|trainer/report/[pr]e\w+\.py")
 # Optional programs and modules. Each entry describes the behavior without the program or module.
 OPTIONAL_COMMANDS = {
     "clang-format": "make format only",
@@ -106,24 +110,30 @@ def merged(path):
     return re.sub(r"^/(bin|sbin|lib|lib32|lib64|libx32)/", r"/usr/\1/", str(path))
 
 
-def setup_list(root):
-    """Returns the packages that scripts/setup.sh installs."""
+def setup_list(root, lists):
+    """Returns the packages of these lists of scripts/setup.sh."""
     text = (root / "scripts/setup.sh").read_text()
-    groups = re.findall(r"^(?:required|optional)=\((.*?)^\)", text, re.M | re.S)
+    groups = re.findall(rf"^(?:{'|'.join(lists)})=\((.*?)^\)", text, re.M | re.S)
+    assert len(groups) == len(lists), f"scripts/setup.sh has not all of {lists}"
     return [entry.split(":")[0] for group in groups for entry in re.findall(r'"([^"]+)"', group)]
 
 
-def build_files(build):
-    """Yields (file, target) of each header that the build reads outside the tree, and each linked library."""
+def build_files(build, goal):
+    """Yields (file, target) of each header that the build reads outside the tree, and each linked library.
+    With a goal, of the build of this target only."""
+    goal = [goal] if goal else []
+    inputs = set(subprocess.run(["ninja", "-C", build, "-t", "inputs", *goal], capture_output=True, text=True,
+                                check=True).stdout.split()) if goal else set()
     deps = subprocess.run(["ninja", "-C", build, "-t", "deps"], capture_output=True, text=True,
                           check=True).stdout
     target = None
     for line in deps.splitlines():
         if line.startswith("    "):
-            yield line.strip(), target
+            if not goal or target in inputs:
+                yield line.strip(), target
         elif line:
             target = line.split(":")[0]
-    commands = subprocess.run(["ninja", "-C", build, "-t", "commands"], capture_output=True, text=True,
+    commands = subprocess.run(["ninja", "-C", build, "-t", "commands", *goal], capture_output=True, text=True,
                               check=True).stdout
     names = {}
     for line in commands.splitlines():
@@ -246,13 +256,16 @@ for name in sys.argv[1:]:
 class Check:
     """Collects the files that no package of setup.sh's list or of the base system owns.
 
+    Args:
+        demo: check only the build and the files of `make demo`.
+
     Attributes:
         checked: the number of checked files of each kind.
         missing: package -> the files of that package, and their users.
     """
 
-    def __init__(self, packages, allowed):
-        self.packages, self.allowed = packages, allowed
+    def __init__(self, packages, allowed, demo):
+        self.packages, self.allowed, self.demo = packages, allowed, demo
         self.checked, self.missing = collections.Counter(), collections.defaultdict(set)
 
     def file(self, kind, path, what, user):
@@ -280,7 +293,7 @@ class Check:
             *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
         ]
         seen = set()
-        for path, user in build_files(build):
+        for path, user in build_files(build, DEMO_TARGET if self.demo else None):
             path = pathlib.Path(path)
             real = path.resolve()
             if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents)
@@ -296,6 +309,8 @@ class Check:
         """Checks the commands and Python modules that scripts, tests and benches name."""
         modules = {}
         for kind, name, user in uses(root):
+            if self.demo and not DEMO_FILES.fullmatch(user):
+                continue
             if kind == "module":
                 if name.split(".")[0] not in OPTIONAL_MODULES:
                     modules.setdefault(name, user)
@@ -322,23 +337,32 @@ def main():
         print("skipped: not a Debian system")
         sys.exit(77)
     packages = Packages()
-    listed = [name for name in setup_list(root) if name != arguments.without]
-    check = Check(packages, packages.closure([*listed, *packages.base]))
-    check.build(root, build)
-    check.sources(root)
+    bad = False
+    for setup, lists in (("setup.sh", ("required", "demo", "tests")),
+                         ("setup.sh demo", ("required", "demo"))):
+        listed = [name for name in setup_list(root, lists) if name != arguments.without]
+        check = Check(packages, packages.closure([*listed, *packages.base]), demo="demo" in setup)
+        check.build(root, build)
+        check.sources(root)
+        bad |= report(check, setup, build)
+    sys.exit(1 if bad else 0)
+
+
+def report(check, setup, build):
+    """Prints the result of a check. Returns whether something is wrong."""
     for package, users in sorted(check.missing.items()):
-        print(f"scripts/setup.sh's list lacks {package}, which is needed:")
+        print(f"the list of scripts/{setup} lacks {package}, which is needed:")
         for user in sorted(users)[:5]:
             print(f"  {user}")
         if len(users) > 5:
             print(f"  and {len(users) - 5} more")
     if min(check.checked[kind] for kind in PLURALS) == 0:
         print(f"nothing was checked of one kind: {dict(check.checked)}; is {build} a finished build?")
-        sys.exit(1)
-    if check.missing:
-        sys.exit(1)
-    print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(check.checked.items())) +
-          f" belong to the {len(check.allowed)} packages of setup.sh's list and the base system")
+        return True
+    if not check.missing:
+        print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(check.checked.items())) +
+              f" belong to the {len(check.allowed)} packages of {setup}'s list and the base system")
+    return bool(check.missing)
 
 
 if __name__ == "__main__":
