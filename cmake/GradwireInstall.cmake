@@ -1,5 +1,5 @@
-# cmake --install: libgradwire.so, gradwire.h, and the files for find_package(gradwire) and pkg-config.
-# `cmake --install build --component library` installs only these.
+# cmake --install --component library: libgradwire.so, gradwire.h, and the files for find_package(gradwire)
+# and pkg-config. GradwireProgram.cmake has the component `program`.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -38,17 +38,24 @@ Libs: -L\${libdir} -lgradwire
 ")
 install(FILES ${CMAKE_BINARY_DIR}/gradwire.pc DESTINATION ${pc_dir} COMPONENT library)
 
-# cpack: libgradwire_VERSION_ARCHITECTURE.deb, the same files below /usr (make deb).
+# cpack: libgradwire-dev_VERSION_ARCHITECTURE.deb and gradwire_VERSION_ARCHITECTURE.deb, the same files below
+# /usr (make deb).
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME gradwire)
 set(CPACK_PACKAGE_CONTACT "Gradwire's developers")
-set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "Gradient compression for data-parallel training: the C library")
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
-set(CPACK_COMPONENTS_ALL library)
+set(CPACK_COMPONENTS_ALL library program)
+set(CPACK_COMPONENT_LIBRARY_DESCRIPTION "Gradient compression for data-parallel training: the C library")
+set(CPACK_COMPONENT_PROGRAM_DESCRIPTION "Gradient compression for data-parallel training: the programs")
 set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME libgradwire-dev)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libdevel)
 set(CPACK_DEBIAN_LIBRARY_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PROGRAM_PACKAGE_NAME gradwire)
+set(CPACK_DEBIAN_PROGRAM_PACKAGE_SECTION science)
+set(CPACK_DEBIAN_PROGRAM_PACKAGE_RECOMMENDS python3-plotly)  # gradwire report
+set(CPACK_DEBIAN_PROGRAM_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS ${CMAKE_BINARY_DIR}/lib)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # packaged targets are built by name
 include(CPack)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# make deb: a Debian package of libgradwire.so, its header, and its CMake and pkg-config files; in dist/.
+# make deb: two Debian packages, in dist/: libgradwire-dev with libgradwire.so, its header, and its CMake and
+# pkg-config files; gradwire with the programs, their man pages and their completion.
 #
 #   scripts/deb.sh [--smoke]    --smoke: packs what is built, in build/smoke
 set -euo pipefail
@@ -12,8 +13,16 @@ cpack --config build/CPackConfig.cmake -B "$folder" > "$folder/cpack.log" || {
   cat "$folder/cpack.log" >&2
   exit 1
 }
-packed=$(dpkg-deb --contents "$folder"/*.deb)
-for file in libgradwire.so libgradwire.so.0 gradwire.h gradwire.pc gradwireConfig.cmake; do
-  grep -q "/$file\( ->.*\)\?$" <<< "$packed" || { echo "deb: the package has no $file" >&2; exit 1; }
-done
+# check PACKAGE FILE...: fails unless the package has each file.
+check() {
+  local packed
+  packed=$(dpkg-deb --contents "$folder/$1"_*.deb)
+  for file in "${@:2}"; do
+    grep -q "/$file\( ->.*\)\?$" <<< "$packed" || { echo "deb: the package $1 has no $file" >&2; exit 1; }
+  done
+}
+check libgradwire-dev libgradwire.so libgradwire.so.0 gradwire.h gradwire.pc gradwireConfig.cmake
+check gradwire bin/gradwire bin/gradwire-bench gradwire/libgradwire_blas.so report/report.py \
+  man/man1/gradwire-train.1 man/man1/gradwire-bench.1 bash-completion/completions/gradwire \
+  zsh/vendor-completions/_gradwire
 [ -n "$smoke" ] || { mkdir -p dist && cp -v "$folder"/*.deb dist; }

@@ -9,6 +9,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/no_memory.h"
 #include "runtime/util/standard_descriptors.h"
+#include "trainer/manual/manual.h"
 
 namespace {
 
@@ -42,6 +43,7 @@ int main(int argc, char** argv) {
     gradwire::bench::add_orthonormalize(app, exit_code);
     gradwire::bench::add_schedules(app, exit_code);
     gradwire::bench::add_step(app, exit_code);
+    gradwire::add_manual_commands(app);
     app.parse(argc, argv);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       return fail("standard output could not be written: its disk is full, or its reader is gone", kFailed);

@@ -56,7 +56,8 @@ class Compare(CommandTest):
                          [0.002, 25, 0.002, 25])
 
     def compare(self, *arguments):
-        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, "--steps", 2, "--json", "out.json",
+        steps = [] if "--steps" in arguments else ["--steps", 2]
+        result = self.run_command("compare", *SYNTHETIC, "--ranks", 2, *steps, "--json", "out.json",
                                   *arguments)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         return result.stdout, json.loads((self.folder / "out.json").read_text())
@@ -129,6 +130,25 @@ class Compare(CommandTest):
         numbers = lambda log: [(r.get("loss"), r.get("test_loss")) for r in self.records(log)
                                if r["type"] in ("step", "eval")]
         self.assertEqual(numbers("alone.jsonl"), numbers(rows[1]["seeds"][2]["log"]))
+
+    def test_target_accuracy_is_the_time_of_the_first_evaluation_that_reaches_it(self):
+        def seconds_to(target):
+            _, rows = self.compare(*self.specs("fp32"), "--steps", 16, "--eval-every", 0.25,
+                                   "--target-accuracy", target)
+            self.assertAlmostEqual(rows[0]["target_accuracy"], target / 100)
+            return rows[0]["seconds_to_target"]
+
+        first = seconds_to(0)
+        evals = [r for r in self.records("out.0.jsonl") if r["type"] == "eval"]
+        self.assertEqual([e["step"] for e in evals], list(range(2, 17, 2)))
+        steps = [r["step_ms"] for r in self.records("out.0.jsonl") if r["type"] == "step"]
+        for number, record in enumerate(evals):
+            self.assertAlmostEqual(record["seconds"], sum(steps[:2 * number + 2]) / 1000)
+        self.assertEqual(first, evals[0]["seconds"])
+        best = max(evals, key=lambda e: e["test_accuracy"])  # the first of the best
+        self.assertEqual(seconds_to(100 * best["test_accuracy"] - 1e-6), best["seconds"])
+        if best["test_accuracy"] < 1:
+            self.assertIsNone(seconds_to(100))
 
     def test_the_shelf_preset_contains_every_format(self):
         _, rows = self.compare("--preset", "shelf", *self.specs("bf16", "bf16:ef=off"), "--eval-every", 0)

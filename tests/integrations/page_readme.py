@@ -39,6 +39,7 @@ SESSIONS = {
 NOT_RUN = [
     ("make demo", "trains for minutes; scripts/demo.sh is `gradwire compare`, which the next example runs"),
     ("vit_tiny on fashion-mnist", "the output of the command above"),
+    ("source <(build/bin/gradwire completion", "bash, not sh; tests/cli/completion_test.py runs it"),
     ("build/bin/gradwire compare ... --preset",
      "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
     ("build/bin/gradwire report", "tests/cli/report_test.py runs it, where plotly is installed"),

@@ -15,6 +15,7 @@
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"
+#include "trainer/cli/interruption.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
 #include "trainer/cli/report.h"
@@ -22,6 +23,7 @@
 #include "trainer/cli/top.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
+#include "trainer/manual/manual.h"
 #include "trainer/train/memory_plan.h"
 
 namespace gradwire {
@@ -53,7 +55,11 @@ int train(const RunOptions& options) {
     return kDone;
   }
   check_memory_limit(run.config);
-  const RunOutput output{.log = options.log, .log_every = options.log_every};
+  std::unique_ptr<TrainInterruption> interruption;
+  if (leads(options) && options.join.empty()) {
+    interruption = std::make_unique<TrainInterruption>(options, run.config);
+  }
+  const RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
     run_once(run.config, run.data, output, {.join_group = [&](const std::string& about) {
@@ -100,6 +106,14 @@ void add_report_commands(CLI::App& app, ReportOptions& report, ExportOptions& ev
   add_export_flags(*export_command, events);
 }
 
+// A train without flags is probably a question, and training takes minutes. A script whose flags got lost
+// must not look like success.
+int explain_train(const CLI::App& command) {
+  report("train needs a flag, such as --model; gradwire train --help lists all", kBadInput);
+  std::fprintf(stderr, "%s\n", command.get_footer().c_str());
+  return kBadInput;
+}
+
 int parse_and_run(int argc, char** argv) {
   CLI::App app{
       "Trains vision transformers with compressed gradients, and shows what the compression cost and saved.",
@@ -126,12 +140,16 @@ int parse_and_run(int argc, char** argv) {
   ReportOptions report_options;
   ExportOptions export_options;
   add_report_commands(app, report_options, export_options);
+  add_manual_commands(app);
 
   const std::string first = argc > 1 ? argv[1] : "";
   const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
   if (!first.empty() && first[0] != '-' && named.empty()) {
-    throw BadInput("unknown command '" + first + "'; use train, compare, doctor, top, report or export");
+    throw BadInput("unknown command '" + first +
+                   "'; use train, compare, doctor, top, report, export or "
+                   "completion");
   }
+  if (argc == 2 && first == "train") return explain_train(*train_command);
   try {
     app.parse(argc, argv);
   } catch (const CLI::Success& success) {
@@ -139,6 +157,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
   }
+  if (ran_manual_command(app)) return kDone;
   if (app.got_subcommand("report")) return write_report(report_options);
   if (app.got_subcommand("export")) return export_events(export_options);
   if (top_command->parsed()) {

@@ -12,6 +12,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "runtime/util/parse.h"
+#include "trainer/cli/interruption.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/comparison.h"
 #include "trainer/log/console.h"
@@ -140,11 +141,19 @@ std::string time_left(const std::vector<PlannedRun>& runs, size_t next, const st
                      human_seconds(sum / static_cast<double>(seconds.size()) * static_cast<double>(left)));
 }
 
+std::string interruption_text(const std::vector<PlannedRun>& runs, const RunOptions& options, size_t done) {
+  return compare_interruption(options, !runs.front().log.empty(), done, runs.size());
+}
+
 // Runs all runs without a result. `data`: data of the first seed; for other seeds, data that depend on the
 // seed are drawn again.
 std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOptions& options,
                                 DataSplits data, Communicator* comm) {
   const bool prints = leads(options);
+  const auto earlier = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
+  auto done = static_cast<size_t>(earlier);
+  std::optional<Interruption> interruption;
+  if (prints) interruption.emplace(interruption_text(runs, options, done));
   std::vector<RunSummary> summaries;
   std::vector<double>
       seconds;  // durations of this call's runs; until the first run ends, of earlier calls' runs
@@ -178,6 +187,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
         run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
     if (std::exchange(first, false)) seconds.clear();  // earlier calls may have run on another machine
     seconds.push_back(summaries.back().seconds);
+    interruption->set(interruption_text(runs, options, ++done));
   }
   return summaries;
 }
@@ -281,8 +291,8 @@ void compare(const RunOptions& given) {
       options.seeds == 1
           ? ""
           : fmt::format("; accuracy and loss: mean and standard deviation over {} seeds", options.seeds)));
-  say(compare_table(compared));
-  json.write(compare_document(compared));
+  say(compare_table(compared, options.target_accuracy));
+  json.write(compare_document(compared, options.target_accuracy));
 }
 
 }  // namespace gradwire

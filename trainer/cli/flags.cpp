@@ -94,11 +94,18 @@ void set_group(CLI::App& command, const char* group) {
   command.option_defaults()->group(group);
 }
 
+// Shown by --help, by the man page, and by train without flags.
+constexpr const char* kTrainExamples =
+    "Examples:\n"
+    "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"
+    "  gradwire train --data synthetic --steps 100 --ranks 2 --compression int8 --log run.jsonl\n"
+    "  gradwire train --checkpoint run --resume run    # the same command continues after an interruption";
+
 constexpr Limits<int64_t> kBatches{1, 1 << 20}, kSteps{1, 1'000'000'000};
 
 void add_model_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Model");
-  add_text(command, "--model", o.model, "WORD",
+  add_text(command, "--model", o.model, "MODEL",
            "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32");
   add_number(command, "--image-size", o.image_size, "Side of the square images", {1, VitLimits::image});
   add_number(command, "--patch", o.patch, "Side of a patch; divides the image size", {1, VitLimits::patch});
@@ -173,7 +180,8 @@ void add_training_flags(CLI::App& command, RunOptions& o) {
       "program); same results");
   add_number(command, "--seed", o.seed, "Seed of weights, shuffling and rounding",
              {0, std::numeric_limits<uint64_t>::max()});
-  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations; 0: never", {0, 1'000'000});
+  add_number(command, "--eval-every", o.eval_every, "Epochs between evaluations, such as 0.25; 0: never",
+             {0, 1e6});
 }
 
 void add_output_flags(CLI::App& command, RunOptions& o) {
@@ -300,6 +308,7 @@ void add_compression_flags(CLI::App& command, RunOptions& o, bool several) {
 }  // namespace
 
 void add_train_flags(CLI::App& command, RunOptions& o) {
+  command.footer(kTrainExamples);
   CLI::Option* init = add_run_flags(command, o);
   add_compression_flags(command, o, false);
   add_shard_flags(command, o);
@@ -329,6 +338,9 @@ void add_compare_flags(CLI::App& command, RunOptions& o) {
              "Repeat each run with --seed, --seed + 1, ...: the table has mean and standard deviation",
              {1, 1000});
   set_group(command, "Output");
+  add_number(command, "--target-accuracy", o.target_accuracy,
+             "Percentage: the table has the training time of each run until an evaluation reached it",
+             {0, 100});
   add_path(
       command, "--json", o.json, "FILE",
       "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); skip runs whose "

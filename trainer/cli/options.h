@@ -32,10 +32,11 @@ struct RunOptions {
   std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
   std::optional<std::string> link;    // RATE[,DELAY]; default: links are not emulated
   DeviceChoice device = DeviceChoice::automatic;
-  std::vector<std::string> compression;  // train: at most one spec; compare: one run per spec
-  std::vector<double> bucket_mb;         // train: at most one size; compare: one run per size
-  std::string preset;                    // compare: a list of specs, before the specs of `compression`
-  int seeds = 1;                         // compare: runs of each spec, with consecutive seeds from `seed`
+  std::vector<std::string> compression;   // train: at most one spec; compare: one run per spec
+  std::vector<double> bucket_mb;          // train: at most one size; compare: one run per size
+  std::string preset;                     // compare: a list of specs, before the specs of `compression`
+  std::optional<double> target_accuracy;  // compare: a percentage
+  int seeds = 1;                          // compare: runs of each spec, with consecutive seeds from `seed`
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
   Sharding shard = Sharding::none;
@@ -51,7 +52,7 @@ struct RunOptions {
   std::optional<int64_t> warmup;
   uint64_t seed = 0;
   double timeout_s = 60;
-  int64_t eval_every = 1;
+  double eval_every = 1;
   std::string log, json;
   std::string trace;
   std::optional<std::string> trace_steps, profile_steps;

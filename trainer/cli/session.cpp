@@ -96,6 +96,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
     observers.push_back(log.get());  // first observer, so that the file has each result before stdout
   }
   observers.push_back(&summarizer);
+  if (output.observer != nullptr) observers.push_back(output.observer);
   auto start = std::chrono::steady_clock::now();
   {
     Console console(config, {stdout, isatty(STDOUT_FILENO) == 1, output.log_every, output.label});

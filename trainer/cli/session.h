@@ -31,9 +31,10 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
                 const RunPart& part);
 
 struct RunOutput {
-  std::string log = {};    // file name; "" for no log
-  int64_t log_every = 1;   // steps between log lines when output is not a terminal
-  std::string label = {};  // text before the progress bar on a terminal
+  std::string log = {};             // file name; "" for no log
+  int64_t log_every = 1;            // steps between log lines when output is not a terminal
+  std::string label = {};           // text before the progress bar on a terminal
+  RunObserver* observer = nullptr;  // also receives the records; may be null
 };
 // Trains, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank, because
 // each rank may have to replace rank 0. Ranks other than rank 0 print nothing.

@@ -137,7 +137,7 @@ struct TrainConfig {
   bool graph = false;  // capture the step once, then launch the graph; the bits do not change
   uint64_t seed = 0;   // seed of weights, shuffling, augmentation and stochastic rounding
 
-  int64_t eval_every = 1;         // epochs between evaluations; also after the last step. 0: never
+  double eval_every = 1;          // epochs between evaluations; also after the last step. 0: never
   int64_t eval_batch_size = 250;  // images per rank; affects only the order of summation
 
   std::string init;                  // file of initial weights; empty: drawn from the seed

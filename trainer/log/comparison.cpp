@@ -57,6 +57,15 @@ std::optional<double> ratio_of(const ComparedRun& run) {
   return median_of(run, &RunSummary::dense_bytes) / sent;
 }
 
+// Returns the median of the seeds' times to a percentage; empty if a seed did not reach it.
+std::optional<double> seconds_to_target(const ComparedRun& run, double percentage) {
+  const std::vector<double> times = over_seeds(run, [=](const RunSummary& s) {
+    return seconds_to(s, percentage / 100).value_or(std::numeric_limits<double>::quiet_NaN());
+  });
+  if (std::any_of(times.begin(), times.end(), [](double t) { return std::isnan(t); })) return {};
+  return median(times);
+}
+
 std::string with_spread(const std::string& mean, double deviation, double unit, const char* format) {
   return std::isnan(deviation) ? mean : mean + " +-" + fmt::format(fmt::runtime(format), unit * deviation);
 }
@@ -69,7 +78,7 @@ std::string accuracy_text(const ComparedRun& run) {
 
 }  // namespace
 
-std::string compare_document(const std::vector<ComparedRun>& runs) {
+std::string compare_document(const std::vector<ComparedRun>& runs, std::optional<double> target) {
   Json document = Json::array();
   for (const ComparedRun& run : runs) {
     const Spread accuracy = accuracy_of(run), loss = loss_of(run);
@@ -100,11 +109,14 @@ std::string compare_document(const std::vector<ComparedRun>& runs) {
                         {"schedule", first.schedule},
                         {"bucket_mb", shortest(run.bucket_mb)},
                         {"seeds", std::move(seeds)}});
+    if (!target) continue;
+    document.back()["target_accuracy"] = *target / 100;
+    document.back()["seconds_to_target"] = or_null(seconds_to_target(run, *target));
   }
   return json_text(document, 2) + "\n";
 }
 
-std::string compare_table(const std::vector<ComparedRun>& runs) {
+std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<double> target) {
   Table rows{{"compression", "test accuracy", "final loss", "step ms", "images/s", "sent per step", "ratio",
               "exposed comm ms"}};
   for (const ComparedRun& run : runs) {
@@ -117,6 +129,13 @@ std::string compare_table(const std::vector<ComparedRun>& runs) {
                     human_bytes(median_of(run, &RunSummary::wire_bytes)),
                     ratio ? fmt::format("{:.2f}x", *ratio) : "-",
                     milliseconds(median_of(run, &RunSummary::exposed_comm_ms))});
+  }
+  if (target) {
+    rows[0].push_back(fmt::format("time to {:g} %", *target));
+    for (size_t i = 0; i < runs.size(); ++i) {
+      const std::optional<double> seconds = seconds_to_target(runs[i], *target);
+      rows[i + 1].push_back(seconds ? human_seconds(*seconds) : "-");
+    }
   }
   // Show the bucket sizes only if they differ.
   if (std::any_of(runs.begin(), runs.end(),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,9 @@ struct ComparedRun {
   double bucket_mb = 0;
 };
 
-// Returns the JSON array that `gradwire compare --json` writes (docs/formats.md).
-std::string compare_document(const std::vector<ComparedRun>& runs);
-// Returns a table with a line per compression and bucket size.
-std::string compare_table(const std::vector<ComparedRun>& runs);
+// Return the JSON array that `gradwire compare --json` writes (docs/formats.md), and a table with a line per
+// compression and bucket size. `target`: the percentage of --target-accuracy, for the time to this accuracy.
+std::string compare_document(const std::vector<ComparedRun>& runs, std::optional<double> target = {});
+std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<double> target = {});
 
 }  // namespace gradwire

@@ -17,7 +17,14 @@ EarlierRun read_earlier_run(const std::string& path) {
   if (!std::getline(file, first)) return earlier;
   earlier.settings = settings_text(first);
   if (earlier.settings.empty()) return earlier;
-  while (std::getline(file, line)) last = line;
+  while (std::getline(file, line)) {
+    last = line;
+    const Json record = line.starts_with("{\"type\":\"eval\"") ? parse_json(line) : Json();
+    if (!record.is_object()) continue;
+    earlier.summary.evals.push_back({.step = field<int64_t>(record, "step").value_or(0),
+                                     .seconds = number_in(record, "seconds"),
+                                     .test_accuracy = number_in(record, "test_accuracy")});
+  }
   const Json end = parse_json(last);
   if (!end.is_object() || field<std::string>(end, "type") != "summary") return earlier;
   const Json head = parse_json(first);

@@ -51,8 +51,9 @@ struct StepRecord {
 
 // An evaluation of the whole test set on all ranks.
 struct EvalRecord {
-  int64_t step = 0;  // optimizer steps done
-  double epoch = 0;  // passes over the training set
+  int64_t step = 0;    // optimizer steps done
+  double epoch = 0;    // passes over the training set
+  double seconds = 0;  // training time of this process's steps, without evaluations
   double test_loss = 0;
   double test_accuracy = 0;  // fraction from 0 to 1
   int64_t images = 0;

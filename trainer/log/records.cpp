@@ -69,7 +69,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["precision"] = name(config.precision);
   json["graph"] = config.graph;
   json["seed"] = config.seed;
-  json["eval_every"] = config.eval_every;
+  json["eval_every"] = shortest(config.eval_every);
   json["eval_batch_size"] = config.eval_batch_size;
   json["timeout_s"] = config.timeout_s;
   auto path_or_null = [](const std::string& path) { return path.empty() ? Json(nullptr) : Json(path); };
@@ -164,6 +164,7 @@ std::string eval_record(const EvalRecord& eval) {
   return json_text(Json{{"type", "eval"},
                         {"step", eval.step},
                         {"epoch", eval.epoch},
+                        {"seconds", eval.seconds},
                         {"test_loss", eval.test_loss},
                         {"test_accuracy", eval.test_accuracy},
                         {"images", eval.images}});

@@ -15,6 +15,13 @@ double median(std::vector<double> values) {
   return (*std::max_element(values.begin(), middle) + *middle) / 2;
 }
 
+std::optional<double> seconds_to(const RunSummary& summary, double accuracy) {
+  for (const EvalRecord& eval : summary.evals) {
+    if (eval.test_accuracy >= accuracy) return eval.seconds;
+  }
+  return {};
+}
+
 std::optional<double> StepShares::hidden_of_comm() const {
   if (!(comm() > 0)) return {};
   return std::clamp(1 - exposed_comm / comm(), 0.0, 1.0);
@@ -51,13 +58,14 @@ void Summarizer::on_run(const RunInfo& info) {
   info_ = info;
   if (info.takes_over) {  // drop this rank's reports of steps that will be repeated
     std::erase_if(steps_, [&](const StepRecord& step) { return step.step >= info.first_step; });
+    std::erase_if(evals_, [&](const EvalRecord& eval) { return eval.step > info.first_step; });
   }
 }
 void Summarizer::on_step(const StepRecord& step) {
   steps_.push_back(step);
 }
 void Summarizer::on_eval(const EvalRecord& eval) {
-  last_eval_ = eval;
+  evals_.push_back(eval);
 }
 
 void Summarizer::on_end(const EndRecord& end) {
@@ -104,9 +112,10 @@ RunSummary Summarizer::summary(double seconds) const {
   double sum = 0;
   for (size_t i = steps_.size() - last; i < steps_.size(); ++i) sum += steps_[i].loss;
   summary.final_loss = last > 0 ? sum / static_cast<double>(last) : std::numeric_limits<double>::quiet_NaN();
-  if (last_eval_) {
-    summary.test_loss = last_eval_->test_loss;
-    summary.test_accuracy = last_eval_->test_accuracy;
+  summary.evals = evals_;
+  if (!evals_.empty()) {
+    summary.test_loss = evals_.back().test_loss;
+    summary.test_accuracy = evals_.back().test_accuracy;
   }
   return summary;
 }

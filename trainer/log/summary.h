@@ -26,6 +26,7 @@ struct RunSummary {
   int64_t steps = 0;
   double seconds = 0;     // time from the first step to the end of the last evaluation
   double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
+  std::vector<EvalRecord> evals;
   std::optional<double> test_loss;      // loss of the last evaluation; empty without evaluations
   std::optional<double> test_accuracy;  // fraction from 0 to 1
   // Medians over the steps.
@@ -48,6 +49,9 @@ struct RunSummary {
 
 constexpr int64_t kFinalLossSteps = 20;
 
+// Returns the training time until the first evaluation with at least this accuracy; empty if none reached it.
+std::optional<double> seconds_to(const RunSummary& summary, double accuracy);
+
 // Returns the median, ignoring NaN values (not measured). NaN if no value was measured.
 double median(std::vector<double> values);
 
@@ -65,7 +69,7 @@ class Summarizer final : public RunObserver {
  private:
   RunInfo info_;
   std::vector<StepRecord> steps_;
-  std::optional<EvalRecord> last_eval_;
+  std::vector<EvalRecord> evals_;
   EndRecord end_;
   bool ended_ = false;
 };

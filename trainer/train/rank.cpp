@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "collectives/transport/transport.h"
@@ -181,7 +182,8 @@ void RankTrainer::run() {
 
 bool RankTrainer::evaluation_follows(int64_t step) const {
   if (config_.eval_every == 0) return false;
-  return step + 1 == config_.steps || (data_step(step) + 1) % (steps_per_epoch_ * config_.eval_every) == 0;
+  const auto every = std::llround(config_.eval_every * static_cast<double>(steps_per_epoch_));
+  return step + 1 == config_.steps || (data_step(step) + 1) % std::max<int64_t>(every, 1) == 0;
 }
 
 bool RankTrainer::checkpoint_follows(int64_t step) const {

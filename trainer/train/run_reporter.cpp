@@ -62,6 +62,7 @@ void RunReporter::report_step(const FinishedStep& step) {
                     .loss = all.loss / static_cast<double>(all.images),
                     .lr = step.lr};
   record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
+  trained_ms_ += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
   record.wire_bytes = stats.wire_bytes + step.weights.wire;
   record.dense_bytes = stats.dense_bytes + step.weights.dense;
@@ -111,6 +112,7 @@ void RunReporter::report_evaluation(const RankReports::Report& mine, int64_t ste
   const double count = static_cast<double>(all.images);
   observer_.on_eval({.step = steps_done,
                      .epoch = epoch,
+                     .seconds = trained_ms_ * 1e-3,
                      .test_loss = all.loss / count,
                      .test_accuracy = all.correct / count,
                      .images = all.images});

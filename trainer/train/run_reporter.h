@@ -51,6 +51,7 @@ class RunReporter {
   const int64_t images_;
   double updated_ms_ =
       0;  // --overlap-forward: time of the latest reported update, which the next forward contains
+  double trained_ms_ = 0;                                  // sum of the reported steps
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
   // Each rank's latest waits, and the time of the first complete report; used only on rank 0.
   std::vector<std::vector<double>> latest_waits_;

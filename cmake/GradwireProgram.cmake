@@ -1,0 +1,36 @@
+# cmake --install --component program: gradwire and gradwire-bench, their man pages, and their completion for
+# bash and zsh. The programs write the pages and the completion themselves, from their flags.
+include(GNUInstallDirs)
+
+# Where the programs look for the report's Python programs (trainer/cli/report.cpp) and their private library.
+install(TARGETS gradwire gradwire-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT program)
+set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
+install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT program)
+set_target_properties(gradwire gradwire-bench PROPERTIES INSTALL_RPATH "$ORIGIN/../${private_dir}")
+install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/report DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
+  COMPONENT program PATTERN __pycache__ EXCLUDE)
+
+set(manual ${CMAKE_BINARY_DIR}/manual)
+set(pages)
+foreach(program gradwire gradwire-bench)
+  add_custom_command(OUTPUT ${manual}/${program}.bash ${manual}/_${program} ${manual}/${program}/${program}.1
+    COMMAND ${CMAKE_COMMAND} -E rm -rf ${manual}/${program}
+    COMMAND ${CMAKE_COMMAND} -E make_directory ${manual}
+    COMMAND ${program} man ${manual}/${program}
+    COMMAND ${program} completion bash > ${manual}/${program}.bash
+    COMMAND ${program} completion zsh > ${manual}/_${program}
+    DEPENDS ${program}
+    COMMENT "Writing the man pages and the completion of ${program}" VERBATIM)
+  list(APPEND pages ${manual}/${program}/${program}.1)
+  install(DIRECTORY ${manual}/${program}/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT program)
+  install(FILES ${manual}/${program}.bash RENAME ${program}
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions COMPONENT program)
+  # Debian's zsh reads the completion of packages from another folder. The prefix is known when installing.
+  install(CODE "set(zsh_folder site-functions)
+    if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
+      set(zsh_folder vendor-completions)
+    endif()" COMPONENT program)
+  install(FILES ${manual}/_${program} DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/\${zsh_folder}
+    COMPONENT program)
+endforeach()
+add_custom_target(manual DEPENDS ${pages})
