@@ -166,7 +166,7 @@ void TcpExchanges::fail(const InFlight& e, const Message* at, const std::excepti
   }
   std::string cause = failure_.recorded();
   if (cause.empty() && SteadyClock::now() >= deadline) {
-    cause = fmt::format("not done after {} ms", timeout_.count());
+    cause = fmt::format("not done after {} ms{}", timeout_.count(), links_->over_links());
   } else if (cause.empty()) {
     cause = fmt::format("connection lost ({})", error.what());
   }

@@ -76,6 +76,9 @@ class TcpLinks {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
 
+  // Returns " over links of 100Mbit" if the links are emulated, otherwise "".
+  std::string over_links() const { return pacer_ ? " over links of " + pacer_->link().to_string() : ""; }
+
   // Posts a message. One thread at a time may call post(), hand_over() and wait(). post() and wait() throw
   // LinkLost, and CommError after interrupt().
   void post(Message& message);
