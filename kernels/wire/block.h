@@ -22,7 +22,7 @@
 //     std::vector<FormatOption> options(); // pointing to members; {} when it has none
 //     template <typename Lanes>
 //     GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-//                       uint8_t* bytes) const;
+//                       uint8_t* bytes) const;  // optionally also float* scratch, with room for block()
 //     template <typename Lanes, typename Values>
 //     GW_HD void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values) const;
 //   };
@@ -195,7 +195,20 @@ struct BlockCoder {
       }
     }
     // The code has a single call of encode, because every call is inlined.
-    format.encode(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to);
+    encode_values(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to, scratch);
+  }
+
+  // Encodes values that are neither rotated nor masked.
+  template <typename Lanes, typename To, typename Sink = NoSink>
+  GW_HD void encode_values(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+                           const To& to, float* scratch, const Sink& sink = {}) const {
+    if constexpr (requires { format.encode(lanes, values, count, random, to, scratch, sink); }) {
+      format.encode(lanes, values, count, random, to, scratch, sink);
+    } else if constexpr (requires { format.encode(lanes, values, count, random, to, sink); }) {
+      format.encode(lanes, values, count, random, to, sink);
+    } else {
+      format.encode(lanes, values, count, random, to);
+    }
   }
 
   // Decodes a block; `values` has room for block() values.

@@ -2,17 +2,16 @@
 // residuals, random bits and threads are the same for all formats, and compiled once (block_host.cpp).
 #pragma once
 
-#include <algorithm>
 #include <bit>
-#include <functional>
 
 #include "kernels/math/bf16.h"
 #include "kernels/wire/block.h"
 #include "kernels/wire/host.h"
+#include "kernels/wire/host_positions.h"
 
 namespace gradwire::host {
 
-struct OneLane {
+struct OneLane : SelectingLane {
   template <typename Body>
   GW_INLINE void each(int n, const Body& body) const {
 #pragma omp simd
@@ -71,46 +70,6 @@ struct OneLane {
       }
     }
   }
-  // Selects the k largest keys: narrows the candidates to few more than k by the upper 15 of the keys' 31
-  // bits, then compares all bits.
-  template <typename Key, typename Put>
-  GW_INLINE void pick_largest(int n, int k, const Key& key, const Put& put) const {
-    alignas(64) int16_t upper[kMostKeys];
-    alignas(64) uint8_t hits[kMostKeys];
-    uint16_t at[kMostKeys];
-    uint32_t keys[kMostKeys];
-    each(n, [&](int i) { upper[i] = static_cast<int16_t>(key(i) >> 16); });
-    int16_t least = 0;
-    for (int bit = 1 << 14; bit > 0; bit /= 2) {
-      const auto tried = static_cast<int16_t>(least | bit);
-      const int reach = reaching(upper, n, tried);
-      if (reach >= k) least = tried;
-      if (reach >= k && reach <= k + k / 4) break;
-    }
-    each(n, [&](int i) { hits[i] = upper[i] >= least ? 1 : 0; });
-    int all = 0;
-    for (int begin = 0; begin < n; begin += 8) {
-      uint64_t eight;
-      memcpy(&eight, hits + begin, sizeof eight);
-      for (; eight != 0; eight &= eight - 1) {
-        const int i = begin + std::countr_zero(eight) / 8;
-        at[all] = static_cast<uint16_t>(i);
-        keys[all++] = key(i);
-      }
-    }
-    uint32_t sorted[kMostKeys];
-    memcpy(sorted, keys, static_cast<size_t>(all) * sizeof *keys);
-    std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
-    const uint32_t last = sorted[k - 1];
-    int picked = 0;
-    for (int j = 0; j < all; ++j) {
-      if (keys[j] > last) put(picked++, at[j]);
-    }
-    for (int j = 0; j < all && picked < k; ++j) {
-      if (keys[j] == last) put(picked++, at[j]);
-    }
-  }
-
   template <int kGroup, typename Begin, typename Body>
   GW_INLINE void each_in_groups(int n, const Begin& begin, const Body& body) const {
     for (int first = 0; first < n; first += kGroup) {
@@ -125,7 +84,7 @@ struct OneLane {
   template <int kBits, typename Code>
   GW_INLINE void pack(int n, uint8_t* bytes, const Code& code) const {
     const int m = n * kBits / 8;
-    if (kBits % 3 != 0 && kBits != 8 && m >= kFullBytes) {
+    if (lower_code_bits(kBits) == kBits && kBits != 8 && m >= kFullBytes) {
 #pragma omp simd
       for (int j = 0; j < m; ++j) {
         uint32_t byte = 0;
@@ -136,8 +95,8 @@ struct OneLane {
     }
     alignas(64) uint32_t codes[kMostCodes];
     each(n, [&](int i) { codes[i] = code(i); });
-    if constexpr (kBits % 3 == 0) {
-      constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+    if constexpr (lower_code_bits(kBits) < kBits) {
+      constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
       pack_words<kLower>(codes, n, 0, bytes);
       pack_words<kUpper>(codes, n, kLower, bytes + n * kLower / 8);
     } else {
@@ -147,7 +106,7 @@ struct OneLane {
   template <int kBits, typename Take>
   GW_INLINE void unpack(const uint8_t* bytes, int n, int count, const Take& take) const {
     const int m = n * kBits / 8;
-    if (kBits % 3 != 0 && kBits != 8 && m >= kFullBytes) {
+    if (lower_code_bits(kBits) == kBits && kBits != 8 && m >= kFullBytes) {
       for (int part = 0; part < 8 / kBits && part * m < count; ++part) {
         const int first = part * m, here = count - first < m ? count - first : m;
         each(here, [&](int j) {
@@ -157,8 +116,8 @@ struct OneLane {
       return;
     }
     alignas(64) uint32_t codes[kMostCodes];
-    if constexpr (kBits % 3 == 0) {
-      constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+    if constexpr (lower_code_bits(kBits) < kBits) {
+      constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
       unpack_words<kLower, false>(bytes, n, 0, codes);
       unpack_words<kUpper, true>(bytes + n * kLower / 8, n, kLower, codes);
     } else {
@@ -187,19 +146,7 @@ struct OneLane {
   }
 
  private:
-  static constexpr int kMostCodes = 512, kMostKeys = 4096, kFullBytes = 32;
-
-  // Returns the number of keys that are at least `least`; n is a multiple of 16.
-  GW_INLINE int reaching(const int16_t* keys, int n, int16_t least) const {
-    using I16x16 = int16_t __attribute__((vector_size(32)));
-    I16x16 sum = {};
-    for (int i = 0; i < n; i += 16) sum -= load<I16x16>(keys + i) >= least;
-    alignas(32) int16_t lanes[16];
-    store(lanes, sum);
-    int all = 0;
-    for (const int16_t lane : lanes) all += lane;
-    return all;
-  }
+  static constexpr int kMostCodes = 512, kFullBytes = 32;
 
   // Packs bits [from, from + kBits) of n codes; ignores the other bits.
   template <int kBits>
@@ -345,9 +292,11 @@ struct KeepRest {
 };
 // True if a format's encode takes a sink for the decoded values.
 template <typename F>
-inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
-                                            KeepRest keep) {
-  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
+inline constexpr bool takes_sink = requires(const F format, const float* values, uint8_t* to, KeepRest keep) {
+  format.encode(OneLane(), values, 0, nullptr, to, keep);
+}
+|| requires(const F format, const float* values, uint8_t* to, float* scratch, KeepRest keep) {
+  format.encode(OneLane(), values, 0, nullptr, to, scratch, keep);
 };
 
 template <typename F>
@@ -360,9 +309,9 @@ GW_INLINE void encode_with_residual_each(const BlockCoder<F> coder, const float*
     const int here = values_in(coder, count, block);
     const auto to = coder.place(wire, count, block);
     if (here == n) {
-      coder.format.encode(OneLane(), values, n, random, to, KeepRest{values, residual});
+      coder.encode_values(OneLane(), values, n, random, to, sent, KeepRest{values, residual});
     } else {
-      coder.format.encode(OneLane(), values, here, random, to);
+      coder.encode_values(OneLane(), values, here, random, to, sent);
       coder.format.decode(OneLane(), coder.place(static_cast<const uint8_t*>(wire), count, block), here,
                           sent);
       for (int i = 0; i < here; ++i) residual[i] = rest_of<false>(values[i], sent[i]);

@@ -7,21 +7,26 @@
 
 namespace gradwire {
 
-// Returns the size in bytes of n codes of kBits (1, 2, 3, 4, 6 or 8).
+// Returns the size in bytes of n codes of kBits (1, 2, 3, 4, 5, 6 or 8).
 template <int kBits>
 GW_HD constexpr int code_bytes(int n) {
   return n * kBits / 8;
 }
 
+// The lower bits of a code whose bits are in two arrays. Equal to `bits` where one array holds whole codes.
+GW_HD constexpr int lower_code_bits(int bits) {
+  return bits % 3 == 0 ? 2 * bits / 3 : bits == 5 ? 4 : bits;
+}
+
 // Packs code(i), i in [0, n). Byte j of m holds codes j, j + m, j + 2m, ... starting at the low bits, so that
-// neighbours are read and written together. 3 and 6 bits: the lower two thirds of all codes, then the upper
-// thirds. Lanes may override this.
+// neighbours are read and written together. 3, 5 and 6 bits: the lower 2 or 4 bits of all codes, then the
+// upper bits. Lanes may override this.
 template <int kBits, typename Lanes, typename Code>
 GW_HD void pack_codes(const Lanes& lanes, int n, uint8_t* bytes, const Code& code) {
   if constexpr (requires { lanes.template pack<kBits>(n, bytes, code); }) {
     lanes.template pack<kBits>(n, bytes, code);
-  } else if constexpr (kBits % 3 == 0) {
-    constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+  } else if constexpr (lower_code_bits(kBits) < kBits) {
+    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
     pack_codes<kLower>(lanes, n, bytes, [=](int i) GW_HD_LAMBDA { return code(i) & ((1u << kLower) - 1u); });
     pack_codes<kUpper>(lanes, n, bytes + code_bytes<kLower>(n),
                        [=](int i) GW_HD_LAMBDA { return code(i) >> kLower; });
@@ -40,8 +45,8 @@ template <int kBits, typename Lanes, typename Take>
 GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int count, const Take& take) {
   if constexpr (requires { lanes.template unpack<kBits>(bytes, n, count, take); }) {
     lanes.template unpack<kBits>(bytes, n, count, take);
-  } else if constexpr (kBits % 3 == 0) {
-    constexpr int kUpper = kBits / 3, kLower = 2 * kUpper;
+  } else if constexpr (lower_code_bits(kBits) < kBits) {
+    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
     const uint8_t* const upper = bytes + code_bytes<kLower>(n);
     const int m = code_bytes<kUpper>(n);
     unpack_codes<kLower>(lanes, bytes, n, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
@@ -117,35 +122,6 @@ GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, in
     });
   }
   return scale;
-}
-
-// Selects the k largest of n keys of 31 bits. Calls put(j, i), j in [0, k), for the keys above the k-th
-// largest, ascending in i, and then for keys equal to the k-th largest until there are k. Lanes may override
-// this.
-template <typename Lanes, typename Key, typename Put>
-GW_HD void pick_largest(const Lanes& lanes, int n, int k, const Key& key, const Put& put) {
-  if constexpr (requires { lanes.pick_largest(n, k, key, put); }) {
-    lanes.pick_largest(n, k, key, put);
-  } else {
-    uint32_t least = 0;  // the k-th largest
-    for (int bit = 30; bit >= 0; --bit) {
-      const uint32_t tried = least | (1u << bit);
-      const int reach = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried; });
-      if (reach >= k) least = tried;
-      if (reach == k) {  // exactly k: the k-th largest is the least of these keys
-        least = ~lanes.max(n, [=](int i) GW_HD_LAMBDA { return key(i) >= tried ? ~key(i) : 0u; });
-        break;
-      }
-    }
-    const int above = lanes.count(n, [=](int i) GW_HD_LAMBDA { return key(i) > least; });
-    lanes.pick(
-        n, [=](int i) GW_HD_LAMBDA { return key(i) > least; }, put);
-    lanes.pick(
-        n, [=](int i) GW_HD_LAMBDA { return key(i) == least; },
-        [=](int j, int i) GW_HD_LAMBDA {
-          if (above + j < k) put(above + j, i);
-        });
-  }
 }
 
 // Calls body(i, begin(i / kGroup)) for i in [0, n), a multiple of kGroup. The host calls `begin` once per

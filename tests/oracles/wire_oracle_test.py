@@ -25,9 +25,9 @@ def floats(data) -> np.ndarray:
 
 def codes(data: np.ndarray, n: int, bits: int) -> np.ndarray:
     """Unpacks n codes ("Codes") from n * bits / 8 bytes."""
-    if bits % 3 == 0:
-        lower = codes(data[:n * bits * 2 // 3 // 8], n, bits * 2 // 3)
-        return lower | codes(data[n * bits * 2 // 3 // 8:], n, bits // 3) << (bits * 2 // 3)
+    if bits in (3, 5, 6):
+        low = 2 if bits == 3 else 4
+        return codes(data[:n * low // 8], n, low) | codes(data[n * low // 8:], n, bits - low) << low
     return np.concatenate(
         [data.astype(np.int64) >> (part * bits) & (1 << bits) - 1 for part in range(8 // bits)])
 
@@ -72,7 +72,9 @@ def rotate_back(values: np.ndarray) -> np.ndarray:
 
 
 LEVELS = {1: [0.7978846], 2: [0.45278, 1.510418], 3: [0.2450942, 0.7560053, 1.343909, 2.151946],
-          4: [0.128395, 0.3880483, 0.6567591, 0.9423405, 1.256231, 1.618046, 2.069017, 2.73259]}
+          4: [0.128395, 0.3880483, 0.6567591, 0.9423405, 1.256231, 1.618046, 2.069017, 2.73259],
+          5: [0.06588966, 0.1980518, 0.3313783, 0.4666995, 0.6049336, 0.7471357, 0.8945651, 1.048783,
+              1.211804, 1.38634, 1.576228, 1.787233, 2.028728, 2.317739, 2.69112, 3.260732]}
 
 # Defaults of the options, and the length of the scale.
 DEFAULTS = {"int8": dict(block=128, scale="pow2"), "int4": dict(block=128, scale="fp32"),
@@ -124,21 +126,35 @@ def decode_codes(name: str, option: dict, code: np.ndarray, middle: np.ndarray,
     return signed(factor * levels[code & sign - 1], code & sign != 0)
 
 
+def bits_of(data: np.ndarray) -> np.ndarray:
+    return np.unpackbits(data, bitorder="little").astype(np.int64)
+
+
+def topk_fields(option: dict) -> tuple:
+    """Returns the number of low bits of a position, and the lengths of the fields of positions."""
+    k, low = option["k"], (option["of"] // option["k"]).bit_length() - 1
+    return low, (k + (option["of"] >> low) + 7) // 8, (k * low + 7) // 8
+
+
 def decode_topk(option: dict, data: np.ndarray) -> np.ndarray:
     k, kind = option["k"], option["values"]
-    places, rest = data[:2 * k].view("<u2"), data[2 * k:]
+    low, first, second = topk_fields(option)
+    lows = bits_of(data[first:first + second])[:k * low].reshape(k, low)
+    places = np.flatnonzero(bits_of(data[:first])) - np.arange(k) << low | lows @ (1 << np.arange(low))
+    rest = data[first + second:]
     if kind == "fp32":
         values = floats(rest)
     elif kind == "bf16":
         values = (rest.view("<u2").astype(U32) << 16).view(F32)
     elif kind == "int8":
         values = floats(rest[k:])[0] * (F32(1) / F32(127)) * rest[:k].view(np.int8).astype(F32)
+        values[rest[:k] == 128] = NAN
     else:
         code = (rest[:(k + 3) // 4, None] >> np.array([0, 2, 4, 6], U8) & 3).reshape(-1)[:k]
         means = np.minimum(floats(rest[(k + 3) // 4:]), np.finfo(F32).max)
         values = signed(means[code & 1], code & 2 != 0)
     block = np.zeros(option["of"], F32)
-    block[places & 0xfff] = np.where(places & 0x8000, NAN, values)
+    block[places] = values
     return block
 
 
@@ -154,8 +170,9 @@ def decode(spec: str, data: np.ndarray, count: int) -> np.ndarray:
         key, _, value = item.partition("=")
         option[key] = int(value) if value.isdigit() else value
     if name == "topk":
-        length = 2 * option["k"] + {"fp32": 4 * option["k"], "bf16": 2 * option["k"], "int8": option["k"] + 4,
-                                    "int2": (option["k"] + 3) // 4 + 8}[option["values"]]
+        length = sum(topk_fields(option)[1:]) + {
+            "fp32": 4 * option["k"], "bf16": 2 * option["k"], "int8": option["k"] + 4,
+            "int2": (option["k"] + 3) // 4 + 8}[option["values"]]
         return np.concatenate([decode_topk(option, block) for block in data.reshape(-1, length)])[:count]
     n, bits, tail = option["block"], code_bits(name, option), scale_bytes(name, option)
     length = n * bits // 8 + (8 if name == "nvfp4" else 0) + tail
