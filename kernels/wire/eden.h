@@ -1,7 +1,7 @@
-// EDEN with 1 to 4 bits. After a random rotation any values are nearly normal, so each value becomes the
+// EDEN with 1 to 5 bits. After a random rotation any values are nearly normal, so each value becomes the
 // nearest Lloyd-Max level of a Gaussian. The FP32 scale minimizes the squared error for the levels chosen.
 // (The source's unbiased scale is larger; with error feedback the smaller error is better.) The error is the
-// error of Lloyd-Max: 0.3634, 0.1175, 0.03454, 0.009497 for 1 to 4 bits.
+// error of Lloyd-Max: 0.3634, 0.1175, 0.03454, 0.009497, 0.002499 for 1 to 5 bits.
 #pragma once
 
 #include <cmath>
@@ -12,27 +12,51 @@
 
 namespace gradwire {
 
-// Returns the positive levels of the Lloyd-Max quantizer of 2^kBits levels for a normal variable, and the
-// boundaries between them.
-template <int kBits>
-GW_HD float lloyd_max_level(uint32_t k) {
-  if constexpr (kBits == 1) return 0.7978846f;
-  if constexpr (kBits == 2) return k == 0 ? 0.45278f : 1.510418f;
-  if constexpr (kBits == 3)
-    return k < 2 ? (k == 0 ? 0.2450942f : 0.7560053f) : k == 2 ? 1.343909f : 2.151946f;
-  const float low = k < 2 ? (k == 0 ? 0.128395f : 0.3880483f) : k == 2 ? 0.6567591f : 0.9423405f;
-  const float high = k < 6 ? (k == 4 ? 1.256231f : 1.618046f) : k == 6 ? 2.069017f : 2.73259f;
-  return k < 4 ? low : high;
+// Calls f(l0, b0, l1, b1, l2, ...): the positive levels of the Lloyd-Max quantizer of 2^kBits levels for a
+// normal variable, ascending, and the boundaries between them.
+template <int kBits, typename F>
+GW_HD auto with_lloyd_max(const F& f) {
+  if constexpr (kBits == 1) {
+    return f(0.7978846f);
+  } else if constexpr (kBits == 2) {
+    return f(0.45278f, 0.9815988f, 1.510418f);
+  } else if constexpr (kBits == 3) {
+    return f(0.2450942f, 0.5005497f, 0.7560053f, 1.049957f, 1.343909f, 1.747927f, 2.151946f);
+  } else if constexpr (kBits == 4) {
+    return f(0.128395f, 0.2582217f, 0.3880483f, 0.5224037f, 0.6567591f, 0.7995498f, 0.9423405f, 1.099286f,
+             1.256231f, 1.437139f, 1.618046f, 1.843532f, 2.069017f, 2.400803f, 2.73259f);
+  } else {
+    return f(0.06588966f, 0.1319707f, 0.1980518f, 0.2647151f, 0.3313783f, 0.3990389f, 0.4666995f, 0.5358166f,
+             0.6049336f, 0.6760347f, 0.7471357f, 0.8208504f, 0.8945651f, 0.9716742f, 1.048783f, 1.130294f,
+             1.211804f, 1.299072f, 1.38634f, 1.481284f, 1.576228f, 1.681731f, 1.787233f, 1.907981f, 2.028728f,
+             2.173234f, 2.317739f, 2.504429f, 2.69112f, 2.975926f, 3.260732f);
+  }
 }
-template <int kBits>
-GW_HD uint32_t lloyd_max_code(float magnitude) {
-  const auto above = [=](float boundary) GW_HD_LAMBDA { return magnitude > boundary ? 1u : 0u; };
-  if constexpr (kBits == 1) return 0;
-  if constexpr (kBits == 2) return above(0.9815988f);
-  if constexpr (kBits == 3) return above(0.5005497f) + above(1.049957f) + above(1.747927f);
-  return above(0.2582217f) + above(0.5224037f) + above(0.7995498f) + above(1.099286f) + above(1.437139f) +
-         above(1.843532f) + above(2.400803f);
-}
+// Functions of these levels: the level of a magnitude, its code, and the level of a code.
+struct LevelOfMagnitude {
+  float x;
+  GW_HD float operator()(float level) const { return level; }
+  template <typename... Rest>
+  GW_HD float operator()(float level, float boundary, float next, Rest... rest) const {
+    return (*this)(x > boundary ? next : level, rest...);
+  }
+};
+struct CodeOfMagnitude {
+  float x;
+  GW_HD uint32_t operator()(float) const { return 0; }
+  template <typename... Rest>
+  GW_HD uint32_t operator()(float, float boundary, Rest... rest) const {
+    return (x > boundary ? 1u : 0u) + (*this)(rest...);
+  }
+};
+struct LevelOfCode {
+  float code, before = 0.5f;  // GCC makes a switch of comparisons of integers, and does not vectorize it
+  GW_HD float operator()(float level) const { return level; }
+  template <typename... Rest>
+  GW_HD float operator()(float level, float, float next, Rest... rest) const {
+    return LevelOfCode{code, before + 1.0f}(code > before ? next : level, rest...);
+  }
+};
 
 struct Eden {
   int size = 512;
@@ -44,23 +68,24 @@ struct Eden {
   static constexpr Rounding kRounding = Rounding::nearest;
   static constexpr bool kStochastic = false, kMasks = true;
   static constexpr Rotation kRotation = Rotation::always;
-  static constexpr std::array kExamples = {"bits=1", "bits=2", "bits=3"};
+  static constexpr std::array kExamples = {"bits=1", "bits=2", "bits=3", "bits=5"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size * bits / 8 + 4; }
   GW_HD static int scale_bytes() { return 4; }
   double gaussian_error(bool) const {
     if (size != 512) return 0;
-    return bits == 1 ? 0.3634 : bits == 2 ? 0.1175 : bits == 3 ? 0.03454 : 0.009497;
+    constexpr double kErrors[] = {0.3634, 0.1175, 0.03454, 0.009497, 0.002499};
+    return kErrors[bits - 1];
   }
   // Returns the bound of the squared error. The bound for levels from a to b is 1 - 4 a b / (a + b)^2 / n, by
   // the inequalities of Chebyshev and Kantorovich.
   double error_bound(bool) const {
-    constexpr double kShares[] = {1, 0.71, 0.367, 0.171};  // 4 a b / (a + b)^2
+    constexpr double kShares[] = {1, 0.71, 0.367, 0.171, 0.077};  // 4 a b / (a + b)^2
     return 1 - kShares[bits - 1] / size;
   }
   std::vector<FormatOption> options() {
-    return {block_option(&size), {.key = "bits", .value = &bits, .least = 1, .most = 4}};
+    return {block_option(&size), {.key = "bits", .value = &bits, .least = 1, .most = 5}};
   }
 
   template <int kBits, typename Lanes>
@@ -77,8 +102,7 @@ struct Eden {
     const float deviation = sqrtf(squares / static_cast<float>(count));
     const float per = deviation > 0.0f ? down / deviation : 0.0f;
     const auto level_of = [=](int i) GW_HD_LAMBDA {
-      return lloyd_max_level<kBits>(
-          lloyd_max_code<kBits>(bits_float(float_bits(values[i]) & 0x7fffffffu) * per));
+      return with_lloyd_max<kBits>(LevelOfMagnitude{bits_float(float_bits(values[i]) & 0x7fffffffu) * per});
     };
     const float dot = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
       return bits_float(float_bits(values[i] * down) & 0x7fffffffu) * level_of(i);
@@ -91,7 +115,7 @@ struct Eden {
     put_float(to + size * kBits / 8, scale > most ? most : scale);
     pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
       const uint32_t bits_of = float_bits(values[i]);
-      const uint32_t code = lloyd_max_code<kBits>(bits_float(bits_of & 0x7fffffffu) * per);
+      const uint32_t code = with_lloyd_max<kBits>(CodeOfMagnitude{bits_float(bits_of & 0x7fffffffu) * per});
       return code | (bits_of >> 31) * kSign;
     });
   }
@@ -100,7 +124,7 @@ struct Eden {
     constexpr uint32_t kSign = 1u << (kBits - 1);
     const float scale = get_float(from + size * kBits / 8);
     unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
-      const float x = scale * lloyd_max_level<kBits>(code & (kSign - 1u));
+      const float x = scale * with_lloyd_max<kBits>(LevelOfCode{static_cast<float>(code & (kSign - 1u))});
       values[i] = (code & kSign) != 0 ? -x : x;
     });
   }
@@ -114,8 +138,10 @@ struct Eden {
         return encode_bits<2>(lanes, values, count, to);
       case 3:
         return encode_bits<3>(lanes, values, count, to);
-      default:
+      case 4:
         return encode_bits<4>(lanes, values, count, to);
+      default:
+        return encode_bits<5>(lanes, values, count, to);
     }
   }
   template <typename Lanes, typename Values>
@@ -127,8 +153,10 @@ struct Eden {
         return decode_bits<2>(lanes, from, count, values);
       case 3:
         return decode_bits<3>(lanes, from, count, values);
-      default:
+      case 4:
         return decode_bits<4>(lanes, from, count, values);
+      default:
+        return decode_bits<5>(lanes, from, count, values);
     }
   }
 };
