@@ -1,7 +1,8 @@
 # Common tasks. On Debian 12, `make demo` and `make test` need only this checkout.
 #
-#   make demo     train a ViT on 4 ranks with FP32, BF16 and PowerSGD gradients: a table,
-#                 build/demo/report.png and report.html
+#   make demo     train a ViT on 4 ranks with FP32, BF16, INT8 and PowerSGD gradients, between threads and
+#                 over emulated slow links: two tables, build/demo/report.png and report.html
+#   make demo-readme  the same, and write the tables and the picture into README.md and docs/
 #   make test     build and run every test, sanitizers included
 #   make test-quick   only the release build's tests
 #   make build    the optimized build of everything but the tests, in build/
@@ -33,7 +34,7 @@ DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
+.PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
   host-check experiments gpu-check machine-code bundle wheel deb setup format clean
 
 build: setup
@@ -47,6 +48,9 @@ build-tests: setup
 demo:
 	@scripts/setup.sh demo
 	@PYTHON=$(PYTHON) scripts/demo.sh $(DEMO_FLAGS)
+
+demo-readme: demo
+	@$(PYTHON) bench/harness/demo.py --readme
 
 test: setup
 	@scripts/test.sh

@@ -47,6 +47,13 @@ class Run:
             ends.append(total)
         return ends
 
+    def accuracy_by_seconds(self):
+        """Returns (seconds of training without evaluations, accuracy) of each evaluation."""
+        ends = [0.0, *self.seconds()]
+        first = self.steps[0]["step"]
+        return [(ends[min(max(e["step"] - first, 0), len(ends) - 1)], e["test_accuracy"]) for e in self.evals
+                if e["test_accuracy"] is not None]
+
     def accuracy_by_bytes(self):
         """Returns (bytes sent so far, accuracy) of each evaluation."""
         sent, totals = 0, {0: 0}
@@ -101,22 +108,22 @@ def smooth(values, window):
 
 def draw_accuracy(axis, runs):
     style(axis, "Accuracy against bytes sent", "bytes sent by each rank, so far", "test accuracy, %")
-    drawn = False
-    for run, color in zip(runs, RUN_COLORS * len(runs)):
+    drawn = []
+    for row, (run, color) in enumerate(zip(runs, RUN_COLORS * len(runs))):
         points = [(sent, 100 * accuracy) for sent, accuracy in run.accuracy_by_bytes() if sent > 0]
         if not points:
             continue
-        drawn = True
+        drawn += [sent for sent, _ in points]
         sent, accuracy = zip(*points)
         axis.plot(sent, accuracy, color=color, linewidth=2, marker="o", markersize=6, markeredgecolor="white")
         axis.annotate(f"{accuracy[-1]:.1f} %", (sent[-1], accuracy[-1]), textcoords="offset points",
-                      xytext=(0, 9), ha="center", color=color, fontweight="bold")
+                      xytext=(0, 9 if row % 2 == 0 else -16), ha="center", color=color, fontweight="bold")
     if not drawn:
         axis.text(0.5, 0.5, "no evaluation, or nothing was sent", transform=axis.transAxes, ha="center",
                   color=FAINT)
         return
     axis.set_xscale("log")
-    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(drawn) < 50 * min(drawn) else (1,)))
     axis.xaxis.set_major_formatter(FuncFormatter(human_bytes))
     axis.xaxis.set_minor_locator(NullLocator())
     axis.margins(x=0.14, y=0.18)
@@ -130,6 +137,21 @@ def draw_loss(axis, runs):
         axis.plot(seconds, raw, color=color, linewidth=0.6, alpha=0.18)
         axis.plot(seconds, smooth(losses, max(1, len(losses) // 40)), color=color, linewidth=2)
     axis.set_xlim(left=0)
+
+
+def draw_accuracy_by_time(axis, runs):
+    link = runs[0].config.get("link")
+    style(axis, f"Accuracy against time, {link} links" if link else "Accuracy against time",
+          "seconds of training", "test accuracy, %")
+    lowest = 100
+    for run, color in zip(runs, RUN_COLORS * len(runs)):
+        seconds, accuracy = zip(*((s, 100 * a) for s, a in run.accuracy_by_seconds()))
+        axis.plot(seconds, accuracy, color=color, linewidth=2, marker="o", markersize=5,
+                  markeredgecolor="white")
+        # The first evaluations are far below the others.
+        lowest = min(lowest, accuracy[min(1, len(accuracy) - 1)])
+    axis.set_xlim(left=0)
+    axis.set_ylim(bottom=lowest - 1)
 
 
 def draw_time(axis, runs):
@@ -163,8 +185,13 @@ def draw(runs, path):
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     figure, axes = plt.subplots(1, 3, figsize=(16, 5.6), gridspec_kw={"width_ratios": [1, 1, 1.15]})
     figure.patch.set_facecolor("white")
-    draw_accuracy(axes[0], runs)
-    draw_loss(axes[1], runs)
+    # With enough evaluations the accuracy shows what a slow link costs; otherwise the loss does.
+    if all(len(run.accuracy_by_seconds()) >= 4 for run in runs):
+        draw_accuracy_by_time(axes[0], runs)
+        draw_accuracy(axes[1], runs)
+    else:
+        draw_accuracy(axes[0], runs)
+        draw_loss(axes[1], runs)
     draw_time(axes[2], runs)
 
     config = runs[0].config

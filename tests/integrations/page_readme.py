@@ -37,8 +37,8 @@ SESSIONS = {
     ])
 }
 NOT_RUN = [
-    ("make demo", "trains for minutes; scripts/demo.sh is `gradwire compare`, which the next example runs"),
-    ("vit_tiny on fashion-mnist", "the output of the command above"),
+    ("make demo", "trains for minutes; tests/demo_test.py runs its first steps"),
+    ("Between threads", "the output of the command above; tests/demo_test.py compares it with the program"),
     ("source <(build/bin/gradwire completion", "bash, not sh; tests/cli/completion_test.py runs it"),
     ("build/bin/gradwire compare ... --preset",
      "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
