@@ -28,6 +28,20 @@ Json model_json(const VitConfig& model) {
   return json;
 }
 
+void add_optimizer(Json& json, const TrainConfig& config) {
+  json["optimizer"] = name(config.optimizer);
+  json["lr"] = config.lr;
+  json["warmup_steps"] = config.warmup_steps;
+  if (config.optimizer == OptimizerKind::sgd) {
+    json["momentum"] = config.momentum;
+  } else {
+    json["beta1"] = config.beta1;
+    json["beta2"] = config.beta2;
+    json["eps"] = config.eps;
+  }
+  json["weight_decay"] = config.weight_decay;
+}
+
 void add_config(Json& json, const TrainConfig& config) {
   json["model"] = model_json(config.model);
   json["data"] = config.data.to_string();
@@ -55,17 +69,7 @@ void add_config(Json& json, const TrainConfig& config) {
   json["accumulate"] = config.accumulate;
   json["steps"] = config.steps;
   json["epochs"] = config.epochs;
-  json["optimizer"] = name(config.optimizer);
-  json["lr"] = config.lr;
-  json["warmup_steps"] = config.warmup_steps;
-  if (config.optimizer == OptimizerKind::sgd) {
-    json["momentum"] = config.momentum;
-  } else {
-    json["beta1"] = config.beta1;
-    json["beta2"] = config.beta2;
-    json["eps"] = config.eps;
-  }
-  json["weight_decay"] = config.weight_decay;
+  add_optimizer(json, config);
   json["precision"] = name(config.precision);
   json["graph"] = config.graph;
   json["seed"] = config.seed;
