@@ -190,8 +190,10 @@ void add_compare(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "compare",
       "Whether each row of B is SAME, FASTER or SLOWER than in A, or UNSURE; exit code 1 if a row is SLOWER");
-  command->add_option("A", o->before, "A result: --json of a measuring command")->required();
-  command->add_option("B", o->after, "Another result of the same command")->required();
+  command->add_option("A", o->before, "A result: --json of a measuring command")
+      ->type_name("FILE")
+      ->required();
+  command->add_option("B", o->after, "Another result of the same command")->type_name("FILE")->required();
   command
       ->add_option("--ignore", o->ignore,
                    "Match rows that differ in this field, such as device or size_bytes; repeatable")

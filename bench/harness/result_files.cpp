@@ -90,9 +90,12 @@ std::string markdown_of(const Json& rows) {
 }  // namespace
 
 CLI::Option* add_result_files(CLI::App& command, ResultPaths& paths, const std::string& about) {
-  CLI::Option* json = command.add_option("--json", paths.json, about)->check(path_value());
-  command.add_option("--csv", paths.csv, "The same as CSV")->check(path_value());
-  command.add_option("--markdown", paths.markdown, "The same as a Markdown table")->check(path_value());
+  auto add = [&](const char* flag, std::string& path, const std::string& text) {
+    return command.add_option(flag, path, text)->type_name("FILE")->check(path_value());
+  };
+  CLI::Option* json = add("--json", paths.json, about);
+  add("--csv", paths.csv, "The same as CSV");
+  add("--markdown", paths.markdown, "The same as a Markdown table");
   return json;
 }
 
