@@ -123,11 +123,12 @@ bind -x '"\\C-x": printf "\\nLINE<%s>\\n" "$READLINE_LINE"'
 
     def flags(self, program, *command):
         text = self.run_words(program, *command, "--help").stdout
-        return set(re.findall(r"^  (?:-\w,)?(--[a-z-]+)", text, re.M))
+        names = [name for names in re.findall(r"^  (-\S+)", text, re.M) for name in names.split(",")]
+        return {name for name in names if name.startswith("--")}
 
     def commands(self, program):
         text = self.run_words(program, "--help").stdout
-        return re.findall(r"^  ([a-z]+) ", text[text.index("Subcommands:"):], re.M)
+        return re.findall(r"^  ([a-z]+)\b", text[text.index("Subcommands:"):], re.M)
 
     def test_bash_completes_every_command_and_flag_of_the_help(self):
         shell = self.bash()
