@@ -27,12 +27,13 @@ std::vector<std::string> format_names() {
 // Sets the kind of value, and all words of a closed set. A flag's type is NAME or, with a set, NAME:{a,b}.
 void add_values(Argument& argument, const std::string& type) {
   using enum Argument::Value;
-  const size_t open = type.find('{'), close = type.rfind('}');
+  const size_t open = type.find('{'), close = type.find('}');
   argument.type = type.substr(0, type.find(':'));
   const std::string& name = argument.type;
   argument.value = words;
   if (open != std::string::npos && close != std::string::npos && open < close) {
     argument.words = split(type.substr(open + 1, close - open - 1), ',');
+    for (std::string& word : argument.words) word = word.substr(0, word.find("->"));  // a map's keys
   } else if (name == "MODEL") {
     argument.words = model_names();
   } else if (name == "FORMAT") {
