@@ -86,10 +86,9 @@ why=$(ip netns add "${me}switch" 2>&1) || stop "this machine does not permit net
 run() { "$@" || stop "failed: $*"; }
 on_switch() { run ip -n "${me}switch" "$@"; }
 
-# The burst is two of the largest packets that a veth carries (64 KiB), for the smoothest possible rate. The
-# queue has bytes, like a switch's buffer: 50 ms of 1 Gb/s. With 50 ms of 100 Mb/s, TCP loses packets.
+# The burst is two of the largest packets that a veth carries (64 KiB), for the smoothest possible rate.
 shape() { # namespace, device
-  run tc -n "$1" qdisc add dev "$2" root handle 1: tbf rate "$rate" burst 128k limit 6250000
+  run tc -n "$1" qdisc add dev "$2" root handle 1: tbf rate "$rate" burst 128k latency 50ms
 }
 
 on_switch link add bridge type bridge
