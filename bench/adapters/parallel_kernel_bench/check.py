@@ -170,7 +170,7 @@ def run_rank(options):
     import torch.distributed as dist
     rank = int(os.environ["RANK"])
     if options.device == "cuda":
-        options.device = f"cuda:{int(os.environ.get('LOCAL_RANK', rank))}"
+        options.device = f"cuda:{rank % torch.cuda.device_count()}"
         torch.cuda.set_device(options.device)
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     try:
