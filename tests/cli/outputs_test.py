@@ -24,25 +24,25 @@ WRITERS = {
     "schedules --check": (BENCH, ["schedules", "--check", "--max-ranks", "2", "--json"], "proven right"),
     "formats": (BENCH, [
         "formats", "--spec", "int8", "--rows", "1", "--elements", "64", "--draws", "2", "--size", "4K",
-        "--budget-ms", "0.1", "--json"
+        "--stop", "0.1ms", "--json"
     ], "int8"),
     "numerics": (BENCH, ["numerics", "--ranks", "2", "--elements", "64", "--spec", "bf16", "--json"], "ring"),
     "kernels": (BENCH, [
         "kernels", "--filter", "bf16", "--device", "host", "--cache", "warm", "--min-size", "4K",
-        "--max-size", "4K", "--budget-ms", "0.1", "--threads", "1", "--json"
+        "--max-size", "4K", "--stop", "0.1ms", "--threads", "1", "--json"
     ], "bf16"),
     "collectives": (BENCH, [
         "collectives", "--transport", "local", "--ranks", "2", "--compression", "fp32", "--schedule", "ring",
         "-b", "1K", "-e", "1K", "-n", "1", "-w", "0", "--json"
     ], "ring"),
     "orthonormalize": (BENCH, [
-        "orthonormalize", "--model", "resnet18", "--rank", "1", "--steps", "1", "--device", "host", "--json"
+        "orthonormalize", "--model", "resnet18", "--rank", "1", "--stop", "1", "--device", "host", "--json"
     ], "rank"),
     "hook": (BENCH, [
-        "hook", "--model", "resnet18", "--compression", "bf16", "--steps", "1", "--device", "host", "--json"
+        "hook", "--model", "resnet18", "--compression", "bf16", "--stop", "1", "--device", "host", "--json"
     ], "bf16"),
     "step": (BENCH, [
-        "step", "--model", "vit_tiny", "--batch-size", "1", "--compression", "fp32", "--seconds", "0.01",
+        "step", "--model", "vit_tiny", "--batch-size", "1", "--compression", "fp32", "--stop", "10ms",
         "--device", "host", "--json"
     ], "reducer ms"),
     "train --trace": ("gradwire", ["train", *SYNTHETIC, "--steps", "3", "--eval-every", "0",
