@@ -9,13 +9,14 @@ cd "$(dirname "$0")/.."
 # Builds a target. Shows the share of finished build steps and an estimate of the remaining time: one line
 # that changes on a terminal, otherwise a line per 10 %. Other output, such as errors, passes through.
 build() {
-  local line text begin=$SECONDS passed percent shown=0
+  local line text begin=$SECONDS passed left percent shown=0
   NINJA_STATUS='@%f/%t ' ninja -C build "$1" | while IFS= read -r line; do
     if [[ $line =~ ^@([0-9]+)/([0-9]+)\  ]]; then
       percent=$((100 * BASH_REMATCH[1] / BASH_REMATCH[2])) passed=$((SECONDS - begin))
       text="demo: build: $percent %"
       if [ "$percent" -lt 100 ] && [ "$passed" -ge 5 ]; then
-        text+=$(printf ', about %d:%02d min left' $((passed * (100 - percent) / percent / 60)) $((passed * (100 - percent) / percent % 60)))
+        left=$((passed * (100 - percent) / percent))
+        text+=$(printf ', about %d:%02d min left' $((left / 60)) $((left % 60)))
       fi
       if [ -t 1 ]; then
         printf '\r\033[K%s' "$text"

@@ -108,9 +108,9 @@ class Check(unittest.TestCase):
         return path.parents[1]
 
     def run_cases(self, script, *cases, retries=1):
-        with contextlib.redirect_stdout(io.StringIO()) as told:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             verdicts = check.run(list(cases), self.bench(script), self.folder, retries, HERE)
-        return [j["verdict"] for j in verdicts], told.getvalue()
+        return [j["verdict"] for j in verdicts], printed.getvalue()
 
     WRITE = (
         'while [ "$1" != --json ]; do shift; done; echo "[{{\\"spec\\": \\"bf16\\", \\"speedup\\": {}}}]" >'
