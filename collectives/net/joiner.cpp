@@ -68,10 +68,7 @@ class JoinAttempt {
         }
       }
       const auto now = SteadyClock::now();
-      if (may_admit) {
-        answered_at = now;
-        other_secret_ = false;
-      }
+      if (may_admit) answered_at = now;
       if (now - answered_at >= kUnpublished || now >= give_up_at_) {
         throw NoRankAnswers(
             fmt::format("no rank admits this process: {}; {}", other_secret_ ? kOtherSecret : why_,
@@ -101,6 +98,7 @@ class JoinAttempt {
     }
     Socket socket = std::move(*reached.socket);
     may_admit_ = true;
+    other_secret_ = false;
     listen_like(theirs, socket, key);
     Message hello;
     hello.add("contact", quorum_->contact()).add("about", request_.about);

@@ -102,6 +102,11 @@ std::string pid_path(const std::string& folder, int rank) {
   return fmt::format("{}/pid.{}", folder, rank);
 }
 
+// Returns the path of the file that process `rank` creates when its attempt to join has ended.
+std::string answered_path(const std::string& folder, int rank) {
+  return call_path(folder, rank) + ".answered";
+}
+
 std::set<int> numbers_in(const std::string& text) {
   std::istringstream words(text);
   return {std::istream_iterator<int>(words), {}};
@@ -140,8 +145,9 @@ class Watcher final : public RunObserver {
         kill(pid, signal);
       }).detach();
     }
-    // Give a process time to join; after the process has joined, the run continues at full speed.
-    if (step.step < called_at_ + (awaited() > 0 ? 30 : 5)) std::this_thread::sleep_for(100ms);
+    // Give a process time to join; after the process has joined, the run continues at full speed. The run
+    // must not end before a process that it rejects has its answer.
+    if (step.step < called_at_ + (awaited() > 0 ? 30 : 5) || rejects()) std::this_thread::sleep_for(100ms);
     if (step.step >= steps_ - 6 && me_.option("fates").find("soon") != std::string::npos) {
       std::this_thread::sleep_for(20ms);  // so that no rank reaches the end before its fate
     }
@@ -169,6 +175,13 @@ class Watcher final : public RunObserver {
       return fates_[i].what == "join" && !refused_.contains(fates_[i].rank);
     });
     return called - static_cast<int64_t>(come_);
+  }
+
+  // Returns whether a process was called that the group must reject, and that has no answer yet.
+  bool rejects() const {
+    return called_at_ >= 0 && std::any_of(refused_.begin(), refused_.end(), [&](int rank) {
+             return !std::filesystem::exists(answered_path(me_.option("folder"), rank));
+           });
   }
 
   const Me& me_;
@@ -227,7 +240,13 @@ RANK_PROGRAM(TrainsElastically) {
           {.invitation = invitation_of(config.members), .about = about, .patience = me.timeout});
       raise(mine->what == "join-dies" ? SIGKILL : SIGSTOP);
     }
-    auto comm = join_later(config.members, about, me.timeout);
+    std::unique_ptr<Communicator> comm;
+    try {
+      comm = join_later(config.members, about, me.timeout);
+    } catch (const std::exception&) {
+      std::ofstream(answered_path(folder, me.rank)) << "rejected" << std::endl;
+      throw;
+    }
     if (mine->what == "join-dies-inside") raise(SIGKILL);
     return comm;
   });

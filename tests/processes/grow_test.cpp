@@ -97,11 +97,11 @@ TEST(Grow, KeepLocalGivesJoinersABatchAndRaisesTheLearningRate) {
 }
 
 TEST(Grow, RejectsSurplusJoinersAndOtherSettingsByName) {
-  const Trained full = train({.fates = "4 2 join", .world = 2, .steps = 12, .most = 2, .refused = {2}}, {});
+  const Trained full = train({.fates = "4 2 join", .world = 2, .steps = 200, .most = 2, .refused = {2}}, {});
   EXPECT_EQ(full.ranks[2].exit_code, 2);
   expect_has(full.ranks[2].output, {"there are 2 ranks, and at most 2 are allowed"});
   EXPECT_TRUE(full.joined().empty());
-  const Trained other = train({.fates = "4 2 join", .world = 2, .steps = 12, .refused = {2}}, {});
+  const Trained other = train({.fates = "4 2 join", .world = 2, .steps = 200, .refused = {2}}, {});
   EXPECT_EQ(other.ranks[2].exit_code, 2);
   for (const size_t r : {size_t{0}, size_t{2}}) {
     expect_has(other.ranks[r].output, {"\"weight_decay\": 0.125 there, "});
@@ -130,7 +130,7 @@ TEST(Grow, JoinersThatDieOrStopCostTheRunNoRankAndNoStep) {
 }
 
 TEST(Grow, RejectsJoinersWithoutTheSecretAndLogsTheirAddress) {
-  const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 60, .refused = {2}}, {});
+  const Trained trained = train({.fates = "4 2 join-guesses", .world = 2, .steps = 200, .refused = {2}}, {});
   EXPECT_EQ(trained.ranks[2].exit_code, 3);
   expect_has(trained.ranks[2].output, {"give it the run's GRADWIRE_SECRET"});
   EXPECT_TRUE(trained.joined().empty());
