@@ -1,0 +1,118 @@
+// Error feedback's passes equal their reference, also for non-finite values.
+#include "kernels/feedback/feedback.h"
+
+#include <limits>
+
+#include "tests/kernels/backend.h"
+#include "tests/kernels/compare.h"
+
+namespace gradwire {
+namespace {
+
+using testing::Array;
+using testing::expect_close;
+
+// Arrays of one size, on the backend and, for the reference, on the host.
+class Feedback : public testing::OpTest {
+ protected:
+  struct Operand {
+    std::vector<float> values;
+    Array<float> array;
+  };
+  Operand operand(int64_t count, uint32_t seed, int64_t misalign) {
+    std::vector<float> values = normal(count, seed);
+    return {values, array(values, misalign)};
+  }
+  // Makes some values NaN, infinite or large.
+  void poison(Operand& x) {
+    constexpr float kHard[] = {std::numeric_limits<float>::quiet_NaN(),
+                               std::numeric_limits<float>::infinity(), 3e38f, -3e38f};
+    for (size_t i = 3; i < x.values.size(); i += 11) x.values[i] = kHard[i % 4];
+    x.array.set(x.values);
+  }
+  void ef21_step(int64_t n, bool hard, Operand& grad, Operand& residual, Operand& estimate, Operand& kept) {
+    const float unit = hard ? 0.25f : 1.0f;
+    reference::ef21_difference(
+        {grad.values.data(), residual.values.data(), estimate.values.data(), kept.values.data(), unit, n});
+    const Ef21Difference difference{
+        grad.array.data(), residual.array.data(), estimate.array.data(), kept.array.data(), unit, n};
+    GW_RUN(ef21_difference, difference);
+    for (const Operand* x : {&grad, &residual, &kept}) expect_reference(*x, "difference");
+    residual.values = normal(n, 5, 0.1f);
+    residual.array.set(residual.values);
+    reference::ef21_update(
+        {grad.values.data(), residual.values.data(), estimate.values.data(), kept.values.data(), unit, n});
+    const Ef21Update update{
+        grad.array.data(), residual.array.data(), estimate.array.data(), kept.array.data(), unit, n};
+    GW_RUN(ef21_update, update);
+    for (const Operand* x : {&grad, &residual, &estimate, &kept}) expect_reference(*x, "update");
+  }
+  static void expect_reference(const Operand& x, const char* what) {
+    expect_close(x.array.host(), x.values, 0, what);
+    x.array.expect_guards_intact(what);
+  }
+};
+
+std::vector<int64_t> sizes() {
+  auto all = testing::awkward_sizes();
+  all.push_back(70001);
+  return all;
+}
+
+TEST_P(Feedback, Ef21IsTheReference) {
+  for (int64_t n : sizes()) {
+    for (const bool hard : {false, true}) {
+      const int64_t shift = n % 3;
+      auto grad = operand(n, 1, shift), residual = operand(n, 2, shift), estimate = operand(n, 3, shift),
+           kept = operand(n, 4, hard ? 1 : shift);
+      if (hard) poison(grad);
+      ef21_step(n, hard, grad, residual, estimate, kept);
+    }
+  }
+}
+
+TEST_P(Feedback, MomentumIsTheReference) {
+  for (int64_t n : sizes()) {
+    for (const bool hard : {false, true}) {
+      auto grad = operand(n, 1, n % 3), momentum = operand(n, 2, hard ? 1 : n % 3);
+      if (hard) poison(grad);
+      const MomentumAdd add{
+          .grad = grad.array.data(), .momentum = momentum.array.data(), .factor = 0.9f, .count = n};
+      MomentumAdd want_add = add;
+      want_add.grad = grad.values.data();
+      want_add.momentum = momentum.values.data();
+      reference::momentum_add(want_add);
+      GW_RUN(momentum_add, add);
+      expect_reference(grad, "grad");
+      expect_reference(momentum, "momentum");
+      for (size_t i = 0; i < grad.values.size(); i += 2) grad.values[i] = i % 4 == 0 ? 0.0f : -0.0f;
+      grad.array.set(grad.values);
+      reference::momentum_mask({grad.values.data(), momentum.values.data(), n});
+      const MomentumMask mask{grad.array.data(), momentum.array.data(), n};
+      GW_RUN(momentum_mask, mask);
+      expect_reference(grad, "grad");
+      expect_reference(momentum, "masked momentum");
+    }
+  }
+}
+
+// An estimate equals the gradient once nothing is lost, and a non-finite gradient leaves the estimates.
+TEST_P(Feedback, Ef21TakesTheGradientWhereNothingIsLost) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  auto grad = array<float>({1.0f, nan, 4.0f}), residual = array<float>({0.5f, 0.5f, 0.0f}),
+       estimate = array<float>({0.25f, 0.25f, 0.0f}), kept = array<float>(3);
+  GW_RUN(ef21_difference,
+         (Ef21Difference{grad.data(), residual.data(), estimate.data(), kept.data(), 1.0f, 3}));
+  EXPECT_EQ(grad.host()[0], 0.25f);
+  EXPECT_EQ(grad.host()[2], 4.0f);
+  GW_RUN(ef21_update, (Ef21Update{grad.data(), residual.data(), estimate.data(), kept.data(), 1.0f, 3}));
+  EXPECT_EQ(residual.host(), (std::vector<float>{0.5f, 0.0f, 0.0f}));
+  EXPECT_EQ(estimate.host(), (std::vector<float>{0.5f, 0.25f, 4.0f}));
+  EXPECT_EQ(grad.host()[2], 4.0f);
+  EXPECT_TRUE(std::isnan(grad.host()[1]));
+}
+
+GW_INSTANTIATE_BACKENDS(Feedback);
+
+}  // namespace
+}  // namespace gradwire
