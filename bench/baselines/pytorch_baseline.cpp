@@ -107,7 +107,7 @@ std::string PyTorchBaseline::prepare(const CompressionSpec& spec) {
   if (spec.method == CompressionSpec::Method::powersgd) {
     options = {{"method", "powersgd"},
                {"rank", spec.rank},
-               {"error_feedback", spec.error_feedback},
+               {"error_feedback", spec.policy.keeps_errors()},
                {"warm", spec.warm},
                {"min_ratio", spec.min_ratio}};
   }

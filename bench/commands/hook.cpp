@@ -98,7 +98,7 @@ class WirePath final : public CompressionPath {
   WirePath(const CompressionSpec& spec, const GradientSet& set, const Stream& stream)
       : format_(spec.wire),
         comm_(Communicator::create_single(stream.device())),
-        residual_(one_bucket(*comm_, spec, set, stream, nullptr), spec.error_feedback),
+        residual_(one_bucket(*comm_, spec, set, stream, nullptr), spec.policy.keeps_errors()),
         workspace_(stream.device(), residual_.workspace_bytes()),
         wire_(stream.device(), static_cast<size_t>(format_->bytes(set.layout.elements))) {
     residual_.bind(workspace_.data());
@@ -146,15 +146,15 @@ class CodecPath final : public CompressionPath {
     workspace_ = Buffer(stream.device(), codec_->workspace_bytes());
     codec_->bind(workspace_.data());
   }
-  void run(const Stream& stream) override { codec_->run(stream, spec_.start + steps_++); }
+  void run(const Stream& stream) override { codec_->run(stream, spec_.policy.start + steps_++); }
   int64_t extra_bytes() const override {
     return codec_->state_bytes() + static_cast<int64_t>(workspace_.bytes());
   }
   double floor_bytes() const override {
-    if (spec_.method == CompressionSpec::Method::randk) return spec_.error_feedback ? 16 : 8;
+    if (spec_.method == CompressionSpec::Method::randk) return spec_.policy.keeps_errors() ? 16 : 8;
     if (spec_.method != CompressionSpec::Method::powersgd) return 0;
-    if (spec_.alternate) return spec_.error_feedback ? 16 : 8;
-    return spec_.error_feedback ? 20 : 12;
+    if (spec_.alternate) return spec_.policy.keeps_errors() ? 16 : 8;
+    return spec_.policy.keeps_errors() ? 20 : 12;
   }
 
  private:

@@ -10,6 +10,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/c_api/request.h"
 #include "collectives/c_api/text.h"
+#include "collectives/codec/residual.h"
 #include "collectives/plan/planner.h"
 #include "kernels/wire/fp32.h"
 #include "runtime/util/mix.h"
@@ -137,7 +138,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
     return program;
   }
   const CompressionSpec& spec = parsed(call.spec);
-  if (spec.method != CompressionSpec::Method::wire) {
+  if (spec.needs_reducer()) {
     throw BadInput(
         fmt::format("spec '{}' keeps state between steps and {} cannot; use a reducer, or a wire "
                     "format such as fp32, bf16, fp8 or int8",
@@ -195,7 +196,14 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
     between(native_stream, [&] { copy(stream, call.out, call.in, bytes); });
     return;
   }
+  const double decay = parsed(call.spec).policy.decay;
   between(native_stream, [&] {
+    if (decay != 1 && call.residual != nullptr) {
+      const bool of_shard = call.collective == Collective::all_gather;
+      decay_residual(stream, call.residual,
+                     of_shard ? call.shards[static_cast<size_t>(communicator->rank())] : call.count,
+                     static_cast<float>(decay));
+    }
     program.run(stream);
     increment(stream, step_.as<uint64_t>());
   });
@@ -205,7 +213,8 @@ void ApiComm::run(const CollectiveCall& call, void* native_stream) {
 // its replica. The error of an encode is part of the next difference. So replicas drift neither from the
 // masters nor from each other.
 void ApiComm::run_update(const CollectiveCall& call, void* native_stream) {
-  const CompressionSpec& spec = parsed(call.spec);
+  CompressionSpec spec = parsed(call.spec);
+  spec.policy.decay = 1;  // nothing decays the difference
   const std::string why = spec.divergence();
   require(why.empty(), "spec '{}': replicas would drift from their masters: {}or another format", call.spec,
           why);

@@ -77,7 +77,7 @@ class ApiReducer::Sources {
   // Enqueues the copies. The states must stay valid until `stream` has executed the copies.
   void load(const Stream& stream) const {
     for (size_t k = 0; k < targets_.size(); ++k) {
-      if (of_[k] != nullptr || targets_[k].kind == kResidualKind) targets_[k].clear(stream);
+      if (of_[k] != nullptr || !targets_[k].same_on_all_ranks) targets_[k].clear(stream);
     }
     for (size_t k = 0; k < targets_.size(); ++k) {
       if (of_[k] == nullptr) continue;

@@ -116,8 +116,11 @@ class Codec {
   virtual std::vector<PlannedAllreduce> plan() const = 0;
 };
 
-// Returns the codec of a bucket, which averages dense parts (dense.h) separately.
+// Returns the codec of a bucket, which applies the spec's policies (policy_codec.cpp).
 std::unique_ptr<Codec> make_codec(const BucketContext& context);
+// Returns the same without EF21, momentum and the uncompressed first steps. Averages dense parts (dense.h)
+// separately.
+std::unique_ptr<Codec> make_split_codec(const BucketContext& context);
 // Returns the codec that the spec names, for all tensors of the context, including dense ones.
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
 

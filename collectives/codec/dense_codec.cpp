@@ -197,7 +197,7 @@ std::vector<ElementSpan> shared_ends(const BucketContext& c) {
   return ends;
 }
 
-std::unique_ptr<Codec> make_codec(const BucketContext& context) {
+std::unique_ptr<Codec> make_split_codec(const BucketContext& context) {
   BucketContext others = context;
   std::vector<BucketTensor> dense;
   std::erase_if(others.tensors, [&](const BucketTensor& t) {
@@ -214,7 +214,7 @@ std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   if (!others.tensors.empty()) return std::make_unique<DenseCodec>(context, others, segments);
   others.spec.method = CompressionSpec::Method::wire;
   others.spec.wire = context.dense_wire;
-  others.spec.error_feedback = false;
+  others.spec.policy = {.feedback = ResidualPolicy::Feedback::off};
   return make_wire_codec(others);
 }
 

@@ -15,16 +15,6 @@ namespace {
 // 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
-// Returns the plain FP32 allreduce of the steps before spec.start; null if spec.start is 0.
-std::unique_ptr<Program> make_plain_start(const BucketContext& c) {
-  if (c.spec.start == 0) return nullptr;
-  const auto choice = c.choose(c.elements, kFp32);
-  Program::Options options = c.plain_options("", choice.slice_bytes);
-  options.what += ", before PowerSGD starts";
-  return std::make_unique<Program>(*c.transport, choice.schedule,
-                                   ProgramBuffers{c.gradients, c.gradients, nullptr, c.elements}, options);
-}
-
 }  // namespace
 
 // Factors and dense pieces begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire
@@ -60,14 +50,13 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
       gradients_(c.gradients),
       step_(c.step),
       matrices_(c.stream, plan_.matrices),
-      keeps_losses_(c.spec.error_feedback && !c.spec.wire->exact),
-      residual_(c, spec_.error_feedback && (keeps_losses_ || has_matrices())),
+      keeps_losses_(c.spec.policy.keeps_errors() && !c.spec.wire->exact),
+      residual_(c, spec_.policy.keeps_errors() && (keeps_losses_ || has_matrices())),
       sum_(c.exchanged(sum_elements())),
       lost_(make_buffer<float>(c.transport->device(), keeps_losses_ ? sum_elements() : 0)),
       flags_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
       marks_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
       factors_{make_factor(c, Factor::p), make_factor(c, Factor::q)},
-      before_start_(make_plain_start(c)),
       transfers_(c.transfers) {
   if (!spec_.alternate) make_halves(c);
   choose(c);
@@ -175,7 +164,7 @@ std::vector<const Buffer*> LowRankCodec::buffers() const {
 
 // All allreduces share one workspace, because they do not run concurrently.
 size_t LowRankCodec::workspace_bytes() const {
-  size_t bytes = before_start_ ? before_start_->workspace_bytes() : 0;
+  size_t bytes = 0;
   for (const FactorState& factor : factors_) {
     if (factor.allreduce) bytes = std::max(bytes, factor.allreduce->workspace_bytes());
   }
@@ -189,12 +178,10 @@ void LowRankCodec::bind(void* workspace) {
     if (factor.allreduce) factor.allreduce->bind(workspace);
   }
   for (Half& half : halves_.parts) half.allreduce->bind(workspace);
-  if (before_start_) before_start_->bind(workspace);
 }
 
 void LowRankCodec::rebind(float* gradients) {
   gradients_ = gradients;
-  if (before_start_) before_start_->rebind(gradients, gradients);
 }
 
 // With alternate=on the state has both bases, although the next step uses one basis, because a flagged matrix

@@ -67,7 +67,6 @@ class LowRankCodec final : public Codec {
   void bind(void* workspace) override;
   void rebind(float* gradients) override;
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override;
-  int64_t steady_from() const override { return spec_.start; }
   int64_t period() const override { return spec_.alternate ? 2 : 1; }
   Residual* residual() override { return residual_ ? &residual_ : nullptr; }
   std::vector<TensorState> tensor_state() override;
@@ -156,7 +155,6 @@ class LowRankCodec final : public Codec {
   Buffer marks_;                        // scratch of the library's passes
   std::array<FactorState, 2> factors_;  // P, Q
   Halves halves_;
-  std::unique_ptr<Program> before_start_;
   Stream transfers_;
 };
 

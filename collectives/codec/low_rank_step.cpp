@@ -5,11 +5,10 @@
 namespace gradwire {
 
 void LowRankCodec::run(const Stream& stream, int64_t step, BucketPhases& phases) {
-  if (step < spec_.start) return before_start_->run(stream, &phases);
   phases.enter(stream, Phase::compress);
-  residual_.load(stream, phases);
+  residual_.begin_step(stream, phases);
   if (spec_.alternate) {
-    const auto turn = static_cast<size_t>((step - spec_.start) % 2);
+    const auto turn = static_cast<size_t>((step - spec_.policy.start) % 2);
     send_one(stream, factors_[turn], factors_[1 - turn], phases);
   } else {
     send_both(stream, phases);

@@ -12,6 +12,8 @@
 // squared error is 1 - k/n.
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
 #include "kernels/randk/randk.h"
@@ -31,32 +33,41 @@ class RandKCodec final : public Codec {
  public:
   explicit RandKCodec(const BucketContext& c)
       : spec_(c.spec),
-        table_(c.stream, tensors_of(c), c.spec.ratio, packing_unit(c.spec.wire, 1)),
         gradients_(c.gradients),
         elements_(c.elements),
         step_(c.step),
-        residual_(c, spec_.error_feedback),
-        values_(c.exchanged(table_.values())),
-        lost_(buffer<float>(c, spec_.error_feedback && !spec_.wire->exact ? table_.values() : 0)),
-        chosen_(buffer<int64_t>(c, table_.values())),
-        choice_(c.choose(table_.values(), c.spec.wire)),
-        allreduce_(*c.transport, choice_.schedule,
-                   {values_.data(), values_.data(), lost_.as<float>(), table_.values()},
-                   c.compressed_options("", choice_.slice_bytes)) {
+        residual_(c, spec_.policy.keeps_errors()) {
+    for (const double ratio : spec_.ramp_ratios()) {
+      stages_.push_back({RandKTable(c.stream, tensors_of(c), ratio, packing_unit(c.spec.wire, 1))});
+    }
+    const int64_t most = stages_.front().table.values();
+    values_ = c.exchanged(most);
+    lost_ = buffer<float>(c, spec_.policy.keeps_errors() && !spec_.wire->exact ? most : 0);
+    chosen_ = buffer<int64_t>(c, most);
     for (Buffer* b : {&values_, &lost_, &chosen_}) fill_zero(c.stream, b->data(), b->bytes());
+    for (Stage& stage : stages_) add_allreduce(c, stage);
     c.stream.synchronize();
   }
 
   size_t workspace_bytes() const override {
-    return residual_.workspace_bytes() + allreduce_.workspace_bytes();
+    size_t bytes = 0;
+    for (const Stage& stage : stages_) bytes = std::max(bytes, stage.allreduce->workspace_bytes());
+    return residual_.workspace_bytes() + bytes;
   }
-  void bind(void* workspace) override { allreduce_.bind(residual_.bind(workspace)); }
+  void bind(void* workspace) override {
+    void* const rest = residual_.bind(workspace);
+    for (const Stage& stage : stages_) stage.allreduce->bind(rest);
+  }
   void rebind(float* gradients) override { gradients_ = gradients; }
+  int64_t steady_from() const override {
+    return spec_.policy.ramp > 0 ? spec_.policy.start + spec_.policy.ramp : 0;
+  }
 
-  void run(const Stream& stream, int64_t, BucketPhases& phases) override {
-    residual_.load(stream, phases);
+  void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
+    const Stage& stage = stages_[spec_.policy.stage(step, stages_.size())];
+    residual_.begin_step(stream, phases);
     phases.enter(stream, Phase::compress);
-    randk_gather(stream, {.table = &table_,
+    randk_gather(stream, {.table = &stage.table,
                           .grad = gradients_,
                           .residual = residual_.values(),
                           .count = elements_,
@@ -66,14 +77,14 @@ class RandKCodec final : public Codec {
                           .step = step_});
     fill_zero(stream, lost_.data(),
               lost_.bytes());  // the residual already holds the errors of the previous step
-    allreduce_.run(stream, &phases);
+    stage.allreduce->run(stream, &phases);
     phases.enter(stream, Phase::decompress);
     randk_scatter(stream, {.chosen = chosen_.as<const int64_t>(),
                            .values = values_.as<const float>(),
                            .lost = lost_.as<const float>(),
                            .grad = gradients_,
                            .residual = residual_.values(),
-                           .count = table_.values()});
+                           .count = stage.table.values()});
     residual_.store(stream, phases);
   }
 
@@ -84,31 +95,45 @@ class RandKCodec final : public Codec {
   }
 
   std::string describe() const override {
-    return fmt::format("randk: {} of {} elements; wire {}{}", table_.values(), elements_, spec_.wire->name,
-                       residual_.describe());
+    return fmt::format("randk: {} of {} elements; wire {}{}", stages_.back().table.values(), elements_,
+                       spec_.wire->name, residual_.describe());
   }
 
   std::vector<PlannedAllreduce> plan() const override {
-    return {{"", choice_.schedule.kind, choice_.reason}};
+    const SchedulePlanner::Choice& choice = stages_.back().choice;
+    return {{"", choice.schedule.kind, choice.reason}};
   }
 
  private:
+  // A ratio of the ramp, and the allreduce of its values.
+  struct Stage {
+    RandKTable table;
+    SchedulePlanner::Choice choice = {};
+    std::unique_ptr<Program> allreduce = {};
+  };
+
+  void add_allreduce(const BucketContext& c, Stage& stage) {
+    const int64_t count = stage.table.values();
+    stage.choice = c.choose(count, spec_.wire);
+    stage.allreduce =
+        std::make_unique<Program>(*c.transport, stage.choice.schedule,
+                                  ProgramBuffers{values_.data(), values_.data(), lost_.as<float>(), count},
+                                  c.compressed_options("", stage.choice.slice_bytes));
+  }
   template <typename T>
   static Buffer buffer(const BucketContext& c, int64_t count) {
     return make_buffer<T>(c.transport->device(), count);
   }
 
   const CompressionSpec spec_;
-  const RandKTable table_;
   float* gradients_;
   const int64_t elements_;
   const uint64_t* step_;
   Residual residual_;
   Buffer values_;
-  Buffer lost_;    // lossy formats with error feedback: the errors of this rank's encodes
-  Buffer chosen_;  // each value's coordinate
-  SchedulePlanner::Choice choice_;
-  Program allreduce_;
+  Buffer lost_;                // lossy formats with error feedback: the errors of this rank's encodes
+  Buffer chosen_;              // each value's coordinate
+  std::vector<Stage> stages_;  // the last with the spec's ratio
 };
 
 }  // namespace

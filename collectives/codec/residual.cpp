@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "collectives/codec/codec.h"
+#include "kernels/wire/fp32.h"
 #include "runtime/util/mix.h"
 
 namespace gradwire {
@@ -16,9 +17,14 @@ constexpr int64_t kPart = 2048;
 
 }  // namespace
 
+void decay_residual(const Stream& stream, float* residual, int64_t count, float decay) {
+  fp32_reduce(stream, {.own = residual, .out = residual, .scale = decay, .count = count});
+}
+
 Residual::Residual(const BucketContext& c, bool needed)
     : format_(c.spec.residual),
       count_(needed ? c.elements : 0),
+      decay_(static_cast<float>(c.spec.policy.decay)),
       stored_(c.transport->device(), static_cast<size_t>(format_->bytes(count_))),
       // Mix the seed, because the wire uses the rank's seed unmixed.
       rounding_{Rounding::stochastic, mix(c.rounding_seed, kResidualKind), c.step, c.first_element} {
@@ -35,10 +41,15 @@ void* Residual::bind(void* workspace) {
   return static_cast<std::byte*>(workspace) + workspace_bytes();
 }
 
-void Residual::load(const Stream& stream, BucketPhases& phases) const {
-  if (!encoded()) return;
+void Residual::load(const Stream& stream, BucketPhases& phases, float decay) const {
+  if (!encoded() && (decay == 1.0f || count_ == 0)) return;
   phases.enter(stream, Phase::compress);
-  decode(stream, {0, count_});
+  if (encoded()) {
+    decode(stream, {0, count_}, decay);
+  } else {
+    settle(stream);
+    decay_residual(stream, values_, count_, decay);
+  }
 }
 
 void Residual::store(const Stream& stream, BucketPhases& phases) const {
@@ -62,9 +73,10 @@ std::byte* Residual::value_bytes(int64_t first_byte) const {
   return reinterpret_cast<std::byte*>(values_) + first_byte;
 }
 
-void Residual::decode(const Stream& stream, Part part) const {
+void Residual::decode(const Stream& stream, Part part, float scale) const {
   format_->decode(stream, {.wire = stored_.as<const std::byte>() + format_->bytes(part.first),
                            .out = values_ + part.first,
+                           .scale = scale,
                            .count = part.count});
 }
 

@@ -7,9 +7,9 @@
 //          which is unbiased, so that errors cancel over the steps. Rounding to nearest would always lose
 //          values that are small compared with the other values of the block.
 //
-// A codec has one residual. It calls load() before work that reads the residual and store() after work that
-// writes the residual. With a format of w bytes per element, load() and store() together move 8 + 2 w bytes
-// per element.
+// A codec has one residual. It calls begin_step() before work that reads the residual and store() after work
+// that writes the residual. begin_step() multiplies the residual by the spec's ef_decay. With a format of w
+// bytes per element, the two together move 8 + 2 w bytes per element; in FP32, ef_decay moves 8.
 //
 // The stored values may lag behind the residual by a step if the codec registers a function with
 // settle_with(). read(), write() and clear() then call this function.
@@ -29,6 +29,9 @@ namespace gradwire {
 
 struct BucketContext;
 
+// Multiplies `count` values of a residual by `decay`.
+void decay_residual(const Stream& stream, float* residual, int64_t count, float decay);
+
 class Residual {
  public:
   // Creates a residual of zeros for all of the bucket's elements, or an empty residual if not `needed`.
@@ -40,9 +43,15 @@ class Residual {
   // Sets the residual's workspace. Returns the address of the memory that follows the residual's workspace.
   void* bind(void* workspace);
   // Returns the values, (elements), laid out as the bucket's gradients; null without a residual. Valid
-  // between load() and store(). A residual stored in FP32 is always valid after bind().
+  // between begin_step() or load() and store(). A residual stored in FP32 is always valid after bind().
   float* values() const { return values_; }
-  void load(const Stream& stream, BucketPhases& phases) const;
+  void load(const Stream& stream, BucketPhases& phases) const { load(stream, phases, 1.0f); }
+  // Loads the values times ef_decay.
+  void begin_step(const Stream& stream, BucketPhases& phases) const { load(stream, phases, decay_); }
+  // Enqueues the codec's work on the values that it left pending.
+  void settle(const Stream& stream) const {
+    if (settle_) settle_(stream, 0, count_);
+  }
   void store(const Stream& stream, BucketPhases& phases) const;
   int64_t bytes() const { return static_cast<int64_t>(stored_.bytes()); }
   // Returns a text such as " with error feedback in int8".
@@ -71,12 +80,14 @@ class Residual {
   Part part_around(int64_t first_byte, int64_t bytes) const;
   // Prepares access to these bytes. Returns the part that holds them.
   Part open(const Stream& stream, int64_t first_byte, int64_t bytes) const;
-  void decode(const Stream& stream, Part part) const;
+  void load(const Stream& stream, BucketPhases& phases, float decay) const;
+  void decode(const Stream& stream, Part part, float scale = 1.0f) const;
   std::byte* value_bytes(int64_t first_byte) const;
   void encode(const Stream& stream, Part part, const WireRounding& rounding) const;
 
   Wire format_;
   int64_t count_ = 0;
+  float decay_ = 1.0f;
   Buffer stored_;
   float* values_ = nullptr;
   WireRounding rounding_;

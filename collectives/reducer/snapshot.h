@@ -21,11 +21,11 @@ class ReducerSnapshot {
   // Returns the L2 norm of all residuals once the copy is done; 0 without residuals.
   double residual_norm() const;
 
-  // Loads the state into a new reducer of the same tensors and spec, and blocks until `stream` is done. If
-  // the world size differs, state that belongs to one rank is reset (is_loaded()), except residuals, which
-  // are restored bit for bit. A residual that this reducer cannot hold (a world of 1) is stored in
-  // `left_over()`, laid out as the flat gradient buffer and requested at most once. Returns whether
-  // `left_over()` was requested.
+  // Loads the state into a new reducer of the same tensors and spec, and blocks until `stream` is done.
+  // `world`: 0 if a rank was replaced. If the world size differs, state that belongs to one rank is reset
+  // (is_loaded()), except residuals, which are restored bit for bit. A residual that this reducer cannot hold
+  // (a world of 1) is stored in `left_over()`, laid out as the flat gradient buffer and requested at most
+  // once. Returns whether `left_over()` was requested.
   bool restore(const Stream& stream, const Reducer& reducer, int world,
                const std::function<float*()>& left_over) const;
 

@@ -52,6 +52,9 @@ T number(std::string_view text, std::string_view key, std::string_view value, T 
 }
 
 const std::vector<std::pair<std::string_view, bool>> kOnOff{{"on", true}, {"off", false}};
+using Feedback = ResidualPolicy::Feedback;
+const std::vector<std::pair<std::string_view, Feedback>> kFeedbacks{
+    {"on", Feedback::on}, {"off", Feedback::off}, {"ef21", Feedback::ef21}};
 const std::vector<std::pair<std::string_view, bool>> kIntraNode{{"wire", false}, {"fp32", true}};
 const std::vector<std::pair<std::string_view, PeerAccessMode>> kTransports{
     {"messages", PeerAccessMode::off}, {"peer", PeerAccessMode::on}, {"auto", PeerAccessMode::automatic}};
@@ -155,13 +158,14 @@ std::string shortest(double value) {
 std::string CompressionSpec::grammar() {
   return fmt::format(
       "FORMAT, "
-      "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
+      "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
       "or randk:ratio=X[,wire=FORMAT][,seed=S], where FORMAT is "
-      "{}, with ,ef=on|off and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
-      ",residual={} and "
-      ",dense=off|auto|NAME+NAME... on any but fp32, and the format's own options (docs/formats.md)",
-      fmt::join(format_names(), "|"), words(schedules()), words(kTransports), words(kIntraNode),
-      words(residuals()));
+      "{}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
+      ",residual={} and ,ef_decay=X and ,start=N and "
+      ",dense=off|auto|NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
+      "topk and randk, and the format's own options (docs/formats.md)",
+      fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kTransports),
+      words(kIntraNode), words(residuals()));
 }
 
 namespace {
@@ -188,6 +192,10 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
   return items;
 }
 
+// Legal values of the residual's policies. ef_decay=0 would be ef=off, and momentum=1 would never forget.
+constexpr double kLeastDecay = 1e-6, kMostMomentum = 0.9999;
+constexpr int64_t kMostSteps = int64_t{1} << 40;
+
 using Options = std::map<std::string_view, std::function<void(std::string_view)>>;
 
 // Returns the spec's options except those of its wire format.
@@ -205,7 +213,8 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
       field = number<Number>(text, key, v, least, most);
     };
   };
-  word("ef", spec.error_feedback, kOnOff);
+  ResidualPolicy& policy = spec.policy;
+  word("ef", policy.feedback, kFeedbacks);
   word("schedule", spec.schedule, schedules());
   word("transport", spec.peer_access, kTransports);
   word("intra_node", spec.fp32_intra_node, kIntraNode);
@@ -213,6 +222,11 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   if (codec || !spec.wire->exact) {
     word("residual", spec.residual, residuals());
     options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
+    numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
+    numeric("start", policy.start, int64_t{0}, kMostSteps);
+    const bool randk = spec.method == CompressionSpec::Method::randk;
+    if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMostSteps);
+    if (randk || (!codec && spec.wire->selects)) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
   }
   if (codec || spec.wire->stochastic) word("round", rounding, kRoundings);
   if (!codec) return options;
@@ -223,7 +237,6 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     return options;
   }
   numeric("rank", spec.rank, 1, kMaxPowerSgdRank);
-  numeric("start", spec.start, int64_t{0}, int64_t{1} << 40);
   word("warm", spec.warm, kOnOff);
   numeric("min_ratio", spec.min_ratio, 0.0, 1e6);
   word("alternate", spec.alternate, kOnOff);
@@ -269,13 +282,14 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
     bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
                           fmt::join(others, " or ")));
   }
-  if (const std::string why = spec.divergence(); spec.error_feedback && !why.empty()) {
+  if (const std::string why = spec.divergence(); spec.policy.keeps_errors() && !why.empty()) {
     bad(text, why + "or ef=off for no error feedback");
   }
-  if (!spec.residual->exact && !spec.error_feedback) {
+  if (!spec.residual->exact && !spec.policy.keeps_errors()) {
     bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
                           spec.residual->name));
   }
+  if (const std::string problem = spec.policy_problem(); !problem.empty()) bad(text, problem);
   if (spec.alternate && !spec.warm) {
     bad(text, "alternate=on needs warm=on: a step projects with the factor that the previous step summed");
   }
@@ -346,8 +360,8 @@ std::string CompressionSpec::to_string() const {
   add(powersgd, fmt::format("rank={}", rank));
   add(randk, "ratio=" + shortest(ratio));
   if (powersgd || randk) add(wire != defaults.wire, fmt::format("wire={}", wire->name));
+  add(policy.start != 0, fmt::format("start={}", policy.start));
   if (powersgd) {
-    add(start != defaults.start, fmt::format("start={}", start));
     add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
     add(alternate != defaults.alternate, alternate ? "alternate=on" : "alternate=off");
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
@@ -355,7 +369,10 @@ std::string CompressionSpec::to_string() const {
   if (powersgd || randk) add(seed != defaults.seed, fmt::format("seed={}", seed));
   add(*wire->options != 0, wire->options);
   add(rounding != wire->rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
-  add(error_feedback != defaults.error_feedback, error_feedback ? "ef=on" : "ef=off");
+  add(policy.feedback != Feedback::on, fmt::format("ef={}", word_for(kFeedbacks, policy.feedback)));
+  add(policy.decay != 1, "ef_decay=" + shortest(policy.decay));
+  add(policy.ramp != 0, fmt::format("ramp={}", policy.ramp));
+  add(policy.momentum != 0, "momentum=" + shortest(policy.momentum));
   add(residual != defaults.residual, fmt::format("residual={}", residual->name));
   add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
@@ -366,7 +383,8 @@ std::string CompressionSpec::to_string() const {
 }
 
 std::string CompressionSpec::divergence() const {
-  const double bound = wire->error_bound(rounding);
+  // A step keeps decay^2 times this share of the residual's square.
+  const double bound = wire->error_bound(rounding) * policy.decay * policy.decay;
   if (bound < 1) return {};
   // Finds the first option, in the table's order, for which changing one value is enough.
   const auto variant = wire->copy();

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collectives/schedule/schedule.h"
+#include "collectives/spec/residual_policy.h"
 #include "kernels/wire/formats.h"
 
 namespace gradwire {
@@ -21,7 +22,7 @@ struct CompressionSpec {
   Method method = Method::wire;
   Wire wire = kFp32;  // format of gradients, PowerSGD's factors or randk's values
   Rounding rounding = Rounding::nearest;
-  bool error_feedback = true;
+  ResidualPolicy policy;
   // Format of the residual between steps, with stochastic rounding.
   Wire residual = kFp32;
   // Tensors that are averaged in FP32 without compression: names with shell wildcards. kDenseAuto: vectors
@@ -36,9 +37,8 @@ struct CompressionSpec {
   bool fp32_intra_node = false;
 
   // PowerSGD only. The name of PyTorch's option is in brackets.
-  int rank = 1;       // [matrix_approximation_rank]
-  int64_t start = 0;  // [start_powerSGD_iter, default 1000] first compressed step; earlier steps send FP32
-  bool warm = true;   // [warm_start]
+  int rank = 1;      // [matrix_approximation_rank]
+  bool warm = true;  // [warm_start]
   // Whether steps send P and Q alternately (ACP-SGD), instead of both factors in every step. Needs a warm
   // start.
   bool alternate = false;
@@ -55,6 +55,14 @@ struct CompressionSpec {
   // Returns whether this codec can load a state saved under the spec `text`. residual= may differ, because
   // states store residuals in FP32.
   bool loads_state_of(std::string_view text) const;
+  // Returns whether a step depends on state other than a residual, such as the number of earlier steps.
+  bool needs_reducer() const;
+  // Returns why the residual's policies contradict each other or the rest of the spec; "" if they do not.
+  std::string policy_problem() const;
+  // Return the formats of a ramp, or randk's ratios, in order. The last is the spec's; the only one if
+  // ramp=0.
+  std::vector<Wire> ramp_formats() const;
+  std::vector<double> ramp_ratios() const;
   // Returns why the residual of error feedback may grow without bound, and the remedy. Returns "" if the
   // residual is bounded or the bound of the format is unknown.
   std::string divergence() const;

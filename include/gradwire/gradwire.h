@@ -490,7 +490,8 @@ typedef struct gw_call_options {
    *
    * The residual is added before the next encode and replaced by what that encode loses, so the same values
    * must be paired with the same residual in every call. The sum over ranks of values and residuals before a
-   * call equals the sum of results and residuals after it, to FP32 rounding. Unused with "fp32". */
+   * call equals the sum of results and residuals after it, to FP32 rounding. With ",ef_decay=D" in the spec
+   * the residual is first multiplied by D. Unused with "fp32". */
   float* residual;
   /** Out, on the host: the call returns when it has begun, and the request represents it; see
    * gw_request_wait(). Release it with gw_request_destroy(). Null: the call blocks until its result is ready.
@@ -657,9 +658,9 @@ typedef struct gw_reducer_options {
  *
  * @param comm       the communicator.
  * @param spec       a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic"; or
- *                   "powersgd:rank=R" with ",wire=FORMAT", ",start=N", ",warm=on|off", ",alternate=on|off",
+ *                   "powersgd:rank=R" with ",wire=FORMAT", ",warm=on|off", ",alternate=on|off",
  *                   ",min_ratio=X" and ",seed=S"; or "randk:ratio=X" with ",wire=FORMAT" and ",seed=S"; each
- *                   with ",ef=on|off", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
+ *                   with ",ef=on|off|ef21", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
  *                   ",transport=messages|peer|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
  *                   communicator between processes measures its links, in 0.1 s at 1 Gb/s.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "collectives/agreement/all_gather.h"
+#include "collectives/codec/residual.h"
 #include "collectives/transport/transport.h"
 
 namespace gradwire::interposer {
@@ -74,7 +75,7 @@ Program& CompressedAllReduce::program_for(const Key& key, const Stream& stream) 
   int64_t state_bytes = count * static_cast<int64_t>(sizeof(float));
   for (const auto& entry : programs_.entries()) state_bytes += static_cast<int64_t>(entry.residual.bytes());
   Buffer residual;
-  if (settings_.spec.error_feedback && !settings_.spec.wire->exact &&
+  if (settings_.spec.policy.keeps_errors() && !settings_.spec.wire->exact &&
       state_bytes <= settings_.max_state_bytes) {
     residual = Buffer::in_order(setup_, static_cast<size_t>(count) * sizeof(float));
     fill_zero(setup_, residual.data(), residual.bytes());
@@ -101,6 +102,9 @@ void CompressedAllReduce::run(const float* send, float* receive, int64_t count, 
   const Stream stream = Stream::adopt_cuda(device_, native);
   Program& program = program_for({send, receive, count, op}, stream);
   stream.wait(last_);
+  if (float* const residual = program.buffers().residual; settings_.spec.policy.decay != 1 && residual) {
+    decay_residual(stream, residual, count, static_cast<float>(settings_.spec.policy.decay));
+  }
   program.run(stream);
   increment(stream, step_.as<uint64_t>());
   last_.record(stream);

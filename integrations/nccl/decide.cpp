@@ -65,6 +65,12 @@ class SettingsReader {
           "none; name a wire format, such as bf16, or use the PyTorch hook",
           text));
     }
+    if (spec.method == CompressionSpec::Method::wire && spec.needs_reducer()) {
+      turn_off(fmt::format(
+          "GRADWIRE_NCCL_SPEC={} counts steps or keeps estimates, but calls of ncclAllReduce have no steps; "
+          "drop ef=ef21, start, ramp and momentum, or use the PyTorch hook",
+          text));
+    }
     if (!spec.residual->exact) {
       turn_off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}",
                            text, spec.residual->name));

@@ -279,7 +279,9 @@ INSTANTIATE_TEST_SUITE_P(CApi, EverySpec,
                                            "powersgd:rank=2", "powersgd:rank=4,start=2",
                                            "powersgd:rank=2,wire=bf16", "powersgd:rank=3,ef=off", "fp8",
                                            "powersgd:rank=2,wire=fp8", "int8:residual=int8,dense=auto",
-                                           "powersgd:rank=2,wire=bf16,residual=bf16"),
+                                           "powersgd:rank=2,wire=bf16,residual=bf16", "int4:ef=ef21",
+                                           "powersgd:rank=2,ef=ef21",
+                                           "topk:k=5,of=256,ef_decay=0.9,momentum=0.9,start=1,ramp=4"),
                          [](const auto& info) {
                            std::string text = info.param;
                            for (char& c : text) c = std::isalnum(static_cast<unsigned char>(c)) ? c : '_';

@@ -291,6 +291,30 @@ TEST_P(CApiSharded, ResidualsAndAddressesMayDiffer) {
   });
 }
 
+// With ef_decay, a call first multiplies the residual: new residuals + sum = values + decayed residuals.
+TEST_P(CApiSharded, DecaysTheResidualBeforeACall) {
+  run(3, [&](gw_comm comm, int rank) {
+    const Counts counts{40, 60, 33};
+    const int64_t all = sum(counts);
+    Floats residual(static_cast<size_t>(all));
+    for (int step = 0; step < 4; ++step) {
+      const Floats in = normal(all, 10 * step + rank);
+      Floats went_in = in, out(static_cast<size_t>(counts[rank]));
+      for (size_t i = 0; i < in.size(); ++i) went_in[i] += 0.75f * residual[i];
+      GW_ASSERT_OK(gw_reduce_scatter(comm, in.data(), out.data(), counts.data(), GW_FLOAT32, GW_SUM,
+                                     "int4:ef_decay=0.75,schedule=ring", nullptr,
+                                     capi::call({.tag = "w", .residual = residual.data()})));
+      Floats came_out = residual, sums(in.size());
+      for (Floats* x : {&went_in, &came_out}) {
+        GW_ASSERT_OK(gw_allreduce(comm, x->data(), all, GW_FLOAT32, GW_SUM, "fp32", nullptr, nullptr));
+      }
+      GW_ASSERT_OK(
+          gw_all_gather(comm, out.data(), sums.data(), counts.data(), GW_FLOAT32, "fp32", nullptr, nullptr));
+      for (size_t i = 0; i < in.size(); ++i) ASSERT_NEAR(came_out[i] + sums[i], went_in[i], 2e-5) << step;
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Between, CApiSharded, testing::Values("threads", "processes"),
                          [](const auto& where) { return std::string(where.param); });
 
@@ -313,7 +337,8 @@ TEST(CApiShardedErrors, ReduceScatterChecksEveryArgument) {
     GW_EXPECT_BAD("dtype 7", scatter(comm, in, out, counts, 7));
     GW_EXPECT_BAD("op 9", scatter(comm, in, out, counts, GW_FLOAT32, 9));
     GW_EXPECT_BAD("spec is null", scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, nullptr));
-    for (const char* spec : {"powersgd:rank=2", "randk:ratio=0.1"}) {
+    for (const char* spec :
+         {"powersgd:rank=2", "randk:ratio=0.1", "int8:ef=ef21", "int8:start=2", "int4:ramp=2"}) {
       GW_EXPECT_BAD("use a reducer", scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, spec));
     }
     GW_EXPECT_BAD("not aligned", scatter(comm, in, reinterpret_cast<char*>(out) + 1, counts));

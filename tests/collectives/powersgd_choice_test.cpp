@@ -29,7 +29,7 @@ TEST(PowerSgdProducts, ConservationHoldsAndTheLibraryIsUsedWhenRequested) {
                            "powersgd:rank=2,residual=int8", "powersgd:rank=4,alternate=on",
                            "powersgd:rank=2,wire=bf16,round=stochastic,alternate=on"}) {
     SCOPED_TRACE(spec);
-    const bool keeps = CompressionSpec::parse(spec).error_feedback;
+    const bool keeps = CompressionSpec::parse(spec).policy.keeps_errors();
     for (const char* products : {"library", "fused"}) {
       SCOPED_TRACE(products);
       const bool asked = std::string(products) == "library";

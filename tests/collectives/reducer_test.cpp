@@ -180,7 +180,8 @@ TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
        {"fp32", "fp8:round=stochastic", "int8:residual=int8,dense=auto",
         "powersgd:rank=2,wire=bf16,round=stochastic,warm=off,residual=bf16", "powersgd:rank=4,start=3",
         "powersgd:rank=4,alternate=on", "powersgd:rank=2,alternate=on,start=2",
-        "randk:ratio=0.1,wire=bf16,round=stochastic"}) {
+        "randk:ratio=0.1,wire=bf16,round=stochastic", "powersgd:rank=2,ef=ef21",
+        "topk:k=5,of=256,ef_decay=0.9,momentum=0.9,start=1,ramp=2"}) {
     std::vector<std::vector<float>> results[2];
     std::vector<uint64_t> sent[2];
     for (bool graphed : {false, true}) {
@@ -274,7 +275,8 @@ TEST(Reducer, ResumesBitForBit) {
   for (const char* spec :
        {"bf16:round=stochastic", "powersgd:rank=2,start=2,wire=bf16,round=stochastic", "bf16:residual=int8",
         "int8:residual=bf16,dense=auto", "powersgd:rank=2,wire=bf16,residual=int8",
-        "powersgd:rank=2,alternate=on", "randk:ratio=0.1,wire=bf16"}) {
+        "powersgd:rank=2,alternate=on", "randk:ratio=0.1,wire=bf16", "int4:ef=ef21,start=1",
+        "powersgd:rank=2,ef=ef21", "topk:k=5,of=256,ef_decay=0.9,momentum=0.9,ramp=6"}) {
     std::vector<std::vector<float>> straight(2), resumed(2);
     run_ranks(2, Device::host(), [&](Communicator& comm) {
       auto gradients = [&](int s) {
@@ -306,9 +308,9 @@ TEST(Reducer, ResumesBitForBit) {
 // Reads residuals between steps. PowerSGD computes a step's residuals when they are needed: in the next step,
 // or when a caller reads them earlier.
 TEST(Reducer, ReadingResidualsBetweenStepsChangesNoBit) {
-  for (const char* spec :
-       {"powersgd:rank=1", "powersgd:rank=4,wire=bf16", "powersgd:rank=9,warm=off",
-        "powersgd:rank=2,alternate=on,start=1", "powersgd:rank=3,alternate=on,wire=int8"}) {
+  for (const char* spec : {"powersgd:rank=1", "powersgd:rank=4,wire=bf16", "powersgd:rank=9,warm=off",
+                           "powersgd:rank=2,alternate=on,start=1", "powersgd:rank=3,alternate=on,wire=int8",
+                           "powersgd:rank=4,ef_decay=0.9"}) {
     auto run = [&](bool reads) {
       std::vector<std::vector<float>> results(2);
       run_ranks(2, Device::host(), [&](Communicator& comm) {

@@ -35,7 +35,12 @@ TEST(Spec, TextSurvivesARoundTrip) {
                            "randk:ratio=0.01",
                            "randk:ratio=1",
                            "randk:ratio=0.001,wire=bf16,seed=7,round=stochastic",
-                           "randk:ratio=0.1,ef=off,schedule=ring"}) {
+                           "randk:ratio=0.1,ef=off,schedule=ring",
+                           "int8:start=5,ef=ef21",
+                           "bf16:ef_decay=0.95",
+                           "topk:start=5,k=41,ef_decay=0.9,ramp=100,momentum=0.9",
+                           "randk:ratio=0.01,ramp=10,momentum=0.5",
+                           "powersgd:rank=2,ef=ef21"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
     EXPECT_EQ(CompressionSpec::parse(spec.to_string()), spec);
@@ -78,6 +83,13 @@ TEST(Spec, LoadsStatesThatDifferInTheResidualFormatOnly) {
   for (const char* other : {"int8", "fp8:dense=auto", "int8:residual=bf16", "no spec at all"}) {
     EXPECT_FALSE(spec.loads_state_of(other)) << other;
   }
+}
+
+// A decayed residual stays bounded where a step keeps less than its square.
+TEST(Spec, AcceptsErrorFeedbackWhereDecayMakesAStepContract) {
+  EXPECT_THROW(CompressionSpec::parse("terngrad:clip=2.5"), BadInput);
+  EXPECT_THROW(CompressionSpec::parse("terngrad:clip=2.5,ef_decay=0.9"), BadInput);
+  EXPECT_NO_THROW(CompressionSpec::parse("terngrad:clip=2.5,ef_decay=0.8"));
 }
 
 // Covers every format in the table with every value of its options.
@@ -158,7 +170,20 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
         Case{"qsgd:bits=4,block=256,round=nearest", "it needs block=128, or ef=off"},
         Case{"powersgd:rank=2,wire=qsgd,bits=4", "it needs block=128, or ef=off"},
         Case{"randk:wire=terngrad,clip=off", "it needs clip=2, or ef=off"},
-        Case{"terngrad:clip=2.5", "may lose 1.48 times"}}) {
+        Case{"terngrad:clip=2.5", "may lose 1.48 times"},
+        // The residual's policies.
+        Case{"int8:ef=ef2", "ef='ef2' is not one of on|off|ef21"}, Case{"int8:ef_decay=0", "ef_decay='0'"},
+        Case{"int8:ef_decay=1.5", "ef_decay='1.5'"}, Case{"fp32:ef_decay=0.9", "no option 'ef_decay'"},
+        Case{"int8:ef=off,ef_decay=0.9", "ef_decay=0.9 needs ef=on, not ef=off"},
+        Case{"int8:ef=ef21,ef_decay=0.9", "ef_decay=0.9 needs ef=on, not ef=ef21"},
+        Case{"int8:ef=ef21,residual=bf16", "ef=ef21 needs residual=fp32"},
+        Case{"fp32:ef=ef21", "ef=ef21 needs a format with encoding errors"},
+        Case{"int8:start=-1", "start='-1'"}, Case{"fp32:start=2", "no option 'start'"},
+        Case{"bf16:ramp=5", "ramp=5 has no step between FP32 and bf16"},
+        Case{"randk:ratio=0.5,ramp=5", "ramp=5 has no step between FP32 and ratio=0.5"},
+        Case{"powersgd:ramp=5", "no option 'ramp'"}, Case{"int8:momentum=0.9", "no option 'momentum'"},
+        Case{"topk:momentum=1", "momentum='1'"},
+        Case{"topk:momentum=0.9,ef=off", "momentum=0.9 needs ef=on, not ef=off"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});
   }

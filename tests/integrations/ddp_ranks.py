@@ -85,7 +85,7 @@ def a_checkpoint_continues_bit_for_bit() -> None:
     specs: List[Tuple[str, Dict[str, Any]]] = [("powersgd:rank=2,schedule=two_shot", {"bucket_cap_mb": 0.25}),
                                                ("powersgd:rank=3,wire=bf16,start=3", {})]
     if WORLD == 2:  # residuals do not depend on the number of ranks
-        specs += [("bf16:residual=int8", {}), ("bf16", {})]
+        specs += [("bf16:residual=int8", {}), ("bf16", {}), ("int4:ef=ef21,start=2", {})]
     for spec, options in specs:
         hook = Hook(spec)
         run = Run(TASKS["vit"], hook, **options)

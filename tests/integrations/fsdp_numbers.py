@@ -36,10 +36,10 @@ def fp32_is_fsdp_without_compress() -> None:
 
 
 def nothing_is_lost() -> None:
-    for spec in FORMATS:
+    for spec in (*FORMATS, "int4:ef_decay=0.75"):
         for dense in (True, False):
             run = Run({"gradients": spec, "weights": "fp32", "dense": dense})
-            worst = max(violation(run, s) for s in range(4))
+            worst = max(violation(run, s, 0.75 if "ef_decay" in spec else 1.0) for s in range(4))
             check(worst < 1e-6, f"{spec}, dense={dense}: conservation is violated by {worst:.1e}")
             kept = residual_sums(run.handle)
             narrow = spec != "bf16"
@@ -55,8 +55,8 @@ def nothing_is_lost() -> None:
             )
 
 
-def violation(run: Run, step: int) -> float:
-    """Makes a step, and the same step with an unsharded copy on every rank.
+def violation(run: Run, step: int, decay: float = 1.0) -> float:
+    """Makes a step, and the same step with an unsharded copy on every rank. `decay`: the spec's ef_decay.
 
     Returns the norm of the difference between input and output (gradients and residuals), relative to the
     input.
@@ -71,7 +71,7 @@ def violation(run: Run, step: int) -> float:
     for name, parameter in alone.named_parameters():
         if parameter.grad is None:
             continue
-        went_in = sum_over_ranks(parameter.grad) + old.get(name, 0.0)
+        went_in = sum_over_ranks(parameter.grad) + decay * old.get(name, 0.0)
         came_out = WORLD * reduced[name].double() + new.get(name, 0.0)
         error += float((went_in - came_out).square().sum())
         total += float(went_in.square().sum())

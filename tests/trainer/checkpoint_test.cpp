@@ -32,7 +32,8 @@ GW_INSTANTIATE_ON_DEVICES(CheckpointTest);
 TEST_P(CheckpointTest, ResumingAtAnyStepGivesTheSameBits) {
   for (const char* spec : thinned({"fp32", "bf16:round=stochastic", "powersgd:rank=2,wire=bf16,start=2",
                                    "int8:residual=int8,dense=auto", "powersgd:rank=2,wire=bf16,residual=bf16",
-                                   "powersgd:rank=2,alternate=on", "randk:ratio=0.1"})) {
+                                   "powersgd:rank=2,alternate=on", "randk:ratio=0.1", "int4:ef=ef21,start=2",
+                                   "topk:k=41,ef_decay=0.9,momentum=0.9,ramp=6"})) {
     for (int ranks : {1, 3}) {
       const std::string what = fmt::format("{}, {} ranks", spec, ranks);
       TrainConfig c = config(ranks, spec);

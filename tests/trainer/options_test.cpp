@@ -162,6 +162,20 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
     expect_bad_input([&] { parsed({"--gradient-group", wrong}); }, {"--gradient-group", wrong});
 }
 
+TEST(Resolve, ResidualPoliciesMustFitOptimizerAndSharding) {
+  RunOptions o = synthetic();
+  o.compression = {"topk:momentum=0.9"};
+  expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "--optimizer sgd --momentum 0"});
+  o.optimizer = OptimizerKind::sgd, o.momentum = 0;
+  EXPECT_EQ(resolve(o).compressions[0].policy.momentum, 0.9);
+  o.shard = Sharding::optimizer;
+  expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "--shard none"});
+  o.compression = {"int8", "int8:ef=ef21"};
+  expect_bad_input([&] { resolve(o); }, {"int8:ef=ef21", "--shard none"});
+  o.compression = {"int8:ef_decay=0.9,start=5,ramp=10"};
+  EXPECT_NO_THROW(resolve(o));
+}
+
 TEST(Resolve, OverlappedStepsExcludeGraphsAndShards) {
   RunOptions o = synthetic();
   o.overlap_forward = true;

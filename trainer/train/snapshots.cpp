@@ -125,7 +125,10 @@ bool Snapshots::restore(const RankState& rank, int64_t step) const {
   for (size_t i = 0; i < slot.moments.size(); ++i) {
     copy(stream, rank.moments[i].values.data, slot.moments[i].data(), slot.moments[i].size() * sizeof(float));
   }
-  const bool left_over = slot.codecs.restore(stream, rank.reducer, rank.comm.world(), rank.left_over);
+  // A description also has ranks that were lost or have joined. A replaced rank leaves the world's size.
+  const int world = rank.comm.world();
+  const bool same_ranks = static_cast<int>(slot.description.ranks.size()) == world;
+  const bool left_over = slot.codecs.restore(stream, rank.reducer, same_ranks ? world : 0, rank.left_over);
   rank.reducer.resume_at(step);
   return left_over;
 }

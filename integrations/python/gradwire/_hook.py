@@ -43,9 +43,9 @@ class Hook:
 
     Args:
         spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
-            "powersgd:rank=R[,wire=FORMAT][,start=N][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]",
-            or "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off" and
-            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl".
+            "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
+            "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off|ef21", ",start=N" and
+            ",schedule=auto|ring|tree|two_shot|hierarchical|nccl". With ",momentum=X" the optimizer's must be 0.
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are
             numbered in the order of DDP's first buckets, which is the same in every run of the same model.
@@ -294,7 +294,7 @@ class Hook:
 
         Returns:
             {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind:
-            tensor}}}}, with 1-D CPU tensors of kind "residual" or PowerSGD's "factor"; and "others": [the
+            tensor}}}}, with 1-D CPU tensors of kind "residual", PowerSGD's "factor", ...; and "others": [the
             other ranks' states].
 
         Raises:

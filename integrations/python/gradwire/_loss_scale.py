@@ -14,6 +14,9 @@ import torch
 from gradwire import _native
 from gradwire._state import State, TensorState, pack, unpack
 
+# The kinds of state that grow with the gradients' scale.
+_IN_UNITS_OF_GRADIENTS = ("residual", "estimate", "deviation", "velocity")
+
 # Arguments: new scale / old scale, and whether the step was skipped.
 Follower = Callable[[float, bool], None]
 
@@ -140,9 +143,9 @@ def undone(state: State, before: List[State]) -> State:
 
 
 def scaled(state: State, factor: float) -> State:
-    """Returns `state` with every residual multiplied by `factor`."""
+    """Returns `state` with all values in units of gradients multiplied by `factor`."""
     def entry_scaled(kind: str, entry: Any) -> Any:
-        if kind != "residual" or not entry.data or factor == 1:
+        if kind not in _IN_UNITS_OF_GRADIENTS or not entry.data or factor == 1:
             return entry
         values = torch.frombuffer(bytearray(entry.data), dtype=torch.float32).mul_(factor)
         return entry._replace(data=values.numpy().tobytes())

@@ -385,7 +385,11 @@ def _check_spec(argument: str, spec: str) -> None:
             "such as 'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with "
             "gradwire.torch.compress()")
     for option in options:
-        if option.partition("=")[0] in ("ef", "residual", "dense"):
+        key = option.partition("=")[0]
+        if argument == "weights" and key == "ef_decay":
+            raise _native.BadArgument(f"weights={spec!r} has the option {option}, but only gradients have a "
+                                      "residual")
+        if key in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"{argument}={spec!r} has the option {option}: pass compress() the "
                                       "argument residual or dense in its place (residual='off' for ef=off)")
     values = torch.zeros(1)

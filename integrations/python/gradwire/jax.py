@@ -246,9 +246,13 @@ def _check_spec(spec: str) -> None:
 
 def _check_options(spec: str) -> None:
     for option in split(spec)[1]:
-        if option.partition("=")[0] in ("ef", "residual", "dense"):
+        key = option.partition("=")[0]
+        if key in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
                                       "compress()'s own arguments error_feedback and dense")
+        if key in ("ef_decay", "ramp", "momentum") or (key == "start" and method_of(spec) != "powersgd"):
+            raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
+                                      "the DDP hook or a Reducer, or drop it")
 
 
 def _call_site() -> str:
