@@ -109,6 +109,21 @@ class Compare(BenchTest):
         after = [row("a", 100, 102), row("b", 120, 122), row("c", 50, 51)]
         self.assertEqual(self.verdicts(before, after)[:2], (1, ["SAME", "SLOWER", "FASTER"]))
 
+    def test_the_minima_of_several_runs_decide(self):
+        def compared(before, after):
+            for name, minima in (("a", before), ("b", after)):
+                for i, least in enumerate(minima):  # other work lengthened the rest of each run
+                    self.write(f"{name}{i}.json", [row("x", least, 3 * least)])
+            a, b = (",".join(f"{name}{i}.json" for i in range(len(minima)))
+                    for name, minima in (("a", before), ("b", after)))
+            result = self.run_command("compare", a, b, "--json", "out.json")
+            return result.returncode, self.written()[0]["verdict"]
+
+        self.assertEqual(compared([100, 101, 100, 190], [100, 100, 180, 101]), (0, "UNSURE"))
+        self.assertEqual(compared([100, 101, 100, 102], [101, 100, 102, 100]), (0, "SAME"))
+        self.assertEqual(compared([100, 101, 100, 102, 100, 190], [111, 110, 190, 110]), (1, "SLOWER"))
+        self.assertEqual(compared([100, 190, 190, 190], [110, 110, 190, 110]), (0, "UNSURE"))
+
     def test_a_gpus_clock_that_changed_is_no_regression(self):
         before = [row("x", 100, 102, 2000)]
         for interval, mhz, verdict in (((120, 122), 2000, "SLOWER"), ((120, 122), 1670, "UNSURE"),
@@ -163,6 +178,8 @@ class Compare(BenchTest):
                               ("negative.json a.json", "negative.json: min_us"),
                               ("word.json a.json", "word.json: n is not a number"),
                               ("zero.json a.json", "zero.json: median_us is 0"),
+                              ("a.json,other.json a.json", "other.json: row 1 is not 'x, "),
+                              ("a.json a.json,none.json", "none.json"),
                               ("a.json other.json", "no row in common", "'x, ", "'y, "),
                               ("a.json", "B is required"),
                               ("a.json a.json --ignore color", "--ignore color", "size_bytes")):

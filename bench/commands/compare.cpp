@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "bench/commands/commands.h"
 #include "bench/harness/result_files.h"
@@ -24,7 +25,7 @@ const std::vector<std::string> kIdentity = {
     "device", "size_bytes", "shape",   "cache", "batch_size",  "average",  "blocking",  "unalign"};
 
 struct CompareOptions {
-  std::string before, after;
+  std::string before, after;  // paths, separated by commas
   std::vector<std::string> ignore;
   ResultPaths results;
 };
@@ -101,6 +102,46 @@ std::vector<TimedRow> read_rows(const std::string& path, const std::vector<std::
   return rows;
 }
 
+// Returns the timing of a row that several runs measured: the interval of the minima of the fastest five.
+// Other work on the machine only lengthens times, and may last as long as a run. Five runs of A that are all
+// faster than each run of B are hardly a coincidence.
+Timing merge(const std::vector<Timing>& runs) {
+  if (runs.size() == 1) return runs[0];
+  std::vector<double> minima;
+  for (const Timing& run : runs) minima.push_back(run.min_us);
+  std::sort(minima.begin(), minima.end());
+  minima.resize(std::min<size_t>(minima.size(), 5));
+  Timing merged = summarize(minima);
+  merged.q3_us = minima.back();
+  merged.n = 0;
+  merged.sm_mhz = runs[0].sm_mhz;
+  for (const Timing& run : runs) {
+    merged.n += run.n;
+    merged.sm_mhz = std::min(merged.sm_mhz, run.sm_mhz);
+  }
+  return merged;
+}
+
+// Returns the merged measurements of all results of one build. Rows that a result lacks are refused.
+std::vector<TimedRow> read_runs(const std::string& joined, const std::vector<std::string>& ignore) {
+  std::vector<std::string> paths;
+  std::istringstream words(joined);
+  for (std::string path; std::getline(words, path, ',');) paths.push_back(path);
+  if (paths.empty()) refuse("''", "not a file");
+  std::vector<TimedRow> rows = read_rows(paths[0], ignore);
+  std::vector<std::vector<Timing>> runs(rows.size());
+  for (const std::string& path : paths) {
+    const std::vector<TimedRow> read = read_rows(path, ignore);
+    for (size_t i = 0; i < rows.size(); ++i) {
+      if (i >= read.size() || read[i].name != rows[i].name)
+        refuse(path, fmt::format("row {} is not '{}' as in {}", i + 1, rows[i].name, paths[0]));
+      runs[i].push_back(read[i].timing);
+    }
+  }
+  for (size_t i = 0; i < rows.size(); ++i) rows[i].timing = merge(runs[i]);
+  return rows;
+}
+
 Json json_of(const std::string& row, const Timing& before, const Timing& after, const Comparison& c) {
   Json json = {{"row", row},           {"verdict", name(c.verdict)},
                {"time", name(c.time)}, {"cycles", c.has_cycles ? Json(name(c.cycles)) : Json(nullptr)},
@@ -155,7 +196,7 @@ int run(const CompareOptions& o) {
                                  fmt::join(kIdentity, ", ")));
   }
   ResultFiles results(o.results);
-  const std::vector<TimedRow> before = read_rows(o.before, o.ignore), after = read_rows(o.after, o.ignore);
+  const std::vector<TimedRow> before = read_runs(o.before, o.ignore), after = read_runs(o.after, o.ignore);
   std::multimap<std::string, const Timing*> open;  // equal names stay in order
   for (const TimedRow& row : after) open.emplace(row.name, &row.timing);
   ComparedRows compared;
@@ -190,10 +231,10 @@ void add_compare(CLI::App& app, int& exit_code) {
   CLI::App* command = app.add_subcommand(
       "compare",
       "Whether each row of B is SAME, FASTER or SLOWER than in A, or UNSURE; exit code 1 if a row is SLOWER");
-  command->add_option("A", o->before, "A result: --json of a measuring command")
-      ->type_name("FILE")
-      ->required();
-  command->add_option("B", o->after, "Another result of the same command")->type_name("FILE")->required();
+  const char* kinds[] = {"A result: --json of a measuring command; or several, A1,A2,..., from runs in turns",
+                         "The same of another build"};
+  command->add_option("A", o->before, kinds[0])->type_name("FILE")->required();
+  command->add_option("B", o->after, kinds[1])->type_name("FILE")->required();
   command
       ->add_option("--ignore", o->ignore,
                    "Match rows that differ in this field, such as device or size_bytes; repeatable")

@@ -1,6 +1,6 @@
 """How often gradwire-bench compare is right: runs of one build, and runs whose work is 10 % more.
 
-Each pair measures some kernels three times: A and B with the same arrays, C with arrays that are --more
+Each pair measures some kernels in --runs turns: A and B with the same arrays, C with arrays that are --more
 times as large. compare should call no row of A and B FASTER or SLOWER, and each row of A and C SLOWER.
 Other work on the machine shows as UNSURE. The machine's noise is the standard deviation over the mean of the
 samples of a row.
@@ -16,9 +16,9 @@ from harness import ranks, report
 # Kernels whose time is proportional to the size of their arrays, which fit a core's caches.
 KERNELS = ("bf16_decode", "bf16_reduce_encode (residual)", "int8_decode", "sgd_step (momentum)")
 OPTIONS = {"pairs": 20, "size": 256 << 10, "more": 1.1, "kernels": KERNELS, "threads": 1,
-           "stop": "error=0.5%,samples=10,min=0.5s,max=5s",
+           "runs": 9, "stop": "200ms",
            "program": str(pathlib.Path(ranks.GRADWIRE).with_name("gradwire-bench"))}
-SMOKE = {"pairs": 1, "size": 64 << 10, "stop": "5ms"}
+SMOKE = {"pairs": 1, "runs": 2, "size": 64 << 10, "stop": "5ms"}
 
 
 def run(options, name, size, folder):
@@ -33,11 +33,11 @@ def run(options, name, size, folder):
 
 
 def compared(options, kind, first, second):
-    """Returns the verdicts on each row."""
-    path = second.with_suffix(f".{kind}.json")
+    """Returns the verdicts on each row of these runs."""
+    path = second[0].with_suffix(f".{kind}.json")
     ran = subprocess.run([
-        options.program, "compare", first, second, "--ignore", "size_bytes", "--ignore", "shape", "--json",
-        path
+        options.program, "compare", *(",".join(map(str, paths)) for paths in (first, second)), "--ignore",
+        "size_bytes", "--ignore", "shape", "--json", path
     ], stdout=subprocess.DEVNULL)
     verdicts = json.loads(path.read_text())
     if ran.returncode != int(any(row["verdict"] == "SLOWER" for row in verdicts)):
@@ -49,9 +49,11 @@ def measure(options):
     with tempfile.TemporaryDirectory(prefix="gradwire-compare-") as scratch:
         folder = pathlib.Path(scratch)
         for pair in range(options.pairs):
-            a, b = [run(options, name, options.size, folder) for name in "ab"]
-            c = run(options, "c", int(options.size * options.more) // 4 * 4, folder)
-            noise = [row["noise"] for path in (a, b, c) for row in json.loads(path.read_text())]
+            sizes = {"a": options.size, "b": options.size, "c": int(options.size * options.more) // 4 * 4}
+            turns = [[run(options, f"{name}{turn}", sizes[name], folder) for name in sizes]
+                     for turn in range(options.runs)]
+            a, b, c = zip(*turns)
+            noise = [row["noise"] for path in (*a, *b, *c) for row in json.loads(path.read_text())]
             yield {"pair": pair, "noise": statistics.median(noise), "most_noise": max(noise),
                    "same": compared(options, "same", a, b), "more": compared(options, "more", a, c)}
 
