@@ -146,6 +146,7 @@ Problem orthonormal(Arena& arena, int64_t size, int rank) {
   Matrices m = matrices(arena, size, rank);
   float* out = arena.zeros<float>(m.table->p_elements());
   Orthonormalize args{.table = m.table, .which = Factor::p, .in = m.p, .out = out, .flags = m.flags};
+  args.scratch = arena.zeros<double>(m.table->scratch_doubles());
   return {[args](const Stream& s) { orthonormalize(s, args); },
           12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
 }
@@ -168,7 +169,7 @@ std::vector<KernelCase> make_powersgd_cases() {
       {"gemm", "P = M Q, ", "powersgd-blas", by_library<Product::project>, {32, 64}},
       {"gemm", "Q = M^T P, ", "powersgd-blas", by_library<Product::back_project>, {32, 64}},
       {"gemm", "E -= P Q^T, ", "powersgd-blas", by_library<Product::residual>, {32, 64}},
-      {"orthonormalize", "", "orthonormalize", orthonormal, {1, 4, 32}},
+      {"orthonormalize", "", "orthonormalize", orthonormal, {1, 4, 32, 256}},
   };
   std::vector<KernelCase> all;
   for (const CasesByRank& cases : table) {

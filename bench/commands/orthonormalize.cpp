@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -24,6 +25,7 @@ namespace {
 
 struct OrthonormalizeOptions {
   std::string model = "vit_b_32";
+  std::string matrices;  // COUNTxROWSxRANK instead of a model's
   std::string device = "auto";
   std::vector<int> ranks = {4, 32};
   bool baseline = false;
@@ -32,7 +34,7 @@ struct OrthonormalizeOptions {
   ResultPaths results;
 };
 
-// The P factors of every matrix that PowerSGD would compress at this rank.
+// The P factors of every matrix that PowerSGD would compress at this rank, or equal matrices.
 struct Factors {
   std::vector<MatrixDescriptor> matrices;
   std::vector<GradientTensor> shapes;
@@ -42,41 +44,73 @@ struct Factors {
     CompressionSpec spec;
     spec.method = CompressionSpec::Method::powersgd;
     spec.rank = rank;
-    int64_t p = 0, q = 0;
     for (const GradientTensor& t : gradients_of(model)) {
       if (t.shape.size() < 2) continue;
       const int64_t rows = t.shape[0], cols = t.count() / rows;
       const int r = powersgd_rank(spec, rows, cols);
       if (r == 0) continue;
-      matrices.push_back({0, p, q, static_cast<int32_t>(rows), static_cast<int32_t>(cols), r,
-                          static_cast<int32_t>(matrices.size())});
-      shapes.push_back({t.name, {rows, r}});
-      p += rows * r;
-      q += cols * r;
+      add(t.name, rows, cols, r);
     }
     if (matrices.empty()) {
       throw BadInput(
           fmt::format("--rank {}: PowerSGD would compress no tensor of {}; use a smaller rank", rank, model));
     }
-    values.resize(static_cast<size_t>(p));
-    for (int64_t i = 0; i < p; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
+    fill();
   }
+
+  explicit Factors(const std::string& text) {
+    int count = 0, rows = 0, rank = 0, end = 0;
+    const int read = std::sscanf(text.c_str(), "%dx%dx%d%n", &count, &rows, &rank, &end);
+    const bool whole = read == 3 && static_cast<size_t>(end) == text.size();
+    if (!whole || count < 1 || rank < 1 || rank > std::min(rows, kMaxPowerSgdRank) || rows > (1 << 20)) {
+      throw BadInput(
+          fmt::format("--matrices '{}' is not COUNTxROWSxRANK, such as 24x1024x256, with RANK up to {}", text,
+                      kMaxPowerSgdRank));
+    }
+    for (int i = 0; i < count; ++i) add(fmt::format("matrix {}", i), rows, rank, rank);
+    fill();
+  }
+
+ private:
+  void add(const std::string& name, int64_t rows, int64_t cols, int rank) {
+    matrices.push_back({0, p_, q_, static_cast<int32_t>(rows), static_cast<int32_t>(cols), rank,
+                        static_cast<int32_t>(matrices.size())});
+    shapes.push_back({name, {rows, rank}});
+    p_ += rows * rank;
+    q_ += cols * rank;
+  }
+  void fill() {
+    values.resize(static_cast<size_t>(p_));
+    for (int64_t i = 0; i < p_; ++i) values[i] = rough_normal(philox(1, 0, static_cast<uint64_t>(i)));
+  }
+
+  int64_t p_ = 0, q_ = 0;
 };
 
-nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceUnderTest& device) {
+std::vector<Factors> factors_of(const OrthonormalizeOptions& o) {
+  if (!o.matrices.empty()) return {Factors(o.matrices)};
+  std::vector<Factors> all;
+  for (int rank : o.ranks) all.emplace_back(o.model, rank);
+  return all;
+}
+
+nlohmann::ordered_json measure(const OrthonormalizeOptions& o, const Factors& factors,
+                               DeviceUnderTest& device) {
   constexpr int kWarmUp = 3;
-  const Factors factors(o.model, rank);
   const Stream& stream = device.stream();
   const auto count = static_cast<int64_t>(factors.values.size());
   MatrixTable table(stream, factors.matrices);
+  const int rank = table.max_rank();
   Buffer in = make_buffer<float>(stream.device(), count), out = make_buffer<float>(stream.device(), count);
   Buffer flags = make_buffer<int32_t>(stream.device(), table.count());
+  Buffer scratch = make_buffer<double>(stream.device(), table.scratch_doubles());
   to_device(stream, in.as<float>(), std::span<const float>(factors.values));
   const Orthonormalize args{.table = &table,
                             .which = Factor::p,
                             .in = in.as<const float>(),
                             .out = out.as<float>(),
-                            .flags = flags.as<int32_t>()};
+                            .flags = flags.as<int32_t>(),
+                            .scratch = scratch.as<double>()};
   std::optional<PyTorchBaseline> baseline;
   std::string baseline_name;
   if (o.baseline) {
@@ -99,7 +133,7 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
   }
   Timing timing = samples.timing();
   device.sm_clock().report(timing);
-  nlohmann::ordered_json row = {{"model", o.model},
+  nlohmann::ordered_json row = {{"model", o.matrices.empty() ? o.model : o.matrices},
                                 {"device", device.device().name()},
                                 {"rank", rank},
                                 {"matrices", table.count()},
@@ -126,14 +160,15 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, int rank, DeviceU
 int run(const OrthonormalizeOptions& o) {
   StopRule::parse(o.stop);  // throws before the measurement
   ResultFiles results(o.results);
-  for (int rank : o.ranks) Factors(o.model, rank);  // throws before the measurement on bad input
+  const std::vector<Factors> factors = factors_of(o);  // throws before the measurement on bad input
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (Device which : devices_for(o.device)) {
     DeviceUnderTest device(which, StopRule{});
-    fmt::print("The P factors of {} on {}; medians.\n\n", o.model, device.description());
+    fmt::print("The P factors of {} on {}; medians.\n\n", o.matrices.empty() ? o.model : o.matrices,
+               device.description());
     fmt::print("{:>4} {:>9} {:>5} {:>10} {:>7} {:>10} {:>8}  {}\n", "rank", "matrices", "n", "ms", "noise",
                "base ms", "speedup", "baseline");
-    for (int rank : o.ranks) rows.push_back(measure(o, rank, device));
+    for (const Factors& each : factors) rows.push_back(measure(o, each, device));
     fmt::print("\n");
   }
   results.write(rows);
@@ -149,6 +184,7 @@ void add_orthonormalize(CLI::App& app, int& exit_code) {
       "orthonormalize", "All P factors of a model in one launch, compared with torch.linalg.qr");
   command->add_option("--model", o->model, "A ViT of `gradwire train`, resnet18 or resnet50");
   add_device(*command, o->device);
+  command->add_option("--matrices", o->matrices, "COUNTxROWSxRANK: equal matrices instead of a model's");
   command->add_option("--rank", o->ranks, "PowerSGD's rank; repeatable")
       ->check(CLI::Range(1, kMaxPowerSgdRank));
   command->add_flag("--baseline", o->baseline, "Also run torch.linalg.qr, alternating with Gradwire");

@@ -56,6 +56,7 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
       lost_(make_buffer<float>(c.transport->device(), keeps_losses_ ? sum_elements() : 0)),
       flags_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
       marks_(make_buffer<int32_t>(c.transport->device(), matrices_.count())),
+      scratch_(make_buffer<double>(c.transport->device(), matrices_.scratch_doubles())),
       factors_{make_factor(c, Factor::p), make_factor(c, Factor::q)},
       transfers_(c.transfers) {
   if (!spec_.alternate) make_halves(c);
@@ -157,7 +158,8 @@ void LowRankCodec::clear(const Stream& stream) {
 }
 
 std::vector<const Buffer*> LowRankCodec::buffers() const {
-  std::vector<const Buffer*> all{&sum_, &lost_, &flags_, &marks_, &halves_.sum, &halves_.lost};
+  std::vector<const Buffer*> all{&sum_,     &lost_,       &flags_,      &marks_,
+                                 &scratch_, &halves_.sum, &halves_.lost};
   for (const FactorState& factor : factors_) all.insert(all.end(), {&factor.basis, &factor.kept});
   return all;
 }

@@ -153,6 +153,7 @@ class LowRankCodec final : public Codec {
   Buffer lost_;        // with keeps_losses_: the residual of the allreduce of sum_
   Buffer flags_;
   Buffer marks_;                        // scratch of the library's passes
+  Buffer scratch_;                      // of orthonormalize()
   std::array<FactorState, 2> factors_;  // P, Q
   Halves halves_;
   Stream transfers_;

@@ -144,7 +144,8 @@ void LowRankCodec::orthonormalize_sum(const Stream& stream, const float* sum, Fa
                           .flags = flags_.as<int32_t>(),
                           .keep_flags = keep_flags,
                           .seed = spec_.seed,
-                          .step = step_});
+                          .step = step_,
+                          .scratch = scratch_.as<double>()});
 }
 
 // Sets `count` elements of factor.kept from `begin` on to -own.

@@ -14,6 +14,10 @@
 // the input). Other matrices write flags[i] = 0. With keep_flags, flags are never cleared, and a matrix that
 // is already flagged is skipped.
 //
+// Up to rank kMostSmallRank one task, or one block on CUDA, orthonormalizes a matrix. Above, the arithmetic
+// is the limit: tasks share a matrix, by tiles of the Gram matrix and by rows, and its factor is computed by
+// tiles in `scratch` (large_orthonormalize.h).
+//
 // Bytes: 4 * n * r read twice and written once per pass; at PowerSGD's sizes in cache. Deterministic, and
 // independent of the number of threads. In place (out == in) is allowed.
 #pragma once
@@ -36,7 +40,16 @@ struct Orthonormalize {
   bool keep_flags = false;
   uint64_t seed = 0;
   const uint64_t* step = nullptr;  // device memory; null means 0
+  double* scratch = nullptr;       // (table->scratch_doubles()); contents are lost
 };
 GW_OP(orthonormalize, Orthonormalize)
+
+// Orthonormalize the matrices above rank kMostSmallRank; part of orthonormalize().
+namespace host {
+void orthonormalize_large(const Orthonormalize& args);
+}
+namespace cuda {
+void orthonormalize_large(CudaStream stream, const Orthonormalize& args);
+}
 
 }  // namespace gradwire

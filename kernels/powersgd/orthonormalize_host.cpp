@@ -12,13 +12,14 @@
 #include <vector>
 
 #include "kernels/math/orthonormalize.h"
+#include "kernels/powersgd/large_orthonormalize.h"
 #include "kernels/simd/simd.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {
 
-constexpr int kMax = kMaxPowerSgdRank;
+constexpr int kMax = kMostSmallRank;
 
 struct Workspace {
   double gram[kMax][kMax];  // lower triangle; then the Cholesky factor of the scaled, permuted Gram matrix
@@ -128,7 +129,7 @@ void orthonormalize(const Orthonormalize& a) {
     int64_t offset = a.which == Factor::p ? d.p_offset : d.q_offset;
     int32_t n = a.which == Factor::p ? d.rows : d.cols;
     int r = d.rank;
-    if (a.keep_flags && a.flags[matrix] != 0) return;
+    if (r > kMostSmallRank || (a.keep_flags && a.flags[matrix] != 0)) return;
 
     Workspace w;
     for (int k = 0; k < r; ++k) {
@@ -164,6 +165,7 @@ void orthonormalize(const Orthonormalize& a) {
       in = out;
     }
   });
+  orthonormalize_large(a);
 }
 
 }  // namespace gradwire::host

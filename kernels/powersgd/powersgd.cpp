@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/powersgd/large_orthonormalize.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -12,7 +13,7 @@ namespace gradwire {
 MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> matrices)
     : host_(std::move(matrices)) {
   std::vector<MatrixBlocks>& starts = host_blocks_;
-  for (const auto& d : host_) {
+  for (MatrixDescriptor& d : host_) {
     int32_t most = std::min({d.rows, d.cols, static_cast<int32_t>(kMaxPowerSgdRank)});
     if (d.rank < 1 || d.rank > most) {
       throw BadInput(fmt::format("PowerSGD: rank {} for a {} x {} matrix; it must be from 1 to {}", d.rank,
@@ -22,6 +23,8 @@ MatrixTable::MatrixTable(const Stream& stream, std::vector<MatrixDescriptor> mat
     p_elements_ += int64_t{d.rows} * d.rank;
     q_elements_ += int64_t{d.cols} * d.rank;
     max_rank_ = std::max(max_rank_, d.rank);
+    d.scratch = scratch_doubles_;
+    scratch_doubles_ += large_scratch_doubles(d.rank);
     auto pieces = [](int32_t size, int32_t piece) { return (size + piece - 1) / piece; };
     starts.push_back({.row_tile = starts.back().row_tile + pieces(d.rows, kRowTileRows),
                       .panel = starts.back().panel + pieces(d.cols, panel_columns(d.rows)),

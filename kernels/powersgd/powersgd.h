@@ -41,7 +41,7 @@
 
 namespace gradwire {
 
-inline constexpr int kMaxPowerSgdRank = 64;
+inline constexpr int kMaxPowerSgdRank = 512;
 
 struct MatrixDescriptor {
   int64_t offset = 0;    // position of M in the gradient and residual arrays, in elements
@@ -51,6 +51,7 @@ struct MatrixDescriptor {
   int32_t cols = 0;
   int32_t rank = 0;     // 1 .. min(rows, cols, kMaxPowerSgdRank)
   int32_t seed_id = 0;  // identifies the matrix in random draws: the same on every rank
+  int64_t scratch = 0;  // position in the scratch memory of orthonormalize(); MatrixTable sets it
 };
 
 // The matrices of a bucket, on the host and on the device. Built during set-up only; must outlive the ops
@@ -72,13 +73,16 @@ class MatrixTable {
   int64_t elements() const { return elements_; }      // sum of rows * cols
   int64_t p_elements() const { return p_elements_; }  // sum of rows * rank
   int64_t q_elements() const { return q_elements_; }  // sum of cols * rank
+  // Returns the size of the scratch memory of orthonormalize(): 0 up to rank kMostSmallRank, then 8 B for
+  // each element of a square of the rank.
+  int64_t scratch_doubles() const { return scratch_doubles_; }
 
  private:
   std::vector<MatrixDescriptor> host_;
   Buffer device_, blocks_;
   std::vector<MatrixBlocks> host_blocks_{MatrixBlocks{}};
   int max_rank_ = 0;
-  int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0;
+  int64_t elements_ = 0, p_elements_ = 0, q_elements_ = 0, scratch_doubles_ = 0;
 };
 
 // The pending term of the residual: P Q^T, with P (rows, rank) and Q (cols, rank) at the table's offsets.

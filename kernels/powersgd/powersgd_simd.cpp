@@ -137,7 +137,7 @@ GW_INLINE void form_block(const Fresh& a, int64_t row, int64_t rows, int64_t col
 // Adds the products of kRows rows of M, m_stride apart, with kRank transposed columns of Q to sums.
 template <int kRows, int kRank>
 GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, const float* turned,
-                            int64_t stride, float* sums) {
+                            int64_t stride, float* sums, int64_t sums_stride) {
   Vec acc[kRows][kRank] = {};
   for (int64_t j = 0; j < columns; j += kLanes) {
     Vec q[kRank];
@@ -152,10 +152,10 @@ GW_INLINE void project_tile(const float* m, int64_t m_stride, int64_t columns, c
     for (int i = 0; i < kLanes; ++i) flat[i] = acc[i / kRank][i % kRank];
     float total[kLanes];
     store(total, sums_of(flat));
-    for (int i = 0; i < kLanes; ++i) sums[i / kRank * kMaxPowerSgdRank + i % kRank] += total[i];
+    for (int i = 0; i < kLanes; ++i) sums[i / kRank * sums_stride + i % kRank] += total[i];
   } else {
     for (int i = 0; i < kRows; ++i) {
-      for (int k = 0; k < kRank; ++k) sums[i * kMaxPowerSgdRank + k] += sum_of(acc[i][k]);
+      for (int k = 0; k < kRank; ++k) sums[i * sums_stride + k] += sum_of(acc[i][k]);
     }
   }
 }
@@ -190,12 +190,12 @@ GW_INLINE void project_row(const Fresh& a, int64_t row, int64_t column, int64_t 
 
 template <int kRank>
 GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, int64_t column,
-                                    int64_t columns, const float* turned, float (*sums)[kMaxPowerSgdRank]) {
+                                    int64_t columns, const float* turned, float* sums) {
   for (int64_t i = 0; i < rows; ++i) {
     if (a.pending_p != nullptr) {
-      project_row<kRank, true>(a, row + i, column, columns, turned, sums[i]);
+      project_row<kRank, true>(a, row + i, column, columns, turned, sums + i * kRankTile);
     } else {
-      project_row<kRank, false>(a, row + i, column, columns, turned, sums[i]);
+      project_row<kRank, false>(a, row + i, column, columns, turned, sums + i * kRankTile);
     }
   }
 }
@@ -203,14 +203,15 @@ GW_INLINE void project_rows_of_rank(const Fresh& a, int64_t row, int64_t rows, i
 // Processes several rows, which share the loads of Q: fastest where arithmetic is the limit.
 template <int kRows>
 GW_INLINE void project_block(const Fresh& a, int64_t row, int64_t column, int64_t columns,
-                             const float* turned, float* m, float* sums) {
+                             const float* turned, float* m, float* sums, int64_t sums_stride) {
   // The transposed factors begin at `column`.
   Fresh here = a;
   here.grad += column;
   if (a.residual != nullptr) here.residual += column;
   form_block(here, row, kRows, 0, columns, m, a.stride);
   for (int k = 0; k < a.rank; k += kRankTile) {
-    project_tile<kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k);
+    project_tile<kRows, kRankTile>(m, a.stride, columns, turned + k * a.stride, a.stride, sums + k,
+                                   sums_stride);
   }
 }
 
@@ -226,9 +227,11 @@ GW_SIMD void project_rows(const ProjectRows& a) {
   alignas(64) float turned[kPieceFloats], pending[kPieceFloats];
   alignas(64) float m[kRowTile * kPieceFloats / 8];  // used where rank > kRankTile
   constexpr int64_t kMostRows = 128;
+  alignas(64) float sums[kMostRows * kMaxPowerSgdRank];
+  const int64_t sums_stride = round_up(a.rank, kRankTile);
   for (int64_t first = 0; first < a.rows; first += kMostRows) {
     int64_t rows = std::min(kMostRows, a.rows - first);
-    float sums[kMostRows][kMaxPowerSgdRank] = {};
+    std::fill_n(sums, rows * sums_stride, 0.0f);
     int64_t piece = piece_columns(a.rank, a.cols);
     for (int64_t column = 0; column < a.cols; column += piece) {
       int64_t columns = std::min(piece, a.cols - column), stride = round_up(columns, kStrip);
@@ -244,13 +247,16 @@ GW_SIMD void project_rows(const ProjectRows& a) {
       } else {
         int64_t i = 0;
         for (; i + kRowTile <= rows; i += kRowTile) {
-          project_block<kRowTile>(fresh, first + i, column, columns, turned, m, sums[i]);
+          project_block<kRowTile>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride,
+                                  sums_stride);
         }
-        for (; i < rows; ++i) project_block<1>(fresh, first + i, column, columns, turned, m, sums[i]);
+        for (; i < rows; ++i) {
+          project_block<1>(fresh, first + i, column, columns, turned, m, sums + i * sums_stride, sums_stride);
+        }
       }
     }
     for (int64_t i = 0; i < rows; ++i) {
-      for (int k = 0; k < a.rank; ++k) a.p[(first + i) * a.rank + k] = sums[i][k];
+      for (int k = 0; k < a.rank; ++k) a.p[(first + i) * a.rank + k] = sums[i * sums_stride + k];
     }
   }
 }

@@ -20,6 +20,8 @@ constexpr int kStripStride = kStrip + 4;  // avoids bank conflicts in the transp
 // Up to this rank the pending factors fit in shared memory. For higher ranks a separate kernel first adds the
 // product, which moves 8 more bytes per element; arithmetic is already the limit there.
 constexpr int kMostPendingRank = 16;
+// Columns of P per launch, whose sums fit in shared memory. Later launches read M from the residual.
+constexpr int kMostColumns = 64;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct ProjectArgs {
@@ -30,6 +32,8 @@ struct ProjectArgs {
   const float* q;
   float* p;
   int padded_pending;  // the pending rank, rounded up to the kernel's kRank: sizes the shared arrays
+  int first;           // first column of P
+  bool formed;         // an earlier launch formed M, and wrote the first columns of P
 };
 
 // Sums each of kCount values over the 32 lanes; kCount is a power of 2 up to 32. Afterwards v[0] of lane l is
@@ -145,11 +149,13 @@ __device__ __forceinline__ void write_p(const ProjectArgs& a, const MatrixDescri
                                         int chunks, const float* sums) {
   constexpr int kValues = kRows * kRank, kWarps = kStripThreads / 32;
   for (int value = thread; value < chunks * kValues; value += kStripThreads) {
-    const int row = row0 + value % kValues / kRank, k = value / kValues * kRank + value % kRank;
+    const int row = row0 + value % kValues / kRank, k = a.first + value / kValues * kRank + value % kRank;
     if (row >= d.rows || k >= d.rank) continue;
     float sum = 0.0f;
     for (int w = 0; w < kWarps; ++w) sum += sums[value + w * chunks * kValues];
-    a.p[d.p_offset + static_cast<int64_t>(row) * d.rank + k] = sum;
+    float* const p = a.p + d.p_offset + static_cast<int64_t>(row) * d.rank;
+    // The residual is finite even where M is not, which P's first column shows.
+    p[k] = a.formed && !is_finite(p[0]) ? p[0] : sum;
   }
 }
 
@@ -163,7 +169,7 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
   constexpr int kBatch = kGroups == 1 && kVector ? 4 : 2;
   static_assert(kValues <= 32);
   int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  int chunks = (d.rank + kRank - 1) / kRank;
+  int chunks = (min(d.rank - a.first, kMostColumns) + kRank - 1) / kRank;
   Quad<kVector> quad{kStripThreads, thread % kStripThreads};
   const int pending_rank = pending ? d.rank : 0;
   float* pending_q = shared + kRank * kStripStride;
@@ -198,8 +204,8 @@ __device__ __forceinline__ void project_rows(const ProjectArgs& a, const MatrixD
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       __syncthreads();  // the last chunk's readers are done
-      stage_q<kRank>(a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank, d.rank, chunk * kRank,
-                     columns, shared);
+      stage_q<kRank>(a.q + d.q_offset + static_cast<int64_t>(column0) * d.rank, d.rank,
+                     a.first + chunk * kRank, columns, shared);
       __syncthreads();
       float sum[kValues];
       multiply_strip<kRank>(m, shared, quad, sum);
@@ -228,6 +234,7 @@ __global__ void __launch_bounds__(kGroups* kStripThreads)
       half = static_cast<int>(blockIdx.x) % kBlocksPerTile;
   int matrix = find_matrix(a.matrices, &MatrixBlocks::row_tile, tile, found);
   const MatrixDescriptor d = a.matrices.descriptors[matrix];
+  if (d.rank <= a.first) return;
   int row0 = (tile - a.matrices.starts[matrix].row_tile) * kRowTileRows + half * kRows +
              static_cast<int>(threadIdx.x) / kStripThreads * kRows;
   bool vector = d.cols % 4 == 0 && aligned16(a.grad + d.offset) &&
@@ -243,7 +250,7 @@ __global__ void __launch_bounds__(kGroups* kStripThreads)
 template <int kRank, int kGroups>
 void launch_project(CudaStream stream, ProjectArgs a, const MatrixTable& table) {
   constexpr int kBlocksPerTile = kRowTileRows / (kRows * kGroups), kThreads = kGroups * kStripThreads;
-  int chunks = (table.max_rank() + kRank - 1) / kRank;
+  int chunks = (std::min(table.max_rank() - a.first, kMostColumns) + kRank - 1) / kRank;
   a.padded_pending = a.pending.p != nullptr ? chunks * kRank : 0;
   int floats = (kRank + a.padded_pending) * kStripStride + kGroups * a.padded_pending * kRows +
                kThreads / 32 * chunks * kRows * kRank;
@@ -258,7 +265,7 @@ void launch_project(CudaStream stream, ProjectArgs a, const MatrixTable& table) 
 }  // namespace
 
 void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
-  ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.pending, op.q, op.p, 0};
+  ProjectArgs a{matrices_of(*op.table), op.grad, op.residual, op.pending, op.q, op.p, 0, 0, false};
   int rank = op.table->max_rank();
   if (rank > kMostPendingRank && op.pending.p != nullptr) {
     powersgd_settle(stream, {.table = op.table, .residual = op.residual, .pending = op.pending});
@@ -271,6 +278,12 @@ void powersgd_project(CudaStream stream, const PowerSgdProject& op) {
   } else if (rank <= 8) {
     launch_project<4, 1>(stream, a, *op.table);
   } else {
+    launch_project<4, 2>(stream, a, *op.table);
+  }
+  if (op.residual != nullptr) a.grad = op.residual;
+  a.residual = nullptr;
+  a.formed = op.residual != nullptr;
+  for (a.first = kMostColumns; a.first < rank; a.first += kMostColumns) {
     launch_project<4, 2>(stream, a, *op.table);
   }
 }

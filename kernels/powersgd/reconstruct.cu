@@ -15,6 +15,7 @@ constexpr int kThreads = 256;
 constexpr int kQuads = kTileCols / 4;       // threads that share a row
 constexpr int kGroups = kThreads / kQuads;  // groups of rows, interleaved
 constexpr int kQStride = kTileCols + 4;
+constexpr int kMostStaged = 64;  // columns of P and Q in shared memory; higher ranks are staged in parts
 
 enum class Mode : uint8_t { reconstruct, settle, form };
 
@@ -28,34 +29,31 @@ struct ReconstructArgs {
   float scale;
   const int32_t* flags;
   int32_t first_block;  // first block of the table
-  int padded_rank;      // the table's largest rank, rounded up to 4: sizes the shared arrays
+  int staged;           // columns of P and Q in shared memory: sizes the shared arrays
 };
 
 struct Tile {
   int row0, rows, column0, columns;
 };
 
-// Stages shared[k][column] = Q[column0 + column][k]; elements outside the matrix are zero. The tile's part of
-// Q is contiguous.
-__device__ __forceinline__ void stage_q(const float* q, const MatrixDescriptor& d, const Tile& tile,
-                                        int padded, float* shared) {
-  const float* from = q + d.q_offset + static_cast<int64_t>(tile.column0) * d.rank;
-  for (int item = static_cast<int>(threadIdx.x); item < tile.columns * d.rank; item += kThreads) {
-    shared[item % d.rank * kQStride + item / d.rank] = from[item];
+// Stages `width` columns of P and Q, from k0 on: shared_q[k][column] = Q[column0 + column][k0 + k] and
+// shared_p[row][k] = P[row0 + row][k0 + k]. Elements outside the matrices are zero.
+__device__ __forceinline__ void stage_factors(const ReconstructArgs& a, const MatrixDescriptor& d,
+                                              const Tile& tile, int k0, int width, float* shared_p,
+                                              float* shared_q) {
+  const int count = min(width, d.rank - k0);
+  const float* q = a.q + d.q_offset + static_cast<int64_t>(tile.column0) * d.rank + k0;
+  for (int item = static_cast<int>(threadIdx.x); item < tile.columns * count; item += kThreads) {
+    shared_q[item % count * kQStride + item / count] = q[item / count * d.rank + item % count];
   }
-  for (int k = 0; k < padded; ++k) {
+  for (int k = 0; k < width; ++k) {
     int column = static_cast<int>(threadIdx.x);
-    if (k >= d.rank || column >= tile.columns) shared[k * kQStride + column] = 0.0f;
+    if (k >= count || column >= tile.columns) shared_q[k * kQStride + column] = 0.0f;
   }
-}
-
-// Stages shared[row][k] = P[row0 + row][k]; elements outside the matrix are zero.
-__device__ __forceinline__ void stage_p(const float* p, const MatrixDescriptor& d, const Tile& tile,
-                                        int padded, float* shared) {
-  const float* from = p + d.p_offset + static_cast<int64_t>(tile.row0) * d.rank;
-  for (int item = static_cast<int>(threadIdx.x); item < kTileRows * padded; item += kThreads) {
-    int row = item / padded, k = item % padded;
-    shared[item] = row < tile.rows && k < d.rank ? from[row * d.rank + k] : 0.0f;
+  const float* p = a.p + d.p_offset + static_cast<int64_t>(tile.row0) * d.rank + k0;
+  for (int item = static_cast<int>(threadIdx.x); item < kTileRows * width; item += kThreads) {
+    int row = item / width, k = item % width;
+    shared_p[item] = row < tile.rows && k < count ? p[row * d.rank + k] : 0.0f;
   }
 }
 
@@ -102,19 +100,18 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
   Quad<kVector> quad{kQuads, static_cast<int>(threadIdx.x) % kQuads};
   int group = static_cast<int>(threadIdx.x) / kQuads;
   float* shared_q = shared;
-  float* shared_p = shared + a.padded_rank * kQStride;
-  int padded = (d.rank + 3) / 4 * 4;
+  float* shared_p = shared + a.staged * kQStride;
+  const int padded = (d.rank + 3) / 4 * 4;
+  const bool staged_once = padded <= kMostStaged;
   int64_t origin = d.offset + static_cast<int64_t>(tile.row0) * d.cols + tile.column0;
 
   const bool pending = !kForms || (a.p != nullptr && !flagged);
   if (!kReads && flagged && a.residual != nullptr) restore(a, d, tile);
-  if (pending) {
-    stage_p(a.p, d, tile, padded, shared_p);
-    stage_q(a.q, d, tile, padded, shared_q);
-  }
+  if (pending && staged_once) stage_factors(a, d, tile, 0, padded, shared_p, shared_q);
   __syncthreads();
   bool finite = true;
-  for (int row0 = group; row0 < tile.rows; row0 += kRows * kGroups) {
+  for (int base = 0; base < tile.rows; base += kRows * kGroups) {
+    const int row0 = base + group;
     float sum[kRows][4], gradient[kForms ? kRows : 1][4];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -124,7 +121,15 @@ __device__ __forceinline__ void reconstruct_tile(const ReconstructArgs& a, const
       quad.load(a.out + at, limit, sum[i]);
       if constexpr (kForms) quad.load(a.grad + at, limit, gradient[i]);
     }
-    if (pending) product<kRows, kVector>(shared_p, shared_q, quad, row0, padded, sum);
+    for (int k0 = 0; pending && k0 < padded; k0 += kMostStaged) {
+      const int width = min(kMostStaged, padded - k0);
+      if (!staged_once) {
+        __syncthreads();
+        stage_factors(a, d, tile, k0, width, shared_p, shared_q);
+        __syncthreads();
+      }
+      product<kRows, kVector>(shared_p, shared_q, quad, row0, width, sum);
+    }
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       int row = row0 + i * kGroups;
@@ -179,8 +184,8 @@ template <Mode kMode>
 void launch_reconstruct(const char* name, CudaStream stream, const MatrixTable& table, int32_t blocks,
                         ReconstructArgs a) {
   a.matrices = matrices_of(table);
-  a.padded_rank = a.p != nullptr ? (table.max_rank() + 3) / 4 * 4 : 0;
-  const size_t shared_floats = static_cast<size_t>(a.padded_rank) * (kQStride + kTileRows);
+  a.staged = a.p != nullptr ? std::min((table.max_rank() + 3) / 4 * 4, kMostStaged) : 0;
+  const size_t shared_floats = static_cast<size_t>(a.staged) * (kQStride + kTileRows);
   launch(name, reconstruct_kernel<kMode>,
          {.grid = dim3(static_cast<unsigned>(blocks)),
           .block = dim3(kThreads),
@@ -204,7 +209,7 @@ void powersgd_reconstruct(CudaStream stream, const PowerSgdReconstruct& op) {
                                          .scale = op.scale,
                                          .flags = op.flags,
                                          .first_block = 0,
-                                         .padded_rank = 0});
+                                         .staged = 0});
 }
 
 void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
@@ -223,7 +228,7 @@ void powersgd_settle(CudaStream stream, const PowerSgdSettle& op) {
                                     .scale = 1.0f,
                                     .flags = op.pending.flags,
                                     .first_block = first,
-                                    .padded_rank = 0});
+                                    .staged = 0});
 }
 
 void powersgd_form(CudaStream stream, const PowerSgdForm& op) {
@@ -238,7 +243,7 @@ void powersgd_form(CudaStream stream, const PowerSgdForm& op) {
                                   .scale = 1.0f,
                                   .flags = op.pending.flags,
                                   .first_block = 0,
-                                  .padded_rank = 0});
+                                  .staged = 0});
 }
 
 }  // namespace gradwire::cuda

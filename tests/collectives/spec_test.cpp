@@ -24,7 +24,7 @@ TEST(Spec, TextSurvivesARoundTrip) {
                            "powersgd:rank=2,schedule=nccl",
                            "bf16:schedule=hierarchical,transport=peer",
                            "bf16:ef=off,schedule=two_shot",
-                           "powersgd:rank=64,ef=off",
+                           "powersgd:rank=512,ef=off",
                            "powersgd:rank=2,wire=bf16,round=stochastic",
                            "bf16:intra_node=fp32",
                            "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32",
@@ -146,7 +146,7 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
   for (const Case& c :
        {Case{"", "unknown method"}, Case{"fp23", "'fp23'"}, Case{"bf16:", "nothing after"},
         Case{"bf16,", "nothing after"}, Case{"bf16:ef", "'ef'"}, Case{"bf16:rank=4", "no option 'rank'"},
-        Case{"powersgd:rank=0", "rank='0'"}, Case{"powersgd:rank=65", "rank='65'"},
+        Case{"powersgd:rank=0", "rank='0'"}, Case{"powersgd:rank=513", "rank='513'"},
         Case{"powersgd:rank=4x", "rank='4x'"}, Case{"powersgd:rank=-1", "rank='-1'"},
         Case{"powersgd:rank=4,rank=2", "given twice"}, Case{"powersgd:rank=4,", "ends in"},
         Case{"powersgd:wire=fp16", "fp32|bf16"}, Case{"fp32:schedule=star", "ring|tree"},

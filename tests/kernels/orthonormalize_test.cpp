@@ -115,7 +115,7 @@ class OrthonormalizeTest : public testing::OpTest {
       MatrixDescriptor d{.rows = shapes[m].n, .cols = shapes[m].n, .rank = shapes[m].rank};
       d.seed_id = static_cast<int32_t>(m);
       (o.which == Factor::p ? d.p_offset : d.q_offset) = static_cast<int64_t>(all.size());
-      (o.which == Factor::p ? d.cols : d.rows) = 64;
+      (o.which == Factor::p ? d.cols : d.rows) = kMaxPowerSgdRank;
       descriptors.push_back(d);
       all.insert(all.end(), matrices[m].begin(), matrices[m].end());
       all.insert(all.end(), o.gap, 7.0f);
@@ -131,8 +131,11 @@ class OrthonormalizeTest : public testing::OpTest {
     args.keep_flags = o.keep_flags;
     args.seed = o.seed;
     args.step = step.data();
+    auto scratch = array<double>(table.scratch_doubles());
+    args.scratch = scratch.data();
     GW_RUN(orthonormalize, args);
     for (auto* a : {&in, &out}) a->expect_guards_intact("matrices");
+    scratch.expect_guards_intact("scratch");
     flags.expect_guards_intact("flags");
     if (!o.in_place) {
       testing::expect_same_bits(in.host(), all, "in is read only");
@@ -152,12 +155,39 @@ class OrthonormalizeTest : public testing::OpTest {
     return run(shapes, matrices, Options());
   }
 
+  // Compares with the reference on random matrices of several magnitudes.
+  void expect_reference(const std::vector<Shape>& shapes) {
+    std::vector<Matrix> matrices;
+    uint32_t seed = 0;
+    for (const auto& s : shapes) {
+      ++seed;
+      float scale = seed % 3 == 0 ? 1e-20f : seed % 3 == 1 ? 1.0f : 1e15f;
+      matrices.push_back(normal(int64_t{s.n} * s.rank, seed, scale));
+    }
+    for (Factor which : {Factor::p, Factor::q}) {
+      for (bool in_place : {true, false}) {
+        Options o{.which = which, .in_place = in_place, .gap = in_place ? 0 : 3};
+        auto got = run(shapes, matrices, o);
+        auto want = reference_result(shapes, matrices, o);
+        for (size_t m = 0; m < shapes.size(); ++m) {
+          SCOPED_TRACE(fmt::format("{} x {}", shapes[m].n, shapes[m].rank));
+          EXPECT_EQ(got.flags[m], 0);
+          EXPECT_LT(orthogonality_error(got.out[m], shapes[m].n, shapes[m].rank), 2e-7);
+          for (size_t i = 0; i < got.out[m].size(); ++i)
+            ASSERT_NEAR(got.out[m][i], want.out[m][i], 1e-6) << i;
+        }
+      }
+    }
+  }
+
   static Result reference_result(const std::vector<Shape>& shapes, std::vector<Matrix> matrices,
                                  const Options& o) {
     Result result;
     for (size_t m = 0; m < shapes.size(); ++m) {
-      MatrixDescriptor d{
-          .rows = shapes[m].n, .cols = 64, .rank = shapes[m].rank, .seed_id = static_cast<int32_t>(m)};
+      MatrixDescriptor d{.rows = shapes[m].n,
+                         .cols = kMaxPowerSgdRank,
+                         .rank = shapes[m].rank,
+                         .seed_id = static_cast<int32_t>(m)};
       MatrixTable table(Stream::immediate_host(), {d});
       int32_t flag = -1;
       reference::orthonormalize({.table = &table,
@@ -176,26 +206,42 @@ class OrthonormalizeTest : public testing::OpTest {
 const std::vector<Shape> kShapes = {{1, 1},    {2, 1},   {2, 2},    {5, 3},    {64, 64}, {65, 64},  {33, 32},
                                     {129, 16}, {255, 7}, {1000, 4}, {1025, 1}, {768, 8}, {300, 33}, {7, 5}};
 
+// Ranks above kMostSmallRank: whole tiles and parts, next to small ranks in one table.
+const std::vector<Shape> kLargeShapes = {{65, 65}, {200, 65}, {40, 4}, {129, 128}, {260, 129}, {150, 100}};
+
 TEST_P(OrthonormalizeTest, AgreesWithTheReferenceOnRandomMatrices) {
+  for (const auto& shapes : {kShapes, kLargeShapes}) expect_reference(shapes);
+}
+
+TEST_P(OrthonormalizeTest, IsOrthonormalUpToTheLargestRank) {
+  if (GetParam().simt) GTEST_SKIP() << "takes minutes";
+  const std::vector<Shape> shapes = {
+      {700, kMaxPowerSgdRank}, {kMaxPowerSgdRank, kMaxPowerSgdRank}, {1024, 256}};
   std::vector<Matrix> matrices;
-  uint32_t seed = 0;
-  for (const auto& s : kShapes) {
-    ++seed;
-    float scale = seed % 3 == 0 ? 1e-20f : seed % 3 == 1 ? 1.0f : 1e15f;
-    matrices.push_back(normal(int64_t{s.n} * s.rank, seed, scale));
+  for (const Shape& s : shapes) {
+    matrices.push_back(normal(int64_t{s.n} * s.rank, static_cast<uint32_t>(matrices.size()) + 9));
   }
-  for (Factor which : {Factor::p, Factor::q}) {
-    for (bool in_place : {true, false}) {
-      Options o{.which = which, .in_place = in_place, .gap = in_place ? 0 : 3};
-      auto got = run(kShapes, matrices, o);
-      auto want = reference_result(kShapes, matrices, o);
-      for (size_t m = 0; m < kShapes.size(); ++m) {
-        SCOPED_TRACE(fmt::format("{} x {}", kShapes[m].n, kShapes[m].rank));
-        EXPECT_EQ(got.flags[m], 0);
-        EXPECT_LT(orthogonality_error(got.out[m], kShapes[m].n, kShapes[m].rank), 2e-7);
-        for (size_t i = 0; i < got.out[m].size(); ++i) ASSERT_NEAR(got.out[m][i], want.out[m][i], 1e-6) << i;
+  const auto got = run(shapes, matrices);
+  for (size_t m = 0; m < shapes.size(); ++m) {
+    EXPECT_EQ(got.flags[m], 0);
+    EXPECT_LT(orthogonality_error(got.out[m], shapes[m].n, shapes[m].rank), 2e-7) << m;
+  }
+}
+
+// All columns are dependent but the first 40 or none, and the draws equal the reference's.
+TEST_P(OrthonormalizeTest, ReseedsDeficientColumnsOfLargeMatrices) {
+  const Shape s{150, 80};
+  for (const int independent : {40, 0}) {
+    Matrix a = normal(int64_t{s.n} * s.rank, 3);
+    for (int32_t i = 0; i < s.n; ++i) {
+      for (int k = independent; k < s.rank; ++k) {
+        a[i * s.rank + k] = independent == 0 ? 0.0f : 2.0f * a[i * s.rank + k % independent];
       }
     }
+    const Options o{.seed = 77, .step = 9};
+    const auto got = run({s}, {a}, o), want = reference_result({s}, {a}, o);
+    EXPECT_LT(orthogonality_error(got.out[0], s.n, s.rank), 1e-7);
+    for (size_t i = 0; i < a.size(); ++i) ASSERT_NEAR(got.out[0][i], want.out[0][i], 1e-5) << i;
   }
 }
 
@@ -203,7 +249,7 @@ TEST_P(OrthonormalizeTest, HoldsUpToConditionNumber1e8) {
   std::vector<Shape> shapes;
   std::vector<Matrix> matrices;
   for (double condition : {1e1, 1e2, 1e4, 1e6, 1e7, 1e8}) {
-    for (Shape s : {Shape{512, 32}, Shape{100, 4}, Shape{64, 64}}) {
+    for (Shape s : {Shape{512, 32}, Shape{100, 4}, Shape{64, 64}, Shape{160, 70}}) {
       shapes.push_back(s);
       matrices.push_back(with_condition(s.n, s.rank, condition, static_cast<uint32_t>(shapes.size())));
     }
@@ -285,46 +331,50 @@ TEST_P(OrthonormalizeTest, ExtremeMagnitudesNeitherOverflowNorVanish) {
 }
 
 TEST_P(OrthonormalizeTest, FlagsNonFiniteMatricesWithoutChangingThem) {
-  Shape s{90, 4};
-  for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
-    for (bool in_place : {true, false}) {
-      std::vector<Matrix> matrices;
-      for (uint32_t m = 0; m < 3; ++m) matrices.push_back(normal(int64_t{s.n} * s.rank, m));
-      auto clean = run({s, s, s}, matrices, {.in_place = in_place});
-      matrices[1][89 * 4 + 3] = bad;
-      auto got = run({s, s, s}, matrices, {.in_place = in_place});
-      EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 0}));
-      EXPECT_EQ(got.out[0], clean.out[0]);
-      EXPECT_EQ(got.out[2], clean.out[2]);
-      auto untouched = in_place ? matrices[1] : Matrix(matrices[1].size(), 7.0f);
-      EXPECT_EQ(memcmp(got.out[1].data(), untouched.data(), untouched.size() * sizeof(float)), 0);
+  for (const Shape s : {Shape{90, 4}, Shape{90, 66}}) {
+    for (float bad : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+      for (bool in_place : {true, false}) {
+        std::vector<Matrix> matrices;
+        for (uint32_t m = 0; m < 3; ++m) matrices.push_back(normal(int64_t{s.n} * s.rank, m));
+        auto clean = run({s, s, s}, matrices, {.in_place = in_place});
+        matrices[1].back() = bad;
+        auto got = run({s, s, s}, matrices, {.in_place = in_place});
+        EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 0}));
+        EXPECT_EQ(got.out[0], clean.out[0]);
+        EXPECT_EQ(got.out[2], clean.out[2]);
+        auto untouched = in_place ? matrices[1] : Matrix(matrices[1].size(), 7.0f);
+        EXPECT_EQ(memcmp(got.out[1].data(), untouched.data(), untouched.size() * sizeof(float)), 0);
+      }
     }
   }
 }
 
 TEST_P(OrthonormalizeTest, KeepFlagsNeverClearsAFlag) {
-  Shape s{90, 4};
-  std::vector<Matrix> matrices;
-  for (uint32_t m = 0; m < 3; ++m) matrices.push_back(normal(int64_t{s.n} * s.rank, m));
-  matrices[2][5] = std::numeric_limits<float>::quiet_NaN();
-  auto got = run({s, s, s}, matrices, {.keep_flags = true, .flags = {0, 1, 0}});
-  EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 1}));
-  EXPECT_EQ(got.out[1], matrices[1]) << "flagged before: unchanged";
-  EXPECT_LT(orthogonality_error(got.out[0], s.n, s.rank), 1e-7);
-  // Without keep_flags, the op ignores an old flag.
-  got = run({s, s, s}, matrices, {.flags = {1, 1, 1}});
-  EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 0, 1}));
+  for (const Shape s : {Shape{90, 4}, Shape{90, 66}}) {
+    std::vector<Matrix> matrices;
+    for (uint32_t m = 0; m < 3; ++m) matrices.push_back(normal(int64_t{s.n} * s.rank, m));
+    matrices[2][5] = std::numeric_limits<float>::quiet_NaN();
+    auto got = run({s, s, s}, matrices, {.keep_flags = true, .flags = {0, 1, 0}});
+    EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 1, 1}));
+    EXPECT_EQ(got.out[1], matrices[1]) << "flagged before: unchanged";
+    EXPECT_LT(orthogonality_error(got.out[0], s.n, s.rank), 1e-7);
+    // Without keep_flags, the op ignores an old flag.
+    got = run({s, s, s}, matrices, {.flags = {1, 1, 1}});
+    EXPECT_EQ(got.flags, (std::vector<int32_t>{0, 0, 1}));
+  }
 }
 
 TEST_P(OrthonormalizeTest, RunsGiveTheSameBitsForAnyNumberOfThreads) {
   std::vector<Matrix> matrices;
   uint32_t seed = 40;
-  for (const auto& s : kShapes) matrices.push_back(normal(int64_t{s.n} * s.rank, ++seed));
-  auto first = run(kShapes, matrices);
+  auto shapes = kShapes;
+  shapes.insert(shapes.end(), kLargeShapes.begin(), kLargeShapes.end());
+  for (const auto& s : shapes) matrices.push_back(normal(int64_t{s.n} * s.rank, ++seed));
+  auto first = run(shapes, matrices);
   int threads = host_threads();
   for (int n : testing::thread_counts()) {
     set_host_threads(n);
-    EXPECT_TRUE(run(kShapes, matrices) == first) << n << " threads";
+    EXPECT_TRUE(run(shapes, matrices) == first) << n << " threads";
   }
   set_host_threads(threads);
   EXPECT_TRUE(run({}, {}) == Result());
