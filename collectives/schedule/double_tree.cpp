@@ -48,30 +48,36 @@ int build_subtree(Tree& tree, int begin, int end, int parent, int depth) {
 
 }  // namespace
 
-Schedule double_tree(int world) {
+void detail::emit_double_tree(int world, TransferSink& sink) {
   int levels = 0;  // edges from the root to the deepest leaf: floor(log2 n)
   while (2 << levels <= world) ++levels;
-  Schedule s = detail::empty_schedule(ScheduleKind::tree, world, {0, 0}, 2 * levels);
-  if (world == 1) return s;
-  s.lossy_steps = s.inter_node_lossy_steps = levels + 1;
+  Schedule s = outline(ScheduleKind::tree, world, {0, 0});
+  s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : levels + 1;
   Tree tree{std::vector<int>(world), std::vector<int>(world), std::vector<int>(world)};
   build_subtree(tree, 0, world, -1, 0);
-  for (int half = 0; half < 2; ++half) {
-    auto rank_at = [&](int position) {
-      if (half == 0) return position;
-      return world % 2 == 0 ? world - 1 - position : (position + 1) % world;
-    };
+  const auto rank_at = [world](int half, int position) {
+    if (half == 0) return position;
+    return world % 2 == 0 ? world - 1 - position : (position + 1) % world;
+  };
+  for (int position = 0; position < world; ++position) {
+    if (tree.parent[position] >= 0) continue;
+    for (int half : {0, 1}) s.owner[half] = rank_at(half, position);
+  }
+  sink.begin(s, 2 * levels);
+  for (int half : {0, 1}) {
     for (int position = 0; position < world; ++position) {
-      if (tree.parent[position] < 0) {
-        s.owner[half] = rank_at(position);
-        continue;
-      }
-      int node = rank_at(position), parent = rank_at(tree.parent[position]);
-      detail::add_transfer(s, tree.height[position], node, parent, half, Step::Kind::recv_reduce);
-      detail::add_transfer(s, levels + tree.depth[position] - 1, parent, node, half, Step::Kind::recv_copy);
+      if (tree.parent[position] < 0) continue;
+      const int node = rank_at(half, position), parent = rank_at(half, tree.parent[position]);
+      sink.add(tree.height[position], node, parent, half, Step::Kind::recv_reduce, false);
+      sink.add(levels + tree.depth[position] - 1, parent, node, half, Step::Kind::recv_copy, false);
     }
   }
-  return s;
+}
+
+Schedule double_tree(int world) {
+  detail::ScheduleSink sink;
+  detail::emit_double_tree(world, sink);
+  return sink.schedule;
 }
 
 }  // namespace gradwire

@@ -48,54 +48,65 @@ void check_arguments(int nodes, int per_node, ScheduleKind between) {
 }
 
 // Adds the reduce-scatter inside the node to round `first`, and the all-gather to round `last`.
-void add_transfers_inside(Schedule& s, int node, int first, int last) {
+void add_transfers_inside(const Schedule& s, int node, int first, int last, TransferSink& sink) {
   const auto rank = [&](int local) { return node * s.per_node + local; };
   for (int hop = 1; hop < s.per_node; ++hop) {
     for (int local = 0; local < s.per_node; ++local) {
       const int to = (local + hop) % s.per_node;
       for (int b = 0; b < s.nodes; ++b) {
-        detail::add_transfer(s, first, rank(local), rank(to), to * s.nodes + b, Step::Kind::recv_reduce,
-                             true);
-        detail::add_transfer(s, last, rank(local), rank(to), local * s.nodes + b, Step::Kind::recv_copy,
-                             true);
+        sink.add(first, rank(local), rank(to), to * s.nodes + b, Step::Kind::recv_reduce, true);
+        sink.add(last, rank(local), rank(to), local * s.nodes + b, Step::Kind::recv_copy, true);
       }
     }
   }
 }
 
-// Adds the allreduce of shard `local` between the nodes, from round `first` on.
-void add_transfers_between(Schedule& s, const Schedule& across, int local, int first) {
-  const auto rank = [&](int node) { return node * s.per_node + local; };
-  for (int node = 0; node < s.nodes; ++node) {
-    for (int k = 0; k < across.num_rounds(); ++k) {
-      for (Step step : across.rounds[node][k]) {
-        step.peer = rank(step.peer);
-        step.chunk += local * s.nodes;
-        s.rounds[rank(node)][first + k].push_back(step);
-      }
-    }
+// Shifts the allreduce of the nodes to the ranks and the shard of local index `local`, and to rounds from
+// `first` on.
+class ShardSink final : public TransferSink {
+ public:
+  ShardSink(const Schedule& s, int local, int first, TransferSink& all)
+      : s_(s), local_(local), first_(first), all_(all) {}
+  void begin(const Schedule&, int) override {}
+  void add(int round, int from, int to, int chunk, Step::Kind receive, bool) override {
+    all_.add(first_ + round, from * s_.per_node + local_, to * s_.per_node + local_,
+             chunk + local_ * s_.nodes, receive, false);
   }
-}
+
+ private:
+  const Schedule& s_;
+  const int local_, first_;
+  TransferSink& all_;
+};
 
 }  // namespace
 
-Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
+void detail::emit_hierarchical(int nodes, int per_node, ScheduleKind between, TransferSink& sink) {
   check_arguments(nodes, per_node, between);
-  const Schedule across = between == ScheduleKind::two_shot ? two_shot(nodes) : ring(nodes);
-  const int inner = per_node > 1 ? 1 : 0, outer = across.num_rounds();
+  const bool direct = between == ScheduleKind::two_shot;
+  const int inner = per_node > 1 ? 1 : 0, outer = nodes == 1 ? 0 : direct ? 2 : 2 * (nodes - 1);
+  const int between_steps = nodes == 1 ? 0 : direct ? 2 : nodes;
   const int world = nodes * per_node;
-  Schedule s = detail::empty_schedule(ScheduleKind::hierarchical, world, detail::one_chunk_each(world),
-                                      2 * inner + outer);
+  Schedule s = outline(ScheduleKind::hierarchical, world, one_chunk_each(world));
   s.nodes = nodes;
   s.per_node = per_node;
-  s.inter_node_lossy_steps = across.lossy_steps;
-  s.lossy_steps = nodes > 1 ? inner + across.lossy_steps : 2 * inner;
+  s.inter_node_lossy_steps = between_steps;
+  s.lossy_steps = nodes > 1 ? inner + between_steps : 2 * inner;
   for (int local = 0; local < per_node; ++local) {
     for (int node = 0; node < nodes; ++node) s.owner[local * nodes + node] = node * per_node + local;
   }
-  for (int node = 0; node < nodes; ++node) add_transfers_inside(s, node, 0, inner + outer);
-  for (int local = 0; local < per_node; ++local) add_transfers_between(s, across, local, inner);
-  return s;
+  sink.begin(s, 2 * inner + outer);
+  for (int node = 0; node < nodes; ++node) add_transfers_inside(s, node, 0, inner + outer, sink);
+  for (int local = 0; local < per_node; ++local) {
+    ShardSink shard(s, local, inner, sink);
+    direct ? emit_two_shot(nodes, shard) : emit_ring(nodes, shard);
+  }
+}
+
+Schedule hierarchical(int nodes, int per_node, ScheduleKind between) {
+  detail::ScheduleSink sink;
+  detail::emit_hierarchical(nodes, per_node, between, sink);
+  return sink.schedule;
 }
 
 }  // namespace gradwire

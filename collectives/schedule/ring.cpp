@@ -10,18 +10,23 @@
 
 namespace gradwire {
 
-Schedule ring(int world) {
-  Schedule s =
-      detail::empty_schedule(ScheduleKind::ring, world, detail::one_chunk_each(world), 2 * (world - 1));
+void detail::emit_ring(int world, TransferSink& sink) {
+  Schedule s = outline(ScheduleKind::ring, world, one_chunk_each(world));
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : world;
+  sink.begin(s, 2 * (world - 1));
   auto wrap = [world](int x) { return ((x % world) + world) % world; };
   for (int k = 0; k < world - 1; ++k) {
     for (int r = 0; r < world; ++r) {
-      detail::add_transfer(s, k, r, wrap(r + 1), wrap(r - 1 - k), Step::Kind::recv_reduce);
-      detail::add_transfer(s, world - 1 + k, r, wrap(r + 1), wrap(r - k), Step::Kind::recv_copy);
+      sink.add(k, r, wrap(r + 1), wrap(r - 1 - k), Step::Kind::recv_reduce, false);
+      sink.add(world - 1 + k, r, wrap(r + 1), wrap(r - k), Step::Kind::recv_copy, false);
     }
   }
-  return s;
+}
+
+Schedule ring(int world) {
+  detail::ScheduleSink sink;
+  detail::emit_ring(world, sink);
+  return sink.schedule;
 }
 
 }  // namespace gradwire

@@ -29,7 +29,7 @@ const std::vector<ScheduleKind>& all_schedules() {
 
 namespace detail {
 
-Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds) {
+Schedule outline(ScheduleKind kind, int world, std::vector<int32_t> owner) {
   if (world < 1) throw BadInput(fmt::format("a schedule needs at least 1 rank, got {}", world));
   Schedule s;
   s.kind = kind;
@@ -37,8 +37,18 @@ Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner
   s.chunks = static_cast<int>(owner.size());
   s.owner = std::move(owner);
   s.nodes = world;
+  return s;
+}
+
+Schedule empty_schedule(ScheduleKind kind, int world, std::vector<int32_t> owner, int rounds) {
+  Schedule s = outline(kind, world, std::move(owner));
   s.rounds.assign(world, std::vector<Round>(world == 1 ? 0 : rounds));
   return s;
+}
+
+void ScheduleSink::begin(const Schedule& outline, int rounds) {
+  schedule = outline;
+  schedule.rounds.assign(outline.world, std::vector<Round>(outline.world == 1 ? 0 : rounds));
 }
 
 std::vector<int32_t> one_chunk_each(int world) {
@@ -234,31 +244,41 @@ Schedule make_schedule(Collective collective, ScheduleKind kind, int world, Topo
   return make_schedule(kind, world, topology);
 }
 
-Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
+void emit_schedule(ScheduleKind kind, int world, Topology topology, TransferSink& sink) {
   constexpr int kMostTwoShot = kMaxInputs + 1;
   switch (kind) {
-    case ScheduleKind::automatic:
-      break;
     case ScheduleKind::ring:
-      return ring(world);
+      return detail::emit_ring(world, sink);
     case ScheduleKind::two_shot:
       if (world > kMostTwoShot) {
         throw BadInput(fmt::format("schedule=two_shot serves at most {} ranks, not {}; use schedule=ring",
                                    kMostTwoShot, world));
       }
-      return two_shot(world);
+      return detail::emit_two_shot(world, sink);
     case ScheduleKind::tree:
-      return double_tree(world);
+      return detail::emit_double_tree(world, sink);
     case ScheduleKind::hierarchical: {
       Topology t = detail::complete(topology, world);
       // With very many nodes, use a ring between nodes, because each step of a ring adds a single message.
       const bool straight = t.nodes + t.per_node - 2 <= kMaxInputs;
-      return hierarchical(t.nodes, t.per_node, straight ? ScheduleKind::two_shot : ScheduleKind::ring);
+      return detail::emit_hierarchical(t.nodes, t.per_node,
+                                       straight ? ScheduleKind::two_shot : ScheduleKind::ring, sink);
     }
+    case ScheduleKind::automatic:
     case ScheduleKind::nccl:
-      return nccl_allreduce(world);
+      break;
   }
-  throw Error("make_schedule: schedule=auto must be resolved by the planner");
+  throw Error(fmt::format("emit_schedule: the transfers of schedule={} are unknown", name(kind)));
+}
+
+Schedule make_schedule(ScheduleKind kind, int world, Topology topology) {
+  if (kind == ScheduleKind::nccl) return nccl_allreduce(world);
+  if (kind == ScheduleKind::automatic) {
+    throw Error("make_schedule: schedule=auto must be resolved by the planner");
+  }
+  detail::ScheduleSink sink;
+  emit_schedule(kind, world, topology, sink);
+  return sink.schedule;
 }
 
 }  // namespace gradwire

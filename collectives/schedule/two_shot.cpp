@@ -10,18 +10,24 @@
 
 namespace gradwire {
 
-Schedule two_shot(int world) {
-  Schedule s = detail::empty_schedule(ScheduleKind::two_shot, world, detail::one_chunk_each(world), 2);
+void detail::emit_two_shot(int world, TransferSink& sink) {
+  Schedule s = outline(ScheduleKind::two_shot, world, one_chunk_each(world));
   s.lossy_steps = s.inter_node_lossy_steps = world == 1 ? 0 : 2;
+  sink.begin(s, 2);
   // Start at the right neighbour to spread the load: no rank is the first peer of all other ranks.
   for (int k = 1; k < world; ++k) {
     for (int r = 0; r < world; ++r) {
       int to = (r + k) % world;
-      detail::add_transfer(s, 0, r, to, to, Step::Kind::recv_reduce);
-      detail::add_transfer(s, 1, r, to, r, Step::Kind::recv_copy);
+      sink.add(0, r, to, to, Step::Kind::recv_reduce, false);
+      sink.add(1, r, to, r, Step::Kind::recv_copy, false);
     }
   }
-  return s;
+}
+
+Schedule two_shot(int world) {
+  detail::ScheduleSink sink;
+  detail::emit_two_shot(world, sink);
+  return sink.schedule;
 }
 
 }  // namespace gradwire
