@@ -9,6 +9,8 @@ install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT progr
 set_target_properties(gradwire gradwire-bench PROPERTIES INSTALL_RPATH "$ORIGIN/../${private_dir}")
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/report DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
   COMPONENT program PATTERN __pycache__ EXCLUDE)
+install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/plan/clusters DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
+  COMPONENT program)
 
 set(manual ${CMAKE_BINARY_DIR}/manual)
 set(pages)

@@ -44,6 +44,7 @@ NOT_RUN = [
      "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
     ("build/bin/gradwire report", "tests/cli/report_test.py runs it, where plotly is installed"),
     ("build/bin/gradwire doctor", "measures for half a minute; tests/cli/doctor_test.py runs it"),
+    ("build/bin/gradwire plan", "reads a file of the source tree; tests/cli/plan_test.py runs it"),
     *((f"build/bin/gradwire-bench {command}", BENCH)
       for command in ("schedules", "numerics", "formats", "kernels", "hook", "collectives")),
 ]

@@ -18,6 +18,7 @@
 #include "trainer/cli/interruption.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
+#include "trainer/cli/plan.h"
 #include "trainer/cli/report.h"
 #include "trainer/cli/session.h"
 #include "trainer/cli/top.h"
@@ -97,13 +98,27 @@ void detect_launch(RunOptions& options) {
   }
 }
 
-void add_report_commands(CLI::App& app, ReportOptions& report, ExportOptions& events) {
+// The options of commands that only read files.
+struct FileCommands {
+  PlanOptions plan;
+  TopOptions top;
+  ReportOptions report;
+  ExportOptions events;
+};
+
+void add_file_commands(CLI::App& app, FileCommands& o) {
+  CLI::App* plan_command = app.add_subcommand(
+      "plan", "Predict training steps on a cluster from its description, for each compression and schedule");
+  add_plan_flags(*plan_command, o.plan);
+  CLI::App* top_command = app.add_subcommand(
+      "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
+  add_top_flags(*top_command, o.top);
   CLI::App* report_command = app.add_subcommand(
       "report", "Write one page, for a browser, about comparisons, run logs and results of gradwire-bench");
-  add_report_flags(*report_command, report);
+  add_report_flags(*report_command, o.report);
   CLI::App* export_command =
       app.add_subcommand("export", "Convert run logs for another program (--tensorboard)");
-  add_export_flags(*export_command, events);
+  add_export_flags(*export_command, o.events);
 }
 
 // A train without flags is probably a question, and training takes minutes. A script whose flags got lost
@@ -123,7 +138,6 @@ int parse_and_run(int argc, char** argv) {
 
   RunOptions options, doctor_options = doctor_defaults();
   bool show_environment = false;
-  TopOptions top_options;
   CLI::App* train_command = app.add_subcommand("train", "Train a model");
   add_train_flags(*train_command, options);
   CLI::App* compare_command = app.add_subcommand(
@@ -134,19 +148,15 @@ int parse_and_run(int argc, char** argv) {
                                                 "reason; with several ranks, measure their links and "
                                                 "recommend a compression for --model");
   add_doctor_flags(*doctor_command, doctor_options, show_environment);
-  CLI::App* top_command = app.add_subcommand(
-      "top", "Follow a run by its log (train --log): progress, and which rank is the straggler");
-  add_top_flags(*top_command, top_options);
-  ReportOptions report_options;
-  ExportOptions export_options;
-  add_report_commands(app, report_options, export_options);
+  FileCommands file_commands;
+  add_file_commands(app, file_commands);
   add_manual_commands(app);
 
   const std::string first = argc > 1 ? argv[1] : "";
   const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
   if (!first.empty() && first[0] != '-' && named.empty()) {
     throw BadInput("unknown command '" + first +
-                   "'; use train, compare, doctor, top, report, export or "
+                   "'; use train, compare, doctor, plan, top, report, export or "
                    "completion");
   }
   if (argc == 2 && first == "train") return explain_train(*train_command);
@@ -158,10 +168,12 @@ int parse_and_run(int argc, char** argv) {
     return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
   }
   if (ran_manual_command(app)) return kDone;
-  if (app.got_subcommand("report")) return write_report(report_options);
-  if (app.got_subcommand("export")) return export_events(export_options);
-  if (top_command->parsed()) {
-    top(top_options);
+  if (app.got_subcommand("report")) return write_report(file_commands.report);
+  if (app.got_subcommand("export")) return export_events(file_commands.events);
+  if (app.got_subcommand("plan")) {
+    plan(file_commands.plan);
+  } else if (app.got_subcommand("top")) {
+    top(file_commands.top);
   } else if (doctor_command->parsed()) {
     run_doctor(doctor_options, show_environment);
   } else {

@@ -1,4 +1,4 @@
-// The `gradwire` command: train, compare, doctor, top, report, export, completion.
+// The `gradwire` command: train, compare, doctor, plan, top, report, export, completion.
 #pragma once
 
 namespace gradwire {

@@ -103,10 +103,11 @@ constexpr const char* kTrainExamples =
 
 constexpr Limits<int64_t> kBatches{1, 1 << 20}, kSteps{1, 1'000'000'000};
 
+constexpr const char* kModels = "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32";
+
 void add_model_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Model");
-  add_text(command, "--model", o.model, "MODEL",
-           "vit_tiny, vit_s_16, vit_b_16, vit_b_32, vit_l_16 or vit_l_32");
+  add_text(command, "--model", o.model, "MODEL", kModels);
   add_number(command, "--image-size", o.image_size, "Side of the square images", {1, VitLimits::image});
   add_number(command, "--patch", o.patch, "Side of a patch; divides the image size", {1, VitLimits::patch});
   add_number(command, "--width", o.width, "Width of the encoder", {1, VitLimits::width});
@@ -283,8 +284,10 @@ void add_shard_flags(CLI::App& command, RunOptions& o) {
       ->type_name("SIZE");
 }
 
-// Adds the flags that select compressions. `several`: the user may give each flag more than once.
-void add_compression_flags(CLI::App& command, RunOptions& o, bool several) {
+// Adds the flags that select compressions. `several`: the user may give each flag more than once. `Options`:
+// RunOptions or PlanOptions.
+template <typename Options>
+void add_compression_flags(CLI::App& command, Options& o, bool several) {
   const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
              *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
                              : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
@@ -379,6 +382,19 @@ void add_doctor_flags(CLI::App& command, RunOptions& o, bool& show_environment) 
   add_path(command, "--json", o.json, "FILE", "Also write the report to FILE");
   command.add_flag("--environment", show_environment,
                    "Show every environment variable that Gradwire reads, with default and meaning, and exit");
+}
+
+void add_plan_flags(CLI::App& command, PlanOptions& o) {
+  set_group(command, "Model");
+  add_text(command, "--model", o.model, "MODEL", kModels);
+  add_number(command, "--batch-size", o.batch_size, "Images per rank", kBatches);
+  set_group(command, "Ranks");
+  add_path(command, "--cluster", o.cluster, "FILE", "The cluster: a JSON file, see docs/plan.md")->required();
+  add_number(command, "--ranks", o.ranks, "Ranks, a GPU each, which fill whole nodes", {1, 1 << 16})
+      ->required();
+  add_compression_flags(command, o, true);
+  set_group(command, "Output");
+  add_path(command, "--json", o.json, "FILE", "Also write the plan to FILE");
 }
 
 }  // namespace gradwire

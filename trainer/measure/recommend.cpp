@@ -39,13 +39,12 @@ std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int
 
 }  // namespace
 
-Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb) {
+Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb,
+                        const AllreduceModel& model) {
   const CompressionSpec spec = CompressionSpec::parse(text);
   const auto codec = costs.codec_ns.find(text);
   if (codec == costs.codec_ns.end())
     throw BadInput(fmt::format("{}: its kernels were not measured (StepCosts::codec_ns)", text));
-  const SchedulePlanner planner(schedule_request(spec), costs.world, costs.ranks_per_node, costs.links,
-                                kSliceBytes);
   const std::vector<Bucket> buckets = cut(costs, spec, bucket_mb << 20);
   Prediction out{.spec = text, .bucket_mb = bucket_mb, .buckets = static_cast<int>(buckets.size())};
   double elements = 0;
@@ -56,14 +55,10 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   double us = 0;
   auto allreduce = [&](int64_t count) {
     if (count == 0 || costs.world == 1) return;
-    const SchedulePlanner::Choice choice = planner.choose(count, spec.wire);
-    us += choice.predicted_us;
-    int64_t most = 0;
-    for (int rank = 0; rank < costs.world; ++rank) {
-      most = std::max(most, elements_sent(choice.schedule, rank, count));
-    }
-    out.sent_bytes += static_cast<double>(spec.wire->bytes(most));
-    if (count > largest) out.schedule = name(choice.schedule.kind);
+    const AllreduceCost cost = model(count, spec.wire);
+    us += cost.us;
+    out.sent_bytes += cost.sent_bytes;
+    if (count > largest) out.schedule = cost.schedule;
     largest = std::max(largest, count);
   };
   const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
@@ -86,6 +81,31 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   out.exposed_ms = std::max(0.0, free - ready);
   out.step_ms = std::max(free, ready) + costs.optimizer_ms;
   return out;
+}
+
+Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t bucket_mb) {
+  const SchedulePlanner planner(schedule_request(CompressionSpec::parse(text)), costs.world,
+                                costs.ranks_per_node, costs.links, kSliceBytes);
+  return predict_step(costs, text, bucket_mb, [&](int64_t count, Wire wire) {
+    const SchedulePlanner::Choice choice = planner.choose(count, wire);
+    int64_t most = 0;
+    for (int rank = 0; rank < costs.world; ++rank) {
+      most = std::max(most, elements_sent(choice.schedule, rank, count));
+    }
+    return AllreduceCost{choice.predicted_us, static_cast<double>(wire->bytes(most)),
+                         name(choice.schedule.kind)};
+  });
+}
+
+Prediction best_of(const std::vector<Prediction>& tried) {
+  auto best = std::min_element(tried.begin(), tried.end(), [](const Prediction& a, const Prediction& b) {
+    return a.step_ms < b.step_ms;
+  });
+  const double limit = kDefaultIsAsGood * best->step_ms;
+  for (auto it = tried.begin(); it != tried.end(); ++it) {
+    if (it->bucket_mb == kDefaultBucketMb && it->step_ms <= limit) best = it;
+  }
+  return *best;
 }
 
 std::vector<std::string> candidate_specs() {
@@ -111,13 +131,7 @@ Recommendation recommend(const StepCosts& costs) {
     std::vector<Prediction> tried;
     for (int64_t mb : sizes) tried.push_back(predict_step(costs, spec, mb));
     if (out.best.empty()) out.one_bucket = tried.back();
-    auto best = std::min_element(tried.begin(), tried.end(), [](const Prediction& a, const Prediction& b) {
-      return a.step_ms < b.step_ms;
-    });
-    for (auto it = tried.begin(); it != tried.end(); ++it) {
-      if (it->bucket_mb == kDefaultBucketMb && it->step_ms <= kDefaultIsAsGood * best->step_ms) best = it;
-    }
-    out.best.push_back(*best);
+    out.best.push_back(best_of(tried));
   }
   double fastest = out.best[0].step_ms;
   for (const Prediction& p : out.best) fastest = std::min(fastest, p.step_ms);

@@ -5,12 +5,14 @@
 //
 // Backward, two thirds of compute, finishes gradients in order, in time proportional to their elements. A
 // full bucket is compressed and reduced after the previous buckets, while backward continues. This takes
-// `codec` for its kernels, plus the planner's cost model (collectives/plan/planner.h) for its allreduces.
+// `codec` for its kernels, plus the time of its allreduces: by the planner's cost model
+// (collectives/plan/planner.h) from measured links, or by a simulation (trainer/plan) of other links.
 // Exposed is the communication time that remains after backward. On the host, kernels and backward share the
 // cores: a bucket's kernels delay backward by the kernels' time, and take twice as long while backward runs.
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -41,8 +43,23 @@ struct Prediction {
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
 };
 
-// Predicts a step with one spec and bucket size in MiB. Throws BadInput for a spec that costs.codec_ns lacks.
+struct AllreduceCost {
+  double us = 0;
+  double sent_bytes = 0;      // bytes sent by the busiest rank
+  std::string schedule = {};  // name of the schedule
+};
+// Returns the cost of an allreduce of `count` floats in a wire format.
+using AllreduceModel = std::function<AllreduceCost(int64_t count, Wire wire)>;
+
+// Predicts a step with one spec and bucket size in MiB. costs.links are not used. Throws BadInput for a spec
+// that costs.codec_ns lacks.
+Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb,
+                        const AllreduceModel& allreduce);
+// Does the same with the planner's model of costs.links.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
+// Returns the prediction of a bucket size within 2 % of the fastest: the default bucket size of 25 MiB if
+// possible. `tried` is not empty.
+Prediction best_of(const std::vector<Prediction>& tried);
 
 // Return the candidate specs, most accurate first, and the candidate bucket sizes in MiB. The last bucket
 // size holds all gradients.
@@ -57,7 +74,7 @@ struct Recommendation {
 };
 
 // Chooses the most accurate spec whose predicted step is within 10 % of the fastest: a smaller gain does not
-// justify rounding errors. Prefers the default bucket size of 25 MiB if its step is within 2 % of the best.
+// justify rounding errors.
 Recommendation recommend(const StepCosts& costs);
 
 }  // namespace gradwire
