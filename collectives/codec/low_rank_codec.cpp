@@ -158,8 +158,7 @@ void LowRankCodec::clear(const Stream& stream) {
 }
 
 std::vector<const Buffer*> LowRankCodec::buffers() const {
-  std::vector<const Buffer*> all{&sum_,     &lost_,       &flags_,      &marks_,
-                                 &scratch_, &halves_.sum, &halves_.lost};
+  std::vector<const Buffer*> all{&sum_, &lost_, &flags_, &marks_, &scratch_, &halves_.sum, &halves_.lost};
   for (const FactorState& factor : factors_) all.insert(all.end(), {&factor.basis, &factor.kept});
   return all;
 }
