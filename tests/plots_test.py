@@ -21,8 +21,8 @@ class Plots(unittest.TestCase):
         sys.path.insert(0, str(ROOT / "bench"))
         self.addCleanup(sys.path.pop, 0)
         sys.dont_write_bytecode = True
-        from plots import pareto, plot
-        self.pareto, self.plot = pareto, plot
+        from plots import pareto, plans, plot
+        self.pareto, self.plans, self.plot = pareto, plans, plot
 
     def row(self, name, bytes_per_element, accuracy, seeds=1, log="out.0.jsonl"):
         return {"compression": name, "wire_bytes_per_element": bytes_per_element, "test_accuracy": accuracy,
@@ -48,6 +48,20 @@ class Plots(unittest.TestCase):
         self.assertTrue(self.plot.draws_pareto(few * 8, False))
         self.assertTrue(self.plot.draws_pareto([self.row("fp32", 4, 0.9, seeds=2)], False))
         self.assertFalse(self.plot.draws_pareto(None, True))
+
+    def test_plans_have_a_line_per_spec_with_its_fastest_schedule(self):
+        files = []
+        for ranks in (8, 16):
+            rows = [{"compression": spec, "schedule": schedule, "speed": speed} for spec, schedule, speed in (
+                ("fp32", "nccl", 1), ("bf16", "ring", 1.5), ("bf16", "tree", 1.25))]
+            files.append(self.folder / f"plan-{ranks}.json")
+            files[-1].write_text(json.dumps({"cluster": "a cluster", "ranks": ranks, "model": "vit_tiny",
+                                             "batch_size": 8, "rows": rows}))
+        plans = self.plot.plans_of([str(file) for file in files])
+        self.assertEqual(self.plans.best_speeds(plans[0]), {"fp32": 1, "bf16": 1.5})
+        self.plans.draw(plans, self.folder / "plan.png")
+        self.assertGreater((self.folder / "plan.png").stat().st_size, 10000)
+        self.assertIsNone(self.plot.plans_of([str(self.folder / "plan.png")]))
 
     def test_both_pictures_are_drawn_from_the_logs_that_the_table_names(self):
         records = [{

@@ -7,6 +7,7 @@
     plot.py run-a.jsonl run-b.jsonl -o report.png     logs of single runs (gradwire train --log)
     plot.py numerics.json -o numerics.png             the result of gradwire-bench numerics --json
     plot.py experiments.json -o experiments.png       the result of bench/experiments/slow_links.py
+    plot.py plan-*.json -o plan.png                   plans of a cluster for several numbers of ranks
     plot.py trace.json -o timeline.png                one step of gradwire train --trace, a row per rank
 
 The runs' logs, compare.0.jsonl and so on, must be next to compare.json (docs/formats.md). --pareto draws few
@@ -18,7 +19,7 @@ import pathlib
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))  # bench/
-from plots import experiments, numerics, pareto, runs, timeline  # noqa: E402
+from plots import experiments, numerics, pareto, plans, runs, timeline  # noqa: E402
 
 
 def document_of(paths):
@@ -49,6 +50,13 @@ def numerics_of(paths):
     return rows if rows and isinstance(rows, list) and {"lossy_steps", "rel_error"} <= set(rows[0]) else None
 
 
+def plans_of(paths):
+    """Returns the results of `gradwire plan --json`, or None if a file is none."""
+    documents = [document_of([path]) for path in paths]
+    are_plans = all(isinstance(d, dict) and {"cluster", "ranks", "rows"} <= set(d) for d in documents)
+    return documents if are_plans else None
+
+
 def compared(paths):
     """Returns the rows of `gradwire compare --json`, or None for other files."""
     rows = document_of(paths)
@@ -72,7 +80,9 @@ def main():
     comparison = compared(arguments.files)
     trace = trace_of(arguments.files)
     numerics_rows, experiments_result = numerics_of(arguments.files), experiments_of(arguments.files)
-    if experiments_result:
+    if planned := plans_of(arguments.files):
+        plans.draw(planned, arguments.output)
+    elif experiments_result:
         experiments.draw(experiments_result, arguments.output)
     elif trace:
         timeline.draw(trace, arguments.step, arguments.output)
