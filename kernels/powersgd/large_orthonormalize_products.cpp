@@ -54,37 +54,50 @@ GW_INLINE void widen_columns(const float* a, int64_t rows, int rank, const int32
 
 }  // namespace
 
+// The sums of a tile are stored by tiles of kTileRows x kTileColumns, in the order in which the loops use
+// them: rows of a tile of `out` would share a few sets of the cache.
 GW_SIMD void gram_tile(const GramTile& a) {
+  constexpr int kTileSize = kTileRows * kTileColumns;
   alignas(64) double left[kGramRows * kSquareTile], right[kGramRows * kSquareTile];
-  for (int i = 0; i < kSquareTile; ++i) std::fill_n(a.out + i * a.stride, kSquareTile, 0.0);
+  alignas(64) double sums[kSquareTile * kSquareTile] = {};
   const double* const other = a.diagonal ? left : right;
   for (int64_t row = 0; row < a.n; row += kGramRows) {
     const int64_t rows = std::min(kGramRows, a.n - row);
     widen_columns(a.a + row * a.rank, rows, a.rank, a.left, a.left_count, left);
     if (!a.diagonal) widen_columns(a.a + row * a.rank, rows, a.rank, a.right, a.right_count, right);
+    double* sum = sums;
     for (int i = 0; i < kSquareTile; i += kTileRows) {
-      const int columns = a.diagonal ? i + kTileRows : kSquareTile;
-      for (int j = 0; j < columns; j += kTileColumns) {
-        add_products(left + i, 1, kSquareTile, other + j, kSquareTile, rows, a.out + i * a.stride + j,
-                     a.stride);
+      for (int j = 0; j < kSquareTile; j += kTileColumns, sum += kTileSize) {
+        if (a.diagonal && j >= i + kTileRows) continue;
+        add_products(left + i, 1, kSquareTile, other + j, kSquareTile, rows, sum, kTileColumns);
+      }
+    }
+  }
+  const double* sum = sums;
+  for (int i = 0; i < kSquareTile; i += kTileRows) {
+    for (int j = 0; j < kSquareTile; j += kTileColumns, sum += kTileSize) {
+      for (int at = 0; at < kTileSize; ++at) {
+        a.out[(i + at / kTileColumns) * a.stride + j + at % kTileColumns] = sum[at];
       }
     }
   }
 }
 
 GW_SIMD void weigh_rows(const WeightedRows& a) {
-  alignas(64) double x[kWeightedRows * kMaxPowerSgdRank];
+  alignas(64) double x[kWeightedRows * kMaxPowerSgdRank], weights[kMaxPowerSgdRank * kTileColumns];
   for (int64_t row = 0; row < a.rows; ++row) {
     for (int k = 0; k < a.rank; ++k) x[row * a.rank + k] = a.in[row * a.rank + a.order[k]];
   }
   const int64_t whole = (a.rows + kTileRows - 1) / kTileRows * kTileRows;
   std::fill(x + a.rows * a.rank, x + whole * a.rank, 0.0);
   for (int column = 0; column < a.rank; column += kTileColumns) {
-    const int columns = std::min(kTileColumns, a.rank - column);
+    const int columns = std::min(kTileColumns, a.rank - column), count = column + columns;
+    for (int k = 0; k < count; ++k) {  // adjacent, so that they stay in the cache
+      std::copy_n(a.weights + k * a.stride + column, kTileColumns, weights + int64_t{k} * kTileColumns);
+    }
     for (int64_t row = 0; row < a.rows; row += kTileRows) {
       double y[kTileRows * kTileColumns] = {};
-      add_products(x + row * a.rank, a.rank, 1, a.weights + column, a.stride, column + columns, y,
-                   kTileColumns);
+      add_products(x + row * a.rank, a.rank, 1, weights, kTileColumns, count, y, kTileColumns);
       for (int64_t i = 0; i < std::min<int64_t>(kTileRows, a.rows - row); ++i) {
         float* const to = a.out + (row + i) * a.rank;
         for (int c = 0; c < columns; ++c)
