@@ -95,7 +95,9 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
       tag.empty() ? "no tag" : "tag" + quoted(tag),
   };
   // Each rank orthonormalizes and multiplies the same factors, so all ranks must use the same loops.
-  if (spec.method == CompressionSpec::Method::powersgd && group.device().is_host()) {
+  const bool factors =
+      spec.method == CompressionSpec::Method::powersgd || spec.method == CompressionSpec::Method::dion;
+  if (factors && group.device().is_host()) {
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
   for (size_t i = 0; i < tensors.size(); ++i) {

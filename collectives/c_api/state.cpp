@@ -279,8 +279,8 @@ void ApiReducer::load_states(const void* const* states, const size_t* sizes, int
 void ApiReducer::restore(std::vector<SavedState> states) {
   std::vector<LoadedResidual> residuals = residuals_in(states);
   std::map<size_t, std::vector<float>> unsent;
-  // A world of 1 has no codec to hold residuals.
-  if (comm->communicator->world() == 1) unsent = take_residuals(states, tensors);
+  // Without buckets, in a world of 1, no codec holds residuals.
+  if (reducer.buckets() == 0) unsent = take_residuals(states, tensors);
   const std::vector<TensorState> targets = reducer.tensor_state();
   const Sources sources(targets, *this, states);
 

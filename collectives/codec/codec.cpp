@@ -34,6 +34,7 @@ std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {
     case CompressionSpec::Method::wire:
       return make_wire_codec(context);
     case CompressionSpec::Method::powersgd:
+    case CompressionSpec::Method::dion:
       return make_powersgd_codec(context);
     case CompressionSpec::Method::randk:
       return make_randk_codec(context);

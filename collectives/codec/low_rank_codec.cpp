@@ -47,6 +47,8 @@ std::vector<Segment> PowerSgdPlan::dense_after(int64_t elements) const {
 LowRankCodec::LowRankCodec(const BucketContext& c)
     : spec_(c.spec),
       plan_(c),
+      world_(c.transport->world()),
+      r_scale_(1.0f / (c.scale * static_cast<float>(world_))),
       gradients_(c.gradients),
       step_(c.step),
       matrices_(c.stream, plan_.matrices),
@@ -102,7 +104,7 @@ void LowRankCodec::add_allreduce(const BucketContext& c, FactorState& factor) co
 
 void LowRankCodec::make_halves(const BucketContext& c) {
   halves_.sum = c.exchanged(plan_.q_elements);
-  halves_.lost = make_buffer<float>(c.transport->device(), keeps_losses_ ? plan_.q_elements : 0);
+  halves_.lost = make_buffer<float>(c.transport->device(), keeps_losses_ && !dion() ? plan_.q_elements : 0);
   const auto& all = plan_.matrices;
   if (all.empty()) return;
   size_t middle = 0;
@@ -214,11 +216,12 @@ int64_t LowRankCodec::state_bytes() const {
 
 std::string LowRankCodec::describe() const {
   const int64_t p = matrices_.p_elements(), q = matrices_.q_elements();
-  return fmt::format(
-      "powersgd rank {}{}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}{}", spec_.rank,
-      spec_.alternate ? ", P and Q in turns" : "", matrices_.count(), matrices_.elements(),
-      spec_.alternate ? fmt::format("{} or {}", p, q) : fmt::to_string(p + q), plan_.dense.size(),
-      plan_.dense_elements, spec_.wire->name, residual_.describe(), described_products(passes(), products()));
+  return fmt::format("{} rank {}{}: {} matrices of {} elements as {}, {} dense tensors of {}; wire {}{}{}",
+                     dion() ? "dion" : "powersgd", spec_.rank, spec_.alternate ? ", P and Q in turns" : "",
+                     matrices_.count(), matrices_.elements(),
+                     spec_.alternate ? fmt::format("{} or {}", p, q) : fmt::to_string(p + q),
+                     plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe(),
+                     described_products(passes(), products()));
 }
 
 std::vector<PlannedAllreduce> LowRankCodec::plan() const {
@@ -240,7 +243,7 @@ PendingFactors LowRankCodec::pending(const FactorState& sent) const {
   const bool p = sent.which == Factor::p;
   return {.p = (p ? sent.kept : factors_[0].basis).as<const float>(),
           .q = (p ? factors_[1].basis : sent.kept).as<const float>(),
-          .flags = spec_.alternate ? flags_.as<const int32_t>() : nullptr};
+          .flags = spec_.alternate || dion() ? flags_.as<const int32_t>() : nullptr};
 }
 
 std::vector<PowerSgdPass> LowRankCodec::passes() const {
@@ -266,8 +269,9 @@ std::vector<ThinProducts*> LowRankCodec::products() const {
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {
   if (rows <= 1 || cols <= 1) return 0;
   const int64_t rank = std::min({rows, cols, int64_t{spec.rank}});
-  const bool worth_it = static_cast<double>((rows + cols) * rank) * spec.min_ratio <
-                        static_cast<double>(rows) * static_cast<double>(cols);
+  const bool worth_it = spec.method == CompressionSpec::Method::dion ||
+                        static_cast<double>((rows + cols) * rank) * spec.min_ratio <
+                            static_cast<double>(rows) * static_cast<double>(cols);
   const bool addressable = rows < (1 << 30) && cols < (1 << 30) && rows * cols < (int64_t{1} << 40);
   return worth_it && addressable ? static_cast<int>(rank) : 0;
 }

@@ -32,6 +32,20 @@
 //                  with this rank's P (P_own), as in the paper
 // Conservation holds as above, because Q0 is the same on all ranks and P enters linearly. With a lossy format
 // E keeps the error of this rank's encodes of P: E = M - (P_own - lost) Q0^T.
+//
+// `dion` (Ahn et al., arXiv 2504.05295) is an optimizer: P Q^T is a step, not an approximation of the
+// gradient. The residual is the momentum, of which only the mean over the ranks matters. In the steps of
+// alternate=off:
+//   project        M += G / world; P = M Q. So the sum of M over the ranks is the momentum of the mean
+//   gradient,
+//                  in any world
+//   allreduce 2    R = M^T P
+//   normalize      Q = the columns of R divided by their norms
+//   reconstruct    G = sqrt(rows / cols) P Q^T, the direction of the step. The next step's project, or an
+//   earlier
+//                  reader, computes M - (1 - mu) P R^T, with the R that all ranks received: what a lossy
+//                  format has lost stays in the momentum
+// Conservation: the sum over ranks and steps of G / world equals the sum of M plus that of (1 - mu) P R^T.
 #pragma once
 
 #include <array>
@@ -126,11 +140,15 @@ class LowRankCodec final : public Codec {
   void keep_lost(const Stream& stream, FactorState& factor, const Buffer& lost);
   // Draws random orthonormal columns, the same on every rank.
   void draw_basis(const Stream& stream, FactorState& factor);
+  // Dion: divides the matrices' gradients by the number of ranks; and normalizes Q, keeping its part of M.
+  void scale_gradients(const Stream& stream) const;
+  void normalize_sum(const Stream& stream, const Half& half);
   // Adds the parts that `sent` left pending to the residual of all matrices that overlap elements [begin,
   // end). Afterwards nothing remains pending for these matrices.
   void settle(const Stream& stream, const FactorState& sent, int64_t begin, int64_t end) const;
   void settle_encoded(const Stream& stream, const FactorState& sent);
 
+  bool dion() const { return spec_.method == CompressionSpec::Method::dion; }
   bool has_matrices() const { return matrices_.count() > 0; }
   // Returns whether the next step computes E. False if E is encoded at the end of this step.
   bool lazy() const { return residual_ && !residual_.encoded(); }
@@ -144,6 +162,8 @@ class LowRankCodec final : public Codec {
 
   const CompressionSpec spec_;
   const PowerSgdPlan plan_;
+  const int world_;
+  const float r_scale_;  // Dion: from the programs' R to the sum over ranks of M^T P, divided by world_
   float* gradients_;
   const uint64_t* step_;
   MatrixTable matrices_;

@@ -1,5 +1,6 @@
 // A step of the low-rank codec; low_rank_codec.h lists its phases.
 #include "collectives/codec/low_rank_codec.h"
+#include "kernels/powersgd/normalize_columns.h"
 #include "kernels/wire/fp32.h"
 
 namespace gradwire {
@@ -23,6 +24,7 @@ void LowRankCodec::send_both(const Stream& stream, BucketPhases& phases) {
   }
   if (has_matrices()) {
     if (!spec_.warm) draw_basis(stream, q);
+    if (dion()) scale_gradients(stream);
     project(stream, p, q);
   }
   sum_with_dense(stream, p, phases);
@@ -37,11 +39,12 @@ void LowRankCodec::send_both(const Stream& stream, BucketPhases& phases) {
       stream.wait(half.summed);
     }
     phases.enter(stream, Phase::decompress);
+    if (dion()) normalize_sum(stream, half);
     reconstruct(stream, half.matrices, half.first, p.basis.as<const float>(), halves_.sum.as<const float>());
   }
-  keep_lost(stream, q, halves_.lost);
+  if (!dion()) keep_lost(stream, q, halves_.lost);
   settle_encoded(stream, q);
-  orthonormalize_sum(stream, halves_.sum.as<const float>(), q, true);
+  if (!dion()) orthonormalize_sum(stream, halves_.sum.as<const float>(), q, true);
 }
 
 void LowRankCodec::send_one(const Stream& stream, FactorState& now, FactorState& other,
@@ -117,7 +120,7 @@ void LowRankCodec::sum_half(const Stream& stream, Half& half, BucketPhases& phas
                                  .flags = flags_.as<const int32_t>() + half.first};
   half.product != nullptr ? by_library::powersgd_back_project(stream, back, *half.product)
                           : powersgd_back_project(stream, back);
-  if (residual_) keep_own(stream, factors_[1], sum + half.q_begin, half.q_begin, half.q_count);
+  if (residual_ && !dion()) keep_own(stream, factors_[1], sum + half.q_begin, half.q_begin, half.q_count);
   if (halves_.parts.size() == 1) return half.allreduce->run(stream, &phases);
   half.ready.record(stream);
   transfers_.wait(half.ready);
@@ -162,6 +165,29 @@ void LowRankCodec::keep_lost(const Stream& stream, FactorState& factor, const Bu
                        .own = factor.kept.as<const float>(),
                        .out = factor.kept.as<float>(),
                        .count = factor.elements});
+}
+
+void LowRankCodec::scale_gradients(const Stream& stream) const {
+  if (world_ == 1) return;
+  for (const MatrixDescriptor& d : matrices_.host()) {
+    float* const gradient = gradients_ + d.offset;
+    fp32_reduce(stream, {.own = gradient,
+                         .out = gradient,
+                         .scale = 1.0f / static_cast<float>(world_),
+                         .count = int64_t{d.rows} * d.cols});
+  }
+}
+
+void LowRankCodec::normalize_sum(const Stream& stream, const Half& half) {
+  float* const sum = halves_.sum.as<float>();
+  fp32_reduce(stream, {.own = sum + half.q_begin,
+                       .out = factors_[1].kept.as<float>() + half.q_begin,
+                       .scale = -r_scale_ * static_cast<float>(1 - spec_.mu),
+                       .count = half.q_count});
+  normalize_columns(stream, {.table = &half.matrices,
+                             .q = sum,
+                             .basis = factors_[1].basis.as<float>(),
+                             .flags = flags_.as<const int32_t>() + half.first});
 }
 
 // Draws the basis by orthonormalizing zeros, which re-seeds every column.

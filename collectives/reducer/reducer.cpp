@@ -25,9 +25,11 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
                     gradwire::name(tensor.dtype), tensor.name));
   }
   ready_.assign(tensors_.size(), false);
+  // Dion computes a step from the mean gradient, even if that is the rank's own.
+  const bool works = comm.world() > 1 || spec_.method == CompressionSpec::Method::dion;
   if (options_.stream) {
     stream_ = options_.stream;
-  } else if (comm.world() > 1) {
+  } else if (works) {
     stream_ = Stream::create(comm.device(), "communicate", Stream::Priority::high);
   } else {
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
@@ -36,7 +38,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     gradients_ = comm.transport().exchange_memory(static_cast<size_t>(gradient_elements()) * sizeof(float));
     fill_zero(stream_, gradients_.data(), gradients_.bytes());
   }
-  if (comm.world() > 1) {
+  if (works) {
     build_lanes();
     build_buckets();
   }

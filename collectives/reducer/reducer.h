@@ -8,7 +8,7 @@
 // streams, so that a bucket is encoded or decoded while another bucket is in transfer. Exchanges have the
 // same order on every rank: bucket order, unless launch_in() sets another order.
 //
-// In a world of 1 there are no buckets and no residuals, and ready() and wait() do nothing.
+// In a world of 1 there are no buckets and no residuals, and ready() and wait() do nothing, except with Dion.
 //
 // One step: for each tensor, in any order, write gradient(i) on stream s and call ready(i, s); then call
 // wait(s) and run the optimizer on s. The host never blocks in ready() or wait().

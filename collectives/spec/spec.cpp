@@ -158,8 +158,8 @@ std::string shortest(double value) {
 std::string CompressionSpec::grammar() {
   return fmt::format(
       "FORMAT, "
-      "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S] "
-      "or randk:ratio=X[,wire=FORMAT][,seed=S], where FORMAT is "
+      "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S], "
+      "randk:ratio=X[,wire=FORMAT][,seed=S] or dion:rank=R[,mu=X][,wire=FORMAT][,seed=S], where FORMAT is "
       "{}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
       ",residual={} and ,ef_decay=X and ,start=N and "
       ",dense=off|auto|NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
@@ -219,11 +219,12 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   word("transport", spec.peer_access, kTransports);
   word("intra_node", spec.fp32_intra_node, kIntraNode);
   const bool codec = spec.method != CompressionSpec::Method::wire;
+  const bool dion = spec.method == CompressionSpec::Method::dion;
   if (codec || !spec.wire->exact) {
     word("residual", spec.residual, residuals());
     options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
-    numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
-    numeric("start", policy.start, int64_t{0}, kMostSteps);
+    if (!dion) numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
+    if (!dion) numeric("start", policy.start, int64_t{0}, kMostSteps);
     const bool randk = spec.method == CompressionSpec::Method::randk;
     if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMostSteps);
     if (randk || (!codec && spec.wire->selects)) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
@@ -237,6 +238,10 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     return options;
   }
   numeric("rank", spec.rank, 1, kMaxPowerSgdRank);
+  if (dion) {
+    numeric("mu", spec.mu, 0.0, 1.0);
+    return options;
+  }
   word("warm", spec.warm, kOnOff);
   numeric("min_ratio", spec.min_ratio, 0.0, 1e6);
   word("alternate", spec.alternate, kOnOff);
@@ -285,6 +290,9 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
   if (const std::string why = spec.divergence(); spec.policy.keeps_errors() && !why.empty()) {
     bad(text, why + "or ef=off for no error feedback");
   }
+  if (spec.method == CompressionSpec::Method::dion && spec.policy.feedback != Feedback::on) {
+    bad(text, "dion's momentum is the residual of error feedback; drop ef=");
+  }
   if (!spec.residual->exact && !spec.policy.keeps_errors()) {
     bad(text, fmt::format("residual={} needs error feedback, and ef=off keeps no residual; drop one of them",
                           spec.residual->name));
@@ -321,7 +329,7 @@ void check_schedule(const CompressionSpec& spec, std::string_view text) {
 }  // namespace
 
 bool CompressionSpec::is_codec(std::string_view name) {
-  return name == "powersgd" || name == "randk";
+  return name == "powersgd" || name == "randk" || name == "dion";
 }
 
 CompressionSpec CompressionSpec::parse(std::string_view text) {
@@ -335,9 +343,11 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     spec.method = Method::powersgd;
   } else if (method == "randk") {
     spec.method = Method::randk;
+  } else if (method == "dion") {
+    spec.method = Method::dion;
   } else {
     auto known = format_names();
-    known.insert(known.end(), {"powersgd", "randk"});
+    known.insert(known.end(), {"powersgd", "randk", "dion"});
     bad(text, fmt::format("unknown method '{}'{}", method, suggestion(method, known)), true);
   }
   std::optional<Rounding> rounding;
@@ -356,17 +366,19 @@ std::string CompressionSpec::to_string() const {
   auto add = [&](bool differs, const std::string& item) {
     if (differs) options += (options.empty() ? ":" : ",") + item;
   };
-  const bool powersgd = method == Method::powersgd, randk = method == Method::randk;
-  add(powersgd, fmt::format("rank={}", rank));
+  const bool powersgd = method == Method::powersgd, randk = method == Method::randk,
+             dion = method == Method::dion, codec = powersgd || randk || dion;
+  add(powersgd || dion, fmt::format("rank={}", rank));
+  add(dion && mu != defaults.mu, "mu=" + shortest(mu));
   add(randk, "ratio=" + shortest(ratio));
-  if (powersgd || randk) add(wire != defaults.wire, fmt::format("wire={}", wire->name));
+  if (codec) add(wire != defaults.wire, fmt::format("wire={}", wire->name));
   add(policy.start != 0, fmt::format("start={}", policy.start));
   if (powersgd) {
     add(warm != defaults.warm, warm ? "warm=on" : "warm=off");
     add(alternate != defaults.alternate, alternate ? "alternate=on" : "alternate=off");
     add(min_ratio != defaults.min_ratio, "min_ratio=" + shortest(min_ratio));
   }
-  if (powersgd || randk) add(seed != defaults.seed, fmt::format("seed={}", seed));
+  if (codec) add(seed != defaults.seed, fmt::format("seed={}", seed));
   add(*wire->options != 0, wire->options);
   add(rounding != wire->rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
   add(policy.feedback != Feedback::on, fmt::format("ef={}", word_for(kFeedbacks, policy.feedback)));
@@ -379,7 +391,7 @@ std::string CompressionSpec::to_string() const {
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
   add(peer_access != defaults.peer_access, fmt::format("transport={}", word_for(kTransports, peer_access)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
-  return (powersgd ? "powersgd" : randk ? "randk" : wire->name) + options;
+  return (powersgd ? "powersgd" : randk ? "randk" : dion ? "dion" : wire->name) + options;
 }
 
 std::string CompressionSpec::divergence() const {

@@ -1,7 +1,7 @@
 // Compression specs: name[:key=value,...].
 //
-// The name is a wire format's (kernels/wire/formats.h), `powersgd` or `randk`. CompressionSpec::grammar()
-// lists all options; docs/formats.md explains them.
+// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`.
+// CompressionSpec::grammar() lists all options; docs/formats.md explains them.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace gradwire {
 inline constexpr const char* kDenseAuto = "auto";
 
 struct CompressionSpec {
-  enum class Method : uint8_t { wire, powersgd, randk };
+  enum class Method : uint8_t { wire, powersgd, randk, dion };
   Method method = Method::wire;
   Wire wire = kFp32;  // format of gradients, PowerSGD's factors or randk's values
   Rounding rounding = Rounding::nearest;
@@ -36,16 +36,17 @@ struct CompressionSpec {
   // intra_node=fp32: a hierarchical schedule uses `wire` only on links between nodes.
   bool fp32_intra_node = false;
 
-  // PowerSGD only. The name of PyTorch's option is in brackets.
+  // PowerSGD; `rank` also Dion. The name of PyTorch's option is in brackets.
   int rank = 1;      // [matrix_approximation_rank]
   bool warm = true;  // [warm_start]
   // Whether steps send P and Q alternately (ACP-SGD), instead of both factors in every step. Needs a warm
   // start.
   bool alternate = false;
   double min_ratio = 2.0;  // [min_compression_rate]
-  // [random_seed] Seeds the first Q, re-seeded directions, and randk's coordinates.
+  // [random_seed] Also Dion. Seeds the first Q, re-seeded directions, and randk's coordinates.
   uint64_t seed = 0;
 
+  double mu = 0.95;     // dion only: the momentum's decay along the directions that a step applies
   double ratio = 0.01;  // randk only: the fraction of each tensor's elements that is sent
 
   // Parses a spec. Throws BadInput that names the offending part and the legal values.

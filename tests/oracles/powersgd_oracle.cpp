@@ -1,6 +1,6 @@
-// powersgd_oracle [--device host|cuda:N] INPUT OUTPUT: runs Gradwire's PowerSGD on the gradients of
-// powersgd_oracle_test.py, for comparison with PyTorch's hook. Ranks are threads. Both files hold
-// little-endian values, without padding:
+// powersgd_oracle [--device host|cuda:N] [--spec SPEC] INPUT OUTPUT: runs Gradwire's PowerSGD, or another
+// codec with factors, on the gradients of powersgd_oracle_test.py or dion_oracle_test.py. Ranks are threads.
+// Both files hold little-endian values, without padding:
 //   INPUT   int64: world, steps, rank, start, tensors; per tensor: dimensions, extents; then float32
 //           gradients by [step][rank][tensor]
 //   OUTPUT  per tensor int64 elements of its first Q (0: left dense) and that Q as float32; then float32
@@ -43,10 +43,11 @@ struct Problem {
   }
 };
 
-void run_rank(const Problem& problem, Communicator& comm, const std::string& output) {
+void run_rank(const Problem& problem, const std::string& text, Communicator& comm,
+              const std::string& output) {
   Stream stream = Stream::create(comm.device(), "compute");
-  CompressionSpec spec =
-      CompressionSpec::parse(fmt::format("powersgd:rank={},start={}", problem.rank, problem.start));
+  const CompressionSpec spec = CompressionSpec::parse(
+      text.empty() ? fmt::format("powersgd:rank={},start={}", problem.rank, problem.start) : text);
   Reducer reducer(comm, spec, problem.tensors, {.bucket_bytes = int64_t{1} << 40});
   std::vector<std::vector<float>> averaged;
   oracle::Writer out(comm.rank() == 0 ? output : "/dev/null");
@@ -79,11 +80,14 @@ void run_rank(const Problem& problem, Communicator& comm, const std::string& out
 
 int main_inner(std::vector<std::string> args) {
   Device device = Device::host();
-  if (args.size() == 4 && args[0] == "--device") {
+  std::string spec;
+  while (args.size() >= 4) {
+    if (args[0] == "--spec") spec = args[1];
     if (args[1].starts_with("cuda:")) device = Device::cuda(std::stoi(args[1].substr(5)));
     args.erase(args.begin(), args.begin() + 2);
   }
-  if (args.size() != 2) throw BadInput("usage: powersgd_oracle [--device host|cuda:N] INPUT OUTPUT");
+  if (args.size() != 2)
+    throw BadInput("usage: powersgd_oracle [--device host|cuda:N] [--spec SPEC] INPUT OUTPUT");
   Problem problem(args[0]);
   auto group = Communicator::create_local(std::vector<Device>(static_cast<size_t>(problem.world), device),
                                           std::chrono::seconds(60));
@@ -92,7 +96,7 @@ int main_inner(std::vector<std::string> args) {
   for (size_t r = 0; r < group.size(); ++r) {
     ranks.emplace_back([&, r] {
       try {
-        run_rank(problem, *group[r], args[1]);
+        run_rank(problem, spec, *group[r], args[1]);
       } catch (const std::exception& error) {
         errors[r] = std::current_exception();
         group[r]->abort(error.what());

@@ -99,7 +99,7 @@ def spec_for(spec: str, dtype: torch.dtype) -> str:
         return spec
     if method == "fp32":
         return "bf16:" + ",".join(["ef=off", *(option for option in options if not option.startswith("ef="))])
-    if method in ("powersgd", "randk") and not any(option.startswith("wire=") for option in options):
+    if method in ("powersgd", "randk", "dion") and not any(option.startswith("wire=") for option in options):
         return f"{method}:" + ",".join([*options, "wire=bf16"])
     return spec
 

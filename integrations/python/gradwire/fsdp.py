@@ -29,7 +29,7 @@ from gradwire._spec import is_small, split, stays_dense
 
 __all__ = ["Compression", "compress"]
 
-_WHOLE_MATRICES = ("powersgd", "randk")
+_WHOLE_MATRICES = ("powersgd", "randk", "dion")
 
 _log = logging.getLogger("gradwire")
 
