@@ -1,4 +1,4 @@
-"""Gradwire for PyTorch: the DistributedDataParallel hook, and allreduce_() on tensors.
+"""Gradwire for PyTorch: the DistributedDataParallel hook, the optimizer Dion, and allreduce_() on tensors.
 
     hook = compress(ddp_model, "powersgd:rank=4")
 
@@ -20,12 +20,14 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._allreduce import allreduce_
 from gradwire._communicator import Communicator
+from gradwire._dion import Dion
 from gradwire._find_ddp import PYTHON_REDUCER, the_ddp
 from gradwire._hook import DEFAULT_SPEC, Hook
 from gradwire._process_group import TIMEOUT_S, communicator
 from gradwire.backend import Backend, register_backend
 
-__all__ = ["Backend", "Hook", "allreduce_", "allreduce_hook", "communicator", "compress", "register_backend"]
+__all__ = ["Backend", "Dion", "Hook", "allreduce_", "allreduce_hook", "communicator", "compress",
+           "register_backend"]
 
 
 def allreduce_hook(state: Hook, bucket: "dist.GradBucket") -> "torch.futures.Future[torch.Tensor]":
