@@ -143,8 +143,8 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
         head.path, head.position.step, config.steps));
   }
   for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
-                          "steps", "lr", "warmup_steps", "momentum", "beta1", "beta2", "eps", "weight_decay",
-                          "precision", "seed", "bucket_mb", "device"}) {
+                          "steps", "lr", "dion_lr", "warmup_steps", "momentum", "beta1", "beta2", "eps",
+                          "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
     const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
     if (old_value != new_value)
       differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));

@@ -159,6 +159,27 @@ void add_data_flags(CLI::App& command, RunOptions& o) {
            "eighth of the side) or flip,crop");
 }
 
+void add_optimizer(CLI::App& command, RunOptions& o) {
+  const auto is_dion = [](const std::string& text) { return text.starts_with("dion:"); };
+  const auto check = [is_dion](const std::string& text) -> std::string {
+    if (text == "sgd" || text == "adamw" || is_dion(text)) return {};
+    return text + " not in {sgd,adamw} and not dion:rank=R[,mu=X][,lr=X]";
+  };
+  const auto set = [&o, is_dion](const std::string& text) {
+    o.optimizer = text == "sgd" ? OptimizerKind::sgd : OptimizerKind::adamw;
+    o.dion = is_dion(text) ? text : "";
+  };
+  command
+      .add_option_function<std::string>(
+          "--optimizer", set,
+          "sgd, adamw or dion:rank=R[,mu=X][,lr=X]: Dion for the layers' matrices, whose factors travel in "
+          "the "
+          "format of --compression, and adamw for the rest (default: mu=0.95,lr=0.01)")
+      ->type_name("WORD")
+      ->default_str("adamw")
+      ->check(CLI::Validator(check, "{sgd,adamw,dion:rank=64}"));
+}
+
 void add_training_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Training");
   add_number(command, "--accumulate", o.accumulate, "Batches per step, gradients averaged", kBatches);
@@ -166,8 +187,7 @@ void add_training_flags(CLI::App& command, RunOptions& o) {
       add_number(command, "--epochs", o.epochs,
                  fmt::format("Passes over the training set (default: {})", kDefaultEpochs), {1e-6, 1e6});
   add_number(command, "--steps", o.steps, "Optimizer steps, instead of --epochs", kSteps)->excludes(epochs);
-  add_choice<OptimizerKind>(command, "--optimizer", o.optimizer,
-                            {{"sgd", OptimizerKind::sgd}, {"adamw", OptimizerKind::adamw}}, "The optimizer");
+  add_optimizer(command, o);
   add_number(command, "--lr", o.lr, "Peak learning rate (default: 1e-3 for adamw, 0.05 for sgd)", {0, 1e6});
   add_number(command, "--warmup", o.warmup,
              "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)",

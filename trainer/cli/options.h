@@ -47,6 +47,7 @@ struct RunOptions {
   std::optional<double> epochs;
   std::optional<int64_t> steps;
   OptimizerKind optimizer = OptimizerKind::adamw;
+  std::string dion;  // "dion:rank=R[,mu=X][,lr=X]"; empty: another optimizer
   Precision precision = Precision::fp32;
   std::optional<double> lr, weight_decay, momentum;
   std::optional<int64_t> warmup;

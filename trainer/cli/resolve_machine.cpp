@@ -8,6 +8,7 @@
 #include "collectives/transport/nccl/nccl.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
+#include "runtime/util/parse.h"
 #include "trainer/cli/options.h"
 #include "trainer/model/parameters.h"
 
@@ -307,6 +308,63 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
   }
 }
 
+// The options of --optimizer dion: of its codec, and its peak learning rate.
+struct DionOptions {
+  CompressionSpec codec;
+  double lr = TrainConfig().dion_lr;
+
+  explicit DionOptions(const std::string& text) {
+    std::string rest = text;
+    if (const size_t at = text.find(",lr="); at != std::string::npos) {
+      const size_t begin = at + 4, end = std::min(text.find(',', begin), text.size());
+      const auto value = parse_number(std::string_view(text).substr(begin, end - begin), 0.0, 1e6);
+      if (!value) throw BadInput("--optimizer " + text + ": lr= is not a number from 0 to 1e6");
+      lr = *value;
+      rest.erase(at, end - at);
+    }
+    codec = CompressionSpec::parse(rest);
+    CompressionSpec known;
+    known.method = codec.method, known.rank = codec.rank, known.mu = codec.mu;
+    if (codec == known) return;
+    throw BadInput("--optimizer " + text + ": only rank, mu and lr; all else is --compression's");
+  }
+};
+
+// Returns the spec of Dion's codec, whose factors travel in the format of `wire`. The embedding of patches
+// and the classifier are dense, because Dion is for the matrices between them.
+CompressionSpec with_dion(const CompressionSpec& codec, CompressionSpec wire) {
+  if (wire.method != CompressionSpec::Method::wire || wire.policy != ResidualPolicy()) {
+    throw BadInput(
+        fmt::format("--optimizer dion: its factors need a wire format with plain error feedback, not "
+                    "--compression {}; use a format such as int8",
+                    wire.to_string()));
+  }
+  wire.method = codec.method, wire.rank = codec.rank, wire.mu = codec.mu;
+  for (const char* name : {"conv_proj.weight", "heads.head.weight"}) wire.dense.emplace_back(name);
+  std::sort(wire.dense.begin(), wire.dense.end());
+  wire.dense.erase(std::unique(wire.dense.begin(), wire.dense.end()), wire.dense.end());
+  return wire;
+}
+
+// Resolves --compression together with --optimizer.
+void resolve_compression(const RunOptions& o, Resolved& out) {
+  for (const std::string& text : o.compression) {
+    out.compressions.push_back(CompressionSpec::parse(text));
+    if (out.compressions.back().method == CompressionSpec::Method::dion)
+      throw BadInput("--compression " + text + ": Dion is an optimizer; use --optimizer dion:rank=R");
+  }
+  if (out.compressions.empty()) out.compressions.emplace_back();
+  if (!o.dion.empty()) {
+    const DionOptions dion(o.dion);
+    out.config.dion_lr = dion.lr;
+    for (CompressionSpec& spec : out.compressions) spec = with_dion(dion.codec, spec);
+  }
+  std::vector<std::string> tensors;
+  for (const VitParameter& p : vit_parameters(out.config.model)) tensors.push_back(p.name);
+  for (const CompressionSpec& spec : out.compressions) check_dense_names(spec, tensors);
+  out.config.compression = out.compressions[0];
+}
+
 }  // namespace
 
 Resolved resolve_machine(const RunOptions& o) {
@@ -314,12 +372,7 @@ Resolved resolve_machine(const RunOptions& o) {
   TrainConfig& config = out.config;
   config = training_settings(o);
   config.model = resolve_model(o);
-  for (const std::string& spec : o.compression) out.compressions.push_back(CompressionSpec::parse(spec));
-  if (out.compressions.empty()) out.compressions.emplace_back();
-  std::vector<std::string> tensors;
-  for (const VitParameter& p : vit_parameters(config.model)) tensors.push_back(p.name);
-  for (const CompressionSpec& spec : out.compressions) check_dense_names(spec, tensors);
-  config.compression = out.compressions[0];
+  resolve_compression(o, out);
   out.buckets_mb = o.bucket_mb.empty() ? std::vector{kDefaultBucketMb} : o.bucket_mb;
   config.bucket_mb = out.buckets_mb[0];
   check_overlap(o);

@@ -129,6 +129,10 @@ struct TrainConfig {
 
   OptimizerKind optimizer = OptimizerKind::adamw;
   double lr = 1e-3;  // peak (trainer/train/learning_rate.h)
+  // Dion, if that is the compression's method, updates the matrices at this peak rate; AdamW updates the
+  // rest.
+  double dion_lr = 0.01;
+  bool uses_dion() const { return compression.method == CompressionSpec::Method::dion; }
   int64_t warmup_steps = 0;
   double momentum = 0.9;                          // sgd
   double beta1 = 0.9, beta2 = 0.999, eps = 1e-8;  // adamw

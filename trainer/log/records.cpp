@@ -29,8 +29,9 @@ Json model_json(const VitConfig& model) {
 }
 
 void add_optimizer(Json& json, const TrainConfig& config) {
-  json["optimizer"] = name(config.optimizer);
+  json["optimizer"] = config.uses_dion() ? "dion" : name(config.optimizer);
   json["lr"] = config.lr;
+  if (config.uses_dion()) json["dion_lr"] = config.dion_lr;
   json["warmup_steps"] = config.warmup_steps;
   if (config.optimizer == OptimizerKind::sgd) {
     json["momentum"] = config.momentum;

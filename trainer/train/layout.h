@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "collectives/codec/dense.h"
 #include "collectives/reducer/reducer.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"
@@ -47,6 +48,21 @@ inline GradientGroups gradient_groups(const TrainConfig& config, const Device& d
   if (device.is_host() || config.divides(Sharding::gradients)) return {};
   if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
   return {.layers = config.gradient_group};
+}
+
+// Returns the elements that Dion updates: the matrices that the reducer's codec turns into steps.
+inline std::vector<ElementRange> dion_matrices(const TrainConfig& config, const Reducer& reducer) {
+  std::vector<ElementRange> matrices;
+  if (!config.uses_dion()) return matrices;
+  const std::vector<GradientTensor> tensors = gradient_tensors(config.model);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const auto [rows, cols] = matrix_of(tensors[i]);
+    if (is_dense(config.compression, {.name = tensors[i].name, .rows = rows, .cols = cols})) continue;
+    if (powersgd_rank(config.compression, rows, cols) == 0) continue;
+    const int64_t begin = reducer.offset(static_cast<int>(i));
+    matrices.push_back({begin, begin + tensors[i].count()});
+  }
+  return matrices;
 }
 
 inline ParameterLayout reducer_layout(const Reducer& reducer) {

@@ -1,5 +1,5 @@
 // The optimizer's state and its step over the flat parameter buffer or a rank's parts of the buffer: one
-// launch for the whole model, or one launch per part.
+// launch for the whole model, or one launch per part; with Dion, per run of matrices or of other tensors.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,9 @@ namespace gradwire {
 class Optimizer {
  public:
   // Allocates state for the parameters in `parts` of the flat buffer, and zeroes it in stream order.
-  Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts);
+  // `matrices`: elements whose gradients are Dion's steps, in order.
+  Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts,
+            const std::vector<ElementRange>& matrices = {});
 
   // Sends the values that change with the step (counted from 0) to the device in stream order, so the host
   // need not wait for the previous step. Call before step(), and outside a graph that contains step().
@@ -33,16 +35,24 @@ class Optimizer {
   int64_t elements() const { return elements_; }  // elements of all parts
 
  private:
-  void step_part(const Stream& stream, float* params, const float* grads, Bf16* rounded, int64_t first,
-                 int64_t count);
+  // Elements of one part that take the same kind of step.
+  struct Run {
+    ElementRange elements;
+    int64_t first = 0;  // position in the state
+    bool dion = false;
+  };
+  void add_runs(const std::vector<ElementRange>& matrices);
+  void step_run(const Stream& stream, float* params, const float* grads, Bf16* rounded, const Run& run);
 
   OptimizerKind kind_;
   const std::vector<ElementRange> parts_;
+  std::vector<Run> runs_;
   int64_t elements_ = 0;
+  double dion_rate_;  // Dion's learning rate divided by AdamW's
   double momentum_, beta1_, beta2_, eps_, weight_decay_;
   Buffer first_;    // velocity, or AdamW's m
   Buffer second_;   // AdamW's v
-  Buffer scalars_;  // one OptimizerScalars
+  Buffer scalars_;  // two OptimizerScalars; the second is Dion's
 };
 
 }  // namespace gradwire
