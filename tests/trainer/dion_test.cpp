@@ -4,6 +4,7 @@
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/checkpoint_fixture.h"
+#include "tests/trainer/files.h"
 #include "trainer/cli/options.h"
 
 namespace gradwire {
@@ -40,7 +41,8 @@ TEST_P(DionTrainTest, LearnsInEveryFormatAndWorld) {
 }
 
 TEST_P(DionTrainTest, ShardsGraphsAndOverlapGiveTheSameBits) {
-  TrainConfig c = config(3, "dion:rank=3,wire=bf16");
+  // Divided gradients have other buckets, which a lossy format rounds in other places.
+  TrainConfig c = config(3, "dion:rank=3,schedule=two_shot");
   c.steps = 8;
   c.bucket_mb = 0.003;
   const Recorder plain = train(c);
