@@ -301,7 +301,7 @@ class Orthonormalize(BenchTest):
     def test_bad_input(self):
         self.refuse("orthonormalize --model vgg", "'vgg'", "resnet50")
         self.refuse("orthonormalize --model vit_tiny --rank 64", "--rank 64", "vit_tiny", "smaller")
-        self.refuse("orthonormalize --rank 65", "--rank")
+        self.refuse("orthonormalize --rank 513", "--rank")
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ float* Arena::filled(int64_t count, float value) {
 
 std::vector<KernelCase> kernel_cases() {
   std::vector<KernelCase> all;
-  for (auto table : {wire_cases(), powersgd_cases(), model_cases()}) {
+  for (auto table : {wire_cases(), feedback_cases(), powersgd_cases(), model_cases()}) {
     all.insert(all.end(), table.begin(), table.end());
   }
   return all;

@@ -78,7 +78,8 @@ Problem reduce_encode_problem(Wire wire, Arena& arena, int64_t size, int inputs,
 Problem decode_problem(Wire wire, Arena& arena, int64_t size);
 
 std::span<const KernelCase> wire_cases();      // wire formats, pack, optimizer
-std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize
+std::span<const KernelCase> feedback_cases();  // error feedback's policies
+std::span<const KernelCase> powersgd_cases();  // powersgd, orthonormalize, Dion
 std::span<const KernelCase> model_cases();     // gemm, vit
 std::vector<KernelCase> kernel_cases();        // all cases
 

@@ -6,6 +6,7 @@
 
 #include "bench/cases/kernel_cases.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/powersgd/normalize_columns.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/powersgd.h"
 
@@ -151,6 +152,16 @@ Problem orthonormal(Arena& arena, int64_t size, int rank) {
           12.0 * static_cast<double>(m.table->p_elements()), 0, m.shape};
 }
 
+// Returns the division of the factors R of all matrices by the norms of their columns.
+Problem normalized(Arena& arena, int64_t size, int rank) {
+  Matrices m = matrices(arena, size, rank);
+  int64_t count = 0;
+  for (const MatrixDescriptor& d : m.table->host()) count += int64_t{d.cols} * d.rank;
+  const NormalizeColumns args{m.table, m.q, arena.zeros<float>(count), m.flags};
+  return {[args](const Stream& s) { normalize_columns(s, args); }, 12.0 * static_cast<double>(count), 0,
+          m.shape};
+}
+
 struct CasesByRank {
   const char *op, *prefix, *family;
   Problem (*make)(Arena& arena, int64_t size, int rank);
@@ -170,6 +181,7 @@ std::vector<KernelCase> make_powersgd_cases() {
       {"gemm", "Q = M^T P, ", "powersgd-blas", by_library<Product::back_project>, {32, 64}},
       {"gemm", "E -= P Q^T, ", "powersgd-blas", by_library<Product::residual>, {32, 64}},
       {"orthonormalize", "", "orthonormalize", orthonormal, {1, 4, 32, 256}},
+      {"normalize_columns", "", "normalize_columns", normalized, {4, 256}},
   };
   std::vector<KernelCase> all;
   for (const CasesByRank& cases : table) {

@@ -121,8 +121,9 @@ def a_checkpoint_continues_bit_for_bit() -> None:
                 other.step(s)
             difference = float((straight - other.parameters()).abs().max())
             # A new DDP has other buckets in its first step than later. With a 16-bit wire format the last
-            # bits depend on the rank that sums an element. Equal buckets, or FP32, give equal bits.
-            limit = 0.0 if used or "bf16" not in spec else 1e-3
+            # bits depend on the rank that sums an element, with int4 scales depend on the other elements of
+            # a block. Equal buckets, or FP32, give equal bits.
+            limit = 0.0 if used else 1e-3 if "bf16" in spec else 2e-2 if "int4" in spec else 0.0
             check(difference <= limit,
                   f"{spec}: the resumed run (used hook: {used}) differs by {difference:.1e}")
             check(used or other_hook.state_dict()["steps"] == 7, "steps after resuming")
