@@ -132,7 +132,9 @@ std::vector<TimedRow> read_runs(const std::string& joined, const std::vector<std
   std::vector<std::vector<Timing>> runs(rows.size());
   for (const std::string& path : paths) {
     const std::vector<TimedRow> read = read_rows(path, ignore);
-    for (size_t i = 0; i < rows.size(); ++i) {
+    for (size_t i = 0; i < std::max(rows.size(), read.size()); ++i) {
+      if (i >= rows.size())
+        refuse(path, fmt::format("row {}, '{}', is not in {}", i + 1, read[i].name, paths[0]));
       if (i >= read.size() || read[i].name != rows[i].name)
         refuse(path, fmt::format("row {} is not '{}' as in {}", i + 1, rows[i].name, paths[0]));
       runs[i].push_back(read[i].timing);

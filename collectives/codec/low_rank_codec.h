@@ -37,14 +37,12 @@
 // gradient. The residual is the momentum, of which only the mean over the ranks matters. In the steps of
 // alternate=off:
 //   project        M += G / world; P = M Q. So the sum of M over the ranks is the momentum of the mean
-//   gradient,
-//                  in any world
+//                  gradient, in any world
 //   allreduce 2    R = M^T P
 //   normalize      Q = the columns of R divided by their norms
 //   reconstruct    G = sqrt(rows / cols) P Q^T, the direction of the step. The next step's project, or an
-//   earlier
-//                  reader, computes M - (1 - mu) P R^T, with the R that all ranks received: what a lossy
-//                  format has lost stays in the momentum
+//                  earlier reader, computes M - (1 - mu) P R^T, with the R that all ranks received: what a
+//                  lossy format has lost stays in the momentum
 // Conservation: the sum over ranks and steps of G / world equals the sum of M plus that of (1 - mu) P R^T.
 #pragma once
 

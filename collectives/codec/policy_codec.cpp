@@ -206,7 +206,11 @@ class PolicyCodec final : public Codec {
 std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   const ResidualPolicy& policy = context.spec.policy;
   const bool simple = policy.feedback != Feedback::ef21 && policy.start == 0 && policy.momentum == 0;
-  return simple ? make_split_codec(context) : std::make_unique<PolicyCodec>(context);
+  if (simple) return make_split_codec(context);
+  BucketContext c = context;
+  // BF16's rounding of a gradient is lost in one step, but would add up in an estimate.
+  if (policy.feedback == Feedback::ef21) c.dense_wire = kFp32;
+  return std::make_unique<PolicyCodec>(c);
 }
 
 }  // namespace gradwire

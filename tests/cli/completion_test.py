@@ -108,6 +108,7 @@ bind -x '"\\C-x": printf "\\nLINE<%s>\\n" "$READLINE_LINE"'
         grammar = self.run_command("train", "--compression", "zip").stderr
         formats = re.search(r"where FORMAT is ([a-z0-9|]+)", grammar)[1].split("|")
         self.assertEqual(set(names), {*formats, "powersgd", "randk"})
+        self.assertEqual(shell.line_after(line + "randk:ra" + TAB), line + "randk:ratio=")
 
     def test_models_and_datasets_exist(self):
         shell = self.bash()

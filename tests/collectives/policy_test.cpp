@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collectives/reducer/snapshot.h"
+#include "kernels/math/bf16.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
 #include "tests/support/devices.h"
@@ -152,6 +153,42 @@ TEST_P(Policies, Ef21ContainsANan) {
     for (const auto& deviation : deviations) sizes += norm(sum_of({deviation}));
     EXPECT_GT(sizes, 0);
     EXPECT_LE(norm(sum_of(deviations)), 1e-5 * sizes) << spec;
+  }
+}
+
+// A gradient that is sent uncompressed reaches the estimate, also after many steps of BF16 gradients.
+TEST(Ef21, EstimatesOfUncompressedBf16GradientsDoNotDrift) {
+  constexpr int kSteps = 100;
+  const std::vector<GradientTensor> tensors{{"matrix", {64, 48}, DType::bf16},
+                                            {"vector", {300}, DType::bf16}};
+  std::vector<std::vector<float>> last(2);
+  std::vector<float> estimate;
+  run_ranks(2, Device::host(), [&](Communicator& comm) {
+    Reducer reducer(comm, CompressionSpec::parse("int4:ef=ef21"), tensors, {.own_gradients = false});
+    Stream stream = Stream::create(comm.device(), "compute");
+    std::vector<float>& mine = last[static_cast<size_t>(comm.rank())];
+    for (int s = 0; s < kSteps; ++s) {
+      const auto wide = gradients_for(tensors, static_cast<uint32_t>(2 * s + comm.rank() + 1));
+      std::vector<std::vector<uint16_t>> narrow(wide.size());
+      for (size_t i = 0; i < wide.size(); ++i) {
+        for (const float x : wide[i]) narrow[i].push_back(float_to_bf16_nearest(x));
+      }
+      mine.clear();
+      for (const uint16_t x : narrow[1]) mine.push_back(bf16_to_float(x));
+      const std::vector<void*> addresses{narrow[0].data(), narrow[1].data()};
+      reducer.adopt(addresses);
+      for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+      reducer.wait(stream);
+      stream.synchronize();
+    }
+    if (comm.rank() != 0) return;
+    for (const TensorState& state : reducer.tensor_state()) {
+      if (state.kind == "estimate" && state.tensor == 1) estimate = values_of(stream, state);
+    }
+  });
+  ASSERT_EQ(estimate.size(), last[0].size());
+  for (size_t i = 0; i < estimate.size(); ++i) {
+    EXPECT_NEAR(estimate[i], (last[0][i] + last[1][i]) / 2, 1e-4 * (1 + std::abs(estimate[i]))) << i;
   }
 }
 

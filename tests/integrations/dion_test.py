@@ -69,7 +69,7 @@ class DionTest(unittest.TestCase):
     def test_a_step_of_a_matrix_has_the_norm_of_its_shape(self) -> None:
         def body(comm: gradwire.Communicator) -> None:
             params = parameters()
-            optimizer = Dion(params, 0.0, comm=comm, rank=4)
+            optimizer = Dion(params, 0.0, comm=comm, rank=4, wire=wire)
             take(optimizer, params, comm.rank, 0)
             for p in params:
                 if p.dim() > 1:
@@ -77,7 +77,8 @@ class DionTest(unittest.TestCase):
                     norm = float(p.grad.norm())  # type: ignore[union-attr]
                     self.assertAlmostEqual(norm, (4 * rows / cols) ** 0.5, places=4)
 
-        run_ranks(2, body)
+        for wire in ("fp32", "bf16", "int8", "int4:block=32"):
+            run_ranks(2, body)
 
     def test_states_continue_in_the_same_and_in_another_world(self) -> None:
         want, _ = self.run_world(2, 6)
@@ -128,12 +129,24 @@ class DionTest(unittest.TestCase):
             losses.append(float(loss))
         self.assertLess(losses[-1], 0.4 * losses[0])
 
+    def test_refuses_a_grad_scaler_before_it_sends_anything(self) -> None:
+        params = parameters()
+        optimizer = Dion(params, rank=4)
+        optimizer.found_inf = torch.zeros(())  # as GradScaler.step() sets it
+        before = [p.detach().clone() for p in params]
+        with self.assertRaisesRegex(ValueError, "GradScaler"):
+            take(optimizer, params, 0, 0)
+        for p, value in zip(params, before):
+            self.assertTrue(torch.equal(p, value))
+
     def test_rejects_wrong_arguments(self) -> None:
         with self.assertRaisesRegex(ValueError, "algorithm must be 'dion' or 'adamw', not 'lamb'"):
             Dion([{"params": parameters(), "algorithm": "lamb"}])
         mixed = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))]
         with self.assertRaisesRegex(ValueError, "one dtype"):
             Dion(mixed)
+        with self.assertRaisesRegex(ValueError, "dense="):
+            Dion(parameters(), wire="int4:dense=off")
         with self.assertRaisesRegex(gradwire.BadArgument, "rank='513'"):
             Dion(parameters(), rank=513)
 

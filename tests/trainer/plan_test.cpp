@@ -227,6 +227,24 @@ TEST(Plan, CompressionGainsNothingOnNvlinkAndMuchBetweenNodes) {
   EXPECT_LT(layered[1], 0.3 * ring[1]);
 }
 
+TEST(Plan, BytesAreThoseThatARankSendsOfEachSpec) {
+  const Cluster cluster = small_cluster();
+  SimulatedSchedule ring(ScheduleKind::ring, cluster, 8);
+  EXPECT_NEAR(ring.cost(1000, kFp32, false).sent_bytes, 2 * 7.0 / 8 * 4000, 1e-6) << "on all levels together";
+  const Plan plan = make_plan(
+      {.cluster = cluster,
+       .ranks = 8,
+       .model = named_model("vit_tiny"),
+       .batch_size = 1,
+       .specs = {"fp32:schedule=ring", "randk:ratio=0.1,schedule=ring", "dion:rank=4,schedule=ring"},
+       .bucket_mb = {25}});
+  const auto share = [&](size_t row) {
+    return plan.rows[row].best.sent_bytes / plan.rows[1].best.sent_bytes;
+  };
+  EXPECT_NEAR(share(2), 0.1, 1e-3);
+  EXPECT_LT(share(3), 0.3);
+}
+
 TEST(Plan, ErrorGrowsWithRanksInRingsOnly) {
   PlanRequest request{.cluster = small_cluster(),
                       .ranks = 8,

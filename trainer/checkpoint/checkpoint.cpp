@@ -399,7 +399,9 @@ bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const 
       if (mine && head.world == world) restore_state(file, state);
     }
   }
-  const bool left_over = restore_residuals(rank, states, same_codec, files);
+  // Dion's residual is the momentum, for any rank and format.
+  const bool both_dion = config.uses_dion() && head.compression.starts_with("dion:");
+  const bool left_over = restore_residuals(rank, states, same_codec || both_dion, files);
   rank.reducer.resume_at(head.position.step);
   return left_over;
 }

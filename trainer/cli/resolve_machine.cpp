@@ -127,6 +127,12 @@ void check_policies(const Resolved& out) {
           "--compression {}: momentum={} replaces the optimizer's; add --optimizer sgd --momentum 0",
           spec.to_string(), policy.momentum));
     }
+    if (policy.momentum > 0 && (config.ranks() == 1 || config.elastic.least == 1)) {
+      throw BadInput(fmt::format(
+          "--compression {}: a single rank has no compression and no momentum in it; use --momentum {}, and "
+          "--elastic with at least 2 ranks",
+          spec.to_string(), policy.momentum));
+    }
     const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
     if (whole_mean && config.shard != Sharding::none) {
       throw BadInput(fmt::format(
@@ -357,6 +363,7 @@ void resolve_compression(const RunOptions& o, Resolved& out) {
   if (!o.dion.empty()) {
     const DionOptions dion(o.dion);
     out.config.dion_lr = dion.lr;
+    if (out.config.lr == 0) throw BadInput("--lr 0: with --optimizer dion it must be more than 0");
     for (CompressionSpec& spec : out.compressions) spec = with_dion(dion.codec, spec);
   }
   std::vector<std::string> tensors;

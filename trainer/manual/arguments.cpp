@@ -101,7 +101,8 @@ std::vector<Command> commands_of(const CLI::App& app) {
 
 SpecWords spec_words() {
   const std::string grammar = CompressionSpec::grammar();
-  const size_t randk = grammar.find("randk:"), all = grammar.find(", where FORMAT");
+  const size_t randk = grammar.find("randk:"), dion = grammar.find("dion:"),
+               all = grammar.find(", where FORMAT");
   SpecWords words{.common = options_in(grammar.substr(all))};
   std::vector<std::string> specs = format_specs(), shelf = shelf_specs();
   specs.insert(specs.end(), shelf.begin(), shelf.end());
@@ -112,7 +113,7 @@ SpecWords spec_words() {
     for (const std::string& option : split(spec.substr(colon + 1), ',')) add_once(options, option);
   }
   for (const auto& [name, part] : {std::pair{"powersgd", grammar.substr(0, randk)},
-                                   std::pair{"randk", grammar.substr(randk, all - randk)}}) {
+                                   std::pair{"randk", grammar.substr(randk, dion - randk)}}) {
     for (const std::string& option : options_in(part)) add_once(words.by_name[name], option);
   }
   return words;

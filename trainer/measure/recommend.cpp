@@ -28,8 +28,11 @@ std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int
     Bucket& bucket = buckets.emplace_back(Bucket{.elements = range.elements()});
     for (int i = range.first_tensor; i < range.last_tensor; ++i) {
       const auto [rows, cols] = matrix_of(costs.tensors[i]);
-      const int rank = spec.method == CompressionSpec::Method::powersgd ? powersgd_rank(spec, rows, cols) : 0;
-      bucket.dense += rank > 0 ? 0 : rows * cols;
+      using Method = CompressionSpec::Method;
+      const bool low_rank = spec.method == Method::powersgd || spec.method == Method::dion;
+      const int rank = low_rank ? powersgd_rank(spec, rows, cols) : 0;
+      const double share = spec.method == Method::randk ? spec.ratio : 1;
+      bucket.dense += rank > 0 ? 0 : std::llround(share * static_cast<double>(rows * cols));
       bucket.p += rows * rank;
       bucket.q += cols * rank;
     }

@@ -21,7 +21,8 @@ constexpr double kStateBytes = 16;  // weight, gradient and AdamW's moments
 // time. PowerSGD's passes: kernels/powersgd; formats: ReduceEncode and Decode in kernels/wire/format.h, with
 // one contribution, or spread over the ranks.
 double kernel_bytes(const CompressionSpec& spec, ScheduleKind kind) {
-  if (spec.method == CompressionSpec::Method::powersgd) return 24;
+  if (spec.method == CompressionSpec::Method::powersgd || spec.method == CompressionSpec::Method::dion)
+    return 24;
   if (spec.method == CompressionSpec::Method::randk) return 16;
   if (spec.wire->exact) return kind == ScheduleKind::nccl ? 0 : 12;
   return 3 * spec.wire->bytes_per_value() + (spec.policy.keeps_errors() ? 16 : 8);

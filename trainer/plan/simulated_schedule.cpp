@@ -22,11 +22,16 @@ ScheduleKind transfers_of(ScheduleKind kind) {
 
 SimulatedSchedule::SimulatedSchedule(ScheduleKind kind, const Cluster& cluster, int ranks)
     : cluster_(cluster), kind_(kind), fabric_(cluster, ranks, is_symmetric(transfers_of(kind))) {
-  for (const std::vector<double>& level : sent_by_level(flows(1), fabric_)) {
-    // NCCL rotates its rings, so that every rank has its turn at a network card.
-    busiest_.push_back(kind == ScheduleKind::nccl ? std::reduce(level.begin(), level.end()) / fabric_.period()
-                                                  : *std::max_element(level.begin(), level.end()));
-  }
+  const std::vector<std::vector<double>> levels = sent_by_level(flows(1), fabric_);
+  // NCCL rotates its rings, so that every rank has its turn at a network card.
+  const auto busiest = [&](const std::vector<double>& sent) {
+    return kind == ScheduleKind::nccl ? std::reduce(sent.begin(), sent.end()) / fabric_.period()
+                                      : *std::max_element(sent.begin(), sent.end());
+  };
+  for (const std::vector<double>& level : levels) busiest_.push_back(busiest(level));
+  std::vector<double> all = levels[0];  // of each rank; a rank's messages are on the first two levels
+  for (size_t r = 0; levels.size() > 1 && r < all.size(); ++r) all[r] += levels[1][r];
+  busiest_of_all_ = busiest(all);
 }
 
 bool SimulatedSchedule::supports(ScheduleKind kind, const Cluster& cluster, int ranks) {
@@ -56,8 +61,11 @@ double SimulatedSchedule::knot_us(int exponent, double inside) {
 AllreduceCost SimulatedSchedule::cost(int64_t count, Wire wire, bool fp32_inside) {
   const auto bytes = static_cast<double>(wire->bytes(count));
   AllreduceCost out{.schedule = name(kind_)};
-  const std::vector<double> levels = level_bytes(count, wire, fp32_inside);
-  out.sent_bytes = levels[0] + (levels.size() > 1 ? levels[1] : 0);
+  out.sent_bytes = busiest_of_all_ * bytes;
+  if (is_fp32_inside(fp32_inside)) {  // every rank of a hierarchical schedule sends on both levels
+    const std::vector<double> levels = level_bytes(count, wire, fp32_inside);
+    out.sent_bytes = levels[0] + levels[1];
+  }
   if (kind_ == ScheduleKind::nccl) {
     out.us = nccl_allreduce_estimate(cluster_, fabric_.ranks(), bytes).us;
     return out;
@@ -72,7 +80,7 @@ AllreduceCost SimulatedSchedule::cost(int64_t count, Wire wire, bool fp32_inside
 std::vector<double> SimulatedSchedule::level_bytes(int64_t count, Wire wire, bool fp32_inside) const {
   std::vector<double> out;
   for (double fraction : busiest_) {
-    const Wire format = fp32_inside && out.empty() ? kFp32 : wire;
+    const Wire format = is_fp32_inside(fp32_inside) && out.empty() ? kFp32 : wire;
     out.push_back(fraction * static_cast<double>(format->bytes(count)));
   }
   return out;

@@ -34,12 +34,14 @@ class SimulatedSchedule {
   // Returns the time for 2^exponent bytes, of which messages inside nodes have `inside` times as many.
   double knot_us(int exponent, double inside);
   const FlowRounds& flows(int slices);
+  bool is_fp32_inside(bool wanted) const { return wanted && kind_ == ScheduleKind::hierarchical; }
 
   const Cluster& cluster_;
   const ScheduleKind kind_;
   const Fabric fabric_;
   std::map<int, FlowRounds> flows_;  // by slices
   std::vector<double> busiest_;      // [level], fraction of the buffer that the busiest rank sends
+  double busiest_of_all_ = 0;        // the same on all levels together
   std::map<std::pair<int, double>, double> knots_;
 };
 

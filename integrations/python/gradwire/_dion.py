@@ -8,6 +8,7 @@ import torch
 from gradwire._communicator import Communicator
 from gradwire._process_group import communicator
 from gradwire._reducer import Reducer
+from gradwire._spec import stays_dense
 
 
 class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's types
@@ -19,21 +20,26 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
 
         optimizer = Dion([{"params": matrices}, {"params": rest, "algorithm": "adamw", "lr": 1e-3}], rank=64)
 
+    Train in float32 or bfloat16 without a GradScaler, which would let ranks skip different steps.
+
     Groups take "algorithm", "lr" and "weight_decay", and AdamW's "betas" and "eps". Use "adamw" for embeddings
     and the classifier. In a group of "dion", parameters of fewer than two dimensions use AdamW at `adamw_lr`. A
     tensor of more dimensions is the matrix of its first dimension by the others.
 
     Args:
-        params: parameters or groups, all of one dtype (float32, bfloat16 or float16) and on one device.
+        params: parameters or groups, all of one dtype (float32 or bfloat16) and on one device.
         lr: the learning rate of matrices.
         rank: the factors' rank, up to 512; at most the smaller extent of a matrix.
         mu: the momentum's decay along the directions of a step.
         weight_decay: decoupled, times the learning rate.
-        wire: the format of factors and gradients: "fp32", "int8", "int4:block=64", see docs/formats.md.
+        wire: the format of factors: "fp32", "int8", "int4:block=64", see docs/formats.md. Other gradients
+            travel in "fp32" or "bf16" as well; with smaller formats they are not compressed.
         adamw_lr, betas, eps: AdamW's.
         comm: the ranks. None: those of the default process group, or this process alone without a group.
         seed: of the first factors; the same on all ranks.
     """
+
+    _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, which refuses
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01, *, rank: int = 64, mu: float = 0.95,
                  weight_decay: float = 0.01, wire: str = "fp32", adamw_lr: float = 1e-3,
@@ -45,8 +51,10 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             if group["algorithm"] not in ("dion", "adamw"):
                 raise ValueError(f"algorithm must be 'dion' or 'adamw', not {group['algorithm']!r}")
         name, _, options = wire.partition(":")
+        if "dense=" in options:
+            raise ValueError(f"wire={wire!r}: use no dense=; the groups' algorithm decides")
         self._spec = f"dion:rank={rank},mu={mu},seed={seed},wire={name}" + ("," + options if options else "")
-        self._reducer = self._make_reducer(comm)
+        self._reducer = self._make_reducer(comm, wire)
 
     def _parameters(self) -> List[Tuple[Dict[str, Any], torch.Tensor]]:
         return [(group, p) for group in self.param_groups for p in group["params"]]
@@ -55,7 +63,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _is_matrix(group: Dict[str, Any], p: torch.Tensor) -> bool:
         return group["algorithm"] == "dion" and p.dim() > 1 and p.shape[0] > 1 and p.numel() > p.shape[0]
 
-    def _make_reducer(self, comm: Optional[Communicator]) -> Reducer:
+    def _make_reducer(self, comm: Optional[Communicator], wire: str) -> Reducer:
         tensors = [p for _, p in self._parameters()]
         kinds = {(p.dtype, p.device) for p in tensors}
         if len(kinds) != 1:
@@ -68,15 +76,23 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         shapes = []
         for i, (group, p) in enumerate(self._parameters()):
             rows = p.shape[0] if self._is_matrix(group, p) else p.numel()
-            shapes.append((f"parameter {i}", rows, p.numel() // rows if rows else 1))
+            kind = "matrix" if self._is_matrix(group, p) else "other"
+            shapes.append((f"{kind}.{i}", rows, p.numel() // rows if rows else 1))
         dtype = str(tensors[0].dtype).replace("torch.", "")
-        return Reducer(comm, self._spec, shapes, tag="Dion", dtype=dtype)
+        # Every matrix takes Dion's step, however small it is.
+        dense = "off"
+        if stays_dense((1,), wire) and any(name.startswith("other") for name, _, _ in shapes):
+            dense = "other.*"
+        return Reducer(comm, f"{self._spec},dense={dense}", shapes, tag="Dion", dtype=dtype)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Takes one step. Collective. A parameter without a gradient counts as one with zeros.
 
         Afterwards p.grad holds the direction of a matrix's step, or the mean gradient of another parameter.
         """
+        if getattr(self, "found_inf", None) is not None:
+            raise ValueError("Dion takes no GradScaler, because ranks would skip different steps; train in "
+                             "bfloat16")
         loss = closure() if closure is not None else None
         parameters = self._parameters()
         for _, p in parameters:
@@ -84,7 +100,8 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                 p.grad = torch.zeros_like(p)
             elif not p.grad.is_contiguous():
                 p.grad = p.grad.contiguous()
-        stream = torch.cuda.current_stream().cuda_stream if parameters[0][1].is_cuda else 0
+        device = parameters[0][1].device
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         self._reducer.allreduce([p.grad for _, p in parameters], stream)
         with torch.no_grad():
             for group, p in parameters:
@@ -123,13 +140,13 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
 
         The momentum of the mean gradient is kept: it is the sum of the ranks' momenta.
         """
+        rest = {key: value for key, value in state_dicts[0].items() if key != "gradwire"}
+        super().load_state_dict(rest)
         momenta = [state["gradwire"] for state in state_dicts]
         if len(momenta) == 1:
             self._reducer.load_state(momenta[0])
         else:
             self._reducer.load_states(momenta)
-        rest = {key: value for key, value in state_dicts[0].items() if key != "gradwire"}
-        super().load_state_dict(rest)
 
     def stats(self) -> Dict[str, Any]:
         """Returns the bytes and times of the last step: Reducer.stats()."""
