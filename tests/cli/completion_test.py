@@ -100,7 +100,7 @@ bind -x '"\\C-x": printf "\\nLINE<%s>\\n" "$READLINE_LINE"'
         shell = self.bash()
         line = "gradwire compare --compression "
         self.assertEqual(shell.line_after(line + "power" + TAB), line + "powersgd ")
-        self.assertEqual(shell.line_after(line + "powersgd:ra" + TAB), line + "powersgd:rank=")
+        self.assertEqual(shell.line_after(line + "powersgd:ran" + TAB), line + "powersgd:rank=")
         self.assertEqual(shell.line_after(line + "powersgd:rank=4,schedule=tw" + TAB),
                          line + "powersgd:rank=4,schedule=two_shot ")
         self.assertEqual(shell.line_after(line + "fp8:round=s" + TAB), line + "fp8:round=stochastic ")
@@ -108,7 +108,7 @@ bind -x '"\\C-x": printf "\\nLINE<%s>\\n" "$READLINE_LINE"'
         grammar = self.run_command("train", "--compression", "zip").stderr
         formats = re.search(r"where FORMAT is ([a-z0-9|]+)", grammar)[1].split("|")
         self.assertEqual(set(names), {*formats, "powersgd", "randk"})
-        self.assertEqual(shell.line_after(line + "randk:ra" + TAB), line + "randk:ratio=")
+        self.assertEqual(shell.line_after(line + "randk:rat" + TAB), line + "randk:ratio=")
 
     def test_models_and_datasets_exist(self):
         shell = self.bash()
