@@ -135,6 +135,7 @@ void expect_contained(Device device, const Case& c) {
   const Outcome clean = run(device, c.spec, c.world, c.layout, c.poison, true);
   const Outcome got = run(device, c.spec, c.world, c.layout, c.poison, false);
   const bool whole_tensor = spec.method != CompressionSpec::Method::wire;
+  const double decay = static_cast<float>(spec.policy.decay);
   bool seen = false;
   for (size_t t = 0; t < got.gradient[0].size(); ++t) {
     const bool poisoned = static_cast<int>(t) == c.poison.tensor;
@@ -157,7 +158,7 @@ void expect_contained(Device device, const Case& c) {
       ASSERT_TRUE(std::isfinite(mean)) << "tensor " << t << " element " << i;
       double difference = double{mean} * c.world;
       for (int r = 0; r < c.world; ++r) {
-        const double in = double{got.gradient[r][t][i]} + got.before[r][t][i];
+        const double in = double{got.gradient[r][t][i]} + decay * double{got.before[r][t][i]};
         difference += got.residual[r][t][i] - in;
         size += in * in;
       }
