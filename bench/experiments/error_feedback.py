@@ -304,8 +304,11 @@ def tables(document):
             continue
         rows = [["codec", "with error feedback", "without"]]
         for codec in dict.fromkeys(run.codec for run in runs):
-            rows.append([codec, *(next((cell(items, run) for run in runs if run.codec == codec and run.ef in ef),
-                                       "-") for ef in (("on", "ef21"), ("off",)))])
+            cells = []
+            for ef in (("on", "ef21"), ("off",)):
+                found = [cell(items, run) for run in runs if run.codec == codec and run.ef in ef]
+                cells.append(found[0] if found else "-")
+            rows.append([codec, *cells])
         out.append(f"{question}:\n\n" + report.markdown(rows))
     rates = sorted({1.0} | {run.rate for run in questions()["rate"]})
     for optimizer in RATES:
