@@ -18,7 +18,6 @@ target_compile_options(gradwire_options INTERFACE
 # -fopenmp-simd: `#pragma omp simd` without OpenMP's runtime, see kernels/simd/simd.h.
 # -Wno-psabi: vectors of floats (kernels/simd/vector.h) exist only in inlined code, never in an ABI.
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp-simd -Wno-psabi>)
-target_compile_definitions(gradwire_options INTERFACE GRADWIRE_VERSION="${PROJECT_VERSION}")
 if(GRADWIRE_HAS_CUDA)
   target_compile_definitions(gradwire_options INTERFACE GRADWIRE_HAS_CUDA=1)
   # -Xptxas --warn-on-spills together with -Werror all-warnings: a kernel that spills registers does not

@@ -59,8 +59,7 @@ else
 fi
 [ ${#targets[@]} -gt 0 ] || mapfile -t targets < <($build/bin/fuzz_tests --list)
 [ ${#targets[@]} -gt 0 ] || { echo "fuzz: fuzz_tests names no targets" >&2; exit 1; }
-version=$(sed -n 's/^project(gradwire VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
-flags=(-std=c++20 ${optimization:--O1} -g1 -fPIC -I. -Iinclude "-DGRADWIRE_VERSION=\"$version\"" -ffp-contract=off
+flags=(-std=c++20 ${optimization:--O1} -g1 -fPIC -I. -Iinclude -ffp-contract=off
   -Wno-psabi -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=vptr)
 cache=()
 ! command -v ccache > /dev/null || cache=(env CCACHE_BASEDIR="$PWD" CCACHE_NOHASHDIR=1 ccache)

@@ -9,6 +9,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/no_memory.h"
 #include "runtime/util/standard_descriptors.h"
+#include "runtime/util/version.h"
 #include "trainer/manual/manual.h"
 
 namespace {

@@ -8,6 +8,7 @@
 #include <gradwire/gradwire.h>
 #include "collectives/c_api/comm.h"
 #include "runtime/threads/running_clock.h"
+#include "runtime/util/version.h"
 
 namespace gradwire::c_api {
 

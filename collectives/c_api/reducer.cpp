@@ -15,6 +15,7 @@
 #include "collectives/c_api/structs.h"
 #include "collectives/c_api/text.h"
 #include "kernels/simd/level.h"
+#include "runtime/util/version.h"
 
 namespace gradwire::c_api {
 namespace {

@@ -38,7 +38,7 @@
 /** Major version of this header. */
 #define GW_VERSION_MAJOR 0
 /** Minor version of this header. Below 1.0, a new minor version may change the ABI. */
-#define GW_VERSION_MINOR 1
+#define GW_VERSION_MINOR 2
 /** Patch version of this header. */
 #define GW_VERSION_PATCH 0
 

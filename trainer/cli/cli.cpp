@@ -12,6 +12,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "runtime/util/standard_descriptors.h"
+#include "runtime/util/version.h"
 #include "trainer/cli/compare.h"
 #include "trainer/cli/doctor.h"
 #include "trainer/cli/flags.h"

@@ -27,6 +27,7 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
+#include "runtime/util/version.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/data/dataset.h"
 #include "trainer/log/console.h"

@@ -8,6 +8,7 @@
 
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
+#include "runtime/util/version.h"
 
 namespace gradwire {
 namespace {

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 
+#include "runtime/util/version.h"
+
 namespace gradwire {
 namespace {
 

@@ -21,6 +21,7 @@
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
+#include "runtime/util/version.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
