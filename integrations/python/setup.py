@@ -2,7 +2,7 @@
 
 The library is the file in GRADWIRE_LIBRARY, or the source tree's build/lib/libgradwire.so. If there is none,
 it is compiled, which takes a compiler, CMake, Ninja and fmt, and nvcc for its CUDA side. CMAKE_ARGS adds
-CMake arguments.
+CMake arguments. A source archive includes the library's sources.
 """
 import ctypes
 import os
@@ -15,6 +15,7 @@ import sys
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.dist import Distribution
 
 try:
@@ -22,17 +23,11 @@ try:
 except ImportError:  # setuptools before 70.1
     from wheel.bdist_wheel import bdist_wheel
 
-SOURCE = pathlib.Path(__file__).resolve().parents[2]
+from build_backend import HERE, SOURCE, library
+
 HEADER = SOURCE / "include" / "gradwire" / "gradwire.h"
-
-
-def library() -> "pathlib.Path | None":
-    """Returns a library that is already built, or None."""
-    chosen = os.environ.get("GRADWIRE_LIBRARY")
-    if chosen:
-        return pathlib.Path(chosen).resolve(strict=True)
-    built = SOURCE / "build" / "lib" / "libgradwire.so"
-    return built.resolve() if built.exists() else None
+# What CMake needs to compile the library.
+LIBRARY_SOURCES = ("CMakeLists.txt", "LICENSE", "cmake", "include", "runtime", "kernels", "collectives")
 
 
 def version() -> str:
@@ -69,6 +64,20 @@ class BuildWithLibrary(build_py):
             f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
 
 
+class SdistWithSources(sdist):
+    def make_release_tree(self, base_dir, files) -> None:
+        super().make_release_tree(base_dir, files)
+        target = pathlib.Path(base_dir)
+        shutil.copy2(HERE / "build_backend.py", target)
+        shutil.copytree(HERE / "examples", target / "examples")
+        for name in LIBRARY_SOURCES:
+            if (SOURCE / name).is_dir():
+                shutil.copytree(SOURCE / name, target / "source" / name)
+            else:
+                (target / "source").mkdir(exist_ok=True)
+                shutil.copy2(SOURCE / name, target / "source")
+
+
 class AnyPython(bdist_wheel):
     """Builds one wheel for every Python version: nothing in it is compiled against Python."""
 
@@ -81,5 +90,5 @@ class PlatformDistribution(Distribution):
         return True
 
 
-setup(version=version(), cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython},
-      distclass=PlatformDistribution)
+setup(version=version(), license="Apache-2.0", distclass=PlatformDistribution,
+      cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": AnyPython, "sdist": SdistWithSources})

@@ -43,8 +43,8 @@ class Hook:
 
     Args:
         spec: a wire format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or
-            "powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]", or
-            "randk:ratio=X[,wire=FORMAT][,seed=S]", each with ",ef=on|off|ef21", ",start=N" and
+            `powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]`, or
+            `randk:ratio=X[,wire=FORMAT][,seed=S]`, each with ",ef=on|off|ef21", ",start=N" and
             ",schedule=auto|ring|tree|two_shot|hierarchical|nccl". With ",momentum=X" the optimizer's must be 0.
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are
