@@ -24,8 +24,9 @@
 #   make machine-code   compare the kernels' machine code with tools/checks/kernel_budgets.tsv, and write
 #                 docs/gpu.md's table
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
-#   make wheel    a wheel of the Python package, with the host's library in it; in dist/
+#   make wheel    a source archive of the Python package, and from it a wheel with the library; in dist/
 #   make deb      Debian packages of the C library and of the programs; in dist/
+#   make docs     the documentation as a site with search, in build/site; installs mkdocs-material in build/
 #   make format   clang-format over the sources
 #   make clean    remove every build folder
 
@@ -35,7 +36,7 @@ BENCH_CHECK_FLAGS ?=
 SOAK ?= faults
 
 .PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
-  host-check experiments gpu-check machine-code bundle wheel deb setup format clean
+  host-check experiments gpu-check machine-code bundle wheel deb docs setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -105,6 +106,9 @@ deb: setup
 
 wheel: setup
 	@PYTHON=$(PYTHON) scripts/wheel.sh
+
+docs:
+	@PYTHON=$(PYTHON) scripts/docs.sh
 
 setup:
 	@scripts/setup.sh

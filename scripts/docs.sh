@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# make docs: builds the documentation as a site with search in build/site, from docs/, gradwire.h and the
+# Python docstrings (mkdocs.yml). Warnings, such as dead links, are errors. Installs mkdocs-material in
+# build/docs-tools (180 MB); later builds need no network.
+#
+#   scripts/docs.sh [--smoke]    --smoke: checks the navigation, and builds only if mkdocs is installed
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/smoke.sh
+base=${PYTHON:-/usr/bin/python3}
+tools=$PWD/build/docs-tools
+"$base" tools/checks/check_site.py .
+if [ ! -x "$tools/bin/mkdocs" ]; then
+  [ -z "$smoke" ] || { echo "docs: the site was not built: mkdocs is not installed (make docs)"; exit 0; }
+  "$base" -m venv "$tools"
+  "$tools/bin/pip" install --quiet --disable-pip-version-check mkdocs-material==9.8.2 'mkdocstrings[python]==1.0.8' \
+    mkdocstrings-python==2.0.11 black
+fi
+# Without the theme's advertisement of another generator.
+NO_MKDOCS_2_WARNING=1 "$tools/bin/mkdocs" build --quiet --strict --site-dir "$place/site"
+if grep -rlE '<(script|img|link rel="(stylesheet|preconnect|icon)")[^>]* (src|href)="?https?://' "$place/site" --include='*.html'; then
+  echo "docs: these pages load files from other servers" >&2
+  exit 1
+fi
+echo "docs: $place/site; to search it: $base -m http.server -d $place/site"
