@@ -2,8 +2,10 @@
 
 Simulates the ranks, the codecs and the reduction in PyTorch, so that each factor can change alone: learning
 rate, number of steps, the second encode of a two-shot, Adam's second moment, momentum, decay, EF21, selection
-by tensor, dense first steps. Takes an hour on one core; skips runs that the result has already.
+by tensor, dense first steps, delay without compression. Takes more than an hour on one core; skips runs that
+the result has already. run.py error_feedback --render FILE draws the picture of docs/results/formats.md.
 """
+import collections
 import dataclasses
 import gzip
 import math
@@ -14,17 +16,21 @@ from harness import report
 
 MODULES = ("torch",)
 RESUMES = True
-OPTIONS = {"seeds": 3, "data": "/usr/share/datasets/fashion-mnist", "only": "", "ranks": 4, "batch": 64}
+OPTIONS = {"seeds": 3, "data": "/usr/share/datasets/fashion-mnist", "only": "",
+           "simulated_ranks": 4, "batch": 64}
 SMOKE = {"seeds": 1, "only": "smoke"}
 SIZES = (784, 256, 128, 10)
 BLOCK = 4096
 RATES = {"adamw": 2e-3, "sgd": 5e-2}
-CODECS = ("topk", "sign", "randk10", "randk1")
+OTHER_RATES = {"adamw": (0.5, 2, 4), "sgd": (0.25, 2, 4)}
+DELAYS = (2, 5, 10, 50)
+CODECS = ("topk", "sign", "randk10")
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The settings of a run. rate: times RATES. second_moment: "dense" feeds Adam's with exact gradients."""
+    """The settings of a run. rate: times RATES. second_moment: "dense" feeds Adam's with exact gradients.
+    codec "delayN": exact gradients, N steps late."""
     codec: str = "fp32"
     ef: str = "on"  # on, off, ef21
     optimizer: str = "adamw"
@@ -39,9 +45,9 @@ class Run:
     flush: bool = False
 
 
-def pairs(**changes):
+def pairs(codecs=CODECS, **changes):
     """Returns the runs of each codec with and without error feedback, with these changes."""
-    return [Run(codec, ef, **changes) for codec in CODECS for ef in ("on", "off")]
+    return [Run(codec, ef, **changes) for codec in codecs for ef in ("on", "off")]
 
 
 def with_feedback(**changes):
@@ -54,13 +60,15 @@ def questions():
     for optimizer in RATES:
         add = {"optimizer": optimizer}
         more = {
-            "as it is": [Run(**add), *pairs(**add)],
+            "as it is": [Run(**add), *pairs(**add), Run("randk1", **add), Run("randk1", "off", **add)],
             "no second encode": [run for run in pairs(second_encode=False, **add)
                                  if not run.codec.startswith("randk")],
             "the first 100 steps dense": with_feedback(dense_steps=100, **add),
             "decay of 0.9": with_feedback(decay=0.9, **add),
             "EF21": [Run(codec, "ef21", **add) for codec in CODECS],
             "residual applied at the end": with_feedback(flush=True, **add),
+            "exact gradients, late": [*(Run(f"delay{n}", **add) for n in DELAYS),
+                                      Run("delay10", rate=0.25, **add)],
             "selection by tensor": [Run("topk", ef, whole_tensors=True, **add) for ef in ("on", "off")],
         }
         if optimizer == "adamw":
@@ -69,11 +77,11 @@ def questions():
             more["no momentum, ten times the rate"] = [
                 Run(momentum=0.0, rate=10, **add), *pairs(momentum=0.0, rate=10, **add)]
         found.update({f"{optimizer}: {name}": runs for name, runs in more.items()})
-    found["rate"] = [run for optimizer, rates in (("adamw", (0.25, 2, 4)), ("sgd", (0.125, 0.25, 0.5)))
-                     for rate in rates for run in (Run(optimizer=optimizer, rate=rate),
-                                                   *pairs(optimizer=optimizer, rate=rate))]
-    found["ten times the steps"] = [run for optimizer in RATES for run in (
-        Run(optimizer=optimizer, steps=4680), *pairs(optimizer=optimizer, steps=4680))]
+    for optimizer, rates in OTHER_RATES.items():
+        found[f"rate of {optimizer}"] = [run for rate in rates for run in (
+            Run(optimizer=optimizer, rate=rate), *pairs(optimizer=optimizer, rate=rate))]
+        found[f"ten times the steps of {optimizer}"] = [
+            Run(optimizer=optimizer, steps=4680), *pairs(("topk",), optimizer=optimizer, steps=4680)]
     return found
 
 
@@ -130,9 +138,14 @@ class Reduction:
         self.run, self.codec = run, codec
         self.residual, self.owner = torch.zeros(ranks, n), torch.zeros(n)
         self.estimates, self.mean = torch.zeros(ranks, n), torch.zeros(n)  # of EF21
+        delay = int(run.codec[5:]) if run.codec.startswith("delay") else 0
+        self.late = collections.deque(maxlen=delay + 1)
 
     def __call__(self, gradients):
         run = self.run
+        if run.codec.startswith("delay"):
+            self.late.append(gradients.mean(0))
+            return self.late[0]
         mask = self.codec.shared(gradients.shape[-1])
         if run.ef == "ef21":
             sent = self.codec(gradients - self.estimates, mask)
@@ -278,7 +291,7 @@ def measure(options):
                     continue
                 done.add(key)
                 yield {**dataclasses.asdict(run), "seed": seed,
-                       **train(run, seed, sets, options.ranks, options.batch)}
+                       **train(run, seed, sets, options.simulated_ranks, options.batch)}
 
 
 def line(item):
@@ -288,33 +301,72 @@ def line(item):
             f"{item['loss']:.3f}, residual {item['residual']:.1f}")
 
 
-def cell(items, run):
-    """Returns "mean ± deviation" in percent over the seeds of a run; "-" without a result."""
+def found(items, run):
+    """Returns the test accuracies of a run in percent, one per seed."""
     wanted = dataclasses.asdict(run)
-    found = [100 * item["test_accuracy"] for item in items if all(item[k] == wanted[k] for k in wanted)]
-    if not found:
+    return [100 * item["test_accuracy"] for item in items if all(item[k] == wanted[k] for k in wanted)]
+
+
+def cell(items, run):
+    """Returns "mean±deviation" over the seeds of a run; "-" without a result."""
+    values = found(items, run)
+    if not values:
         return "-"
-    return f"{statistics.mean(found):.1f}" + (f" ± {statistics.stdev(found):.1f}" if len(found) > 1 else "")
+    return f"{statistics.mean(values):.1f}" + (f"±{statistics.stdev(values):.1f}" if len(values) > 1 else "")
+
+
+def both(items, runs, codec):
+    """Returns the cells with and without error feedback of a codec's runs."""
+    chosen = [next((run for run in runs if run.codec == codec and run.ef in ef), None)
+              for ef in (("on", "ef21"), ("off",))]
+    cells = [cell(items, run) if run else "-" for run in chosen]
+    return " / ".join(cells) if chosen[1] else cells[0]
 
 
 def tables(document):
-    items, out = document["items"], []
-    for question, runs in questions().items():
-        if question == "rate":
-            continue
-        rows = [["codec", "with error feedback", "without"]]
-        for codec in dict.fromkeys(run.codec for run in runs):
-            cells = []
-            for ef in (("on", "ef21"), ("off",)):
-                found = [cell(items, run) for run in runs if run.codec == codec and run.ef in ef]
-                cells.append(found[0] if found else "-")
-            rows.append([codec, *cells])
-        out.append(f"{question}:\n\n" + report.markdown(rows))
-    rates = sorted({1.0} | {run.rate for run in questions()["rate"]})
+    """Returns the table of the factors, with and without error feedback, and that of the rates."""
+    items, asked = document["items"], questions()
+    factors = dict.fromkeys(name.split(": ")[1] for name in asked if ": " in name and "late" not in name)
+    rows = [["changed", *(f"{codec}, {optimizer}" for codec in CODECS for optimizer in RATES)]]
+    for name in factors:
+        rows.append([name, *(both(items, asked.get(f"{optimizer}: {name}", []), codec)
+                             for codec in CODECS for optimizer in RATES)])
+    out = [report.markdown(rows)]
+    rows = [["", *(f"late by {n}" for n in DELAYS), "late by 10, rate / 4", "fp32", "randk1",
+             "ten times the steps: fp32, topk"]]
     for optimizer in RATES:
-        rows = [[f"{optimizer}, rate times", *(f"{rate:g}" for rate in rates)]]
-        for codec, ef in [("fp32", "on"), *((c, e) for c in CODECS for e in ("on", "off"))]:
-            name = codec if codec == "fp32" else f"{codec}, ef={ef}"
-            rows.append([name, *(cell(items, Run(codec, ef, optimizer, rate)) for rate in rates)])
+        long = asked[f"ten times the steps of {optimizer}"]
+        rows.append([optimizer, *(cell(items, Run(f"delay{n}", optimizer=optimizer)) for n in DELAYS),
+                     cell(items, Run("delay10", optimizer=optimizer, rate=0.25)),
+                     cell(items, Run(optimizer=optimizer)),
+                     both(items, asked[f"{optimizer}: as it is"], "randk1"),
+                     ", ".join([cell(items, long[0]), both(items, long, "topk")])])
+    out.append(report.markdown(rows))
+    for optimizer in RATES:
+        rates = sorted({1.0, *OTHER_RATES[optimizer]})
+        rows = [[f"{optimizer}, rate", *(f"{rate * RATES[optimizer]:g}" for rate in rates)],
+                ["fp32", *(cell(items, Run(optimizer=optimizer, rate=rate)) for rate in rates)]]
+        for codec in CODECS:
+            rows.append([codec, *(both(items, pairs((codec,), optimizer=optimizer, rate=rate), codec)
+                                  for rate in rates)])
         out.append(report.markdown(rows))
     return "\n\n".join(out)
+
+
+def render(document, path, options):
+    """Draws the picture of docs/results/formats.md: factors and rates of top-k."""
+    from plots import experiments
+    items, asked, panels = document["items"], questions(), []
+    for optimizer in RATES:
+        rows = []
+        for name, runs in asked.items():
+            if name.startswith(optimizer) and "late" not in name:
+                chosen = [run for run in runs if run.codec == "topk"]
+                rows.append((name.split(": ")[1], *([v for run in chosen if (run.ef == "off") == off
+                                                     for v in found(items, run)] for off in (False, True))))
+        rates = sorted({1.0, *OTHER_RATES[optimizer]})
+        lines = {name: [(rate * RATES[optimizer], found(items, Run(*run, optimizer, rate))) for rate in rates]
+                 for name, run in (("FP32", ("fp32", "on")), ("with", ("topk", "on")),
+                                   ("without", ("topk", "off")))}
+        panels.append((optimizer, rows, lines))
+    experiments.draw_error_feedback(panels, report.PAGE.parent / "error-feedback.png")
