@@ -6,7 +6,8 @@ import re
 import docs_c_api
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PYTHON_MODULES = ("gradwire", "gradwire.torch", "gradwire.fsdp", "gradwire.jax")
+PYTHON_MODULES = ("gradwire", "gradwire.torch", "gradwire.fsdp", "gradwire.jax", "gradwire.lightning",
+                  "gradwire.accelerate", "gradwire.transformers")
 # Room for the 110 columns of an example, and no line breaks inside a table's code.
 CSS = """.md-grid { max-width: 76rem; }
 .md-typeset table:not([class]) code { word-break: normal; overflow-wrap: normal; }

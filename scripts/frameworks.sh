@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# make test-frameworks: runs tests/integrations on today's PyTorch and JAX. make test runs them on Debian's
-# PyTorch 1.13.
+# make test-frameworks: runs tests/integrations on today's PyTorch, with Lightning, Accelerate, transformers
+# and JAX. make test runs them on Debian's PyTorch 1.13.
 #
 #   scripts/frameworks.sh [install]   install: only sets up the environment, also for make experiments
 #   scripts/frameworks.sh --smoke     installs and runs nothing: checks pip's options and the tests' label
@@ -50,6 +50,17 @@ LD_LIBRARY_PATH=$libraries\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH} exec "$folder/
 END
   chmod +x "$folder/python"
   "$folder/python" -c 'import torch, torchvision; print("frameworks: torch", torch.__version__)'
+fi
+
+lightning=2.6.6
+version=$("$folder/python" -c 'from importlib.metadata import version; print(version("lightning"))' 2> /dev/null || true)
+if [ "$version" != "$lightning" ]; then
+  echo "frameworks: installing lightning $lightning, accelerate and transformers (250 MB)"
+  pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
+  # Those that depend on torch, whose dependencies would install all of CUDA.
+  "${pip[@]}" --no-deps lightning==$lightning pytorch-lightning==$lightning torchmetrics==1.9.0 \
+    accelerate==1.15.0 transformers==5.24.0
+  "${pip[@]}" lightning-utilities pyyaml tqdm huggingface-hub regex tokenizers safetensors psutil aiohttp typer
 fi
 
 jax=0.10.2

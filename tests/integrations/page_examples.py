@@ -25,6 +25,7 @@ PAGES = {
     "for-pytorch": ("docs/for-pytorch.md", "page_pytorch"),
     "for-fsdp": ("docs/for-fsdp.md", "page_fsdp"),
     "for-jax": ("docs/for-jax.md", "page_jax"),
+    "for-trainers": ("docs/for-trainers.md", "page_trainers"),
     "extending": ("docs/extending.md", "page_extending"),
     "readme": ("README.md", "page_readme"),
 }

@@ -31,7 +31,7 @@ class Framework(types.ModuleType):
         return type(name, (Anything,), {}) if name[0].isupper() else unittest.mock.MagicMock()
 class Frameworks:
     def find_spec(self, name, path, target=None):
-        if name.split(".")[0] in ("torch", "jax", "numpy", "optax"):
+        if name.split(".")[0] in ("torch", "jax", "numpy", "optax", "lightning", "transformers"):
             return importlib.machinery.ModuleSpec(name, self)
     def create_module(self, spec):
         return Framework(spec.name)

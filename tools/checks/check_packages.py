@@ -43,8 +43,9 @@ OPTIONAL_COMMANDS = {
     "torchrun": "make test-frameworks installs it",
     "pkg-config": "capi_installed leaves that part out",
 }
-# Modules that make test-frameworks or make wheel installs into separate folders below build/.
-OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "auditwheel", "tensorboard"}
+# Modules that make test-frameworks, make docs or make wheel installs into separate folders below build/.
+OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "lightning", "pytorch_lightning", "accelerate",
+                    "transformers", "mkdocs", "auditwheel", "tensorboard"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
 TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
 SHELL_WORDS = set(

@@ -1,0 +1,76 @@
+"""Gradwire for transformers' Trainer: a callback.
+
+    trainer = Trainer(model, arguments, callbacks=[gradwire.transformers.Compress("int8")], ...)
+"""
+from __future__ import annotations
+
+import logging
+import os
+import pathlib
+from typing import Any
+
+import torch
+
+from gradwire import _native
+from gradwire._attach import Attached
+
+try:
+    from transformers import TrainerCallback
+except ImportError as error:
+    raise _native.Unsupported("gradwire.transformers needs transformers: pip install transformers") from error
+
+__all__ = ["Compress"]
+
+_FILE = "gradwire.pt"
+_log = logging.getLogger("gradwire")
+
+
+class Compress(TrainerCallback):
+    """Compresses gradients under DistributedDataParallel, and saves the residuals in the Trainer's checkpoints.
+
+    trainer.train(resume_from_checkpoint=...) continues with the residuals in the checkpoint's gradwire.pt.
+
+    Args:
+        spec: see gradwire.torch.Hook.
+        options: of gradwire.torch.compress().
+    """
+
+    def __init__(self, spec: str = "int8", **options: Any) -> None:
+        self._spec, self._options = spec, options
+        self._attached: "Attached | None" = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Compresses the model, after the Trainer has wrapped it, and loads the checkpoint's residuals."""
+        self._close()
+        scaler = getattr(more.get("optimizer"), "scaler", None)
+        self._attached = Attached(more["model"], self._spec, scaler, **self._options)
+        if state.global_step == 0 or self._attached.handle is None:
+            return
+        given = args.resume_from_checkpoint
+        file = pathlib.Path(given if isinstance(given, str) else _folder(args, state), _FILE)
+        if file.exists():
+            self._attached.load_state_dict(torch.load(file, map_location="cpu"))
+        else:
+            _log.warning("%s does not exist: residuals begin at zero", file)
+
+    def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Adds the residuals of all ranks to the checkpoint. The Trainer calls it on every rank."""
+        if self._attached is None or self._attached.handle is None or args.save_only_model:
+            return
+        saved = self._attached.state_dict()
+        if torch.distributed.get_rank() == 0:
+            folder = _folder(args, state)
+            torch.save(saved, folder / (_FILE + ".new"))
+            os.replace(folder / (_FILE + ".new"), folder / _FILE)  # never a part of a file
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._attached is not None:
+            self._attached.close()
+            self._attached = None
+
+
+def _folder(args: Any, state: Any) -> pathlib.Path:
+    return pathlib.Path(args.output_dir, f"checkpoint-{state.global_step}")
