@@ -220,10 +220,10 @@ small=()
 peers='*PeerAccess*cuda*'
 part_first() {
   step doctor 30 "$bin/gradwire" doctor
-  step launch 20 bash -c "suite kernels 1 '*Pack*cuda0*'"
-  step fused-alone 20 bash -c "suite kernels 1 '*FusedAlone*cuda0*'"
-  step tests-runtime 20 bash -c "suite runtime 2"
-  step tests-kernels 50 bash -c "suite kernels 8"
+  step launch 10 bash -c "suite kernels 1 '*Pack*cuda0*'"
+  step fused-alone 10 bash -c "suite kernels 1 '*FusedAlone*cuda0*'"
+  step tests-runtime 10 bash -c "suite runtime 2"
+  step tests-kernels 80 bash -c "suite kernels 14"
   step tests-collectives 100 bash -c "suite collectives 8 '*cuda*-$peers'"
   step tests-trainer 60 bash -c "suite trainer 6"
   step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \
@@ -250,17 +250,21 @@ has_torch() { [ -n "$torch" ]; }
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
   step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
-  # Smoke runs omit this step, because ctest's test `device` is the same test without a GPU.
+  # Smoke runs omit these steps, because ctest's `device` and `jax` test the same without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/device_test.py 2 cuda
+  [ -z "$smoke" ] && needs tests-jax "no JAX for ${python:-python3}" "${python:-false}" -c 'import jax, optax' &&
+    step tests-jax 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
+      "$python" tests/integrations/jax_device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
     step bench-hook 110 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
       --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4 --compression powersgd:rank=32 \
       --stop 10 --baseline --python "$python" --json "$out/hook.json"
   needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
     step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
-      --rank 4 --rank 32 --stop 10 --baseline --python "$python" --json "$out/orthonormalize.json"
+      --rank 4 --rank 32 --rank 256 --stop 10 --baseline --python "$python" \
+      --json "$out/orthonormalize.json"
   step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
 }

@@ -3,6 +3,7 @@
 // Bytes per element: as in kernels/wire/format.h. Limit: memory bandwidth. Alignment: any for floats, 16-byte
 // alignment is fast. Deterministic: a value depends on its block only.
 #include "kernels/wire/block.cuh"
+#include "kernels/wire/block_registers.cuh"
 
 namespace gradwire::cuda {
 namespace {
@@ -14,7 +15,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
                                const __grid_constant__ ReduceEncode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
-  reduce_encode_tiles(w, a, Fetch<F>{w});
+  reduce_encode_tiles(w, a, Fetch{w});
 }
 
 template <typename F>
@@ -23,31 +24,77 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
                         const __grid_constant__ Decode a, bool wide) {
   GW_DYNAMIC_SHARED(unsigned char, shared);
   Worker<F> w(coder, shape, a.count, wide, shared);
-  decode_tiles(w, a, Fetch<F>{w});
+  decode_tiles(w, a, Fetch{w});
 }
 
-template <typename Kernel>
-LaunchConfig config_for(Kernel* kernel, const TileShape& shape, int64_t count, CudaStream stream) {
-  return {.grid = dim3(grid_for(kernel, count, int64_t{shape.blocks} * shape.block, kBlockThreads,
-                                shape.shared_bytes())),
-          .block = dim3(kBlockThreads),
-          .shared_bytes = shape.shared_bytes(),
-          .stream = stream};
+// The same for blocks of the default size.
+template <typename F>
+__global__ void __launch_bounds__(kBlockThreads, RegisterWorker<F>::kMinBlocks)
+    register_reduce_encode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
+                                  const __grid_constant__ ReduceEncode a, bool wide) {
+  GW_DYNAMIC_SHARED(unsigned char, shared);
+  RegisterWorker<F> w(coder, a.count, wide, shared);
+  reduce_encode_registers(w, a, Fetch{w});
+}
+
+template <typename F>
+__global__ void __launch_bounds__(kBlockThreads, 4)
+    register_decode_kernel(const __grid_constant__ BlockCoder<F> coder, TileShape,
+                           const __grid_constant__ Decode a, bool wide) {
+  GW_DYNAMIC_SHARED(unsigned char, shared);
+  RegisterWorker<F> w(coder, a.count, wide, shared);
+  decode_registers(w, a, Fetch{w});
+}
+
+// Launches the kernel in registers if it supports the coder, otherwise the other kernel.
+template <typename F, typename Args, typename Kernel>
+void launch_blocks(const char* name, CudaStream stream, const BlockCoder<F>& coder, const Args& a, bool wide,
+                   Kernel* registers, Kernel* other) {
+  TileShape shape = shape_of(coder);
+  size_t shared_bytes = shape.shared_bytes();
+  Kernel* kernel = other;
+  if constexpr (register_block<F>() > 0) {
+    if (coder.block() == register_block<F>() && (F::kRotation != Rotation::optional || !coder.rotate)) {
+      shape = RegisterWorker<F>::shape_of(coder);
+      shared_bytes = RegisterWorker<F>::shared_bytes(shape);
+      kernel = registers;
+    }
+  }
+  const unsigned grid =
+      grid_for(kernel, a.count, int64_t{shape.blocks} * shape.block, kBlockThreads, shared_bytes);
+  launch(name, kernel,
+         {.grid = dim3(grid), .block = dim3(kBlockThreads), .shared_bytes = shared_bytes, .stream = stream},
+         coder, shape, a, wide);
+}
+
+// topk has no kernels in registers.
+template <typename F>
+constexpr auto* register_reduce_encode() {
+  if constexpr (register_block<F>() > 0) {
+    return register_reduce_encode_kernel<F>;
+  } else {
+    return block_reduce_encode_kernel<F>;
+  }
+}
+template <typename F>
+constexpr auto* register_decode() {
+  if constexpr (register_block<F>() > 0) {
+    return register_decode_kernel<F>;
+  } else {
+    return block_decode_kernel<F>;
+  }
 }
 
 }  // namespace
 
-#define GW_DEFINE(F, NAME)                                                                               \
-  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) {      \
-    const TileShape shape = shape_of(coder);                                                             \
-    launch(#NAME "_reduce_encode", block_reduce_encode_kernel<F>,                                        \
-           config_for(block_reduce_encode_kernel<F>, shape, a.count, stream), coder, shape, a,           \
-           aligned(a.own, a.residual, a.out));                                                           \
-  }                                                                                                      \
-  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {                   \
-    const TileShape shape = shape_of(coder);                                                             \
-    launch(#NAME "_decode", block_decode_kernel<F>,                                                      \
-           config_for(block_decode_kernel<F>, shape, a.count, stream), coder, shape, a, aligned(a.out)); \
+#define GW_DEFINE(F, NAME)                                                                          \
+  void NAME##_reduce_encode(CudaStream stream, const BlockCoder<F>& coder, const ReduceEncode& a) { \
+    launch_blocks(#NAME "_reduce_encode", stream, coder, a, aligned(a.own, a.residual, a.out),      \
+                  register_reduce_encode<F>(), block_reduce_encode_kernel<F>);                      \
+  }                                                                                                 \
+  void NAME##_decode(CudaStream stream, const BlockCoder<F>& coder, const Decode& a) {              \
+    launch_blocks(#NAME "_decode", stream, coder, a, aligned(a.out), register_decode<F>(),          \
+                  block_decode_kernel<F>);                                                          \
   }
 GW_BLOCK_FORMATS(GW_DEFINE)
 #undef GW_DEFINE

@@ -44,27 +44,70 @@ TileShape shape_of(const BlockCoder<F>& coder) {
           .teams = kTeams};
 }
 
-template <typename F>
-struct Worker {
-  using Lanes = LanesFor<F>;
-  const BlockCoder<F>& coder;
-  const TileShape& shape;
-  int64_t count;  // values of the whole call
-  bool wide;      // floats are 16-byte aligned
-  Lanes lanes;
-  float *sums, *values;  // sums: of the tile; values: last decoded by the team
-  uint16_t* random;      // the team's random bits
-  uint8_t* memory;       // room for the tile's bytes
+// A thread block's current tile, and its bytes in shared memory. Shape: const TileShape&, a kernel's
+// argument, or TileShape, which the compiler knows.
+template <typename Shape>
+struct Tile {
+  Shape shape;
+  int64_t count;    // values of the whole call
+  bool wide;        // floats are 16-byte aligned
+  uint8_t* memory;  // room for the tile's bytes
   int64_t first_block = 0;
   int blocks = 0;            // number of blocks in the tile
   uint8_t* bytes = nullptr;  // the tile's bytes, in `memory`
 
+  __device__ __forceinline__ Tile(Shape its_shape, int64_t its_count, bool is_wide)
+      : shape(its_shape), count(its_count), wide(is_wide), memory(nullptr) {}
+  // Begins the tile at block `first` of `all`.
+  __device__ __forceinline__ void begin_tile(int64_t first, int64_t all) {
+    first_block = first;
+    blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
+    bytes = memory + static_cast<int>(first * shape.bytes % 16);
+  }
+  __device__ __forceinline__ int values_of(int block) const {
+    const int64_t left = count - (first_block + block) * shape.block;
+    return left < shape.block ? static_cast<int>(left) : shape.block;
+  }
+  // Copies the tile's bytes; called by all threads of the block. `to` and `from` have the same offset from a
+  // 16-byte boundary.
+  __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
+    const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
+    const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
+    __syncthreads();  // the earlier bytes are no longer in use; all threads have written the new bytes
+                      // Unrolling costs registers, and a thread copies at most a few pieces.
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < head; i += kBlockThreads) to[i] = from[i];
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < whole; i += kBlockThreads) {
+      reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
+    }
+#pragma unroll 1
+    for (int i = head + 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kBlockThreads)
+      to[i] = from[i];
+    __syncthreads();
+  }
+  // Returns the address of the tile's bytes in shared memory.
+  __device__ __forceinline__ const uint8_t* fetch(const void* wire) const {
+    move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
+    return bytes;
+  }
+  __device__ __forceinline__ void put(void* wire) const {
+    move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
+  }
+};
+
+template <typename F>
+struct Worker : Tile<const TileShape&> {
+  using Lanes = LanesFor<F>;
+  const BlockCoder<F>& coder;
+  Lanes lanes;
+  float *sums, *values;  // sums: of the tile; values: last decoded by the team
+  uint16_t* random;      // the team's random bits
+
   __device__ __forceinline__ Worker(const BlockCoder<F>& its_coder, const TileShape& its_shape,
                                     int64_t its_count, bool is_wide, unsigned char* shared)
-      : coder(its_coder),
-        shape(its_shape),
-        count(its_count),
-        wide(is_wide),
+      : Tile<const TileShape&>(its_shape, its_count, is_wide),
+        coder(its_coder),
         lanes(make_lanes(static_cast<const Lanes*>(nullptr))) {
     const int block = shape.block;
     sums = reinterpret_cast<float*>(shared);
@@ -73,17 +116,6 @@ struct Worker {
     auto* const all_random = reinterpret_cast<uint16_t*>(all_values + shape.teams * block);
     random = all_random + lanes.team * block;
     memory = reinterpret_cast<uint8_t*>(all_random + shape.teams * block);
-  }
-  __device__ __forceinline__ void begin_tile(int64_t first) {
-    const int64_t all = coder.blocks(count);
-    first_block = first;
-    blocks = all - first < shape.blocks ? static_cast<int>(all - first) : shape.blocks;
-    bytes = memory + static_cast<int>(first * shape.bytes % 16);
-  }
-
-  __device__ __forceinline__ int values_of(int block) const {
-    const int64_t left = count - (first_block + block) * shape.block;
-    return left < shape.block ? static_cast<int>(left) : shape.block;
   }
   // Calls body(i, W) so that each call covers W adjacent values of the block. The two widths have separate
   // loops; in one loop the compiler merges them into scalar stores.
@@ -97,29 +129,6 @@ struct Worker {
       for (int i = lanes.lane; i < valid; i += Lanes::kSize) body.template at<1>(block, i);
     }
     lanes.sync();
-  }
-
-  // Copies the tile's bytes; called by all threads of the block. `to` and `from` have the same offset from a
-  // 16-byte boundary.
-  __device__ __forceinline__ void move_bytes(uint8_t* to, const uint8_t* from) const {
-    const int all = blocks * shape.bytes, skew = static_cast<int>(first_block * shape.bytes % 16);
-    const int head = skew == 0 ? 0 : (16 - skew < all ? 16 - skew : all), whole = (all - head) / 16;
-    __syncthreads();  // the earlier bytes are no longer in use; all threads have written the new bytes
-    for (int i = static_cast<int>(threadIdx.x); i < head; i += kBlockThreads) to[i] = from[i];
-    for (int i = static_cast<int>(threadIdx.x); i < whole; i += kBlockThreads) {
-      reinterpret_cast<uint4*>(to + head)[i] = reinterpret_cast<const uint4*>(from + head)[i];
-    }
-    for (int i = head + 16 * whole + static_cast<int>(threadIdx.x); i < all; i += kBlockThreads)
-      to[i] = from[i];
-    __syncthreads();
-  }
-  // Returns the address of the tile's bytes in shared memory.
-  __device__ __forceinline__ const uint8_t* fetch(const void* wire) const {
-    move_bytes(bytes, static_cast<const uint8_t*>(wire) + first_block * shape.bytes);
-    return bytes;
-  }
-  __device__ __forceinline__ void put(void* wire) const {
-    move_bytes(static_cast<uint8_t*>(wire) + first_block * shape.bytes, bytes);
   }
 
   // Decodes block `block` of the tile at `from` into the team's buffer, and returns the buffer.
@@ -220,9 +229,9 @@ __device__ __forceinline__ const uint16_t* draw_random(const Worker<F>& w, const
 }
 
 // Fetches the bytes of a tile from one input at a time.
-template <typename F>
+template <typename Tile>
 struct Fetch {
-  const Worker<F>& w;
+  const Tile& w;
   __device__ __forceinline__ const uint8_t* operator()(const void* wire) const { return w.fetch(wire); }
 };
 
@@ -271,7 +280,7 @@ template <typename F, typename Args, typename Wires>
 __device__ __forceinline__ void reduce_encode_tiles(Worker<F>& w, const Args& a, Wires&& wires) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
-    w.begin_tile(first);
+    w.begin_tile(first, all);
     reduce_encode_tile(w, a, step_of(a.rounding), wires);
   }
 }
@@ -280,7 +289,7 @@ template <typename F, typename Wires>
 __device__ __forceinline__ void decode_tiles(Worker<F>& w, const Decode& a, Wires&& wires) {
   const int64_t all = w.coder.blocks(a.count), stride = int64_t{gridDim.x} * w.shape.blocks;
   for (int64_t first = int64_t{blockIdx.x} * w.shape.blocks; first < all; first += stride) {
-    w.begin_tile(first);
+    w.begin_tile(first, all);
     const uint8_t* const bytes = wires(a.wire);
     for (int block = w.lanes.team; block < w.blocks; block += w.shape.teams) {
       w.for_values(block, PutValues<F>{w, a, w.decode(bytes, block)});

@@ -20,12 +20,16 @@
 //     double gaussian_error(bool rotated) const;    // as in WireFormat
 //     double error_bound(bool stochastic) const;    // as in WireFormat
 //     std::vector<FormatOption> options(); // pointing to members; {} when it has none
-//     template <typename Lanes>
-//     GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
+//     template <typename Lanes, typename Values, typename Random>
+//     GW_HD void encode(const Lanes& lanes, Values values, int count, Random random,
 //                       uint8_t* bytes) const;  // optionally also float* scratch, with room for block()
 //     template <typename Lanes, typename Values>
 //     GW_HD void decode(const Lanes& lanes, const uint8_t* bytes, int count, Values values) const;
 //   };
+//
+// Values is const float*, or on the GPU values in registers (block_registers.cuh), which are indexed only by
+// the index that `lanes` passes to a function. So these functions take `auto i`. Random is const uint16_t*,
+// or random bits in registers.
 //
 // encode writes all bytes() of a block from values[block()]. Only the last block of an array has a count
 // below block(); its other values are 0, unless rotated: then all values count. `random` holds 16 uniform
@@ -47,8 +51,9 @@
 //   lanes.sum(n, f)         the sum of floats f(i), in a fixed order: 32 sums of every 32nd, then halves
 //   lanes.count(n, f)       the number of i for which f(i) is true
 //   lanes.pick(n, f, take)  calls take(k, i) for the k-th i, ascending, for which f(i) is true
-// where f is [&](int i) GW_HD_LAMBDA { ... }. Every lane computes the code outside of f. codes.h builds on
-// these functions; the host's lanes override some functions of codes.h.
+// where f is [&](auto i) GW_HD_LAMBDA { ... }. max and sum may include the zeros after a block's last value,
+// for which f must return 0. Every lane computes the code outside of f. codes.h builds on these functions;
+// the host's lanes and those of registers override some functions of codes.h.
 //
 // Example: sign.h, here with blocks of 8 values, encodes 0.5 -1.5 1 -2 0.25 -0.75 3 -1 into 5 bytes:
 //
@@ -112,8 +117,8 @@ GW_HD float within(float x, float most) {
 //
 // The transform scales by 1/n and the inverse by 1, instead of 1/sqrt(n) in each: scaling by a power of two
 // is exact.
-template <typename Lanes>
-GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* to) {
+template <typename Lanes, typename Values, typename To>
+GW_HD void rotate_block(const Lanes& lanes, Values values, int n, To to) {
   const float scale = 1.0f / static_cast<float>(n);
   if constexpr (requires { lanes.rotate(values, n, scale, to); }) {
     lanes.rotate(values, n, scale, to);
@@ -128,8 +133,8 @@ GW_HD void rotate_block(const Lanes& lanes, const float* values, int n, float* t
 inline constexpr float kRotationDown = 0x1p-10f, kRotationUp = 0x1p10f,
                        kRotationMost = 0x1.fffffep127f * kRotationDown;
 // Transforms n values back; only the first `count` are needed.
-template <typename Lanes>
-GW_HD void rotate_block_back(const Lanes& lanes, float* values, int n, int count) {
+template <typename Lanes, typename Values>
+GW_HD void rotate_block_back(const Lanes& lanes, Values values, int n, int count) {
   if constexpr (requires { lanes.rotate_back(values, n); }) {
     lanes.rotate_back(values, n);
   } else {
@@ -150,8 +155,9 @@ GW_HD float rest_of(float s, float sent, float unit = 1.0f) {
   return to_residual(rest, unit);
 }
 
-// A format and whether it rotates; the interface for loops over blocks.
-template <typename F>
+// A format and whether it rotates; the interface for loops over blocks. kNeverOptional: a rotation that is
+// optional is off.
+template <typename F, bool kNeverOptional = false>
 struct BlockCoder {
   static constexpr int kMaxBlock = F::kMaxBlock;
   F format;
@@ -160,7 +166,8 @@ struct BlockCoder {
   GW_HD int block() const { return format.block(); }
   GW_HD int bytes() const { return format.bytes(); }
   GW_HD bool rotates() const {
-    return F::kRotation == Rotation::always || (F::kRotation == Rotation::optional && rotate);
+    return F::kRotation == Rotation::always ||
+           (F::kRotation == Rotation::optional && !kNeverOptional && rotate);
   }
   // Returns whether a block with a non-finite value is sent as a mask.
   static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
@@ -178,15 +185,15 @@ struct BlockCoder {
 
   // Encodes a block. `s` holds block() values, 0 after `count`, and is unchanged. `scratch` has room for
   // block() values.
-  template <typename Lanes, typename To>
-  GW_HD void encode(const Lanes& lanes, const float* s, int count, const uint16_t* random, const To& to,
-                    float* scratch) const {
+  template <typename Lanes, typename Values, typename Random, typename To, typename Scratch>
+  GW_HD void encode(const Lanes& lanes, Values s, int count, Random random, const To& to,
+                    Scratch scratch) const {
     const int n = block();
-    const float* values = s;
+    Values values = s;
     if constexpr (kMayMask) {
       if (masks()) {
         const uint32_t largest =
-            lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
+            lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(s[i]) & 0x7fffffffu; });
         if (largest >= 0x7f800000u) return put_mask(lanes, s, to);
       }
       if (rotates()) {
@@ -195,13 +202,19 @@ struct BlockCoder {
       }
     }
     // The code has a single call of encode, because every call is inlined.
-    encode_values(lanes, values, values == s ? count : n, F::kStochastic ? random : nullptr, to, scratch);
+    const int coded = rotates() ? n : count;
+    if constexpr (F::kStochastic) {
+      encode_values(lanes, values, coded, random, to, scratch);
+    } else {
+      encode_values(lanes, values, coded, static_cast<const uint16_t*>(nullptr), to, scratch);
+    }
   }
 
   // Encodes values that are neither rotated nor masked.
-  template <typename Lanes, typename To, typename Sink = NoSink>
-  GW_HD void encode_values(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                           const To& to, float* scratch, const Sink& sink = {}) const {
+  template <typename Lanes, typename Values, typename Random, typename To, typename Scratch,
+            typename Sink = NoSink>
+  GW_HD void encode_values(const Lanes& lanes, Values values, int count, Random random, const To& to,
+                           Scratch scratch, const Sink& sink = {}) const {
     if constexpr (requires { format.encode(lanes, values, count, random, to, scratch, sink); }) {
       format.encode(lanes, values, count, random, to, scratch, sink);
     } else if constexpr (requires { format.encode(lanes, values, count, random, to, sink); }) {
@@ -212,12 +225,12 @@ struct BlockCoder {
   }
 
   // Decodes a block; `values` has room for block() values.
-  template <typename Lanes, typename From>
-  GW_HD void decode(const Lanes& lanes, const From& from, int count, float* values) const {
+  template <typename Lanes, typename From, typename Values>
+  GW_HD void decode(const Lanes& lanes, const From& from, int count, Values values) const {
     const int n = block();
     if constexpr (kMayMask) {
       if (masks() && is_mask(from)) {
-        return each_rarely(lanes, count, [=](int i) GW_HD_LAMBDA {
+        return each_rarely(lanes, count, [=](auto i) GW_HD_LAMBDA {
           values[i] = ((from[i / 8] >> (i % 8)) & 1) != 0 ? bits_float(0x7fc00000u) : 0.0f;
         });
       }
@@ -237,16 +250,20 @@ struct BlockCoder {
       lanes.each(n, body);
     }
   }
-  // Writes a mask; `s` is 0 after the block's last value.
-  template <typename Lanes>
-  GW_HD void put_mask(const Lanes& lanes, const float* s, uint8_t* to) const {
-    const int n = block();
-    each_rarely(lanes, bytes(), [=](int j) GW_HD_LAMBDA {
-      uint32_t byte = 0;
-      GW_NO_UNROLL
-      for (int i = 8 * j + 7; i >= 8 * j; --i) byte = 2 * byte + (i < n && !is_finite(s[i]) ? 1u : 0u);
-      to[j] = static_cast<uint8_t>(byte);
-    });
+  // Writes a mask; `s` is 0 after the block's last value. Lanes may override the bytes before the scale.
+  template <typename Lanes, typename Values>
+  GW_HD void put_mask(const Lanes& lanes, Values s, uint8_t* to) const {
+    if constexpr (requires { lanes.put_mask(s, 0, to); }) {
+      lanes.put_mask(s, bytes(), to);
+    } else {
+      const int n = block();
+      each_rarely(lanes, bytes(), [=](int j) GW_HD_LAMBDA {
+        uint32_t byte = 0;
+        GW_NO_UNROLL
+        for (int i = 8 * j + 7; i >= 8 * j; --i) byte = 2 * byte + (i < n && !is_finite(s[i]) ? 1u : 0u);
+        to[j] = static_cast<uint8_t>(byte);
+      });
+    }
     uint8_t* const scale = to + bytes() - format.scale_bytes();
     if (format.scale_bytes() == 1) {
       *scale = 0xff;

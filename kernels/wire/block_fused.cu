@@ -104,7 +104,7 @@ struct BlockTiles {
     if constexpr (kQueues<F>) {
       reduce_encode_tiles(w, a, queue(w, PartInputs{a}, a.count));
     } else {
-      reduce_encode_tiles(w, a, Fetch<F>{w});
+      reduce_encode_tiles(w, a, Fetch{w});
     }
   }
   __device__ __forceinline__ void decode(const Decode& a) const {
@@ -112,7 +112,7 @@ struct BlockTiles {
     if constexpr (kQueues<F>) {
       decode_tiles(w, a, queue(w, DecodeInput{a}, a.count));
     } else {
-      decode_tiles(w, a, Fetch<F>{w});
+      decode_tiles(w, a, Fetch{w});
     }
   }
 

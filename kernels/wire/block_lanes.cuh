@@ -95,7 +95,7 @@ struct WarpLanes {
   }
 };
 
-// A thread block per block, for formats with long blocks. `warps` is in shared memory.
+// A thread block per block, for formats with long blocks. `warps` is in shared memory, 2 * kBlockWarps words.
 struct ThreadBlockLanes {
   static constexpr int kTeams = 1, kSize = kBlockThreads;
   uint32_t* warps;
@@ -163,6 +163,75 @@ struct ThreadBlockLanes {
     __syncthreads();
   }
   __device__ __forceinline__ void hadamard(float* x, int n) const { butterfly(*this, x, n); }
+
+  // Does the same as pick_largest() of positions.h. Each thread holds up to 16 neighboring keys in registers,
+  // so that a step of the search takes one barrier, and the selection two scans.
+  template <typename Key>
+  __device__ __forceinline__ void pick_largest(int n, int k, const Key& key, float* places) const {
+    constexpr int kMost = 4096 / kBlockThreads;
+    const int each = n > kBlockThreads ? n / kBlockThreads : 1, first = lane * each;
+    uint32_t keys[kMost];
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) keys[j] = j < each && first + j < n ? key(first + j) : 0u;
+    uint32_t least = 0, turn = 0;  // at the end, at most the k-th largest, and more than the next smaller key
+#pragma unroll 1
+    for (int bit = 30, reach = 0; bit >= 0 && reach != k; --bit) {
+      const uint32_t tried = least | (1u << bit);
+      reach = total(number(keys, [=](uint32_t x) { return x >= tried; }), ++turn % 2);
+      if (reach >= k) least = tried;
+    }
+    const int equal = k - total(number(keys, [=](uint32_t x) { return x > least; }), ++turn % 2);
+    uint32_t equals = 0, taken = 0;
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) equals |= (j < each && keys[j] == least ? 1u : 0u) << j;
+    int rank = before(__popc(equals), ++turn % 2);
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) {
+      const bool is_equal = (equals >> j & 1u) != 0;
+      taken |= (keys[j] > least || (is_equal && rank < equal) ? 1u : 0u) << j;
+      rank += is_equal ? 1 : 0;
+    }
+    int place = before(__popc(taken), ++turn % 2);
+    for (; taken != 0; taken &= taken - 1)
+      put_place(places, place++, first + __ffs(static_cast<int>(taken)) - 1);
+    __syncthreads();
+  }
+
+ private:
+  template <int kMost, typename Test>
+  __device__ __forceinline__ static int number(const uint32_t (&keys)[kMost], const Test& test) {
+    int number = 0;
+#pragma unroll
+    for (int j = 0; j < kMost; ++j) number += test(keys[j]) ? 1 : 0;
+    return number;
+  }
+  // Return the sum of `mine` over all threads, and over the threads before this one. Calls alternate between
+  // the halves of warps[], so that one barrier suffices.
+  __device__ __forceinline__ int total(int mine, uint32_t half) const {
+    uint32_t* const sums = warps + half * kBlockWarps;
+    const int sum = __reduce_add_sync(0xffffffffu, mine);
+    if (lane % 32 == 0) sums[lane / 32] = static_cast<uint32_t>(sum);
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int w = 0; w < kBlockWarps; ++w) all += static_cast<int>(sums[w]);
+    return all;
+  }
+  __device__ __forceinline__ int before(int mine, uint32_t half) const {
+    uint32_t* const sums = warps + half * kBlockWarps;
+    int sum = mine;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int earlier = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(distance));
+      sum += lane % 32 >= distance ? earlier : 0;
+    }
+    if (lane % 32 == 31) sums[lane / 32] = static_cast<uint32_t>(sum);
+    __syncthreads();
+    int all = sum - mine;
+#pragma unroll
+    for (int w = 0; w < kBlockWarps; ++w) all += w < lane / 32 ? static_cast<int>(sums[w]) : 0;
+    return all;
+  }
 };
 
 template <typename F>
@@ -172,7 +241,7 @@ __device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
   return {};
 }
 __device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
-  __shared__ uint32_t warps[kBlockWarps];
+  __shared__ uint32_t warps[2 * kBlockWarps];
   return {warps};
 }
 

@@ -65,57 +65,58 @@ GW_HD void unpack_codes(const Lanes& lanes, const uint8_t* bytes, int n, int cou
 }
 
 // Returns random[i], or a negative number if `random` is null.
-GW_HD int32_t draw_of(const uint16_t* random, int i) {
+template <typename Random, typename Index>
+GW_HD int32_t draw_of(const Random& random, Index i) {
   return random != nullptr ? static_cast<int32_t>(random[i]) : -1;
 }
 // Calls body(draw), with draw(i) = draw_of(random, i). Tests `random` for null only once.
-template <typename Body>
-GW_HD void with_draws(const uint16_t* random, const Body& body) {
+template <typename Random, typename Body>
+GW_HD void with_draws(const Random& random, const Body& body) {
   if (random != nullptr) {
-    body([=](int i) GW_HD_LAMBDA { return static_cast<int32_t>(random[i]); });
+    body([=](auto i) GW_HD_LAMBDA { return static_cast<int32_t>(random[i]); });
   } else {
-    body([](int) GW_HD_LAMBDA { return int32_t{-1}; });
+    body([](auto) GW_HD_LAMBDA { return int32_t{-1}; });
   }
 }
 
 // Sink that ignores decoded values.
 struct NoSink {
-  template <bool kFinite>
-  GW_HD void put(int, float) const {}
+  template <bool kFinite, typename Index>
+  GW_HD void put(Index, float) const {}
 };
 
 // Computes a block's largest finite magnitude, as bits, and whether all values are finite, so that loops need
 // not test each value.
-template <typename Lanes>
 struct Largest {
   uint32_t bits;
   bool finite;
-  GW_HD Largest(const Lanes& lanes, const float* values, int count)
-      : bits(lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; })),
+  template <typename Lanes, typename Values>
+  GW_HD Largest(const Lanes& lanes, Values values, int count)
+      : bits(lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; })),
         finite(bits < 0x7f800000u) {
     if (!finite)
-      bits = lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
+      bits = lanes.max(count, [=](auto i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
   }
 };
 
 // Encodes n values, at least `count`, as E4M3. Returns the byte of their power-of-two scale, the least scale
 // that does not clamp any value.
-template <typename Lanes, typename Sink>
-GW_HD uint8_t encode_e4m3(const Lanes& lanes, const float* values, int count, int n, const uint16_t* random,
-                          uint8_t* codes, const Sink& sink) {
-  const Largest<Lanes> largest(lanes, values, count);
+template <typename Lanes, typename Values, typename Random, typename Sink>
+GW_HD uint8_t encode_e4m3(const Lanes& lanes, Values values, int count, int n, Random random, uint8_t* codes,
+                          const Sink& sink) {
+  const Largest largest(lanes, values, count);
   const uint8_t scale = fp8_scale_byte(largest.bits);
   const float inverse = fp8_inverse_scale(scale), unit = fp8_scale(scale);
   if (largest.finite) {
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
-      pack_codes<8>(lanes, n, codes, [=](int i) GW_HD_LAMBDA {
+      pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
         const uint32_t code = float_to_e4m3<true>(values[i] * inverse, draw(i));
         sink.template put<true>(i, unit * e4m3_to_float<true>(code));
         return code;
       });
     });
   } else {
-    pack_codes<8>(lanes, n, codes, [=](int i) GW_HD_LAMBDA {
+    pack_codes<8>(lanes, n, codes, [=](auto i) GW_HD_LAMBDA {
       const uint32_t code = float_to_e4m3<false>(values[i] * inverse, draw_of(random, i));
       sink.template put<false>(i, unit * e4m3_to_float(code));
       return code;

@@ -58,6 +58,14 @@ struct LevelOfCode {
   }
 };
 
+// Returns x, unknown to nvcc, which else holds the comparisons of one pass in registers for the next.
+GW_HD float unknown(float x) {
+#ifdef __CUDA_ARCH__
+  asm volatile("" : "+f"(x));
+#endif
+  return x;
+}
+
 struct Eden {
   int size = 512;
   int bits = 4;
@@ -88,34 +96,36 @@ struct Eden {
     return {block_option(&size), {.key = "bits", .value = &bits, .least = 1, .most = 5}};
   }
 
-  template <int kBits, typename Lanes>
-  GW_HD void encode_bits(const Lanes& lanes, const float* values, int count, uint8_t* to) const {
+  template <int kBits, typename Lanes, typename Values>
+  GW_HD void encode_bits(const Lanes& lanes, Values values, int count, uint8_t* to) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
     const uint32_t largest =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
-    const float squares = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+    const float squares = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
       const float x = values[i] * down;
       return x * x;
     });
     const float deviation = sqrtf(squares / static_cast<float>(count));
     const float per = deviation > 0.0f ? down / deviation : 0.0f;
-    const auto level_of = [=](int i) GW_HD_LAMBDA {
-      return with_lloyd_max<kBits>(LevelOfMagnitude{bits_float(float_bits(values[i]) & 0x7fffffffu) * per});
+    const auto level_of = [=](auto i) GW_HD_LAMBDA {
+      const float magnitude = bits_float(float_bits(values[i]) & 0x7fffffffu);
+      return with_lloyd_max<kBits>(LevelOfMagnitude{unknown(magnitude * per)});
     };
-    const float dot = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+    const float dot = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
       return bits_float(float_bits(values[i] * down) & 0x7fffffffu) * level_of(i);
     });
-    const float levels = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+    const float levels = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
       const float level = level_of(i);
       return level * level;
     });
     const float scale = dot / levels * fp8_scale(near), most = 0x1p126f;
     put_float(to + size * kBits / 8, scale > most ? most : scale);
-    pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+    pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
       const uint32_t bits_of = float_bits(values[i]);
-      const uint32_t code = with_lloyd_max<kBits>(CodeOfMagnitude{bits_float(bits_of & 0x7fffffffu) * per});
+      const float magnitude = bits_float(bits_of & 0x7fffffffu);
+      const uint32_t code = with_lloyd_max<kBits>(CodeOfMagnitude{unknown(magnitude * per)});
       return code | (bits_of >> 31) * kSign;
     });
   }
@@ -123,14 +133,14 @@ struct Eden {
   GW_HD void decode_bits(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     constexpr uint32_t kSign = 1u << (kBits - 1);
     const float scale = get_float(from + size * kBits / 8);
-    unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+    unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       const float x = scale * with_lloyd_max<kBits>(LevelOfCode{static_cast<float>(code & (kSign - 1u))});
       values[i] = (code & kSign) != 0 ? -x : x;
     });
   }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t*, uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random, uint8_t* to) const {
     switch (bits) {
       case 1:
         return encode_bits<1>(lanes, values, count, to);

@@ -89,19 +89,19 @@ struct Int {
 
   // Returns the least value that the largest code must represent. `largest` is the largest finite magnitude,
   // as bits.
-  template <typename Lanes>
-  GW_HD static float scaled_value(const Lanes& lanes, const float* values, int count, uint32_t largest) {
+  template <typename Lanes, typename Values>
+  GW_HD static float scaled_value(const Lanes& lanes, Values values, int count, uint32_t largest) {
     if constexpr (kBits > 2) return bits_float(largest);
     const float share = 1.0f / static_cast<float>(count);
     const float mean = lanes.sum(
-        count, [=](int i) GW_HD_LAMBDA { return bits_float(finite_magnitude_bits(values[i])) * share; });
+        count, [=](auto i) GW_HD_LAMBDA { return bits_float(finite_magnitude_bits(values[i])) * share; });
     return mean < 2e38f ? 1.534f * mean : mean;
   }
 
-  template <typename Lanes, typename Sink = NoSink>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random, uint8_t* to,
+  template <typename Lanes, typename Values, typename Random, typename Sink = NoSink>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to,
                     const Sink& sink = {}) const {
-    const Largest<Lanes> largest(lanes, values, count);
+    const Largest largest(lanes, values, count);
     const float scaled = scaled_value(lanes, values, count, largest.bits);
     uint8_t* const at = to + code_bytes<kBits>(size);
     float unit, inverse;
@@ -117,14 +117,14 @@ struct Int {
     }
     if (largest.finite) {
       with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-        pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+        pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
           const int32_t code = code_of<true>(values[i] * inverse, draw(i));
           sink.template put<true>(i, unit * static_cast<float>(code));
           return static_cast<uint32_t>(code) & kMask;
         });
       });
     } else {
-      pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+      pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
         const int32_t code = code_of<false>(values[i] * inverse, draw_of(random, i));
         sink.template put<false>(i, value_of(code, unit));
         return static_cast<uint32_t>(code) & kMask;
@@ -136,7 +136,7 @@ struct Int {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const uint8_t* const at = from + code_bytes<kBits>(size);
     const float unit = fp32_scale != 0 ? get_float(at) : fp8_scale(*at);
-    unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+    unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       values[i] = value_of(static_cast<int32_t>(code << (32 - kBits)) >> (32 - kBits), unit);
     });
   }

@@ -63,8 +63,8 @@ struct MxFp8 {
   static double gaussian_error(bool rotated) { return rotated ? 0 : 7.0e-4; }
   static std::vector<FormatOption> options() { return {}; }
 
-  template <typename Lanes, typename Sink = NoSink>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random, uint8_t* to,
+  template <typename Lanes, typename Values, typename Random, typename Sink = NoSink>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to,
                     const Sink& sink = {}) const {
     to[32] = encode_e4m3(lanes, values, count, 32, random, to, sink);
   }
@@ -72,7 +72,7 @@ struct MxFp8 {
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[32]);
     unpack_codes<8>(lanes, from, 32, count,
-                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
+                    [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = scale * e4m3_to_float(code); });
   }
 };
 
@@ -95,24 +95,23 @@ struct MxMini {
   static double gaussian_error(bool rotated) { return rotated ? 0 : kMantissa == 1 ? 1.3e-2 : 7.7e-4; }
   static std::vector<FormatOption> options() { return {}; }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
     const uint32_t largest =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     constexpr float fraction = kMantissa == 1 ? 0.5f : 0.875f;  // 6 = 1.5 * 4, 7.5 = 1.875 * 4
     const uint8_t scale = e8m0_for(largest, 2, fraction);
     const float inverse = fp8_inverse_scale(scale);
     to[kCodes] = scale;
     with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
       pack_codes<kBits>(lanes, 32, to,
-                        [=](int i) GW_HD_LAMBDA { return Float::code_of(values[i] * inverse, draw(i)); });
+                        [=](auto i) GW_HD_LAMBDA { return Float::code_of(values[i] * inverse, draw(i)); });
     });
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float scale = fp8_scale(from[kCodes]);
-    unpack_codes<kBits>(lanes, from, 32, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+    unpack_codes<kBits>(lanes, from, 32, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       values[i] = scale * Float::value_of(code);
     });
   }
@@ -138,22 +137,63 @@ struct NvFp4 {
   static double gaussian_error(bool) { return 9.0e-3; }
   static std::vector<FormatOption> options() { return {}; }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
     const uint32_t largest =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     // 6 * 256 = 1.5 * 2^10: the largest group's scale is at most 256, so that a scale that is rounded up
     // stays in range.
     const uint8_t unit = e8m0_for(largest, 10, 0.5f);
     const float down = fp8_inverse_scale(unit);
     uint8_t* const scales = to + 64;
     scales[kGroups] = unit;
+    if constexpr (requires { lanes.group_max(kGroup, values); }) {
+      // A lane's values are all in one group.
+      const uint8_t scale = scale_for(lanes.group_max(kGroup, values), down);
+      const float up = inverse(scale);
+      scales[lanes.first() / kGroup] = scale;
+      with_draws(random, [=](const auto& draw) GW_HD_LAMBDA {
+        pack_codes<4>(lanes, 128, to,
+                      [=](auto i) GW_HD_LAMBDA { return Float::code_of(values[i] * down * up, draw(i)); });
+      });
+    } else {
+      encode_in_groups(lanes, values, random, down, to);
+    }
+  }
+  template <typename Lanes, typename Values>
+  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
+    const uint8_t* const scales = from + 64;
+    const float unit = fp8_scale(scales[kGroups]);
+    if constexpr (requires { lanes.group_max(kGroup, values); }) {
+      const float scale = e4m3_to_float(scales[lanes.first() / kGroup]);
+      unpack_codes<4>(lanes, from, 128, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
+        values[i] = unit * (scale * Float::value_of(code));
+      });
+    } else {
+      decode_in_groups(lanes, from, unit, values);
+    }
+  }
+
+ private:
+  struct Pair {
+    float low, high;
+  };
+  GW_HD static uint8_t scale_for(uint32_t largest, float down) {
+    return static_cast<uint8_t>(float_to_e4m3<true>(bits_float(largest) * down * (1.0f / 6.0f), -1));
+  }
+  GW_HD static float inverse(uint8_t scale) {
+    const float x = e4m3_to_float(scale);
+    return x > 0.0f ? 1.0f / x : 0.0f;
+  }
+  template <typename Lanes>
+  GW_HD static void encode_in_groups(const Lanes& lanes, const float* values, const uint16_t* random,
+                                     float down, uint8_t* to) {
+    uint8_t* const scales = to + 64;
     for (int g = 0; g < kGroups; ++g) {
       const float* const group = values + kGroup * g;
       const uint32_t most =
           lanes.max(kGroup, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(group[i]); });
-      scales[g] = static_cast<uint8_t>(float_to_e4m3<true>(bits_float(most) * down * (1.0f / 6.0f), -1));
+      scales[g] = scale_for(most, down);
     }
     lanes.each(0, [](int) GW_HD_LAMBDA {
     });  // synchronizes: every lane wrote the same scales, and the next loop reads them
@@ -172,9 +212,8 @@ struct NvFp4 {
     });
   }
   template <typename Lanes>
-  GW_HD void decode(const Lanes& lanes, const uint8_t* from, int, float* values) const {
+  GW_HD static void decode_in_groups(const Lanes& lanes, const uint8_t* from, float unit, float* values) {
     const uint8_t* const scales = from + 64;
-    const float unit = fp8_scale(scales[kGroups]);
     each_in_groups<kGroup>(
         lanes, 64,
         [=](int g) GW_HD_LAMBDA {
@@ -185,15 +224,6 @@ struct NvFp4 {
           values[j] = unit * (group.low * Float::value_of(byte & 15u));
           values[j + 64] = unit * (group.high * Float::value_of(byte >> 4));
         });
-  }
-
- private:
-  struct Pair {
-    float low, high;
-  };
-  GW_HD static float inverse(uint8_t scale) {
-    const float x = e4m3_to_float(scale);
-    return x > 0.0f ? 1.0f / x : 0.0f;
   }
 };
 

@@ -40,16 +40,15 @@ struct Natural {
     return exponent == 0 ? 0u : rounded > 254u ? 254u : rounded;
   }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
     const uint32_t largest =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return finite_magnitude_bits(values[i]); });
     uint32_t top = (largest >> 23) + 1u;  // rounding may raise the exponent by 1
     top = top > 254u ? 254u : top;
     to[size] = static_cast<uint8_t>(top);
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-      pack_codes<8>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+      pack_codes<8>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
         const uint32_t bits = float_bits(values[i]), magnitude = bits & 0x7fffffffu;
         const uint32_t exponent = rounded_exponent(magnitude, draw(i));
         uint32_t code = exponent + 126u > top ? exponent + 126u - top : 0u;
@@ -62,7 +61,7 @@ struct Natural {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const uint32_t top = from[size];
-    unpack_codes<8>(lanes, from, size, count, [=](int i, uint32_t byte) GW_HD_LAMBDA {
+    unpack_codes<8>(lanes, from, size, count, [=](auto i, uint32_t byte) GW_HD_LAMBDA {
       const uint32_t code = byte & 127u, sign = (byte >> 7) << 31;
       uint32_t bits = code == 0u ? 0u : (top + code - 126u) << 23;
       bits = code == 127u ? 0x7fc00000u : bits;

@@ -40,12 +40,12 @@ struct Qsgd {
             {.key = "bits", .value = &bits, .least = 4, .most = 8, .power_of_two = true}};
   }
 
-  template <int kBits, typename Lanes>
-  GW_HD void pack(const Lanes& lanes, const float* values, float down, float share, const uint16_t* random,
+  template <int kBits, typename Lanes, typename Values, typename Random>
+  GW_HD void pack(const Lanes& lanes, Values values, float down, float share, Random random,
                   uint8_t* to) const {
     constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-      pack_codes<kBits>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+      pack_codes<kBits>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
         // The value relative to the norm, at most 1.
         const float part = bits_float(finite_magnitude_bits(values[i])) * down * share;
         const uint32_t level = round_magnitude(part * static_cast<float>(kLevels), draw(i));
@@ -57,20 +57,19 @@ struct Qsgd {
   GW_HD void unpack(const Lanes& lanes, const uint8_t* from, int count, float norm, Values values) const {
     constexpr uint32_t kSign = 1u << (kBits - 1), kLevels = kSign - 1u;
     const float unit = norm / static_cast<float>(kLevels);
-    unpack_codes<kBits>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+    unpack_codes<kBits>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       const float x = unit * static_cast<float>(code & kLevels);
       values[i] = (code & kSign) != 0 ? -x : x;
     });
   }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
     const uint32_t largest =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     const uint8_t near = near_exponent(largest);
     const float down = fp8_inverse_scale(near);
-    const float root = sqrtf(lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+    const float root = sqrtf(lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
       const float x = values[i] * down;
       return x * x;
     }));

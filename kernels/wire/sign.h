@@ -27,21 +27,21 @@ struct Sign {
   double error_bound(bool) const { return 1 - 1.0 / size; }
   std::vector<FormatOption> options() { return {block_option(&size)}; }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t*, uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random, uint8_t* to) const {
     // Scale before summing, so that the sum does not overflow.
     const float share = 1.0f / static_cast<float>(count);
     const float mean = lanes.sum(
-        count, [=](int i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
+        count, [=](auto i) GW_HD_LAMBDA { return bits_float(float_bits(values[i]) & 0x7fffffffu) * share; });
     const float most = 0x1.fffffep127f;
     put_float(to + size / 8, mean > most ? most : mean);
-    pack_codes<1>(lanes, size, to, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) >> 31; });
+    pack_codes<1>(lanes, size, to, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) >> 31; });
   }
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float mean = get_float(from + size / 8);
     unpack_codes<1>(lanes, from, size, count,
-                    [=](int i, uint32_t code) GW_HD_LAMBDA { values[i] = code != 0u ? -mean : mean; });
+                    [=](auto i, uint32_t code) GW_HD_LAMBDA { values[i] = code != 0u ? -mean : mean; });
   }
 };
 

@@ -44,16 +44,15 @@ struct TernGrad {
     return {block_option(&size), {.key = "clip", .value = &clip, .words = {"2", "2.5", "off"}}};
   }
 
-  template <typename Lanes>
-  GW_HD void encode(const Lanes& lanes, const float* values, int count, const uint16_t* random,
-                    uint8_t* to) const {
+  template <typename Lanes, typename Values, typename Random>
+  GW_HD void encode(const Lanes& lanes, Values values, int count, Random random, uint8_t* to) const {
     const uint32_t most =
-        lanes.max(count, [=](int i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
+        lanes.max(count, [=](auto i) GW_HD_LAMBDA { return float_bits(values[i]) & 0x7fffffffu; });
     float largest = bits_float(most);
     if (clips()) {
       const uint8_t near = near_exponent(most);
       const float down = fp8_inverse_scale(near);
-      const float squares = lanes.sum(count, [=](int i) GW_HD_LAMBDA {
+      const float squares = lanes.sum(count, [=](auto i) GW_HD_LAMBDA {
         const float x = values[i] * down;
         return x * x;
       });
@@ -63,7 +62,7 @@ struct TernGrad {
     }
     put_float(to + size / 4, largest);
     with_draws(random, [=, this](const auto& draw) GW_HD_LAMBDA {
-      pack_codes<2>(lanes, size, to, [=](int i) GW_HD_LAMBDA {
+      pack_codes<2>(lanes, size, to, [=](auto i) GW_HD_LAMBDA {
         const int32_t drawn = draw(i);  // out of 2^16; rounding to nearest compares with a half
         const float threshold = static_cast<float>(drawn < 0 ? 32768 : drawn) * (1.0f / 65536.0f) * largest;
         const uint32_t bits = float_bits(values[i]);
@@ -74,7 +73,7 @@ struct TernGrad {
   template <typename Lanes, typename Values>
   GW_HD void decode(const Lanes& lanes, const uint8_t* from, int count, Values values) const {
     const float largest = get_float(from + size / 4);
-    unpack_codes<2>(lanes, from, size, count, [=](int i, uint32_t code) GW_HD_LAMBDA {
+    unpack_codes<2>(lanes, from, size, count, [=](auto i, uint32_t code) GW_HD_LAMBDA {
       const float x = code == 0u ? 0.0f : largest;
       values[i] = code == 2u ? -x : x;
     });
