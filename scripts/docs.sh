@@ -3,7 +3,8 @@
 # Python docstrings (mkdocs.yml). Warnings, such as dead links, are errors. Installs mkdocs-material in
 # build/docs-tools (180 MB); later builds need no network.
 #
-#   scripts/docs.sh [--smoke]    --smoke: checks the navigation, and builds only if mkdocs is installed
+#   scripts/docs.sh [--smoke]    --smoke: checks the navigation; if mkdocs is installed, builds and
+#                                  tests the site in headless Chromium
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
@@ -22,4 +23,5 @@ if grep -rlE '<(script|img|link rel="(stylesheet|preconnect|icon)")[^>]* (src|hr
   echo "docs: these pages load files from other servers" >&2
   exit 1
 fi
+[ -z "$smoke" ] || "$base" tests/checks/site_test.py "$place/site"
 echo "docs: $place/site; to search it: $base -m http.server -d $place/site"

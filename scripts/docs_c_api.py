@@ -141,4 +141,4 @@ def page(root):
     for title, (members, text) in sorted(sections.items(), key=lambda item: min(map(line_of, item[1][0]))):
         out += [f"## {title}", *text]
         out += [entry(member, structs, anchors) for member in sorted(members, key=line_of)]
-    return re.sub(r"docs/([\w-]+)\.md", r"[\1](\1.md)", "\n\n".join(out))
+    return "\n\n".join(out)

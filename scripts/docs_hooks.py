@@ -61,6 +61,7 @@ def link(match, folder, source):
 
 
 LINK = re.compile(r"\[([^\]\[]*)\]\(([^)\s]+)\)")
+NAMED = re.compile(r"(?<=[\s(])docs/([\w-]+)\.md(?![`\]#])")  # a page in a text that C or the command prints
 FENCED = re.compile(r"(^```.*?^```$)", re.S | re.M)
 # A line of text, followed by the first line of a list.
 TEXT_THEN_LIST = re.compile(r"^((?! *(?:[-*]|\d+\.) |\|)\S.*\n)(?=(?:[-*]|\d+\.) )", re.M)
@@ -71,6 +72,7 @@ def on_page_markdown(markdown, page, config, files):
     parts = FENCED.split(markdown)
     for i in range(0, len(parts), 2):
         parts[i] = LINK.sub(lambda match: link(match, folder, config.extra["source"]), parts[i])
+        parts[i] = NAMED.sub(r"[\1](\1.md)", parts[i]) if not folder else parts[i]
         parts[i] = TEXT_THEN_LIST.sub(r"\1\n", parts[i])
     # GitHub needs a backslash in front of | in a table's code; here it would be shown.
     return re.sub(r"^\|.*", lambda row: re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), row[0]),
