@@ -137,8 +137,9 @@ TEST(Recommend, EveryRankReachesTheSameResult) {
   config.devices.assign(3, Device::host());
   auto comms = Communicator::create_local(config.devices, std::chrono::seconds(60));
   std::vector<RanksReport> reports(3);
-  run_local_ranks(comms,
-                  [&](Communicator& comm) { reports[comm.rank()] = examine_ranks(comm, config, 3, 0.02); });
+  run_local_ranks(comms, [&](Communicator& comm) {
+    reports[comm.rank()] = examine_ranks(comm, config, {.patience = 0.02});
+  });
   for (const RanksReport& report : reports) {
     EXPECT_EQ(report.links, reports[0].links);
     EXPECT_TRUE(report.links.measured);

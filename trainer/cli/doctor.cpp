@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
-#include <nlohmann/json.hpp>
 #include <vector>
 
 #ifdef GRADWIRE_HAS_CUDA
@@ -18,7 +17,6 @@
 #endif
 
 #include "collectives/communicator/communicator.h"
-#include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "kernels/simd/level.h"
@@ -36,6 +34,7 @@
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/products.h"
 #include "trainer/measure/ranks.h"
+#include "trainer/measure/ranks_json.h"
 
 namespace gradwire {
 namespace {
@@ -212,8 +211,6 @@ std::string peaks_text(Device device, const std::string& precision, const Peaks&
   return "\n" + report.text_;
 }
 
-using Json = nlohmann::ordered_json;
-
 Json machine_json(const Machine& machine) {
   Json json{{"version", GRADWIRE_VERSION}, {"processor", cpu_name()}, {"threads", host_threads()}};
   json["products"] = host_products_text();
@@ -234,75 +231,6 @@ Json machine_json(const Machine& machine) {
 
 Json peaks_json(const Peaks& peaks) {
   return {{"tflops", peaks.tflops}, {"copy_gb_per_s", peaks.copy_gb_per_s}, {"fma_share", peaks.fma_share}};
-}
-
-Json prediction_json(const Prediction& p) {
-  return {{"compression", p.spec},  {"bucket_mb", p.bucket_mb},   {"buckets", p.buckets},
-          {"schedule", p.schedule}, {"sent_bytes", p.sent_bytes}, {"dense_bytes", p.dense_bytes},
-          {"links_ms", p.comm_ms},  {"kernels_ms", p.codec_ms},   {"exposed_ms", p.exposed_ms},
-          {"step_ms", p.step_ms}};
-}
-
-Json ranks_json(const RanksReport& report) {
-  auto pattern = [](const LinkCosts::Pattern& p) {
-    return Json{{"latency_us", p.latency_us}, {"gb_per_s", p.bytes_per_us / 1e3}};
-  };
-  Json json{{"world", report.world},
-            {"transport", report.transport},
-            {"link", report.link ? Json(report.link.to_string()) : Json(nullptr)},
-            {"neighbour", pattern(report.links.neighbour)},
-            {"all_pairs", pattern(report.links.all_pairs)},
-            {"inside", pattern(report.links.intra_node)},
-            {"between", pattern(report.links.inter_node)},
-            {"pairs", Json::array()}};
-  if (report.links.library_measured) json["nccl_allreduce"] = pattern(report.links.library);
-  for (int a = 0; report.matrix && a < report.world; ++a) {
-    for (int b = a + 1; b < report.world; ++b) {
-      const LinkMatrix::Link& link = report.matrix->between(a, b);
-      json["pairs"].push_back(
-          {{"a", a}, {"b", b}, {"latency_us", link.latency_us}, {"gb_per_s", link.gb_per_s}});
-    }
-  }
-  return json;
-}
-
-Json recommendation_json(const RanksReport& report, const VitConfig& model) {
-  const Recommendation& r = report.recommendation;
-  Json json{{"model", model.name},
-            {"parameters", report.parameters},
-            {"batch_size", report.batch_size},
-            {"rank_tflops", report.rank_tflops},
-            {"compute_ms", report.costs.compute_ms},
-            {"optimizer_ms", report.costs.optimizer_ms},
-            {"kernels_ns_per_element", report.costs.codec_ns},
-            {"fp32_one_bucket", prediction_json(r.one_bucket)},
-            {"best", Json::array()}};
-  for (const Prediction& p : r.best) json["best"].push_back(prediction_json(p));
-  json["compress"] = r.compress();
-  json["recommended"] = prediction_json(r.best[r.chosen]);
-  return json;
-}
-
-// Runs each rank of this process in a separate thread. Throws the first error of any rank.
-RanksReport examine_threads(const TrainConfig& config, int sharing) {
-  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
-  auto comms = create_local_ranks(config.devices, timeout, config.link);
-  for (const auto& comm : comms) comm->set_ranks_per_node(config.ranks_per_node);
-  RanksReport report;
-  run_local_ranks(comms, [&](Communicator& mine) {
-    RanksReport seen = examine_ranks(mine, config, sharing);
-    if (mine.rank() == 0) report = std::move(seen);
-  });
-  return report;
-}
-
-RanksReport examine_processes(const TrainConfig& config, Communicator& comm) {
-  if (config.ranks_per_node > 0) {
-    comm.set_ranks_per_node(config.ranks_per_node);
-  } else {
-    comm.agree_on_ranks_per_node(config.ranks_here);
-  }
-  return examine_ranks(comm, config, 1);
 }
 
 }  // namespace
@@ -352,15 +280,15 @@ void doctor(RunOptions options) {
     say("\nLinks: one rank has none. With --ranks N, or under torchrun, srun or mpirun, doctor measures\n"
         "the links between ranks and says which compression pays for --model and --batch-size\n");
   } else {
-    const auto sharing = static_cast<int>(std::count(config.devices.begin(), config.devices.end(), device));
     const std::unique_ptr<Communicator> comm = join(options, config);
-    const RanksReport report = comm ? examine_processes(config, *comm) : examine_threads(config, sharing);
+    const RanksReport report =
+        examine_group(config, comm.get(), [&](Communicator& mine) { return examine_ranks(mine, config); });
     say(peaks_text(device, name(config.precision), report.peaks));
     say(links_text(report));
     say(recommendation_text(report, config.model));
     json["peaks"] = peaks_json(report.peaks);
     json["ranks"] = ranks_json(report);
-    json["prediction"] = recommendation_json(report, config.model);
+    json["prediction"] = prediction_json(report, config.model);
     if (comm) comm->barrier();  // keeps a rank from exiting while others communicate
   }
   file.write(json.dump(2) + "\n");

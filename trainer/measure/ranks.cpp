@@ -1,9 +1,11 @@
 #include "trainer/measure/ranks.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 
 #include "collectives/agreement/all_gather.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/random.h"
 #include "trainer/measure/timing.h"
@@ -100,19 +102,27 @@ double codec_ns(const Stream& stream, const std::string& spec, const std::vector
 
 // Measures the training speed and the codecs of all ranks concurrently, as in training. Uses means, not
 // minima: the fastest run may have had the machine to itself.
-void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig& config, double patience,
-                    RanksReport& report) {
+void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig& config,
+                    const Examination& what, RanksReport& report) {
   std::vector<double> mine;
   comm.barrier();
-  mine.push_back(
-      training_tflops(stream, report.probe, report.probe_batch, config.precision, patience * kProbeBudgetMs));
-  const std::vector<std::string> specs = candidate_specs();
+  const double probe_ms = what.patience * kProbeBudgetMs;
+  mine.push_back(what.compute_ms
+                     ? report.flops_per_image * static_cast<double>(config.batch_size) /
+                           (what.compute_ms(stream, probe_ms) * 1e9)
+                     : training_tflops(stream, report.probe, report.probe_batch, config.precision, probe_ms));
+  const std::vector<std::string>& specs = what.choices.specs;
+  const std::vector<GradientTensor> bucket =
+      what.bucket.empty() ? layer_gradients(config.model) : what.bucket;
   for (const std::string& spec : specs) {
     comm.barrier();
     mine.push_back(comm.world() == 1 ? 0
-                                     : codec_ns(stream, spec, layer_gradients(config.model), comm.world(),
-                                                report.links, patience * kCodecBudgetMs));
+                                     : codec_ns(stream, spec, bucket, comm.world(), report.links,
+                                                what.patience * kCodecBudgetMs));
   }
+  std::vector<double> errors(what.errors ? specs.size() : 0);
+  if (what.errors && comm.rank() == 0) errors = what.errors();
+  mine.insert(mine.end(), errors.begin(), errors.end());
   const auto all = all_gather(comm.transport(), stream, mine, "speed of each rank");
   report.rank_tflops = all[0][0];
   for (const auto& rank : all) {
@@ -122,6 +132,7 @@ void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig&
       ns = std::max(ns, rank[i + 1]);
     }
   }
+  for (size_t i = 0; i < errors.size(); ++i) report.costs.errors[specs[i]] = all[0][1 + specs.size() + i];
 }
 
 // Computes the costs of a step from the measurements.
@@ -130,8 +141,6 @@ void fill_costs(const Communicator& comm, const TrainConfig& config, int sharing
   const std::vector<VitParameter> parameters = vit_parameters(config.model);
   for (const VitParameter& p : parameters) costs.tensors.push_back({p.name, p.shape});
   report.parameters = count_elements(parameters);
-  report.batch_size = config.batch_size;
-  report.flops_per_image = training_flops_per_image(config.model);
   report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
   costs.world = comm.world();
   costs.ranks_per_node = comm.ranks_per_node();
@@ -139,21 +148,29 @@ void fill_costs(const Communicator& comm, const TrainConfig& config, int sharing
   costs.compute_ms =
       report.flops_per_image * static_cast<double>(report.batch_size) / (report.rank_tflops * 1e9);
   costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
+  costs.micro_batches = config.accumulate;
   costs.shared_cores = comm.device().is_host();
 }
 
 }  // namespace
 
-RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience) {
+RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const Examination& what) {
   RanksReport report;
   report.world = comm.world();
   report.transport = comm.transport().name();
   report.link = config.link;
+  report.batch_size = config.batch_size;
+  report.flops_per_image = training_flops_per_image(config.model);
+  // Ranks on rank 0's device. Processes share no device, or share_cores() has divided the cores.
+  const auto sharing = config.processes
+                           ? 1
+                           : static_cast<int>(std::count(config.devices.begin(), config.devices.end(),
+                                                         config.devices.front()));
   const Stream stream = Stream::create(comm.device(), "doctor");
 
   comm.barrier();
   report.links = measure_link_costs(comm.transport(), stream, comm.ranks_per_node());
-  if (comm.world() > 1 && comm.world() <= kMatrixRanks) {
+  if (comm.world() > 1 && comm.world() <= kMatrixRanks && !what.compute_ms) {
     report.matrix = measure_link_matrix(comm, stream, report.links);
   }
   comm.barrier();
@@ -163,16 +180,39 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sha
   report.peaks.tflops = peaks[0][0], report.peaks.copy_gb_per_s = peaks[0][1];
 
   report.probe = config.model;
-  report.probe.depth = std::min(config.model.depth, 2);
   report.probe_batch = config.batch_size;
-  if (comm.device().is_host()) {
-    const double share = report.peaks.tflops / sharing;  // a rank's share of the cores
-    const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
-    report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
+  if (!what.compute_ms) {
+    report.probe.depth = std::min(config.model.depth, 2);
+    if (comm.device().is_host()) {
+      const double share = report.peaks.tflops / sharing;  // a rank's share of the cores
+      const double images = kProbeMs * share * 1e9 / training_flops_per_image(report.probe);
+      report.probe_batch = std::clamp<int64_t>(std::llround(images), 1, config.batch_size);
+    }
   }
-  measure_speeds(comm, stream, config, patience, report);
+  measure_speeds(comm, stream, config, what, report);
   fill_costs(comm, config, sharing, report);
-  report.recommendation = recommend(report.costs);
+  report.recommendation = recommend(report.costs, what.choices);
+  return report;
+}
+
+RanksReport examine_group(const TrainConfig& config, Communicator* comm,
+                          const std::function<RanksReport(Communicator&)>& examine) {
+  if (comm != nullptr) {
+    if (config.ranks_per_node > 0) {
+      comm->set_ranks_per_node(config.ranks_per_node);
+    } else {
+      comm->agree_on_ranks_per_node(config.ranks_here);
+    }
+    return examine(*comm);
+  }
+  const auto timeout = std::chrono::milliseconds(static_cast<int64_t>(config.timeout_s * 1e3));
+  const auto group = create_local_ranks(config.devices, timeout, config.link);
+  for (const auto& rank : group) rank->set_ranks_per_node(config.ranks_per_node);
+  RanksReport report;
+  run_local_ranks(group, [&](Communicator& mine) {
+    RanksReport seen = examine(mine);
+    if (mine.rank() == 0) report = std::move(seen);
+  });
   return report;
 }
 

@@ -31,13 +31,31 @@ struct RanksReport {
 };
 constexpr int kMatrixRanks = 8;
 
-// Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config. Only the
-// config's model, batch size, precision and devices are used. `sharing`: ranks on rank 0's device. `patience`
-// scales the time for each measurement; 1 means about two seconds for all measurements. Every rank returns
-// the same report.
-RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, int sharing, double patience = 1);
+// What examine_ranks() measures beyond the links. The defaults are those of `gradwire doctor`.
+struct Examination {
+  double patience = 1;  // scales the time for each measurement; 1: about two seconds for all measurements
+  Choices choices = {};
+  // The tensors of one bucket, on which kernels are measured; empty: those of one encoder layer.
+  std::vector<GradientTensor> bucket = {};
+  // Returns the mean time in ms of forward and backward of a whole batch, measured for about `budget_ms` by
+  // all ranks at once; empty: two layers are measured, and scaled by their FLOPs.
+  std::function<double(const Stream& stream, double budget_ms)> compute_ms = {};
+  // Returns the error of one encode of the gradients for each spec of `choices`. Called on rank 0, after
+  // compute_ms; empty: not measured.
+  std::function<std::vector<double>()> errors = {};
+};
 
-// Return the report as text: the links, and the prediction with its arithmetic.
+// Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config. Only the
+// config's model, batch size, micro-batches, precision, devices and link are used. Every rank returns the
+// same report.
+RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const Examination& what = {});
+
+// Runs `examine` on every rank: with `comm` or, if `comm` is null, on a thread for each rank of this process.
+// Returns rank 0's result, or this process's. Throws the first error of any rank.
+RanksReport examine_group(const TrainConfig& config, Communicator* comm,
+                          const std::function<RanksReport(Communicator&)>& examine);
+
+// Return the report as text: the links, and the prediction with its arithmetic and the choice.
 std::string links_text(const RanksReport& report);
 std::string recommendation_text(const RanksReport& report, const VitConfig& model);
 

@@ -26,6 +26,24 @@ std::string title(const std::string& text) {
   return fmt::format("\n{}\n", text);
 }
 
+Table predictions(const Recommendation& r) {
+  Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
+               "exposed ms", "step ms", "speed"}};
+  const bool measured = std::isfinite(r.from.error);  // the errors
+  if (measured) table[0].emplace_back("error");
+  auto add = [&](const Prediction& p) {
+    table.push_back({p.spec, fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
+                     human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
+                     number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
+    if (measured)
+      table.back().push_back(number(p.error) +
+                             (r.allows(p) ? "" : fmt::format(" > {}", number(r.from.error))));
+  };
+  if (r.one_bucket.bucket_mb != r.best[0].bucket_mb) add(r.one_bucket);
+  for (const Prediction& p : r.best) add(p);
+  return table;
+}
+
 }  // namespace
 
 std::string links_text(const RanksReport& report) {
@@ -67,25 +85,16 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   text += row_text("compute", fmt::format("{} GFLOP x {} images / {} TFLOP/s = {}, two thirds of it backward",
                                           number(report.flops_per_image / 1e9), report.batch_size,
                                           number(report.rank_tflops), ms(costs.compute_ms)));
-  text +=
-      row_text("", fmt::format("(each rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
-                               report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
+  text += row_text(
+      "", fmt::format("(the slowest rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
+                      report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
   text += row_text("optimizer", fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
                                             number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
-  Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
-               "exposed ms", "step ms", "speed"}};
-  auto add = [&](const Prediction& p) {
-    table.push_back({p.spec, fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
-                     human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
-                     number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
-  };
-  if (r.one_bucket.bucket_mb != r.best[0].bucket_mb) add(r.one_bucket);
-  for (const Prediction& p : r.best) add(p);
-  text += table_text(table);
+  text += table_text(predictions(r));
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
   text += title(fmt::format(
-      "Recommendation: {} --bucket-mb {}",
+      "{}: {} --bucket-mb {}", std::isfinite(r.from.error) ? "Choice" : "Recommendation",
       r.compress() ? fmt::format("--compression {}", chosen.spec) : "do not compress, --compression fp32",
       chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
@@ -101,8 +110,13 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   text += line(plain);
   if (r.compress()) return text + line(chosen);
   const Prediction* fastest = &plain;
-  for (const Prediction& p : r.best) fastest = p.step_ms < fastest->step_ms ? &p : fastest;
-  if (fastest == &plain) return text + row_text("", "nothing is predicted to be faster");
+  for (const Prediction& p : r.best) {
+    if (r.allows(p) && p.step_ms < fastest->step_ms) fastest = &p;
+  }
+  if (fastest == &plain) {
+    return text + row_text("", fmt::format("nothing{} is predicted to be faster",
+                                           std::isfinite(r.from.error) ? " within the error" : ""));
+  }
   return text + line(*fastest) +
          row_text("", fmt::format("compression would gain {}, too little to justify its rounding errors",
                                   percent(plain.step_ms / fastest->step_ms - 1)));

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "collectives/codec/codec.h"
+#include "collectives/codec/dense.h"
 #include "collectives/plan/planner.h"
 #include "collectives/program/program.h"
 #include "runtime/util/error.h"
@@ -13,12 +14,13 @@
 namespace gradwire {
 namespace {
 
-constexpr double kWorthIt = 1.1, kDefaultIsAsGood = 1.02;
+constexpr double kDefaultIsAsGood = 1.02;
 constexpr int64_t kDefaultBucketMb = 25;
 
 struct Bucket {
   int64_t elements = 0;
-  int64_t dense = 0, p = 0, q = 0;  // transmitted floats: uncompressed, and of the factors P and Q
+  // Transmitted floats: not compressed (dense=), not factored, and of the factors P and Q.
+  int64_t aside = 0, whole = 0, p = 0, q = 0;
 };
 
 // Returns the reducer's buckets, without gaps between tensors.
@@ -27,12 +29,17 @@ std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int
   for (const BucketRange& range : lay_out(costs.tensors, 1, bucket_bytes).buckets) {
     Bucket& bucket = buckets.emplace_back(Bucket{.elements = range.elements()});
     for (int i = range.first_tensor; i < range.last_tensor; ++i) {
-      const auto [rows, cols] = matrix_of(costs.tensors[i]);
+      const GradientTensor& tensor = costs.tensors[static_cast<size_t>(i)];
+      const auto [rows, cols] = matrix_of(tensor);
+      if (is_dense(spec, {.name = tensor.name, .rows = rows, .cols = cols})) {
+        bucket.aside += rows * cols;
+        continue;
+      }
       using Method = CompressionSpec::Method;
       const bool low_rank = spec.method == Method::powersgd || spec.method == Method::dion;
       const int rank = low_rank ? powersgd_rank(spec, rows, cols) : 0;
       const double share = spec.method == Method::randk ? spec.ratio : 1;
-      bucket.dense += rank > 0 ? 0 : std::llround(share * static_cast<double>(rows * cols));
+      bucket.whole += rank > 0 ? 0 : std::llround(share * static_cast<double>(rows * cols));
       bucket.p += rows * rank;
       bucket.q += cols * rank;
     }
@@ -56,9 +63,9 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
 
   int64_t largest = 0;
   double us = 0;
-  auto allreduce = [&](int64_t count) {
+  auto allreduce = [&](int64_t count, Wire wire) {
     if (count == 0 || costs.world == 1) return;
-    const AllreduceCost cost = model(count, spec.wire);
+    const AllreduceCost cost = model(count, wire);
     us += cost.us;
     out.sent_bytes += cost.sent_bytes;
     if (count > largest) out.schedule = cost.schedule;
@@ -70,8 +77,9 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   for (const Bucket& bucket : buckets) {
     const double kernels = costs.world == 1 ? 0 : codec->second * static_cast<double>(bucket.elements) * 1e-6;
     us = 0;
-    allreduce(bucket.dense + bucket.p);
-    allreduce(bucket.q);
+    allreduce(bucket.whole + bucket.p, spec.wire);
+    allreduce(bucket.q, spec.wire);
+    allreduce(bucket.aside, kFp32);
     done += static_cast<double>(bucket.elements);
     ready = forward + backward * done / elements + delay;
     const bool during_backward = costs.shared_cores && &bucket != &buckets.back();
@@ -81,8 +89,11 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     if (costs.shared_cores) delay += kernels;
   }
   // `ready` is the end of backward. The last bucket's share of `delay` follows `ready`.
+  const double before = static_cast<double>(costs.micro_batches - 1) * costs.compute_ms;
+  out.compute_ms = before + ready;
   out.exposed_ms = std::max(0.0, free - ready);
-  out.step_ms = std::max(free, ready) + costs.optimizer_ms;
+  out.step_ms = out.compute_ms + out.exposed_ms + costs.optimizer_ms;
+  if (const auto error = costs.errors.find(text); error != costs.errors.end()) out.error = error->second;
   return out;
 }
 
@@ -112,7 +123,15 @@ Prediction best_of(const std::vector<Prediction>& tried) {
 }
 
 std::vector<std::string> candidate_specs() {
-  return {"fp32", "bf16", "fp8", "powersgd:rank=8", "powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"};
+  return {"fp32",
+          "bf16",
+          "int8",
+          "fp8",
+          "int4",
+          "powersgd:rank=8",
+          "powersgd:rank=4",
+          "powersgd:rank=2",
+          "powersgd:rank=1"};
 }
 
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs) {
@@ -127,18 +146,28 @@ std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs) {
   return sizes;
 }
 
-Recommendation recommend(const StepCosts& costs) {
+Recommendation recommend(const StepCosts& costs, const Choices& from) {
   Recommendation out;
-  const std::vector<int64_t> sizes = candidate_bucket_mb(costs);
-  for (const std::string& spec : candidate_specs()) {
+  out.from = from;
+  const std::vector<int64_t> sizes = from.bucket_mb.empty() ? candidate_bucket_mb(costs) : from.bucket_mb;
+  for (const std::string& spec : from.specs) {
     std::vector<Prediction> tried;
     for (int64_t mb : sizes) tried.push_back(predict_step(costs, spec, mb));
     if (out.best.empty()) out.one_bucket = tried.back();
     out.best.push_back(best_of(tried));
   }
+  // Errors that are not numbers come last: the gradients had values that a format cannot represent.
+  auto rank = [](const Prediction& p) {
+    return std::isnan(p.error) ? std::numeric_limits<double>::infinity() : p.error;
+  };
+  std::stable_sort(out.best.begin() + 1, out.best.end(),
+                   [&](const Prediction& a, const Prediction& b) { return rank(a) < rank(b); });
   double fastest = out.best[0].step_ms;
-  for (const Prediction& p : out.best) fastest = std::min(fastest, p.step_ms);
-  while (out.best[out.chosen].step_ms > kWorthIt * fastest) ++out.chosen;
+  for (const Prediction& p : out.best) {
+    if (out.allows(p)) fastest = std::min(fastest, p.step_ms);
+  }
+  auto fits = [&](const Prediction& p) { return out.allows(p) && p.step_ms <= from.tie * fastest; };
+  out.chosen = static_cast<size_t>(std::find_if(out.best.begin(), out.best.end(), fits) - out.best.begin());
   return out;
 }
 

@@ -11,8 +11,10 @@
 // cores: a bucket's kernels delay backward by the kernels' time, and take twice as long while backward runs.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -29,8 +31,11 @@ struct StepCosts {
   LinkCosts links;
   double compute_ms = 0;  // forward and backward of a rank's batch, without communication
   double optimizer_ms = 0;
+  int64_t micro_batches = 1;               // batches per step; only the last one overlaps with communication
   std::map<std::string, double> codec_ns;  // kernel time in ns per gradient element, by spec
-  bool shared_cores = false;               // true if kernels slow down backward
+  // Relative L2 error of one encode of the gradients, by spec (encode_error.h); empty: not measured.
+  std::map<std::string, double> errors;
+  bool shared_cores = false;  // true if kernels slow down backward
 };
 
 struct Prediction {
@@ -40,7 +45,9 @@ struct Prediction {
   std::string schedule = {};  // schedule of the largest bucket's largest allreduce
   double sent_bytes = 0;      // bytes sent by the busiest rank
   double dense_bytes = 0;     // bytes of the gradients in FP32
+  double compute_ms = 0;      // until backward ends, with the delay by kernels that share its cores
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
+  double error = std::numeric_limits<double>::quiet_NaN();  // StepCosts::errors; NaN: not measured
 };
 
 struct AllreduceCost {
@@ -66,15 +73,27 @@ Prediction best_of(const std::vector<Prediction>& tried);
 std::vector<std::string> candidate_specs();
 std::vector<int64_t> candidate_bucket_mb(const StepCosts& costs);
 
+// The specs and bucket sizes to choose from, and the rule.
+struct Choices {
+  std::vector<std::string> specs = candidate_specs();  // the first is FP32
+  std::vector<int64_t> bucket_mb = {};                 // empty: candidate_bucket_mb()
+  // Larger errors of one encode are excluded. Infinity: errors are not limited and need not be measured.
+  double error = std::numeric_limits<double>::infinity();
+  // A more accurate spec is preferred if its step takes at most this many times the shortest: a smaller gain
+  // does not justify rounding errors.
+  double tie = 1.1;
+};
+
 struct Recommendation {
-  std::vector<Prediction> best;  // for each candidate spec, the prediction with the best bucket size
+  Choices from;
+  std::vector<Prediction> best;  // for each spec, most accurate first, with the best bucket size
   Prediction one_bucket;         // FP32 without overlap
   size_t chosen = 0;             // index in `best`
   bool compress() const { return chosen != 0; }
+  bool allows(const Prediction& p) const { return !std::isfinite(from.error) || p.error <= from.error; }
 };
 
-// Chooses the most accurate spec whose predicted step is within 10 % of the fastest: a smaller gain does not
-// justify rounding errors.
-Recommendation recommend(const StepCosts& costs);
+// Chooses the most accurate allowed spec whose predicted step is within a tie of the shortest allowed one.
+Recommendation recommend(const StepCosts& costs, const Choices& from = {});
 
 }  // namespace gradwire

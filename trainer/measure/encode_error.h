@@ -1,0 +1,19 @@
+// Measures what compression loses in one step, on given gradients.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "collectives/reducer/reducer.h"
+
+namespace gradwire {
+
+// Returns, for each spec, the relative L2 error of the mean of two ranks that both have these gradients, in
+// the first step: the root mean square of ||mean - g|| / ||g|| over tensors, weighted by their elements.
+// Tensors of zeros do not count. `gradients`: in packed_layout(), with zeros in gaps. Both ranks are threads
+// that use `device`; nothing is sent to other processes. Works bucket by bucket, so that it needs little
+// memory. Returns NaN if a value is not finite, and 0 if all are 0. Blocks.
+std::vector<double> encode_errors(Device device, const std::vector<GradientTensor>& tensors,
+                                  const std::vector<float>& gradients, const std::vector<std::string>& specs);
+
+}  // namespace gradwire
