@@ -96,6 +96,7 @@ CheckpointHead read_head(const std::string& checkpoint) {
                       .position = {number("step"), number("epoch"), number("images")},
                       .world = world,
                       .compression = about["compression"].get<std::string>(),
+                      .bucket_mb = field<double>(about["config"], "bucket_mb").value_or(25),
                       .links = links_of(about.value("links", Json())),
                       .config = about["config"].dump(),
                       .parts = shared_part(about).dump()};

@@ -27,6 +27,7 @@ struct CheckpointHead {
   Position position;
   int world = 1;
   std::string compression;
+  double bucket_mb = 25;
   // The measurements on which schedule=auto based its choice, if any. New measurements could change the
   // schedule.
   std::optional<LinkCosts> links;

@@ -61,7 +61,7 @@ int train(const RunOptions& options) {
   if (leads(options) && options.join.empty()) {
     interruption = std::make_unique<TrainInterruption>(options, run.config);
   }
-  const RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
+  RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
     run_once(run.config, run.data, output, {.join_group = [&](const std::string& about) {
@@ -70,6 +70,7 @@ int train(const RunOptions& options) {
     return kDone;
   }
   std::unique_ptr<Communicator> comm = join(options, run.config);
+  if (run.automatic) choose_automatically(run, options, comm.get(), output);
   if (leads(options) || run.config.elastic) {
     run_once(run.config, run.data, output, {comm.get()});
   } else {

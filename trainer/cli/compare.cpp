@@ -227,6 +227,10 @@ std::vector<std::string> compared_specs(const RunOptions& options) {
   std::vector<std::string> all;
   if (options.preset == "shelf") all = shelf_specs();
   for (const std::string& text : options.compression) {
+    if (AutoCompression::is_request(text)) {
+      throw BadInput(fmt::format(
+          "--compression {}: compare needs specs; name them, or use gradwire train, which chooses", text));
+    }
     const bool there =
         !options.preset.empty() &&
         std::find(all.begin(), all.end(), CompressionSpec::parse(text).to_string()) != all.end();

@@ -308,8 +308,13 @@ void add_shard_flags(CLI::App& command, RunOptions& o) {
 // RunOptions or PlanOptions.
 template <typename Options>
 void add_compression_flags(CLI::App& command, Options& o, bool several) {
-  const char *spec = several ? "Compression spec; one run for each" : "Compression spec (default: fp32)",
-             *size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
+  const std::string spec = several
+                               ? "Compression spec; one run for each"
+                               : "Compression spec (default: fp32), or " + AutoCompression::grammar() +
+                                     ": measure links, kernels and errors before the first step, and "
+                                     "choose the spec and bucket size of the shortest step whose error of "
+                                     "one encode is at most E (default: 0.1)";
+  const char* size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
                              : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
   const Limits<double> mb{0.001, 1 << 20};
   auto set = [&o](const std::vector<std::string>& texts) {

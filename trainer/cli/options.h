@@ -10,6 +10,7 @@
 #include "trainer/cli/launcher.h"
 #include "trainer/config/config.h"
 #include "trainer/data/dataset.h"
+#include "trainer/measure/auto_compression.h"
 
 namespace gradwire {
 
@@ -69,8 +70,9 @@ constexpr double kDefaultEpochs = 3;
 constexpr double kDefaultBucketMb = 25;
 
 struct Resolved {
-  TrainConfig config;  // settings with the first compression and bucket size
-  std::vector<CompressionSpec> compressions;
+  TrainConfig config;                         // settings with the first compression and bucket size
+  std::vector<CompressionSpec> compressions;  // with `automatic`, its candidates
+  std::optional<AutoCompression> automatic;   // --compression auto; config.compression is FP32 until chosen
   std::vector<double> buckets_mb;
   DataSplits data;
   std::string device_line;         // names the device, the number of ranks, and the reason for the device
@@ -80,6 +82,10 @@ struct Resolved {
 // Resolves the options that concern only the machine and the model: ranks, devices, model, compression,
 // precision. Throws BadInput.
 Resolved resolve_machine(const RunOptions& options);
+
+// Checks --compression auto, whose predictions do not cover all ways to train. Call after resolving the ranks
+// and --elastic. Throws BadInput.
+void check_automatic(const RunOptions& options, Resolved& resolved);
 
 // Connects to the other processes. Returns null if this process is the only process of the run.
 JoinOptions join_options(const RunOptions& options);

@@ -355,12 +355,23 @@ CompressionSpec with_dion(const CompressionSpec& codec, CompressionSpec wire) {
 // Resolves --compression together with --optimizer.
 void resolve_compression(const RunOptions& o, Resolved& out) {
   for (const std::string& text : o.compression) {
+    if (AutoCompression::is_request(text)) {
+      out.automatic = AutoCompression::parse(text);
+      const std::vector<CompressionSpec> candidates = out.automatic->candidates();
+      out.compressions.insert(out.compressions.end(), candidates.begin(), candidates.end());
+      continue;
+    }
     out.compressions.push_back(CompressionSpec::parse(text));
     if (out.compressions.back().method == CompressionSpec::Method::dion)
       throw BadInput("--compression " + text + ": Dion is an optimizer; use --optimizer dion:rank=R");
   }
   if (out.compressions.empty()) out.compressions.emplace_back();
   if (!o.dion.empty()) {
+    if (out.automatic) {
+      throw BadInput(
+          "--compression auto and --optimizer dion cannot be combined: the factors' format is not predicted; "
+          "name a spec, such as int8");
+    }
     const DionOptions dion(o.dion);
     out.config.dion_lr = dion.lr;
     if (out.config.lr == 0) throw BadInput("--lr 0: with --optimizer dion it must be more than 0");
@@ -390,6 +401,7 @@ Resolved resolve_machine(const RunOptions& o) {
   resolve_elastic(o, out);
   check_schedules(out);
   check_policies(out);
+  check_automatic(o, out);
   resolve_gradient_group(o, out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(

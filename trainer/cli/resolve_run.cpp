@@ -85,6 +85,13 @@ void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved&
   }
   const CheckpointHead head = read_head(*found.path);
   config.resume = *found.path;
+  if (out.automatic) {
+    out.automatic.reset();
+    config.compression = CompressionSpec::parse(head.compression);
+    if (o.bucket_mb.empty()) config.bucket_mb = head.bucket_mb;
+    out.notes.push_back(fmt::format("Continuing with the checkpoint's --compression {} --bucket-mb {}",
+                                    head.compression, config.bucket_mb));
+  }
   const std::vector<std::string> differences = compare_with_head(config, head);
   out.notes.push_back(
       fmt::format("Resuming from {}, after {} of {} steps", head.path, head.position.step, config.steps));

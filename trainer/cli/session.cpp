@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 
 #include "collectives/communicator/communicator.h"
@@ -12,6 +13,8 @@
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"
+#include "trainer/measure/ranks_json.h"
+#include "trainer/train/choose_compression.h"
 #include "trainer/train/memory_plan.h"
 #include "trainer/train/run.h"
 
@@ -86,13 +89,44 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
   }
 }
 
+void choose_automatically(Resolved& run, const RunOptions& o, Communicator* comm, RunOutput& output) {
+  Choices choices = run.automatic->choices({});
+  if (!o.bucket_mb.empty()) choices.bucket_mb = {std::llround(run.config.bucket_mb)};
+  if (run.config.memory_limit > 0) {
+    std::erase_if(choices.specs, [config = run.config](const std::string& spec) mutable {
+      config.compression = CompressionSpec::parse(spec);
+      return plan_memory(config).total() > config.memory_limit;
+    });
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const RanksReport report = choose_compression(run.config, *run.automatic, choices, run.data, comm);
+  apply_choice(report, run.config);
+  const Prediction& chosen = report.recommendation.best[report.recommendation.chosen];
+  output.predicted = {.compute_ms = chosen.compute_ms,
+                      .kernels_ms = chosen.codec_ms,
+                      .links_ms = chosen.comm_ms,
+                      .exposed_ms = chosen.exposed_ms,
+                      .optimizer_ms = report.costs.optimizer_ms,
+                      .step_ms = chosen.step_ms};
+  output.choice = json_text(Json{{"type", "choice"},
+                                 {"step", 0},
+                                 {"request", run.automatic->to_string()},
+                                 {"ranks", ranks_json(report)},
+                                 {"prediction", prediction_json(report, run.config.model)}});
+  if (!leads(o)) return;
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+  say(fmt::format("Measured for --compression {} in {}", run.automatic->to_string(),
+                  human_seconds(took.count())) +
+      links_text(report) + recommendation_text(report, run.config.model));
+}
+
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,
                     const RunPart& part) {
   Summarizer summarizer;
   std::unique_ptr<RunLog> log;
   std::vector<RunObserver*> observers;
   if (!output.log.empty()) {
-    log = std::make_unique<RunLog>(output.log, config, data);
+    log = std::make_unique<RunLog>(output.log, config, data, output.choice);
     observers.push_back(log.get());  // first observer, so that the file has each result before stdout
   }
   observers.push_back(&summarizer);
@@ -107,9 +141,11 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   if (!summarizer.ended()) return {};
   RunSummary summary =
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  summary.predicted = output.predicted;
   if (log) log->write_summary(summary);
   say(summary_line(summary));
   say(shares_text(summary));
+  if (summary.predicted) say(prediction_text(summary));
   say(fmt::format("Memory: {} per rank at most", human_bytes(static_cast<double>(summary.memory_bytes))));
   // Threads of one process share its cores, so no rank is slower than another.
   const std::string straggler = config.processes ? straggler_text(summary) : "";

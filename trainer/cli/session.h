@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "trainer/cli/options.h"
@@ -35,7 +36,13 @@ struct RunOutput {
   int64_t log_every = 1;            // steps between log lines when output is not a terminal
   std::string label = {};           // text before the progress bar on a terminal
   RunObserver* observer = nullptr;  // also receives the records; may be null
+  // --compression auto: the record of the choice, for the log, and the prediction.
+  std::string choice = {};
+  std::optional<PredictedStep> predicted = {};
 };
+// Measures, chooses the compression for --compression auto, and sets it in run.config; adds the choice to
+// `output`. Prints on rank 0. `comm`: null if ranks are threads.
+void choose_automatically(Resolved& run, const RunOptions& options, Communicator* comm, RunOutput& output);
 // Trains, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank, because
 // each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,

@@ -9,6 +9,7 @@
 #include <cmath>
 
 #include "trainer/log/stragglers.h"
+#include "trainer/log/table.h"
 
 namespace gradwire {
 namespace {
@@ -174,6 +175,26 @@ std::string summary_line(const RunSummary& summary) {
         fmt::format(", {} sent per step and rank ({:.2f}x less than FP32), waited {} ms for it",
                     human_bytes(summary.wire_bytes), *summary.ratio, milliseconds(summary.exposed_comm_ms));
   }
+  return text;
+}
+
+std::string prediction_text(const RunSummary& summary) {
+  if (!summary.predicted) return "";
+  const PredictedStep& p = *summary.predicted;
+  Table table{{"part of a step", "predicted ms", "measured ms", "error"}};
+  auto add = [&](const char* part, double predicted, double measured) {
+    const double error = 100 * (predicted / measured - 1);
+    table.push_back({part, milliseconds(predicted), milliseconds(measured),
+                     std::isfinite(error) ? fmt::format("{:+.0f} %", error) : "-"});
+  };
+  add("compute", p.compute_ms, summary.forward_ms + summary.backward_ms);
+  // Additions are part of the measured exchanges, so that kernels are not measured apart.
+  add("kernels and links", p.kernels_ms + p.links_ms, summary.comm_ms);
+  add("exposed", p.exposed_ms, summary.exposed_comm_ms);
+  add("optimizer", p.optimizer_ms, summary.optimizer_ms);
+  add("step", p.step_ms, summary.step_ms);
+  std::string text = "Prediction against the medians of the run:\n" + table_text(table);
+  text.pop_back();
   return text;
 }
 

@@ -49,6 +49,8 @@ class Console final : public RunObserver {
 
 // Returns a finished run in one line.
 std::string summary_line(const RunSummary& summary);
+// Returns a table of the predicted and the measured parts of a step; empty without a prediction.
+std::string prediction_text(const RunSummary& summary);
 // Returns the straggler and the time for which the other ranks waited for it; empty if the time was
 // negligible.
 std::string straggler_text(const RunSummary& summary);

@@ -49,6 +49,12 @@ struct StepRecord {
   double tflops = 0;  // FLOPs of the products of all ranks on rank 0's device / step time
 };
 
+// The parts of a step on rank 0 as predicted before the first step (trainer/measure/recommend.h), in ms.
+struct PredictedStep {
+  double compute_ms = 0;  // forward and backward
+  double kernels_ms = 0, links_ms = 0, exposed_ms = 0, optimizer_ms = 0, step_ms = 0;
+};
+
 // An evaluation of the whole test set on all ranks.
 struct EvalRecord {
   int64_t step = 0;    // optimizer steps done

@@ -20,6 +20,12 @@ Json shares_json(const StepShares& shares) {
   return json;
 }
 
+Json predicted_json(const std::optional<PredictedStep>& p) {
+  if (!p) return nullptr;
+  return {{"compute_ms", p->compute_ms}, {"kernels_ms", p->kernels_ms},     {"links_ms", p->links_ms},
+          {"exposed_ms", p->exposed_ms}, {"optimizer_ms", p->optimizer_ms}, {"step_ms", p->step_ms}};
+}
+
 Json model_json(const VitConfig& model) {
   Json json{{"name", model.name},   {"image_size", model.image}, {"channels", model.channels},
             {"patch", model.patch}, {"width", model.width},      {"depth", model.depth},
@@ -236,7 +242,8 @@ std::string summary_record(const RunSummary& summary) {
                         {"shares", shares_json(summary.shares)},
                         {"total_wire_bytes", summary.total_wire_bytes},
                         {"memory_bytes", summary.memory_bytes},
-                        {"waited_s", summary.waited_s}});
+                        {"waited_s", summary.waited_s},
+                        {"predicted", predicted_json(summary.predicted)}});
 }
 
 std::string config_text(const TrainConfig& config) {

@@ -27,8 +27,8 @@ void check_all_different(const std::vector<NamedFile>& files) {
   }
 }
 
-RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data)
-    : path_(std::move(path)), config_(config), data_(data) {
+RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
+    : path_(std::move(path)), config_(config), data_(data), choice_(std::move(choice)) {
   check_writable(path_);
 }
 
@@ -43,6 +43,7 @@ void RunLog::on_run(const RunInfo& info) {
   }
   if (!continues) {
     write(run_record(config_, data_, info));
+    if (!choice_.empty()) write(choice_);
   } else if (!info.takes_over) {
     write(resume_record(config_, info));
   }

@@ -24,8 +24,9 @@ class RunLog final : public RunObserver {
   // lost rank 0, appends to the run's old log, if the file exists. It drops the lines of steps after the
   // checkpoint. If the path is not a regular file, a resumed run starts a new log. A write error does not end
   // the run: the log ends with its last complete line, and lose_output() reports the error. `config` and
-  // `data` must outlive the log. Throws BadInput when the path cannot be written.
-  RunLog(std::string path, const TrainConfig& config, const DataSplits& data);
+  // `data` must outlive the log. `choice`: the record of --compression auto, which follows the first record
+  // of a new log; or empty. Throws BadInput when the path cannot be written.
+  RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice = {});
 
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override { write(step_record(step)); }
@@ -43,6 +44,7 @@ class RunLog final : public RunObserver {
   std::string path_;
   const TrainConfig& config_;
   const DataSplits& data_;
+  const std::string choice_;
   FileDescriptor file_;
 };
 

@@ -44,7 +44,8 @@ struct RunSummary {
   int64_t parameters = 0;  // the model's parameters
   // As in EndRecord; empty for a run read from its log.
   std::vector<std::vector<double>> waited_s;
-  int64_t memory_bytes = 0;  // per rank; 0 for a run read from its log
+  int64_t memory_bytes = 0;                // per rank; 0 for a run read from its log
+  std::optional<PredictedStep> predicted;  // --compression auto
 };
 
 constexpr int64_t kFinalLossSteps = 20;

@@ -11,25 +11,10 @@
 #include "trainer/measure/products.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
+#include "trainer/train/train_loader.h"
 
 namespace gradwire {
 namespace {
-
-LoaderOptions train_loader(const TrainConfig& config, const Communicator& comm, int64_t first_batch) {
-  return {.rank = comm.rank(),
-          .world = comm.world(),
-          .batch_size = config.batch_size,
-          .global_batch = config.micro_batch(),
-          .group = config.accumulate,
-          .shuffle = true,
-          .drop_last = true,
-          .augment = config.augment,
-          .seed = config.seed,
-          .first_batch = first_batch,
-          // One batch trains while the next batch is loaded. A graph needs all batches of a step at once.
-          .slots = config.graph ? 2 * config.accumulate : 2,
-          .device = comm.device()};
-}
 
 // Returns the first step to capture: a step can be captured after one normal run (kernels loaded, connections
 // open), and once all later steps are alike.

@@ -3,30 +3,25 @@
 #include "trainer/train/run.h"
 
 #include <fmt/format.h>
-#include <zlib.h>
 
 #include <chrono>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <sstream>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/net/joiner.h"
-#include "kernels/simd/level.h"
 #include "runtime/device/memory_use.h"
 #include "runtime/threads/resources.h"
 #include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
-#include "runtime/util/version.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/checkpoint/folder.h"
 #include "trainer/data/dataset.h"
-#include "trainer/log/records.h"
-#include "trainer/measure/products.h"
+#include "trainer/train/agreement.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/rank.h"
 
@@ -87,64 +82,6 @@ void check(const TrainConfig& config, const DataSplits& data) {
   if (!config.resume.empty()) compare_with_head(config, read_head(config.resume));
 }
 
-// Returns a checksum of the images and labels, because two files with the same path may differ.
-uint32_t checksum(const Dataset& data) {
-  const auto* labels = reinterpret_cast<const unsigned char*>(data.labels.data());
-  const uLong images = crc32_z(0, data.images.data(), data.images.size());
-  return static_cast<uint32_t>(crc32_z(images, labels, data.labels.size() * sizeof data.labels[0]));
-}
-
-// Describes a rank's arithmetic. Ranks with different arithmetic would compute different weights.
-std::string arithmetic(const TrainConfig& config) {
-  if (!config.devices[0].is_host()) return "the GPU's";
-  return fmt::format("{}, {}, Gradwire {}", simd_level(), host_products_text(), GRADWIRE_VERSION);
-}
-
-// Describes the data. Reads all images: call once per process, and not while other ranks wait.
-std::string described(const DataSplits& data) {
-  return fmt::format("\"images\": {} and {} with checksums {:08x} and {:08x}", data.train.count(),
-                     data.test.count(), checksum(data.train), checksum(data.test));
-}
-
-std::string described(const TrainConfig& config, const std::string& data) {
-  return fmt::format("{}\n{}\n\"arithmetic\": {}", config_text(config), data, arithmetic(config));
-}
-
-// Returns the first line in which two descriptions differ: "learning rate 0.1 there, 0.2 here".
-std::string first_difference(const std::string& remote, const std::string& local) {
-  std::istringstream left(remote), right(local);
-  std::string a, b;
-  auto trimmed = [](const std::string& line) {
-    size_t begin = line.find_first_not_of(' ');
-    size_t end = line.find_last_not_of(" ,");
-    return begin == std::string::npos ? "nothing" : line.substr(begin, end - begin + 1);
-  };
-  while (true) {
-    bool more_left = static_cast<bool>(std::getline(left, a));
-    bool more_right = static_cast<bool>(std::getline(right, b));
-    if (!more_left && !more_right) return "";
-    if (!more_left) a.clear();
-    if (!more_right) b.clear();
-    if (a != b) return fmt::format("{} there, {} here", trimmed(a), trimmed(b));
-  }
-}
-
-// Checks that all ranks train with the same settings and data. Processes have separate flags, and ranks must
-// not average gradients of different trainings.
-void check_agreement(const TrainConfig& config, const std::string& data, Communicator& comm) {
-  const std::string local = described(config, data);
-  if (comm.rank() != 0) return comm.send_message(local);
-  for (int rank = 1; rank < comm.world(); ++rank) {
-    std::string remote = comm.take_message(rank);
-    if (remote != local) {
-      throw BadInput(fmt::format(
-          "rank {} was started with other settings or data than rank 0: {}; give all processes the same "
-          "flags and data",
-          rank, first_difference(remote, local)));
-    }
-  }
-}
-
 // Locks the checkpoint folder. Rank 0 holds the lock while it may write checkpoints. `takes_over`: takes the
 // lock from a lost rank 0.
 std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes_over = false) {
@@ -153,7 +90,7 @@ std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes
 }
 
 // Runs this process's part of a run as one rank of a group, to the end of the run or until the group fails or
-// grows. `about_data`: the result of described().
+// grows. `about_data`: the result of described_data().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
                   RunObserver& observer, Communicator& comm, Elastic* elastic) {
   std::unique_ptr<RankTrainer> trainer;
@@ -168,7 +105,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
     if (elastic != nullptr && !elastic->agree()) return;
     check(config, data);
     if (elastic == nullptr || !elastic->start()) reset_memory_peak(comm.device());
-    check_agreement(config, about_data, comm);
+    check_agreement(described_run(config, about_data), comm);
     const bool takes_over = elastic != nullptr && elastic->takes_over();
     const std::optional<FolderLock> lock =
         comm.rank() == 0 ? lock_checkpoints(config, takes_over) : std::nullopt;
@@ -202,7 +139,7 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
 // Runs to the end of the run, over successive groups.
 void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& about_data,
                    RunObserver& observer) {
-  elastic.open_admission([local = described(elastic.launched(), about_data)](const std::string& remote) {
+  elastic.open_admission([local = described_run(elastic.launched(), about_data)](const std::string& remote) {
     return remote == local ? ""
                            : fmt::format(
                                  "it was started with other settings or data than this run: {}; give it the "
@@ -225,7 +162,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm) {
-  const std::string about_data = described(data);
+  const std::string about_data = described_data(data);
   if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr);
   Elastic elastic(config, comm);
   run_in_groups(elastic, data, about_data, observer);
@@ -234,12 +171,12 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
 void join_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                    const std::function<std::unique_ptr<Communicator>(const std::string& about)>& join_group) {
   constexpr int kAttempts = 5;
-  const std::string about_data = described(data);
+  const std::string about_data = described_data(data);
   for (int attempt = 1;; ++attempt) {
     Elastic elastic(config);
     bool begun = false;
     try {
-      elastic.join(join_group(described(elastic.launched(), about_data)));
+      elastic.join(join_group(described_run(elastic.launched(), about_data)));
       return run_in_groups(elastic, data, about_data, observer);
     } catch (const NoRankAnswers&) {
       throw;

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Tests `gradwire train --compression auto`."""
+from command import CommandTest, SYNTHETIC, main
+
+# In FP32 a step sends for 130 ms, many times as long as it computes.
+SLOW = ["--model", "vit_tiny", "--data", "synthetic:64", "--batch-size", 2, "--steps", 4, "--device", "host",
+        "--link", "50Mbit"]
+
+
+class Auto(CommandTest):
+    def check_run(self, out, records):
+        """Checks that the run used what the record of the choice says. Returns the chosen prediction."""
+        self.assertEqual([r["type"] for r in records[:3]], ["run", "choice", "step"])
+        head, choice = records[:2]
+        chosen = choice["prediction"]["recommended"]
+        self.assertIn(chosen, choice["prediction"]["best"])
+        self.assertEqual((head["compression"], head["bucket_mb"]),
+                         (chosen["compression"], chosen["bucket_mb"]))
+        self.assertIn(f"--compression {chosen['compression']} --bucket-mb {chosen['bucket_mb']}", out)
+        self.assertIn("Prediction against the medians of the run", out)
+        self.assertEqual(records[-1]["predicted"]["step_ms"], chosen["step_ms"])
+        return chosen
+
+    def test_threads_choose_within_the_error_on_a_slow_link(self):
+        result = self.run_command("train", *SLOW, "--ranks", 2, "--compression",
+                                  "auto:error=0.03,allow=bf16+int8+int4", "--log", "run.jsonl")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        records = self.records()
+        self.assertEqual(self.check_run(result.stdout, records)["compression"], "int8")
+        best = records[1]["prediction"]["best"]
+        self.assertEqual([p["compression"] for p in best], ["fp32", "bf16", "int8", "int4"])
+        self.assertEqual(best[0]["error"], 0)
+        self.assertGreater(best[3]["error"], 0.03)
+        self.assertIn("> 0.03", result.stdout)
+
+    def test_processes_choose_alike_and_resume_with_the_choice(self):
+        flags = ["train", *SLOW, "--log", "run.jsonl", "--checkpoint", "saved", "--checkpoint-every", 2,
+                 "--resume", "saved", "--compression"]
+        for request in ("auto", "auto:error=0"):  # the second run has nothing left to choose
+            ends = [(*p.communicate(timeout=240), p.returncode) for p in self.start(2, *flags, request)]
+            for out, error, code in ends:
+                self.assertEqual((error, code), ("", 0), out[-300:])
+            self.assertEqual(ends[1][0], "", "only rank 0 prints")
+            if request == "auto":
+                chosen = self.check_run(ends[0][0], self.records())
+                self.assertNotEqual(chosen["compression"], "fp32")
+                self.assertLessEqual(chosen["error"], 0.1)
+                (self.folder / "meeting").unlink(missing_ok=True)
+        self.assertIn(f"Continuing with the checkpoint's --compression {chosen['compression']}", ends[0][0])
+
+    def test_processes_with_different_requests_are_refused(self):
+        for theirs in ("fp32", "auto:error=0.5"):
+            (self.folder / "meeting").unlink(missing_ok=True)
+            own = {0: ["--compression", "auto"], 1: ["--compression", theirs]}
+            processes = self.start(2, "train", *SYNTHETIC, "--steps", 2, own=own)
+            errors = [p.communicate(timeout=240)[1] for p in processes]
+            self.assertEqual(processes[0].returncode, 2, errors[0])
+            self.assertIn("rank 1 was started with other settings", errors[0])
+            self.assertIn("auto:error=0.1 here", errors[0].replace('"', ""))
+            self.assertNotEqual(processes[1].returncode, 0)
+
+    def test_combinations_without_a_prediction_are_refused(self):
+        for flags, parts in (
+            (["--shard", "optimizer"], ["--shard optimizer", "name a spec"]),
+            (["--overlap-forward"], ["--overlap-forward", "name a spec"]),
+            (["--optimizer", "dion:rank=4"], ["--optimizer dion", "name a spec"]),
+            (["--bucket-mb", "0.5"], ["--bucket-mb 0.5", "whole number"]),
+            (["--compression", "auto:best"], ["auto:best", "auto[:error=E]"]),
+        ):
+            extra = flags if "--compression" in flags else [*flags, "--compression", "auto"]
+            self.assert_refused(self.run_command("train", *SYNTHETIC, "--ranks", 2, *extra), *parts)
+        self.assert_refused(self.run_command("compare", *SYNTHETIC, "--compression", "auto"), "auto",
+                            "gradwire train")
+
+    def test_a_single_rank_has_nothing_to_choose(self):
+        result = self.run_command("train", *SYNTHETIC, "--steps", 1, "--compression", "auto")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertIn("no effect on a single rank", result.stdout)
+
+
+if __name__ == "__main__":
+    main()

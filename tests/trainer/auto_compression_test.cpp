@@ -1,0 +1,185 @@
+// --compression auto: its request, its choice from given measurements, and the error that it measures.
+#include "trainer/measure/auto_compression.h"
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "collectives/communicator/local_ranks.h"
+#include "tests/support/expect.h"
+#include "tests/trainer/files.h"
+#include "trainer/log/console.h"
+#include "trainer/measure/encode_error.h"
+#include "trainer/measure/ranks.h"
+#include "trainer/model/parameters.h"
+
+namespace gradwire {
+namespace {
+
+using testing::expect_bad_input;
+using testing::expect_has;
+
+TEST(AutoCompression, ParsesItsOptions) {
+  EXPECT_TRUE(AutoCompression::is_request("auto") && AutoCompression::is_request("auto:error=1"));
+  EXPECT_FALSE(AutoCompression::is_request("int8") || AutoCompression::is_request("automatic"));
+  EXPECT_EQ(AutoCompression::parse("auto").to_string(), "auto:error=0.1");
+  const std::string text = "auto:error=0.02,allow=bf16+int4:block=64,round=stochastic+fp32";
+  const AutoCompression request = AutoCompression::parse(text);
+  EXPECT_EQ(request.error, 0.02);
+  EXPECT_EQ(AutoCompression::parse(request.to_string()).to_string(), request.to_string());
+  const Choices choices = request.choices({25});
+  ASSERT_EQ(choices.specs.size(), 3u);  // FP32 is first, and once
+  EXPECT_EQ(choices.specs[0], "fp32");
+  EXPECT_EQ(choices.specs[2], CompressionSpec::parse("int4:block=64,round=stochastic").to_string());
+  EXPECT_EQ(AutoCompression::parse("auto:allow=int8").error, AutoCompression().error);
+}
+
+TEST(AutoCompression, RejectsInvalidRequests) {
+  for (const auto& [text, culprit] : {std::pair{"auto:", "''"},
+                                      {"auto:erorr=1", "erorr=1"},
+                                      {"auto:error=-1", "'-1'"},
+                                      {"auto:error=nan", "'nan'"},
+                                      {"auto:error=0.1,", "''"},
+                                      {"auto:allow=", "empty"},
+                                      {"auto:allow=int8+int8", "twice"},
+                                      {"auto:allow=int8:start=5", "start="},
+                                      {"auto:allow=int9", "int9"}}) {
+    expect_bad_input([text = text] { AutoCompression::parse(text); }, {culprit});
+  }
+}
+
+// Returns the costs of vit_b_32 on 4 devices that take 100 ms for a batch, with typical errors.
+StepCosts measured(double bytes_per_us, double latency_us = 20) {
+  StepCosts costs;
+  for (const VitParameter& p : vit_parameters(named_model("vit_b_32")))
+    costs.tensors.push_back({p.name, p.shape});
+  costs.world = 4;
+  costs.links.measured = true;
+  costs.links.neighbour = costs.links.all_pairs = costs.links.intra_node =
+      costs.links.inter_node = {latency_us, bytes_per_us};
+  costs.compute_ms = 100;
+  costs.optimizer_ms = 2;
+  for (const std::string& spec : candidate_specs()) {
+    costs.codec_ns[spec] = spec == "fp32" ? 0.004 : 0.01;
+    costs.errors[spec] = spec == "fp32" ? 0 : 0.9;
+  }
+  costs.errors["bf16"] = 0.0017;
+  costs.errors["int8"] = 0.008;
+  costs.errors["fp8"] = 0.026;
+  costs.errors["int4"] = 0.15;
+  return costs;
+}
+
+std::string chosen(const StepCosts& costs, const std::string& request) {
+  const Recommendation r = recommend(costs, AutoCompression::parse(request).choices({}));
+  return r.best[r.chosen].spec;
+}
+
+TEST(AutoCompression, CompressesOnSlowLinksAndNotOnFastOnes) {
+  const double infinite = std::numeric_limits<double>::infinity();
+  EXPECT_EQ(chosen(measured(infinite, 0), "auto:error=1"), "fp32");
+  EXPECT_EQ(chosen(measured(25), "auto"), "int8");
+  EXPECT_TRUE(chosen(measured(25), "auto:error=1").starts_with("powersgd"));
+}
+
+TEST(AutoCompression, NeverExceedsTheErrorBudget) {
+  for (double error : {0.0, 0.001, 0.005, 0.02, 0.2, 1.0}) {
+    for (double rate = 1; rate < 1e6; rate *= 10) {
+      const StepCosts costs = measured(rate);
+      const Recommendation r =
+          recommend(costs, AutoCompression::parse(fmt::format("auto:error={}", error)).choices({}));
+      const Prediction& p = r.best[r.chosen];
+      EXPECT_LE(p.error, error) << p.spec;
+      EXPECT_LE(p.step_ms, r.best[0].step_ms * r.from.tie) << p.spec;
+      for (const Prediction& other : r.best) {
+        if (other.error > error) continue;
+        EXPECT_LE(p.step_ms, other.step_ms * r.from.tie) << p.spec << " instead of " << other.spec;
+        EXPECT_TRUE(other.error >= p.error || other.step_ms > p.step_ms) << "a gentler spec is as fast";
+      }
+    }
+  }
+}
+
+TEST(AutoCompression, ExcludesErrorsThatAreNotNumbers) {
+  StepCosts costs = measured(25);
+  for (auto& [spec, error] : costs.errors) {
+    if (spec != "fp32") error = std::numeric_limits<double>::quiet_NaN();
+  }
+  EXPECT_EQ(chosen(costs, "auto:error=1"), "fp32");
+}
+
+TEST(AutoCompression, EarlierMicroBatchesDoNotOverlapWithCommunication) {
+  StepCosts costs = measured(125);
+  const Prediction one = predict_step(costs, "int8", 25);
+  costs.micro_batches = 3;
+  const Prediction three = predict_step(costs, "int8", 25);
+  EXPECT_DOUBLE_EQ(three.exposed_ms, one.exposed_ms);
+  EXPECT_DOUBLE_EQ(three.step_ms, one.step_ms + 200);
+  EXPECT_DOUBLE_EQ(three.compute_ms, one.compute_ms + 200);
+}
+
+// Ranks that measure different speeds agree on the slowest, and on rank 0's errors.
+TEST(AutoCompression, AllRanksChooseAlike) {
+  TrainConfig config;
+  config.batch_size = 2;
+  config.devices.assign(3, Device::host());
+  const auto group = Communicator::create_local(config.devices, std::chrono::seconds(60));
+  std::vector<RanksReport> reports(3);
+  run_local_ranks(group, [&](Communicator& comm) {
+    const AutoCompression request = AutoCompression::parse("auto:error=0.1,allow=bf16+int4");
+    Examination what{.patience = 0.02, .choices = request.choices({25})};
+    what.compute_ms = [&](const Stream&, double) { return 100.0 * (1 + comm.rank()); };
+    what.errors = [&] {
+      EXPECT_EQ(comm.rank(), 0);
+      return std::vector<double>{0, 0.002, 0.15};
+    };
+    reports[static_cast<size_t>(comm.rank())] = examine_ranks(comm, config, what);
+  });
+  for (const RanksReport& report : reports) {
+    EXPECT_NEAR(report.costs.compute_ms, 300, 1e-6);
+    EXPECT_EQ(report.costs.errors, reports[0].costs.errors);
+    EXPECT_EQ(report.costs.errors.at("int4"), 0.15);
+    EXPECT_EQ(report.recommendation.chosen, reports[0].recommendation.chosen);
+    EXPECT_NE(report.recommendation.best[report.recommendation.chosen].spec, "int4");
+  }
+  expect_has(recommendation_text(reports[0], config.model), {"Choice: ", "0.15 > 0.1", "int4"});
+}
+
+TEST(EncodeErrors, MeasureEachCodecOnItsTensors) {
+  // A matrix of rank 1, which PowerSGD represents exactly, and a vector of odd length.
+  const std::vector<GradientTensor> tensors = {{"matrix", {96, 64}}, {"vector", {33}}};
+  std::vector<float> gradients(96 * 64 + 36);
+  for (int i = 0; i < 96 * 64; ++i) {
+    gradients[static_cast<size_t>(i)] =
+        std::sin(1.0f + static_cast<float>(i / 64)) * std::cos(2.0f + 3 * static_cast<float>(i % 64));
+  }
+  for (int i = 0; i < 33; ++i) gradients[static_cast<size_t>(96 * 64 + i)] = 0.01f * static_cast<float>(i);
+  const std::vector<std::string> specs = {"fp32",           "bf16", "int8", "int4", "powersgd:rank=2",
+                                          "randk:ratio=0.1"};
+  const std::vector<double> errors = encode_errors(Device::host(), tensors, gradients, specs);
+  ASSERT_EQ(errors.size(), specs.size());
+  EXPECT_EQ(errors[0], 0);
+  EXPECT_GT(errors[1], 1e-4);
+  for (size_t i = 1; i + 2 < errors.size(); ++i) EXPECT_GT(errors[i], errors[i - 1]) << specs[i];
+  EXPECT_LT(errors[3], 0.3);
+  EXPECT_LT(errors[4], 1e-4);
+  EXPECT_GT(errors[5], 0.5);
+  EXPECT_EQ(encode_errors(Device::host(), tensors, gradients, specs), errors);
+  EXPECT_EQ(encode_errors(Device::host(), tensors, std::vector<float>(gradients.size()), {"int8"})[0], 0);
+  gradients[5] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(std::isnan(encode_errors(Device::host(), tensors, gradients, {"int8"})[0]));
+}
+
+TEST(PredictionText, ComparesThePartsOfAStep) {
+  RunSummary summary;
+  EXPECT_EQ(prediction_text(summary), "");
+  summary.forward_ms = 40, summary.backward_ms = 60, summary.step_ms = 200;
+  summary.comm_ms = 8;
+  summary.predicted = {.compute_ms = 110, .kernels_ms = 3, .links_ms = 5, .step_ms = 180};
+  expect_has(prediction_text(summary), {"compute", "110.0", "100.0", "+10 %", "8.00", "+0 %", "-10 %"});
+}
+
+}  // namespace
+}  // namespace gradwire
