@@ -141,32 +141,34 @@ def draw_error_feedback(panels, path):
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 10, "text.color": INK})
     figure, axes = plt.subplots(len(panels), 2, figsize=(14, 4.6 * len(panels)), squeeze=False)
     colors = {"FP32": INK, "with": RUN_COLORS[0], "without": RUN_COLORS[1]}
+    names = {"adamw": "AdamW", "sgd": "SGD, momentum 0.9"}
     for (optimizer, rows, lines), (left, right) in zip(panels, axes):
-        style(left, f"{optimizer}: one factor changed", "test accuracy, %", "")
+        rows = [row for row in rows if row[1] or row[2]]
+        style(left, f"{names[optimizer]}: one factor changed", "test accuracy, %", "")
         for y, (_, *values) in enumerate(rows):
             means = [statistics.mean(v) for v in values if v]
             left.plot(means, [y] * len(means), color=GRID, linewidth=3, zorder=1)
             for name, v in zip(("with", "without"), values):
                 left.plot(v, [y] * len(v), "o", color=colors[name], alpha=0.75, markersize=7,
                           markeredgewidth=0)
+        exact = max([v for _, values in lines["FP32"] for v in values], default=100)
         low = min([v for _, *values in rows for part in values for v in part], default=0)
-        left.set_xlim(left=max(low - 1, 60))  # a run that diverges is outside
+        left.axvline(exact, color=colors["FP32"], linewidth=0.9, linestyle=(0, (4, 3)))
+        left.set_xlim(max(low - 1, 60), exact + 0.5)  # a run that diverges is outside
         left.set_yticks(range(len(rows)))
         left.set_yticklabels([row[0] for row in rows], color=INK)
         left.invert_yaxis()
-        style(right, f"{optimizer}: learning rate", "peak learning rate", "test accuracy, %")
+        right.set_visible(sum(bool(values) for _, values in lines["with"]) > 1)
+        style(right, f"{names[optimizer]}: learning rate", "peak learning rate", "test accuracy, %")
         for name, points in lines.items():
             points = [(rate, values) for rate, values in points if values]
             right.plot([rate for rate, _ in points], [statistics.mean(v) for _, v in points], "o-",
                        color=colors[name], linewidth=1.6, markersize=6)
         right.set_xscale("log")
-        rates = [rate for rate, _ in lines["FP32"]]
+        rates = sorted({rate for points in lines.values() for rate, values in points if values})
         right.set_xticks(rates)
         right.set_xticklabels([f"{rate:g}" for rate in rates])
         right.xaxis.set_minor_locator(NullLocator())
-        exact = [v for values in lines["FP32"] for v in values[1]]
-        if exact:
-            left.axvline(max(exact), color=colors["FP32"], linewidth=0.9, linestyle=(0, (4, 3)))
     figure.text(0.02, 0.965, "Top-k 1 % with and without error feedback: an MLP on Fashion-MNIST",
                 fontsize=16, fontweight="bold")
     handles = [plt.Line2D([], [], color=color, linewidth=3) for color in colors.values()]
