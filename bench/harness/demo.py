@@ -18,7 +18,7 @@ FOLDER = pathlib.Path("build/demo")
 RECORD = ROOT / "docs/demo.json"
 PROGRAM = "build/bin/gradwire"
 TARGET, LINK, WARMUP = 84, "150Mbit", 100
-SPECS = ("fp32", "bf16", "int8", "powersgd:rank=4")
+SPECS = ("fp32", "bf16", "int8", "powersgd:rank=4,wire=int8")
 RUN = ("--model", "vit_tiny", "--data", "fashion-mnist", "--ranks", "4", "--batch-size", "16", "--optimizer",
        "adamw", "--gelu", "tanh", "--lr", "2e-3", "--epochs", "1.4", "--warmup", str(WARMUP),
        *(word for spec in SPECS for word in ("--compression", spec)))

@@ -1,0 +1,280 @@
+// The values of a block in registers, and the lanes that hold them: four adjacent values of each 4 * kGroup
+// to a lane (block_registers.cuh).
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/math/random.h"
+#include "kernels/wire/block_lanes.cuh"
+
+namespace gradwire::cuda {
+namespace {  // internal to each file: the shim finds only the shared variables of internal functions
+
+// A value of a block that a lane holds: its number in the block, and its register.
+struct Slot {
+  int i, k;
+  __device__ __forceinline__ operator int() const { return i; }
+};
+
+// The values and random bits that a lane holds. Inlining removes the pointer.
+struct HeldValues {
+  float* x;
+  __device__ __forceinline__ float& operator[](Slot slot) const { return x[slot.k]; }
+};
+// Values that several passes read. Without the asm, nvcc would hold what one pass computes for the next, in
+// more registers than there are.
+template <int kHeld>
+struct ReadValues {
+  const float* x;
+  __device__ __forceinline__ explicit ReadValues(const float* values) : x(values) {}
+  __device__ __forceinline__ ReadValues(HeldValues values) : x(values.x) {}
+  __device__ __forceinline__ float operator[](Slot slot) const {
+    float value = x[slot.k];
+#ifdef __CUDA_ARCH__
+    if (kHeld > 4) asm volatile("" : "+f"(value));
+#endif
+    return value;
+  }
+};
+// Random bits of the elements from `first` on, drawn when used. A key serves 2^32 elements, so a block has
+// one or two.
+struct HeldRandom {
+  RoundingKey key, next;
+  uint32_t first;
+  bool drawn;
+  __device__ __forceinline__ uint32_t operator[](Slot slot) const {
+    const uint32_t element = first + static_cast<uint32_t>(slot.i);
+    const uint32_t word = rounding_word(element < first ? next : key, rounding_word_of(element));
+    return (word >> rounding_shift_of(element)) & 0xffffu;
+  }
+  __device__ __forceinline__ bool operator!=(std::nullptr_t) const { return drawn; }
+};
+struct KeepSent {
+  HeldValues sent;
+  template <bool kFinite>
+  __device__ __forceinline__ void put(Slot slot, float x) const {
+    sent[slot] = x;
+  }
+};
+
+// The lanes of a block of N values: a warp, or a part of one. kReadOnly: no thread writes to the tile while
+// others read it, so that a lane may read four bytes as two aligned words.
+template <int N, bool kReadOnly = false>
+struct RegisterLanes {
+  static constexpr int kGroup = N / 4 < 32 ? N / 4 : 32, kRow = 4 * kGroup, kRows = N / kRow,
+                       kHeld = 4 * kRows;
+  static constexpr int kTeams = kBlockThreads / kGroup;
+  int lane, team;
+  float* terms;  // shared, (N)
+
+  __device__ __forceinline__ uint32_t mask() const {
+    if constexpr (kGroup == 32) {
+      return 0xffffffffu;
+    } else {
+      return ((1u << kGroup) - 1u) << (threadIdx.x % 32 / kGroup * kGroup);
+    }
+  }
+  __device__ __forceinline__ void sync() const { __syncwarp(mask()); }
+  // Returns the number of the lane's first value.
+  __device__ __forceinline__ int first() const { return 4 * lane; }
+  __device__ __forceinline__ Slot slot(int k) const { return {first() + k / 4 * kRow + k % 4, k}; }
+  template <typename Body>
+  __device__ __forceinline__ void each(int, const Body& body) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) body(slot(k));
+  }
+
+  template <typename Value>
+  __device__ __forceinline__ uint32_t max(int, const Value& value) const {
+    uint32_t largest = 0;
+    each(N, [&](Slot i) {
+      const uint32_t x = value(i);
+      largest = x > largest ? x : largest;
+    });
+    if constexpr (kGroup == 32) return __reduce_max_sync(0xffffffffu, largest);
+    return max_over(kGroup, largest);
+  }
+  // Returns the largest finite magnitude among the lanes that hold the same group of `size` values.
+  __device__ __forceinline__ uint32_t group_max(int size, ReadValues<kHeld> values) const {
+    static_assert(kRows == 1);
+    uint32_t largest = 0;
+    each(N, [&](Slot i) {
+      const uint32_t x = finite_magnitude_bits(values[i]);
+      largest = x > largest ? x : largest;
+    });
+    return max_over(size / 4, largest);
+  }
+  // Adds in the order of WarpLanes: lane r adds every 32nd value, from value r on.
+  template <typename Value>
+  __device__ __forceinline__ float sum(int, const Value& value) const {
+    static_assert(kGroup == kSumLanes);
+    float x[kHeld];
+    each(N, [&](Slot i) { x[i.k] = value(i); });
+    sync();  // the earlier terms have been read
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      *reinterpret_cast<float4*>(terms + first() + row * kRow) =
+          make_float4(x[4 * row], x[4 * row + 1], x[4 * row + 2], x[4 * row + 3]);
+    }
+    sync();
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i += 32) sum += terms[lane + i];
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return sum;
+  }
+
+  template <int kBits, typename Code>
+  __device__ __forceinline__ void pack(int, uint8_t* bytes, const Code& code) const {
+    uint32_t codes[kHeld];
+    each(N, [&](Slot i) { codes[i.k] = code(i); });
+    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
+    pack_words<kLower>(codes, 0, bytes);
+    if constexpr (kUpper > 0) pack_words<kUpper>(codes, kLower, bytes + code_bytes<kLower>(N));
+  }
+  template <int kBits, typename Take>
+  __device__ __forceinline__ void unpack(const uint8_t* bytes, int, int, const Take& take) const {
+    uint32_t codes[kHeld] = {};
+    constexpr int kLower = lower_code_bits(kBits), kUpper = kBits - kLower;
+    unpack_words<kLower>(bytes, 0, codes);
+    if constexpr (kUpper > 0) unpack_words<kUpper>(bytes + code_bytes<kLower>(N), kLower, codes);
+    each(N, [&](Slot i) { take(i, codes[i.k]); });
+  }
+
+  // Writes all bytes of a mask but the scale, which the caller writes.
+  __device__ __forceinline__ void put_mask(ReadValues<kHeld> s, int bytes, uint8_t* to) const {
+#pragma unroll 1
+    for (int j = lane; j < bytes; j += kGroup) to[j] = 0;
+    sync();
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) bits |= is_finite(s[slot(4 * row + k)]) ? 0u : 1u << k;
+      bits |= __shfl_xor_sync(mask(), bits, 1) << 4;
+      if (lane % 2 == 0) to[(first() + row * kRow) / 8] = static_cast<uint8_t>(bits);
+    }
+    sync();
+  }
+  template <typename Body>
+  __device__ __forceinline__ void each_rarely(int n, const Body& body) const {
+    each(n, body);
+  }
+
+  __device__ __forceinline__ void rotate(ReadValues<kHeld> values, int, float scale, HeldValues to) const {
+    each(N, [&](Slot i) { to[i] = bits_float(float_bits(values[i] * scale) ^ rotation_sign(i)); });
+    hadamard(to.x);
+  }
+  __device__ __forceinline__ void rotate_back(HeldValues values, int) const {
+    each(N, [&](Slot i) { values[i] *= kRotationDown; });
+    hadamard(values.x);
+    each(N, [&](Slot i) {
+      values[i] = bits_float(float_bits(within(values[i], kRotationMost) * kRotationUp) ^ rotation_sign(i));
+    });
+  }
+
+ private:
+  // Returns the largest value among 4 to 32 neighboring lanes.
+  __device__ __forceinline__ uint32_t max_over(int lanes, uint32_t largest) const {
+#pragma unroll
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      const uint32_t other = __shfl_xor_sync(mask(), largest, distance);
+      largest = other > largest ? other : largest;
+    }
+    return largest;
+  }
+
+  // Applies the levels h = N / 2, ..., 1 of the butterfly: between rows, between lanes, within four values.
+  __device__ __forceinline__ void hadamard(float* x) const {
+#pragma unroll
+    for (int h = kRows / 2; h > 0; h /= 2) butterflies(x, 4 * h);
+#pragma unroll
+    for (int distance = kGroup / 2; distance > 0; distance /= 2) {
+      const float sign = (lane & distance) != 0 ? -1.0f : 1.0f;
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) x[k] = fmaf(sign, x[k], __shfl_xor_sync(mask(), x[k], distance));
+    }
+    butterflies(x, 2);
+    butterflies(x, 1);
+  }
+  __device__ __forceinline__ static void butterflies(float* x, int distance) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if ((k & distance) != 0) continue;
+      const float a = x[k], b = x[k + distance];
+      x[k] = a + b;
+      x[k + distance] = a - b;
+    }
+  }
+
+  // The layout of codes.h, four bytes at a time. Byte j holds the codes of values j, j + m, ... for m bytes.
+  // If m is at least a row, a lane holds all values of its bytes; otherwise kSharers lanes do.
+  template <int kBits>
+  struct Words {
+    static constexpr int kBytes = code_bytes<kBits>(N);
+    static constexpr int kSharers = kBytes < kRow ? kRow / kBytes : 1;
+    static constexpr int kWordRows = kBytes < kRow ? 1 : kBytes / kRow;
+  };
+  // Returns the part of a byte, counted in codes, that row `row` of the lane takes.
+  template <int kBits>
+  __device__ __forceinline__ int part_of(int row) const {
+    using W = Words<kBits>;
+    if constexpr (W::kSharers > 1) return row * W::kSharers + first() / W::kBytes;
+    return row / W::kWordRows;
+  }
+  // Packs bits [from, from + kBits) of the codes.
+  template <int kBits>
+  __device__ __forceinline__ void pack_words(const uint32_t* codes, int from, uint8_t* bytes) const {
+    using W = Words<kBits>;
+    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    uint32_t words[W::kWordRows] = {};
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      uint32_t four = 0;
+#pragma unroll
+      for (int k = 0; k < 4; ++k) four |= ((codes[4 * row + k] >> from) & kMask) << (8 * k);
+      words[row % W::kWordRows] |= four << (kBits * part_of<kBits>(row));
+    }
+    if constexpr (W::kSharers > 1) {
+#pragma unroll
+      for (int distance = W::kBytes / 4; distance < kGroup; distance *= 2)
+        words[0] |= __shfl_xor_sync(mask(), words[0], distance);
+    }
+    if (W::kSharers > 1 && first() >= W::kBytes) return;
+#pragma unroll
+    for (int row = 0; row < W::kWordRows; ++row) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        bytes[first() + row * kRow + k] = static_cast<uint8_t>(words[row] >> (8 * k));
+    }
+  }
+  template <int kBits>
+  __device__ __forceinline__ void unpack_words(const uint8_t* bytes, int to, uint32_t* codes) const {
+    using W = Words<kBits>;
+    constexpr uint32_t kMask = (1u << kBits) - 1u;
+    uint32_t words[W::kWordRows];
+#pragma unroll
+    for (int row = 0; row < W::kWordRows; ++row)
+      words[row] = word_at(bytes + (W::kSharers > 1 ? first() % W::kBytes : first() + row * kRow));
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      const uint32_t four = words[row % W::kWordRows] >> (kBits * part_of<kBits>(row));
+#pragma unroll
+      for (int k = 0; k < 4; ++k) codes[4 * row + k] |= ((four >> (8 * k)) & kMask) << to;
+    }
+  }
+  // Returns four bytes of shared memory at any address.
+  __device__ __forceinline__ static uint32_t word_at(const uint8_t* bytes) {
+    if constexpr (kReadOnly) {
+      const int skew = static_cast<int>(reinterpret_cast<uintptr_t>(bytes) % 4);
+      const auto* const words = reinterpret_cast<const uint32_t*>(bytes - skew);
+      return __funnelshift_r(words[0], words[1], 8 * skew);
+    } else {
+      return bytes[0] | bytes[1] << 8 | bytes[2] << 16 | static_cast<uint32_t>(bytes[3]) << 24;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace gradwire::cuda
