@@ -72,7 +72,8 @@ class SdistWithSources(sdist):
         shutil.copytree(HERE / "examples", target / "examples")
         for name in LIBRARY_SOURCES:
             if (SOURCE / name).is_dir():
-                shutil.copytree(SOURCE / name, target / "source" / name)
+                shutil.copytree(SOURCE / name, target / "source" / name,
+                                ignore=shutil.ignore_patterns(".*", "__pycache__", "*.orig", "*.rej", "*~"))
             else:
                 (target / "source").mkdir(exist_ok=True)
                 shutil.copy2(SOURCE / name, target / "source")

@@ -89,7 +89,7 @@ struct RegisterWorker : Tile<TileShape> {
     const int64_t left = count - begin_of(block);
     return fast || left > kBlock ? kBlock : static_cast<int>(left);
   }
-  // Loads the lane's values of the tile; 0 after the end of the array. Other tiles than fast ones pass
+  // Loads the lane's values of the tile; 0 after the end of the array. Partial or unaligned tiles pass
   // through shared memory: single accesses to registers would double the code.
   __device__ __forceinline__ void load_tile(const float* from, float (&x)[kBlocks][kHeld]) const {
     if (fast) {

@@ -58,7 +58,7 @@ struct LevelOfCode {
   }
 };
 
-// Returns x, unknown to nvcc, which else holds the comparisons of one pass in registers for the next.
+// Hides x's origin from nvcc, which otherwise keeps the comparisons of one pass in registers for the next.
 GW_HD float unknown(float x) {
 #ifdef __CUDA_ARCH__
   asm volatile("" : "+f"(x));

@@ -18,6 +18,7 @@ import torch.distributed as dist  # noqa: E402
 FOLDER = pathlib.Path(os.environ["CLIENTS_FOLDER"])
 STEPS = 4  # per epoch
 LOSSY = "powersgd:rank=1,schedule=ring"  # its results do not depend on DDP's buckets
+AFTER = "after"  # the name of a run whose trainer is used again
 
 
 def network() -> torch.nn.Module:
@@ -66,6 +67,10 @@ def lightning(spec: str, epochs: int, name: str, resume: bool = False) -> Result
     module = Module()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=8)
     trainer.fit(module, loader, ckpt_path=str(FOLDER / name / "epoch=0.ckpt") if resume else None)
+    if name == AFTER:
+        trainer.save_checkpoint(FOLDER / name / "last.ckpt")
+        saved = torch.load(FOLDER / name / "last.ckpt", weights_only=False)["callbacks"]
+        check(any("Compress" in key for key in saved), f"no residuals in {list(saved)}")
     return losses, of(module)
 
 
@@ -133,6 +138,9 @@ def transformers(spec: str, epochs: int, name: str, resume: bool = False) -> Res
     model = Model()
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Compress(spec)] if spec else [])
     trainer.train(resume_from_checkpoint=str(FOLDER / name / f"checkpoint-{STEPS}") if resume else None)
+    if name == AFTER:  # the Trainer keeps its DistributedDataParallel, which accepts one hook
+        trainer.train()
+        trainer.train(resume_from_checkpoint=True)
     return losses, of(model)
 
 
@@ -159,6 +167,10 @@ def a_checkpoint_continues_bit_for_bit(train: Callable[..., Result]) -> None:
     again, resumed = train(spec, 2, "resumed", resume=True)
     check(again == losses[STEPS:], f"losses {again}, expected {losses[STEPS:]}")
     check(all(torch.equal(a, b) for a, b in zip(weights, resumed)), "weights differ after the checkpoint")
+
+
+def a_trainer_can_be_used_again_after_training(train: Callable[..., Result]) -> None:
+    train(LOSSY, 1, AFTER)
 
 
 def a_strategys_own_hook_is_refused(_: Any) -> None:

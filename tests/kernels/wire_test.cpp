@@ -70,6 +70,9 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
     for (int64_t around : {-1, 0, 1}) sizes.push_back(k * format->granularity + around);
   }
   sizes.push_back(kManyPieces);
+  // The keys of random bits change at multiples of 2^32 elements.
+  constexpr int64_t kNextKey = int64_t{1} << 32;
+  const int64_t first_elements[] = {0, 8, 16, 24, 13, kNextKey - format->granularity - 5, 48, kNextKey - 16};
   uint32_t seed = 0;
   for (int64_t n : sizes) {
     for (Rounding mode : roundings()) {
@@ -79,15 +82,14 @@ TEST_P(WireFormatTest, HasTheReferencesBitsForAnySizeAlignmentAndOrder) {
         if (kSanitized && (variant < 3 || variant == 6)) continue;
         const float spread = variant % 2 == 0 ? 1.0f : 12.0f;
         const int num_inputs = variant == 7 ? 7 : variant % 4;
-        WireProblem p{
-            .own = variant == 5 ? wild(n, seed += 20) : spread_values(n, seed += 20, spread),
-            .residual = spread_values(n, seed + 1, spread),
-            .inputs = inputs(num_inputs, n, seed + 2, spread),
-            .own_position = num_inputs == 0 ? 0 : variant % (num_inputs + 1),
-            .out = variant % 3 != 1,
-            .in_place = variant == 3,
-            .rounding = {.mode = mode, .seed = 99, .first_element = variant == 4 ? 13 : 8 * variant},
-            .step = 5};
+        WireProblem p{.own = variant == 5 ? wild(n, seed += 20) : spread_values(n, seed += 20, spread),
+                      .residual = spread_values(n, seed + 1, spread),
+                      .inputs = inputs(num_inputs, n, seed + 2, spread),
+                      .own_position = num_inputs == 0 ? 0 : variant % (num_inputs + 1),
+                      .out = variant % 3 != 1,
+                      .in_place = variant == 3,
+                      .rounding = {.mode = mode, .seed = 99, .first_element = first_elements[variant]},
+                      .step = 5};
         if (variant == 2) p.residual.clear();
         // The scales are those of an average: values and sums of other ranks, and this rank's value or its
         // node's sum.
@@ -322,9 +324,10 @@ TEST_P(WireFormatTest, ZerosAndExtremesSurvive) {
 TEST_P(WireFormatTest, CuttingACallIntoPiecesChangesNothing) {
   const int64_t count = 8 * format->granularity + 5;
   for (Rounding mode : roundings()) {
-    const WireProblem whole{.own = normal(count, 7),
-                            .residual = normal(count, 8, 0.01f),
-                            .rounding = {.mode = mode, .seed = 4, .first_element = 1000001}};
+    const WireProblem whole{
+        .own = normal(count, 7),
+        .residual = normal(count, 8, 0.01f),
+        .rounding = {.mode = mode, .seed = 4, .first_element = (int64_t{1} << 32) - format->granularity - 5}};
     const WireResult want = run(whole);
     for (int64_t blocks : {1, 3}) {
       std::vector<float> residual, out, sent;

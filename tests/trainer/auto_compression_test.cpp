@@ -45,6 +45,7 @@ TEST(AutoCompression, RejectsInvalidRequests) {
                                       {"auto:allow=", "empty"},
                                       {"auto:allow=int8+int8", "twice"},
                                       {"auto:allow=int8:start=5", "start="},
+                                      {"auto:allow=topk:momentum=0.9", "momentum="},
                                       {"auto:allow=int9", "int9"}}) {
     expect_bad_input([text = text] { AutoCompression::parse(text); }, {culprit});
   }
@@ -108,6 +109,8 @@ TEST(AutoCompression, ExcludesErrorsThatAreNotNumbers) {
     if (spec != "fp32") error = std::numeric_limits<double>::quiet_NaN();
   }
   EXPECT_EQ(chosen(costs, "auto:error=1"), "fp32");
+  costs.errors.at("fp32") = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(chosen(costs, "auto:error=1"), "fp32");
 }
 
 TEST(AutoCompression, EarlierMicroBatchesDoNotOverlapWithCommunication) {
@@ -131,9 +134,9 @@ TEST(AutoCompression, AllRanksChooseAlike) {
     const AutoCompression request = AutoCompression::parse("auto:error=0.1,allow=bf16+int4");
     Examination what{.patience = 0.02, .choices = request.choices({25})};
     what.compute_ms = [&](const Stream&, double) { return 100.0 * (1 + comm.rank()); };
-    what.errors = [&] {
+    what.error = [&](const std::string& spec) {
       EXPECT_EQ(comm.rank(), 0);
-      return std::vector<double>{0, 0.002, 0.15};
+      return spec == "fp32" ? 0 : spec == "bf16" ? 0.002 : 0.15;
     };
     reports[static_cast<size_t>(comm.rank())] = examine_ranks(comm, config, what);
   });

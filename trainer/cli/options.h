@@ -86,6 +86,8 @@ Resolved resolve_machine(const RunOptions& options);
 // Checks --compression auto, whose predictions do not cover all ways to train. Call after resolving the ranks
 // and --elastic. Throws BadInput.
 void check_automatic(const RunOptions& options, Resolved& resolved);
+// Turns auto off for one rank. Call after resolve_checkpoints(), because a resumed run keeps its spec.
+void drop_automatic_of_one_rank(Resolved& resolved);
 
 // Connects to the other processes. Returns null if this process is the only process of the run.
 JoinOptions join_options(const RunOptions& options);

@@ -23,13 +23,16 @@ void check_automatic(const RunOptions& o, Resolved& out) {
     throw BadInput(
         fmt::format("--bucket-mb {}: --compression auto needs a whole number of MiB", out.config.bucket_mb));
   }
-  if (out.config.ranks() == 1) {
-    out.automatic.reset();
-    out.notes.emplace_back("Note: --compression auto has no effect on a single rank, which sends nothing");
-  } else if (o.dry_run) {
+  if (o.dry_run && out.config.ranks() > 1) {
     out.notes.emplace_back(
         "Note: --compression auto chooses when the run starts; the plan below is for --compression fp32");
   }
+}
+
+void drop_automatic_of_one_rank(Resolved& out) {
+  if (!out.automatic || out.config.ranks() > 1) return;
+  out.automatic.reset();
+  out.notes.emplace_back("Note: --compression auto has no effect on a single rank, which sends nothing");
 }
 
 }  // namespace gradwire

@@ -185,6 +185,7 @@ Resolved resolve(const RunOptions& o) {
                            static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);
   config.measure_peak = run_flops >= kPeakRunFlops;
   resolve_checkpoints(o, per_epoch, out);
+  drop_automatic_of_one_rank(out);
   resolve_trace(o, out);
   resolve_gradients(o, out);
   return out;

@@ -91,7 +91,9 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
 
 void choose_automatically(Resolved& run, const RunOptions& o, Communicator* comm, RunOutput& output) {
   Choices choices = run.automatic->choices({});
-  if (!o.bucket_mb.empty()) choices.bucket_mb = {std::llround(run.config.bucket_mb)};
+  // Larger buckets take more memory, so a limit keeps the default.
+  if (!o.bucket_mb.empty() || run.config.memory_limit > 0)
+    choices.bucket_mb = {std::llround(run.config.bucket_mb)};
   if (run.config.memory_limit > 0) {
     std::erase_if(choices.specs, [config = run.config](const std::string& spec) mutable {
       config.compression = CompressionSpec::parse(spec);

@@ -34,6 +34,11 @@ std::vector<std::string> allowed_specs(std::string_view text, std::string_view l
                                "compress less",
                                item));
     }
+    if (spec.policy.momentum > 0) {
+      refuse(text, fmt::format("{}: momentum= belongs to the optimizer, and FP32, which auto may choose, "
+                               "would have none",
+                               item));
+    }
     const std::string shortest = spec.to_string();
     if (std::find(specs.begin(), specs.end(), shortest) != specs.end())
       refuse(text, fmt::format("{} is allowed twice", item));

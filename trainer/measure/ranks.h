@@ -40,9 +40,9 @@ struct Examination {
   // Returns the mean time in ms of forward and backward of a whole batch, measured for about `budget_ms` by
   // all ranks at once; empty: two layers are measured, and scaled by their FLOPs.
   std::function<double(const Stream& stream, double budget_ms)> compute_ms = {};
-  // Returns the error of one encode of the gradients for each spec of `choices`. Called on rank 0, after
-  // compute_ms; empty: not measured.
-  std::function<std::vector<double>()> errors = {};
+  // Returns the error of one encode of the gradients with a spec. Called on rank 0, after compute_ms; empty:
+  // not measured.
+  std::function<double(const std::string& spec)> error = {};
 };
 
 // Measures the ranks. Collective; blocks for a few seconds. Every rank passes the same config. Only the

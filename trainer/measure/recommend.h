@@ -90,7 +90,10 @@ struct Recommendation {
   Prediction one_bucket;         // FP32 without overlap
   size_t chosen = 0;             // index in `best`
   bool compress() const { return chosen != 0; }
-  bool allows(const Prediction& p) const { return !std::isfinite(from.error) || p.error <= from.error; }
+  // FP32 is always allowed, whatever was measured.
+  bool allows(const Prediction& p) const {
+    return !std::isfinite(from.error) || p.spec == from.specs[0] || p.error <= from.error;
+  }
 };
 
 // Chooses the most accurate allowed spec whose predicted step is within a tie of the shortest allowed one.

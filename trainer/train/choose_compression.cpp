@@ -6,8 +6,9 @@
 #include <cmath>
 #include <exception>
 #include <memory>
-#include <optional>
+#include <utility>
 
+#include "runtime/util/error.h"
 #include "trainer/measure/encode_error.h"
 #include "trainer/measure/timing.h"
 #include "trainer/model/vit.h"
@@ -95,11 +96,21 @@ RanksReport measure_and_choose(const TrainConfig& config, const Choices& choices
   what.compute_ms = [&](const Stream& stream, double budget_ms) {
     FirstStep first(config, data, initial, comm, stream);
     const double ms = first.mean_ms(budget_ms);
-    if (comm.rank() == 0) gradients = first.gradients_after_update();
+    // All ranks take as long, so that none waits for rank 0.
+    std::vector<float> updated = first.gradients_after_update();
+    if (comm.rank() == 0) gradients = std::move(updated);
     return ms;
   };
-  what.errors = [&] { return encode_errors(comm.device(), tensors, gradients, choices.specs); };
-  return examine_ranks(comm, config, what);
+  what.error = [&](const std::string& spec) {
+    return encode_errors(comm.device(), tensors, gradients, {spec})[0];
+  };
+  RanksReport report = examine_ranks(comm, config, what);
+  if (!std::isfinite(report.costs.errors.at(choices.specs[0]))) {
+    throw BadInput(
+        "--compression auto: the gradients of the first batch are not finite, so that no error can be "
+        "measured; lower --lr or check --init and the data, or name a spec, such as bf16");
+  }
+  return report;
 }
 
 }  // namespace

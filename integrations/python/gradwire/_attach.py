@@ -32,21 +32,22 @@ class Attached:
         if self._sharded:
             from gradwire import fsdp
             self.handle = fsdp.compress(model, gradients=spec, **options)
+            self._group = dist.new_group(backend="gloo")  # gathers on the host, not in the GPUs' memory
         else:
             self.handle = compress(model, spec, **options)
         if scaler is not None and scaler.is_enabled():
             self.handle.use_scaler(scaler)
 
     def state_dict(self) -> Dict[str, Any]:
-        """Returns the states of all ranks on rank 0, another rank's own elsewhere. Collective."""
+        """Returns the states of all ranks on rank 0, in its host memory. On other ranks, their own. Collective."""
         if self.handle is None:
             return {}
         state: Dict[str, Any] = self.handle.state_dict()
         if not self._sharded:
             return state  # already gathered
-        everyones: Optional[List[Any]] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(state, everyones)
-        return {"ranks": everyones or [state]}
+        states: Optional[List[Any]] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(state, states, group=self._group)
+        return {"ranks": states or [state]}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
         """Restores rank 0's state_dict(), on every rank. Does nothing with the state of a run of one rank."""

@@ -27,7 +27,8 @@ class Compress(Callback):
     """Compresses gradients with strategy="ddp", and saves the residuals in the trainer's checkpoints.
 
     trainer.fit(ckpt_path=...) continues with the residuals of the checkpoint, also with another number of
-    ranks. A checkpoint of weights only has none.
+    ranks. A weights-only checkpoint contains no residuals. The model stays compressed after fit(), so that
+    trainer.save_checkpoint() has the residuals.
 
     Args:
         spec: see gradwire.torch.Hook.
@@ -43,6 +44,8 @@ class Compress(Callback):
         if getattr(trainer.strategy, "_ddp_comm_hook", None) is not None:
             raise _native.BadArgument("the strategy has a ddp_comm_hook, which Compress replaces (and which "
                                       "Lightning ignores on the CPU): remove it")
+        if self._attached is not None:
+            self._attached.close()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attached = Attached(trainer.strategy.model, self._spec, scaler, **self._options)
         self._attached.load_state_dict(self._loaded)
@@ -55,8 +58,3 @@ class Compress(Callback):
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
         """Keeps the state until training starts, when the model has its strategy's wrapper."""
         self._loaded = state_dict
-
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if self._attached is not None:
-            self._attached.close()
-            self._attached = None

@@ -13,6 +13,7 @@ import torch
 
 from gradwire import _native
 from gradwire._attach import Attached
+from gradwire._find_ddp import the_ddp
 
 try:
     from transformers import TrainerCallback
@@ -38,18 +39,27 @@ class Compress(TrainerCallback):
     def __init__(self, spec: str = "int8", **options: Any) -> None:
         self._spec, self._options = spec, options
         self._attached: "Attached | None" = None
+        self._wrapped: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Compresses the model, after the Trainer has wrapped it, and loads the checkpoint's residuals."""
-        self._close()
         scaler = getattr(more.get("optimizer"), "scaler", None)
-        self._attached = Attached(more["model"], self._spec, scaler, **self._options)
+        several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        wrapped = the_ddp(more["model"]) if several else more["model"]
+        if self._attached is None or self._wrapped is not wrapped:
+            self._close()
+            self._attached = Attached(wrapped, self._spec, scaler, **self._options)
+            self._wrapped = wrapped
         if state.global_step == 0 or self._attached.handle is None:
             return
         given = args.resume_from_checkpoint
         file = pathlib.Path(given if isinstance(given, str) else _folder(args, state), _FILE)
         if file.exists():
-            self._attached.load_state_dict(torch.load(file, map_location="cpu"))
+            saved = torch.load(file, map_location="cpu")
+            if saved["step"] != state.global_step:
+                _log.warning("%s is of step %d, and this checkpoint of step %d", file, saved["step"],
+                             state.global_step)
+            self._attached.load_state_dict(saved["hook"])
         else:
             _log.warning("%s does not exist: residuals begin at zero", file)
 
@@ -58,13 +68,14 @@ class Compress(TrainerCallback):
         if self._attached is None or self._attached.handle is None or args.save_only_model:
             return
         saved = self._attached.state_dict()
-        if torch.distributed.get_rank() == 0:
-            folder = _folder(args, state)
-            torch.save(saved, folder / (_FILE + ".new"))
-            os.replace(folder / (_FILE + ".new"), folder / _FILE)  # never a part of a file
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        self._close()
+        folder = _folder(args, state)
+        if torch.distributed.get_rank() != 0:
+            return
+        if not folder.is_dir():  # a hyperparameter search has other folders
+            _log.warning("%s does not exist: the residuals are not saved", folder)
+            return
+        torch.save({"step": state.global_step, "hook": saved}, folder / (_FILE + ".new"))
+        os.replace(folder / (_FILE + ".new"), folder / _FILE)  # never a part of a file
 
     def _close(self) -> None:
         if self._attached is not None:
