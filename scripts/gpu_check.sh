@@ -249,23 +249,23 @@ has_torch() { [ -n "$torch" ]; }
 # representative.
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
-  step tests-nccl 150 bash -c "suite processes 4 'NcclGpu*'"
+  step tests-nccl 100 bash -c "suite processes 4 'NcclGpu*'"
   # Smoke runs omit these steps, because ctest's `device` and `jax` test the same without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/device_test.py 2 cuda
   [ -z "$smoke" ] && needs tests-jax "no JAX for ${python:-python3}" "${python:-false}" -c 'import jax, optax' &&
-    step tests-jax 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
+    step tests-jax 40 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
       "$python" tests/integrations/jax_device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
-    step bench-hook 110 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
+    step bench-hook 90 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \
       --compression fp8 --compression powersgd:rank=1 --compression powersgd:rank=4 --compression powersgd:rank=32 \
       --stop 10 --baseline --python "$python" --json "$out/hook.json"
   needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
-    step bench-orthonormalize 60 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
+    step bench-orthonormalize 50 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
       --rank 4 --rank 32 --rank 256 --stop 10 --baseline --python "$python" \
       --json "$out/orthonormalize.json"
-  step bench-collectives 60 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
+  step bench-collectives 50 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
 }
 

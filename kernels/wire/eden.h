@@ -76,7 +76,7 @@ struct Eden {
   static constexpr Rounding kRounding = Rounding::nearest;
   static constexpr bool kStochastic = false, kMasks = true;
   static constexpr Rotation kRotation = Rotation::always;
-  static constexpr std::array kExamples = {"bits=1", "bits=2", "bits=3", "bits=5"};
+  static constexpr std::array kExamples = {"bits=1", "bits=2", "bits=3", "bits=5", "block=64"};
 
   GW_HD int block() const { return size; }
   GW_HD int bytes() const { return size * bits / 8 + 4; }

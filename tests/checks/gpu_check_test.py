@@ -30,8 +30,11 @@ class GpuCheck(unittest.TestCase):
         for program in PROGRAMS:
             self.program(f"build/bin/{program}", f'echo "{program} $*"; echo "[  PASSED  ] 3 tests."')
         (self.folder / "tests/integrations").mkdir(parents=True)
-        (self.folder / "tests/integrations/device_test.py").write_text("print('PASSED')")
+        for program in ("device_test.py", "jax_device_test.py"):
+            (self.folder / "tests/integrations" / program).write_text("print('PASSED')")
         self.machine("580.65.06")
+        for module in ("jax", "optax"):
+            (self.folder / "site" / f"{module}.py").touch()
         (self.folder / "site" / "torch" / "__init__.py").write_text(
             "__version__ = 'stand-in'\nclass version: cuda = '13.0'\n")
         self.python = self.folder / "tools" / "python-with-torch"

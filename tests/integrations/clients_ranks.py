@@ -15,7 +15,7 @@ os.environ.update(LOCAL_RANK=str(RANK), LOCAL_WORLD_SIZE=str(WORLD), GROUP_RANK=
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-FOLDER = pathlib.Path(os.environ["CLIENTS_FOLDER"])
+FOLDER = pathlib.Path(sys.argv[2])
 STEPS = 4  # per epoch
 LOSSY = "powersgd:rank=1,schedule=ring"  # its results do not depend on DDP's buckets
 AFTER = "after"  # the name of a run whose trainer is used again
@@ -200,7 +200,7 @@ def a_strategys_own_hook_is_refused(_: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for scenario in sys.argv[2:]:
+    for scenario in sys.argv[3:]:
         say(f"{sys.argv[1]}: {scenario}")
         globals()[scenario](globals()[sys.argv[1]])
     if dist.is_initialized():

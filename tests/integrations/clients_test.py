@@ -23,8 +23,8 @@ def main() -> int:
         return 77
     script = pathlib.Path(__file__).with_name("clients_ranks.py")
     with tempfile.TemporaryDirectory() as folder:
-        return launch.report(world, launch.run_ranks(script, world, [framework, *sys.argv[3:]], 300,
-                                                     {"CLIENTS_FOLDER": folder}))
+        arguments = [framework, folder, *sys.argv[3:]]
+        return launch.report(world, launch.run_ranks(script, world, arguments, 300))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def published_versions() -> "list[int]":
 
 def interpreter(minor: int) -> "str | None":
     """Returns a Python 3.`minor` that runs, on PATH or of pyenv; or None."""
-    pyenv = pathlib.Path(os.environ.get("HOME", "/"), ".pyenv", "versions")
+    pyenv = pathlib.Path("~/.pyenv/versions").expanduser()
     for program in (shutil.which(f"python3.{minor}"), *sorted(pyenv.glob(f"3.{minor}.*/bin/python"))):
         if program and subprocess.run([program, "--version"], capture_output=True).returncode == 0:
             return str(program)
