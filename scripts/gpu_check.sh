@@ -263,7 +263,7 @@ part_peers() {
       --stop 10 --baseline --python "$python" --json "$out/hook.json"
   needs bench-orthonormalize "no PyTorch for ${python:-python3}" has_torch &&
     step bench-orthonormalize 50 "$bin/gradwire-bench" orthonormalize --model vit_l_32 --device cuda \
-      --rank 4 --rank 32 --rank 256 --stop 10 --baseline --python "$python" \
+      --rank 4 --rank 32 --rank 128 --stop 10 --baseline --python "$python" \
       --json "$out/orthonormalize.json"
   step bench-collectives 50 "$bin/gradwire-bench" collectives --transport local --device cuda --ranks 8 \
     -b 1M -e 16M -f 16 -n 5 --json "$out/collectives.json"
