@@ -26,7 +26,8 @@ class Auto(CommandTest):
                                   "auto:error=0.03,allow=bf16+int8+int4", "--log", "run.jsonl")
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         records = self.records()
-        self.assertEqual(self.check_run(result.stdout, records)["compression"], "int8")
+        # Which of the two depends on the measured kernels, which other processes slow down.
+        self.assertIn(self.check_run(result.stdout, records)["compression"], ("bf16", "int8"))
         best = records[1]["prediction"]["best"]
         self.assertEqual([p["compression"] for p in best], ["fp32", "bf16", "int8", "int4"])
         self.assertEqual(best[0]["error"], 0)
