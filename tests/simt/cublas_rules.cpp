@@ -72,7 +72,7 @@ cublasStatus_t examine_epilogue(const LtOperation& o, const LtLayout& d) {
   if (std::ranges::find(kEpilogues, o.epilogue) == kEpilogues.end()) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (o.epilogue == CUBLASLT_EPILOGUE_DEFAULT)
     return o.bias == nullptr && o.aux == nullptr ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_INVALID_VALUE;
-  // Note 5 of cublasLtMatmul()'s table: no GELU, dGELU or bias if D is row-major.
+  // The note on the bias type in cublasLtMatmul()'s table: no GELU, dGELU or bias if D is row-major.
   if (d.order == CUBLASLT_ORDER_ROW) return CUBLAS_STATUS_NOT_SUPPORTED;
   if (o.has_bias() != (o.bias != nullptr) || o.has_aux() != (o.aux != nullptr))
     return CUBLAS_STATUS_INVALID_VALUE;

@@ -1,9 +1,17 @@
 // Descriptors for the stand-in (cublas_stand_in.cpp), and checks of a call against the rules in cuBLAS's
 // documentation.
 //
-// Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation (https://docs.nvidia.com/cuda/cublas/),
-// sections cublasLtMatmul(), cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t and cublasGemmEx(). Types,
-// epilogues and orders that Gradwire does not use are refused, even if the library supports them.
+// Sources: cublasLt.h of CUDA 13.0, and the cuBLAS documentation of CUDA 13
+// (https://docs.nvidia.com/cuda/cublas/), by section:
+// - cublasLtMatmul(): types of A, B, C, D and the bias; row-major D; alignment of the workspace
+// - cublasLtEpilogue_t: epilogues that read a bias, or read or write aux
+// - cublasLtMatmulDescAttributes_t: types of bias and aux; leading dimension and batch stride of aux
+// - cublasLtMatmulPreferenceAttributes_t: alignments of A, B, C and D, 256 bytes unless set
+// - Tensor Core Usage: no other alignment is required, except for FP8
+// - cublasGemmEx(), cublasGemmStridedBatchedEx(): types; overlapping outputs
+// Stricter than the documentation: refuses types, epilogues and orders that Gradwire does not use, every
+// epilogue with a row-major D (CUDA 12's note; CUDA 13's names only activations with a bias), and a bias or
+// aux pointer that the epilogue ignores.
 #pragma once
 
 #include <cublasLt.h>
