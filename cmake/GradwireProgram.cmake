@@ -2,13 +2,15 @@
 # bash and zsh. The programs write the pages and the completion themselves, from their flags.
 include(GNUInstallDirs)
 
-# Where the programs look for the report's Python programs (trainer/cli/report.cpp) and their private library.
+# Where the programs look for Python programs (trainer/lab/python_program.cpp) and their private library.
 install(TARGETS gradwire gradwire-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT program)
 set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
 install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT program)
 set_target_properties(gradwire gradwire-bench PROPERTIES INSTALL_RPATH "$ORIGIN/../${private_dir}")
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/report DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
   COMPONENT program PATTERN __pycache__ EXCLUDE)
+install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/lab DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
+  COMPONENT program FILES_MATCHING PATTERN *.py)
 install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/plan/clusters DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
   COMPONENT program)
 

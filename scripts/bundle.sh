@@ -33,6 +33,8 @@ strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
 needed+=(build/lib/libgradwire.so.0)
 mkdir -p "$bundle/share/gradwire"
 cp -r trainer/report "$bundle/share/gradwire/report"
+mkdir "$bundle/share/gradwire/lab"
+cp trainer/lab/*.py "$bundle/share/gradwire/lab"
 
 # The target machine provides glibc (2.36 or later), libstdc++ (GCC 12 or later) and NVIDIA's libraries (from
 # the driver and Python packages).

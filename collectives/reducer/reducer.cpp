@@ -120,6 +120,7 @@ void Reducer::build_buckets() {
     context.transfers = comm_.transfers();
     context.slice_bytes = options_.slice_bytes;
     context.beside_others = lanes_.size() > 1;
+    context.make_python = options_.make_python;
     bucket.data = context.gradients;
     bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
     bucket.lane = b % lanes_.size();

@@ -51,6 +51,15 @@ std::vector<double> CompressionSpec::ramp_ratios() const {
   return all;
 }
 
+bool CompressionSpec::loads_state_of(std::string_view text) const {
+  CompressionSpec other = *this;
+  for (const char* name : {"fp32", "bf16", "int8"}) {
+    other.residual = find_wire_format(name);
+    if (other.to_string() == text) return true;
+  }
+  return false;
+}
+
 std::string CompressionSpec::policy_problem() const {
   const bool lossless = method == Method::wire && wire->exact;
   const bool ef21 = policy.feedback == ResidualPolicy::Feedback::ef21;

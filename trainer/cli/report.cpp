@@ -12,11 +12,11 @@
 #include <cstring>
 #include <filesystem>
 
-#include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"
 #include "trainer/cli/session.h"
+#include "trainer/lab/python_program.h"
 #include "trainer/log/console.h"
 
 namespace gradwire {
@@ -24,32 +24,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kNotStarted = 127;
-
 struct ProgramResult {
   int code = 0;
   std::string output;  // of stdout
 };
-
-// Finds a program of trainer/report relative to the executable, which is in a bundle or in a build folder.
-std::string path_of_program(const char* name) {
-  const fs::path here = fs::read_symlink("/proc/self/exe").parent_path();
-  for (const char* folder : {"../share/gradwire/report", "../../trainer/report"}) {
-    const fs::path path = here / folder / name;
-    if (fs::exists(path)) return path.lexically_normal().string();
-  }
-  throw Error(
-      fmt::format("{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
-                  "sources, or from bin "
-                  "of a bundle",
-                  name, here.string()));
-}
-
-// Debian's Python has Debian's packages, but may not be the first on PATH.
-std::string path_of_python() {
-  if (const char* given = environment("GRADWIRE_PYTHON")) return given;
-  return access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
-}
 
 std::string read_to_end(int fd) {
   std::string text;
@@ -64,7 +42,7 @@ std::string read_to_end(int fd) {
 
 // Runs a program of trainer/report to its end. Its errors go to stderr.
 ProgramResult run_program(const char* name, const std::vector<std::string>& arguments) {
-  std::vector<std::string> words{path_of_python(), "-B", path_of_program(name)};
+  std::vector<std::string> words{path_of_python(), "-B", path_of_program(std::string("report/") + name)};
   words.insert(words.end(), arguments.begin(), arguments.end());
   std::vector<char*> argv;
   for (std::string& word : words) argv.push_back(word.data());
@@ -78,7 +56,7 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     dup2(to.fd(), STDOUT_FILENO);
     execvp(argv[0], argv.data());
-    _exit(kNotStarted);
+    _exit(kPythonNotStarted);
   }
   to.close();
   ProgramResult result{.output = read_to_end(from.fd())};
@@ -87,10 +65,7 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
   }
   if (WIFSIGNALED(status)) throw Error(fmt::format("{} was ended by signal {}", name, WTERMSIG(status)));
   result.code = WEXITSTATUS(status);
-  if (result.code == kNotStarted) {
-    throw Error(fmt::format("{} could not be started: install python3, or name a Python in GRADWIRE_PYTHON",
-                            words[0]));
-  }
+  if (result.code == kPythonNotStarted) throw Error(python_not_started(words[0]));
   return result;
 }
 

@@ -132,6 +132,9 @@ struct TrainConfig {
   // Dion, if that is the compression's method, updates the matrices at this peak rate; AdamW updates the
   // rest.
   double dion_lr = 0.01;
+  // Muon updates the matrices from the mean gradient, at the peak rate dion_lr; AdamW updates the rest.
+  bool muon = false;
+  double muon_mu = 0.95;
   bool uses_dion() const { return compression.method == CompressionSpec::Method::dion; }
   int64_t warmup_steps = 0;
   double momentum = 0.9;                          // sgd

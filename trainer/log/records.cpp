@@ -1,5 +1,7 @@
 #include "trainer/log/records.h"
 
+#include "runtime/util/crc32.h"
+#include "runtime/util/file.h"
 #include "runtime/util/version.h"
 #include "trainer/log/json.h"
 
@@ -36,9 +38,13 @@ Json model_json(const VitConfig& model) {
 }
 
 void add_optimizer(Json& json, const TrainConfig& config) {
-  json["optimizer"] = config.uses_dion() ? "dion" : name(config.optimizer);
+  json["optimizer"] = config.uses_dion() ? "dion" : config.muon ? "muon" : name(config.optimizer);
   json["lr"] = config.lr;
   if (config.uses_dion()) json["dion_lr"] = config.dion_lr;
+  if (config.muon) {
+    json["muon_lr"] = config.dion_lr;
+    json["mu"] = config.muon_mu;
+  }
   json["warmup_steps"] = config.warmup_steps;
   if (config.optimizer == OptimizerKind::sgd) {
     json["momentum"] = config.momentum;
@@ -66,6 +72,10 @@ void add_config(Json& json, const TrainConfig& config) {
     json["elastic_batch"] = name(config.elastic_batch);
   }
   json["compression"] = config.compression.to_string();
+  if (const std::string& file = config.compression.file; !file.empty()) {
+    const std::string code = read_regular_file(file);
+    json["codec_crc32"] = crc32(code.data(), code.size());
+  }
   json["bucket_mb"] = shortest(config.bucket_mb);
   json["shard"] = name(config.shard);
   json["gather_weights"] = config.gather_weights->name;

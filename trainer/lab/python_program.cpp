@@ -1,0 +1,36 @@
+#include "trainer/lab/python_program.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "runtime/util/environment.h"
+#include "runtime/util/error.h"
+
+namespace gradwire {
+
+namespace fs = std::filesystem;
+
+std::string path_of_program(const std::string& name) {
+  const fs::path here = fs::read_symlink("/proc/self/exe").parent_path();
+  for (const char* folder : {"../share/gradwire", "../../trainer"}) {
+    const fs::path path = here / folder / name;
+    if (fs::exists(path)) return path.lexically_normal().string();
+  }
+  throw Error(
+      fmt::format("{} was not found, because gradwire is in {}; start gradwire from build/bin of its "
+                  "sources, or from bin of a bundle",
+                  fs::path(name).filename().string(), here.string()));
+}
+
+std::string path_of_python() {
+  if (const char* given = environment("GRADWIRE_PYTHON")) return given;
+  return access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
+}
+
+std::string python_not_started(const std::string& python) {
+  return python + " could not be started: install python3, or name a Python in GRADWIRE_PYTHON";
+}
+
+}  // namespace gradwire
