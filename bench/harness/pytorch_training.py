@@ -1,7 +1,7 @@
 """A transformer in FSDP2 or DDP, with or without Gradwire, for the experiments fsdp_* and ddp_*.
 
 A mode is {"native": {...}} or {"ours": {...}}. FSDP2: "native" has param_dtype and reduce_dtype, "ours" the
-arguments of gradwire.fsdp.compress(). DDP: "native" has PyTorch's hook and its rank and start, "ours" the
+arguments of gradwire.fsdp.compress(); "replicas" is their number on a 2-D mesh. DDP: "native" has PyTorch's hook and its rank and start, "ours" the
 spec. Reduce-scatter alone: "native" is True, "ours" is the spec.
 """
 import gc
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,9 +62,12 @@ class Transformer(nn.Module):
 def shard(model, item):
     native = item.get("native") or {}
     policy = MixedPrecisionPolicy(**{key: getattr(torch, value) for key, value in native.items()})
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    mesh = None
+    if "replicas" in item:
+        mesh = init_device_mesh("cpu", (item["replicas"], WORLD // item["replicas"]),
+                                mesh_dim_names=("replicas", "shards"))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     return model, compress(model, timeout_s=TIMEOUT_S, **item["ours"]) if "ours" in item else None
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import fsdp_failures
 import fsdp_features
+import fsdp_low_rank
 import fsdp_loss_scale
 import fsdp_numbers
 import fsdp_types
@@ -20,7 +21,8 @@ import fsdp_undo
 
 SCENARIOS = {
     name: function
-    for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_numbers, fsdp_types, fsdp_undo)
+    for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_numbers, fsdp_types,
+                   fsdp_undo)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__
 }

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from gradwire._fsdp_state import folded
 from gradwire.fsdp import Compression, compress
 
 from rank import RANK, WORLD, check
@@ -148,4 +149,5 @@ def residual_sums(handle: Compression) -> Dict[str, torch.Tensor]:
     everybody: List[Any] = [None] * WORLD
     dist.all_gather_object(everybody, sorted(tensors))
     names = sorted({name for names in everybody for name in names})  # a rank may have loaded nothing
-    return {name: sum_over_ranks(handle._folded(name, tensors.get(name, {}), place)) for name in names}
+    return {name: sum_over_ranks(folded(tensors.get(name, {}), place, handle._params[name][0]))
+            for name in names}

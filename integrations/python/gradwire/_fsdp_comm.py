@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._communicator import Communicator
+from gradwire._fsdp_low_rank import Axes, LowRank, LowRankSpec
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
 from gradwire._profile import during
-from gradwire._spec import method_of, split
+from gradwire._spec import encoded_once, is_plain
 
 
 class Options(NamedTuple):
@@ -30,9 +31,12 @@ class Options(NamedTuple):
 
     gradients: str
     weights: str
+    replicas: str
     residual: str
     dense_gradients: Callable[[str, torch.Size], bool]
     dense_weights: Callable[[str, torch.Size], bool]
+    dense_replicas: Callable[[str, torch.Size], bool]
+    low_rank: Optional[LowRankSpec]  # the parsed `replicas`, if that is PowerSGD
     timeout_s: float
     seed: int
 
@@ -112,10 +116,11 @@ class ParamGroup:
         options: the arguments of compress().
         communicators: shared by all groups.
         number: the group's number, which is part of the seed.
+        first_param: the number of parameters in earlier groups.
     """
 
     def __init__(self, theirs: Any, names: Dict[int, str], options: Options, communicators: Communicators,
-                 number: int) -> None:
+                 number: int, first_param: int) -> None:
         self.theirs = theirs
         self.names = {id(p): names[id(p)] for p in theirs.fsdp_params}
         self.first_name = next(iter(self.names.values()), "a group without parameters")
@@ -130,16 +135,27 @@ class ParamGroup:
         self.handle: Any = None  # the result of compress()
         self.residual: Optional[Residual] = None
         self.replica_residual: Optional[Residual] = None
-        if options.residual != "off" and is_lossy(options.gradients):
-            # A different seed for each rank, so that rounding errors of residuals are independent.
-            seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
+        self.low_rank: Optional[LowRank] = None
+        # A different seed for each rank, so that rounding errors of residuals are independent.
+        seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
+        if options.residual != "off" and not is_plain(options.gradients):
             self.residual = Residual(options.residual, theirs.device, seed)
+        if options.residual != "off" and not is_plain(options.replicas):
             self.replica_residual = Residual(options.residual, theirs.device, seed + 65537)
+        if options.low_rank is not None:
+            self.low_rank = LowRank(options.low_rank, {name: first_param + i
+                                                       for i, name in enumerate(self.names.values())})
 
     def keeps(self, name: str, param: Any) -> bool:
         """Returns whether a parameter has a residual after its first gradient."""
-        return (self.residual is not None and bool(param.sharded_param.requires_grad)
-                and not self._options.dense_gradients(name, param._orig_size))
+        shape, options = param._orig_size, self._options
+        return bool(param.sharded_param.requires_grad) and (
+            (self.residual is not None and not options.dense_gradients(name, shape))
+            or (self.replica_residual is not None and self.replicas is not None
+                and not options.dense_replicas(name, shape)))
+
+    def is_low_rank(self, name: str, param: Any) -> bool:
+        return self.low_rank is not None and not self._options.dense_replicas(name, param._orig_size)
 
     # ---- The parameters' places in FSDP's buffers ----------------------------------------------------------
 
@@ -159,11 +175,11 @@ class ParamGroup:
             found = self._layouts[key] = Layout(tuple(parts), rows, begin)
         return found
 
-    def _gradient_layout(self, rows: int, count: int) -> Layout:
+    def _gradient_layout(self, rows: int, count: int, dense: Callable[[str, torch.Size], bool]) -> Layout:
         params = self._pending
         if params is None:  # before PyTorch 2.15 the list is unknown: assume all trained parameters
             params = [p for p in self.theirs.fsdp_params if p.sharded_param.requires_grad]
-        layout = self._layout(params, rows, self._options.dense_gradients)
+        layout = self._layout(params, rows, dense)
         if layout.rows * layout.shard != count:
             raise _native.Unsupported(
                 f"the gradients of the group of {self.first_name!r} have {count} elements, its parameters "
@@ -180,7 +196,7 @@ class ParamGroup:
             _native_reduce_scatter(output, buffer, group, op)
             return
         comm = self._communicators.of("gradients", group, buffer.device)
-        layout = self._gradient_layout(comm.world, buffer.numel())
+        layout = self._gradient_layout(comm.world, buffer.numel(), self._options.dense_gradients)
         stream, tag = stream_of(buffer), self.of_gradients[1]
         factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM
@@ -206,7 +222,7 @@ class ParamGroup:
 
     def all_reduce(self, shard: torch.Tensor) -> None:
         """Averages `shard` over HSDP's replicas, in place."""
-        with during(self._options.gradients, f"replicas' gradients of {self.first_name}", shard):
+        with during(self._options.replicas, f"replicas' gradients of {self.first_name}", shard):
             self._all_reduce(shard)
 
     def _all_reduce(self, shard: torch.Tensor) -> None:
@@ -216,7 +232,7 @@ class ParamGroup:
                 shard.div_(self.replicas.size())
             return
         comm = self._communicators.of("replicas", self.replicas, shard.device)
-        layout = self._gradient_layout(1, shard.numel())
+        layout = self._gradient_layout(1, shard.numel(), self._options.dense_replicas)
         stream, tag = stream_of(shard), f"replicas' gradients of {self.first_name}"
         # FSDP applies a user's divide factor as a whole in the reduce-scatter.
         op = "avg" if self.theirs.gradient_divide_factor is None else "sum"
@@ -225,6 +241,12 @@ class ParamGroup:
                                                       shard.device).split([layout.shard, small])
         values.copy_(shard)
         dense = _DensePart(layout, values) if layout.dense else None
+        if self.low_rank is not None and (dense is None or not dense.is_all):
+            self._average_low_rank(self.low_rank, layout, values, dense, stream, tag)
+            if op == "sum":
+                values.mul_(self.replicas.size())
+            shard.copy_(values)
+            return
         if dense is not None:
             reduced.copy_(dense.values)
             comm.allreduce_(reduced, encoded_once(plain(shard.dtype)), op, stream, f"dense {tag}")
@@ -232,12 +254,27 @@ class ParamGroup:
                 dense.clear(values)
         if dense is None or not dense.is_all:
             residual = None if self.replica_residual is None else self.replica_residual.open(layout)
-            comm.allreduce_(values, self._options.gradients, op, stream, tag, residual=residual)
+            comm.allreduce_(values, self._options.replicas, op, stream, tag, residual=residual)
             if self.replica_residual is not None:
                 self.replica_residual.close()
         if dense is not None:
             dense.put(reduced, values, 1)
         shard.copy_(values)
+
+    def _average_low_rank(self, low_rank: LowRank, layout: Layout, values: torch.Tensor,
+                          dense: Optional["_DensePart"], stream: int, tag: str) -> None:
+        mesh, of = self.theirs.mesh_info, self._communicators.of
+        params = {self.names[id(param)]: param for param in self.theirs.fsdp_params}
+        places = [(part.begin, params[part.name], part.name) for part in layout.parts if not part.dense]
+        fast = of("factors", mesh.shard_process_group, values.device) if mesh.shard_mesh_size > 1 else None
+        slow = of("replicas", self.replicas, values.device) if self.replicas.size() > 1 else None
+        axes = Axes(mesh.shard_mesh_rank, mesh.shard_mesh_size, fast, slow)
+        residual = None if self.replica_residual is None else self.replica_residual.open(layout)
+        low_rank.average(values, residual, None if dense is None else dense.values, places, axes, stream, tag)
+        if self.replica_residual is not None:
+            self.replica_residual.close()
+        if dense is not None:
+            dense.put(dense.values, values, 1)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool) -> Any:
         """Gathers `shard`, this rank's part of `output`, into `output`, (world * shard,)."""
@@ -308,22 +345,6 @@ class _DensePart:
 def stream_of(tensor: torch.Tensor) -> int:
     """Returns PyTorch's current stream for a CUDA tensor, as a number; 0 on the host."""
     return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
-
-
-def encoded_once(spec: str) -> str:
-    """Returns `spec`, by default with schedule=two_shot: each rank encodes once, and the owner adds."""
-    options = split(spec)[1]
-    if any(option.startswith("schedule=") for option in options):
-        return spec
-    return f"{spec}{',' if options else ':'}schedule=two_shot"
-
-
-def is_plain(spec: str) -> bool:
-    return method_of(spec) == "fp32"
-
-
-def is_lossy(spec: str) -> bool:
-    return not is_plain(spec)
 
 
 def plain(dtype: torch.dtype) -> str:

@@ -22,6 +22,18 @@ def method_of(spec: str) -> str:
     return split(spec)[0]
 
 
+def encoded_once(spec: str) -> str:
+    """Returns `spec`, by default with schedule=two_shot: each rank encodes once, and the owner adds."""
+    options = split(spec)[1]
+    if any(option.startswith("schedule=") for option in options):
+        return spec
+    return f"{spec}{',' if options else ':'}schedule=two_shot"
+
+
+def is_plain(spec: str) -> bool:
+    return method_of(spec) == "fp32"
+
+
 def is_small(shape: Sequence[int]) -> bool:
     """Returns whether dense=auto means a tensor of this shape."""
     elements = math.prod(shape)

@@ -11,6 +11,7 @@ import contextlib
 import copy
 import fnmatch
 import logging
+import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
@@ -18,14 +19,15 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._communicator import Communicator
-from gradwire._fsdp_comm import (AllGather, Communicators, Options, ParamGroup, ReduceScatter, encoded_once,
-                                 is_plain)
-from gradwire._fsdp_params import (fsdp_module_class, name_of, param_groups, plain_name, shards_of, unpadded,
-                                   whole_of)
+from gradwire._fsdp_comm import AllGather, Communicators, Options, ParamGroup, ReduceScatter
+from gradwire._fsdp_low_rank import LowRank, LowRankSpec, is_low_rank
+from gradwire._fsdp_low_rank import read as read_low_rank
+from gradwire._fsdp_params import fsdp_module_class, name_of, param_groups, plain_name, shards_of, whole_of
 from gradwire._fsdp_residual import MODES, Residual
+from gradwire._fsdp_state import chosen
 from gradwire._loss_scale import follow
 from gradwire._process_group import TIMEOUT_S
-from gradwire._spec import is_small, split, stays_dense
+from gradwire._spec import encoded_once, is_plain, is_small, split, stays_dense
 
 __all__ = ["Compression", "compress"]
 
@@ -35,8 +37,8 @@ _log = logging.getLogger("gradwire")
 
 
 def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf16", residual: str = "fp32",
-             dense: "bool | Sequence[str]" = True, *, timeout_s: float = TIMEOUT_S,
-             seed: int = 0) -> "Compression":
+             dense: "bool | Sequence[str]" = True, *, replicas: Optional[str] = None,
+             timeout_s: float = TIMEOUT_S, seed: int = 0) -> "Compression":
     """Compresses the collectives of a fully_shard()ed model. Collective: all ranks pass the same arguments.
 
     Call it after fully_shard() of the blocks and of the model, before the first forward or between steps;
@@ -44,8 +46,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
 
     Args:
         model: the model. It must contain all modules of fully_shard([...]).
-        gradients: wire format of the reduce-scatter, and of HSDP's allreduce over replicas: a format of
-            docs/formats.md with its options, such as "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
+        gradients: wire format of the reduce-scatter: a format of docs/formats.md with its options, such as
+            "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
             rank encodes its gradients once; the owner of a shard adds all ranks' values in FP32, in rank
             order. (schedule=two_shot, unless the spec names another schedule. schedule=ring sends less
             between nodes of several ranks, and encodes in every hop.)
@@ -58,6 +60,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             formats of fewer than 16 bits, vectors of at most 65,536 elements and other parameters of fewer
             than 1,024 elements. False: no parameters. Otherwise names with shell wildcards, for any format
             except fp32; the name "auto" means the parameters of True.
+        replicas: format of HSDP's allreduce over replicas: a wire format, or "powersgd:rank=R" with options.
+            None: the format of gradients.
         timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
             CommFailed on every rank that waits.
         seed: for the stochastic rounding of residuals in bf16 and int8.
@@ -67,20 +71,26 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
 
     Raises:
         BadArgument: the model is not fully_shard()ed, is compressed already, or a format is unknown.
-        Unsupported: PyTorch is too old, or a format needs whole matrices (powersgd).
+        Unsupported: PyTorch is too old, or a format needs whole matrices (powersgd, except for replicas).
     """
     module_class = fsdp_module_class()
     if residual not in MODES:
         raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
     for argument, spec in (("gradients", gradients), ("weights", weights)):
         _check_spec(argument, spec)
+    over_replicas = gradients if replicas is None else replicas
+    low_rank = read_low_rank(over_replicas) if is_low_rank(over_replicas) else None
+    if low_rank is None:
+        _check_spec("replicas", over_replicas)
+        over_replicas = encoded_once(over_replicas)
     modules = [m for m in model.modules() if isinstance(m, module_class)]
     if not modules:
         raise _native.BadArgument("no module of the model is sharded: call "
                                   "torch.distributed.fsdp.fully_shard() on its blocks and on the model "
                                   "first. For DistributedDataParallel use gradwire.torch.compress()")
-    options = Options(encoded_once(gradients), weights, residual, _dense_rule(dense, gradients),
-                      _dense_rule(dense, weights), timeout_s, seed)
+    options = Options(encoded_once(gradients), weights, over_replicas, residual,
+                      _dense_rule(dense, gradients), _dense_rule(dense, weights),
+                      _dense_rule(dense, over_replicas, low_rank), low_rank, timeout_s, seed)
     return Compression(model, modules, options)
 
 
@@ -100,7 +110,8 @@ class Compression:
         for theirs in param_groups(modules):
             names = {id(p): name_of(p, prefixes) for p in theirs.fsdp_params}
             self._check(theirs, next(iter(names.values())))
-            ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups))
+            ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups),
+                              len(self._params))
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
         try:
@@ -112,8 +123,7 @@ class Compression:
 
     # ---- Installing ----------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _check(theirs: Any, name: str) -> None:
+    def _check(self, theirs: Any, name: str) -> None:
         mesh = theirs.mesh_info
         if isinstance(theirs._reduce_scatter_comm, ReduceScatter):
             raise _native.BadArgument(f"the group of {name!r} is compressed already: close() the result of "
@@ -121,6 +131,10 @@ class Compression:
         if not hasattr(mesh, "shard_process_group"):
             raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel "
                                       "with gradwire.torch.compress()")
+        options = self._options
+        if options.replicas != options.gradients and not hasattr(mesh, "replicate_process_group"):
+            raise _native.BadArgument(f"replicas={options.replicas!r} needs replicas, but {name!r} has none: "
+                                      "pass fully_shard() a 2-D mesh, or omit replicas")
         if hasattr(mesh, "replicate_process_group") and theirs._all_reduce_hook is not None:
             raise _native.BadArgument(f"the group of {name!r} has an all-reduce hook, but HSDP's compressed "
                                       "allreduce needs one itself: remove it, or shard over a 1-D mesh")
@@ -134,11 +148,13 @@ class Compression:
             self._communicators.of("gradients", theirs._reduce_scatter_process_group if hasattr(
                 theirs, "_reduce_scatter_process_group") else mesh.shard_process_group, device)
             self._communicators.of("weights", mesh.shard_process_group, device)
-        if replicas is not None and replicas.size() > 1:
+        if replicas is not None and (replicas.size() > 1 or ours.low_rank is not None):
             # FSDP has no Comm for the allreduce over the replicas. A group of this rank alone replaces FSDP's
             # group, so that FSDP's allreduce has no effect. Then the hook averages, and
             # set_requires_all_reduce() still works.
             self._communicators.of("replicas", replicas, device)
+            if ours.low_rank is not None and mesh.shard_mesh_size > 1:
+                self._communicators.of("factors", mesh.shard_process_group, device)
             if self._alone is None:
                 self._alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             ours.replicas = replicas
@@ -196,7 +212,7 @@ class Compression:
         self._communicators.close()
         self._closed = True
         for group in self._groups:
-            group.residual = group.replica_residual = None
+            group.residual = group.replica_residual = group.low_rank = None
         alone, self._alone = self._alone, None
         if alone is not None and dist.is_initialized():
             with contextlib.suppress(ValueError, AssertionError):  # already destroyed with the default group
@@ -211,6 +227,9 @@ class Compression:
 
     def _residuals(self) -> List[Residual]:
         return [r for g in self._groups for r in (g.residual, g.replica_residual) if r is not None]
+
+    def _low_ranks(self) -> List[LowRank]:
+        return [g.low_rank for g in self._groups if g.low_rank is not None]
 
     def use_scaler(self, scaler: Any, optimizer: Any = None) -> None:
         """Rescales residuals when a GradScaler changes the gradients' scale. Call it before the first step.
@@ -229,10 +248,14 @@ class Compression:
         self._end_of_scaler = end
         for residual in self._residuals():
             residual.can_undo = True
+        for low_rank in self._low_ranks():
+            low_rank.can_undo = True
 
     def _scale_changed(self, factor: float, skipped: bool) -> None:
         for residual in self._residuals():
             residual.settle(factor, skipped)
+        for low_rank in self._low_ranks():
+            low_rank.settle(skipped)
 
     def _place(self) -> Dict[str, Tuple[int, int]]:
         mesh = self._groups[0].theirs.mesh_info
@@ -250,7 +273,8 @@ class Compression:
             {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "parameters":
             names of parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the
             parameter's whole shape, and with HSDP "replica_residual": float32 of this rank's shard, padded,
-            1-D}}}, on the CPU. "tensors" lacks parameters that had no gradient yet.
+            1-D; with PowerSGD "factor": Q, (columns, rank), and "factor_steps"}}}, on the CPU. "tensors"
+            lacks parameters that had no gradient yet.
 
         Raises:
             BadHandle: close() was called.
@@ -267,6 +291,9 @@ class Compression:
                 for name, flat in group.replica_residual.state().items():
                     entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
                     entry["replica_residual"] = flat
+            if group.low_rank is not None:
+                for name, q in group.low_rank.state().items():
+                    tensors.setdefault(name, {"steps": 0}).update(factor=q, factor_steps=group.low_rank.steps)
         return {"version": 1, "gradients": self._options.gradients, **self._place(),
                 "parameters": self._kept(), "tensors": tensors}
 
@@ -279,7 +306,7 @@ class Compression:
             state: this rank's state_dict(); or a list of states, in any order, from a run with another world
                 size. Rank r of n then loads the sum of the residuals of ranks r, r + n, r + 2n, ..., and
                 needs only these states. The sum over all ranks is preserved. Residuals of HSDP's replicas are
-                added to the other residuals.
+                added to the other residuals. PowerSGD's are added likewise for replicas in place of ranks.
 
         Raises:
             BadArgument: a state is of another version, rank or model, or a state that is needed is missing.
@@ -292,45 +319,29 @@ class Compression:
                                       "package reads version 1")
         for s in states:
             self._check_names(s)
-        saved, mine = states[0], self._place()
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
         unknown = [name for name in self._kept() if name not in known]
         if unknown and known:
             _log.warning("the loaded state lacks %d parameters, such as %r: their residuals begin at zero",
                          len(unknown), unknown[0])
-        ranks = {s["replica"][0] * s["shard"][1] + s["shard"][0]: s for s in states}
-        saved_world, world = saved["shard"][1] * saved["replica"][1], mine["shard"][1] * mine["replica"][1]
-        rank = mine["replica"][0] * mine["shard"][1] + mine["shard"][0]
-        same = all(saved[kind][1] == mine[kind][1] for kind in ("shard", "replica"))
-        wanted = [rank] if same else list(range(rank, saved_world, world))
-        missing = [r for r in wanted if r not in ranks]
-        if missing:
-            raise _native.BadArgument(
-                f"rank {rank} of {world} needs the state of rank {missing[0]} of {saved_world}, but got the "
-                f"states of ranks {sorted(ranks)}: "
-                + ("load each rank's own state" if same else f"pass a list of all {saved_world} states"))
-        if same:
-            self._load({name: entry for name, entry in ranks[rank]["tensors"].items()})
-            return
-        tensors: Dict[str, Dict[str, Any]] = {}
-        for r in wanted:
-            for name, entry in ranks[r]["tensors"].items():
-                whole = self._folded(name, entry, ranks[r]["shard"])
-                merged = tensors.setdefault(name, {"steps": entry["steps"],
-                                                   "residual": torch.zeros_like(whole)})
-                merged["residual"] += whole
-        self._load(tensors)
+        low_rank = {name for name in self._params if self._is_low_rank(name)}
+        self._load(chosen(states, self._place(), {n: p for n, (p, _) in self._params.items()}, low_rank))
 
     def _kept(self) -> List[str]:
         """Returns the parameters that have a residual after their first gradient."""
         return [name for name, (param, group) in self._params.items() if group.keeps(name, param)]
+
+    def _is_low_rank(self, name: str) -> bool:
+        param, group = self._params[name]
+        return group.replicas is not None and group.is_low_rank(name, param)
 
     def _check_open(self) -> None:
         if self._closed:
             raise _native.BadHandle("close() dropped the residuals: call compress() again")
 
     def _check_names(self, state: Dict[str, Any]) -> None:
-        if state["tensors"] and not self._residuals():
+        kinds = ("residual", "replica_residual")
+        if not self._residuals() and any(kind in e for e in state["tensors"].values() for kind in kinds):
             why = ("residual='off'" if self._options.residual == "off"
                    else f"gradients={self._options.gradients!r}")
             raise _native.BadArgument(f"the state has residuals, which {why} would drop: do not load the "
@@ -339,27 +350,24 @@ class Compression:
             if name not in self._params:
                 raise _native.BadArgument(f"the state has a residual of {name!r}, but this model has no such "
                                           "parameter: the state is of another model")
-            shape = tuple(self._params[name][0]._orig_size)
+            param, group = self._params[name]
+            shape = tuple(param._orig_size)
             if "residual" in entry and tuple(entry["residual"].shape) != shape:
                 raise _native.BadArgument(f"the state's residual of {name!r} is "
                                           f"{tuple(entry['residual'].shape)}, but the parameter is {shape}: "
                                           "the state is of another model")
-
-    def _folded(self, name: str, entry: Dict[str, Any], shard: Tuple[int, int]) -> torch.Tensor:
-        """Returns the sum of an entry's residuals, in the whole parameter's shape.
-
-        The replicas' residual is in units of the mean over the n ranks of the shards: it counts n times in
-        units of one rank's gradient.
-        """
-        rank, rows = shard
-        shape = self._params[name][0]._orig_size
-        whole: torch.Tensor = entry.get("residual", torch.zeros(shape)).clone()
-        if "replica_residual" in entry:
-            dim = self._params[name][0].fsdp_placement.dim
-            flat = torch.zeros(rows, entry["replica_residual"].numel())
-            flat[rank] = rows * entry["replica_residual"]
-            whole += unpadded(flat, shape, dim)
-        return whole
+            low_rank = self._options.low_rank if self._is_low_rank(name) else None
+            dropped = "residual" in entry or ("replica_residual" in entry and low_rank is None)
+            if group.residual is None and dropped:
+                raise _native.BadArgument(f"the state has a residual of {name!r}, which gradients="
+                                          f"{self._options.gradients!r} would drop: pass compress() the "
+                                          "formats with which the state was saved")
+            factor = (math.prod(shape[1:]), low_rank.rank_of(shape)) if low_rank is not None else None
+            if factor is not None and tuple(entry.get("factor", torch.empty(factor)).shape) != factor:
+                raise _native.BadArgument(f"the state's factor of {name!r} is "
+                                          f"{tuple(entry['factor'].shape)}, but replicas="
+                                          f"{self._options.replicas!r} has {factor}: pass compress() the "
+                                          "rank with which the state was saved")
 
     def _load(self, tensors: Dict[str, Dict[str, Any]]) -> None:
         for group in self._groups:
@@ -372,6 +380,10 @@ class Compression:
             if group.replica_residual is not None:
                 group.replica_residual.load({n: e["replica_residual"] for n, e in own.items()
                                              if "replica_residual" in e}, steps)
+            if group.low_rank is not None:
+                group.low_rank.load({n: e["factor"] for n, e in own.items() if "factor" in e},
+                                    max([e.get("factor_steps", 0) for e in own.values()], default=0),
+                                    group.theirs.device)
 
 
 # ---- The arguments of compress() --------------------------------------------------------------------------
@@ -383,7 +395,7 @@ def _check_spec(argument: str, spec: str) -> None:
         raise _native.Unsupported(
             f"{argument}={spec!r} needs whole tensors, but FSDP2 gives each rank a slice: use a wire format, "
             "such as 'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with "
-            "gradwire.torch.compress()")
+            "gradwire.torch.compress(). PowerSGD is a format of replicas, over the replicas of a 2-D mesh")
     for option in options:
         key = option.partition("=")[0]
         if argument == "weights" and key == "ef_decay":
@@ -400,7 +412,8 @@ def _check_spec(argument: str, spec: str) -> None:
             alone.reduce_scatter(torch.empty(1), values, spec)
 
 
-def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torch.Size], bool]:
+def _dense_rule(dense: "bool | Sequence[str]", spec: str,
+                low_rank: Optional[LowRankSpec] = None) -> Callable[[str, torch.Size], bool]:
     patterns: Optional[List[str]] = None
     if not isinstance(dense, bool):
         if isinstance(dense, str):
@@ -411,8 +424,10 @@ def _dense_rule(dense: "bool | Sequence[str]", spec: str) -> Callable[[str, torc
     def rule(name: str, shape: torch.Size) -> bool:
         if is_plain(spec):
             return False
+        if low_rank is not None and low_rank.rank_of(shape) == 0:
+            return True
         if patterns is None:
-            return bool(dense) and stays_dense(shape, spec)
+            return bool(dense) and low_rank is None and stays_dense(shape, spec)
         return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return rule
