@@ -20,6 +20,8 @@
 #   make host-check  speed without a GPU, compared with hardware limits, PyTorch and gloo; into docs/results/
 #   make experiments  training steps over slow links with each compression and with PyTorch's
 #                 (docs/results/slow-links.md), Debian's and, where it is installed, 2.15; needs root
+#   make plan-check  is --compression auto right? Predictions and choices compared with runs of every spec, in
+#                 15 minutes (docs/results/auto.md); needs root for shaped links
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make machine-code   compare the kernels' machine code with tools/checks/kernel_budgets.tsv, and write
 #                 docs/gpu.md's table
@@ -36,7 +38,7 @@ BENCH_CHECK_FLAGS ?=
 SOAK ?= faults
 
 .PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
-  host-check experiments gpu-check machine-code bundle wheel deb docs setup format clean
+  host-check experiments plan-check gpu-check machine-code bundle wheel deb docs setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -93,6 +95,10 @@ experiments: build
 	else \
 	  echo "Not compared with PyTorch 2.15: scripts/frameworks.sh install sets it up (2.2 GB)"; \
 	fi
+
+plan-check: build
+	@$(PYTHON) bench/experiments/run.py plan_check --json build/plan-check.json
+	@$(PYTHON) bench/experiments/run.py plan_check --render build/plan-check.json
 
 gpu-check: build-tests
 	@scripts/gpu_check.sh

@@ -1,5 +1,3 @@
-#include <fmt/format.h>
-
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -11,6 +9,7 @@
 #include "runtime/util/standard_descriptors.h"
 #include "runtime/util/version.h"
 #include "trainer/manual/manual.h"
+#include "trainer/manual/parse_error.h"
 
 namespace {
 
@@ -53,7 +52,7 @@ int main(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
-    return fail(fmt::format("{}; see gradwire-bench --help", error.what()), kBadInput);
+    return fail(gradwire::parse_error_text(app, error), kBadInput);
   } catch (const gradwire::BadInput& error) {
     return fail(error.what(), kBadInput);
   } catch (const std::exception& error) {

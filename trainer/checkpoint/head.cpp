@@ -122,6 +122,19 @@ void check_same_checkpoint(const CheckpointHead& head, const SafetensorsReader& 
   }
 }
 
+// Returns the first part of two values that differs, such as "the checkpoint has model.width 64, this run
+// 128".
+static std::string difference_text(std::string key, const Json& saved, const Json& current) {
+  if (saved.is_object() && current.is_object()) {
+    for (const auto& [part, value] : saved.items()) {
+      if (const Json now = current.value(part, Json()); now != value) {
+        return difference_text(key + "." + part, value, now);
+      }
+    }
+  }
+  return fmt::format("the checkpoint has {} {}, this run {}", key, saved.dump(), current.dump());
+}
+
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head) {
   const Json saved = Json::parse(head.config), current = Json::parse(config_text(config));
   std::vector<std::string> notes, differences;
@@ -132,10 +145,8 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     const bool fits =
         std::string(key) == "momentum" ? zero(old_value) == zero(new_value) : old_value == new_value;
     if (!fits) {
-      throw BadInput(
-          fmt::format("--resume {}: the checkpoint has {} {}, this run has {}; to load only the weights, "
-                      "use --init",
-                      head.path, key, old_value.dump(), new_value.dump()));
+      throw BadInput(fmt::format("--resume {}: {}; to load only the weights, use --init", head.path,
+                                 difference_text(key, old_value, new_value)));
     }
   }
   if (head.position.step > config.steps) {

@@ -26,6 +26,7 @@
 #include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
 #include "trainer/manual/manual.h"
+#include "trainer/manual/parse_error.h"
 #include "trainer/train/memory_plan.h"
 
 namespace gradwire {
@@ -167,7 +168,7 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::Success& success) {
     return app.exit(success);  // --help, --version
   } catch (const CLI::ParseError& error) {
-    return report((std::string(error.what()) + "; see gradwire --help").c_str(), kBadInput);
+    return report(parse_error_text(app, error).c_str(), kBadInput);
   }
   if (ran_manual_command(app)) return kDone;
   if (app.got_subcommand("report")) return write_report(file_commands.report);

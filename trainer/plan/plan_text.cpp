@@ -76,6 +76,7 @@ std::string plan_text(const PlanRequest& request, const Plan& plan) {
       "without activations\n",
       table_text(table));
   const Prediction& best = fastest_row(plan).best;
+  if (request.ranks == 1) return text + "One rank exchanges nothing, so compression cannot pay\n";
   return text + fmt::format("Fastest: {} with schedule {}, {:.2f}x NCCL's FP32\n", best.spec, best.schedule,
                             baseline / best.step_ms);
 }
