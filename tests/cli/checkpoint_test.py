@@ -136,7 +136,7 @@ class Checkpoints(CommandTest):
                                                                   "."], ["no complete checkpoint"]),
                              (["--checkpoint", "run.jsonl"], ["run.jsonl", "not a folder"]),
                              (["--checkpoint-every",
-                               "3"], ["--checkpoint-every requires --checkpoint"
+                               "3"], ["--checkpoint-every needs --checkpoint"
                                       ]), (["--checkpoint", "new", "--checkpoint-every",
                                             "0"], ["--checkpoint-every: '0'"
                                                    ]), (["--checkpoint", "new", "--checkpoint-keep",
