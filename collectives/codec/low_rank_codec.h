@@ -39,7 +39,7 @@
 //   project        M += G / world; P = M Q. So the sum of M over the ranks is the momentum of the mean
 //                  gradient, in any world
 //   allreduce 2    R = M^T P
-//   normalize      Q = the columns of R divided by their norms
+//   normalize      Q = the columns of R divided by their norms or, with orth=on, orthonormalized
 //   reconstruct    G = sqrt(rows / cols) P Q^T, the direction of the step. The next step's project, or an
 //                  earlier reader, computes M - (1 - mu) P R^T, with the R that all ranks received: what a
 //                  lossy format has lost stays in the momentum

@@ -184,10 +184,22 @@ void LowRankCodec::normalize_sum(const Stream& stream, const Half& half) {
                        .out = factors_[1].kept.as<float>() + half.q_begin,
                        .scale = -r_scale_ * static_cast<float>(1 - spec_.mu),
                        .count = half.q_count});
+  if (spec_.orth) {
+    orthonormalize(stream, {.table = &half.matrices,
+                            .which = Factor::q,
+                            .in = sum,
+                            .out = factors_[1].basis.as<float>(),
+                            .flags = flags_.as<int32_t>() + half.first,
+                            .keep_flags = true,
+                            .seed = spec_.seed,
+                            .step = step_,
+                            .scratch = scratch_.as<double>()});
+  }
   normalize_columns(stream, {.table = &half.matrices,
                              .q = sum,
                              .basis = factors_[1].basis.as<float>(),
-                             .flags = flags_.as<const int32_t>() + half.first});
+                             .flags = flags_.as<const int32_t>() + half.first,
+                             .orthonormal = spec_.orth});
 }
 
 // Draws the basis by orthonormalizing zeros, which re-seeds every column.

@@ -10,7 +10,7 @@ constexpr int kGroups = 8;
 
 __global__ void __launch_bounds__(kColumns* kGroups)
     normalize_columns_kernel(const MatrixDescriptor* matrices, float* q_array, float* basis_array,
-                             const int32_t* flags) {
+                             const int32_t* flags, bool orthonormal) {
   __shared__ double squares[kGroups * kColumns];
   if (flags[blockIdx.y] != 0) return;
   const MatrixDescriptor d = matrices[blockIdx.y];
@@ -26,10 +26,12 @@ __global__ void __launch_bounds__(kColumns* kGroups)
   __syncthreads();
   sum = 0.0;
   for (int g = 0; g < kGroups; ++g) sum += squares[g * kColumns + lane];
-  const float scale = column_scale(sum), shape = shape_scale(d.rows, d.cols);
+  // Of R or, with `orthonormal`, of Q.
+  const float scale = !orthonormal ? column_scale(sum) : sum > 0 ? 1.0f : 0.0f;
+  const float shape = shape_scale(d.rows, d.cols);
   for (int64_t row = group; k < d.rank && row < d.cols; row += kGroups) {
-    const float x = q[row * d.rank] * scale;
-    basis[row * d.rank] = x;
+    const float x = (orthonormal ? basis : q)[row * d.rank] * scale;
+    if (!orthonormal) basis[row * d.rank] = x;
     q[row * d.rank] = shape * x;
   }
 }
@@ -42,7 +44,7 @@ void normalize_columns(CudaStream stream, const NormalizeColumns& a) {
          {.grid = dim3(blocks, static_cast<unsigned>(a.table->count())),
           .block = dim3(kColumns * kGroups),
           .stream = stream},
-         a.table->device(), a.q, a.basis, a.flags);
+         a.table->device(), a.q, a.basis, a.flags, a.orthonormal);
 }
 
 }  // namespace gradwire::cuda

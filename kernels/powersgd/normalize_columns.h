@@ -1,6 +1,8 @@
 // Dion's second factor: the columns of R (cols, rank) divided by their norms, Q = R / (|R| + 1e-8), column by
 // column. `q` also receives Q, times sqrt(rows / cols), so that P q^T is the step of a matrix whose spectral
-// norm suits its shape (Ahn et al., arXiv 2504.05295).
+// norm suits its shape (Ahn et al., arXiv 2504.05295). With `orthonormal`, Q is already the columns of R
+// orthonormalized (Orth-Dion: Nakamori et al., arXiv 2605.16341), and `q` receives 0 for the columns of R
+// that are 0, whose columns of Q are random directions.
 //
 // Bytes: 12 per element of R, in cache. Norms are in FP64 with sums of a fixed order. Flagged matrices are
 // unchanged.
@@ -17,8 +19,9 @@ namespace gradwire {
 struct NormalizeColumns {
   const MatrixTable* table = nullptr;
   float* q = nullptr;              // in: R; out: sqrt(rows / cols) Q
-  float* basis = nullptr;          // out: Q
+  float* basis = nullptr;          // out: Q; with `orthonormal`, in
   const int32_t* flags = nullptr;  // (table count)
+  bool orthonormal = false;
 };
 GW_OP(normalize_columns, NormalizeColumns)
 

@@ -18,15 +18,17 @@ void normalize_columns(const NormalizeColumns& a) {
         squares[static_cast<size_t>(k)] += x * x;
       }
     }
-    std::vector<float> scales;
-    for (const double sum : squares) scales.push_back(column_scale(sum));
+    std::vector<float> scales;  // of R or, with `orthonormal`, of Q
+    for (const double sum : squares)
+      scales.push_back(!a.orthonormal ? column_scale(sum) : sum > 0 ? 1.0f : 0.0f);
     const float shape = shape_scale(d.rows, d.cols);
     float* const basis = a.basis + d.q_offset;
     for (int64_t row = 0; row < d.cols; ++row) {
       for (int k = 0; k < d.rank; ++k) {
-        const float x = q[row * d.rank + k] * scales[static_cast<size_t>(k)];
-        basis[row * d.rank + k] = x;
-        q[row * d.rank + k] = shape * x;
+        const int64_t at = row * d.rank + k;
+        const float x = (a.orthonormal ? basis[at] : q[at]) * scales[static_cast<size_t>(k)];
+        if (!a.orthonormal) basis[at] = x;
+        q[at] = shape * x;
       }
     }
   });

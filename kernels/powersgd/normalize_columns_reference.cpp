@@ -15,8 +15,8 @@ void normalize_columns(const NormalizeColumns& a) {
       }
       for (int64_t row = 0; row < d.cols; ++row) {
         const int64_t at = d.q_offset + row * d.rank + k;
-        a.basis[at] = a.q[at] * column_scale(squares);
-        a.q[at] = shape_scale(d.rows, d.cols) * a.basis[at];
+        if (!a.orthonormal) a.basis[at] = a.q[at] * column_scale(squares);
+        a.q[at] = squares > 0 || !a.orthonormal ? shape_scale(d.rows, d.cols) * a.basis[at] : 0.0f;
       }
     }
   }

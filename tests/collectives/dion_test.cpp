@@ -63,7 +63,8 @@ double distance(const std::vector<float>& a, const std::vector<float>& b) {
 
 TEST_P(DionTest, RanksAreBitIdenticalInEveryFormat) {
   for (const char* spec : {"dion:rank=4", "dion:rank=3,wire=int8", "dion:rank=2,mu=0.8,wire=int4",
-                           "dion:rank=4,wire=bf16,round=stochastic", "dion:rank=4,wire=fp8,residual=bf16"}) {
+                           "dion:rank=4,wire=bf16,round=stochastic", "dion:rank=4,wire=fp8,residual=bf16",
+                           "dion:rank=4,orth=on,wire=int8"}) {
     for (int world : {1, 2, 3}) run(world, spec, 4, gradients_of);
   }
 }
@@ -127,6 +128,26 @@ TEST_P(DionTest, FullRankWithoutMomentumLeavesNothing) {
   });
 }
 
+// At full rank, as Muon's step. The columns of P and Q point alike: the step descends.
+TEST_P(DionTest, OrthonormalFactorsGiveEqualSingularValues) {
+  constexpr int kRows = 16, kCols = 40;
+  run_ranks(2, GetParam(), [&](Communicator& comm) {
+    Rank rank(comm, "dion:rank=16,mu=0,orth=on", {{"weight", {kRows, kCols}}}, 1 << 20);
+    const auto gradient = gradients_for(rank.tensors, 1)[0];
+    const auto step = rank.step({gradient});
+    double along = 0;
+    for (int i = 0; i < kRows; ++i) {
+      for (int j = 0; j < kRows; ++j) {
+        double product = 0;
+        for (int k = 0; k < kCols; ++k) product += double{step[i * kCols + k]} * step[j * kCols + k];
+        EXPECT_NEAR(product, i == j ? 16.0 / 40 : 0, 1e-5);
+      }
+      for (int k = 0; k < kCols; ++k) along += double{step[i * kCols + k]} * gradient[i * kCols + k];
+    }
+    EXPECT_GT(along, 0);
+  });
+}
+
 TEST_P(DionTest, NonFiniteGradientsReachTheStepButNotTheMomentum) {
   run_ranks(2, GetParam(), [&](Communicator& comm) {
     Rank rank(comm, "dion:rank=2", {{"a", {20, 30}}, {"b", {30, 20}}}, 1 << 20);
@@ -149,7 +170,9 @@ TEST_P(DionTest, ZeroGradientsTakeNoStep) {
     for (auto& tensor : all) std::fill(tensor.begin(), tensor.end(), 0.0f);
     return all;
   };
-  for (float x : run(2, "dion:rank=3", 2, zero).first) ASSERT_EQ(x, 0.0f);
+  for (const char* spec : {"dion:rank=3", "dion:rank=3,orth=on"}) {
+    for (float x : run(2, spec, 2, zero).first) ASSERT_EQ(x, 0.0f) << spec;
+  }
 }
 
 // The sum of the momenta survives a change of the world, and so do the next steps.

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Compares Gradwire's Dion with the algorithm of the paper (Ahn et al., arXiv 2504.05295, distributed form),
+and with orth=on Orth-Dion (Nakamori et al., arXiv 2605.16341: R is orthonormalized, not column by column),
 written here in float64 with NumPy: 50 steps of random gradients on 1, 2 and 4 ranks, from the same first Q.
 
 Every rank has a momentum of its own here, as in the paper; Gradwire's momenta are divided by the number of
-ranks. Orthonormalization is by Householder QR here: columns of P may have another sign, which the columns of R
-share, so that the steps agree. A small mu amplifies rounding from step to step: there the paper's algorithm in
-float32 is the measure: three times its distance from float64.
+ranks. Orthonormalization is by Householder QR here: columns of P may have another sign, which columns of R
+share, so that the steps agree. Columns of orth(R) point along R's. A small mu amplifies rounding from step to
+step: there the paper's algorithm in float32 is the measure: three times its distance from float64.
 
 Usage: dion_oracle_test.py POWERSGD_ORACLE_BINARY
 """
@@ -62,7 +63,13 @@ def run_ours(binary: str, world: int, spec: str, values: list):
     return qs, outputs
 
 
-def paper(world: int, mu: float, values: list, qs: list, dtype: type) -> list:
+def orthonormal(r: numpy.ndarray) -> numpy.ndarray:
+    """Returns Q of r = Q U with a positive diagonal of U."""
+    q, u = numpy.linalg.qr(r)
+    return q * numpy.where(numpy.diag(u) < 0, -1, 1).astype(r.dtype)
+
+
+def paper(world: int, mu: float, orth: bool, values: list, qs: list, dtype: type) -> list:
     """Returns [step][tensor]: the step of each matrix, and the mean gradient of each vector."""
     outputs = [[] for _ in range(STEPS)]
     for i, shape in enumerate(SHAPES):
@@ -79,7 +86,8 @@ def paper(world: int, mu: float, values: list, qs: list, dtype: type) -> list:
             p, _ = numpy.linalg.qr(sum(b @ q for b in momenta) / world)
             r_mean = sum(b.T @ p for b in momenta) / world
             momenta = [b - dtype(1 - mu) * p @ r_mean.T for b in momenta]
-            q = r_mean / (numpy.linalg.norm(r_mean, axis=0) + dtype(1e-8))
+            unit = r_mean / (numpy.linalg.norm(r_mean, axis=0) + dtype(1e-8))
+            q = orthonormal(r_mean) if orth else unit
             outputs[s].append((dtype(numpy.sqrt(m / n)) * p @ q.T).reshape(shape))
     return outputs
 
@@ -92,17 +100,20 @@ def distance(a: list, b: list) -> float:
 
 def main() -> int:
     failures = 0
-    for world, rank, mu in ((1, 4, 0.95), (2, 1, 0.95), (2, 8, 0.9), (4, 4, 0.95), (2, 80, 0.95)):
+    cases = [(1, 4, 0.95, False), (2, 1, 0.95, False), (2, 8, 0.9, False), (4, 4, 0.95, False),
+             (2, 80, 0.95, False), (1, 4, 0.95, True), (3, 8, 0.95, True)]
+    for world, rank, mu, orth in cases:
         values = gradients(world, seed=100 * world + rank)
-        qs, ours = run_ours(sys.argv[1], world, f"dion:rank={rank},mu={mu}", values)
-        theirs = paper(world, mu, values, qs, numpy.float64)
-        rounded = paper(world, mu, values, qs, numpy.float32)
+        qs, ours = run_ours(sys.argv[1], world, f"dion:rank={rank},mu={mu}" + orth * ",orth=on", values)
+        theirs = paper(world, mu, orth, values, qs, numpy.float64)
+        rounded = paper(world, mu, orth, values, qs, numpy.float32)
         worst = max(distance(ours[s], theirs[s]) for s in range(STEPS))
         tensor = max(distance([x], [y]) for s in range(STEPS) for x, y in zip(ours[s], theirs[s]))
         limit = max(TOLERANCE, 3 * max(distance(rounded[s], theirs[s]) for s in range(STEPS)))
         failures += not worst <= limit
-        print(f"{world} ranks, rank {rank}, mu {mu}: relative difference over {STEPS} steps at most {worst:.1e} "
-              f"of a step, {tensor:.1e} of a tensor (limit {limit:.1e}): {'ok' if worst <= limit else 'TOO FAR'}",
+        name = f"{world} ranks, rank {rank}, mu {mu}" + orth * ", orth"
+        print(f"{name}: relative difference over {STEPS} steps at most {worst:.1e} of a step, "
+              f"{tensor:.1e} of a tensor (limit {limit:.1e}): {'ok' if worst <= limit else 'TOO FAR'}",
               flush=True)
     return 1 if failures else 0
 

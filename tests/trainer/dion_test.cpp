@@ -1,7 +1,9 @@
-// Training with Dion: in every number of ranks, also one, the codec turns gradients into steps.
+// Training with Dion: in every number of ranks, also one, the codec turns gradients into steps. And with
+// Muon, whose steps the oracle test compares with NumPy's.
 #include <fmt/format.h>
 
 #include "runtime/util/error.h"
+#include "tests/support/devices.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/checkpoint_fixture.h"
 #include "tests/trainer/files.h"
@@ -57,18 +59,34 @@ TEST_P(DionTrainTest, ShardsGraphsAndOverlapGiveTheSameBits) {
   }
 }
 
+TEST_P(DionTrainTest, MuonLearnsInEveryWorldAndAGraphGivesTheSameBits) {
+  for (const auto& [spec, ranks] : {std::pair("fp32", 1), std::pair("int8", 3)}) {
+    TrainConfig c = config(ranks, spec);
+    c.muon = true;
+    const Recorder r = train(c);
+    EXPECT_LT(r.steps.back().loss, 1.0) << spec;
+    c.graph = GetParam().is_host();
+    EXPECT_EQ(train(c).hash, r.hash) << spec;
+    c.muon_mu = 0.5;
+    EXPECT_NE(train(c).hash, r.hash) << spec;
+  }
+}
+
 class DionCheckpointTest : public testing::CheckpointFixture {};
 GW_INSTANTIATE_ON_DEVICES(DionCheckpointTest);
 
 TEST_P(DionCheckpointTest, ResumingGivesTheSameBits) {
   for (int ranks : {1, 3}) {
-    const TrainConfig c = config(ranks, "dion:rank=2,wire=int8");
-    const Recorder whole = train(c);
-    train_and_save(c);
-    for (int64_t k : {1, 4}) {
-      TrainConfig rest = c;
-      rest.resume = checkpoint(k);
-      EXPECT_EQ(train(rest).hash, whole.hash) << ranks << " ranks, from " << k;
+    for (const bool muon : {false, true}) {
+      TrainConfig c = config(ranks, muon ? "int8" : "dion:rank=2,wire=int8");
+      c.muon = muon;
+      const Recorder whole = train(c);
+      train_and_save(c);
+      for (int64_t k : {1, 4}) {
+        TrainConfig rest = c;
+        rest.resume = checkpoint(k);
+        EXPECT_EQ(train(rest).hash, whole.hash) << ranks << " ranks, from " << k;
+      }
     }
   }
 }
@@ -94,12 +112,13 @@ TEST_P(DionCheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheMomenta) {
 }
 
 TEST(DionOptions, ComposeWithTheWireFormat) {
-  const auto resolved = [](const char* optimizer, const char* compression) {
+  const auto resolved = [](const char* optimizer, const char* compression, Sharding shard = Sharding::none) {
     RunOptions o;
     o.data = "synthetic";
     o.device = DeviceChoice::host;
-    o.dion = optimizer;
+    o.matrix_optimizer = optimizer;
     if (*compression != '\0') o.compression = {compression};
+    o.shard = shard;
     return resolve_machine(o).config;
   };
   const TrainConfig config = resolved("dion:rank=8,mu=0.9,lr=0.02", "int8:schedule=ring");
@@ -108,9 +127,18 @@ TEST(DionOptions, ComposeWithTheWireFormat) {
             "dion:rank=8,mu=0.9,wire=int8,dense=conv_proj.weight+heads.head.weight,schedule=ring");
   EXPECT_EQ(resolved("dion:rank=8", "").dion_lr, 0.01);
   expect_bad_input([&] { resolved("dion:rank=8,lr=x", ""); }, {"--optimizer", "lr="});
-  expect_bad_input([&] { resolved("dion:rank=8,wire=int8", ""); }, {"only rank, mu and lr"});
+  expect_bad_input([&] { resolved("dion:rank=8,wire=int8", ""); }, {"only rank, mu, orth and lr"});
   expect_bad_input([&] { resolved("dion:rank=8", "powersgd:rank=2"); }, {"--compression powersgd:rank=2"});
   expect_bad_input([&] { resolved("", "dion:rank=2"); }, {"--optimizer dion:rank=R"});
+  EXPECT_TRUE(resolved("dion:lr=0.5,rank=8,orth=on", "").compression.orth);
+  EXPECT_EQ(resolved("dion:lr=0.5,rank=8,orth=on", "").dion_lr, 0.5);
+  const TrainConfig muon = resolved("muon:mu=0.9,lr=0.03", "topk:k=41");
+  EXPECT_TRUE(muon.muon);
+  EXPECT_EQ(std::pair(muon.muon_mu, muon.dion_lr), std::pair(0.9, 0.03));
+  EXPECT_EQ(muon.compression.to_string(), "topk:k=41");
+  expect_bad_input([&] { resolved("muon:mu=2", ""); }, {"mu=", "0 to 1"});
+  expect_bad_input([&] { resolved("muon:rank=2", ""); }, {"muon:rank=2", "only mu and lr"});
+  expect_bad_input([&] { resolved("muon", "", Sharding::full); }, {"--shard", "muon"});
 }
 
 }  // namespace

@@ -154,9 +154,11 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
         "--resume {}: the checkpoint is at step {}, the run ends at {}; give more --steps or --epochs",
         head.path, head.position.step, config.steps));
   }
-  for (const char* key : {"data", "augment", "compression", "gather_weights", "batch_size", "accumulate",
-                          "steps", "lr", "dion_lr", "warmup_steps", "momentum", "beta1", "beta2", "eps",
-                          "weight_decay", "precision", "seed", "bucket_mb", "device"}) {
+  for (const char* key : {"data",       "augment",      "compression", "gather_weights", "batch_size",
+                          "accumulate", "steps",        "lr",          "dion_lr",        "muon_lr",
+                          "mu",         "warmup_steps", "momentum",    "beta1",          "beta2",
+                          "eps",        "weight_decay", "precision",   "seed",           "bucket_mb",
+                          "device"}) {
     const Json old_value = saved.value(key, Json()), new_value = current.value(key, Json());
     if (old_value != new_value)
       differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));

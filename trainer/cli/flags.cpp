@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "runtime/util/parse.h"
+#include "trainer/cli/matrix_optimizer.h"
 #include "trainer/cli/values.h"
 #include "trainer/model/vit_passes.h"
 
@@ -160,24 +161,24 @@ void add_data_flags(CLI::App& command, RunOptions& o) {
 }
 
 void add_optimizer(CLI::App& command, RunOptions& o) {
-  const auto is_dion = [](const std::string& text) { return text.starts_with("dion:"); };
-  const auto check = [is_dion](const std::string& text) -> std::string {
-    if (text == "sgd" || text == "adamw" || is_dion(text)) return {};
-    return text + " not in {sgd,adamw} and not dion:rank=R[,mu=X][,lr=X]";
+  const auto check = [](const std::string& text) -> std::string {
+    if (text == "sgd" || text == "adamw" || is_matrix_optimizer(text)) return {};
+    return text + " not in {sgd,adamw} and not " + kMatrixOptimizers;
   };
-  const auto set = [&o, is_dion](const std::string& text) {
+  const auto set = [&o](const std::string& text) {
     o.optimizer = text == "sgd" ? OptimizerKind::sgd : OptimizerKind::adamw;
-    o.dion = is_dion(text) ? text : "";
+    o.matrix_optimizer = is_matrix_optimizer(text) ? text : "";
   };
   command
       .add_option_function<std::string>(
           "--optimizer", set,
-          "sgd, adamw or dion:rank=R[,mu=X][,lr=X]: Dion for the layers' matrices, whose factors travel in "
-          "the "
-          "format of --compression, and adamw for the rest (default: mu=0.95,lr=0.01)")
+          fmt::format(
+              "sgd, adamw, {}: Dion, whose factors travel in the format of --compression, or Muon for "
+              "the layers' matrices, and adamw for the rest (default: mu=0.95,lr=0.01)",
+              kMatrixOptimizers))
       ->type_name("WORD")
       ->default_str("adamw")
-      ->check(CLI::Validator(check, "{sgd,adamw,dion:rank=64}"));
+      ->check(CLI::Validator(check, "{sgd,adamw,dion:rank=64,muon}"));
 }
 
 void add_training_flags(CLI::App& command, RunOptions& o) {

@@ -9,6 +9,7 @@
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
+#include "trainer/cli/matrix_optimizer.h"
 #include "trainer/cli/options.h"
 #include "trainer/model/parameters.h"
 
@@ -314,44 +315,6 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
   }
 }
 
-// The options of --optimizer dion: of its codec, and its peak learning rate.
-struct DionOptions {
-  CompressionSpec codec;
-  double lr = TrainConfig().dion_lr;
-
-  explicit DionOptions(const std::string& text) {
-    std::string rest = text;
-    if (const size_t at = text.find(",lr="); at != std::string::npos) {
-      const size_t begin = at + 4, end = std::min(text.find(',', begin), text.size());
-      const auto value = parse_number(std::string_view(text).substr(begin, end - begin), 0.0, 1e6);
-      if (!value) throw BadInput("--optimizer " + text + ": lr= is not a number from 0 to 1e6");
-      lr = *value;
-      rest.erase(at, end - at);
-    }
-    codec = CompressionSpec::parse(rest);
-    CompressionSpec known;
-    known.method = codec.method, known.rank = codec.rank, known.mu = codec.mu;
-    if (codec == known) return;
-    throw BadInput("--optimizer " + text + ": only rank, mu and lr; all else is --compression's");
-  }
-};
-
-// Returns the spec of Dion's codec, whose factors travel in the format of `wire`. The embedding of patches
-// and the classifier are dense, because Dion is for the matrices between them.
-CompressionSpec with_dion(const CompressionSpec& codec, CompressionSpec wire) {
-  if (wire.method != CompressionSpec::Method::wire || wire.policy != ResidualPolicy()) {
-    throw BadInput(
-        fmt::format("--optimizer dion: its factors need a wire format with plain error feedback, not "
-                    "--compression {}; use a format such as int8",
-                    wire.to_string()));
-  }
-  wire.method = codec.method, wire.rank = codec.rank, wire.mu = codec.mu;
-  for (const char* name : {"conv_proj.weight", "heads.head.weight"}) wire.dense.emplace_back(name);
-  std::sort(wire.dense.begin(), wire.dense.end());
-  wire.dense.erase(std::unique(wire.dense.begin(), wire.dense.end()), wire.dense.end());
-  return wire;
-}
-
 // Resolves --compression together with --optimizer.
 void resolve_compression(const RunOptions& o, Resolved& out) {
   for (const std::string& text : o.compression) {
@@ -366,17 +329,8 @@ void resolve_compression(const RunOptions& o, Resolved& out) {
       throw BadInput("--compression " + text + ": Dion is an optimizer; use --optimizer dion:rank=R");
   }
   if (out.compressions.empty()) out.compressions.emplace_back();
-  if (!o.dion.empty()) {
-    if (out.automatic) {
-      throw BadInput(
-          "--compression auto and --optimizer dion cannot be combined: the factors' format is not predicted; "
-          "name a spec, such as int8");
-    }
-    const DionOptions dion(o.dion);
-    out.config.dion_lr = dion.lr;
-    if (out.config.lr == 0) throw BadInput("--lr 0: with --optimizer dion it must be more than 0");
-    for (CompressionSpec& spec : out.compressions) spec = with_dion(dion.codec, spec);
-  }
+  if (!o.matrix_optimizer.empty())
+    resolve_matrix_optimizer(o.matrix_optimizer, out.automatic.has_value(), out.config, out.compressions);
   std::vector<std::string> tensors;
   for (const VitParameter& p : vit_parameters(out.config.model)) tensors.push_back(p.name);
   for (const CompressionSpec& spec : out.compressions) check_dense_names(spec, tensors);
@@ -401,6 +355,7 @@ Resolved resolve_machine(const RunOptions& o) {
   resolve_elastic(o, out);
   check_schedules(out);
   check_policies(out);
+  check_muon(config);
   check_automatic(o, out);
   resolve_gradient_group(o, out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {

@@ -1,6 +1,7 @@
 // The layout of a model's parameters, which follows the reducer's layout of the gradients.
 #pragma once
 
+#include <iterator>
 #include <vector>
 
 #include "collectives/codec/dense.h"
@@ -8,6 +9,7 @@
 #include "trainer/lab/python_codec.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"
+#include "trainer/train/muon.h"
 
 namespace gradwire {
 
@@ -55,17 +57,25 @@ inline GradientGroups gradient_groups(const TrainConfig& config, const Device& d
   return {.layers = config.gradient_group};
 }
 
-// Returns the elements that Dion updates: the matrices that the reducer's codec turns into steps.
-inline std::vector<ElementRange> dion_matrices(const TrainConfig& config, const Reducer& reducer) {
-  std::vector<ElementRange> matrices;
-  if (!config.uses_dion()) return matrices;
+// Matrices that Dion and Muon leave to AdamW: the embedding of patches and the classifier.
+inline constexpr const char* kOuterMatrices[] = {"conv_proj.weight", "heads.head.weight"};
+
+// Returns the matrices that Dion or Muon updates. Dion's are those that the reducer's codec turns into steps.
+inline std::vector<FlatMatrix> optimizer_matrices(const TrainConfig& config, const Reducer& reducer) {
+  std::vector<FlatMatrix> matrices;
+  if (!config.uses_dion() && !config.muon) return matrices;
+  CompressionSpec spec = config.compression;
+  if (config.muon) {
+    spec = CompressionSpec();
+    spec.method = CompressionSpec::Method::dion;
+    spec.dense.assign(std::begin(kOuterMatrices), std::end(kOuterMatrices));
+  }
   const std::vector<GradientTensor> tensors = gradient_tensors(config.model);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto [rows, cols] = matrix_of(tensors[i]);
-    if (is_dense(config.compression, {.name = tensors[i].name, .rows = rows, .cols = cols})) continue;
-    if (powersgd_rank(config.compression, rows, cols) == 0) continue;
-    const int64_t begin = reducer.offset(static_cast<int>(i));
-    matrices.push_back({begin, begin + tensors[i].count()});
+    if (is_dense(spec, {.name = tensors[i].name, .rows = rows, .cols = cols})) continue;
+    if (powersgd_rank(spec, rows, cols) == 0) continue;
+    matrices.push_back({reducer.offset(static_cast<int>(i)), rows, cols});
   }
   return matrices;
 }

@@ -28,6 +28,7 @@ RunMemory plan_memory(const TrainConfig& config) {
                    .fused_attention = fuses_attention(config.devices.front(), config.model, config.precision),
                    .groups = gradient_groups(config, config.devices.front(), config.ranks())});
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
+  const int64_t muon = config.muon ? 2 * reducer.elements() : 0;
   int64_t owned = 0;
   for (const ElementRange& range : reducer.owned()) owned += range.count();
   const int64_t masters =
@@ -42,7 +43,7 @@ RunMemory plan_memory(const TrainConfig& config) {
   if (config.eval_every > 0) evaluation = Evaluator::bytes(config, stream, model);
   return {.model = model.bytes() + images,
           .gradients = static_cast<int64_t>(reducer.gradients().bytes() + reducer.shard().bytes()),
-          .optimizer = (moments * owned + masters) * static_cast<int64_t>(sizeof(float)),
+          .optimizer = (moments * owned + masters + muon) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory(),
           .kept = config.elastic && !config.divides(Sharding::optimizer)
                       ? Snapshots::bytes(reducer.elements(), moments, codecs)

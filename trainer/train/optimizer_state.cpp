@@ -9,7 +9,7 @@
 namespace gradwire {
 
 Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, std::vector<ElementRange> parts,
-                     const std::vector<ElementRange>& matrices)
+                     const std::vector<FlatMatrix>& matrices)
     : kind_(config.optimizer),
       parts_(std::move(parts)),
       dion_rate_(config.lr > 0 ? config.dion_lr / config.lr : 0),
@@ -28,9 +28,10 @@ Optimizer::Optimizer(const TrainConfig& config, const Stream& stream, std::vecto
     second_ = make_buffer<float>(stream.device(), elements_);
     fill_zero(stream, second_.data(), second_.bytes());
   }
+  if (config.muon) muon_.emplace(stream, matrices, elements_, config.muon_mu, config.precision);
 }
 
-void Optimizer::add_runs(const std::vector<ElementRange>& matrices) {
+void Optimizer::add_runs(const std::vector<FlatMatrix>& matrices) {
   for (const ElementRange& part : parts_) {
     int64_t at = part.begin;
     const auto run_until = [&](int64_t end, bool dion) {
@@ -43,9 +44,9 @@ void Optimizer::add_runs(const std::vector<ElementRange>& matrices) {
       }
       at = end;
     };
-    for (const ElementRange& matrix : matrices) {
+    for (const FlatMatrix& matrix : matrices) {
       run_until(matrix.begin, false);
-      if (matrix.begin <= at) run_until(matrix.end, true);
+      if (matrix.begin <= at) run_until(matrix.end(), true);
     }
     run_until(part.end, false);
     elements_ += part.count();
@@ -65,9 +66,11 @@ void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
 }
 
 void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded) {
+  if (muon_) muon_->run(stream, grads.data, first_.as<float>());
   for (const Run& run : runs_) {
+    const float* const steps = muon_ && run.dion ? muon_->steps() : grads.data;
     step_run(stream, params.data + (params.packed ? run.first : run.elements.begin),
-             grads.data + (grads.packed ? run.first : run.elements.begin),
+             steps + (grads.packed ? run.first : run.elements.begin),
              rounded == nullptr ? nullptr : rounded + run.elements.begin, run);
   }
 }
