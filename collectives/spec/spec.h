@@ -1,8 +1,8 @@
 // Compression specs: name[:key=value,...].
 //
-// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`, or a Python file that
-// defines a codec: `ideas/mine.py`.
-// CompressionSpec::grammar() lists all options; docs/formats.md explains them.
+// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`, or the path of a
+// Python file that defines a codec, such as `mine.py`. CompressionSpec::grammar() lists all options;
+// docs/formats.md explains them.
 #pragma once
 
 #include <cstdint>

@@ -52,7 +52,8 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_NCCL_LIBRARY", "libnccl.so.2",
      "The NCCL library to load, where the default name is not found"},
     {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",
-     "The Python of gradwire report, which needs plotly, and of gradwire export, which needs tensorboard"},
+     "The Python of gradwire report, which needs plotly, of gradwire export, which needs tensorboard, and of "
+     "codecs in Python, which need NumPy (docs/for-researchers.md)"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: bytes written before timing with cold caches, and the size of large copies. Smaller "
      "values are faster, but leave caches warm"},
