@@ -131,6 +131,13 @@ class Codec:
         for losses in (first, second):
             self.assertLess(losses[-1], losses[0])
 
+    def test_bits_by_block_keep_the_bytes_of_equal_bits(self):
+        codec = f"{EF21.with_name('block_bits.py')}:bits=3,dense=off"
+        (varying, equal), table = self.losses(codec, codec + ",fixed=True")
+        self.assertEqual(table[0]["wire_bytes"], table[1]["wire_bytes"])
+        self.assertEqual(varying[:2], equal[:2])  # the first step's bits are equal
+        self.assertNotEqual(varying[2:], equal[2:])
+
     def test_a_changed_file_is_a_new_run(self):
         text = ("class Codec:\n def __init__(self, bucket): pass\n def encode(self, g): return g\n"
                 " def decode(self, m): return sum(m) * SCALE / len(m)\n")
