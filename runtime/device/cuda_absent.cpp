@@ -53,6 +53,7 @@ GW_ABSENT(int, current_device, void)
 GW_ABSENT([[gnu::weak]] int, multiprocessors, void)
 GW_ABSENT(bool, loads_kernels_lazily, void)
 GW_ABSENT(bool, reaches_peers_over_nvlink, int)
+GW_ABSENT(DeviceMemory, device_memory, int)
 GW_ABSENT(void, switch_profiler, int, bool)
 
 }  // namespace gradwire::cuda

@@ -48,6 +48,11 @@ bool reaches_peers_over_nvlink(Device device) {
   return device.is_cuda() && cuda::reaches_peers_over_nvlink(device.index);
 }
 
+DeviceMemory device_memory(Device device) {
+  if (device.is_host()) throw Error("device_memory: the device is the host");
+  return cuda::device_memory(device.index);
+}
+
 bool is_cuda_memory(const void* address) {
   return cuda::is_device_memory(address);
 }

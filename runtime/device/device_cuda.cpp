@@ -223,10 +223,23 @@ std::shared_ptr<Event::Impl> make_event(int device_index, bool timer) {
   return std::make_shared<CudaEventImpl>(device_index, timer);
 }
 
+DeviceMemory device_memory(int device_index) {
+  set_device(device_index);
+  DeviceMemory memory;
+  GW_CUDA_CHECK(cudaMemGetInfo(&memory.free, &memory.total));
+  return memory;
+}
+
 namespace {
-// Throws OutOfResources when an allocation on the GPU, or of page-locked memory, is refused.
+// Throws OutOfResources when an allocation on the current GPU is refused.
 void check_allocation(cudaError_t status, const char* call, size_t bytes) {
-  if (status != cudaSuccess) check(status, fmt::format("{} of {} bytes", call, bytes).c_str());
+  if (status == cudaSuccess) return;
+  int device = -1;
+  size_t free = 0, total = 0;
+  ignore(cudaGetDevice(&device));
+  ignore(cudaMemGetInfo(&free, &total));
+  const std::string where = fmt::format("cuda:{} ({} of {} bytes free)", device, free, total);
+  check(status, fmt::format("{} of {} bytes on {}", call, bytes, where).c_str());
 }
 }  // namespace
 
@@ -267,7 +280,8 @@ bool reaches_peers_over_nvlink(int device_index) {
 
 std::shared_ptr<void> allocate_pinned(size_t bytes) {
   void* data = nullptr;
-  check_allocation(cudaMallocHost(&data, bytes), "cudaMallocHost", bytes);
+  if (const cudaError_t status = cudaMallocHost(&data, bytes); status != cudaSuccess)
+    check(status, fmt::format("cudaMallocHost of {} bytes", bytes).c_str());
   return std::shared_ptr<void>(data, [](void* p) { ignore(cudaFreeHost(p)); });
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime/device/device.h"
+#include "runtime/device/properties.h"
 
 namespace gradwire {
 
@@ -75,6 +76,7 @@ int multiprocessors();  // returns the number of multiprocessors of the current 
 bool loads_kernels_lazily();
 int device_count();
 bool reaches_peers_over_nvlink(int device_index);
+DeviceMemory device_memory(int device_index);
 void switch_profiler(int device_index, bool on);
 bool is_device_memory(const void* address);
 std::string unavailable_reason();

@@ -2,6 +2,8 @@
 // another.
 #pragma once
 
+#include <cstddef>
+
 #include "runtime/device/device.h"
 
 namespace gradwire {
@@ -9,6 +11,13 @@ namespace gradwire {
 // Returns the number of streaming multiprocessors of a CUDA device, or of its partition (MIG). 0 for the
 // host.
 int multiprocessors(Device device);
+
+// Memory of a CUDA device, or of its partition (MIG), in bytes.
+struct DeviceMemory {
+  size_t free = 0, total = 0;
+};
+// Creates the device's context if the process has none.
+DeviceMemory device_memory(Device device);
 
 // Returns whether CUDA loads each kernel at the kernel's first launch (the default), instead of all kernels
 // at the start (CUDA_MODULE_LOADING=EAGER). Loading can wait for running kernels. False without CUDA devices.

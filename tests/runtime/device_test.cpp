@@ -2,6 +2,7 @@
 // hangs.
 #include "runtime/device/device.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -12,9 +13,12 @@
 #include <thread>
 
 #include "runtime/device/memory_use.h"
+#include "runtime/device/properties.h"
+#include "runtime/threads/resources.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 #include "tests/support/devices.h"
+#include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {
@@ -153,6 +157,16 @@ TEST_P(DeviceTest, BuffersAreAlignedAndEmptyOnesAreNull) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(Buffer(GetParam(), bytes).data()) % 256, 0u);
   }
   EXPECT_EQ(Buffer(GetParam(), 0).data(), nullptr);
+}
+
+TEST_P(DeviceTest, RefusedMemoryNamesItsSizeAndItsGpu) {
+  if (GetParam().is_host()) return;  // see Resources.ThrowsOutOfResourcesWhenHostMemoryIsExhausted
+  const DeviceMemory memory = device_memory(GetParam());
+  EXPECT_LE(memory.free, memory.total);
+  testing::expect_error<OutOfResources>(
+      [&] { Buffer(GetParam(), memory.total + 1); },
+      {fmt::format("of {} bytes on {} (", memory.total + 1, GetParam().name()),
+       fmt::format(" of {} bytes free)", memory.total)});
 }
 
 GW_INSTANTIATE_ON_DEVICES(DeviceTest);

@@ -17,6 +17,8 @@ SMALL = [
     "--data", "synthetic:64", "--batch-size", "8", "--width", "16", "--depth", "2",
     "--heads", "2", "--mlp", "32", "--steps", "3"
 ]
+# Two ranks of this model need more memory than a pretended GPU has.
+LARGE = ["--data", "synthetic:1024", "--batch-size", "512", "--width", "256", "--depth", "48", "--steps", "1"]
 # Each variant is (ranks, flags, whether ctest runs the variant).
 VARIANTS = [
     (1, "", True),
@@ -50,12 +52,13 @@ REFUSED = [
 ]
 
 
-def start(gradwire, device, ranks, flags, log):
-    environment = dict(os.environ, GRADWIRE_STANDIN_GPUS=str(ranks if device == "cuda" else 0))
+def start(gradwire, device, ranks, flags, log, model=SMALL, **variables):
+    gpus = {"GRADWIRE_STANDIN_GPUS": str(ranks if device == "cuda" else 0)}
+    environment = {**os.environ, **gpus, **variables}
     return subprocess.run(
-        [gradwire, "train", *SMALL, "--device", device, "--ranks",
-         str(ranks), *flags.split(), "--log", log], env=environment, capture_output=True, text=True,
-        timeout=300)
+        [gradwire, "train", *model, "--device", device, "--ranks",
+         str(ranks), *flags.split(), *(["--log", log] if log else [])], env=environment, capture_output=True,
+        text=True, timeout=300)
 
 
 def losses(gradwire, device, ranks, flags, folder):
@@ -75,6 +78,24 @@ def difference(gradwire, ranks, flags):
     if len(host) != len(cuda) or len(host) < 3:
         raise AssertionError(f"losses of the host {host}, of the pretended GPUs {cuda}")
     return max(abs(a - b) / abs(a) for a, b in zip(host, cuda))
+
+
+def host_run_problem(gradwire):
+    """Returns why a host run on a machine with GPUs is wrong: it must not call CUDA, which makes a context."""
+    with tempfile.TemporaryDirectory() as folder:
+        calls = pathlib.Path(folder) / "calls"
+        result = start(gradwire, "host", 2, "", f"{folder}/log.jsonl", GRADWIRE_STANDIN_GPUS="2",
+                       GRADWIRE_TEST_LOG=str(calls))
+        if result.returncode != 0:
+            return result.stdout + result.stderr
+        return calls.read_text() if calls.exists() else ""
+
+
+def memory_problem(gradwire):
+    """Returns the dry run's text if it does not say that two ranks on one GPU lack memory."""
+    result = start(gradwire, "cuda", 2, "--dry-run", "", LARGE, GRADWIRE_STANDIN_GPUS="1")
+    line = "Free on cuda:0: 4.29 GB per rank, which is not enough"
+    return "" if line in result.stdout else result.stdout + result.stderr
 
 
 def main():
@@ -100,6 +121,11 @@ def main():
             f"{ranks} ranks {flags}:"
             f" {'refused: ok' if refused else 'FAILED: not refused: ' + result.stdout + result.stderr}"
         )
+    for text, problem in (("a host run makes no CUDA call", host_run_problem),
+                          ("a dry run compares its memory with the GPU's", memory_problem)):
+        found = problem(gradwire)
+        failures += found != ""
+        print(f"{text}: {'FAILED: ' + found if found else 'ok'}")
     return 1 if failures else 0
 
 

@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 
+#include <limits>
+#include <map>
 #include <memory>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
+#include "runtime/device/properties.h"
 #include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
@@ -51,18 +54,43 @@ RunMemory plan_memory(const TrainConfig& config) {
           .evaluation = evaluation};
 }
 
+namespace {
+
+// Returns a line about the GPU of this process's ranks with the least free memory for each rank; "" without a
+// GPU. Processes do not know each other's GPUs.
+std::string gpu_text(const TrainConfig& config, int64_t needed) {
+  std::map<int, int64_t> ranks;  // by device index
+  for (Device device : config.devices) {
+    if (device.is_cuda() && !config.processes) ++ranks[device.index];
+  }
+  std::string text;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (const auto& [index, count] : ranks) {
+    const Device device = Device::cuda(index);
+    const auto free = static_cast<int64_t>(device_memory(device).free);
+    if (free / count >= least) continue;
+    least = free / count;
+    text = fmt::format("\nFree on {}: {} per rank{}", device.name(), human_bytes(static_cast<double>(least)),
+                       needed <= least ? "" : ", which is not enough: use --shard or a smaller --batch-size");
+  }
+  return text;
+}
+
+}  // namespace
+
 std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const ReducerMemory& extra = memory.compression;
   return fmt::format(
       "Memory per rank: {} model and activations, {} gradients, {} optimizer, {} evaluation\n"
-      "Extra memory for {}: {} ({} residual, {} factors, {} staging){}",
+      "Extra memory for {}: {} ({} residual, {} factors, {} staging){}{}",
       text(memory.model), text(memory.gradients), text(memory.optimizer), text(memory.evaluation),
       config.compression.to_string(), text(extra.total()), text(extra.residual), text(extra.factors),
       text(extra.staging),
       memory.kept > 0
           ? fmt::format("\nFor --elastic: {}, the state after the last two steps", text(memory.kept))
-          : "");
+          : "",
+      gpu_text(config, memory.total()));
 }
 
 void check_memory_limit(const TrainConfig& config) {

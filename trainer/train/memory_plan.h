@@ -24,7 +24,7 @@ struct RunMemory {
 // reducer on the host without peers. This briefly takes as much host memory, except for activations.
 RunMemory plan_memory(const TrainConfig& config);
 
-// Returns the plan as two lines of text.
+// Returns the plan as lines of text. For GPUs of this process, compares the plan with their free memory.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
 // Throws BadInput if the run needs more than its --memory-limit. The message names the required memory and
 // the sufficient --shard.
