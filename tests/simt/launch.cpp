@@ -197,11 +197,14 @@ class Memory {
 
 // --- launch ---
 
+// Whether this thread runs a kernel. Other threads may launch meanwhile: they wait in Session.
+thread_local bool runs_kernel = false;
+
 void check_limits(const Grid& grid) {
   auto refuse = [&](const std::string& why) {
     throw Failure(fmt::format("launch of '{}' refused: {}", grid.kernel, why));
   };
-  if (block.current >= 0) refuse("kernels cannot launch kernels here");
+  if (runs_kernel) refuse("kernels cannot launch kernels here");
   size_t threads = size_t{grid.block.x} * grid.block.y * grid.block.z;
   if (threads == 0) refuse("a block has no threads");
   if (threads > 1024 || grid.block.z > 64) {
@@ -276,11 +279,13 @@ void run_schedule(const Grid& grid, int repetition, void (*thread)(const void*),
 class Session {
  public:
   Session() : lock_(one_at_a_time()) {
+    runs_kernel = true;
     install_handlers();
     alarm(kWatchdogSeconds);
   }
   ~Session() {
     alarm(0);
+    runs_kernel = false;
     block.grid = nullptr;
     block.dynamic_memory = nullptr;
   }

@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "runtime/device/launch.cuh"
+#include "tests/support/expect.h"
 
 namespace gradwire::simt {
 namespace {
@@ -147,6 +149,21 @@ TEST(Simt, SpinLocksMakeProgress) {
   int counter = 0;
   launch("lock", lock_kernel, {.grid = dim3(4), .block = dim3(64)}, &lock, &counter);
   EXPECT_EQ(counter, 4 * 64);
+}
+
+TEST(Simt, ThreadsThatLaunchAtOnceTakeTurns) {
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([] {
+      for (int i = 0; i < 50; ++i) {
+        std::vector<int> data(32, 1);
+        EXPECT_EQ(testing::error_of([&] { launch("scan", scan_kernel, {.block = dim3(32)}, data.data()); }),
+                  "no error");
+        EXPECT_EQ(data.back(), 32);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 __global__ void places_kernel(int* hits) {
