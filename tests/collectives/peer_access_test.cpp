@@ -365,11 +365,19 @@ TEST(PeerAccess, RanksOnASmallGpuHaveOnlyCoResidentBlocks) {
 
 TEST(PeerAccess, RanksThatShareAGpuNeedEagerLoading) {
   const Device first = Device::cuda(0), second = Device::cuda(1), host = Device::host();
-  expect_has(sharing_obstacle({first, second, second}, true),
+  expect_has(sharing_obstacle({first, second, second}, true, false),
              {"2 ranks share cuda:1", "CUDA_MODULE_LOADING=EAGER"});
-  EXPECT_EQ(sharing_obstacle({first, second, second}, false), "");
-  EXPECT_EQ(sharing_obstacle({first, second}, true), "");
-  EXPECT_EQ(sharing_obstacle({host, host}, true), "");
+  EXPECT_EQ(sharing_obstacle({first, second, second}, false, false), "");
+  EXPECT_EQ(sharing_obstacle({first, second}, true, false), "");
+  EXPECT_EQ(sharing_obstacle({host, host}, true, false), "");
+}
+
+TEST(PeerAccess, RanksThatAreThreadsNeedLaunchesThatReturn) {
+  const Device first = Device::cuda(0), second = Device::cuda(1), host = Device::host();
+  expect_has(sharing_obstacle({first, second}, false, true),
+             {"CUDA_LAUNCH_BLOCKING=1", "a process for each"});
+  EXPECT_EQ(sharing_obstacle({first}, false, true), "");
+  EXPECT_EQ(sharing_obstacle({host, host}, false, true), "");
 }
 
 }  // namespace

@@ -307,7 +307,11 @@ class LocalTransport final : public Transport {
 
 }  // namespace
 
-std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily) {
+std::string sharing_obstacle(const std::vector<Device>& devices, bool lazily, bool blocking) {
+  if (blocking && devices.size() > 1 && devices.front().is_cuda()) {
+    return "with CUDA_LAUNCH_BLOCKING=1 a launch waits for its kernel, which waits for another launch; "
+           "unset it, or start a process for each rank";
+  }
   if (!lazily) return "";
   for (const Device& d : devices) {
     const auto ranks = std::count(devices.begin(), devices.end(), d);

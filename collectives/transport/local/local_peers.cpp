@@ -8,6 +8,7 @@
 
 #include "collectives/transport/local/local.h"
 #include "runtime/device/properties.h"
+#include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -24,7 +25,9 @@ std::string LocalPeers::obstacle(int group) {
         return fmt::format("{} cannot access memory of {}", from.name(), to.name());
     }
   }
-  return sharing_obstacle(hub_.devices, loads_kernels_lazily());
+  const char* const blocking = environment("CUDA_LAUNCH_BLOCKING");
+  return sharing_obstacle(hub_.devices, loads_kernels_lazily(),
+                          blocking != nullptr && std::string(blocking) != "0");
 }
 
 std::shared_ptr<LocalHub::PeerGroup> LocalPeers::share(Buffer mine, int number) {
