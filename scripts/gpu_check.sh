@@ -134,7 +134,7 @@ pack() {
   (
     cd "$out" || exit
     shopt -s nullglob
-    files=(log.txt *.json)
+    files=(log.txt *.json *.log)
     tar -czf gpu-check.tar.gz.new README.md steps.tsv "${files[@]}" && mv gpu-check.tar.gz.new gpu-check.tar.gz &&
       rm -f "${files[@]}"
   )
@@ -226,8 +226,8 @@ part_first() {
   step tests-kernels 80 bash -c "suite kernels 14"
   step tests-collectives 100 bash -c "suite collectives 8 '*cuda*-$peers'"
   step tests-trainer 60 bash -c "suite trainer 6"
-  step train 30 env CUBLASLT_LOG_LEVEL=2 "$bin/gradwire" train --model vit_s_16 --data synthetic --device cuda --steps 20 \
-    --batch-size 32 --compression powersgd:rank=4
+  step train 30 env CUBLASLT_LOG_LEVEL=5 CUBLASLT_LOG_FILE="$out/cublaslt.log" "$bin/gradwire" train \
+    --model vit_s_16 --data synthetic --device cuda --steps 20 --batch-size 32 --compression powersgd:rank=4
   # This step is last, because it is the step most likely to hang: kernels of several ranks wait for each
   # other on one GPU.
   step tests-peer-windows 30 bash -c "suite collectives 1 '$peers'"
@@ -249,7 +249,7 @@ has_torch() { [ -n "$torch" ]; }
 # representative.
 part_peers() {
   # The tests have their own time limits. Skipped tests do not count as passed.
-  step tests-nccl 100 bash -c "suite processes 4 'NcclGpu*'"
+  step tests-nccl 100 env NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/nccl-%p.log" bash -c "suite processes 4 'NcclGpu*'"
   # Smoke runs omit these steps, because ctest's `device` and `jax` test the same without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
     step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
@@ -311,7 +311,7 @@ gpu=$([ -n "$smoke" ] || nvidia-smi --query-gpu=name --format=csv,noheader -i 0 
 out=${folder:-docs/results/$(date +%F)-$gpu}
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
-rm -f "$out"/log.txt "$out"/*.json
+rm -f "$out"/log.txt "$out"/*.{json,log}
 started=$SECONDS
 failed=0
 printf 'part\tstep\tstatus\tseconds\n' > "$out/steps.tsv"

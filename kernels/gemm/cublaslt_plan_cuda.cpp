@@ -120,7 +120,7 @@ Plan::Plan(const LtContext& context, const ColumnMajorGemm& g, Precision precisi
       cublasLtMatmulAlgoGetHeuristic(context.lt, operation_.get(), a_.get(), b_.get(), d_.get(), d_.get(),
                                      preference.get(), times ? kMostTimed : 1, found.data(), &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0)) return;
-  GW_CUBLAS_CHECK(status);
+  check_cublas(status, "cublasLtMatmulAlgoGetHeuristic");
   if (found[0].state == CUBLAS_STATUS_SUCCESS) algorithm_ = found[0].algo;
   if (times) choose(context, g, *tuning, {found.data(), static_cast<size_t>(count)});
 }
