@@ -201,6 +201,12 @@ class Codec:
                             ("keys.py:k=41", ["keys.py:k=41", "line 2", "ValueError: 41"]),
                             ("keys.py:q=1", ["unexpected keyword", "q"])):
             self.assert_refused(self.train(spec, "--steps", 1), *parts)
+        without = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--compression", "half.py:dense=off",
+                                   env={"GRADWIRE_PYTHON": "/nowhere/python"})
+        self.assert_refused(without, "/nowhere/python", "install python3")
+        cluster = EF21.parents[1] / "plan/clusters/h100-ib.json"
+        predicted = self.run_command("plan", "--cluster", cluster, "--ranks", 8, "--compression", "half.py")
+        self.assert_refused(predicted, "half.py", "name another spec")
         for flags in (["--shard", "full"], ["--checkpoint", "saved"], ["--graph"]):
             self.assert_refused(self.train("empty.py", *flags), "empty.py", flags[0])
 

@@ -1,7 +1,7 @@
 // Muon (Jordan et al., 2024) for the layers' matrices, as a baseline for Dion: M <- mu M + G with the mean
 // gradient G, and the step sqrt(rows / cols) NS5(M), where NS5 nearly orthonormalizes M by five steps of a
 // Newton-Schulz iteration, X <- a X + (b A + c A^2) X with A = X X^T, from X = M / |M|. Without Nesterov's
-// step. Products are FP32 (or TF32), of the smaller side.
+// step. Products are FP32 (or TF32), of the smaller side. On CUDA one block sums a matrix's norm, slowly.
 #pragma once
 
 #include <cstdint>
