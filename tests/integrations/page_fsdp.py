@@ -39,9 +39,23 @@ def loads(examples: List[str], _: str) -> None:
     trains(names)
 
 
+def over_replicas(examples: List[str], _: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from gradwire.fsdp import compress
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    names: Dict[str, Any] = {"compress": compress, "model": fully_shard(torch_model(), mesh=mesh)}
+    exec(examples[0], names)
+    trains(names)
+
+
 SESSIONS = {
     "4 ranks save": Session(4, saves, ["from gradwire.fsdp import compress", "torch.save("]),
     "2 ranks load": Session(2, loads,
                             ["from gradwire.fsdp import compress", "handle.load_state_dict([torch.load("]),
+    "2 replicas of 2 ranks": Session(4, over_replicas, [
+        'handle = compress(model, gradients="int8", weights="bf16", replicas=']),
 }
 NOT_RUN: List[Any] = []
