@@ -19,8 +19,16 @@ size_t on_wire(size_t bytes) {
   return bytes + (bytes + kPacketPayload - 1) / kPacketPayload * kPacketHeaders;
 }
 
+double slowest(const EmulatedLink& link) {
+  return link.then_bits_per_s > 0 ? std::min(link.bits_per_s, link.then_bits_per_s) : link.bits_per_s;
+}
+
+nanoseconds occupied(size_t bytes, double bits_per_s) {
+  return nanoseconds(std::llround(static_cast<double>(on_wire(bytes)) * 8e9 / bits_per_s));
+}
+
 size_t turn_of(const EmulatedLink& link) {
-  const double bytes = link.bits_per_s / 8 * std::chrono::duration<double>(kTurn).count();
+  const double bytes = slowest(link) / 8 * std::chrono::duration<double>(kTurn).count();
   const auto packets = static_cast<size_t>(bytes / static_cast<double>(kPacketPayload + kPacketHeaders));
   return std::clamp<size_t>(packets, 1, kMostPackets) * kPacketPayload;
 }
@@ -42,15 +50,21 @@ LinkPacer::LinkPacer(const EmulatedLink& link, int world)
 }
 
 nanoseconds LinkPacer::duration(size_t bytes) const {
-  return nanoseconds(std::llround(static_cast<double>(on_wire(bytes)) * 8e9 / link_.bits_per_s));
+  return occupied(bytes, link_.bits_per_s);
+}
+
+nanoseconds LinkPacer::duration(size_t bytes, Time time) const {
+  return occupied(bytes, link_.bits_per_s_at(time));
 }
 
 LinkPacer::Time LinkPacer::pass(Bucket& bucket, size_t bytes, Time ready) const {
-  bucket = std::max(bucket, ready) + duration(bytes);
+  const Time start = std::max(bucket, ready);
+  bucket = start + duration(bytes, start);
   return std::max(ready, bucket - burst_);
 }
 
 void LinkPacer::post(Flow& flow, Time now) {
+  if (link_.since == Time{}) link_.since = now;
   flow.posted_ = now;
   flow.arrivals_.clear();
   flow.arrived_ = flow.left_ = 0;
@@ -90,7 +104,9 @@ LinkPacer::Time LinkPacer::earliest(const Flow& flow, size_t bytes) const {
     if (earlier == &flow) break;
     ahead += earlier->left_;
   }
-  const Time full = std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + duration(ahead);
+  // The rate may change on the way, so the faster of the two gives the earliest time.
+  const nanoseconds least = std::min(duration(ahead), duration(ahead, Time::max()));
+  const Time full = std::max(out_[static_cast<size_t>(flow.from)], flow.posted_) + least;
   return std::max(flow.posted_, full - burst_) + link_.delay;
 }
 
@@ -135,12 +151,13 @@ void LinkPacer::take_turn(Flow& flow, Time start) {
 size_t LinkPacer::may_receive(int rank, Time now) const {
   const nanoseconds time = std::min(receive_burst_, now + receive_burst_ - in_[static_cast<size_t>(rank)]);
   const double packets =
-      static_cast<double>(time.count()) / static_cast<double>(duration(kPacketPayload).count());
+      static_cast<double>(time.count()) / static_cast<double>(duration(kPacketPayload, now).count());
   return packets < 1 ? 0 : static_cast<size_t>(packets) * kPacketPayload;
 }
 
 LinkPacer::Time LinkPacer::may_receive_at(int rank) const {
-  return in_[static_cast<size_t>(rank)] - receive_burst_ + duration(turn_) + nanoseconds(1);
+  const Time full = in_[static_cast<size_t>(rank)];
+  return full - receive_burst_ + duration(turn_, full) + nanoseconds(1);
 }
 
 void LinkPacer::received(int rank, size_t bytes, Time now) {
@@ -148,7 +165,7 @@ void LinkPacer::received(int rank, size_t bytes, Time now) {
   const double packets = static_cast<double>(bytes) / static_cast<double>(kPacketPayload);
   Bucket& bucket = in_[static_cast<size_t>(rank)];
   bucket = std::max(bucket, now) +
-           nanoseconds(std::llround(packets * static_cast<double>(duration(kPacketPayload).count())));
+           nanoseconds(std::llround(packets * static_cast<double>(duration(kPacketPayload, now).count())));
 }
 
 }  // namespace gradwire

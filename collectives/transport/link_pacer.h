@@ -64,8 +64,9 @@ class LinkPacer {
 
   // Returns the number of bytes that pass at once in one turn of a message.
   size_t turn_bytes() const { return turn_; }
-  // Returns the time for which `bytes` bytes of payload occupy a link.
+  // Return the time for which `bytes` bytes of payload occupy a link before its rate changes, or at `time`.
   std::chrono::nanoseconds duration(size_t bytes) const;
+  std::chrono::nanoseconds duration(size_t bytes, Time time) const;
 
  private:
   // The time at which a bucket is full again.
@@ -81,7 +82,7 @@ class LinkPacer {
   void advance(Time now);
   void take_turn(Flow& flow, Time start);
 
-  const EmulatedLink link_;
+  EmulatedLink link_;
   const int world_;
   const size_t turn_;
   const std::chrono::nanoseconds burst_;  // the time in which an empty bucket fills up

@@ -46,8 +46,9 @@ TEST(EmulatedLink, ParsesRatesAndDelays) {
   EXPECT_EQ(plain.delay, 0ns);
   EXPECT_EQ(delayed.bits_per_s, 1.5e9);
   EXPECT_EQ(delayed.delay, 20ms);
-  for (const char* text : {"100kbit", "100Mbit", "1Gbit,20ms", "2.5Gbit,1.5s", "1Tbit,10us",
-                           "1Gbit,0us,128KiB", "1Gbit,1ms,12.5kB"}) {
+  for (const char* text :
+       {"100kbit", "100Mbit", "1Gbit,20ms", "2.5Gbit,1.5s", "1Tbit,10us", "1Gbit,0us,128KiB",
+        "1Gbit,1ms,12.5kB", "5Gbit,then=100Mbit@20s", "1Gbit,1ms,12.5kB,then=2Gbit@500ms"}) {
     EXPECT_EQ(EmulatedLink::parse(text).to_string(), text);
   }
   EXPECT_EQ(EmulatedLink::parse("100000kbit,1000us").to_string(), "100Mbit,1ms");
@@ -69,6 +70,15 @@ TEST(EmulatedLink, RejectsOtherTexts) {
     expect_error<BadInput>([&] { EmulatedLink::parse(text); },
                            {fmt::format("--link {}", text), "not a burst"});
   }
+  for (const char* text : {"1Gbit,then=", "1Gbit,then=fast@1s", "1Gbit,then=1kbit@1s"}) {
+    expect_error<BadInput>([&] { EmulatedLink::parse(text); },
+                           {fmt::format("--link {}", text), "not a rate"});
+  }
+  for (const char* text :
+       {"1Gbit,then=1Mbit", "1Gbit,then=1Mbit@", "1Gbit,then=1Mbit@20", "1Gbit,then=1Mbit@-1s"}) {
+    expect_error<BadInput>([&] { EmulatedLink::parse(text); },
+                           {fmt::format("--link {}", text), "not a time"});
+  }
 }
 
 TEST(LinkPacer, MessageTakesTheTimeOfItsBytesAndHeadersPlusTheDelay) {
@@ -78,6 +88,31 @@ TEST(LinkPacer, MessageTakesTheTimeOfItsBytesAndHeadersPlusTheDelay) {
   pacer.post(flow, kStart);
   const Time end = arrival(pacer, flow, kStart);
   EXPECT_NEAR(std::chrono::duration<double>(end - kStart).count(), 0.005 + 151'400 * 8e-8, 1e-6);
+}
+
+TEST(LinkPacer, RateChangesAtItsTimeAfterTheFirstMessage) {
+  LinkPacer pacer({.bits_per_s = 1e9, .then_bits_per_s = 1e7, .then_after = 2s}, 2);
+  std::deque<Flow> flows;
+  const auto seconds = [&](Time at) {
+    Flow& flow = add(flows, 0, 1, 144'800);
+    pacer.post(flow, at);
+    return std::chrono::duration<double>(arrival(pacer, flow, at) - at).count();
+  };
+  EXPECT_NEAR(seconds(kStart), 151'400 * 8e-9, 1e-6);
+  EXPECT_NEAR(seconds(kStart + 1s), 151'400 * 8e-9, 1e-6);
+  EXPECT_NEAR(seconds(kStart + 3s), 151'400 * 8e-7, 1e-5);
+  // A message during which the rate changes.
+  LinkPacer faster({.bits_per_s = 1e7, .then_bits_per_s = 1e9, .then_after = 60ms}, 2);
+  Flow& flow = add(flows, 0, 1, 144'800);
+  faster.post(flow, kStart);
+  const double half = 0.5 * 151'400 * 8e-7;
+  EXPECT_NEAR(std::chrono::duration<double>(arrival(faster, flow, kStart) - kStart).count(), 0.06, half / 5);
+  // Groups that are split off continue on the same clock.
+  EXPECT_EQ(pacer.link().since, kStart);
+  LinkPacer split(pacer.link(), 2);
+  Flow& late = add(flows, 0, 1, 144'800);
+  split.post(late, kStart + 3s);
+  EXPECT_GE(arrival(split, late, kStart + 3s), kStart + 3s + 100ms);
 }
 
 // Posts random messages, and samples the clock at random.

@@ -140,7 +140,7 @@ void add_rank_flags(CLI::App& command, RunOptions& o) {
   add_number(command, "--ranks-per-node", o.ranks_per_node,
              "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: the launcher's)",
              {1, 1024});
-  add_text(command, "--link", o.link, "RATE[,DELAY[,BURST]]",
+  add_text(command, "--link", o.link, "RATE[,DELAY[,BURST]][,then=RATE@TIME]",
            "Emulate a slow link for each rank on the host, such as 100Mbit or 1Gbit,20ms. BURST: bytes that "
            "pass at once after a pause, such as 128KiB (default: none)");
   add_choice<DeviceChoice>(
