@@ -107,7 +107,8 @@ bind -x '"\\C-x": printf "\\nLINE<%s>\\n" "$READLINE_LINE"'
         names = self.words(shell, line)
         grammar = self.run_command("train", "--compression", "zip").stderr
         formats = re.search(r"where FORMAT is ([a-z0-9|]+)", grammar)[1].split("|")
-        self.assertEqual(set(names), {*formats, "powersgd", "randk"})
+        self.assertEqual(set(names), {*formats, "auto", "powersgd", "randk"})
+        self.assertEqual(shell.line_after(line + "auto:er" + TAB), line + "auto:error=")
         self.assertEqual(shell.line_after(line + "randk:rat" + TAB), line + "randk:ratio=")
 
     def test_models_and_datasets_exist(self):

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 
 #include "collectives/communicator/local_ranks.h"
 #include "tests/support/expect.h"
@@ -33,12 +34,18 @@ TEST(AutoCompression, ParsesItsOptions) {
   ASSERT_EQ(choices.specs.size(), 3u);  // FP32 is first, and once
   EXPECT_EQ(choices.specs[0], "fp32");
   EXPECT_EQ(choices.specs[2], CompressionSpec::parse("int4:block=64,round=stochastic").to_string());
+  EXPECT_TRUE(request.replan);
+  EXPECT_EQ(AutoCompression::parse("auto:replan=off,error=1,allow=int8").to_string(),
+            "auto:error=1,replan=off,allow=int8");
+  EXPECT_EQ(AutoCompression::parse("auto:plan=a/b.json,allow=bf16").plan, "a/b.json");
   EXPECT_EQ(AutoCompression::parse("auto:allow=int8").error, AutoCompression().error);
 }
 
 TEST(AutoCompression, RejectsInvalidRequests) {
   for (const auto& [text, culprit] : {std::pair{"auto:", "''"},
                                       {"auto:erorr=1", "erorr=1"},
+                                      {"auto:replan=of", "replan=of"},
+                                      {"auto:plan=,error=1", "plan="},
                                       {"auto:error=-1", "'-1'"},
                                       {"auto:error=nan", "'nan'"},
                                       {"auto:error=0.1,", "''"},
@@ -46,6 +53,7 @@ TEST(AutoCompression, RejectsInvalidRequests) {
                                       {"auto:allow=int8+int8", "twice"},
                                       {"auto:allow=int8:start=5", "start="},
                                       {"auto:allow=topk:momentum=0.9", "momentum="},
+                                      {"auto:allow=ideas/mine.py", "Python"},
                                       {"auto:allow=int9", "int9"}}) {
     expect_bad_input([text = text] { AutoCompression::parse(text); }, {culprit});
   }
@@ -113,6 +121,37 @@ TEST(AutoCompression, ExcludesErrorsThatAreNotNumbers) {
   EXPECT_EQ(chosen(costs, "auto:error=1"), "fp32");
 }
 
+TEST(AutoCompression, IntervalCoversTheStepsOfMeasurementsThatVary) {
+  std::mt19937 random(1);
+  std::normal_distribution<double> normal;
+  const auto vary = [&](double deviation) { return std::max(0.1, 1 + deviation * normal(random)); };
+  int covered = 0;
+  constexpr int kTrials = 400;
+  for (int trial = 0; trial < kTrials; ++trial) {
+    const StepCosts actual = measured(125);
+    StepCosts seen = actual;
+    seen.spread.compute = 0.1;
+    seen.compute_ms *= vary(0.1);
+    seen.spread.codec["int8"] = 0.2;
+    seen.codec_ns.at("int8") *= vary(0.2);
+    for (int i = 0; i < 3; ++i) {
+      LinkCosts links = actual.links;
+      const double change = vary(0.1);
+      for (auto* pattern : {&links.neighbour, &links.all_pairs, &links.intra_node, &links.inter_node})
+        pattern->bytes_per_us *= change;
+      seen.spread.links.push_back(links);
+    }
+    seen.links = seen.spread.links[0];
+    Prediction p = predict_step(seen, "int8", 25);
+    add_interval(seen, p);
+    const double step_ms = predict_step(actual, "int8", 25).step_ms;
+    covered += p.low_ms <= step_ms && step_ms <= p.high_ms;
+    EXPECT_LT(p.high_ms, 2 * p.step_ms);
+  }
+  EXPECT_GE(covered, 0.85 * kTrials);
+  EXPECT_LE(covered, 0.99 * kTrials);
+}
+
 TEST(AutoCompression, EarlierMicroBatchesDoNotOverlapWithCommunication) {
   StepCosts costs = measured(125);
   const Prediction one = predict_step(costs, "int8", 25);
@@ -133,7 +172,7 @@ TEST(AutoCompression, AllRanksChooseAlike) {
   run_local_ranks(group, [&](Communicator& comm) {
     const AutoCompression request = AutoCompression::parse("auto:error=0.1,allow=bf16+int4");
     Examination what{.patience = 0.02, .choices = request.choices({25})};
-    what.compute_ms = [&](const Stream&, double) { return 100.0 * (1 + comm.rank()); };
+    what.compute = [&](const Stream&, double) { return Timing{.mean_ms = 100.0 * (1 + comm.rank())}; };
     what.error = [&](const std::string& spec) {
       EXPECT_EQ(comm.rank(), 0);
       return spec == "fp32" ? 0 : spec == "bf16" ? 0.002 : 0.15;
@@ -178,10 +217,12 @@ TEST(EncodeErrors, MeasureEachCodecOnItsTensors) {
 TEST(PredictionText, ComparesThePartsOfAStep) {
   RunSummary summary;
   EXPECT_EQ(prediction_text(summary), "");
-  summary.forward_ms = 40, summary.backward_ms = 60, summary.step_ms = 200;
-  summary.comm_ms = 8;
-  summary.predicted = {.compute_ms = 110, .kernels_ms = 3, .links_ms = 5, .step_ms = 180};
-  expect_has(prediction_text(summary), {"compute", "110.0", "100.0", "+10 %", "8.00", "+0 %", "-10 %"});
+  summary.measured = {.compute_ms = 100, .kernels_ms = 3, .links_ms = 10, .step_ms = 200};
+  summary.predicted = {{.compute_ms = 110, .kernels_ms = 3, .links_ms = 8, .step_ms = 180}, 170, 190};
+  expect_has(prediction_text(summary), {"compute", "110.0", "100.0", "+10 %", "8.00", "+0 %", "-20 %",
+                                        "-10 %", "outside", "170.0 to 190.0 ms"});
+  summary.predicted->high_ms = 210;
+  expect_has(prediction_text(summary), {"inside"});
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -20,12 +21,19 @@ GradientDump::GradientDump(const TrainConfig& config, const std::vector<VitParam
     : config_(config),
       parameters_(parameters),
       layout_(layout),
-      copies_(Buffer::pinned(device, static_cast<size_t>(layout.elements) * sizeof(float))) {}
+      copies_(Buffer::pinned(device, static_cast<size_t>(layout.elements) * sizeof(float))) {
+  std::fill_n(copies_.as<float>(), layout.elements, 0.0f);  // the gaps between tensors
+}
 
 void GradientDump::take(const Stream& stream, int i, const float* gradient) {
   const auto at = static_cast<size_t>(i);
   copy(stream, copies_.as<float>() + layout_.offsets[at], gradient,
        static_cast<size_t>(parameters_[at].elements()) * sizeof(float));
+}
+
+std::vector<float> GradientDump::values() const {
+  const auto* begin = copies_.as<const float>();
+  return {begin, begin + layout_.elements};
 }
 
 void GradientDump::write() const {

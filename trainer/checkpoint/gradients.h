@@ -25,6 +25,8 @@ class GradientDump {
   // Copies gradient i in stream order. Call after enqueuing the computation of the gradient, and before the
   // reducer may change the gradient. `gradient` is on the stream's device.
   void take(const Stream& stream, int i, const float* gradient);
+  // Returns the gradients, laid out as `layout`. Requires that the stream has passed every take().
+  std::vector<float> values() const;
   // Writes the file; requires that the stream has passed every take(). The file is complete or absent.
   // Reports a failure without ending the run.
   void write() const;

@@ -52,6 +52,7 @@ int train(const RunOptions& options) {
     check_writable(options.members, OutputFile::Kind::private_file);
   check_all_different({{"--init", options.init}, {"--log", options.log}, {"--trace", options.trace}});
   Resolved run = resolve(options);
+  if (run.automatic && !run.automatic->plan.empty() && leads(options)) check_writable(run.automatic->plan);
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
     if (leads(options)) say_plan(run.config);
@@ -71,12 +72,16 @@ int train(const RunOptions& options) {
     return kDone;
   }
   std::unique_ptr<Communicator> comm = join(options, run.config);
-  if (run.automatic) choose_automatically(run, options, comm.get(), output);
+  std::optional<AutoPlan> plan;
+  if (run.automatic) plan = auto_plan(run, options);
+  if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
+  if (plan) plan->predicted = output.predicted;
+  const RunPart part{.comm = comm.get(), .plan = plan && plan->request.replan ? &*plan : nullptr};
   if (leads(options) || run.config.elastic) {
-    run_once(run.config, run.data, output, {comm.get()});
+    run_once(run.config, run.data, output, part);
   } else {
     RunObserver silent;
-    train_part(run.config, run.data, silent, {comm.get()});
+    train_part(run.config, run.data, silent, part);
   }
   return kDone;
 }

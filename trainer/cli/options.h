@@ -73,6 +73,7 @@ struct Resolved {
   TrainConfig config;                         // settings with the first compression and bucket size
   std::vector<CompressionSpec> compressions;  // with `automatic`, its candidates
   std::optional<AutoCompression> automatic;   // --compression auto; config.compression is FP32 until chosen
+  bool chosen = false;                        // config.compression is the resumed checkpoint's choice
   std::vector<double> buckets_mb;
   DataSplits data;
   std::string device_line;         // names the device, the number of ranks, and the reason for the device
@@ -83,6 +84,9 @@ struct Resolved {
 // precision. Throws BadInput.
 Resolved resolve_machine(const RunOptions& options);
 
+// Checks that the ranks can use schedule=nccl if a spec requires this schedule. Call after resolving the
+// devices.
+void check_schedules(const Resolved& resolved);
 // Checks --compression auto, whose predictions do not cover all ways to train. Call after resolving the ranks
 // and --elastic. Throws BadInput.
 void check_automatic(const RunOptions& options, Resolved& resolved);

@@ -98,26 +98,6 @@ void resolve_nodes(const RunOptions& o, Resolved& out) {
   }
 }
 
-// Checks that the ranks can use schedule=nccl if a spec requires this schedule. Call after resolving the
-// devices.
-void check_schedules(const Resolved& out) {
-  const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
-  for (const CompressionSpec& spec : out.compressions) {
-    if (spec.schedule != ScheduleKind::nccl) continue;
-    if (!nccl && out.config.ranks() > 1) {
-      throw BadInput(
-          "--compression " + spec.to_string() +
-          ": schedule=nccl needs a process with a GPU for each rank (start it with torchrun, srun or "
-          "mpirun); or use schedule=auto");
-    }
-    if (out.config.shard != Sharding::none) {
-      throw BadInput(
-          "--compression " + spec.to_string() +
-          ": schedule=nccl is NCCL's allreduce, and --shard needs a reduce-scatter; use schedule=auto");
-    }
-  }
-}
-
 // Checks that optimizer and sharding fit the specs' residual policies.
 void check_policies(const Resolved& out) {
   const TrainConfig& config = out.config;
@@ -338,6 +318,24 @@ void resolve_compression(const RunOptions& o, Resolved& out) {
 }
 
 }  // namespace
+
+void check_schedules(const Resolved& out) {
+  const bool nccl = out.config.processes && out.config.devices.front().is_cuda();
+  for (const CompressionSpec& spec : out.compressions) {
+    if (spec.schedule != ScheduleKind::nccl) continue;
+    if (!nccl && out.config.ranks() > 1) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl needs a process with a GPU for each rank (start it with torchrun, srun or "
+          "mpirun); or use schedule=auto");
+    }
+    if (out.config.shard != Sharding::none) {
+      throw BadInput(
+          "--compression " + spec.to_string() +
+          ": schedule=nccl is NCCL's allreduce, and --shard needs a reduce-scatter; use schedule=auto");
+    }
+  }
+}
 
 Resolved resolve_machine(const RunOptions& o) {
   Resolved out;

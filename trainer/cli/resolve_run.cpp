@@ -46,6 +46,21 @@ bool same_folder(const std::string& a, const std::string& b) {
   return fs::weakly_canonical(a + "/", ignored) == fs::weakly_canonical(b + "/", ignored);
 }
 
+// Takes over the choice of --compression auto from a checkpoint. A choice for another number of ranks holds
+// only until the run chooses.
+void continue_choice(const RunOptions& o, const CheckpointHead& head, Resolved& out) {
+  TrainConfig& config = out.config;
+  config.compression = CompressionSpec::parse(head.compression);
+  if (o.bucket_mb.empty()) config.bucket_mb = head.bucket_mb;
+  const bool measurable = config.compression.method != CompressionSpec::Method::python;
+  out.chosen = head.world == config.ranks() && measurable;
+  if (!out.chosen) return;
+  out.compressions = {config.compression};
+  check_schedules(out);
+  out.notes.push_back(fmt::format("Continuing with the checkpoint's --compression {} --bucket-mb {}",
+                                  head.compression, config.bucket_mb));
+}
+
 // Resolves --init, --checkpoint and --resume. Call after resolving all other options, because the checkpoint
 // is compared with these options.
 void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved& out) {
@@ -86,13 +101,7 @@ void resolve_checkpoints(const RunOptions& o, int64_t steps_per_epoch, Resolved&
   }
   const CheckpointHead head = read_head(*found.path);
   config.resume = *found.path;
-  if (out.automatic) {
-    out.automatic.reset();
-    config.compression = CompressionSpec::parse(head.compression);
-    if (o.bucket_mb.empty()) config.bucket_mb = head.bucket_mb;
-    out.notes.push_back(fmt::format("Continuing with the checkpoint's --compression {} --bucket-mb {}",
-                                    head.compression, config.bucket_mb));
-  }
+  if (out.automatic) continue_choice(o, head, out);
   const std::vector<std::string> differences = compare_with_head(config, head);
   out.notes.push_back(
       fmt::format("Resuming from {}, after {} of {} steps", head.path, head.position.step, config.steps));

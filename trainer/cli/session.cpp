@@ -13,10 +13,9 @@
 #include "trainer/log/console.h"
 #include "trainer/log/run_log.h"
 #include "trainer/measure/products.h"
-#include "trainer/measure/ranks_json.h"
-#include "trainer/train/choose_compression.h"
 #include "trainer/train/memory_plan.h"
 #include "trainer/train/run.h"
+#include "trainer/train/saved_plan.h"
 
 namespace gradwire {
 namespace {
@@ -30,6 +29,7 @@ class Fan final : public RunObserver {
   void on_waits(const WaitRecord& record) override { pass(&RunObserver::on_waits, record); }
   void on_shrink(const ShrinkRecord& record) override { pass(&RunObserver::on_shrink, record); }
   void on_grow(const GrowRecord& record) override { pass(&RunObserver::on_grow, record); }
+  void on_replan(const ReplanRecord& record) override { pass(&RunObserver::on_replan, record); }
   void on_eval(const EvalRecord& record) override { pass(&RunObserver::on_eval, record); }
   void on_checkpoint(const CheckpointRecord& record) override { pass(&RunObserver::on_checkpoint, record); }
   void on_end(const EndRecord& record) override { pass(&RunObserver::on_end, record); }
@@ -83,13 +83,13 @@ void train_part(const TrainConfig& config, const DataSplits& data, RunObserver& 
   if (part.join_group) {
     join_training(config, data, observer, part.join_group);
   } else if (part.comm != nullptr) {
-    run_training(config, data, observer, *part.comm);
+    run_training(config, data, observer, *part.comm, part.plan);
   } else {
-    run_training(config, data, observer);
+    run_training(config, data, observer, part.plan);
   }
 }
 
-void choose_automatically(Resolved& run, const RunOptions& o, Communicator* comm, RunOutput& output) {
+AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
   Choices choices = run.automatic->choices({});
   // Larger buckets take more memory, so a limit keeps the default.
   if (!o.bucket_mb.empty() || run.config.memory_limit > 0)
@@ -100,24 +100,37 @@ void choose_automatically(Resolved& run, const RunOptions& o, Communicator* comm
       return plan_memory(config).total() > config.memory_limit;
     });
   }
+  return {.request = *run.automatic, .choices = choices};
+}
+
+void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& plan, Communicator* comm,
+                          RunOutput& output) {
+  const std::string& file = plan.request.plan;
+  if (const auto saved = file.empty() ? std::nullopt : SavedPlan::read(file, run.config)) {
+    run.config.compression = CompressionSpec::parse(saved->compression);
+    run.config.bucket_mb = saved->bucket_mb;
+    if (comm != nullptr && saved->links) comm->set_link_costs(*saved->links);
+    output.predicted = saved->predicted;
+    output.choice = saved->choice;
+    if (leads(o)) say(fmt::format("Plan of {}: {}", file, plan_flags(run.config)));
+    return;
+  }
   const auto start = std::chrono::steady_clock::now();
-  const RanksReport report = choose_compression(run.config, *run.automatic, choices, run.data, comm);
+  const RanksReport report = choose_compression(run.config, plan, run.data, comm);
   apply_choice(report, run.config);
-  const Prediction& chosen = report.recommendation.best[report.recommendation.chosen];
-  output.predicted = {.compute_ms = chosen.compute_ms,
-                      .kernels_ms = chosen.codec_ms,
-                      .links_ms = chosen.comm_ms,
-                      .exposed_ms = chosen.exposed_ms,
-                      .optimizer_ms = report.costs.optimizer_ms,
-                      .step_ms = chosen.step_ms};
-  output.choice = json_text(Json{{"type", "choice"},
-                                 {"step", 0},
-                                 {"request", run.automatic->to_string()},
-                                 {"ranks", ranks_json(report)},
-                                 {"prediction", prediction_json(report, run.config.model)}});
+  output.predicted = predicted_step(report);
+  output.choice = choice_record(report, plan.request, run.config.model);
   if (!leads(o)) return;
+  if (!file.empty()) {
+    SavedPlan{.compression = run.config.compression.to_string(),
+              .bucket_mb = run.config.bucket_mb,
+              .links = report.links,
+              .predicted = *output.predicted,
+              .choice = output.choice}
+        .write(file, run.config);
+  }
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  say(fmt::format("Measured for --compression {} in {}", run.automatic->to_string(),
+  say(fmt::format("Measured for --compression {} in {}", plan.request.to_string(),
                   human_seconds(took.count())) +
       links_text(report) + recommendation_text(report, run.config.model));
 }
@@ -143,7 +156,7 @@ RunSummary run_once(const TrainConfig& config, const DataSplits& data, const Run
   if (!summarizer.ended()) return {};
   RunSummary summary =
       summarizer.summary(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-  summary.predicted = output.predicted;
+  if (!summary.predicted) summary.predicted = output.predicted;
   if (log) log->write_summary(summary);
   say(summary_line(summary));
   say(shares_text(summary));

@@ -11,6 +11,7 @@
 #include "trainer/config/config.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/summary.h"
+#include "trainer/train/choose_compression.h"
 
 namespace gradwire {
 
@@ -25,6 +26,7 @@ void say_plan(const TrainConfig& config);
 // This process's part of a run: the whole run, one launched rank, or a joiner.
 struct RunPart {
   Communicator* comm = nullptr;
+  const AutoPlan* plan = nullptr;  // --compression auto: the run may choose again
   // Set for a joiner: joins a running job.
   std::function<std::unique_ptr<Communicator>(const std::string& about)> join_group = {};
 };
@@ -40,9 +42,12 @@ struct RunOutput {
   std::string choice = {};
   std::optional<PredictedStep> predicted = {};
 };
-// Measures, chooses the compression for --compression auto, and sets it in run.config; adds the choice to
-// `output`. Prints on rank 0. `comm`: null if ranks are threads.
-void choose_automatically(Resolved& run, const RunOptions& options, Communicator* comm, RunOutput& output);
+// Returns what a run with --compression auto chooses from.
+AutoPlan auto_plan(const Resolved& run, const RunOptions& options);
+// Measures, chooses the compression, and sets it in run.config; adds the choice to `output`. Prints on rank
+// 0. `comm`: null if ranks are threads.
+void choose_automatically(Resolved& run, const RunOptions& options, const AutoPlan& plan, Communicator* comm,
+                          RunOutput& output);
 // Trains, with a log and a report on stdout on rank 0. With --elastic, call run_once() on every rank, because
 // each rank may have to replace rank 0. Ranks other than rank 0 print nothing.
 RunSummary run_once(const TrainConfig& config, const DataSplits& data, const RunOutput& output,

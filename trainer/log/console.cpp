@@ -121,6 +121,14 @@ void Console::on_grow(const GrowRecord& grow) {
       human_seconds(grow.seconds)));
 }
 
+void Console::on_replan(const ReplanRecord& replan) {
+  const bool same = replan.before == replan.after;
+  print(fmt::format("Replanned after step {} in {}, because {}: {}{}; schedule {}, {} ms per step predicted",
+                    replan.step, human_seconds(replan.seconds), replan.why, same ? "still " : "",
+                    same ? replan.after : fmt::format("{} instead of {}", replan.after, replan.before),
+                    replan.schedule, milliseconds(replan.predicted.parts.step_ms)));
+}
+
 void Console::on_eval(const EvalRecord& eval) {
   print(fmt::format("epoch {:.4g}  test loss {:.4f}  test accuracy {:.2f} %", eval.epoch, eval.test_loss,
                     100 * eval.test_accuracy));
@@ -180,22 +188,24 @@ std::string summary_line(const RunSummary& summary) {
 
 std::string prediction_text(const RunSummary& summary) {
   if (!summary.predicted) return "";
-  const PredictedStep& p = *summary.predicted;
+  const StepParts &p = summary.predicted->parts, &m = summary.measured;
   Table table{{"part of a step", "predicted ms", "measured ms", "error"}};
   auto add = [&](const char* part, double predicted, double measured) {
     const double error = 100 * (predicted / measured - 1);
     table.push_back({part, milliseconds(predicted), milliseconds(measured),
                      std::isfinite(error) ? fmt::format("{:+.0f} %", error) : "-"});
   };
-  add("compute", p.compute_ms, summary.forward_ms + summary.backward_ms);
-  // Additions are part of the measured exchanges, so that kernels are not measured apart.
-  add("kernels and links", p.kernels_ms + p.links_ms, summary.comm_ms);
-  add("exposed", p.exposed_ms, summary.exposed_comm_ms);
-  add("optimizer", p.optimizer_ms, summary.optimizer_ms);
-  add("step", p.step_ms, summary.step_ms);
-  std::string text = "Prediction against the medians of the run:\n" + table_text(table);
-  text.pop_back();
-  return text;
+  add("compute", p.compute_ms, m.compute_ms);
+  add("kernels", p.kernels_ms, m.kernels_ms);
+  add("links and sums", p.links_ms, m.links_ms);
+  add("exposed", p.exposed_ms, m.exposed_ms);
+  add("optimizer", p.optimizer_ms, m.optimizer_ms);
+  add("step", p.step_ms, m.step_ms);
+  return fmt::format(
+      "Prediction against the medians of the run:\n{}The measured step is {} the predicted 90 % "
+      "interval of {} to {} ms",
+      table_text(table), summary.predicted->holds(m.step_ms) ? "inside" : "outside",
+      milliseconds(summary.predicted->low_ms), milliseconds(summary.predicted->high_ms));
 }
 
 std::string straggler_text(const RunSummary& summary) {

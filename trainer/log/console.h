@@ -31,6 +31,7 @@ class Console final : public RunObserver {
   void on_step(const StepRecord& step) override;
   void on_shrink(const ShrinkRecord& shrink) override;
   void on_grow(const GrowRecord& grow) override;
+  void on_replan(const ReplanRecord& replan) override;
   void on_eval(const EvalRecord& eval) override;
 
  private:

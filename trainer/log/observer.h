@@ -49,10 +49,19 @@ struct StepRecord {
   double tflops = 0;  // FLOPs of the products of all ranks on rank 0's device / step time
 };
 
-// The parts of a step on rank 0 as predicted before the first step (trainer/measure/recommend.h), in ms.
-struct PredictedStep {
+// The parts of a step on rank 0, in ms. `kernels_ms`: a codec's kernels outside exchanges. `links_ms`:
+// exchanges and the sums between them.
+struct StepParts {
   double compute_ms = 0;  // forward and backward
   double kernels_ms = 0, links_ms = 0, exposed_ms = 0, optimizer_ms = 0, step_ms = 0;
+};
+// --compression auto: the parts as predicted (trainer/measure/recommend.h), and the limits between which
+// step_ms lies with a probability of 90 %.
+struct PredictedStep {
+  StepParts parts = {};
+  double low_ms = 0, high_ms = 0;
+
+  bool holds(double step_ms) const { return low_ms <= step_ms && step_ms <= high_ms; }
 };
 
 // An evaluation of the whole test set on all ranks.
@@ -99,6 +108,19 @@ struct GrowRecord {
   double seconds = 0;  // from the end of the last step without the new ranks to the start of the next
 };
 
+// --compression auto: the run has measured again and continues with this plan, which may be the same.
+struct ReplanRecord {
+  int64_t step = 0;         // optimizer steps done; the next step is the first of the plan
+  std::string why = {};     // the measurement that drifted
+  std::string before = {};  // the flags of the earlier plan: "--compression int8 --bucket-mb 25"
+  std::string after = {};
+  double seconds = 0;  // from the end of the last step of the earlier plan to the start of the next step
+  PredictedStep predicted = {};
+  std::string choice = {};  // the record for the log, as JSON
+  int buckets = 0;          // as in RunInfo
+  std::string schedule = {};
+};
+
 // Times for which ranks have waited for each other so far, about once a second. Not measured on CUDA.
 struct WaitRecord {
   int64_t step = 0;    // optimizer steps done
@@ -128,6 +150,7 @@ class RunObserver {
   virtual void on_waits(const WaitRecord&) {}
   virtual void on_shrink(const ShrinkRecord&) {}
   virtual void on_grow(const GrowRecord&) {}
+  virtual void on_replan(const ReplanRecord&) {}
   virtual void on_eval(const EvalRecord&) {}
   virtual void on_checkpoint(const CheckpointRecord&) {}
   virtual void on_end(const EndRecord&) {}

@@ -22,10 +22,18 @@ Json shares_json(const StepShares& shares) {
   return json;
 }
 
-Json predicted_json(const std::optional<PredictedStep>& p) {
-  if (!p) return nullptr;
-  return {{"compute_ms", p->compute_ms}, {"kernels_ms", p->kernels_ms},     {"links_ms", p->links_ms},
-          {"exposed_ms", p->exposed_ms}, {"optimizer_ms", p->optimizer_ms}, {"step_ms", p->step_ms}};
+Json parts_json(const StepParts& p) {
+  return {{"compute_ms", p.compute_ms}, {"kernels_ms", p.kernels_ms},     {"links_ms", p.links_ms},
+          {"exposed_ms", p.exposed_ms}, {"optimizer_ms", p.optimizer_ms}, {"step_ms", p.step_ms}};
+}
+
+Json predicted_json(const RunSummary& summary) {
+  if (!summary.predicted) return nullptr;
+  Json json = parts_json(summary.predicted->parts);
+  json["step_interval_ms"] = {summary.predicted->low_ms, summary.predicted->high_ms};
+  json["measured"] = parts_json(summary.measured);
+  json["inside"] = summary.predicted->holds(summary.measured.step_ms);
+  return json;
 }
 
 Json model_json(const VitConfig& model) {
@@ -253,7 +261,7 @@ std::string summary_record(const RunSummary& summary) {
                         {"total_wire_bytes", summary.total_wire_bytes},
                         {"memory_bytes", summary.memory_bytes},
                         {"waited_s", summary.waited_s},
-                        {"predicted", predicted_json(summary.predicted)}});
+                        {"predicted", predicted_json(summary)}});
 }
 
 std::string config_text(const TrainConfig& config) {

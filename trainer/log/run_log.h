@@ -33,6 +33,7 @@ class RunLog final : public RunObserver {
   void on_waits(const WaitRecord& waits) override { write(waits_record(waits)); }
   void on_shrink(const ShrinkRecord& shrink) override { write(shrink_record(shrink)); }
   void on_grow(const GrowRecord& grow) override { write(grow_record(grow)); }
+  void on_replan(const ReplanRecord& replan) override { write(replan.choice); }
   void on_eval(const EvalRecord& eval) override { write(eval_record(eval)); }
   void on_checkpoint(const CheckpointRecord& checkpoint) override { write(checkpoint_record(checkpoint)); }
   void write_summary(const RunSummary& summary) { write(summary_record(summary)); }

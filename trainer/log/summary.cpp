@@ -29,6 +29,22 @@ std::optional<double> StepShares::hidden_of_comm() const {
 
 namespace {
 
+StepParts median_parts(const std::vector<StepRecord>& steps, int64_t from) {
+  const auto median_of = [&](auto part) {
+    std::vector<double> values;
+    for (const StepRecord& step : steps) {
+      if (step.step >= from) values.push_back(part(step));
+    }
+    return median(std::move(values));
+  };
+  return {.compute_ms = median_of([](const StepRecord& s) { return s.forward_ms + s.backward_ms; }),
+          .kernels_ms = median_of([](const StepRecord& s) { return s.compress_ms + s.decompress_ms; }),
+          .links_ms = median_of([](const StepRecord& s) { return s.communicate_ms; }),
+          .exposed_ms = median_of([](const StepRecord& s) { return s.exposed_comm_ms; }),
+          .optimizer_ms = median_of([](const StepRecord& s) { return s.optimizer_ms; }),
+          .step_ms = median_of([](const StepRecord& s) { return s.step_ms; })};
+}
+
 StepShares shares_of(const std::vector<StepRecord>& steps) {
   auto sum = [&](auto field) {
     double all = 0;
@@ -73,6 +89,12 @@ void Summarizer::on_end(const EndRecord& end) {
   ended_ = true;
 }
 
+void Summarizer::on_replan(const ReplanRecord& replan) {
+  plan_from_ = replan.step;
+  predicted_ = replan.predicted;
+  info_.schedule = replan.schedule;
+}
+
 RunSummary Summarizer::summary(double seconds) const {
   RunSummary summary;
   summary.steps = static_cast<int64_t>(steps_.size());
@@ -105,6 +127,8 @@ RunSummary Summarizer::summary(double seconds) const {
   for (const StepRecord& step : steps_) data_ms += step.data_ms, all_ms += step.step_ms;
   summary.data_wait_share = data_ms / all_ms;
   summary.shares = shares_of(steps_);
+  summary.measured = median_parts(steps_, plan_from_);
+  summary.predicted = predicted_;
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
   for (const StepRecord& step : steps_) summary.total_wire_bytes += step.wire_bytes;
 

@@ -45,7 +45,8 @@ struct RunSummary {
   // As in EndRecord; empty for a run read from its log.
   std::vector<std::vector<double>> waited_s;
   int64_t memory_bytes = 0;                // per rank; 0 for a run read from its log
-  std::optional<PredictedStep> predicted;  // --compression auto
+  std::optional<PredictedStep> predicted;  // --compression auto: the latest plan
+  StepParts measured;                      // medians over the steps of the latest plan
 };
 
 constexpr int64_t kFinalLossSteps = 20;
@@ -62,6 +63,7 @@ class Summarizer final : public RunObserver {
   void on_run(const RunInfo& info) override;
   void on_step(const StepRecord& step) override;
   void on_eval(const EvalRecord& eval) override;
+  void on_replan(const ReplanRecord& replan) override;
   void on_end(const EndRecord& end) override;
   RunSummary summary(double seconds) const;
   // Returns whether this process has reported the end of the run. With --elastic any rank may report the end.
@@ -72,6 +74,8 @@ class Summarizer final : public RunObserver {
   std::vector<StepRecord> steps_;
   std::vector<EvalRecord> evals_;
   EndRecord end_;
+  int64_t plan_from_ = 0;  // the first step of the latest plan
+  std::optional<PredictedStep> predicted_;
   bool ended_ = false;
 };
 

@@ -7,6 +7,7 @@
 #include "collectives/codec/examples.h"
 #include "kernels/wire/formats.h"
 #include "trainer/config/config.h"
+#include "trainer/measure/auto_compression.h"
 
 namespace gradwire {
 namespace {
@@ -116,6 +117,7 @@ SpecWords spec_words() {
                                    std::pair{"randk", grammar.substr(randk, dion - randk)}}) {
     for (const std::string& option : options_in(part)) add_once(words.by_name[name], option);
   }
+  words.by_name[kAutomatic] = options_in(AutoCompression::grammar());
   return words;
 }
 

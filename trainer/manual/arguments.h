@@ -32,6 +32,7 @@ struct Command {
 std::vector<Command> commands_of(const CLI::App& app);
 
 // The options of compression specs. `common`: of all names.
+inline constexpr const char* kAutomatic = "auto";  // has none of the common options
 struct SpecWords {
   std::vector<std::string> common;
   std::map<std::string, std::vector<std::string>> by_name = {};

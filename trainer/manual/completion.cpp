@@ -102,7 +102,8 @@ std::string spec_function(const std::string& function) {
   for (const auto& [name, options] : specs.by_name) {
     names.push_back(name);
     if (!options.empty())
-      cases += fmt::format("    {}:*) choices+=\" {}\" ;;\n", name, fmt::join(options, " "));
+      cases += fmt::format("    {}:*) choices{}=\" {}\" ;;\n", name, name == kAutomatic ? "" : "+",
+                           fmt::join(options, " "));
   }
   return fmt::format(
       R"(# Prints the words that can follow in a compression spec.

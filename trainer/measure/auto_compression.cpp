@@ -11,7 +11,8 @@
 namespace gradwire {
 namespace {
 
-constexpr std::string_view kName = "auto", kError = "error=", kAllow = "allow=";
+constexpr std::string_view kName = "auto", kError = "error=", kReplanOff = "replan=off",
+                           kPlan = "plan=", kAllow = "allow=";
 // Formats within this factor of the shortest step count as a tie: about the error of a prediction.
 constexpr double kTie = 1.05;
 
@@ -39,6 +40,8 @@ std::vector<std::string> allowed_specs(std::string_view text, std::string_view l
                                "would have none",
                                item));
     }
+    if (spec.method == CompressionSpec::Method::python)
+      refuse(text, fmt::format("{}: a codec in Python is too slow to be a choice", item));
     const std::string shortest = spec.to_string();
     if (std::find(specs.begin(), specs.end(), shortest) != specs.end())
       refuse(text, fmt::format("{} is allowed twice", item));
@@ -57,22 +60,37 @@ AutoCompression AutoCompression::parse(std::string_view text) {
   AutoCompression request;
   if (text == kName) return request;
   std::string_view rest = text.substr(std::min(kName.size() + 1, text.size()));
-  if (rest.starts_with(kError)) {
-    rest.remove_prefix(kError.size());
-    const std::string_view value = rest.substr(0, rest.find(','));
-    const auto error = parse_number(value, 0.0, 1e6);
-    if (!error) refuse(text, fmt::format("error='{}' is not a number from 0 to 1e6", value));
-    request.error = *error;
-    if (value.size() == rest.size()) return request;
-    rest.remove_prefix(value.size() + 1);
+  for (bool more = true; more;) {
+    if (rest.starts_with(kAllow)) {
+      request.allow = allowed_specs(text, rest.substr(kAllow.size()));
+      break;
+    }
+    const size_t comma = rest.find(',');
+    request.set_option(text, rest.substr(0, comma));
+    more = comma != std::string_view::npos;
+    if (more) rest.remove_prefix(comma + 1);
   }
-  if (!rest.starts_with(kAllow)) refuse(text, fmt::format("'{}' is not an option of auto", rest));
-  request.allow = allowed_specs(text, rest.substr(kAllow.size()));
   return request;
 }
 
+void AutoCompression::set_option(std::string_view text, std::string_view option) {
+  if (option == kReplanOff) {
+    replan = false;
+  } else if (option.starts_with(kError)) {
+    const std::string_view value = option.substr(kError.size());
+    const auto number = parse_number(value, 0.0, 1e6);
+    if (!number) refuse(text, fmt::format("error='{}' is not a number from 0 to 1e6", value));
+    error = *number;
+  } else if (option.starts_with(kPlan) && option.size() > kPlan.size()) {
+    plan = option.substr(kPlan.size());
+  } else {
+    refuse(text, fmt::format("'{}' is not an option of auto", option));
+  }
+}
+
 std::string AutoCompression::to_string() const {
-  return fmt::format("{}:{}{}{}", kName, kError, error,
+  return fmt::format("{}:{}{}{}{}{}", kName, kError, error, replan ? "" : fmt::format(",{}", kReplanOff),
+                     plan.empty() ? "" : fmt::format(",{}{}", kPlan, plan),
                      allow.empty() ? "" : fmt::format(",{}{}", kAllow, fmt::join(allow, "+")));
 }
 

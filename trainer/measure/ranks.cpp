@@ -41,9 +41,9 @@ std::vector<float> random_floats(int64_t count, float scale) {
   return values;
 }
 
-// Returns the speed of forward and backward, in TFLOP/s.
-double training_tflops(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision,
-                       double budget_ms) {
+// Times forward and backward of a model on synthetic images.
+Timing time_training(const Stream& stream, const VitConfig& model, int64_t batch, Precision precision,
+                     double budget_ms) {
   const std::vector<VitParameter> parameters = vit_parameters(model);
   const ParameterLayout layout = packed_layout(parameters);
   Vit vit(model, stream, layout,
@@ -58,17 +58,15 @@ double training_tflops(const Stream& stream, const VitConfig& model, int64_t bat
   const Buffer totals = make_buffer<double>(stream.device(), 2);
   const Buffer gradients = make_buffer<float>(stream.device(), layout.elements);
   fill_zero(stream, labels.data(), labels.bytes());
-  const double ms =
-      time_runs(
-          stream,
-          [&] {
-            vit.forward(images.as<float>(), batch);
-            vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
-          },
-          budget_ms)
-          .mean_ms;
+  const Timing timing = time_runs(
+      stream,
+      [&] {
+        vit.forward(images.as<float>(), batch);
+        vit.backward(labels.as<int32_t>(), totals.as<double>(), 1.0f, gradients.as<float>(), false, {});
+      },
+      budget_ms);
   stream.synchronize();
-  return training_flops_per_image(model) * static_cast<double>(batch) / (ms * 1e9);
+  return timing;
 }
 
 // Returns the gradients of one encoder layer, as a sample of the model's gradients.
@@ -81,61 +79,107 @@ std::vector<GradientTensor> layer_gradients(VitConfig model) {
   return tensors;
 }
 
-// Returns the kernel time of a codec in nanoseconds per element.
-double codec_ns(const Stream& stream, const std::string& spec, const std::vector<GradientTensor>& tensors,
-                int world, const LinkCosts& links, double budget_ms) {
+// The measured times of one rank. Structs of doubles, which ranks exchange.
+struct CodecTime {
+  double ns = 0;         // kernel time per element
+  double deviation = 0;  // as in Timing
+  double sums = 0;       // the share of the time that lies between exchanges
+};
+struct RankSpeed {
+  double tflops = 0, deviation = 0, optimizer_ms = 0;
+};
+
+// Measures a codec's kernels. Its exchanges take no time.
+CodecTime time_codec(const Stream& stream, const std::string& spec,
+                     const std::vector<GradientTensor>& tensors, int world, const LinkCosts& links,
+                     double budget_ms) {
   Communicator comm(std::make_unique<SilentTransport>(0, world, stream.device()));
   comm.set_link_costs(links);
-  Reducer reducer(comm, CompressionSpec::parse(spec), tensors,
-                  {.bucket_bytes = int64_t{1} << 40, .timing = false});
+  Reducer reducer(comm, CompressionSpec::parse(spec), tensors, {.bucket_bytes = int64_t{1} << 40});
   to_device<float>(stream, reducer.gradients().as<float>(), random_floats(reducer.elements(), 1e-3f));
-  const double ms = time_runs(
-                        stream,
-                        [&] {
-                          for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
-                          reducer.wait(stream);
-                        },
-                        budget_ms)
-                        .mean_ms;
-  return ms * 1e6 / static_cast<double>(reducer.elements());
+  const Timing timing = time_runs(
+      stream,
+      [&] {
+        for (int i = 0; i < reducer.tensors(); ++i) reducer.ready(i, stream);
+        reducer.wait(stream);
+      },
+      budget_ms);
+  const ReducerStats last = reducer.stats(reducer.steps() - 1);
+  const double all = last.compress_ms + last.communicate_ms + last.decompress_ms;
+  return {timing.mean_ms * 1e6 / static_cast<double>(reducer.elements()), timing.deviation,
+          all > 0 ? last.communicate_ms / all : 0};
+}
+
+RankSpeed time_rank(const Stream& stream, const TrainConfig& config, const Examination& what,
+                    const RanksReport& report) {
+  const double budget_ms = what.patience * kProbeBudgetMs;
+  const Timing timing =
+      what.compute ? what.compute(stream, budget_ms)
+                   : time_training(stream, report.probe, report.probe_batch, config.precision, budget_ms);
+  const double flops = training_flops_per_image(report.probe) * static_cast<double>(report.probe_batch);
+  return {flops / (timing.mean_ms * 1e9), timing.deviation, what.optimizer_ms ? what.optimizer_ms() : 0};
 }
 
 // Measures the training speed and the codecs of all ranks concurrently, as in training. Uses means, not
-// minima: the fastest run may have had the machine to itself.
+// minima: the fastest run may have had the machine to itself. The slowest rank's numbers count.
 void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig& config,
                     const Examination& what, RanksReport& report) {
-  std::vector<double> mine;
   comm.barrier();
-  const double probe_ms = what.patience * kProbeBudgetMs;
-  mine.push_back(what.compute_ms
-                     ? report.flops_per_image * static_cast<double>(config.batch_size) /
-                           (what.compute_ms(stream, probe_ms) * 1e9)
-                     : training_tflops(stream, report.probe, report.probe_batch, config.precision, probe_ms));
+  const RankSpeed mine = time_rank(stream, config, what, report);
   const std::vector<std::string>& specs = what.choices.specs;
   const std::vector<GradientTensor> bucket =
       what.bucket.empty() ? layer_gradients(config.model) : what.bucket;
-  for (const std::string& spec : specs) {
+  std::vector<CodecTime> codecs(specs.size());
+  for (size_t i = 0; i < specs.size(); ++i) {
     comm.barrier();
-    mine.push_back(comm.world() == 1 ? 0
-                                     : codec_ns(stream, spec, bucket, comm.world(), report.links,
-                                                what.patience * kCodecBudgetMs));
+    if (comm.world() == 1) continue;
+    codecs[i] =
+        time_codec(stream, specs[i], bucket, comm.world(), report.links, what.patience * kCodecBudgetMs);
   }
   std::vector<double> errors(what.error ? specs.size() : 0);
   for (size_t i = 0; i < errors.size(); ++i) {
     if (comm.rank() == 0) errors[i] = what.error(specs[i]);
     comm.barrier();  // a deadline for each spec: the other ranks wait for rank 0
   }
-  mine.insert(mine.end(), errors.begin(), errors.end());
-  const auto all = all_gather(comm.transport(), stream, mine, "speed of each rank");
-  report.rank_tflops = all[0][0];
-  for (const auto& rank : all) {
-    report.rank_tflops = std::min(report.rank_tflops, rank[0]);
-    for (size_t i = 0; i < specs.size(); ++i) {
-      double& ns = report.costs.codec_ns[specs[i]];
-      ns = std::max(ns, rank[i + 1]);
+  StepCosts& costs = report.costs;
+  const auto speeds = all_gather_value(comm.transport(), stream, mine, "speed of each rank");
+  const RankSpeed slowest = *std::ranges::min_element(speeds, {}, &RankSpeed::tflops);
+  report.rank_tflops = slowest.tflops;
+  costs.spread.compute = slowest.deviation;
+  costs.optimizer_ms = std::ranges::max(speeds, {}, &RankSpeed::optimizer_ms).optimizer_ms;
+  const auto all = all_gather(comm.transport(), stream, codecs, "each rank's kernels");
+  for (size_t i = 0; i < specs.size(); ++i) {
+    CodecTime worst;
+    for (const auto& rank : all) {
+      if (rank[i].ns >= worst.ns) worst = rank[i];
     }
+    costs.codec_ns[specs[i]] = worst.ns;
+    costs.spread.codec[specs[i]] = worst.deviation;
+    costs.sums[specs[i]] = worst.sums;
   }
-  for (size_t i = 0; i < errors.size(); ++i) report.costs.errors[specs[i]] = all[0][1 + specs.size() + i];
+  if (errors.empty()) return;
+  const auto seen = all_gather(comm.transport(), stream, errors, "rank 0's errors");
+  for (size_t i = 0; i < specs.size(); ++i) costs.errors[specs[i]] = seen[0][i];
+}
+
+// Measures the links, up to `repeats` times if that takes less than about two seconds. Then the median by
+// throughput counts.
+void measure_links(Communicator& comm, const Stream& stream, int repeats, RanksReport& report) {
+  constexpr double kMostSeconds = 1;
+  std::vector<LinkCosts> all;
+  const auto start = std::chrono::steady_clock::now();
+  double taken = 0;  // by the slowest rank, so that all ranks repeat alike
+  while (static_cast<int>(all.size()) < repeats && taken < kMostSeconds) {
+    comm.barrier();
+    all.push_back(measure_link_costs(comm.transport(), stream, comm.ranks_per_node()));
+    const std::chrono::duration<double> mine = std::chrono::steady_clock::now() - start;
+    const auto times =
+        all_gather_value(comm.transport(), stream, mine.count(), "time of measuring the links");
+    taken = *std::ranges::max_element(times);
+  }
+  std::ranges::sort(all, {}, [](const LinkCosts& costs) { return costs.all_pairs.bytes_per_us; });
+  report.links = all[all.size() / 2];
+  report.costs.spread.links = std::move(all);
 }
 
 // Computes the costs of a step from the measurements.
@@ -144,13 +188,15 @@ void fill_costs(const Communicator& comm, const TrainConfig& config, int sharing
   const std::vector<VitParameter> parameters = vit_parameters(config.model);
   for (const VitParameter& p : parameters) costs.tensors.push_back({p.name, p.shape});
   report.parameters = count_elements(parameters);
-  report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
   costs.world = comm.world();
   costs.ranks_per_node = comm.ranks_per_node();
   costs.links = report.links;
   costs.compute_ms =
       report.flops_per_image * static_cast<double>(report.batch_size) / (report.rank_tflops * 1e9);
-  costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
+  if (costs.optimizer_ms == 0) {
+    report.optimizer_bytes = kOptimizerBytes * static_cast<double>(report.parameters);
+    costs.optimizer_ms = report.optimizer_bytes * sharing / (report.peaks.copy_gb_per_s * 1e6);
+  }
   costs.micro_batches = config.accumulate;
   costs.shared_cores = comm.device().is_host();
 }
@@ -171,9 +217,9 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const E
                                                          config.devices.front()));
   const Stream stream = Stream::create(comm.device(), "doctor");
 
-  comm.barrier();
-  report.links = measure_link_costs(comm.transport(), stream, comm.ranks_per_node());
-  if (comm.world() > 1 && comm.world() <= kMatrixRanks && !what.compute_ms) {
+  constexpr int kLinkRepeats = 3;
+  measure_links(comm, stream, what.compute ? kLinkRepeats : 1, report);
+  if (comm.world() > 1 && comm.world() <= kMatrixRanks && !what.compute) {
     report.matrix = measure_link_matrix(comm, stream, report.links);
   }
   comm.barrier();
@@ -184,7 +230,7 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const E
 
   report.probe = config.model;
   report.probe_batch = config.batch_size;
-  if (!what.compute_ms) {
+  if (!what.compute) {
     report.probe.depth = std::min(config.model.depth, 2);
     if (comm.device().is_host()) {
       const double share = report.peaks.tflops / sharing;  // a rank's share of the cores

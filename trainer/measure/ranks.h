@@ -10,6 +10,7 @@
 #include "trainer/measure/link_matrix.h"
 #include "trainer/measure/peaks.h"
 #include "trainer/measure/recommend.h"
+#include "trainer/measure/timing.h"
 
 namespace gradwire {
 
@@ -25,7 +26,7 @@ struct RanksReport {
   int64_t probe_batch = 0;
   int64_t parameters = 0, batch_size = 0;
   double flops_per_image = 0;
-  double optimizer_bytes = 0;  // bytes that an AdamW step reads and writes
+  double optimizer_bytes = 0;  // bytes that an AdamW step reads and writes; 0: the step was measured
   StepCosts costs;
   Recommendation recommendation;
 };
@@ -37,10 +38,13 @@ struct Examination {
   Choices choices = {};
   // The tensors of one bucket, on which kernels are measured; empty: those of one encoder layer.
   std::vector<GradientTensor> bucket = {};
-  // Returns the mean time in ms of forward and backward of a whole batch, measured for about `budget_ms` by
-  // all ranks at once; empty: two layers are measured, and scaled by their FLOPs.
-  std::function<double(const Stream& stream, double budget_ms)> compute_ms = {};
-  // Returns the error of one encode of the gradients with a spec. Called on rank 0, after compute_ms; empty:
+  // Times forward and backward of a whole batch, for about `budget_ms` by all ranks at once; empty: two
+  // layers are measured, and scaled by their FLOPs.
+  std::function<Timing(const Stream& stream, double budget_ms)> compute = {};
+  // Returns the time of an optimizer's step, which compute has measured; empty: derived from the speed of
+  // copies.
+  std::function<double()> optimizer_ms = {};
+  // Returns the error of one encode of the gradients with a spec. Called on rank 0, after compute; empty:
   // not measured.
   std::function<double(const std::string& spec)> error = {};
 };

@@ -11,6 +11,7 @@ Json row_json(const Prediction& p) {
             {"links_ms", p.comm_ms},  {"kernels_ms", p.codec_ms},   {"exposed_ms", p.exposed_ms},
             {"step_ms", p.step_ms}};
   if (std::isfinite(p.error)) json["error"] = p.error;
+  if (std::isfinite(p.low_ms)) json["step_interval_ms"] = {p.low_ms, p.high_ms};
   return json;
 }
 

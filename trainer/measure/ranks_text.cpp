@@ -88,8 +88,11 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
   text += row_text(
       "", fmt::format("(the slowest rank's speed, all at once, on {}{} and batch {})", report.probe.depth,
                       report.probe.depth == 1 ? " layer" : " layers", report.probe_batch));
-  text += row_text("optimizer", fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
-                                            number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
+  text +=
+      row_text("optimizer", report.optimizer_bytes == 0
+                                ? fmt::format("{}, measured", ms(costs.optimizer_ms))
+                                : fmt::format("{} / {} GB/s = {}, AdamW", human_bytes(report.optimizer_bytes),
+                                              number(report.peaks.copy_gb_per_s), ms(costs.optimizer_ms)));
   text += table_text(predictions(r));
 
   const Prediction &plain = r.best[0], &chosen = r.best[r.chosen];
@@ -104,8 +107,10 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
                                 human_bytes(p.sent_bytes), number(p.sent_bytes / (p.comm_ms * 1e6)),
                                 ms(p.comm_ms), number(codec),
                                 human_count(static_cast<double>(report.parameters)), ms(p.codec_ms))) +
-           row_text("", fmt::format("{} ({} of the step) are left when backward is done: {} per step",
-                                    ms(p.exposed_ms), percent(p.exposed_ms / p.step_ms), ms(p.step_ms)));
+           row_text("", fmt::format("{} ({} of the step) are left when backward is done: {} per step, with "
+                                    "90 % probability {} to {}",
+                                    ms(p.exposed_ms), percent(p.exposed_ms / p.step_ms), ms(p.step_ms),
+                                    number(p.low_ms), number(p.high_ms)));
   };
   text += line(plain);
   if (r.compress()) return text + line(chosen);

@@ -72,6 +72,8 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     largest = std::max(largest, count);
   };
   const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
+  const auto between = costs.sums.find(text);
+  const double sums = between != costs.sums.end() ? between->second : 0;
   double done = 0, ready = 0, delay = 0;
   double free = 0;  // time at which the reducer's stream becomes idle
   for (const Bucket& bucket : buckets) {
@@ -83,7 +85,10 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     done += static_cast<double>(bucket.elements);
     ready = forward + backward * done / elements + delay;
     const bool during_backward = costs.shared_cores && &bucket != &buckets.back();
-    free = std::max(free, ready) + (during_backward ? 2 : 1) * kernels + us * 1e-3;
+    const double busy = (during_backward ? 2 : 1) * kernels;
+    free = std::max(free, ready) + busy + us * 1e-3;
+    out.kernels_ms += (1 - sums) * busy;
+    out.links_ms += sums * busy + us * 1e-3;
     out.codec_ms += kernels;
     out.comm_ms += us * 1e-3;
     if (costs.shared_cores) delay += kernels;
@@ -109,6 +114,38 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
     return AllreduceCost{choice.predicted_us, static_cast<double>(wire->bytes(most)),
                          name(choice.schedule.kind)};
   });
+}
+
+void add_interval(const StepCosts& costs, Prediction& prediction) {
+  const Prediction& p = prediction;
+  double variance = std::pow(kModelDeviation * p.step_ms, 2);
+  const auto add = [&](const StepCosts& other) {
+    const double change = predict_step(other, p.spec, p.bucket_mb).step_ms - p.step_ms;
+    variance += change * change;
+  };
+  StepCosts other = costs;
+  other.compute_ms *= 1 + costs.spread.compute;
+  add(other);
+  other = costs;
+  if (const auto codec = costs.spread.codec.find(p.spec); codec != costs.spread.codec.end()) {
+    other.codec_ns.at(p.spec) *= 1 + codec->second;
+    add(other);
+  }
+  other = costs;
+  const size_t repeats = costs.spread.links.size();
+  double sum = 0, squares = 0;
+  for (const LinkCosts& links : costs.spread.links) {
+    other.links = links;
+    const double ms = predict_step(other, p.spec, p.bucket_mb).step_ms;
+    sum += ms, squares += ms * ms;
+  }
+  if (repeats > 1) {
+    const auto n = static_cast<double>(repeats);
+    variance += std::max(0.0, squares - sum * sum / n) / (n - 1);
+  }
+  constexpr double kNinety = 1.645;  // standard deviations on each side that hold 90 % of a normal variable
+  const double half = kNinety * std::sqrt(variance);
+  prediction.low_ms = std::max(0.0, p.step_ms - half), prediction.high_ms = p.step_ms + half;
 }
 
 Prediction best_of(const std::vector<Prediction>& tried) {
@@ -155,6 +192,7 @@ Recommendation recommend(const StepCosts& costs, const Choices& from) {
     for (int64_t mb : sizes) tried.push_back(predict_step(costs, spec, mb));
     if (out.best.empty()) out.one_bucket = tried.back();
     out.best.push_back(best_of(tried));
+    add_interval(costs, out.best.back());
   }
   // Errors that are not numbers come last: the gradients had values that a format cannot represent.
   auto rank = [](const Prediction& p) {

@@ -36,6 +36,15 @@ struct StepCosts {
   // Relative L2 error of one encode of the gradients, by spec (encode_error.h); empty: not measured.
   std::map<std::string, double> errors;
   bool shared_cores = false;  // true if kernels slow down backward
+  // The share of a codec's kernel time that lies between its exchanges, by spec: sums.
+  std::map<std::string, double> sums = {};
+  // The spread of the measurements, for Prediction's interval: standard deviations of single runs, divided by
+  // the mean, and repeated measurements of the links. Empty: not known.
+  struct Spread {
+    double compute = 0;
+    std::map<std::string, double> codec = {};
+    std::vector<LinkCosts> links = {};
+  } spread = {};
 };
 
 struct Prediction {
@@ -47,7 +56,12 @@ struct Prediction {
   double dense_bytes = 0;     // bytes of the gradients in FP32
   double compute_ms = 0;      // until backward ends, with the delay by kernels that share its cores
   double codec_ms = 0, comm_ms = 0, exposed_ms = 0, step_ms = 0;
+  // The time of the kernels outside exchanges and of the exchanges with their sums on the reducer's stream,
+  // as a run measures them.
+  double kernels_ms = 0, links_ms = 0;
   double error = std::numeric_limits<double>::quiet_NaN();  // StepCosts::errors; NaN: not measured
+  // Limits of step_ms that hold with a probability of 90 %; NaN: not computed.
+  double low_ms = std::numeric_limits<double>::quiet_NaN(), high_ms = low_ms;
 };
 
 struct AllreduceCost {
@@ -64,6 +78,11 @@ Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t
                         const AllreduceModel& allreduce);
 // Does the same with the planner's model of costs.links.
 Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t bucket_mb);
+// Sets the limits of a prediction's step. The parts of the spread are independent: each is the change of the
+// step when a measurement changes by its deviation, or kModelDeviation of the step for what the model leaves
+// out.
+constexpr double kModelDeviation = 0.05;
+void add_interval(const StepCosts& costs, Prediction& prediction);
 // Returns the prediction of a bucket size within 2 % of the fastest: the default bucket size of 25 MiB if
 // possible. `tried` is not empty.
 Prediction best_of(const std::vector<Prediction>& tried);

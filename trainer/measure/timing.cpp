@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <limits>
 
 namespace gradwire {
@@ -13,7 +14,7 @@ Timing time_runs(const Stream& stream, const std::function<void()>& work, double
   work();
   stream.synchronize();
   Timing timing{.fastest_ms = std::numeric_limits<double>::infinity()};
-  double sum = 0;
+  double sum = 0, squares = 0;
   const auto start = Clock::now();
   for (int run = 0; run < kMostRuns; ++run) {
     begin.record(stream);
@@ -21,9 +22,11 @@ Timing time_runs(const Stream& stream, const std::function<void()>& work, double
     end.record(stream);
     end.synchronize();
     const double ms = elapsed_ms(begin, end);
-    sum += ms;
+    sum += ms, squares += ms * ms;
     timing.fastest_ms = std::min(timing.fastest_ms, ms);
     timing.mean_ms = sum / (run + 1);
+    const double variance = std::max(0.0, squares - sum * timing.mean_ms) / std::max(run, 1);
+    timing.deviation = sum > 0 ? std::sqrt(variance) / timing.mean_ms : 0;
     const std::chrono::duration<double, std::milli> taken = Clock::now() - start;
     if (run + 1 >= kLeastRuns && taken.count() > budget_ms) break;
   }

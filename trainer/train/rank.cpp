@@ -9,6 +9,7 @@
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
 #include "trainer/measure/products.h"
+#include "trainer/train/choose_compression.h"
 #include "trainer/train/layout.h"
 #include "trainer/train/parameter_hash.h"
 #include "trainer/train/train_loader.h"
@@ -45,6 +46,7 @@ RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator
     start.again = &*shared.elastic->start();
     at = start.again->position;
   }
+  if (shared.handover != nullptr) at = shared.handover->position;
   const int64_t per_epoch =
       batches_per_epoch(shared.data.train, train_loader(config, comm, 0)) / config.accumulate;
   const int64_t batch = config.global_batch();
@@ -75,7 +77,8 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
               .groups = gradient_groups(config_, comm.device(), comm.world())}),
       optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, reducer_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
-      reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_),
+      reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_,
+                shared.handover != nullptr ? shared.handover->clock : RunReporter::Clock{}),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
@@ -84,7 +87,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool snapshot = start_.again != nullptr && !shared.elastic->from_checkpoints();
-  if (start_.from || snapshot) {
+  if (start_.from || snapshot || shared.handover != nullptr) {
     restore();
   } else {
     load(*shared.initial.get(model_.parameters(), layout_));
@@ -98,6 +101,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   }
   if (config_.eval_every > 0) evaluator_.emplace(config_, shared.data.test, comm, stream_, model_);
   create_slots();
+  prepare_plan_checks();
   if (shared.elastic != nullptr && start_.from && carried_ && !shared.elastic->from_checkpoints()) {
     throw BadInput(fmt::format(
         "--elastic: the run cannot keep the residuals in checkpoint {}: they go into the gradients of the "
@@ -153,6 +157,10 @@ void RankTrainer::run() {
       catch_up();
       save(step + 1);
     }
+    if (plan_check_follows(step)) {
+      catch_up();
+      if (agree_to_replan(step + 1)) return;
+    }
     if (joiners_wait_ && step + 1 < config_.steps) {
       catch_up();
       if (shared_.elastic->from_checkpoints() && !checkpoint_follows(step)) save(step + 1);
@@ -177,6 +185,15 @@ bool RankTrainer::checkpoint_follows(int64_t step) const {
 }
 
 void RankTrainer::start_run() {
+  if (shared_.replanned != nullptr) {
+    if (!leads()) return;
+    ReplanRecord record = *shared_.replanned;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - shared_.handover->began;
+    record.seconds = took.count();
+    record.buckets = reducer_.buckets();
+    record.schedule = reducer_.schedule();
+    return shared_.observer.on_replan(record);
+  }
   if (start_.again == nullptr) {
     if (leads()) announce();
     // If the checkpoint was saved after the last step, only the final evaluation remains.
@@ -280,8 +297,12 @@ RankState RankTrainer::state() {
 }
 
 void RankTrainer::restore() {
-  carried_ =
-      start_.from ? restore_checkpoint(state(), config_, *start_.from) : shared_.elastic->restore(state());
+  if (shared_.handover != nullptr) {
+    carried_ = shared_.handover->restore(state(), config_.compression);
+  } else {
+    carried_ =
+        start_.from ? restore_checkpoint(state(), config_, *start_.from) : shared_.elastic->restore(state());
+  }
   if (shards_) {
     shards_->share_weights();
   } else {

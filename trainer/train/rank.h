@@ -26,8 +26,10 @@
 #include "trainer/measure/peaks.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/deferred_update.h"
+#include "trainer/train/drift.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/evaluator.h"
+#include "trainer/train/handover.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer_state.h"
 #include "trainer/train/profiling.h"
@@ -37,7 +39,10 @@
 
 namespace gradwire {
 
-// The objects that all ranks of a run share. The objects outlive the ranks.
+struct AutoPlan;  // choose_compression.h
+
+// The objects that all ranks of a run share, and a rank's state after a change of plan. They outlive the
+// ranks.
 struct SharedRun {
   const TrainConfig& config;
   const DataSplits& data;
@@ -48,6 +53,12 @@ struct SharedRun {
   TraceFile* trace = nullptr;    // null: no trace
   SharedInstant instant = {};    // time 0 of the trace
   Elastic* elastic = nullptr;    // null without --elastic
+  // --compression auto: the request, so that the run can choose again; null: the compression does not change.
+  const AutoPlan* plan = nullptr;
+  // After a change of plan, this rank's state, the record, and the steps before the next change.
+  const Handover* handover = nullptr;
+  const ReplanRecord* replanned = nullptr;
+  int64_t quiet = 0;
 };
 
 class RankTrainer {
@@ -59,8 +70,11 @@ class RankTrainer {
   RankTrainer(const RankTrainer&) = delete;
   RankTrainer& operator=(const RankTrainer&) = delete;
 
-  // Trains to the end of the run or, with --elastic, until the group has grown.
+  // Trains to the end of the run or, with --elastic, until the group has grown. Returns early if the plan has
+  // become wrong, at the same step on all ranks.
   void run();
+  // Returns the state from which a RankTrainer with another plan continues; empty at the end of the run.
+  std::optional<Handover>& handover() { return handover_; }
   // Adds this rank's spans to the trace file after a failure, unless they were already added.
   void keep_trace() { trace_.keep(); }
 
@@ -120,6 +134,14 @@ class RankTrainer {
   RankState state();  // returns the state for checkpoints
   void restore();
   void finish_run();
+  // plan_check.cpp: whether the plan of --compression auto still holds.
+  void prepare_plan_checks();
+  // Returns whether to copy the gradients of this step, whose encode error is then measured.
+  bool samples_gradients(int64_t step);
+  void check_plan(const Slot& slot, const Event& end);
+  // Returns whether the ranks agree after `step` on whether to continue with the plan.
+  bool plan_check_follows(int64_t step) const;
+  bool agree_to_replan(int64_t steps_done);
 
   const SharedRun& shared_;
   const TrainConfig& config_;
@@ -145,7 +167,12 @@ class RankTrainer {
   float* gradients_;          // laid out as gradient_layout_
   Buffer totals_;             // device memory: two doubles
   std::array<Slot, 2> slots_;
-  bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
+  std::optional<DriftDetector> drift_;  // rank 0 with SharedRun::plan
+  std::optional<GradientDump> sample_;  // gradients whose encode error is measured
+  ParameterLayout sample_layout_;
+  int64_t sampled_ = -1;              // the step of these gradients
+  std::optional<Handover> handover_;  // the run continues with another plan
+  bool joiners_wait_ = false;         // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
   Buffer left_over_;      // the checkpoint's residuals, if they do not fit into the gradient buffer
 };

@@ -74,8 +74,10 @@ void RankTrainer::enqueue_work(Slot& slot) {
                     "gradients of step {} begin with the checkpoint's residuals; dump a later step",
                     step));
   }
+  const bool samples = samples_gradients(step);
   const std::function<void(int)> ready = [&](int i) {
     if (dumps) dump_->take(stream_, i, gradients_ + gradient_layout_.offsets[static_cast<size_t>(i)]);
+    if (samples) sample_->take(stream_, i, reducer_.gradient(i));
     reducer_.ready(i, stream_);
     if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
       load_residuals(reducer_.bucket_of(i + 1));
@@ -164,6 +166,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
                          .epoch = data_step(slot.step) / steps_per_epoch_,
                          .lr = slot.lr,
                          .weights = slot.weights});
+  if (drift_) check_plan(slot, end);
   if (deferred_) deferred_->measured(slot.backward_ms(), reducer_.stats(slot.step).comm_ms);
   trace_.add(slot, end, stream_.name(), reducer_);
 }

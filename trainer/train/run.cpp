@@ -23,7 +23,7 @@
 #include "trainer/data/dataset.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/elastic.h"
-#include "trainer/train/rank.h"
+#include "trainer/train/rank_run.h"
 
 namespace gradwire {
 namespace {
@@ -92,14 +92,15 @@ std::optional<FolderLock> lock_checkpoints(const TrainConfig& config, bool takes
 // Runs this process's part of a run as one rank of a group, to the end of the run or until the group fails or
 // grows. `about_data`: the result of described_data().
 void run_in_group(const TrainConfig& config, const DataSplits& data, const std::string& about_data,
-                  RunObserver& observer, Communicator& comm, Elastic* elastic) {
-  std::unique_ptr<RankTrainer> trainer;
+                  RunObserver& observer, Communicator& comm, Elastic* elastic, const AutoPlan* plan) {
+  std::unique_ptr<RankRun> run;
   MessageRankReports reports(comm);
   InitialWeights initial(config.seed, config.init);
   Peaks peaks;
   std::optional<TraceFile> trace;
   SharedRun shared{config, data, observer, reports, initial, &peaks, nullptr};
   shared.elastic = elastic;
+  shared.plan = plan;
   try {
     if (!config.trace.empty()) shared.trace = &trace.emplace(config, comm.rank());
     if (elastic != nullptr && !elastic->agree()) return;
@@ -121,17 +122,17 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
       if (comm.rank() == 0) peaks = measure_peaks(comm.device(), config.precision);
       comm.barrier();
     }
-    trainer = std::make_unique<RankTrainer>(shared, comm);
-    trainer->run();
+    run = std::make_unique<RankRun>(shared, comm);
+    run->run();
     if (elastic != nullptr && elastic->has_grown()) return;
     comm.barrier();  // passes an error of rank 0 at the end to all ranks
   } catch (const std::exception& error) {
     comm.abort(error.what());
-    if (trainer && shared.trace != nullptr) {
-      trainer->keep_trace();
+    if (run && shared.trace != nullptr) {
+      run->keep_trace();
       trace->write_rest(error.what());
     }
-    trainer.reset();  // waits for the rank's stream, so this must follow the abort
+    run.reset();  // waits for the rank's stream, so this must follow the abort
     throw;
   }
 }
@@ -148,7 +149,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
   });
   while (true) {
     try {
-      run_in_group(elastic.config(), data, about_data, observer, elastic.comm(), &elastic);
+      run_in_group(elastic.config(), data, about_data, observer, elastic.comm(), &elastic, nullptr);
       if (!elastic.has_grown()) return;
       elastic.move_on();
     } catch (const CommError& error) {
@@ -161,9 +162,9 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
 }  // namespace
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
-                  Communicator& comm) {
+                  Communicator& comm, const AutoPlan* plan) {
   const std::string about_data = described_data(data);
-  if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr);
+  if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr, plan);
   Elastic elastic(config, comm);
   run_in_groups(elastic, data, about_data, observer);
 }
@@ -189,7 +190,8 @@ void join_training(const TrainConfig& config, const DataSplits& data, RunObserve
   }
 }
 
-void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer) {
+void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
+                  const AutoPlan* plan) {
   check(config, data);
   for (Device device : config.devices) reset_memory_peak(device);
   const std::optional<FolderLock> lock = lock_checkpoints(config);
@@ -207,20 +209,19 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                          .initial = initial,
                          .peaks = &peaks,
                          .trace = config.trace.empty() ? nullptr : &trace,
-                         .instant = {std::chrono::steady_clock::now()}};
+                         .instant = {std::chrono::steady_clock::now()},
+                         .plan = plan};
   Failure failure(comms, reports);
 
   auto run_rank = [&](int rank) {
-    std::unique_ptr<RankTrainer> trainer;
+    RankRun run(shared, *comms[static_cast<size_t>(rank)]);
     try {
-      trainer = std::make_unique<RankTrainer>(shared, *comms[static_cast<size_t>(rank)]);
-      trainer->run();
+      run.run();
     } catch (...) {
       failure.report(rank);
-      if (trainer) trainer->keep_trace();
+      run.keep_trace();
     }
-    // Waits for the rank's stream, so after a failure this must follow the abort.
-    trainer.reset();
+    // The destructor waits for the rank's stream, so after a failure it must follow the abort.
   };
   std::vector<Thread> threads;
   try {

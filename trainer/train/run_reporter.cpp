@@ -34,13 +34,14 @@ RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
 }  // namespace
 
 RunReporter::RunReporter(const TrainConfig& config, Communicator& comm, const Reducer& reducer,
-                         RankReports& reports, RunObserver& observer, int64_t images)
+                         RankReports& reports, RunObserver& observer, int64_t images, const Clock& clock)
     : config_(config),
       comm_(comm),
       reducer_(reducer),
       reports_(reports),
       observer_(observer),
-      images_(images) {}
+      images_(images),
+      clock_(clock) {}
 
 void RunReporter::report_step(const FinishedStep& step) {
   const TrainingMarks& marks = step.marks;
@@ -62,7 +63,7 @@ void RunReporter::report_step(const FinishedStep& step) {
                     .loss = all.loss / static_cast<double>(all.images),
                     .lr = step.lr};
   record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
-  trained_ms_ += record.step_ms;
+  clock_.trained_ms += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
   record.wire_bytes = stats.wire_bytes + step.weights.wire;
   record.dense_bytes = stats.dense_bytes + step.weights.dense;
@@ -99,9 +100,9 @@ void RunReporter::report_waits(const TrainingMarks& marks, const std::vector<Ran
   const bool know_all =
       std::none_of(latest_waits_.begin(), latest_waits_.end(), [](const auto& of) { return of.empty(); });
   if (!know_all || reports[0].waited_s.empty()) return;
-  if (!first_waits_) first_waits_ = marks.wait_end;
+  if (!clock_.first_waits) clock_.first_waits = marks.wait_end;
   observer_.on_waits({.step = marks.step + 1,
-                      .seconds = std::chrono::duration<double>(marks.wait_end - *first_waits_).count(),
+                      .seconds = std::chrono::duration<double>(marks.wait_end - *clock_.first_waits).count(),
                       .waited_s = latest_waits_});
 }
 
@@ -112,7 +113,7 @@ void RunReporter::report_evaluation(const RankReports::Report& mine, int64_t ste
   const double count = static_cast<double>(all.images);
   observer_.on_eval({.step = steps_done,
                      .epoch = epoch,
-                     .seconds = trained_ms_ * 1e-3,
+                     .seconds = clock_.trained_ms * 1e-3,
                      .test_loss = all.loss / count,
                      .test_accuracy = all.correct / count,
                      .images = all.images});

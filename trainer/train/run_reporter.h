@@ -19,10 +19,18 @@ namespace gradwire {
 
 class RunReporter {
  public:
+  // What continues when another reporter takes over.
+  struct Clock {
+    double trained_ms = 0;  // sum of the reported steps
+    // When the first report of waits was complete; used only on rank 0.
+    std::optional<std::chrono::steady_clock::time_point> first_waits = {};
+  };
+
   // Prepares the reports. `images`: this rank's images per micro-batch. All referenced arguments must outlive
   // the object.
   RunReporter(const TrainConfig& config, Communicator& comm, const Reducer& reducer, RankReports& reports,
-              RunObserver& observer, int64_t images);
+              RunObserver& observer, int64_t images, const Clock& clock);
+  const Clock& clock() const { return clock_; }
 
   struct FinishedStep {
     const TrainingMarks& marks;
@@ -51,11 +59,9 @@ class RunReporter {
   const int64_t images_;
   double updated_ms_ =
       0;  // --overlap-forward: time of the latest reported update, which the next forward contains
-  double trained_ms_ = 0;                                  // sum of the reported steps
+  Clock clock_;
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
-  // Each rank's latest waits, and the time of the first complete report; used only on rank 0.
-  std::vector<std::vector<double>> latest_waits_;
-  std::optional<std::chrono::steady_clock::time_point> first_waits_;
+  std::vector<std::vector<double>> latest_waits_;          // of each rank; used only on rank 0
 };
 
 }  // namespace gradwire

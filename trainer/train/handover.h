@@ -1,0 +1,40 @@
+// The state that a rank keeps in host memory while its run changes to another plan (--compression auto).
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "trainer/checkpoint/checkpoint.h"
+#include "trainer/train/run_reporter.h"
+
+namespace gradwire {
+
+struct Handover {
+  Position position;
+  RunReporter::Clock clock;
+  // The end of the last step, and what has drifted since the plan began (on rank 0).
+  std::chrono::steady_clock::time_point began;
+  std::string why;
+  std::string spec;  // whose codecs' state this is
+  // Laid out as packed_layout(), because another bucket size may change the reducer's layout.
+  std::vector<float> weights;
+  std::vector<std::vector<float>> moments;
+  struct State {
+    int tensor = 0;
+    std::string kind;
+    std::vector<std::byte> values;
+  };
+  std::vector<State> states;  // of the codecs
+
+  // Copies a rank's state. Blocks. The rank holds the whole state, and no work may be in flight.
+  void take(const RankState& rank);
+  // Restores the state into a new rank of the same model and world, and blocks. A codec of another spec
+  // starts afresh: the residuals then go to rank.left_over(), as in restore_checkpoint(). Returns whether
+  // they did; then the first step must add its gradients to the residuals, so that nothing is lost.
+  bool restore(const RankState& rank, const CompressionSpec& to) const;
+};
+
+}  // namespace gradwire
