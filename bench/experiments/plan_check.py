@@ -53,7 +53,7 @@ def train(options, link, model, compression, log):
 
 def measure(options):
     runs = [(None, spec) for spec in options.spec]
-    runs += [(budget, f"auto:error={budget:g},allow={'+'.join(options.spec)}")
+    runs += [(budget, f"auto:error={budget:g},replan=off,allow={'+'.join(options.spec)}")
              for budget in options.budget]
     with tempfile.TemporaryDirectory() as folder:
         log = pathlib.Path(folder) / "run.jsonl"
@@ -105,7 +105,7 @@ def prediction_errors(items):
                           budget=None, spec=row["compression"])
             for run in same:
                 measured = statistics.median(run["step_ms"])
-                interval = row.get("interval_ms")
+                interval = row.get("step_interval_ms")
                 inside = interval[0] <= measured <= interval[1] if interval else None
                 found.append((row["step_ms"] / measured - 1, inside))
     return found
