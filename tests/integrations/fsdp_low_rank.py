@@ -268,6 +268,7 @@ def an_infinite_gradient_stays_in_its_matrix() -> None:
 
 
 def parameters_without_a_gradient_wait() -> None:
+    torch.set_float32_matmul_precision("medium")  # products of factors stay in FP32
     for mesh in meshes():
         run, reference = Sharded(mesh, "powersgd:rank=3"), Reference(3, SHAPES, 0)
         for step in range(6):
@@ -287,6 +288,7 @@ def parameters_without_a_gradient_wait() -> None:
             worst = max(off(result[name], expected[name]) for name in result)
             check(1e-4 < worst <= 2e-2, f"reduce_dtype=bfloat16, step {step}: {worst:.1e}")
         rounded.handle.close()
+    torch.set_float32_matmul_precision("highest")
     say("parameters without a gradient in some steps keep residual and factor; BF16 gradients are close")
 
 
