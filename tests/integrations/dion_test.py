@@ -57,6 +57,18 @@ class DionTest(unittest.TestCase):
             with self.subTest(wire):
                 self.run_world(2, 4, wire=wire)
 
+    def test_orth_makes_the_singular_values_of_a_step_equal(self) -> None:
+        def body(comm: gradwire.Communicator) -> None:
+            params = parameters()
+            take(Dion(params, 0.0, comm=comm, rank=4, orth=True, wire="int8"), params, comm.rank, 0)
+            for p in params:
+                if p.dim() > 1:
+                    values = torch.linalg.svdvals(p.grad.reshape(p.shape[0], -1))[:4]
+                    want = (p.shape[0] / p[0].numel()) ** 0.5
+                    np.testing.assert_allclose(values.numpy(), want, rtol=1e-5)
+
+        run_ranks(2, body)
+
     def test_vectors_take_the_steps_of_adamw(self) -> None:
         got, _ = self.run_world(2, 5, adamw_lr=0.003, weight_decay=0.1)
         p = parameters()[2]

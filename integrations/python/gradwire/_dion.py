@@ -31,6 +31,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         lr: the learning rate of matrices.
         rank: the factors' rank, up to 512; at most the smaller extent of a matrix.
         mu: the momentum's decay along the directions of a step.
+        orth: Orth-Dion (Nakamori et al., arXiv 2605.16341): both factors of a step are orthonormal.
         weight_decay: decoupled, times the learning rate.
         wire: the format of factors: "fp32", "int8", "int4:block=64", see docs/formats.md. Other gradients
             travel in "fp32" or "bf16" as well; with smaller formats they are not compressed.
@@ -42,7 +43,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, which refuses
 
     def __init__(self, params: Iterable[Any], lr: float = 0.01, *, rank: int = 64, mu: float = 0.95,
-                 weight_decay: float = 0.01, wire: str = "fp32", adamw_lr: float = 1e-3,
+                 orth: bool = False, weight_decay: float = 0.01, wire: str = "fp32", adamw_lr: float = 1e-3,
                  betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "dion",
@@ -53,7 +54,8 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         name, _, options = wire.partition(":")
         if "dense=" in options:
             raise ValueError(f"wire={wire!r}: use no dense=; the groups' algorithm decides")
-        self._spec = f"dion:rank={rank},mu={mu},seed={seed},wire={name}" + ("," + options if options else "")
+        self._spec = (f"dion:rank={rank},mu={mu},orth={'on' if orth else 'off'},seed={seed},wire={name}" +
+                      ("," + options if options else ""))
         self._reducer = self._make_reducer(comm, wire)
 
     def _parameters(self) -> List[Tuple[Dict[str, Any], torch.Tensor]]:
