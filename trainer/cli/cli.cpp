@@ -27,6 +27,7 @@
 #include "trainer/log/run_log.h"
 #include "trainer/manual/manual.h"
 #include "trainer/manual/parse_error.h"
+#include "trainer/train/agreement.h"
 #include "trainer/train/memory_plan.h"
 
 namespace gradwire {
@@ -74,9 +75,10 @@ int train(const RunOptions& options) {
   std::unique_ptr<Communicator> comm = join(options, run.config);
   std::optional<AutoPlan> plan;
   if (run.automatic) plan = auto_plan(run, options);
+  if (plan && comm) plan->about_data = described_data(run.data);
   if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
   if (plan) plan->predicted = output.predicted;
-  const RunPart part{.comm = comm.get(), .plan = plan && plan->request.replan ? &*plan : nullptr};
+  const RunPart part{.comm = comm.get(), .plan = plan ? &*plan : nullptr};
   if (leads(options) || run.config.elastic) {
     run_once(run.config, run.data, output, part);
   } else {

@@ -147,9 +147,9 @@ RanksReport choose_compression(const TrainConfig& config, const AutoPlan& plan, 
   };
   if (comm == nullptr) return examine_group(config, nullptr, examine);
   try {
-    check_agreement(fmt::format("{}\n\"auto\": {}", described_run(config, described_data(data)),
-                                plan.request.to_string()),
-                    *comm);
+    check_agreement(
+        fmt::format("{}\n\"auto\": {}", described_run(config, plan.about_data), plan.request.to_string()),
+        *comm);
     // A separate group on the host, so that waits of the measurement do not count as waits of the run.
     const std::unique_ptr<Communicator> group =
         comm->device().is_host() ? comm->split(0, comm->rank()) : nullptr;

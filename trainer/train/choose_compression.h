@@ -17,6 +17,8 @@ struct AutoPlan {
   AutoCompression request;
   Choices choices;
   std::optional<PredictedStep> predicted = {};  // of the choice before the first step
+  // The result of described_data() if ranks are processes, because it takes time.
+  std::string about_data = {};
 };
 
 // Measures the links, the training speed of the run's model on its first batch, each candidate's kernels on a

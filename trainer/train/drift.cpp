@@ -22,12 +22,12 @@ void DriftDetector::add_step(double links_ms, double step_ms) {
   const double z = std::clamp((links_ms - median_) / deviation_, -kMost, kMost);
   above_ = std::max(0.0, above_ + z - kSlack);
   below_ = std::max(0.0, below_ - z - kSlack);
-  if (above_ == 0 && below_ == 0) latest_.clear();
   latest_.push_back(links_ms);
+  if (latest_.size() > kLatest) latest_.pop_front();
   if (above_ <= kLimit && below_ <= kLimit) return;
   if (!alarm_.empty()) return;
-  alarm_ = fmt::format("the links take {} ms per step instead of {} ms", milliseconds(median(latest_)),
-                       milliseconds(median_));
+  alarm_ = fmt::format("the links take {} ms per step instead of {} ms",
+                       milliseconds(median({latest_.begin(), latest_.end()})), milliseconds(median_));
 }
 
 void DriftDetector::set_baseline() {

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <optional>
 #include <string>
@@ -30,6 +31,7 @@ class DriftDetector {
   static constexpr int kBaseline = 30;
   static constexpr double kMost = 4, kSlack = 2, kLimit = 16, kLeast = 0.025;
   static constexpr int kStreak = 2;
+  static constexpr size_t kLatest = 8;
 
   struct Options {
     double error_limit = std::numeric_limits<double>::infinity();  // the largest error of one encode
@@ -51,7 +53,7 @@ class DriftDetector {
   const Options options_;
   int64_t steps_ = 0;
   std::vector<double> links_, steps_ms_;  // of the baseline
-  std::vector<double> latest_;            // links' times since a sum was last zero
+  std::deque<double> latest_;             // the links' times of the last kLatest steps
   double median_ = 0, deviation_ = 0;
   double above_ = 0, below_ = 0;  // the sums of the test
   int streak_ = 0;

@@ -100,13 +100,15 @@ void run_in_group(const TrainConfig& config, const DataSplits& data, const std::
   std::optional<TraceFile> trace;
   SharedRun shared{config, data, observer, reports, initial, &peaks, nullptr};
   shared.elastic = elastic;
-  shared.plan = plan;
+  if (plan != nullptr && plan->request.replan) shared.plan = plan;
   try {
     if (!config.trace.empty()) shared.trace = &trace.emplace(config, comm.rank());
     if (elastic != nullptr && !elastic->agree()) return;
     check(config, data);
     if (elastic == nullptr || !elastic->start()) reset_memory_peak(comm.device());
-    check_agreement(described_run(config, about_data), comm);
+    const std::string about_plan =
+        plan != nullptr ? fmt::format("\n\"auto\": {}", plan->request.to_string()) : "";
+    check_agreement(described_run(config, about_data) + about_plan, comm);
     const bool takes_over = elastic != nullptr && elastic->takes_over();
     const std::optional<FolderLock> lock =
         comm.rank() == 0 ? lock_checkpoints(config, takes_over) : std::nullopt;
@@ -163,7 +165,7 @@ void run_in_groups(Elastic& elastic, const DataSplits& data, const std::string& 
 
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   Communicator& comm, const AutoPlan* plan) {
-  const std::string about_data = described_data(data);
+  const std::string about_data = plan != nullptr ? plan->about_data : described_data(data);
   if (!config.elastic) return run_in_group(config, data, about_data, observer, comm, nullptr, plan);
   Elastic elastic(config, comm);
   run_in_groups(elastic, data, about_data, observer);
@@ -210,7 +212,7 @@ void run_training(const TrainConfig& config, const DataSplits& data, RunObserver
                          .peaks = &peaks,
                          .trace = config.trace.empty() ? nullptr : &trace,
                          .instant = {std::chrono::steady_clock::now()},
-                         .plan = plan};
+                         .plan = plan != nullptr && plan->request.replan ? plan : nullptr};
   Failure failure(comms, reports);
 
   auto run_rank = [&](int rank) {

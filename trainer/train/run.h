@@ -16,8 +16,8 @@ struct AutoPlan;     // trainer/train/choose_compression.h
 
 // Trains from fresh weights, a weight file (config.init) or a checkpoint (config.resume) on config.ranks()
 // ranks, one thread each. Returns after reporting the last evaluation. Throws the first failing rank's
-// exception, after all other ranks have stopped. The same config gives the same bits, unless `plan` is given:
-// the run then measures and chooses again when its compression is no longer the best.
+// exception, after all other ranks have stopped. The same config gives the same bits, unless `plan`
+// (--compression auto) lets the run choose again when its compression is no longer the best.
 void run_training(const TrainConfig& config, const DataSplits& data, RunObserver& observer,
                   const AutoPlan* plan = nullptr);
 
