@@ -10,6 +10,8 @@
 #                 build/cuda-pip (1.1 GB); all later builds use it
 #   make test-cuda-host   the CUDA side's host code on pretended GPUs: all tests of tests/standin
 #   make test-frameworks   the Python tests on today's PyTorch as well as on Debian's; installs it in build/
+#   make test-pytorch-suite   the distributed tests of PyTorch's wheel on the backend and the hook, in fp32
+#                 and int8: what passed, what failed and why, what was left out
 #   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
 #   make soak     random faults of every kind for 10 minutes; SOAK="faults SECONDS SEED"; SOAK=elastic: runs
 #                 whose ranks are killed, stopped and joined; SOAK=fuzz: libFuzzer on the parsers of files and
@@ -37,8 +39,8 @@ DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks faults soak bench bench-check \
-  host-check experiments plan-check gpu-check machine-code bundle wheel deb docs setup format clean
+.PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks test-pytorch-suite faults \
+  soak bench bench-check host-check experiments plan-check gpu-check machine-code bundle wheel deb docs setup format clean
 
 build: setup
 	@scripts/configure.sh release
@@ -66,6 +68,13 @@ test-cuda-host: setup
 
 test-frameworks: setup
 	@scripts/frameworks.sh
+
+test-pytorch-suite: setup
+	@scripts/frameworks.sh install
+	@scripts/configure.sh release
+	@cmake --build --preset release --target gradwire_shared
+	@ctest --test-dir build --verbose -L suite > build/pytorch-suite.log; status=$$?; \
+	  grep -E ": (failed|left out|passed|PyTorch [0-9])|% tests" build/pytorch-suite.log; exit $$status
 
 faults: setup
 	@scripts/configure.sh release

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# make test-frameworks: runs tests/integrations on today's PyTorch, with Lightning, Accelerate, transformers
-# and JAX. make test runs them on Debian's PyTorch 1.13.
+# make test-frameworks: runs tests/integrations on today's PyTorch, with the frameworks of
+# docs/for-trainers.md, and JAX. make test runs them on Debian's PyTorch 1.13.
 #
 #   scripts/frameworks.sh [install]   install: only sets up the environment, also for make experiments
 #   scripts/frameworks.sh --smoke     installs and runs nothing: checks pip's options and the tests' label
 #
-# Sets up a virtual environment in build/frameworks (2.2 GB, about five minutes). Afterwards make test also
+# Sets up a virtual environment in build/frameworks (2.8 GB, about six minutes). Afterwards make test also
 # runs these tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,6 +61,18 @@ if [ "$version" != "$lightning" ]; then
   "${pip[@]}" --no-deps lightning==$lightning pytorch-lightning==$lightning torchmetrics==1.9.0 \
     accelerate==1.15.0 transformers==5.24.0
   "${pip[@]}" lightning-utilities pyyaml tqdm huggingface-hub regex tokenizers safetensors psutil aiohttp typer
+fi
+
+ray=2.60.0
+version=$("$folder/python" -c 'from importlib.metadata import version; print(version("ray"))' 2> /dev/null || true)
+if [ "$version" != "$ray" ]; then
+  echo "frameworks: installing ray $ray, deepspeed, torchtitan and megatron-core (550 MB)"
+  pip=("$folder/environment/bin/pip" install --quiet --disable-pip-version-check)
+  "${pip[@]}" ray==$ray pyarrow pandas einops hjson msgpack ninja py-cpuinfo docstring_parser typeguard wheel
+  # DeepSpeed's setup.py imports torch.
+  LD_LIBRARY_PATH=$(sed -n 's/^LD_LIBRARY_PATH=\([^$]*\).*/\1/p' "$folder/python" 2> /dev/null) \
+    DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "${pip[@]}" --no-deps --no-build-isolation deepspeed==0.19.8
+  "${pip[@]}" --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro megatron-core==0.16.1
 fi
 
 jax=0.10.2

@@ -26,7 +26,7 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 TIMEOUT_S = 120
 SPEED_MODEL = {"width": 768, "depth": 4, "words": 1024, "length": 16}
 LOSS_MODEL = {"width": 64, "depth": 2, "words": 509, "length": 32}
-SMOKE_MODEL = {"width": 32, "depth": 1, "words": 17, "length": 4}
+SMOKE_MODEL = {"width": 32, "depth": 1, "words": 18, "length": 4}
 
 
 class Block(nn.Module):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tests the built documentation in headless Chromium: pages fit three widths, and the search finds.
+"""Tests the built documentation in headless Chromium: pages fit three widths, the search finds, versions show.
 
-    site_test.py SITE
+    site_test.py SITE VERSION
 
 Prints a line and succeeds where Chromium, its driver or Selenium is missing.
 """
@@ -69,6 +69,13 @@ def check(driver, site, address):
         if not finds(driver, text, title):
             wrong.append(f"a search for {text} does not find the page '{title}'")
         driver.refresh()
+    shown = wait_for(lambda: driver.execute_script(
+        "return [...document.querySelectorAll('.md-version__link')].map(e => e.textContent.trim())"))
+    if site.name not in shown:
+        wrong.append(f"the menu of versions shows {shown}, expected {site.name}")
+    driver.get(address.rpartition("/")[0])
+    if not wait_for(lambda: f"/{site.name}/index.html" in driver.current_url):
+        wrong.append(f"the first page does not lead to {site.name}: {driver.current_url}")
     print("\n".join(wrong) or f"site: {len(pages)} pages fit windows of {', '.join(map(str, WIDTHS))} pixels")
     return 1 if wrong else 0
 
@@ -83,7 +90,7 @@ def main():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     driver = browser()
     try:
-        return check(driver, site, f"http://127.0.0.1:{server.server_port}")
+        return check(driver, site / sys.argv[2], f"http://127.0.0.1:{server.server_port}/{sys.argv[2]}")
     finally:
         driver.quit()
 

@@ -78,6 +78,11 @@ def large_sums_are_compressed_and_nothing_else() -> None:
             check(dist.all_reduce(own, op) is None, "a synchronous call returned something")
         near(own, wanted, f"all_reduce {op}")
         same_everywhere(own, f"all_reduce {op}")
+    own = values()
+    with Compressed(1, "one tensor of all_reduce_coalesced"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.all_reduce_coalesced([own])
+    near(own, exact, "all_reduce_coalesced")
     columns = values().view(2, -1).t()
     with Compressed(1, "a transposed tensor"):
         dist.all_reduce(columns)

@@ -1,10 +1,12 @@
 """The scenarios of clients_test.py: one rank of a run with Lightning, Accelerate or transformers' Trainer."""
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
+import shutil
 import sys
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, List, Tuple
 
 from rank import RANK, WORLD, check, refused, say
 
@@ -15,138 +17,26 @@ os.environ.update(LOCAL_RANK=str(RANK), LOCAL_WORLD_SIZE=str(WORLD), GROUP_RANK=
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "bench"))
+from harness.client_jobs import PROBLEMS, Job  # noqa: E402
+from harness.client_training import CLIENTS  # noqa: E402
+
 FOLDER = pathlib.Path(sys.argv[2])
 STEPS = 4  # per epoch
 LOSSY = "powersgd:rank=1,schedule=ring"  # its results do not depend on DDP's buckets
-AFTER = "after"  # the name of a run whose trainer is used again
-
-
-def network() -> torch.nn.Module:
-    torch.manual_seed(1)  # the same on every rank
-    return torch.nn.Sequential(torch.nn.Linear(60, 50), torch.nn.Tanh(), torch.nn.Linear(50, 40),
-                               torch.nn.Tanh(), torch.nn.Linear(40, 1))
-
-
-def data() -> Tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randn(8 * WORLD * STEPS, 60, generator=torch.Generator().manual_seed(2))
-    return x, torch.sin(x[:, :1]) + x[:, 1:2]
-
-
 Result = Tuple[List[float], List[torch.Tensor]]  # the loss of each step on this rank, and the weights
 
 
-def of(model: torch.nn.Module) -> List[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-# ---- Training with each framework, if `resume` from the checkpoint after the first epoch ------------------
-
-def lightning(spec: str, epochs: int, name: str, resume: bool = False) -> Result:
-    import lightning.pytorch as pl
-    from gradwire.lightning import Compress
-    losses: List[float] = []
-
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            loss = torch.nn.functional.mse_loss(self.network(batch[0]), batch[1])
-            losses.append(float(loss.detach()))
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-
-    saving = pl.callbacks.ModelCheckpoint(FOLDER / name, every_n_epochs=1, save_top_k=-1, filename="{epoch}",
-                                          save_on_train_epoch_end=True)
-    trainer = pl.Trainer(accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=epochs, logger=False,
-                         enable_progress_bar=False, enable_model_summary=False,
-                         callbacks=[saving] + ([Compress(spec)] if spec else []))
-    module = Module()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=8)
-    trainer.fit(module, loader, ckpt_path=str(FOLDER / name / "epoch=0.ckpt") if resume else None)
-    if name == AFTER:
-        trainer.save_checkpoint(FOLDER / name / "last.ckpt")
-        saved = torch.load(FOLDER / name / "last.ckpt", weights_only=False)["callbacks"]
-        check(any("Compress" in key for key in saved), f"no residuals in {list(saved)}")
-    return losses, of(module)
-
-
-def accelerate(spec: str, epochs: int, name: str, resume: bool = False, sharded: bool = False) -> Result:
-    from accelerate import Accelerator
-    import gradwire.accelerate
-    accelerator = Accelerator(cpu=True)
-    model = network()
-    if sharded:  # by hand, because Accelerate shards on GPUs only
-        from torch.distributed.fsdp import fully_shard
-        for block in [*model, model]:
-            if any(True for _ in block.parameters()):
-                fully_shard(block)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    if not sharded:
-        model, optimizer = accelerator.prepare(model, optimizer)
-    if spec:
-        gradwire.accelerate.compress(accelerator, model, spec, **({"weights": "fp32"} if sharded else {}))
-    own = FOLDER / f"{name}-{RANK}.pt"
-    if resume:
-        accelerator.load_state(str(FOLDER / name))
-        if sharded:
-            states = torch.load(own, weights_only=False)
-            model.load_state_dict(states[0])
-            optimizer.load_state_dict(states[1])
-    x, y = (part.view(STEPS, WORLD, 8, -1) for part in data())
-    losses = []
-    for epoch in range(int(resume), epochs):
-        for step in range(STEPS):
-            loss = torch.nn.functional.mse_loss(model(x[step, RANK]), y[step, RANK])
-            losses.append(float(loss.detach()))
-            optimizer.zero_grad()
-            accelerator.backward(loss)
-            optimizer.step()
-        if epoch == 0 and not resume:
-            accelerator.save_state(str(FOLDER / name))
-            if sharded:
-                torch.save((model.state_dict(), optimizer.state_dict()), own)
-    return losses, [p.full_tensor() if hasattr(p, "full_tensor") else p for p in of(model)]
-
-
-def fsdp2(spec: str, epochs: int, name: str, resume: bool = False) -> Result:
-    return accelerate(spec, epochs, name, resume, sharded=True)
-
-
-def transformers(spec: str, epochs: int, name: str, resume: bool = False) -> Result:
-    from transformers import Trainer, TrainingArguments
-    from gradwire.transformers import Compress
-    losses: List[float] = []
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Dict[str, torch.Tensor]:
-            loss = torch.nn.functional.mse_loss(self.network(x), labels)
-            losses.append(float(loss.detach()))
-            return {"loss": loss}
-
-    arguments = TrainingArguments(str(FOLDER / name), use_cpu=True, num_train_epochs=epochs,
-                                  learning_rate=0.01, per_device_train_batch_size=8, save_strategy="epoch",
-                                  report_to=[], disable_tqdm=True, logging_strategy="no", ddp_backend="gloo")
-    rows = [{"x": x, "labels": y} for x, y in zip(*data())]
-    model = Model()
-    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Compress(spec)] if spec else [])
-    trainer.train(resume_from_checkpoint=str(FOLDER / name / f"checkpoint-{STEPS}") if resume else None)
-    if name == AFTER:  # the Trainer keeps its DistributedDataParallel, which accepts one hook
-        trainer.train()
-        trainer.train(resume_from_checkpoint=True)
-    return losses, of(model)
+def train(spec: str, epochs: int, name: str, resume: bool = False,
+          used: Callable[[Any], None] = lambda trainer: None) -> Result:
+    """Trains with the test's framework, if `resume` from the checkpoint after the first epoch."""
+    record = CLIENTS[sys.argv[1]](Job("regression", spec, epochs, str(FOLDER / name), resume, used))
+    return record.losses, record.weights
 
 
 # ---- Properties of every framework ---------------------------------------------------------------------
 
-def losses_are_those_without_compression(train: Callable[..., Result]) -> None:
+def losses_are_those_without_compression() -> None:
     plain, weights = train("", 3, "plain")
     for spec, most in (("fp32", 1e-5), ("int8", 0.02)):
         losses, compressed = train(spec, 3, spec)
@@ -160,8 +50,9 @@ def losses_are_those_without_compression(train: Callable[..., Result]) -> None:
             check(any(not torch.equal(a, b) for a, b in zip(weights, compressed)), "int8 was not in use")
 
 
-def a_checkpoint_continues_bit_for_bit(train: Callable[..., Result]) -> None:
-    spec = "int4" if train is fsdp2 else LOSSY  # FSDP2 has fixed groups of parameters, and slices of matrices
+def a_checkpoint_continues_bit_for_bit() -> None:
+    # FSDP2 has fixed groups of parameters, and slices of matrices.
+    spec = "int4" if sys.argv[1] == "fsdp2" else LOSSY
     losses, weights = train(spec, 2, "resumed")
     dist.barrier()
     again, resumed = train(spec, 2, "resumed", resume=True)
@@ -169,11 +60,35 @@ def a_checkpoint_continues_bit_for_bit(train: Callable[..., Result]) -> None:
     check(all(torch.equal(a, b) for a, b in zip(weights, resumed)), "weights differ after the checkpoint")
 
 
-def a_trainer_can_be_used_again_after_training(train: Callable[..., Result]) -> None:
-    train(LOSSY, 1, AFTER)
+def a_trainer_can_be_used_again_after_training() -> None:
+    def save(trainer: Any) -> None:
+        trainer.save_checkpoint(FOLDER / "last.ckpt")
+        saved = torch.load(FOLDER / "last.ckpt", weights_only=False)["callbacks"]
+        check(any("Compress" in key for key in saved), f"no residuals in {list(saved)}")
+
+    def train_more(trainer: Any) -> None:
+        trainer.train()  # the Trainer keeps its DistributedDataParallel, which accepts one hook
+        trainer.train(resume_from_checkpoint=True)
+
+    train(LOSSY, 1, "used", used=save if sys.argv[1] == "lightning" else train_more)
 
 
-def a_strategys_own_hook_is_refused(_: Any) -> None:
+def residuals_of_another_run_are_not_loaded() -> None:
+    for epochs, name in ((2, "one"), (3, "two")):  # whose learning rates differ
+        train(LOSSY, epochs, name)
+    if RANK == 0:
+        file = pathlib.Path(f"checkpoint-{STEPS}", "gradwire.pt")
+        shutil.copy(FOLDER / "two" / file, FOLDER / "one" / file)
+    dist.barrier()
+    texts: List[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradwire").addHandler(handler)
+    train(LOSSY, 2, "one", resume=True)
+    check(any("other weights" in text for text in texts), f"no warning in {texts}")
+
+
+def a_strategys_own_hook_is_refused() -> None:
     import lightning.pytorch as pl
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     import gradwire
@@ -182,7 +97,7 @@ def a_strategys_own_hook_is_refused(_: Any) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.network = network()
+            self.network = PROBLEMS["regression"]().network()
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             return self.network(batch[0]).sum()
@@ -194,7 +109,8 @@ def a_strategys_own_hook_is_refused(_: Any) -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=WORLD, strategy=strategy, max_epochs=1, logger=False,
                          enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
                          callbacks=[Compress()])
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data()), batch_size=8)
+    rows = torch.utils.data.TensorDataset(*PROBLEMS["regression"]().data(WORLD))
+    loader = torch.utils.data.DataLoader(rows, batch_size=8)
     refused(lambda: trainer.fit(Module(), loader), gradwire.BadArgument, "ddp_comm_hook")
 
 
@@ -202,7 +118,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for scenario in sys.argv[3:]:
         say(f"{sys.argv[1]}: {scenario}")
-        globals()[scenario](globals()[sys.argv[1]])
+        globals()[scenario]()
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -294,7 +294,14 @@ class Backend(dist.ProcessGroup):
 
         return self._submit(job, list(parts), spec, "all_gather")
 
-    # Functional collectives and DTensor pass lists of one tensor. Gloo makes the calls with longer lists.
+    # Functional collectives, DTensor and Megatron pass lists of one tensor. Gloo makes the calls with longer
+    # lists.
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None, *others: Any) -> Any:
+        opts = _options(opts, others, c10d.AllreduceCoalescedOptions)
+        if len(tensors) == 1:
+            return self.allreduce(tensors, opts.reduceOp, opts.timeout)
+        return self._gloo.allreduce_coalesced(tensors, opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
@@ -321,7 +328,7 @@ class Backend(dist.ProcessGroup):
                                           _gloos("gather"))
     alltoall, barrier = _gloos("alltoall"), _gloos("barrier")
     send, recv, recv_anysource = _gloos("send"), _gloos("recv"), _gloos("recv_anysource")
-    allreduce_coalesced, allgather_coalesced = _gloos("allreduce_coalesced"), _gloos("allgather_coalesced")
+    allgather_coalesced = _gloos("allgather_coalesced")
     all_to_all_single = _gloos("all_to_all_single", "alltoall_base")
     gather_single = _gloos("gather_single", "gather_into_tensor")
     alltoall_base, gather_into_tensor = all_to_all_single, gather_single

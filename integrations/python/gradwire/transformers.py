@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pathlib
 from typing import Any
@@ -56,10 +57,11 @@ class Compress(TrainerCallback):
         file = pathlib.Path(given if isinstance(given, str) else _folder(args, state), _FILE)
         if file.exists():
             saved = torch.load(file, map_location="cpu")
-            if saved["step"] != state.global_step:
-                _log.warning("%s is of step %d, and this checkpoint of step %d", file, saved["step"],
-                             state.global_step)
-            self._attached.load_state_dict(saved["hook"])
+            if math.isclose(saved["squares"], _squares(more["model"]), rel_tol=1e-9):
+                self._attached.load_state_dict(saved["hook"])
+            else:
+                _log.warning("%s was saved with other weights than this checkpoint's, at step %d: residuals "
+                             "begin at zero", file, saved["step"])
         else:
             _log.warning("%s does not exist: residuals begin at zero", file)
 
@@ -74,13 +76,20 @@ class Compress(TrainerCallback):
         if not folder.is_dir():  # a hyperparameter search has other folders
             _log.warning("%s does not exist: the residuals are not saved", folder)
             return
-        torch.save({"step": state.global_step, "hook": saved}, folder / (_FILE + ".new"))
+        torch.save({"step": state.global_step, "squares": _squares(more["model"]), "hook": saved},
+                   folder / (_FILE + ".new"))
         os.replace(folder / (_FILE + ".new"), folder / _FILE)  # never a part of a file
 
     def _close(self) -> None:
         if self._attached is not None:
             self._attached.close()
             self._attached = None
+
+
+def _squares(model: Any) -> float:
+    """Returns the sum of the squares of all weights, which tells one run's checkpoints from another's."""
+    with torch.no_grad():
+        return float(sum(p.double().square().sum().item() for p in model.parameters()))
 
 
 def _folder(args: Any, state: Any) -> pathlib.Path:
