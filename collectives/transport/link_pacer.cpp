@@ -40,7 +40,7 @@ LinkPacer::LinkPacer(const EmulatedLink& link, int world)
       world_(world),
       turn_(turn_of(link)),
       burst_(nanoseconds(std::llround(static_cast<double>(link.burst) * 8e9 / link.bits_per_s))),
-      receive_burst_(std::max({kReceiveBurst, burst_, 2 * duration(turn_)})),
+      receive_burst_(std::max({kReceiveBurst, burst_, 2 * occupied(turn_, slowest(link))})),
       out_(static_cast<size_t>(world)),
       in_(out_.size()),
       turns_(out_.size()),

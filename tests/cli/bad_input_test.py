@@ -77,6 +77,7 @@ class BadInput(CommandTest):
             (["--seed", "1", "--seed", "2"], ["--seed is given 2 times; give it once"]),
             (["--steps", "1", "--epochs", "1"], ["--epochs and --steps cannot be combined"]),
             (["--trace-steps", "1:2"], ["--trace-steps needs --trace; add it"]),
+            (["--precision", "x" * 60_000], ["--precision", "..."]),
             (["--graph=maybe"], ["--graph: 'maybe' is not a value of this flag"])):
             self.refuse(words, *parts)
 

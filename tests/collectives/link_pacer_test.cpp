@@ -266,5 +266,18 @@ TEST(LinkPacer, ReceivesNoMoreThanTheRateAfterABurst) {
   }
 }
 
+TEST(LinkPacer, ReceivesAfterAChangeToTheSlowestRate) {
+  LinkPacer pacer({.bits_per_s = 1e10, .then_bits_per_s = 1e5, .then_after = 1s}, 2);
+  std::deque<Flow> flows;
+  pacer.post(add(flows, 0, 1, 1448), kStart);
+  Time now = kStart + 2s;
+  for (int packet = 0; packet < 100; ++packet) {
+    if (pacer.may_receive(0, now) == 0) now = pacer.may_receive_at(0);
+    ASSERT_GT(pacer.may_receive(0, now), 0u) << packet;
+    pacer.received(0, 1448, now);
+  }
+  EXPECT_GE(now - kStart, 2s + 90 * pacer.duration(1448, now));
+}
+
 }  // namespace
 }  // namespace gradwire

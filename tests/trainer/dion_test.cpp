@@ -127,7 +127,7 @@ TEST(DionOptions, ComposeWithTheWireFormat) {
             "dion:rank=8,mu=0.9,wire=int8,dense=conv_proj.weight+heads.head.weight,schedule=ring");
   EXPECT_EQ(resolved("dion:rank=8", "").dion_lr, 0.01);
   expect_bad_input([&] { resolved("dion:rank=8,lr=x", ""); }, {"--optimizer", "lr="});
-  expect_bad_input([&] { resolved("dion:rank=8,wire=int8", ""); }, {"only rank, mu, orth and lr"});
+  expect_bad_input([&] { resolved("dion:rank=8,wire=int8", ""); }, {"rank=, mu=, orth= and lr="});
   expect_bad_input([&] { resolved("dion:rank=8", "powersgd:rank=2"); }, {"--compression powersgd:rank=2"});
   expect_bad_input([&] { resolved("", "dion:rank=2"); }, {"--optimizer dion:rank=R"});
   EXPECT_TRUE(resolved("dion:lr=0.5,rank=8,orth=on", "").compression.orth);
@@ -137,7 +137,7 @@ TEST(DionOptions, ComposeWithTheWireFormat) {
   EXPECT_EQ(std::pair(muon.muon_mu, muon.dion_lr), std::pair(0.9, 0.03));
   EXPECT_EQ(muon.compression.to_string(), "topk:k=41");
   expect_bad_input([&] { resolved("muon:mu=2", ""); }, {"mu=", "0 to 1"});
-  expect_bad_input([&] { resolved("muon:rank=2", ""); }, {"muon:rank=2", "only mu and lr"});
+  expect_bad_input([&] { resolved("muon:rank=2", ""); }, {"muon:rank=2", "mu= and lr="});
   expect_bad_input([&] { resolved("muon", "", Sharding::full); }, {"--shard", "muon"});
 }
 

@@ -163,7 +163,7 @@ void add_data_flags(CLI::App& command, RunOptions& o) {
 void add_optimizer(CLI::App& command, RunOptions& o) {
   const auto check = [](const std::string& text) -> std::string {
     if (text == "sgd" || text == "adamw" || is_matrix_optimizer(text)) return {};
-    return text + " not in {sgd,adamw} and not " + kMatrixOptimizers;
+    return fmt::format("'{}' is not one of sgd, adamw, {}", text, kMatrixOptimizers);
   };
   const auto set = [&o](const std::string& text) {
     o.optimizer = text == "sgd" ? OptimizerKind::sgd : OptimizerKind::adamw;

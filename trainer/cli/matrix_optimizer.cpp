@@ -53,7 +53,8 @@ void resolve_dion(const std::string& text, const std::string& rest, bool automat
   CompressionSpec known;
   known.method = codec.method, known.rank = codec.rank, known.mu = codec.mu, known.orth = codec.orth;
   if (!(codec == known))
-    throw BadInput("--optimizer " + text + ": only rank, mu, orth and lr; all else is --compression's");
+    throw BadInput("--optimizer " + text +
+                   ": dion takes rank=, mu=, orth= and lr=; give the other options to --compression");
   for (CompressionSpec& spec : compressions) spec = with_dion(codec, spec);
 }
 
@@ -72,7 +73,7 @@ void resolve_matrix_optimizer(const std::string& text, bool automatic, TrainConf
   if (!muon) return resolve_dion(text, rest, automatic, compressions);
   config.muon = true;
   config.muon_mu = take_number(rest, "mu", 1).value_or(config.muon_mu);
-  if (rest != "muon") throw BadInput("--optimizer " + text + ": only mu and lr");
+  if (rest != "muon") throw BadInput("--optimizer " + text + ": muon takes mu= and lr=; drop the rest");
 }
 
 void check_muon(const TrainConfig& config) {

@@ -55,7 +55,7 @@ class Link:
 
 
 class Bucket(types.SimpleNamespace):
-    """What a codec knows of its bucket: rank, world, elements, seed (equal on all ranks), name, tensors."""
+    """Describes a bucket to its codec: rank, world, elements, seed (equal on all ranks), name, tensors."""
 
     def views(self, values) -> dict:
         """Returns the tensors of a bucket's values by name, as matrices that share the values' memory."""

@@ -20,7 +20,7 @@ namespace {
 
 using Reply = CodecWorker::Reply;
 
-// What a rank says before it sends its message.
+// A rank sends it before its message.
 struct Header {
   enum class State : int64_t { gather, done, failed, not_finite };
   State state = State::failed;

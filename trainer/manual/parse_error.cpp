@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <regex>
 #include <string_view>
 #include <vector>
@@ -38,7 +39,11 @@ std::string unexpected_text(const CLI::App& app, const CLI::App& command) {
 
 // Returns CLI11's message in our words.
 std::string message_text(const CLI::App& app, const CLI::ParseError& error) {
-  const std::string text = error.what();
+  std::string text = error.what();
+  // std::regex_match recurses once per character.
+  constexpr size_t kMost = 1000;
+  if (text.size() > kMost) return text.substr(0, kMost) + "...";
+  std::replace(text.begin(), text.end(), '\n', ' ');
   std::smatch found;
   const auto is = [&](const char* pattern) { return std::regex_match(text, found, std::regex(pattern)); };
   if (is("A subcommand is required")) return "name a command: " + command_list(app);

@@ -12,7 +12,7 @@
 
 namespace gradwire {
 
-// What a run with --compression auto chooses from.
+// The input of the choice of --compression auto.
 struct AutoPlan {
   AutoCompression request;
   Choices choices;

@@ -19,7 +19,7 @@ namespace gradwire {
 
 class RunReporter {
  public:
-  // What continues when another reporter takes over.
+  // The state that the next reporter of the same run continues.
   struct Clock {
     double trained_ms = 0;  // sum of the reported steps
     // When the first report of waits was complete; used only on rank 0.

@@ -115,6 +115,7 @@ std::unique_ptr<Transport> TcpTransport::split(const std::vector<int>& members) 
                               fmt::format("rank {}, waiting for rank {} to split the group", rank(), leader));
   };
   TcpOptions options = options_;
+  options.link = exchanges_.emulated();  // so that all groups change their rate at one time
   options.group.rendezvous = fmt::format("a split of {}", options_.group.rendezvous);
   options.group.callbacks = RendezvousCallbacks{.address = address_, .publish = publish, .read = read};
   options.group.rank = static_cast<int>(me - members.begin());

@@ -33,6 +33,7 @@ class TcpExchanges {
   // Posts an exchange. At most two may be in flight.
   void post(const std::vector<Transfer>& transfers, const ExchangeLabel& label);
   // Lets a helper thread progress the exchanges until the next call of a method.
+  EmulatedLink emulated() const { return links_->emulated(); }
   void hand_over() { links_->hand_over(); }
   // Blocks until the oldest exchange is done. Returns the number of payload bytes that the exchange has sent.
   uint64_t await_oldest();

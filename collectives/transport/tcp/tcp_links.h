@@ -76,6 +76,8 @@ class TcpLinks {
     return links_.at(static_cast<size_t>(rank)).socket.peer_address();
   }
 
+  // Returns the emulated links, with the time of their first message; default: links are not emulated.
+  EmulatedLink emulated() const { return pacer_ ? pacer_->link() : EmulatedLink{}; }
   // Returns " over links of 100Mbit" if the links are emulated, otherwise "".
   std::string over_links() const { return pacer_ ? " over links of " + pacer_->link().to_string() : ""; }
 
