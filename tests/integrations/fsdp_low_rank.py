@@ -294,8 +294,8 @@ def parameters_without_a_gradient_wait() -> None:
 
 def a_low_rank_checkpoint_continues_bit_for_bit() -> None:
     for mesh in meshes():
-        for residual in ("fp32", "bf16"):
-            arguments = {**PLAIN, "replicas": "powersgd:rank=2", "residual": residual}
+        for residual, start in (("fp32", 0), ("bf16", 0), ("fp32", 4)):
+            arguments = {**PLAIN, "replicas": f"powersgd:rank=2,start={start}", "residual": residual}
             run = Run(arguments, mesh=mesh)
             for step in range(3):
                 run.step(step)
@@ -313,6 +313,20 @@ def a_low_rank_checkpoint_continues_bit_for_bit() -> None:
             run.close()
             other.close()
     say("checkpoint: factors and residuals continue bit for bit")
+
+
+def a_run_loaded_before_start_compresses_from_start() -> None:
+    run, states = Sharded(meshes()[0], "powersgd:rank=2,start=3"), [None] * WORLD
+    run.step(gradients_of(0, 0, SHAPES))
+    run.step(gradients_of(0, 1, SHAPES))
+    dist.all_gather_object(states, run.handle.state_dict())
+    for mesh in meshes():
+        other = Sharded(mesh, "powersgd:rank=2,start=3")
+        other.handle.load_state_dict(states)
+        for step in (2, 3):
+            other.step(gradients_of(0, step, SHAPES))
+            check(len(other.factors()) == (0, 4)[step - 2], f"{name_of(mesh)}: factors after step {step + 1}")
+        other.handle.close()
 
 
 def a_skipped_step_changes_no_factor() -> None:

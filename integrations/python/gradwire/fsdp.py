@@ -274,7 +274,7 @@ class Compression:
             names of parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the
             parameter's whole shape, and with HSDP "replica_residual": float32 of this rank's shard, padded,
             1-D; with PowerSGD "factor": Q, (columns, rank), and "factor_steps"}}}, on the CPU. "tensors"
-            lacks parameters that had no gradient yet.
+            lacks parameters that had no gradient yet, but for "factor_steps".
 
         Raises:
             BadHandle: close() was called.
@@ -291,9 +291,13 @@ class Compression:
                 for name, flat in group.replica_residual.state().items():
                     entry = tensors.setdefault(name, {"steps": group.replica_residual.steps})
                     entry["replica_residual"] = flat
-            if group.low_rank is not None:
-                for name, q in group.low_rank.state().items():
-                    tensors.setdefault(name, {"steps": 0}).update(factor=q, factor_steps=group.low_rank.steps)
+            if group.low_rank is not None and group.low_rank.steps > 0:
+                factors = group.low_rank.state()  # empty up to the step `start`
+                for name, (_, owner) in self._params.items():
+                    if owner is group and self._is_low_rank(name):
+                        entry = tensors.setdefault(name, {"steps": 0})
+                        entry["factor_steps"] = group.low_rank.steps
+                        entry.update({"factor": factors[name]} if name in factors else {})
         return {"version": 1, "gradients": self._options.gradients, **self._place(),
                 "parameters": self._kept(), "tensors": tensors}
 
