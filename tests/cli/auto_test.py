@@ -83,7 +83,10 @@ class Auto(CommandTest):
                 break
         self.assertTrue(slow and 40 <= slow[0] <= 240, "the link changed where the run could not notice")
         later = [r for r in records if r["type"] == "choice" and r["step"] > slow[0]]
-        self.assertLessEqual(later[0]["step"] - slow[0], 50)
+        # An earlier choice, by noise, that kept the plan makes the next alarm wait for 100 steps.
+        begin = max([slow[0]] + [r["step"] + 100 for r in records if r["type"] == "choice" and
+                                 0 < r["step"] <= slow[0]])
+        self.assertLessEqual(later[0]["step"] - begin, 50)
         self.assertIn("links take", later[0]["why"])
         self.assertEqual(later[0]["prediction"]["recommended"]["compression"], "int8")
         self.assertIn("--compression int8", ends[0][0])

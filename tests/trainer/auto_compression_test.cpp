@@ -214,6 +214,23 @@ TEST(EncodeErrors, MeasureEachCodecOnItsTensors) {
   EXPECT_TRUE(std::isnan(encode_errors(Device::host(), tensors, gradients, {"int8"})[0]));
 }
 
+TEST(EncodeErrors, IgnoreNodesAndTransport) {
+  const std::vector<GradientTensor> tensors = {{"vector", {4}}};
+  const std::vector<float> gradients = {0.1f, 0.2f, 0.7f, -1.0f};
+  const auto error = [&](const std::string& spec) {
+    return try_encode_error(Device::host(), tensors, gradients, spec);
+  };
+  ASSERT_TRUE(error("int8"));
+  for (const std::string options : {"schedule=hierarchical", "schedule=hierarchical,intra_node=fp32",
+                                    "schedule=hierarchical,transport=peer", "transport=peer"})
+    EXPECT_EQ(error("int8:" + options), error("int8")) << options;
+}
+
+TEST(EncodeErrors, ReportAFailureAsNotMeasured) {
+  const std::vector<float> gradients(96 * 64, 0.5f);
+  EXPECT_EQ(try_encode_error(Device::host(), {{"matrix", {96, 64}}}, gradients, "missing.py"), std::nullopt);
+}
+
 TEST(PredictionText, ComparesThePartsOfAStep) {
   RunSummary summary;
   EXPECT_EQ(prediction_text(summary), "");

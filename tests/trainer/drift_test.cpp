@@ -111,14 +111,30 @@ TEST(DriftDetector, ErrorMustExceedTheLimitInConsecutiveChecks) {
   testing::expect_has(detector.alarm(), {"more than 0.1"});
 }
 
-TEST(DriftDetector, WaitsForTheQuietSteps) {
+TEST(DriftDetector, ReportsALastingChangeAfterTheQuietSteps) {
   DriftDetector detector({.quiet = 200});
   EXPECT_EQ(steps_to_alarm(
                 detector, [] { return 0; }, 100, 0, 100),
             100);
   EXPECT_EQ(steps_to_alarm(
                 detector, [] { return 0; }, 300, 0, 200),
-            100);
+            108);
+}
+
+TEST(DriftDetector, ForgetsAChangeThatEndsWithinTheQuietSteps) {
+  DriftDetector detector({.error_limit = 0.1, .quiet = 200});
+  for (int step = 0; step < 500; ++step) {
+    detector.add_step(step > 100 && step < 150 ? 300 : 100, 1000);
+    if (step == 120 || step == 140) detector.add_error(0.2);
+    ASSERT_EQ(detector.alarm(), "") << step;
+  }
+}
+
+TEST(DriftDetector, ReportsLinksThatStillDifferFromThePredictionAfterTheQuietSteps) {
+  DriftDetector detector({.quiet = 200, .predicted = PredictedStep{{.links_ms = 10}, 300, 450}});
+  EXPECT_EQ(steps_to_alarm(
+                detector, [] { return 0; }, 100, 0, 300, 500),
+            200);
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <mutex>
 #include <tuple>
+#include <utility>
 
 #include "collectives/communicator/local_ranks.h"
 #include "tests/support/expect.h"
@@ -130,6 +131,8 @@ TEST_P(EveryChange, LosesNothingOfTheResiduals) {
     Rank rank(comm, parameters, after, 64 << 10);
     const bool carried = handover.restore(rank.state(), rank.spec);
     EXPECT_EQ(rank.reducer.steps(), 3);
+    handover.free();
+    EXPECT_EQ(handover.weights.capacity() + handover.moments.capacity() + handover.states.capacity(), 0u);
     rank.each([&](size_t number, size_t at) {
       ASSERT_EQ(rank.weights.as<float>()[at], static_cast<float>(number));
       ASSERT_EQ(rank.moment.as<float>()[at], -static_cast<float>(number));
@@ -162,8 +165,10 @@ struct Plans : Recorder {
 
 // The error of the run's format exceeds the budget, which two measurements of the error show.
 TEST(Replan, RanksLeaveAFormatThatExceedsTheError) {
-  for (const int ranks : {2, 3}) {
-    TrainConfig config = run_config(small_model(), ranks, Device::host(), "int8");
+  using Run = std::pair<int, const char*>;
+  for (const auto& [ranks, spec] : {Run{2, "int8"}, Run{3, "int8"}, Run{4, "int8:schedule=hierarchical"}}) {
+    TrainConfig config = run_config(small_model(), ranks, Device::host(), spec);
+    if (ranks == 4) config.ranks_per_node = 2;
     config.batch_size = 4;
     config.steps = 460;
     config.eval_every = 0;

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cmath>
+#include <exception>
 #include <span>
 
 #include "collectives/communicator/local_ranks.h"
@@ -63,6 +64,15 @@ void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& s
   }
 }
 
+// Returns the spec for a pair of threads, which has neither nodes nor a certain transport.
+CompressionSpec spec_of_pair(const std::string& text) {
+  CompressionSpec spec = CompressionSpec::parse(text);
+  spec.schedule = ScheduleKind::automatic;
+  spec.peer_access = PeerAccessMode::off;
+  spec.fp32_intra_node = false;
+  return spec;
+}
+
 }  // namespace
 
 std::vector<double> encode_errors(Device device, const std::vector<GradientTensor>& tensors,
@@ -73,13 +83,22 @@ std::vector<double> encode_errors(Device device, const std::vector<GradientTenso
   const auto pair = create_local_ranks({device, device}, std::chrono::seconds(60), {});
   run_local_ranks(pair, [&](Communicator& comm) {
     for (const std::string& text : specs) {
-      const CompressionSpec spec = CompressionSpec::parse(text);
+      const CompressionSpec spec = spec_of_pair(text);
       ErrorSum sum;
       for (const Sample& sample : samples) add_errors(comm, spec, sample, sum);
       if (comm.rank() == 0) errors.push_back(sum.root());
     }
   });
   return errors;
+}
+
+std::optional<double> try_encode_error(Device device, const std::vector<GradientTensor>& tensors,
+                                       const std::vector<float>& gradients, const std::string& spec) {
+  try {
+    return encode_errors(device, tensors, gradients, {spec})[0];
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
 }
 
 }  // namespace gradwire

@@ -90,12 +90,15 @@ struct RankSpeed {
 };
 
 // Measures a codec's kernels. Its exchanges take no time.
-CodecTime time_codec(const Stream& stream, const std::string& spec,
-                     const std::vector<GradientTensor>& tensors, int world, const LinkCosts& links,
-                     double budget_ms) {
-  Communicator comm(std::make_unique<SilentTransport>(0, world, stream.device()));
+CodecTime time_codec(const Stream& stream, const std::string& text,
+                     const std::vector<GradientTensor>& tensors, const Communicator& group,
+                     const LinkCosts& links, double budget_ms) {
+  Communicator comm(std::make_unique<SilentTransport>(0, group.world(), stream.device()));
+  if (group.ranks_per_node() > 0) comm.set_ranks_per_node(group.ranks_per_node());
   comm.set_link_costs(links);
-  Reducer reducer(comm, CompressionSpec::parse(spec), tensors, {.bucket_bytes = int64_t{1} << 40});
+  CompressionSpec spec = CompressionSpec::parse(text);
+  spec.peer_access = PeerAccessMode::off;
+  Reducer reducer(comm, spec, tensors, {.bucket_bytes = int64_t{1} << 40});
   to_device<float>(stream, reducer.gradients().as<float>(), random_floats(reducer.elements(), 1e-3f));
   const Timing timing = time_runs(
       stream,
@@ -133,8 +136,7 @@ void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig&
   for (size_t i = 0; i < specs.size(); ++i) {
     comm.barrier();
     if (comm.world() == 1) continue;
-    codecs[i] =
-        time_codec(stream, specs[i], bucket, comm.world(), report.links, what.patience * kCodecBudgetMs);
+    codecs[i] = time_codec(stream, specs[i], bucket, comm, report.links, what.patience * kCodecBudgetMs);
   }
   std::vector<double> errors(what.error ? specs.size() : 0);
   for (size_t i = 0; i < errors.size(); ++i) {

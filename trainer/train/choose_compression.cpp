@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -67,7 +68,7 @@ class FirstStep {
 
   // Returns the time of a step of the run's optimizer, which changes the weights.
   double optimizer_ms(const TrainConfig& config, double budget_ms) {
-    Optimizer optimizer(config, stream_, {{0, layout_.elements}});
+    Optimizer optimizer(config, stream_, {{0, layout_.elements}}, optimizer_matrices(config, layout_));
     optimizer.prepare(stream_, 0, config.lr);
     const auto step = [&] {
       optimizer.step(stream_, {model_.weights().as<float>()}, {gradients_.as<const float>()},
@@ -123,7 +124,10 @@ RanksReport measure_and_choose(const TrainConfig& config, const Choices& choices
   };
   what.optimizer_ms = [&] { return optimizer_ms; };
   what.error = [&](const std::string& spec) {
-    return encode_errors(comm.device(), tensors, gradients, {spec})[0];
+    // A failure ends a run that has not started, but not a run in its steps.
+    if (starts) return encode_errors(comm.device(), tensors, gradients, {spec})[0];
+    return try_encode_error(comm.device(), tensors, gradients, spec)
+        .value_or(std::numeric_limits<double>::quiet_NaN());
   };
   RanksReport report = examine_ranks(comm, config, what);
   if (starts && !std::isfinite(report.costs.errors.at(choices.specs[0]))) {

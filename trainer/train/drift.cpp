@@ -12,7 +12,8 @@ namespace gradwire {
 
 void DriftDetector::add_step(double links_ms, double step_ms) {
   if (!std::isfinite(links_ms) || !std::isfinite(step_ms)) return;
-  if (++steps_ <= kWarmup) return;
+  if (++steps_ == options_.quiet) end_quiet_steps();
+  if (steps_ <= kWarmup) return;
   if (links_.size() < kBaseline) {
     links_.push_back(links_ms);
     steps_ms_.push_back(step_ms);
@@ -36,12 +37,23 @@ void DriftDetector::set_baseline() {
   std::vector<double> distances;
   for (double ms : links_) distances.push_back(std::abs(ms - median_));
   deviation_ = std::max(kNormal * median(std::move(distances)), kLeast * median(steps_ms_));
+  compare_with_prediction(median_);
+}
+
+void DriftDetector::compare_with_prediction(double links_ms) {
   if (!options_.predicted) return;
   const double links = options_.predicted->parts.links_ms, step = median(steps_ms_);
-  const bool differs = median_ > 2 * links || links > 2 * median_;
-  if (options_.predicted->holds(step) || !differs || std::abs(median_ - links) < 0.1 * step) return;
-  alarm_ = fmt::format("the links take {} ms per step instead of the predicted {} ms", milliseconds(median_),
+  const bool differs = links_ms > 2 * links || links > 2 * links_ms;
+  if (options_.predicted->holds(step) || !differs || std::abs(links_ms - links) < 0.1 * step) return;
+  alarm_ = fmt::format("the links take {} ms per step instead of the predicted {} ms", milliseconds(links_ms),
                        milliseconds(links));
+}
+
+void DriftDetector::end_quiet_steps() {
+  alarm_.clear();
+  above_ = below_ = 0;
+  streak_ = 0;
+  if (!latest_.empty()) compare_with_prediction(median({latest_.begin(), latest_.end()}));
 }
 
 void DriftDetector::add_error(double error) {

@@ -3,13 +3,15 @@
 //
 // Links: a two-sided CUSUM of the times of the steps. The first kBaseline steps give the median and the
 // deviation (from the median absolute deviation, so that outliers count little). A later step adds its
-// standardized deviation, limited to kMost, minus the allowance kSlack. So an alarm needs
+// standardized deviation, limited to kMost, minus the allowance kSlack. So an alarm needs more than
 // kLimit / (kMost - kSlack) = 8 steps, however large the change, and a change within kSlack deviations, or of
 // less than kSlack * kLeast = 5 % of a step, never raises one. False alarms are rarer than 1 in 10,000 steps,
 // also for heavy tails and correlated times (tests/trainer/drift_test.cpp simulates them).
 //
 // Prediction: if the baseline's step is outside the predicted interval, and its links take twice as long as
 // predicted, or half, by more than 10 % of a step, the links changed before the first step.
+//
+// Quiet steps: what drifts during them counts only if it lasts until they end.
 //
 // Error: the measurement has no noise, but gradients vary. kStreak consecutive checks must exceed the limit.
 #pragma once
@@ -49,6 +51,8 @@ class DriftDetector {
 
  private:
   void set_baseline();
+  void compare_with_prediction(double links_ms);
+  void end_quiet_steps();
 
   const Options options_;
   int64_t steps_ = 0;

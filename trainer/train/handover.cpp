@@ -78,4 +78,11 @@ bool Handover::restore(const RankState& rank, const CompressionSpec& to) const {
   return left != nullptr;
 }
 
+void Handover::free() {
+  // An assignment of {} would keep the memory.
+  weights = std::vector<float>();
+  moments = std::vector<std::vector<float>>();
+  states = std::vector<State>();
+}
+
 }  // namespace gradwire

@@ -35,6 +35,8 @@ struct Handover {
   // starts afresh: the residuals then go to rank.left_over(), as in restore_checkpoint(). Returns whether
   // they did; then the first step must add its gradients to the residuals, so that nothing is lost.
   bool restore(const RankState& rank, const CompressionSpec& to) const;
+  // Frees the memory of the state.
+  void free();
 };
 
 }  // namespace gradwire

@@ -61,7 +61,7 @@ inline GradientGroups gradient_groups(const TrainConfig& config, const Device& d
 inline constexpr const char* kOuterMatrices[] = {"conv_proj.weight", "heads.head.weight"};
 
 // Returns the matrices that Dion or Muon updates. Dion's are those that the reducer's codec turns into steps.
-inline std::vector<FlatMatrix> optimizer_matrices(const TrainConfig& config, const Reducer& reducer) {
+inline std::vector<FlatMatrix> optimizer_matrices(const TrainConfig& config, const ParameterLayout& layout) {
   std::vector<FlatMatrix> matrices;
   if (!config.uses_dion() && !config.muon) return matrices;
   CompressionSpec spec = config.compression;
@@ -75,7 +75,7 @@ inline std::vector<FlatMatrix> optimizer_matrices(const TrainConfig& config, con
     const auto [rows, cols] = matrix_of(tensors[i]);
     if (is_dense(spec, {.name = tensors[i].name, .rows = rows, .cols = cols})) continue;
     if (powersgd_rank(spec, rows, cols) == 0) continue;
-    matrices.push_back({reducer.offset(static_cast<int>(i)), rows, cols});
+    matrices.push_back({layout.offsets[i], rows, cols});
   }
   return matrices;
 }

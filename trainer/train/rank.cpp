@@ -75,7 +75,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
               .gradients = gradient_layout_,
               .enter_block = enter_block(),
               .groups = gradient_groups(config_, comm.device(), comm.world())}),
-      optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, reducer_)),
+      optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, layout_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
       reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_,
                 shared.handover != nullptr ? shared.handover->clock : RunReporter::Clock{}),

@@ -30,6 +30,7 @@ RankRun::~RankRun() = default;
 void RankRun::run() {
   while (true) {
     trainer_ = std::make_unique<RankTrainer>(shared_, comm_);
+    if (handover_) handover_->free();
     trainer_->run();
     if (!trainer_->handover()) return;
     handover_ = std::move(trainer_->handover());
