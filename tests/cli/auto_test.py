@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Tests `gradwire train --compression auto`."""
 import json
+import shutil
 
-from command import CommandTest, SYNTHETIC, main
+from command import CommandTest, SYNTHETIC, main, synthetic
 
 # In FP32 a step sends for 130 ms, many times as long as it computes.
 SLOW = ["--model", "vit_tiny", "--data", "synthetic:64", "--batch-size", 2, "--steps", 4, "--device", "host",
@@ -115,6 +116,76 @@ class Auto(CommandTest):
             part = "int9" if damaged.get("compression") == "int9" else "plan.json"
             self.assert_refused(self.run_command(*flags, "--ranks", 2), part)
 
+    def test_an_edited_plan_that_the_run_may_not_choose_is_refused(self):
+        def run(*flags, request="allow=int4:dense=off+bf16"):
+            return self.run_command("train", *SYNTHETIC, "--steps", 2, "--ranks", 2, *flags,
+                                    "--compression", f"auto:replan=off,plan=plan.json,{request}")
+
+        self.assertEqual(run().returncode, 0)
+        plan = json.loads((self.folder / "plan.json").read_text())
+        int4 = "int4:dense=off"
+        error = next(p["error"] for p in plan["choice"]["prediction"]["best"] if p["compression"] == int4)
+        loose, strict = f"error={error * 1.01},allow={int4}+bf16", f"error={error * 0.99},allow={int4}+bf16"
+        for change, flags, request, parts in (
+            ({"compression": int4}, [], loose, None),
+            ({"bucket_mb": 25}, ["--bucket-mb", 25], loose, None),
+            ({"compression": int4}, [], strict, [f"the error of {int4} is", "more than error="]),
+            ({"compression": int4, "choice": {}}, [], loose, ["not recorded"]),
+            ({"compression": "dion:rank=4"}, [], loose, [f"fp32, {int4}, bf16", "dion:rank=4"]),
+            ({"compression": "x.py"}, [], loose, ["x.py"]),
+            ({"compression": "int8:momentum=0.9"}, [], loose, ["int8:momentum=0.9"]),
+            ({"compression": "int4:dense=nosuch"}, [], loose, ["nosuch"]),
+            ({"bucket_mb": 1e300}, [], loose, ["bucket_mb 1e+300"]),
+            ({"bucket_mb": 1e-9}, [], loose, ["bucket_mb 1e-09"]),
+            ({"bucket_mb": 0.3}, [], loose, ["bucket_mb 0.3"]),
+            ({"bucket_mb": 25}, ["--bucket-mb", 5], loose, ["25 MiB", "--bucket-mb 5"]),
+        ):
+            (self.folder / "plan.json").write_text(json.dumps({**plan, **change}))
+            result = run(*flags, request=request)
+            if parts is None:
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+            else:
+                self.assert_refused(result, "plan.json", "name another file", *parts)
+        with open(self.folder / "plan.json", "w") as file:
+            file.truncate(1 << 40)
+        self.assert_refused(run(), "plan.json", "bytes are too many", "name another file")
+
+    def test_a_plan_that_needs_more_than_the_memory_limit_is_refused(self):
+        flags = ["train", *synthetic("--width", 64), "--steps", 2, "--ranks", 2, "--compression",
+                 "auto:error=1,plan=plan.json,allow=int4:dense=off"]
+        self.assertEqual(self.run_command(*flags).returncode, 0)
+        path = self.folder / "plan.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "compression": "int4:dense=off"}))
+        # INT4 has a residual besides the memory of FP32.
+        needs = self.run_command(*flags, "--memory-limit", "1K").stderr.split("each rank needs ")[1]
+        number, unit = needs.split()[:2]
+        limit = round(float(number) * 1.01 * {"kB": 1e3, "MB": 1e6}[unit])
+        self.assert_refused(self.run_command(*flags, "--memory-limit", limit), "plan.json", "--memory-limit",
+                            "int4:dense=off with buckets of", "name another file")
+
+    def test_a_checkpoint_with_momentum_keeps_its_spec(self):
+        sgd = ["--optimizer", "sgd", "--momentum", 0]
+        for name, first, later in (("dion", ["--optimizer", "dion:rank=4"], []),
+                                   ("momentum", ["--compression", "int8:momentum=0.9", *sgd], sgd)):
+            for ranks in (2, 4):
+                run = ["train", *SYNTHETIC, "--steps", 6, "--log", "run.jsonl"]
+                saved = f"{name}-{ranks}"
+                result = self.run_command(*run, "--ranks", 2, *first, "--checkpoint", saved,
+                                          "--checkpoint-every", 3)
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                whole = self.records()
+                shutil.rmtree(next((self.folder / saved).glob("*6")))
+                result = self.run_command(*run, "--ranks", ranks, *later, "--resume", saved, "--compression",
+                                          "auto")
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                self.assertIn("no effect on a checkpoint of " + whole[0]["compression"], result.stdout)
+                self.assertNotIn("Measured for", result.stdout)
+                self.assertEqual(self.records()[0]["compression"], whole[0]["compression"])
+                if ranks == 2:
+                    before, after = ([r["loss"] for r in log if r["type"] == "step"]
+                                     for log in (whole, self.records()))
+                    self.assertEqual(after, before)  # the log keeps the steps before
+
     def test_a_checkpoint_of_one_rank_has_no_choice_for_two(self):
         at = SLOW.index("--steps")
         flags = ["train", *SLOW[:at], *SLOW[at + 2:], "--checkpoint", "saved", "--checkpoint-every", 2,
@@ -131,6 +202,8 @@ class Auto(CommandTest):
             (["--optimizer", "dion:rank=4"], ["--optimizer dion", "name a spec"]),
             (["--bucket-mb", "0.5"], ["--bucket-mb 0.5", "whole number"]),
             (["--compression", "auto:best"], ["auto:best", "auto[:error=E]"]),
+            (["--compression", "auto:error=0.1,error=0.2"], ["'error' is given twice", "auto[:error=E]"]),
+            (["--compression", "auto:plan=a,replan=off,plan=b"], ["'plan' is given twice"]),
         ):
             extra = flags if "--compression" in flags else [*flags, "--compression", "auto"]
             self.assert_refused(self.run_command("train", *SYNTHETIC, "--ranks", 2, *extra), *parts)

@@ -176,6 +176,10 @@ class Codec:
         ):
             self.assert_refused(self.run_codec(body), "--compression bad.py", *parts)
 
+    def test_an_error_while_a_codec_is_made_names_the_rank_and_the_bucket(self):
+        result = self.run_codec(" def __init__(self, bucket):\n  if bucket.rank == 1: raise ValueError(41)\n")
+        self.assert_refused(result, "--compression bad.py", "rank 1, bucket 1 of 1: ", "ValueError: 41")
+
     def test_a_codec_that_hangs_ends_in_time(self):
         result = self.run_codec(" def encode(self, g):\n  while self.rank == 1: time.sleep(1)\n  return g\n",
                                 "--timeout-s", 4)

@@ -49,6 +49,7 @@ TEST(AutoCompression, RejectsInvalidRequests) {
                                       {"auto:error=-1", "'-1'"},
                                       {"auto:error=nan", "'nan'"},
                                       {"auto:error=0.1,", "''"},
+                                      {"auto:error=0.1,error=0.1", "twice"},
                                       {"auto:allow=", "empty"},
                                       {"auto:allow=int8+int8", "twice"},
                                       {"auto:allow=int8:start=5", "start="},

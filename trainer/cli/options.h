@@ -87,6 +87,8 @@ Resolved resolve_machine(const RunOptions& options);
 // Checks that the ranks can use schedule=nccl if a spec requires this schedule. Call after resolving the
 // devices.
 void check_schedules(const Resolved& resolved);
+// Checks that optimizer and sharding fit the specs' residual policies. Call after resolving the ranks.
+void check_policies(const Resolved& resolved);
 // Checks --compression auto, whose predictions do not cover all ways to train. Call after resolving the ranks
 // and --elastic. Throws BadInput.
 void check_automatic(const RunOptions& options, Resolved& resolved);

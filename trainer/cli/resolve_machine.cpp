@@ -98,32 +98,6 @@ void resolve_nodes(const RunOptions& o, Resolved& out) {
   }
 }
 
-// Checks that optimizer and sharding fit the specs' residual policies.
-void check_policies(const Resolved& out) {
-  const TrainConfig& config = out.config;
-  for (const CompressionSpec& spec : out.compressions) {
-    const ResidualPolicy& policy = spec.policy;
-    if (policy.momentum > 0 && (config.optimizer != OptimizerKind::sgd || config.momentum != 0)) {
-      throw BadInput(fmt::format(
-          "--compression {}: momentum={} replaces the optimizer's; add --optimizer sgd --momentum 0",
-          spec.to_string(), policy.momentum));
-    }
-    if (policy.momentum > 0 && (config.ranks() == 1 || config.elastic.least == 1)) {
-      throw BadInput(fmt::format(
-          "--compression {}: a single rank has no compression and no momentum in it; use --momentum {}, and "
-          "--elastic with at least 2 ranks",
-          spec.to_string(), policy.momentum));
-    }
-    const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
-    if (whole_mean && config.shard != Sharding::none) {
-      throw BadInput(fmt::format(
-          "--compression {}: {} needs the whole mean on every rank; use ef=on without momentum, or "
-          "--shard none",
-          spec.to_string(), policy.momentum > 0 ? "momentum" : "ef=ef21"));
-    }
-  }
-}
-
 // Returns the number of GPUs for `count` ranks, of which `here` are on this machine. 0 means training on the
 // host.
 int usable_gpus(const RunOptions& o, int count, int here, Resolved& out) {
@@ -333,6 +307,31 @@ void check_schedules(const Resolved& out) {
       throw BadInput(
           "--compression " + spec.to_string() +
           ": schedule=nccl is NCCL's allreduce, and --shard needs a reduce-scatter; use schedule=auto");
+    }
+  }
+}
+
+void check_policies(const Resolved& out) {
+  const TrainConfig& config = out.config;
+  for (const CompressionSpec& spec : out.compressions) {
+    const ResidualPolicy& policy = spec.policy;
+    if (policy.momentum > 0 && (config.optimizer != OptimizerKind::sgd || config.momentum != 0)) {
+      throw BadInput(fmt::format(
+          "--compression {}: momentum={} replaces the optimizer's; add --optimizer sgd --momentum 0",
+          spec.to_string(), policy.momentum));
+    }
+    if (policy.momentum > 0 && (config.ranks() == 1 || config.elastic.least == 1)) {
+      throw BadInput(fmt::format(
+          "--compression {}: a single rank has no compression and no momentum in it; use --momentum {}, and "
+          "--elastic with at least 2 ranks",
+          spec.to_string(), policy.momentum));
+    }
+    const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
+    if (whole_mean && config.shard != Sharding::none) {
+      throw BadInput(fmt::format(
+          "--compression {}: {} needs the whole mean on every rank; use ef=on without momentum, or "
+          "--shard none",
+          spec.to_string(), policy.momentum > 0 ? "momentum" : "ef=ef21"));
     }
   }
 }

@@ -47,16 +47,27 @@ bool same_folder(const std::string& a, const std::string& b) {
 }
 
 // Takes over the choice of --compression auto from a checkpoint. A choice for another number of ranks holds
-// only until the run chooses.
+// only until the run chooses. A spec with momentum holds to the end: other specs would add its state to a
+// gradient.
 void continue_choice(const RunOptions& o, const CheckpointHead& head, Resolved& out) {
   TrainConfig& config = out.config;
   config.compression = CompressionSpec::parse(head.compression);
   if (o.bucket_mb.empty()) config.bucket_mb = head.bucket_mb;
-  const bool measurable = config.compression.method != CompressionSpec::Method::python;
-  out.chosen = head.world == config.ranks() && measurable;
+  using enum CompressionSpec::Method;
+  const CompressionSpec& spec = config.compression;
+  const bool replaceable =
+      (spec.method == wire || spec.method == powersgd || spec.method == randk) && spec.policy.momentum == 0;
+  out.chosen = head.world == config.ranks() || !replaceable;
   if (!out.chosen) return;
-  out.compressions = {config.compression};
+  out.compressions = {spec};
   check_schedules(out);
+  check_policies(out);
+  if (!replaceable) {
+    out.automatic.reset();
+    out.notes.push_back(fmt::format(
+        "Note: --compression auto has no effect on a checkpoint of {}, whose state fits no other spec",
+        head.compression));
+  }
   out.notes.push_back(fmt::format("Continuing with the checkpoint's --compression {} --bucket-mb {}",
                                   head.compression, config.bucket_mb));
 }

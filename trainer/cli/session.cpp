@@ -106,7 +106,8 @@ AutoPlan auto_plan(const Resolved& run, const RunOptions& o) {
 void choose_automatically(Resolved& run, const RunOptions& o, const AutoPlan& plan, Communicator* comm,
                           RunOutput& output) {
   const std::string& file = plan.request.plan;
-  if (const auto saved = file.empty() ? std::nullopt : SavedPlan::read(file, run.config)) {
+  const auto bucket_mb = o.bucket_mb.empty() ? std::nullopt : std::optional(run.config.bucket_mb);
+  if (const auto saved = file.empty() ? std::nullopt : SavedPlan::read(plan.request, run.config, bucket_mb)) {
     run.config.compression = CompressionSpec::parse(saved->compression);
     run.config.bucket_mb = saved->bucket_mb;
     if (comm != nullptr && saved->links) comm->set_link_costs(*saved->links);

@@ -58,7 +58,8 @@ class PythonCodec final : public Codec {
         {"name", name_},       {"tensors", tensors},        {"arguments", c.spec.arguments}};
     const Reply reply = worker_.ask('i', {json_text(about)});
     if (reply.kind != Reply::Kind::ready)
-      throw BadInput(fmt::format("--compression {}: {}", spec_, reply.bytes));
+      throw BadInput(
+          fmt::format("--compression {}: rank {}, {}: {}", spec_, transport_.rank(), name_, reply.bytes));
   }
 
   size_t workspace_bytes() const override { return 0; }

@@ -60,13 +60,17 @@ AutoCompression AutoCompression::parse(std::string_view text) {
   AutoCompression request;
   if (text == kName) return request;
   std::string_view rest = text.substr(std::min(kName.size() + 1, text.size()));
+  std::vector<std::string_view> keys;
   for (bool more = true; more;) {
     if (rest.starts_with(kAllow)) {
       request.allow = allowed_specs(text, rest.substr(kAllow.size()));
       break;
     }
     const size_t comma = rest.find(',');
-    request.set_option(text, rest.substr(0, comma));
+    const std::string_view option = rest.substr(0, comma), key = option.substr(0, option.find('='));
+    request.set_option(text, option);
+    if (std::ranges::find(keys, key) != keys.end()) refuse(text, fmt::format("'{}' is given twice", key));
+    keys.push_back(key);
     more = comma != std::string_view::npos;
     if (more) rest.remove_prefix(comma + 1);
   }

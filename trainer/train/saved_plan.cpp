@@ -1,20 +1,28 @@
 #include "trainer/train/saved_plan.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
+#include <limits>
 
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"
 #include "trainer/checkpoint/head.h"
+#include "trainer/log/console.h"
 #include "trainer/log/json.h"
 #include "trainer/log/records.h"
+#include "trainer/train/memory_plan.h"
 
 namespace gradwire {
 namespace {
 
 constexpr const char* kType = "gradwire plan 1";
+constexpr uintmax_t kMostBytes = 100'000'000;  // a plan of 1024 ranks has about 60 MB, for its links
+constexpr double kMostBucketMb = 1 << 20;      // of --bucket-mb
 // The settings that a plan is for.
 constexpr const char* kSettings[] = {"model", "ranks", "device"};
 
@@ -31,10 +39,61 @@ double number_of(const Json& json, const char* key, const std::string& path) {
   return number;
 }
 
+// Returns the measured error of one encode with the plan's spec, or NaN.
+double recorded_error(const Json& choice, const std::string& spec) {
+  const Json prediction = choice.value("prediction", Json());
+  const Json rows = prediction.is_object() ? prediction.value("best", Json()) : Json();
+  for (const Json& row : rows) {
+    if (row.is_object() && row.value("compression", Json()) == spec) return number_in(row, "error");
+  }
+  return std::numeric_limits<double>::quiet_NaN();
+}
+
+// Refuses a plan that this run's request could not have chosen.
+void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompression& request,
+                  const TrainConfig& config, std::optional<double> bucket_mb) {
+  const std::string& path = request.plan;
+  std::vector<std::string> specs;
+  for (const CompressionSpec& spec : request.candidates()) specs.push_back(spec.to_string());
+  const auto at = std::ranges::find(specs, plan.compression);
+  if (at == specs.end()) {
+    refuse_plan(path, fmt::format("auto may choose {}, not '{}'", fmt::join(specs, ", "), plan.compression));
+  }
+  const double error = recorded_error(choice, plan.compression);
+  if (at != specs.begin() && !(error <= request.error)) {  // FP32 is always allowed
+    refuse_plan(path, fmt::format("the error of {} is {}, more than error={}", plan.compression,
+                                  std::isfinite(error) ? fmt::format("{:.3g}", error) : "not recorded",
+                                  request.error));
+  }
+  if (!(plan.bucket_mb >= 1 && plan.bucket_mb <= kMostBucketMb) ||
+      plan.bucket_mb != std::floor(plan.bucket_mb)) {
+    refuse_plan(path, fmt::format("bucket_mb {} is not a whole number of MiB from 1 to {}", plan.bucket_mb,
+                                  kMostBucketMb));
+  }
+  if (bucket_mb && plan.bucket_mb != *bucket_mb) {
+    refuse_plan(
+        path, fmt::format("the plan has buckets of {} MiB, not --bucket-mb {}", plan.bucket_mb, *bucket_mb));
+  }
+  if (config.memory_limit == 0) return;
+  TrainConfig planned = config;
+  planned.compression = CompressionSpec::parse(plan.compression);
+  planned.bucket_mb = plan.bucket_mb;
+  const int64_t bytes = plan_memory(planned).total();
+  if (bytes <= config.memory_limit) return;
+  const auto text = [](int64_t b) { return human_bytes(static_cast<double>(b)); };
+  refuse_plan(path, fmt::format("{} with buckets of {} MiB needs {} per rank, more than --memory-limit {}",
+                                plan.compression, plan.bucket_mb, text(bytes), text(config.memory_limit)));
+}
+
 }  // namespace
 
-std::optional<SavedPlan> SavedPlan::read(const std::string& path, const TrainConfig& config) {
-  if (std::error_code ignored; !std::filesystem::exists(path, ignored)) return {};
+std::optional<SavedPlan> SavedPlan::read(const AutoCompression& request, const TrainConfig& config,
+                                         std::optional<double> bucket_mb) {
+  const std::string& path = request.plan;
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored)) return {};
+  if (const auto bytes = std::filesystem::file_size(path, ignored); !ignored && bytes > kMostBytes)
+    refuse_plan(path, fmt::format("{} bytes are too many for a plan", bytes));
   const Json json = parse_json(read_regular_file(path));
   if (!json.is_object() || json.value("type", Json()) != kType)
     refuse_plan(path, "not a plan of this version");
@@ -61,8 +120,7 @@ std::optional<SavedPlan> SavedPlan::read(const std::string& path, const TrainCon
                                ms("low_ms"),
                                ms("high_ms")},
                  .choice = json_text(choice)};
-  if (!(plan.bucket_mb > 0)) refuse_plan(path, "damaged: bucket_mb is not a size");
-  CompressionSpec::parse(plan.compression);
+  check_choice(plan, choice, request, config, bucket_mb);
   return plan;
 }
 
