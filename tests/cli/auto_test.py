@@ -133,7 +133,7 @@ class Auto(CommandTest):
             ({"compression": int4, "choice": {}}, [], loose, ["not recorded"]),
             ({"compression": "dion:rank=4"}, [], loose, [f"fp32, {int4}, bf16", "dion:rank=4"]),
             ({"compression": "x.py"}, [], loose, ["x.py"]),
-            ({"compression": "int8:momentum=0.9"}, [], loose, ["int8:momentum=0.9"]),
+            ({"compression": "topk:momentum=0.9"}, [], loose, ["topk:momentum=0.9"]),
             ({"compression": "int4:dense=nosuch"}, [], loose, ["nosuch"]),
             ({"bucket_mb": 1e300}, [], loose, ["bucket_mb 1e+300"]),
             ({"bucket_mb": 1e-9}, [], loose, ["bucket_mb 1e-09"]),
@@ -166,7 +166,7 @@ class Auto(CommandTest):
     def test_a_checkpoint_with_momentum_keeps_its_spec(self):
         sgd = ["--optimizer", "sgd", "--momentum", 0]
         for name, first, later in (("dion", ["--optimizer", "dion:rank=4"], []),
-                                   ("momentum", ["--compression", "int8:momentum=0.9", *sgd], sgd)):
+                                   ("momentum", ["--compression", "topk:momentum=0.9", *sgd], sgd)):
             for ranks in (2, 4):
                 run = ["train", *SYNTHETIC, "--steps", 6, "--log", "run.jsonl"]
                 saved = f"{name}-{ranks}"
