@@ -164,7 +164,7 @@ class Collectives(BenchTest):
         self.refuse("collectives --schedule hierarchical --ranks 3", "hierarchical", "3 ranks")
         self.refuse("collectives --per-node 3", "--per-node 3", "4 ranks")
         self.refuse("collectives --compression zip", "unknown method 'zip'")
-        self.refuse("collectives --transport pigeon", "pigeon", "local,tcp,nccl")
+        self.refuse("collectives --transport pigeon", "pigeon", "local, tcp, nccl")
         self.refuse("collectives --device cuda", "--device cuda", env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse("collectives --transport local", "--transport local", "WORLD_SIZE=2",
                     env={"RANK": "0", "WORLD_SIZE": "2"})

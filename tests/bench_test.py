@@ -88,7 +88,7 @@ class Kernels(BenchTest):
     def test_bad_input(self):
         self.refuse("kernels --filter zip", "zip", "--list")
         self.refuse("kernels --filter pack --filter bf16_encode", "bf16_encode", "--list")
-        self.refuse("kernels --device tpu", "tpu", "auto,host,cuda")
+        self.refuse("kernels --device tpu", "tpu", "auto, host, cuda")
         self.refuse("kernels --device cuda", "--device cuda", "--device host",
                     env={"CUDA_VISIBLE_DEVICES": ""})
         self.refuse("kernels --min-size 1M --max-size 4K", "--max-size 4K", "--min-size 1M")

@@ -45,7 +45,8 @@ OPTIONAL_COMMANDS = {
 }
 # Modules that make test-frameworks, make docs or make wheel installs into separate folders below build/.
 OPTIONAL_MODULES = {"jax", "jaxlib", "optax", "flax", "lightning", "pytorch_lightning", "accelerate",
-                    "transformers", "mkdocs", "auditwheel", "tensorboard"}
+                    "transformers", "ray", "deepspeed", "torchtitan", "megatron", "mkdocs", "auditwheel",
+                    "tensorboard"}
 PLURALS = {"header": "headers", "library": "libraries", "command": "commands", "module": "Python modules"}
 TOOL_FOLDERS = ("/usr/bin/", "/bin/", "/usr/sbin/", "/sbin/")
 SHELL_WORDS = set(
