@@ -112,11 +112,11 @@ def measure(options):
                         blocks = [numpy.concatenate([g, padding]).reshape(-1, lab.BLOCK) for g in now]
                         error = float(sum(lab.lost(b, chosen).sum() for b in blocks) / present.sum())
                     yield {"step": step, "bits": bits, "choice": choice, "blocks": len(present),
-                           "error": error}
+                           "squared_error": error}
 
 
 def tables(document):
-    errors = {(i["step"], i["bits"], i["choice"]): i["error"] for i in document["items"]}
+    errors = {(i["step"], i["bits"], i["choice"]): i["squared_error"] for i in document["items"]}
     rows = [["step", "bits", "equal", *CHOICES]]
     for step, bits in sorted({key[:2] for key in errors}):
         equal = errors[step, bits, "equal"]
