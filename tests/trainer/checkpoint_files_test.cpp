@@ -179,7 +179,7 @@ TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
     change(other);
     expect_bad_input([&] { train(other); }, parts);
   };
-  refused([](TrainConfig& t) { t.model.mlp = 24; }, {"model", "\"mlp\":16", "\"mlp\":24", "--init"});
+  refused([](TrainConfig& t) { t.model.mlp = 24; }, {"model.mlp 16", "this run 24", "--init"});
   refused([](TrainConfig& t) { t.model.gelu = Gelu::tanh; }, {"model", "\"gelu\":\"tanh\"", "--init"});
   refused([](TrainConfig& t) { t.optimizer = OptimizerKind::sgd; }, {"optimizer", "adamw", "sgd"});
   refused([](TrainConfig& t) { t.steps = 3; }, {"at step 4", "ends at 3", "--steps"});

@@ -206,7 +206,7 @@ TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
   refuse({"--lr", "-1"}, {"--lr: '-1'", "from 0 to 1000000"});
   refuse({"--lr", "inf"}, {"--lr: 'inf'"});
   refuse({"--timeout-s", "0"}, {"--timeout-s: '0'"});
-  refuse({"--optimizer", "lamb"}, {"--optimizer", "lamb", "sgd,adamw"});
+  refuse({"--optimizer", "lamb"}, {"--optimizer", "lamb", "sgd, adamw"});
   refuse({"--precision", "fp16"}, {"--precision", "fp16", "fp32,tf32,bf16"});
   refuse({"--gelu", "quick"}, {"--gelu", "quick", "exact,tanh"});
   refuse({"--device", "tpu"}, {"--device", "tpu", "auto,host,cuda"});
