@@ -66,7 +66,7 @@ class Auto(CommandTest):
 
     def test_ranks_choose_again_at_the_same_step_when_the_link_changes(self):
         flags = ["train", "--model", "vit_tiny", "--data", "synthetic:256", "--batch-size", 8, "--device",
-                 "host", "--eval-every", 0, "--log", "run.jsonl", "--compression", "auto:allow=int8"]
+                 "host", "--eval-every", 0, "--log", "run.jsonl", "--compression", "auto:allow=bf16+int8"]
         def train(steps, link):
             """Returns what rank 0 printed, the records, and the seconds of the choice before the first step."""
             (self.folder / "meeting").unlink(missing_ok=True)
@@ -83,7 +83,7 @@ class Auto(CommandTest):
             out, records, measured_s = train(400, link)
             times = [r["communicate_ms"] for r in records if r["type"] == "step"]
             self.assertEqual(len(times), 400)
-            # FP32 takes 165 ms on the slow link, INT8 41 ms.
+            # FP32 takes 165 ms on the slow link, BF16 82 ms, INT8 41 ms.
             slow = [step for step, pair in enumerate(zip(times, times[1:])) if min(pair) > 35]
             if not slow or not 40 <= slow[0] <= 340:
                 continue  # the link changed where the run could not notice
@@ -97,8 +97,10 @@ class Auto(CommandTest):
             self.fail(f"no choice within 50 steps in four runs: {link}, {slow[:2]}, "
                       f"{[(r['step'], r['why']) for r in choices]}")
         self.assertIn("links take", later[0]["why"])
-        self.assertEqual(later[0]["prediction"]["recommended"]["compression"], "int8")
-        self.assertIn("--compression int8", out)
+        # Which of the two depends on the measured kernels: sanitizers make INT8's many times as slow.
+        chosen = later[0]["prediction"]["recommended"]["compression"]
+        self.assertIn(chosen, ("bf16", "int8"))
+        self.assertIn("--compression " + chosen, out)
 
     def test_a_saved_plan_is_repeated_without_measuring(self):
         flags = ["train", *SLOW, "--log", "run.jsonl", "--compression", "auto:replan=off,plan=plan.json"]
@@ -200,7 +202,8 @@ class Auto(CommandTest):
         for ranks, steps in ((1, 2), (2, 4)):
             result = self.run_command(*flags, "--ranks", ranks, "--steps", steps, "--resume", "saved")
             self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertIn("Choice: --compression int8", result.stdout)
+        self.assertIn("Measured for --compression auto", result.stdout)
+        self.assertIn("\nChoice: ", result.stdout)
 
     def test_combinations_without_a_prediction_are_refused(self):
         for flags, parts in (
