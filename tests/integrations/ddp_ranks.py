@@ -23,6 +23,7 @@ from gradwire.torch import Hook, allreduce_hook
 
 from ddp_training import CONVOLUTIONS, TASKS, Run, same_on_all_ranks
 from rank import RANK, WORLD, check, refused, say
+import ddp_auto
 import ddp_checkpoint
 import ddp_compress
 import ddp_elastic
@@ -279,8 +280,8 @@ SCENARIOS = [
     bfloat16_buckets, infinity_in_float16,
     allreduce_without_ddp, a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises,
     a_dead_peer_raises, *ddp_compress.SCENARIOS, *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS,
-    *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS, *ddp_lifetimes.SCENARIOS, *ddp_loss_scale.SCENARIOS,
-    *ddp_states.SCENARIOS
+    *ddp_auto.SCENARIOS, *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS, *ddp_lifetimes.SCENARIOS,
+    *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS
 ]
 
 

@@ -62,6 +62,15 @@ def without_the_dead(examples: List[str], _: str) -> None:
     assert given["hook"].ranks == [0, 1]
 
 
+def choosing_the_format(examples: List[str], _: str) -> None:
+    from gradwire.torch import compress
+    given = names(compress=compress)
+    given["ddp_model"] = given["DistributedDataParallel"](given["model"])
+    exec(examples[0], given)
+    trains(given, ratio=1)  # which format depends on the machine
+    assert given["hook"].choice["spec"] == given["hook"].spec, given["hook"].choice
+
+
 def a_loss_scale(examples: List[str], _: str) -> None:
     import torch
 
@@ -140,6 +149,7 @@ SESSIONS = {
     "what it is short for": Session(2, what_it_is_short_for, ["from gradwire.torch import Hook"]),
     "continuing after a rank fails": Session(2, without_the_dead,
                                              ['hook = compress(ddp_model, "int8", min_ranks=2)']),
+    "choosing the format": Session(2, choosing_the_format, ['hook = compress(ddp_model, "auto:error=0.1")']),
     "a loss scale": Session(2, a_loss_scale, ["hook.use_scaler(scaler)"]),
     "from PyTorch's hook": Session(2, from_powersgd_hook, ["# before"]),
     # A checkpoint needs the first example also.

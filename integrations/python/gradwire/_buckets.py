@@ -34,6 +34,7 @@ class Bucket:
         self.element_size = element_size  # bytes per gradient element
         self.staging: Optional[torch.Tensor] = None  # a float32 copy, for buckets of types not in NATIVE
         self.copies = Copies()  # used with min_ranks only
+        self.step, self.opens_step = -1, False  # used by _auto.py: of the bucket's last call
 
     def addresses_in(self, buffer: torch.Tensor) -> Any:
         """Returns the address of each gradient in `buffer`, or in its float32 copy."""
@@ -45,16 +46,17 @@ class Bucket:
         if self.addresses is None or self.address != buffer.data_ptr():
             where = buffer if self.staging is None else self.staging
             self.address = buffer.data_ptr()
-            self.addresses = Reducer.addresses_of(_addresses(self.layout, buffer, where))
+            self.addresses = addresses_of(self.layout, buffer, where)
         return self.addresses
 
 
-def _addresses(layout: Layout, buffer: torch.Tensor, where: torch.Tensor) -> Sequence[int]:
-    """Returns the addresses of gradients stored one after another.
+def addresses_of(layout: Layout, buffer: torch.Tensor, where: torch.Tensor) -> Any:
+    """Returns the C array of the addresses in `where` of a buffer's gradients, stored one after another.
 
     bucket.gradients() has wrong offsets for complex and for empty gradients.
     """
-    addresses, at = [], 0
+    addresses: List[int] = []
+    at = 0
     for rows, cols in layout.shapes:
         addresses.append(where.data_ptr() + at * where.element_size())
         at += rows * cols
@@ -62,7 +64,7 @@ def _addresses(layout: Layout, buffer: torch.Tensor, where: torch.Tensor) -> Seq
         raise _native.Unsupported(f"a DDP bucket has {buffer.numel()} elements of {buffer.dtype}, but its "
                                   f"parameters {', '.join(layout.names)} have {at}: this PyTorch's bucket "
                                   "layout is not supported")
-    return addresses
+    return Reducer.addresses_of(addresses)
 
 
 def real_view(buffer: torch.Tensor) -> torch.Tensor:

@@ -3,32 +3,33 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, real_view, spec_for, total_stats
+from gradwire._auto import Auto, is_request
+from gradwire._buckets import Bucket, real_view, total_stats
 from gradwire._calls import calls_of
 from gradwire._communicator import Communicator
 from gradwire._elastic import Elastic, check_uses_no_process_group
 from gradwire._find_ddp import PYTHON_REDUCER
-from gradwire._hook_state import (Checkpoint, Place, add_missing, as_list, check_names, for_rank, from_dict,
-                                  gathered, taken, to_dict)
+from gradwire._hook_buckets import HookBuckets
+from gradwire._hook_state import (Checkpoint, Place, as_list, check_names, for_rank, from_dict, gathered,
+                                  to_dict)
 from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
-from gradwire._state import State, TensorState, pack, unpack
-from gradwire._worker import Worker
+from gradwire._state import State
 
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
 
 _log = logging.getLogger("gradwire")
 
 
-class Hook:
+class Hook(HookBuckets):
     """The state of allreduce_hook: the compression, the ranks, and the codecs' state.
 
     The constructor is not collective: the first gradient creates the communicator. Use one hook per model.
@@ -46,6 +47,8 @@ class Hook:
             `powersgd:rank=R[,wire=FORMAT][,warm=on|off][,alternate=on|off][,min_ratio=X][,seed=S]`, or
             `randk:ratio=X[,wire=FORMAT][,seed=S]`, each with ",ef=on|off|ef21", ",start=N" and
             ",schedule=auto|ring|tree|two_shot|hierarchical|nccl". With ",momentum=X" the optimizer's must be 0.
+            Or `auto[:error=E][,allow=SPEC+SPEC...]`: averages in FP32, measures, and chooses the spec of the
+            shortest predicted step whose error is at most E: see `choice`.
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are
             numbered in the order of DDP's first buckets, which is the same in every run of the same model.
@@ -67,8 +70,13 @@ class Hook:
     def __init__(self, spec: str = DEFAULT_SPEC, *, process_group: Any = None,
                  model: Optional[torch.nn.Module] = None, timeout_s: float = TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
+        auto = Auto(spec) if is_request(spec) else None
+        if auto is not None and min_ranks > 0:
+            raise _native.BadArgument(f"spec {spec!r} with min_ranks={min_ranks}: auto cannot measure with "
+                                      "ranks that may die: name a spec")
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
-            Reducer(alone, spec, []).close()
+            for each in [spec] if auto is None else auto.request.specs:
+                Reducer(alone, each, []).close()
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
                 "the hook creates the communicators itself; pass no comm"
@@ -81,23 +89,18 @@ class Hook:
             elif process_group != model.process_group:
                 raise _native.BadArgument("process_group differs from the DistributedDataParallel's, over "
                                           "which the hook must average: leave process_group out")
-        self.spec = spec
+        super().__init__("fp32" if auto is not None else spec, seed, auto)
+        self._keeps_copies = min_ranks > 0
         self._process_group = process_group
         self._timeout_s = timeout_s
-        self._seed = seed
         self._comm = comm
-        self._names = Names()
         if model is not None:
             self.name_parameters(model)
-        self._buckets: Dict[int, Bucket] = {}
-        self._from_load = False  # the state in _carried was loaded; no warning about missing parameters yet
-        self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
         self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
         self._origin: Optional[Origin] = None  # the communicator's process and groups
-        self._worker = Worker()
         if comm is not None:
             comm._claim(self, "a Hook")
             self._origin = Origin()
@@ -121,6 +124,8 @@ class Hook:
             return self._pass_through(gradients)
         buffer = real_view(gradients)
         entry = self._entry_for(bucket, buffer)
+        if self._auto is not None:
+            self._auto.called(entry, buffer)
         if buffer.is_cuda:
             return self._enqueue_cuda(entry, gradients, buffer)
         done: "torch.futures.Future[Any]" = torch.futures.Future()
@@ -178,6 +183,8 @@ class Hook:
 
     def _reduce(self, entry: Bucket, buffer: torch.Tensor, addresses: Any, stream: int) -> None:
         with calls_of(self):
+            if self._auto is not None:
+                self._auto.before(self, entry, buffer, stream)
             if entry.reducer is None:
                 entry.reducer = self._make_reducer(entry, buffer)
             if self._scale is not None:
@@ -185,6 +192,8 @@ class Hook:
             if entry.staging is not None:
                 entry.staging.copy_(buffer)
             entry.reducer.allreduce_at(addresses, stream)
+            if self._auto is not None:
+                self._auto.after(self, entry, buffer, stream)
         if entry.staging is not None:
             buffer.copy_(entry.staging)
 
@@ -207,79 +216,26 @@ class Hook:
             self._elastic.ranks = list(range(comm.world))
 
     @property
+    def choice(self) -> Optional[Dict[str, Any]]:
+        """Returns what spec "auto" has chosen; None before the choice, and with another spec.
+
+        "spec"; "error": relative L2 error of one encode; "step_ms": the predicted step; "fp32_step_ms": the
+        same in FP32; "communicate_ms"; "exposed_ms": communication after the last bucket is ready;
+        "candidates": these numbers of each spec; "measured_step_ms": the median of 20 steps after the choice,
+        or None. The numbers are means over the ranks. After load_state_dict() only "spec", and "loaded".
+        """
+        return None if self._auto is None else self._auto.choice
+
+    def _named_spec(self) -> str:
+        """Returns the spec for states: "auto..." before the choice."""
+        return self._auto.text if self._auto is not None and self._auto.choice is None else self.spec
+
+    @property
     def ranks(self) -> List[int]:
         """Returns the process group's ranks over which backward() averages; with min_ranks, the survivors."""
         if self._elastic is not None and self._elastic.ranks:
             return list(self._elastic.ranks)
         return list(range(place.world)) if (place := self._place()) is not None else []
-
-    # ---- Buckets -------------------------------------------------------------------------------------------
-
-    def name_parameters(self, model: torch.nn.Module) -> None:
-        """Uses the model's parameter names, as Hook(model=model) does. Call it before the first step.
-
-        Raises:
-            BadArgument: another model's parameters have these names. A hook is for one model.
-        """
-        self._names.add_model(model)
-
-    def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
-        index, parameters = bucket.index(), bucket.parameters()
-        self._names.complete = self._names.complete or (index == 0 and 0 in self._buckets)
-        entry = self._buckets.get(index)
-        if entry is not None and len(entry.parameters) == len(parameters) and all(
-                a is b for a, b in zip(entry.parameters, parameters)):
-            return entry
-        if entry is not None:  # DDP rebuilds its buckets once, after the first step
-            self._dissolve(lambda i: i >= index)
-        self._communicator(buffer)  # in DDP's thread, because it uses the process group
-        names = self._names.of(parameters)
-        shapes = tuple(matrix(p) for p in parameters)
-        entry = self._buckets[index] = Bucket(
-            index, parameters, Layout(names, shapes), buffer.element_size())
-        return entry
-
-    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
-        layout = entry.layout
-        tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
-        # One reducer bucket per DDP bucket.
-        reducer = Reducer(self._communicator(buffer), spec_for(self.spec, buffer.dtype), tensors,
-                          bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
-                          dtype=NATIVE.get(buffer.dtype, "float32"))
-        carried = self._carried
-        if carried is None:
-            return reducer
-        fresh = unpack(reducer.save_state())
-        missing = add_missing(carried, layout, fresh, self._names.are_a_models)
-        if missing and self._from_load:
-            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals "
-                         "begin at zero", len(missing), missing[0])
-            self._from_load = False
-        reducer.load_state(pack(taken(carried, layout, fresh)))
-        if not carried.tensors:
-            self._carried = None
-        return reducer
-
-    def _dissolve(self, which: Callable[[int], bool]) -> None:
-        """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
-        self._worker.drain()
-        collected = self._collect(which)
-        for index in [i for i in self._buckets if which(i)]:
-            reducer = self._buckets.pop(index).reducer
-            if reducer is not None:
-                reducer.close()
-        self._carried = collected
-
-    def _collect(self, which: Callable[[int], bool]) -> Optional[State]:
-        identity, steps, carried = self._carried or State("", 0, {})
-        tensors: Dict[str, TensorState] = dict(carried)
-        for index, entry in self._buckets.items():
-            if which(index) and entry.reducer is not None:
-                kept = entry.copies.before if self._elastic is not None else None
-                state = unpack(kept if kept is not None else entry.reducer.save_state())
-                identity, steps = state.identity, state.steps
-                tensors.update(state.tensors)
-        return State(identity, steps, tensors) if tensors else None
 
     # ---- Checkpoints, statistics, closing ------------------------------------------------------------------
 
@@ -306,7 +262,8 @@ class Hook:
             raise _native.BadHandle("the hook was closed and its state dropped: call state_dict() before "
                                     "close()")
         self._worker.drain()
-        state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self.spec, self._place())
+        state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self._named_spec(),
+                        self._place())
         if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
             return state
         return gathered(state, self._process_group, self._comm._key, self._timeout_s)
@@ -327,7 +284,11 @@ class Hook:
         Raises:
             BadArgument: a state is of another version, spec or model, or a state that is needed is missing.
         """
-        chosen = for_rank(as_list(state), self.spec, self._place())
+        states = as_list(state)
+        saved = states[0]["spec"]
+        # A state from before the choice is one of FP32, which every spec continues.
+        auto = self._auto is not None and saved in (self._auto.text, *self._auto.request.specs)
+        chosen = for_rank(states, saved if auto else self._named_spec(), self._place())
         if self._names.are_a_models:
             check_names(chosen, self._names.all())
         self._worker.drain()
@@ -335,6 +296,9 @@ class Hook:
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
+        if self._auto is not None and saved != self._auto.text:
+            self._auto.adopt(saved)
+            self.spec = saved
         self._carried = from_dict(chosen)
         self._from_load = True
         if self._scale is not None:
@@ -387,8 +351,8 @@ class Hook:
     def __getstate__(self) -> Dict[str, Any]:
         # A closed hook has no state. The state of a forked process belongs to its parent.
         ended = not self._finalizer.alive or (self._origin is not None and self._origin.forked())
-        return {"spec": self.spec, "timeout_s": self._timeout_s, "seed": self._seed,
-                "state": (to_dict(State("", 0, {}), self.spec, None) if ended
+        return {"spec": self._named_spec(), "timeout_s": self._timeout_s, "seed": self._seed,
+                "state": (to_dict(State("", 0, {}), self._named_spec(), None) if ended
                           else self.state_dict(gather=False)),
                 "min_ranks": self._elastic.min_ranks if self._elastic is not None else 0}
 

@@ -1,0 +1,120 @@
+"""The buckets of the DDP hook, their reducers, and the state that moves from bucket to bucket."""
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+
+import torch
+
+from gradwire._auto import Auto
+from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, spec_for
+from gradwire._communicator import Communicator
+from gradwire._hook_state import add_missing, taken
+from gradwire._reducer import Reducer
+from gradwire._state import State, TensorState, pack, unpack
+from gradwire._worker import Worker
+
+_log = logging.getLogger("gradwire")
+
+
+class HookBuckets:
+    """The base of Hook that has its buckets.
+
+    Attributes:
+        spec: the spec of the buckets' reducers.
+    """
+
+    def __init__(self, spec: str, seed: int, auto: Optional[Auto]) -> None:
+        self.spec = spec
+        self._seed = seed
+        self._auto = auto  # chooses the spec; None: the spec was given
+        self._names = Names()
+        self._buckets: Dict[int, Bucket] = {}
+        self._from_load = False  # the state in _carried was loaded; no warning about missing parameters yet
+        self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
+        self._worker = Worker()
+        self._keeps_copies = False  # buckets keep copies of their state from before a step
+
+    def _communicator(self, buffer: torch.Tensor) -> Communicator:
+        raise NotImplementedError
+
+    def name_parameters(self, model: torch.nn.Module) -> None:
+        """Uses the model's parameter names, as Hook(model=model) does. Call it before the first step.
+
+        Raises:
+            BadArgument: another model's parameters have these names. A hook is for one model.
+        """
+        self._names.add_model(model)
+
+    def _entry_for(self, bucket: Any, buffer: torch.Tensor) -> Bucket:
+        index, parameters = bucket.index(), bucket.parameters()
+        self._names.complete = self._names.complete or (index == 0 and 0 in self._buckets)
+        entry = self._buckets.get(index)
+        if entry is not None and len(entry.parameters) == len(parameters) and all(
+                a is b for a, b in zip(entry.parameters, parameters)):
+            return entry
+        if entry is not None:  # DDP rebuilds its buckets once, after the first step
+            self._dissolve(lambda i: i >= index)
+            if self._auto is not None:
+                self._auto.restart()
+        self._communicator(buffer)  # in DDP's thread, because it uses the process group
+        names = self._names.of(parameters)
+        shapes = tuple(matrix(p) for p in parameters)
+        entry = self._buckets[index] = Bucket(
+            index, parameters, Layout(names, shapes), buffer.element_size())
+        return entry
+
+    def _new_reducer(self, entry: Bucket, buffer: torch.Tensor, spec: str) -> Reducer:
+        layout = entry.layout
+        tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
+        # One reducer bucket per DDP bucket.
+        return Reducer(self._communicator(buffer), spec_for(spec, buffer.dtype), tensors,
+                       bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
+                       dtype=NATIVE.get(buffer.dtype, "float32"))
+
+    def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:
+        """Creates the bucket's reducer, with the state that is kept for its tensors."""
+        layout, reducer = entry.layout, self._new_reducer(entry, buffer, self.spec)
+        carried = self._carried
+        if carried is None:
+            return reducer
+        fresh = unpack(reducer.save_state())
+        missing = add_missing(carried, layout, fresh, self._names.are_a_models)
+        if missing and self._from_load:
+            _log.warning("the loaded state lacks %d parameters of a bucket, such as %r: their residuals "
+                         "begin at zero", len(missing), missing[0])
+            self._from_load = False
+        reducer.load_state(pack(taken(carried, layout, fresh)))
+        if not carried.tensors:
+            self._carried = None
+        return reducer
+
+    def _dissolve(self, which: Callable[[int], bool]) -> None:
+        """Removes buckets, and keeps their state in _carried for the buckets that replace them."""
+        self._worker.drain()
+        collected = self._collect(which)
+        for index in [i for i in self._buckets if which(i)]:
+            reducer = self._buckets.pop(index).reducer
+            if reducer is not None:
+                reducer.close()
+        self._carried = collected
+
+    def _use(self, spec: str) -> None:
+        """Averages with another spec from now on. Call it in a job, before a step's first average."""
+        self._carried = self._collect(lambda index: True)
+        for entry in self._buckets.values():
+            if entry.reducer is not None:
+                entry.reducer.close()
+                entry.reducer = None
+        self.spec = spec
+
+    def _collect(self, which: Callable[[int], bool]) -> Optional[State]:
+        identity, steps, carried = self._carried or State("", 0, {})
+        tensors: Dict[str, TensorState] = dict(carried)
+        for index, entry in self._buckets.items():
+            if which(index) and entry.reducer is not None:
+                kept = entry.copies.before if self._keeps_copies else None
+                state = unpack(kept if kept is not None else entry.reducer.save_state())
+                identity, steps = state.identity, state.steps
+                tensors.update(state.tensors)
+        return State(identity, steps, tensors) if tensors else None
