@@ -42,7 +42,11 @@ void ReducerSnapshot::take(const Stream& stream, const Reducer& reducer, int wor
     }
     values_.resize(end);
   }
-  stream.submit([this, world] { world_ = world; });
+  if (stream.device().is_host()) {
+    stream.submit([this, world] { world_ = world; });  // with the values
+  } else {
+    world_ = world;
+  }
   for (size_t i = 0; i < states.size(); ++i) {
     states[i].read(stream, 0, {values_.data() + entries_[i].begin, entries_[i].bytes});
   }
@@ -59,8 +63,9 @@ double ReducerSnapshot::residual_norm() const {
 }
 
 bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
-                              const std::function<float*()>& left_over) const {
-  const std::vector<TensorState> states = reducer.tensor_state();
+                              const std::function<float*()>& left_over, Into into) const {
+  const std::vector<TensorState> states =
+      into == Into::same_codec ? reducer.tensor_state() : std::vector<TensorState>();
   float* rest = nullptr;
   for (const Entry& entry : entries_) {
     if (!is_loaded(entry.kind, entry.same_on_all_ranks, world_, world)) continue;

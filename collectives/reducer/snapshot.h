@@ -14,20 +14,22 @@ namespace gradwire {
 
 class ReducerSnapshot {
  public:
-  // Enqueues the copy on a host stream that has waited for the reducer's step. Only the first call allocates
+  // Enqueues the copy on a stream that has waited for the reducer's step. Only the first call allocates
   // memory. The previous state remains valid until the stream reaches the copy. Later calls must have the
   // same tensors and spec.
   void take(const Stream& stream, const Reducer& reducer, int world);
   // Returns the L2 norm of all residuals once the copy is done; 0 without residuals.
   double residual_norm() const;
 
-  // Loads the state into a new reducer of the same tensors and spec, and blocks until `stream` is done.
-  // `world`: 0 if a rank was replaced. If the world size differs, state that belongs to one rank is reset
-  // (is_loaded()), except residuals, which are restored bit for bit. A residual that this reducer cannot hold
-  // (a world of 1) is stored in `left_over()`, laid out as the flat gradient buffer and requested at most
-  // once. Returns whether `left_over()` was requested.
+  // A codec of another spec starts afresh, and the snapshot's residuals are all left over.
+  enum class Into : uint8_t { same_codec, other_codec };
+  // Loads the state into a new reducer of the same tensors, and blocks until `stream` is done. `world`: 0 if
+  // a rank was replaced. If the world size differs, state that belongs to one rank is reset (is_loaded()),
+  // except residuals, which are restored bit for bit. A residual that this reducer cannot hold (a world of 1)
+  // is stored in `left_over()`, laid out as the flat gradient buffer and requested at most once. Returns
+  // whether `left_over()` was requested.
   bool restore(const Stream& stream, const Reducer& reducer, int world,
-               const std::function<float*()>& left_over) const;
+               const std::function<float*()>& left_over, Into into = Into::same_codec) const;
 
   int64_t bytes() const { return static_cast<int64_t>(values_.size()); }
 

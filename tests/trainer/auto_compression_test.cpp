@@ -129,9 +129,9 @@ TEST(AutoCompression, IntervalCoversTheStepsOfMeasurementsThatVary) {
   int covered = 0;
   constexpr int kTrials = 400;
   for (int trial = 0; trial < kTrials; ++trial) {
-    const StepCosts actual = measured(125);
+    StepCosts actual = measured(125);
+    actual.spread.compute = 0.1;
     StepCosts seen = actual;
-    seen.spread.compute = 0.1;
     seen.compute_ms *= vary(0.1);
     seen.spread.codec["int8"] = 0.2;
     seen.codec_ns.at("int8") *= vary(0.2);
@@ -151,6 +151,20 @@ TEST(AutoCompression, IntervalCoversTheStepsOfMeasurementsThatVary) {
   }
   EXPECT_GE(covered, 0.85 * kTrials);
   EXPECT_LE(covered, 0.99 * kTrials);
+}
+
+// The expected maximum of 2 and of 4 standard normal variables is 0.564 and 1.029 (1 / sqrt(pi); tables).
+TEST(AutoCompression, RanksWaitForTheSlowestOfThem) {
+  StepCosts costs = measured(125);
+  for (const auto& [world, most] : {std::pair(2, 0.5642), std::pair(4, 1.0294)}) {
+    costs.world = world;
+    costs.spread.compute = 0;
+    const Prediction steady = predict_step(costs, "int8", 25);
+    costs.spread.compute = 0.1;
+    const Prediction varying = predict_step(costs, "int8", 25);
+    EXPECT_NEAR(varying.step_ms - steady.step_ms, most * 0.1 * costs.compute_ms, 1e-3 * costs.compute_ms);
+    EXPECT_EQ(varying.compute_ms, steady.compute_ms);
+  }
 }
 
 TEST(AutoCompression, EarlierMicroBatchesDoNotOverlapWithCommunication) {

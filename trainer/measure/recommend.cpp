@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numbers>
 
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
@@ -45,6 +46,25 @@ std::vector<Bucket> cut(const StepCosts& costs, const CompressionSpec& spec, int
     }
   }
   return buckets;
+}
+
+// Returns the expected maximum of `n` independent standard normal variables: the integral of 1 - F^n over the
+// positive numbers less that of F^n over the negative ones, for their distribution function F.
+double expected_maximum(int n) {
+  constexpr double kStep = 0.01, kEnd = 8;
+  double sum = 0;
+  for (double x = kStep / 2; x < kEnd; x += kStep) {
+    const double below = 0.5 * std::erfc(-x / std::numbers::sqrt2);
+    sum += kStep * (1 - std::pow(below, n) - std::pow(1 - below, n));
+  }
+  return sum;
+}
+
+// Returns how long a rank waits in an exchange for the slowest rank, whose step varies as the others' do.
+double wait_for_slowest_ms(const StepCosts& costs) {
+  if (costs.world == 1 || costs.spread.compute == 0) return 0;
+  const double deviation = std::sqrt(static_cast<double>(costs.micro_batches)) * costs.spread.compute;
+  return expected_maximum(costs.world) * deviation * costs.compute_ms;
 }
 
 }  // namespace
@@ -96,7 +116,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   // `ready` is the end of backward. The last bucket's share of `delay` follows `ready`.
   const double before = static_cast<double>(costs.micro_batches - 1) * costs.compute_ms;
   out.compute_ms = before + ready;
-  out.exposed_ms = std::max(0.0, free - ready);
+  out.exposed_ms = std::max(0.0, free - ready) + wait_for_slowest_ms(costs);
   out.step_ms = out.compute_ms + out.exposed_ms + costs.optimizer_ms;
   if (const auto error = costs.errors.find(text); error != costs.errors.end()) out.error = error->second;
   return out;

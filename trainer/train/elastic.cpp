@@ -76,7 +76,9 @@ TrainConfig Elastic::config_for(int world) const {
     config.shared_batch = launched_.micro_batch();
     config.batch_size = (config.shared_batch + world - 1) / world;
   } else {
-    config.lr *= static_cast<double>(world) / launched_.ranks();
+    const double share = static_cast<double>(world) / launched_.ranks();
+    config.lr *= share;
+    config.dion_lr *= share;
   }
   return config;
 }

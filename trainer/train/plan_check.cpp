@@ -58,13 +58,13 @@ bool RankTrainer::agree_to_replan(int64_t steps_done) {
   const std::vector<double> wishes = all_gather_value(comm_.transport(), stream_, why.empty() ? 0.0 : 1.0,
                                                       "whether the compression is still the best");
   if (wishes[0] == 0) return false;
-  handover_.emplace();
-  handover_->position = position(steps_done);
-  handover_->clock = reporter_.clock();
-  handover_->began = std::chrono::steady_clock::now();
-  handover_->why = why;
-  handover_->spec = config_.compression.to_string();
-  handover_->take(state());
+  plan_change_.emplace();
+  plan_change_->position = position(steps_done);
+  plan_change_->clock = reporter_.clock();
+  plan_change_->began = std::chrono::steady_clock::now();
+  plan_change_->why = why;
+  plan_change_->spec = config_.compression.to_string();
+  plan_change_->take(state());
   return true;
 }
 

@@ -46,7 +46,7 @@ RankTrainer::Start RankTrainer::find_start(const SharedRun& shared, Communicator
     start.again = &*shared.elastic->start();
     at = start.again->position;
   }
-  if (shared.handover != nullptr) at = shared.handover->position;
+  if (shared.plan_change != nullptr) at = shared.plan_change->position;
   const int64_t per_epoch =
       batches_per_epoch(shared.data.train, train_loader(config, comm, 0)) / config.accumulate;
   const int64_t batch = config.global_batch();
@@ -78,7 +78,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, layout_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
       reporter_(config_, comm, reducer_, shared.reports, shared.observer, images_,
-                shared.handover != nullptr ? shared.handover->clock : RunReporter::Clock{}),
+                shared.plan_change != nullptr ? shared.plan_change->clock : RunReporter::Clock{}),
       steps_per_epoch_(loader_.batches_per_epoch() / config_.accumulate),
       graph_from_(first_graph_step(config_, comm, reducer_, start_.step)),
       gradients_(reducer_.gradients().as<float>()),
@@ -87,7 +87,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
   stream_.synchronize();
   if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool snapshot = start_.again != nullptr && !shared.elastic->from_checkpoints();
-  if (start_.from || snapshot || shared.handover != nullptr) {
+  if (start_.from || snapshot || shared.plan_change != nullptr) {
     restore();
   } else {
     load(*shared.initial.get(model_.parameters(), layout_));
@@ -188,7 +188,7 @@ void RankTrainer::start_run() {
   if (shared_.replanned != nullptr) {
     if (!leads()) return;
     ReplanRecord record = *shared_.replanned;
-    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - shared_.handover->began;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - shared_.plan_change->began;
     record.seconds = took.count();
     record.buckets = reducer_.buckets();
     record.schedule = reducer_.schedule();
@@ -297,8 +297,8 @@ RankState RankTrainer::state() {
 }
 
 void RankTrainer::restore() {
-  if (shared_.handover != nullptr) {
-    carried_ = shared_.handover->restore(state(), config_.compression);
+  if (shared_.plan_change != nullptr) {
+    carried_ = shared_.plan_change->restore(state(), config_.compression);
   } else {
     carried_ =
         start_.from ? restore_checkpoint(state(), config_, *start_.from) : shared_.elastic->restore(state());

@@ -29,9 +29,9 @@
 #include "trainer/train/drift.h"
 #include "trainer/train/elastic.h"
 #include "trainer/train/evaluator.h"
-#include "trainer/train/handover.h"
 #include "trainer/train/initial_weights.h"
 #include "trainer/train/optimizer_state.h"
+#include "trainer/train/plan_change.h"
 #include "trainer/train/profiling.h"
 #include "trainer/train/rank_reports.h"
 #include "trainer/train/run_reporter.h"
@@ -56,7 +56,7 @@ struct SharedRun {
   // --compression auto: the request, so that the run can choose again; null: the compression does not change.
   const AutoPlan* plan = nullptr;
   // After a change of plan, this rank's state, the record, and the steps before the next change.
-  const Handover* handover = nullptr;
+  const PlanChange* plan_change = nullptr;
   const ReplanRecord* replanned = nullptr;
   int64_t quiet = 0;
 };
@@ -74,7 +74,7 @@ class RankTrainer {
   // become wrong, at the same step on all ranks.
   void run();
   // Returns the state from which a RankTrainer with another plan continues; empty at the end of the run.
-  std::optional<Handover>& handover() { return handover_; }
+  std::optional<PlanChange>& plan_change() { return plan_change_; }
   // Adds this rank's spans to the trace file after a failure, unless they were already added.
   void keep_trace() { trace_.keep(); }
 
@@ -170,9 +170,9 @@ class RankTrainer {
   std::optional<DriftDetector> drift_;  // rank 0 with SharedRun::plan
   std::optional<GradientDump> sample_;  // gradients whose encode error is measured
   ParameterLayout sample_layout_;
-  int64_t sampled_ = -1;              // the step of these gradients
-  std::optional<Handover> handover_;  // the run continues with another plan
-  bool joiners_wait_ = false;         // joiners were waiting at the latest harvested step
+  int64_t sampled_ = -1;                   // the step of these gradients
+  std::optional<PlanChange> plan_change_;  // the run continues with another plan
+  bool joiners_wait_ = false;              // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
   Buffer left_over_;      // the checkpoint's residuals, if they do not fit into the gradient buffer
 };

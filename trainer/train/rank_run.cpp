@@ -30,10 +30,10 @@ RankRun::~RankRun() = default;
 void RankRun::run() {
   while (true) {
     trainer_ = std::make_unique<RankTrainer>(shared_, comm_);
-    if (handover_) handover_->free();
+    if (plan_change_) plan_change_->free();
     trainer_->run();
-    if (!trainer_->handover()) return;
-    handover_ = std::move(trainer_->handover());
+    if (!trainer_->plan_change()) return;
+    plan_change_ = std::move(trainer_->plan_change());
     trainer_.reset();  // frees the memory that the measurement needs
     replan();
   }
@@ -41,18 +41,18 @@ void RankRun::run() {
 
 void RankRun::replan() {
   const std::string before = plan_flags(config_);
-  const RanksReport report = choose_again(config_, *shared_.plan, shared_.data, handover_->weights, comm_);
+  const RanksReport report = choose_again(config_, *shared_.plan, shared_.data, plan_change_->weights, comm_);
   apply_choice(report, config_);
-  config_.resume.clear();  // handover_ has the state
-  const int64_t step = handover_->position.step;
+  config_.resume.clear();  // plan_change_ has the state
+  const int64_t step = plan_change_->position.step;
   record_ = {.step = step,
-             .why = handover_->why,
+             .why = plan_change_->why,
              .before = before,
              .after = plan_flags(config_),
              .predicted = predicted_step(report),
-             .choice = choice_record(report, shared_.plan->request, config_.model, step, handover_->why)};
+             .choice = choice_record(report, shared_.plan->request, config_.model, step, plan_change_->why)};
   quiet_ = record_->before == record_->after ? std::clamp(2 * quiet_, kFirstQuiet, kMostQuiet) : 0;
-  shared_.handover = &*handover_;
+  shared_.plan_change = &*plan_change_;
   shared_.replanned = &*record_;
   shared_.quiet = quiet_;
 }

@@ -28,7 +28,7 @@ class RankRun {
   TrainConfig config_;  // with the latest plan
   SharedRun shared_;
   Communicator& comm_;
-  std::optional<Handover> handover_;
+  std::optional<PlanChange> plan_change_;
   std::optional<ReplanRecord> record_;
   int64_t quiet_ = 0;  // steps before the next plan may be questioned
   std::unique_ptr<RankTrainer> trainer_;

@@ -2,17 +2,16 @@
 #pragma once
 
 #include <chrono>
-#include <cstddef>
-#include <cstdint>
 #include <string>
 #include <vector>
 
+#include "collectives/reducer/snapshot.h"
 #include "trainer/checkpoint/checkpoint.h"
 #include "trainer/train/run_reporter.h"
 
 namespace gradwire {
 
-struct Handover {
+struct PlanChange {
   Position position;
   RunReporter::Clock clock;
   // The end of the last step, and what has drifted since the plan began (on rank 0).
@@ -22,12 +21,7 @@ struct Handover {
   // Laid out as packed_layout(), because another bucket size may change the reducer's layout.
   std::vector<float> weights;
   std::vector<std::vector<float>> moments;
-  struct State {
-    int tensor = 0;
-    std::string kind;
-    std::vector<std::byte> values;
-  };
-  std::vector<State> states;  // of the codecs
+  ReducerSnapshot codecs;
 
   // Copies a rank's state. Blocks. The rank holds the whole state, and no work may be in flight.
   void take(const RankState& rank);

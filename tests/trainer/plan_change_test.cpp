@@ -1,6 +1,6 @@
 // A change of plan during a run with --compression auto: nothing of the residuals is lost, and all ranks
 // change at the same step.
-#include "trainer/train/handover.h"
+#include "trainer/train/plan_change.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -116,7 +116,7 @@ TEST_P(EveryChange, LosesNothingOfTheResiduals) {
   run_local_ranks(group, [&, before = before, after = after](Communicator& comm) {
     Account& sums = accounts[static_cast<size_t>(comm.rank())];
     sums.input.resize(elements), sums.arrived.resize(elements);
-    Handover handover;
+    PlanChange plan_change;
     {
       Rank rank(comm, parameters, before, 4 << 10);
       rank.each([&](size_t number, size_t at) {
@@ -124,15 +124,16 @@ TEST_P(EveryChange, LosesNothingOfTheResiduals) {
         rank.moment.as<float>()[at] = -static_cast<float>(number);
       });
       add_steps(rank, 0, 3, false, sums);
-      handover.position.step = 3;
-      handover.spec = CompressionSpec::parse(before).to_string();
-      handover.take(rank.state());
+      plan_change.position.step = 3;
+      plan_change.spec = CompressionSpec::parse(before).to_string();
+      plan_change.take(rank.state());
     }
     Rank rank(comm, parameters, after, 64 << 10);
-    const bool carried = handover.restore(rank.state(), rank.spec);
+    const bool carried = plan_change.restore(rank.state(), rank.spec);
     EXPECT_EQ(rank.reducer.steps(), 3);
-    handover.free();
-    EXPECT_EQ(handover.weights.capacity() + handover.moments.capacity() + handover.states.capacity(), 0u);
+    plan_change.free();
+    EXPECT_EQ(plan_change.weights.capacity() + plan_change.moments.capacity(), 0u);
+    EXPECT_EQ(plan_change.codecs.bytes(), 0);
     rank.each([&](size_t number, size_t at) {
       ASSERT_EQ(rank.weights.as<float>()[at], static_cast<float>(number));
       ASSERT_EQ(rank.moment.as<float>()[at], -static_cast<float>(number));
