@@ -6,7 +6,7 @@ BF16_HOOK = {"PyTorch, bf16_compress_hook": {"native": {"hook": "bf16_compress_h
 POWERSGD = {"hook": "powerSGD_hook", "rank": 4, "start": 2}
 SPECS = ("fp32", "bf16", "int8", "int4:rotate=hadamard", "powersgd:rank=4")
 MODES = {NATIVE_FP32: {"native": {}}, **BF16_HOOK, "PyTorch, powerSGD_hook, rank 4": {"native": POWERSGD},
-         **{spec: {"ours": {"spec": spec}} for spec in SPECS}}
+         **{spec: {"ours": {"spec": spec}} for spec in (*SPECS, "auto", "auto:error=1")}}
 OPTIONS = {**OPTIONS, "warm_up": 3}
 
 

@@ -323,7 +323,8 @@ def by_mode(items):
 
 
 def speed_line(item):
-    return f"{item.get('what', ''):15}{item['mode']:44} {median(item['step_ms']):9.1f} ms"
+    mode = f"{item['mode']}: {item['choice']['spec']}" if item.get("choice") else item["mode"]
+    return f"{item.get('what', ''):15}{mode:44} {median(item['step_ms']):9.1f} ms"
 
 
 def speed_table(items, *bases, first=""):
