@@ -11,6 +11,7 @@ import sys
 import torch
 import torch.distributed as dist
 
+import fsdp_auto
 import fsdp_failures
 import fsdp_features
 import fsdp_low_rank
@@ -21,8 +22,8 @@ import fsdp_undo
 
 SCENARIOS = {
     name: function
-    for module in (fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_numbers, fsdp_types,
-                   fsdp_undo)
+    for module in (fsdp_auto, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_numbers,
+                   fsdp_types, fsdp_undo)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__
 }

@@ -34,7 +34,7 @@ GRAMMAR = "auto[:error=E][,allow=SPEC+SPEC...]"
 PLAIN = "fp32"
 _CANDIDATES = ("bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=1")
 OBSERVED = 5
-_REPETITIONS = 3
+REPETITIONS = 3
 _TIE = 1.05  # steps within this factor are a tie, as in train --compression auto: the smallest error wins
 _CHECKED = 20  # steps after the choice whose median is compared with the prediction
 
@@ -125,7 +125,7 @@ def choose(request: Request, step_ms: float, ready: Sequence[float],
     return {**best, "fp32_step_ms": table[0]["step_ms"], "candidates": table, "measured_step_ms": None}
 
 
-def _now(buffer: torch.Tensor) -> Any:
+def now(buffer: torch.Tensor) -> Any:
     """Returns this time on the host, or an event on the current stream of the buffer's device."""
     if not buffer.is_cuda:
         return time.perf_counter()
@@ -134,7 +134,7 @@ def _now(buffer: torch.Tensor) -> Any:
     return event
 
 
-def _ms(begin: Any, end: Any) -> float:
+def ms_between(begin: Any, end: Any) -> float:
     if isinstance(begin, float):
         return float(1000 * (end - begin))
     end.synchronize()
@@ -149,11 +149,15 @@ class _Trial(NamedTuple):
     elements: int  # of the tensors that are not all zero
 
 
-def _error(entry: Bucket, exact: torch.Tensor, mean: torch.Tensor) -> Tuple[float, int]:
-    """Returns the sum of the tensors' squared relative errors, weighted by elements, and the elements."""
+def relative_error(counts: Sequence[int], exact: torch.Tensor, mean: torch.Tensor) -> Tuple[float, int]:
+    """Returns the sum of tensors' squared relative errors, weighted by elements, and the elements.
+
+    Args:
+        counts: the elements of each tensor, which are one after another in `exact` and `mean`.
+    """
     weighted, elements, at = 0.0, 0, 0
-    for rows, cols in entry.layout.shapes:
-        values, count = exact[at:at + rows * cols].double(), rows * cols
+    for count in counts:
+        values = exact[at:at + count].double()
         difference = mean[at:at + count].double() - values
         norm = float(values.dot(values))
         if norm != 0:
@@ -200,7 +204,7 @@ class Auto:
         entry.step = self._step
         if self.undecided:
             if self._observe_from <= self._step <= self._measure_at:
-                self._ready.setdefault(self._step, {})[entry.index] = _now(buffer)
+                self._ready.setdefault(self._step, {})[entry.index] = now(buffer)
         elif entry.opens_step:
             self._check(buffer)
 
@@ -209,11 +213,11 @@ class Auto:
         choice = self.choice
         if choice is None or "step_ms" not in choice or choice["measured_step_ms"] is not None:
             return
-        self._after.append(_now(buffer))
+        self._after.append(now(buffer))
         if len(self._after) < _CHECKED + 2:
             return
         # The first of these steps made the reducers.
-        measured = statistics.median(_ms(a, b) for a, b in zip(self._after[1:], self._after[2:]))
+        measured = statistics.median(ms_between(a, b) for a, b in zip(self._after[1:], self._after[2:]))
         choice["measured_step_ms"] = measured
         self._after.clear()
         log = _log.warning if measured > 1.1 * max(choice["step_ms"], choice["fp32_step_ms"]) else _log.info
@@ -248,18 +252,20 @@ class Auto:
         mean = torch.empty_like(exact)
         addresses = addresses_of(entry.layout, buffer, mean)
         durations, errors, elements = [], [], 0
+        counts = [rows * cols for rows, cols in entry.layout.shapes]
         for spec in self.request.specs:
             reducer = hook._new_reducer(entry, buffer, spec)
             times = []
-            for repetition in range(_REPETITIONS):
+            for repetition in range(REPETITIONS):
                 mean.copy_(exact)
-                begin = _now(buffer)
+                begin = now(buffer)
                 reducer.allreduce_at(addresses, stream)
-                times.append((begin, _now(buffer)))
+                times.append((begin, now(buffer)))
                 if repetition == 0:
-                    error, elements = _error(entry, exact, mean)
+                    error, elements = relative_error(counts, exact, mean)
                     errors.append(error)
-            durations.append(min(_ms(*pair) for pair in times[1:]))  # the first waits for the other ranks
+            # The first waits for the other ranks.
+            durations.append(min(ms_between(*pair) for pair in times[1:]))
             reducer.close()
         self._trials[entry.index] = _Trial(durations, errors, elements)
 
@@ -269,9 +275,9 @@ class Auto:
         trials = [self._trials[index] for index in order]
         steps = [self._ready[self._observe_from + s] for s in range(OBSERVED + 1)]
         begins = [step[order[0]] for step in steps]
-        numbers = [statistics.median(_ms(a, b) for a, b in zip(begins, begins[1:]))]
+        numbers = [statistics.median(ms_between(a, b) for a, b in zip(begins, begins[1:]))]
         for index in order:
-            numbers.append(statistics.median(_ms(step[order[0]], step[index]) for step in steps))
+            numbers.append(statistics.median(ms_between(step[order[0]], step[index]) for step in steps))
         for trial in trials:
             numbers += [*trial.durations, *trial.errors, trial.elements]
         mean = torch.tensor(numbers, dtype=torch.float32, device=buffer.device)

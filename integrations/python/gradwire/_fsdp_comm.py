@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
+from gradwire._auto import relative_error
 from gradwire._communicator import Communicator
+from gradwire._fsdp_auto import FsdpAuto
 from gradwire._fsdp_low_rank import Axes, LowRank, LowRankSpec
 from gradwire._fsdp_residual import Layout, Part, Residual
 from gradwire._process_group import communicator
@@ -125,6 +127,7 @@ class ParamGroup:
         self.names = {id(p): names[id(p)] for p in theirs.fsdp_params}
         self.first_name = next(iter(self.names.values()), "a group without parameters")
         self._options = options
+        self.auto: Optional[FsdpAuto] = None
         # Format and name of the calls, for the profiler.
         self.of_gradients = options.gradients, f"gradients of {self.first_name}"
         self.of_weights = options.weights, f"weights of {self.first_name}"
@@ -137,7 +140,7 @@ class ParamGroup:
         self.replica_residual: Optional[Residual] = None
         self.low_rank: Optional[LowRank] = None
         # A different seed for each rank, so that rounding errors of residuals are independent.
-        seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
+        self._seed = seed = (options.seed * 4099 + number * 2) * 65537 + dist.get_rank()
         if options.residual != "off" and not is_plain(options.gradients):
             self.residual = Residual(options.residual, theirs.device, seed)
         if options.residual != "off" and not is_plain(options.replicas):
@@ -145,6 +148,19 @@ class ParamGroup:
         if options.low_rank is not None:
             self.low_rank = LowRank(options.low_rank, {name: first_param + i
                                                        for i, name in enumerate(self.names.values())})
+
+    def use(self, options: Options, can_undo: bool) -> None:
+        """Reduces gradients in another format from now on, without a residual at first."""
+        self._options = options
+        self.of_gradients = options.gradients, self.of_gradients[1]
+        if options.residual != "off" and not is_plain(options.gradients):
+            self.residual = Residual(options.residual, self.theirs.device, self._seed)
+            self.residual.can_undo = can_undo
+
+    def error_of(self, exact: torch.Tensor, mean: torch.Tensor) -> Tuple[float, int]:
+        """Returns relative_error() of a reduced shard, by parameter."""
+        layout = self._gradient_layout(1, exact.numel(), self._options.dense_gradients)
+        return relative_error([part.count for part in layout.parts], exact, mean)
 
     def keeps(self, name: str, param: Any) -> bool:
         """Returns whether a parameter has a residual after its first gradient."""
@@ -196,7 +212,17 @@ class ParamGroup:
             _native_reduce_scatter(output, buffer, group, op)
             return
         comm = self._communicators.of("gradients", group, buffer.device)
-        layout = self._gradient_layout(comm.world, buffer.numel(), self._options.dense_gradients)
+        if self.auto is not None:
+            self.auto.called(self, buffer, comm, stream_of(buffer))
+        measured = buffer.clone() if self.auto is not None and self.auto.measures else None
+        self._reduce_scatter(comm, output, buffer, op, self._options, self.residual)
+        if self.auto is not None and measured is not None:
+            self.auto.measure(self, output, measured, lambda to, values, options: self._reduce_scatter(
+                comm, to, values, op, options, None))
+
+    def _reduce_scatter(self, comm: Communicator, output: torch.Tensor, buffer: torch.Tensor, op: Any,
+                        options: Options, error_feedback: Optional[Residual]) -> None:
+        layout = self._gradient_layout(comm.world, buffer.numel(), options.dense_gradients)
         stream, tag = stream_of(buffer), self.of_gradients[1]
         factor, ours = None, "avg" if op == dist.ReduceOp.AVG else "sum"
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):  # PREMUL_SUM
@@ -210,11 +236,11 @@ class ParamGroup:
                 if not dense.is_all:
                     dense.clear(source)
             if dense is None or not dense.is_all:
-                residual = None if self.residual is None else self.residual.open(layout)
-                comm.reduce_scatter(result, source, self._options.gradients, ours, residual=residual,
+                residual = None if error_feedback is None else error_feedback.open(layout)
+                comm.reduce_scatter(result, source, options.gradients, ours, residual=residual,
                                     stream=stream, tag=tag)
-                if self.residual is not None:
-                    self.residual.close()
+                if error_feedback is not None:
+                    error_feedback.close()
             if dense is not None:
                 dense.put(reduced, result, 1)
             if factor is not None:

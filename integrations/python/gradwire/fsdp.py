@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import logging
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -18,20 +17,20 @@ import torch
 import torch.distributed as dist
 
 from gradwire import _native
-from gradwire._communicator import Communicator
+from gradwire._auto import Request, is_request
+from gradwire._fsdp_arguments import candidates, check_spec, dense_rule
+from gradwire._fsdp_auto import FsdpAuto
 from gradwire._fsdp_comm import AllGather, Communicators, Options, ParamGroup, ReduceScatter
-from gradwire._fsdp_low_rank import LowRank, LowRankSpec, is_low_rank
+from gradwire._fsdp_low_rank import LowRank, is_low_rank
 from gradwire._fsdp_low_rank import read as read_low_rank
 from gradwire._fsdp_params import fsdp_module_class, name_of, param_groups, plain_name, shards_of, whole_of
 from gradwire._fsdp_residual import MODES, Residual
 from gradwire._fsdp_state import chosen
 from gradwire._loss_scale import follow
 from gradwire._process_group import TIMEOUT_S
-from gradwire._spec import encoded_once, is_plain, is_small, split, stays_dense
+from gradwire._spec import encoded_once
 
 __all__ = ["Compression", "compress"]
-
-_WHOLE_MATRICES = ("powersgd", "randk", "dion")
 
 _log = logging.getLogger("gradwire")
 
@@ -50,7 +49,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
             rank encodes its gradients once; the owner of a shard adds all ranks' values in FP32, in rank
             order. (schedule=two_shot, unless the spec names another schedule. schedule=ring sends less
-            between nodes of several ranks, and encodes in every hop.)
+            between nodes of several ranks, and encodes in every hop.) Or "auto[:error=E][,allow=SPEC+SPEC...]":
+            see Compression.choice.
         weights: wire format of the all-gather. All ranks, including the owner, compute with the transmitted
             values. The sharded parameters, which the optimizer updates, are not rounded.
         residual: the type of error feedback's residuals, which every rank has for the whole model. Bytes per
@@ -76,12 +76,15 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
     module_class = fsdp_module_class()
     if residual not in MODES:
         raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
-    for argument, spec in (("gradients", gradients), ("weights", weights)):
-        _check_spec(argument, spec)
+    request = candidates(gradients) if is_request(gradients) else None
+    formats = [gradients] if request is None else request.specs
+    gradients = formats[0]
+    for argument, spec in (*(("gradients", spec) for spec in formats), ("weights", weights)):
+        check_spec(argument, spec)
     over_replicas = gradients if replicas is None else replicas
     low_rank = read_low_rank(over_replicas) if is_low_rank(over_replicas) else None
     if low_rank is None:
-        _check_spec("replicas", over_replicas)
+        check_spec("replicas", over_replicas)
         over_replicas = encoded_once(over_replicas)
     modules = [m for m in model.modules() if isinstance(m, module_class)]
     if not modules:
@@ -89,16 +92,19 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
                                   "torch.distributed.fsdp.fully_shard() on its blocks and on the model "
                                   "first. For DistributedDataParallel use gradwire.torch.compress()")
     options = Options(encoded_once(gradients), weights, over_replicas, residual,
-                      _dense_rule(dense, gradients), _dense_rule(dense, weights),
-                      _dense_rule(dense, over_replicas, low_rank), low_rank, timeout_s, seed)
-    return Compression(model, modules, options)
+                      dense_rule(dense, gradients), dense_rule(dense, weights),
+                      dense_rule(dense, over_replicas, low_rank), low_rank, timeout_s, seed)
+    return Compression(model, modules, options, request, lambda spec: options._replace(
+        gradients=encoded_once(spec), dense_gradients=dense_rule(dense, spec)))
 
 
 class Compression:
     """The result of compress(): saves and loads residuals, and ends compression."""
 
-    def __init__(self, model: torch.nn.Module, modules: List[Any], options: Options) -> None:
+    def __init__(self, model: torch.nn.Module, modules: List[Any], options: Options,
+                 request: Optional[Request], options_of: Callable[[str], Options]) -> None:
         self._options = options
+        self._auto = None if request is None else FsdpAuto(request, options_of, self._use)
         self._communicators = Communicators(options.timeout_s)
         self._restore: List[Callable[[], None]] = []
         self._groups: List[ParamGroup] = []
@@ -112,6 +118,7 @@ class Compression:
             self._check(theirs, next(iter(names.values())))
             ours = ParamGroup(theirs, names, options, self._communicators, len(self._groups),
                               len(self._params))
+            ours.auto = self._auto
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
         try:
@@ -132,6 +139,9 @@ class Compression:
             raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel "
                                       "with gradwire.torch.compress()")
         options = self._options
+        if self._auto is not None and hasattr(mesh, "replicate_process_group"):
+            raise _native.Unsupported(f"gradients='auto' does not measure replicas, but {name!r} has "
+                                      "replicas: name formats of gradients and replicas")
         if options.replicas != options.gradients and not hasattr(mesh, "replicate_process_group"):
             raise _native.BadArgument(f"replicas={options.replicas!r} needs replicas, but {name!r} has none: "
                                       "pass fully_shard() a 2-D mesh, or omit replicas")
@@ -217,6 +227,20 @@ class Compression:
         if alone is not None and dist.is_initialized():
             with contextlib.suppress(ValueError, AssertionError):  # already destroyed with the default group
                 dist.destroy_process_group(alone)
+
+    def _use(self, options: Options) -> None:
+        self._options = options
+        for group in self._groups:
+            group.use(options, can_undo=self._end_of_scaler is not None)
+
+    @property
+    def choice(self) -> Optional[Dict[str, Any]]:
+        """Returns what gradients="auto" has chosen, after seven or eight backwards in FP32; otherwise None.
+
+        As gradwire.torch.Hook.choice, but errors are those of the averaged gradients, and "measured_step_ms"
+        is None.
+        """
+        return None if self._auto is None else self._auto.choice
 
     # ---- State ---------------------------------------------------------------------------------------------
 
@@ -321,6 +345,8 @@ class Compression:
         if not states or any(s.get("version") != 1 for s in states):
             raise _native.BadArgument(f"the states have versions {[s.get('version') for s in states]}; this "
                                       "package reads version 1")
+        if self._auto is not None and self._auto.choice is None:
+            self._auto.adopt(states[0]["gradients"])
         for s in states:
             self._check_names(s)
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
@@ -388,50 +414,3 @@ class Compression:
                 group.low_rank.load({n: e["factor"] for n, e in own.items() if "factor" in e},
                                     max([e.get("factor_steps", 0) for e in own.values()], default=0),
                                     group.theirs.device)
-
-
-# ---- The arguments of compress() --------------------------------------------------------------------------
-
-
-def _check_spec(argument: str, spec: str) -> None:
-    method, options = split(spec)
-    if method in _WHOLE_MATRICES:
-        raise _native.Unsupported(
-            f"{argument}={spec!r} needs whole tensors, but FSDP2 gives each rank a slice: use a wire format, "
-            "such as 'int4:rotate=hadamard', the smallest for gradients, or DistributedDataParallel with "
-            "gradwire.torch.compress(). PowerSGD is a format of replicas, over the replicas of a 2-D mesh")
-    for option in options:
-        key = option.partition("=")[0]
-        if argument == "weights" and key == "ef_decay":
-            raise _native.BadArgument(f"weights={spec!r} has the option {option}, but only gradients have a "
-                                      "residual")
-        if key in ("ef", "residual", "dense"):
-            raise _native.BadArgument(f"{argument}={spec!r} has the option {option}: pass compress() the "
-                                      "argument residual or dense in its place (residual='off' for ef=off)")
-    values = torch.zeros(1)
-    with Communicator() as alone:
-        if argument == "weights":
-            alone.all_gather(torch.empty(1), values, spec)
-        else:
-            alone.reduce_scatter(torch.empty(1), values, spec)
-
-
-def _dense_rule(dense: "bool | Sequence[str]", spec: str,
-                low_rank: Optional[LowRankSpec] = None) -> Callable[[str, torch.Size], bool]:
-    patterns: Optional[List[str]] = None
-    if not isinstance(dense, bool):
-        if isinstance(dense, str):
-            raise _native.BadArgument(f"dense must be True, False or a sequence of names, not {dense!r}: "
-                                      f"write [{dense!r}]")
-        patterns = list(dense)
-
-    def rule(name: str, shape: torch.Size) -> bool:
-        if is_plain(spec):
-            return False
-        if low_rank is not None and low_rank.rank_of(shape) == 0:
-            return True
-        if patterns is None:
-            return bool(dense) and low_rank is None and stays_dense(shape, spec)
-        return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
-
-    return rule
