@@ -140,6 +140,23 @@ TEST_F(StandinCApi, RequestsAreRefused) {
   });
 }
 
+// The caller may free memory, such as a framework's cache, and call again.
+TEST_F(StandinCApi, RefusedGpuMemoryIsReportedAsNoMemory) {
+  on_ranks(2, [](gw_comm comm, int rank) {
+    gw_tensor tensor = {};
+    tensor.size = sizeof tensor;
+    tensor.rows = int64_t{3} << 30;  // 12 GiB; a simulated GPU has 8
+    tensor.cols = 1;
+    tensor.dtype = GW_FLOAT32;
+    gw_reducer reducer = nullptr;
+    EXPECT_EQ(gw_reducer_create(comm, "int8", &tensor, 1, nullptr, &reducer), GW_NO_MEMORY);
+    testing::expect_has(gw_last_error(), {fmt::format(" bytes on cuda:{} (", rank)});
+    tensor.rows = 1000;
+    CHECK_GW(gw_reducer_create(comm, "int8", &tensor, 1, nullptr, &reducer));
+    CHECK_GW(gw_reducer_destroy(reducer));
+  });
+}
+
 TEST_F(StandinCApi, ACallInTheCallersCaptureIsRefusedAndTheCaptureGoesOn) {
   on_ranks(2, [](gw_comm comm, int rank) {
     CHECK_CUDA(cudaSetDevice(rank));

@@ -195,10 +195,11 @@ cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
   *can = device != peer ? 1 : 0;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr, int device, int peer) {
+cudaError_t cudaDeviceGetP2PAttribute(int* value, cudaDeviceP2PAttr attribute, int device, int peer) {
   GW_STANDIN_CALL(cudaDeviceGetP2PAttribute);
   if (!exists(device) || !exists(peer)) return failed(cudaErrorInvalidDevice);
-  *value = 1;
+  const Lock lock(machine().mutex);
+  *value = attribute != cudaDevP2PAttrNativeAtomicSupported || machine().nvlink ? 1 : 0;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceEnablePeerAccess(int peer, unsigned flags) {
