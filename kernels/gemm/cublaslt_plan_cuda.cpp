@@ -66,7 +66,8 @@ float time_ms(const Run& run, CudaStream stream) {
   const auto make_event = [] {
     cudaEvent_t event = nullptr;
     GW_CUDA_CHECK(cudaEventCreate(&event));
-    return std::unique_ptr<CUevent_st, decltype(&cudaEventDestroy)>(event, cudaEventDestroy);
+    return std::unique_ptr<CUevent_st, void (*)(cudaEvent_t)>(
+        event, [](cudaEvent_t e) { ignore(cudaEventDestroy(e)); });
   };
   const auto begin = make_event(), end = make_event();
   run();
