@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """Makes the N-th call of the CUDA runtime fail, for every N, in short runs of `gradwire train --device cuda`.
 
-fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME]
+fail_test.py GRADWIRE [--every K] [--jobs J] [--run NAME] [--first N] [--last N]
 
 GRADWIRE is the command linked with the stand-in. Each run must end within its deadline. A run must fail with
 a message that names the failing call. If the failing call matches IGNORED, the run may instead end with the
 losses of a run without a failure. --every K tests only every K-th call, from a start that differs between
-runs.
+runs. --first and --last limit the calls, so that a long sweep can be done in parts.
 """
 import argparse
 import concurrent.futures
@@ -115,6 +115,8 @@ def main():
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--run", default=None, choices=sorted(RUNS))
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--last", type=int, default=sys.maxsize)
     options = parser.parse_args()
     failures = 0
     with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -123,7 +125,8 @@ def main():
             if status != 0 or calls == 0 or len(losses) < 3:
                 print(f"{name}: fails without a planted failure: {text}")
                 return 1
-            numbers = range(1 + index % options.every, calls + 1, options.every)
+            numbers = range(options.first + index % options.every,
+                            min(calls, options.last) + 1, options.every)
             problems = [
                 p for p in pool.map(lambda n: problem(options.gradwire, name, n, folder, losses), numbers)
                 if p
