@@ -3,13 +3,15 @@
 
 usage: clients_test.py FRAMEWORK WORLD SCENARIO...
 
-Scenarios are functions of clients_ranks.py; of this file for frameworks that train once per process.
+Scenarios are functions of clients_ranks.py; of this file for frameworks that train once per process. With
+the_example_trains as the only scenario, runs examples/frameworks.py as its documentation says.
 """
 from __future__ import annotations
 
 import importlib.util
 import json
 import pathlib
+import subprocess
 import sys
 import tempfile
 from typing import Any, Dict, List
@@ -18,7 +20,9 @@ import launch
 
 MODULES = {"fsdp2": "accelerate", "deepspeed1": "deepspeed", "deepspeed2": "deepspeed",
            "deepspeed3": "deepspeed"}
-TRAINING = pathlib.Path(__file__).resolve().parents[2] / "bench/harness/client_training.py"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+TRAINING = ROOT / "bench/harness/client_training.py"
+EXAMPLE = ROOT / "integrations/python/examples/frameworks.py"
 # Frameworks that train once per process, and the spec for a checkpoint: one whose bits do not depend on DDP's
 # buckets.
 ONCE = {"ray": "powersgd:rank=1,schedule=ring", "torchtitan": "int4", "deepspeed1": "int8",
@@ -72,12 +76,21 @@ def a_checkpoint_continues_bit_for_bit(runs: Runs) -> None:
     assert same(whole, resumed), "weights differ after the checkpoint"
 
 
+def the_example_trains(framework: str, world: int) -> int:
+    """Returns the exit status of the example, started by torchrun or, for Ray, by itself."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command = [sys.executable, *([] if framework == "ray" else torchrun), str(EXAMPLE), framework]
+    return subprocess.run(command, timeout=280).returncode
+
+
 def main() -> int:
     framework, world = sys.argv[1], int(sys.argv[2])
     module = MODULES.get(framework, framework)
     if importlib.util.find_spec(module) is None:
         print(f"SKIPPED: {module} is not installed: scripts/frameworks.sh install")
         return 77
+    if sys.argv[3:] == [the_example_trains.__name__]:
+        return the_example_trains(framework, world)
     with tempfile.TemporaryDirectory() as folder:
         if framework in ONCE:
             for scenario in sys.argv[3:]:
