@@ -1,6 +1,6 @@
 """The frameworks of docs/for-trainers.md with and without Gradwire: loss, time per step, checkpoints.
 
-2 hosts, 15 minutes, with build/frameworks/python (make test-frameworks installs it); the links need root. The
+2 hosts, 20 minutes, with build/frameworks/python (make test-frameworks installs it); the links need root. The
 loss is that of a small transformer on held-out examples after 300 steps; the steps are those of a transformer
 of 29.9 million parameters. Continues an interrupted run. --render FILE writes the table into the page.
 """
@@ -21,14 +21,19 @@ CLIENTS = {"lightning": ("Lightning", "Lightning"), "accelerate": ("Accelerate, 
            "fsdp2": ("Accelerate, FSDP2", "Accelerate"),
            "transformers": ("transformers' Trainer", "transformers' Trainer"),
            "ray": ("Ray Train", "Ray Train"), "deepspeed2": ("DeepSpeed, ZeRO-2", "DeepSpeed"),
-           "deepspeed3": ("DeepSpeed, ZeRO-3", "DeepSpeed"), "torchtitan": ("torchtitan", "torchtitan")}
-WITHOUT_POWERSGD = ("fsdp2", "deepspeed2", "deepspeed3", "torchtitan")
+           "deepspeed3": ("DeepSpeed, ZeRO-3", "DeepSpeed"), "torchtitan": ("torchtitan", "torchtitan"),
+           "megatron": ("Megatron, DDP", "Megatron")}
+WITHOUT_POWERSGD = ("fsdp2", "deepspeed2", "deepspeed3", "torchtitan", "megatron")
+WITHOUT_CHECKPOINT = ("megatron",)  # its optimizers, which save checkpoints, need a GPU
 POWERSGD = "powersgd:rank=4"
 RING = "powersgd:rank=4,schedule=ring"  # results do not depend on DDP's buckets
 CHECKPOINT_SPECS = {"fsdp2": "int8", "torchtitan": "int8", "deepspeed2": "int8", "deepspeed3": "int8"}
 MODULES = ("torch.distributed.fsdp._fully_shard", "accelerate")
 SPECS = ("int8", POWERSGD, RING)
 RESUMES = True
+PACKAGE = str(ranks.ROOT / "integrations/python")  # also for Ray's workers
+RANKS = {"OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1",
+         "PYTHONPATH": os.pathsep.join([PACKAGE, os.environ.get("PYTHONPATH", "")])}
 OPTIONS = {"rate": "1gbit", "clients": tuple(CLIENTS), "what": ("loss", "speed", "resume"), "warm_up": 3,
            "deadline_s": 240}
 SMOKE = {"rate": "", "clients": ("accelerate",), "warm_up": 1}
@@ -44,7 +49,7 @@ def train(options, client, job, rate=""):
             jobs.append({**jobs[0], "resume": True})
         for each in jobs:
             code = ranks.run([sys.executable, "-B", str(TRAINING), client, json.dumps(each), output], 2, rate,
-                             options.deadline_s, {"OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1"})
+                             options.deadline_s, RANKS)
             if code:
                 return None
             records.append(torch.load(f"{output}-0.pt"))
@@ -58,6 +63,7 @@ def measured(options, item):
     if options.smoke or (item["what"] == "resume" and item["client"] in ("torchtitan", "deepspeed3")):
         problem = "tiny"
     job = {"problem": problem, "spec": item["spec"], "epochs": 2 if item["what"] == "resume" else 1}
+    load = os.getloadavg()[0]  # when the item starts
     records = train(options, item["client"], job, options.rate if item["what"] == "speed" else "")
     if records is None:
         return {**item, "error": "the ranks failed"}
@@ -66,7 +72,7 @@ def measured(options, item):
         return {**item, "loss": first["held_out"]}
     if item["what"] == "speed":
         steps = [1000 * (b - a) for a, b in zip(first["times"], first["times"][1:])]
-        return {**item, "step_ms": steps[options.warm_up:]}
+        return {**item, "step_ms": steps[options.warm_up:], "load": load}
     again = records[1]
     same = first["losses"][len(again["losses"]):] == again["losses"] and all(
         a.equal(b) for a, b in zip(first["weights"], again["weights"]))
@@ -78,7 +84,9 @@ def planned(options):
     for client in options.clients:
         for what in options.what:
             specs = ["", "int8"] + ([] if client in WITHOUT_POWERSGD else [POWERSGD])
-            if what == "resume":
+            if what == "resume" and client in WITHOUT_CHECKPOINT:
+                specs = []
+            elif what == "resume":
                 specs = [CHECKPOINT_SPECS.get(client, RING)]
             items += [{"what": what, "client": client, "spec": spec} for spec in specs]
     return items
@@ -94,6 +102,12 @@ def measure(options):
     for item in planned(options):
         if item not in done:
             yield measured(options, item)
+
+
+def settings(options, items):
+    """Returns the clients and properties of all items, also of those that earlier runs measured."""
+    return {key: [name for name in names if any(item[column] == name for item in items)]
+            for key, column, names in (("clients", "client", CLIENTS), ("what", "what", OPTIONS["what"]))}
 
 
 def line(item):
