@@ -73,6 +73,23 @@ class MachineCodeTest(unittest.TestCase):
             self.hot("STG.E.128 desc[UR4][R2.64], R8", "STG.E.128 desc[UR4][R2.64+0x200], R12",
                      "EXIT").half_sector, 0)
 
+    def test_vectors_stored_word_by_word_are_found(self):
+        load = "LDG.E.128 R8, desc[UR4][R2.64]"
+        words = [f"STG.E desc[UR4][R4.64+{4 * i:#x}], R{8 + i}" for i in (2, 0, 3, 1)]
+
+        def found(*lines: str) -> tuple[int, set[str]]:
+            measured = dataclasses.asdict(machine_code.measure(function(load, *lines, "EXIT")))
+            figures = check_machine_code.figures({"REG": 32, "SHARED": 0, **measured}, 256, 0)
+            return measured["hot"]["by_words"], figures.found
+
+        self.assertEqual(found(*words), (1, {"words"}))
+        self.assertEqual(found(*words, "STG.E desc[UR4][R4.64+0x10], R12"), (1, {"words"}))
+        self.assertEqual(found(*words[1:]), (0, set()))
+        self.assertEqual(found(*(line.replace("R4.64", f"R{4 + 2 * (i % 2)}.64")
+                                 for i, line in enumerate(words))), (0, set()))
+        # A kernel has a path for arrays that are not aligned.
+        self.assertEqual(found("STG.E.128 desc[UR4][R4.64], R8", *words), (1, set()))
+
     def test_calls_and_local_memory_are_found(self):
         measured = machine_code.measure(
             function("LDL R4, [R1]", "STL [R1+0x4], R4", "CALL.REL.NOINC 0x40", "EXIT"))

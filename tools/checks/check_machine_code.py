@@ -9,8 +9,8 @@ Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails
 - a kernel that reads memory of other GPUs while they write to it has non-coherent loads,
 - on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
   kernel_budgets.tsv allows,
-- on sm_90, its hot loop calls a subroutine, has half-filled sectors or lacks 16-byte accesses, and the row
-  does not allow that,
+- on sm_90, its hot loop calls a subroutine, has half-filled sectors, lacks 16-byte accesses or stores
+  vectors word by word, and the row does not allow that,
 - a row is outside the limits for all kernels without a reason, or
 - the table in docs/gpu.md, which explains the figures, is out of date. --write updates the table.
 
@@ -66,9 +66,10 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
                 " registers, KB in flight, instructions per byte, allowed, reason, separated by tabs"
             )
         allowed = {word for word in cells[6].split(",") if word != "-"}
-        if unknown := allowed - {"call", "half-sector", "narrow"}:
+        if unknown := allowed - {"call", "half-sector", "narrow", "words"}:
             raise SystemExit(
-                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector and narrow can")
+                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector, narrow and words"
+                " can")
         if cells[0] in budgets:
             raise SystemExit(f"{path}:{number}: {cells[0]} is listed twice")
         budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]),
@@ -175,6 +176,8 @@ def figures(function: dict, threads: int, dynamic_shared: float) -> Figures:
         one.found.add("half-sector")
     if not hot["wide_loads"] and not hot["wide_stores"]:
         one.found.add("narrow")
+    if hot["by_words"] > hot["wide_stores"]:  # a path for unaligned arrays has as many of each
+        one.found.add("words")
     enough = min(1.0, one.kb_in_flight / one.kb_needed) if one.kb_needed else 1.0
     issue = min(1.0, INSTRUCTIONS_PER_BYTE / one.instructions_per_byte)
     one.predicted = round(BEST * enough * issue * (0.95 if hot["half_sector"] else 1.0))
@@ -197,7 +200,8 @@ def violations(name: str, is_: Figures, budget: Budget | None) -> list[str]:
             f"{budget.instructions_per_byte:g}")
     what = {"call": "calls a subroutine in its hot loop (a division or a root?)",
             "half-sector": "stores half sectors: two 16-byte stores of one thread are adjacent",
-            "narrow": "has no 16-byte access in its hot loop"}
+            "narrow": "has no 16-byte access in its hot loop",
+            "words": "stores vectors of four words in four instructions in its hot loop"}
     wrong += [f"{name} {what[one]}" for one in sorted(is_.found - budget.allowed)]
     wrong += [f"{name}: tools/checks/kernel_budgets.tsv allows {one}, which it does not need: remove it"
               for one in sorted(budget.allowed - is_.found)]
@@ -286,14 +290,15 @@ def toolkit_of(build: pathlib.Path) -> str:
 
 
 def contracted(build: pathlib.Path) -> list[str]:
-    """Returns the sources of wire formats and random-k in which nvcc may contract a product and an addition.
+    """Returns the sources in which nvcc must not contract a product and an addition, but may.
 
     With contraction, the results would differ from the host's results.
     """
     commands = json.loads((build / "compile_commands.json").read_text())
     exact = [
         entry for entry in commands
-        if re.search(r"/kernels/(wire|randk)/[^/]*\.cu$", entry["file"]) and "nvcc" in entry["command"]
+        if re.search(r"/kernels/(wire|randk|feedback)/[^/]*\.cu$", entry["file"])
+        and "nvcc" in entry["command"]
     ]
     return [
         f"{entry['file']} is compiled without --fmad=false" for entry in exact

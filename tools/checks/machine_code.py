@@ -155,6 +155,23 @@ def half_sector_stores(body: list[Instruction]) -> int:
     return pairs
 
 
+def vectors_stored_by_words(body: list[Instruction]) -> int:
+    """Returns the number of vectors of four words that a thread stores in four instructions."""
+    offsets: dict[str, set[int]] = {}
+    for instruction in body:
+        match = ADDRESS.search(instruction.operands)
+        if instruction.name == "STG" and instruction.bytes == 4 and match:
+            offsets.setdefault(match.group(1), set()).add(int(match.group(2) or "0", 16))
+    vectors = 0
+    for places in offsets.values():
+        for offset in sorted(places):
+            vector = {offset + 4 * i for i in range(4)}
+            if vector <= places:
+                places -= vector
+                vectors += 1
+    return vectors
+
+
 @dataclasses.dataclass
 class HotLoop:
     loads: int            # loaded bytes per thread and iteration
@@ -164,6 +181,7 @@ class HotLoop:
     wide_loads: int       # accesses of 16 bytes
     wide_stores: int
     half_sector: int      # pairs of stores
+    by_words: int         # vectors that are stored word by word
     calls: int
     is_loop: bool
 
@@ -182,8 +200,8 @@ def measure(function: Function) -> Measured:
                   in_flight=bytes_in_flight(body,
                                             is_loop), wide_loads=sum(i.wide for i in body if i.name in LOADS),
                   wide_stores=sum(i.wide for i in body if i.name == "STG"),
-                  half_sector=half_sector_stores(body), calls=sum(i.name == "CALL"
-                                                                  for i in body), is_loop=is_loop)
+                  half_sector=half_sector_stores(body), by_words=vectors_stored_by_words(body),
+                  calls=sum(i.name == "CALL" for i in body), is_loop=is_loop)
     return Measured(
         hot, local=sum(i.name in ("LDL", "STL") for i in function.code),
         non_coherent=sum(i.name in ("LD", "LDG") and "CONSTANT" in i.operation.split(".")
