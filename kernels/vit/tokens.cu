@@ -77,11 +77,27 @@ struct Assemble {
 constexpr int kSliceX = 4, kSliceY = 64;
 
 template <int W>
+__device__ __forceinline__ void store_rows(float* to, const float (&from)[W]) {
+  store_wide<W>(to, from);
+}
+// Does with eight BF16 values what store_wide() does with floats.
+template <int W>
+__device__ __forceinline__ void store_rows(Bf16* to, const float (&from)[W]) {
+  if constexpr (W == 1) {
+    store<W>(to, from);
+  } else {
+    __stwb(reinterpret_cast<uint4*>(to),
+           make_uint4(pack_bf16(from[0], from[1]), pack_bf16(from[2], from[3]), pack_bf16(from[4], from[5]),
+                      pack_bf16(from[6], from[7])));
+  }
+}
+
+template <int W>
 __device__ __forceinline__ void put(float* to, const float (&x)[W], bool accumulate) {
   float out[W] = {};
   if (accumulate) load<W>(to, out);
   add<W>(x, out);
-  store<W>(to, out);
+  store_wide<W>(to, out);
 }
 
 template <int W, typename S>
@@ -97,7 +113,7 @@ __global__ void __launch_bounds__(kSliceX* kSliceY)
     for (int64_t b = 0; b < a.batch; ++b) {
       float x[W];
       load<W>(a.dx + (b * a.tokens + t) * a.width + c, x);
-      if (t > 0) store<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
+      if (t > 0) store_rows<W>(a.d_projected + (b * (a.tokens - 1) + t - 1) * a.width + c, x);
       add<W>(x, sum);
     }
     put<W>(a.d_position + t * a.width + c, sum, a.accumulate);
