@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "runtime/device/unwinding.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -67,6 +68,7 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
   const std::vector<TensorState> states =
       into == Into::same_codec ? reducer.tensor_state() : std::vector<TensorState>();
   float* rest = nullptr;
+  const FinishOnError finish(stream);
   for (const Entry& entry : entries_) {
     if (!is_loaded(entry.kind, entry.same_on_all_ranks, world_, world)) continue;
     const std::byte* const from = values_.data() + entry.begin;
@@ -79,6 +81,9 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
                                 entry.kind, entry.tensor, to->bytes(), entry.bytes));
       }
       to->write(stream, 0, {from, entry.bytes});
+    } else if (into == Into::same_codec && world_ == world) {
+      throw Error(
+          fmt::format("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor));
     } else if (entry.kind == kResidualKind) {
       if (rest == nullptr) {
         rest = left_over();

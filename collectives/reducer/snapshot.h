@@ -15,8 +15,8 @@ namespace gradwire {
 class ReducerSnapshot {
  public:
   // Enqueues the copy on a stream that has waited for the reducer's step. Only the first call allocates
-  // memory. The previous state remains valid until the stream reaches the copy. Later calls must have the
-  // same tensors and spec.
+  // memory. On the host the previous state remains valid until the stream reaches the copy. Later calls must
+  // have the same tensors and spec.
   void take(const Stream& stream, const Reducer& reducer, int world);
   // Returns the L2 norm of all residuals once the copy is done; 0 without residuals.
   double residual_norm() const;

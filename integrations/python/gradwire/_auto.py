@@ -36,6 +36,7 @@ _CANDIDATES = ("bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=1")
 OBSERVED = 5
 REPETITIONS = 3
 _TIE = 1.05  # steps within this factor are a tie, as in train --compression auto: the smallest error wins
+_PIECE = 1 << 22  # elements that are compared at a time
 _CHECKED = 20  # steps after the choice whose median is compared with the prediction
 
 _log = logging.getLogger("gradwire")
@@ -157,14 +158,30 @@ def relative_error(counts: Sequence[int], exact: torch.Tensor, mean: torch.Tenso
     """
     weighted, elements, at = 0.0, 0, 0
     for count in counts:
-        values = exact[at:at + count].double()
-        difference = mean[at:at + count].double() - values
-        norm = float(values.dot(values))
+        norm = change = 0.0
+        for begin in range(at, at + count, _PIECE):
+            end = min(begin + _PIECE, at + count)
+            values = exact[begin:end].double()
+            difference = mean[begin:end].double() - values
+            norm += float(values.dot(values))
+            change += float(difference.dot(difference))
         if norm != 0:
-            weighted += count * float(difference.dot(difference)) / norm
+            weighted += count * change / norm
             elements += count
         at += count
     return weighted, elements
+
+
+def root_errors(weighted: Mapping[str, float], elements: float) -> Optional[Dict[str, float]]:
+    """Returns relative L2 errors from sums of relative_error(), by spec.
+
+    NaN for a spec that makes finite gradients NaN, which choose() leaves out. None if FP32's is NaN, because a
+    gradient was, or if all gradients were zero.
+    """
+    if elements == 0 or not math.isfinite(weighted[PLAIN]):
+        return None
+    return {spec: math.sqrt(one / elements) if math.isfinite(one) else math.nan
+            for spec, one in weighted.items()}
 
 
 class Auto:
@@ -214,10 +231,9 @@ class Auto:
         if choice is None or "step_ms" not in choice or choice["measured_step_ms"] is not None:
             return
         self._after.append(now(buffer))
-        if len(self._after) < _CHECKED + 2:
+        if len(self._after) < _CHECKED + 1:
             return
-        # The first of these steps made the reducers.
-        measured = statistics.median(ms_between(a, b) for a, b in zip(self._after[1:], self._after[2:]))
+        measured = statistics.median(ms_between(a, b) for a, b in zip(self._after, self._after[1:]))
         choice["measured_step_ms"] = measured
         self._after.clear()
         log = _log.warning if measured > 1.1 * max(choice["step_ms"], choice["fp32_step_ms"]) else _log.info
@@ -228,25 +244,24 @@ class Auto:
 
     def before(self, hook: "HookBuckets", entry: Bucket, buffer: torch.Tensor, stream: int) -> None:
         """Chooses if all is measured. Call it before each average of a bucket."""
-        if not self.undecided or not entry.opens_step:
+        if not self.undecided or not entry.opens_step or entry.step != self._measure_at + 1:
             return
         comm = hook._communicator(buffer)
         if comm.world == 1:
-            self.choice = {"spec": PLAIN, "why": "there is one rank"}
-        elif entry.step == self._measure_at + 1:
-            choice = self._chosen(comm, buffer, stream)
-            if choice is None:  # a gradient was infinite or NaN: measure in this step
-                self._measure_at += 1
-                self._trials.clear()
-                return
-            hook._use(choice["spec"])
-            self.choice = choice
-            _log.info("auto: %s, predicted %.1f ms per step (fp32: %.1f)", choice["spec"], choice["step_ms"],
-                      choice["fp32_step_ms"])
+            return
+        choice = self._chosen(comm, buffer, stream)
+        if choice is None:  # measure in this step
+            self._measure_at += 1
+            self._trials.clear()
+            return
+        hook._use(choice["spec"])
+        self.choice = choice
+        _log.info("auto: %s, predicted %.1f ms per step (fp32: %.1f)", choice["spec"], choice["step_ms"],
+                  choice["fp32_step_ms"])
 
     def after(self, hook: "HookBuckets", entry: Bucket, buffer: torch.Tensor, stream: int) -> None:
         """Measures if it is time. Call it when `buffer` has the bucket's mean."""
-        if not self.undecided or entry.step != self._measure_at:
+        if not self.undecided or entry.step != self._measure_at or hook._communicator(buffer).world == 1:
             return
         exact = buffer if entry.staging is None else entry.staging
         mean = torch.empty_like(exact)
@@ -270,7 +285,10 @@ class Auto:
         self._trials[entry.index] = _Trial(durations, errors, elements)
 
     def _chosen(self, comm: Any, buffer: torch.Tensor, stream: int) -> Optional[Dict[str, Any]]:
-        """Returns the choice from all ranks' numbers. Collective."""
+        """Returns the choice from all ranks' numbers; None if a gradient was not finite, or all were zero.
+
+        Collective.
+        """
         order = sorted(self._trials)
         trials = [self._trials[index] for index in order]
         steps = [self._ready[self._observe_from + s] for s in range(OBSERVED + 1)]
@@ -285,17 +303,17 @@ class Auto:
         reducer.allreduce([mean], stream)
         found = mean.double().tolist()
         reducer.close()
-        if not all(math.isfinite(number) for number in found):
-            return None
         return self._from(found, len(trials))
 
-    def _from(self, numbers: List[float], buckets: int) -> Dict[str, Any]:
+    def _from(self, numbers: List[float], buckets: int) -> Optional[Dict[str, Any]]:
         specs = self.request.specs
         step_ms, ready = numbers[0], numbers[1:1 + buckets]
         size = 2 * len(specs) + 1
         trials = [numbers[1 + buckets + b * size:][:size] for b in range(buckets)]
         elements = sum(trial[-1] for trial in trials)
         durations = {spec: [trial[s] for trial in trials] for s, spec in enumerate(specs)}
-        errors = {spec: math.sqrt(sum(trial[len(specs) + s] for trial in trials) / max(elements, 1e-30))
-                  for s, spec in enumerate(specs)}
+        errors = root_errors(
+            {spec: sum(trial[len(specs) + s] for trial in trials) for s, spec in enumerate(specs)}, elements)
+        if errors is None:
+            return None
         return choose(self.request, step_ms, ready, durations, errors)

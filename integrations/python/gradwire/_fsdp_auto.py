@@ -1,18 +1,17 @@
 """FSDP2's `gradients="auto"`: measures formats on the run's own gradients, and chooses one for all groups.
 
 As in _auto.py, steps are averaged in FP32 until the choice. Each group's reduce-scatter counts as a whole,
-because on the host it blocks backward; on a GPU, where it overlaps, a prediction is an upper limit.
+because on the host it blocks backward. On a GPU, where it overlaps, a step gains less than predicted.
 """
 from __future__ import annotations
 
 import logging
-import math
 import statistics
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, NamedTuple, Optional, Set
 
 import torch
 
-from gradwire._auto import OBSERVED, PLAIN, REPETITIONS, Request, choose, ms_between, now
+from gradwire._auto import OBSERVED, PLAIN, REPETITIONS, Request, choose, ms_between, now, root_errors
 
 if TYPE_CHECKING:
     from gradwire._fsdp_comm import Options, ParamGroup
@@ -43,7 +42,7 @@ class FsdpAuto:
         self.choice: Optional[Dict[str, Any]] = None
         self._options = {spec: options_of(spec) for spec in self.request.specs}
         self._use = use
-        self._first: Any = None  # the group that backward reduces first
+        self._seen: Set[Any] = set()  # groups of the present step
         self._begins: List[Any] = []  # by step
         self._measure_at = 1 + OBSERVED
         self._sums: Dict[str, Sums] = {}
@@ -54,22 +53,28 @@ class FsdpAuto:
         return self.choice is None and len(self._begins) == self._measure_at + 1
 
     def adopt(self, gradients: str) -> None:
-        """Takes the choice of a loaded state, if the state has one that is allowed."""
+        """Takes the choice of a loaded state, if it is one of the formats."""
         for spec, options in self._options.items():
-            if options.gradients == gradients and spec != PLAIN:
+            if options.gradients == gradients:
                 self._use(options)
                 self.choice = {"spec": spec, "loaded": True}
+
+    def drop(self) -> None:
+        """Reverses adopt()."""
+        self._use(self._options[PLAIN])
+        self.choice = None
 
     def called(self, group: "ParamGroup", buffer: torch.Tensor, comm: Any, stream: int) -> None:
         """Counts steps, and chooses at the begin of the step after the measurement. Collective."""
         if self.choice is not None:
             return
-        self._first = self._first or group
-        if group is not self._first:
+        if self._seen and group not in self._seen:
+            self._seen.add(group)
             return
+        self._seen = {group}
         if len(self._begins) == self._measure_at + 1:
             choice = self._chosen(buffer, comm, stream)
-            if choice is None:  # a gradient was infinite or NaN: measure in this step
+            if choice is None:  # measure in this step
                 self._measure_at += 1
                 self._sums.clear()
             else:
@@ -109,9 +114,8 @@ class FsdpAuto:
         mean = torch.tensor(numbers, dtype=torch.float32, device=buffer.device)
         comm.allreduce_(mean, "fp32", "avg", stream, "measurements of auto")
         step_ms, *rest = mean.double().tolist()
-        if not all(math.isfinite(number) for number in rest):
-            return None
         sums = {spec: Sums(*rest[3 * s:3 * s + 3]) for s, spec in enumerate(self.request.specs)}
-        return choose(self.request, step_ms, [0.0], {spec: [one.ms] for spec, one in sums.items()},
-                      {spec: math.sqrt(one.weighted / max(one.elements, 1e-30))
-                       for spec, one in sums.items()})
+        errors = root_errors({spec: one.weighted for spec, one in sums.items()}, sums[PLAIN].elements)
+        if errors is None:
+            return None
+        return choose(self.request, step_ms, [0.0], {spec: [one.ms] for spec, one in sums.items()}, errors)

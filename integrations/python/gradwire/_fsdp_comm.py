@@ -153,6 +153,7 @@ class ParamGroup:
         """Reduces gradients in another format from now on, without a residual at first."""
         self._options = options
         self.of_gradients = options.gradients, self.of_gradients[1]
+        self.residual = None
         if options.residual != "off" and not is_plain(options.gradients):
             self.residual = Residual(options.residual, self.theirs.device, self._seed)
             self.residual.can_undo = can_undo

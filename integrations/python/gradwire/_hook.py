@@ -98,7 +98,6 @@ class Hook(HookBuckets):
             self.name_parameters(model)
         self._failure: Optional[BaseException] = None
         self._elastic = Elastic(min_ranks) if min_ranks > 0 else None
-        self._scale: Optional[LossScale] = None
         self._side_stream: Any = None
         self._origin: Optional[Origin] = None  # the communicator's process and groups
         if comm is not None:
@@ -221,8 +220,9 @@ class Hook(HookBuckets):
 
         "spec"; "error": relative L2 error of one encode; "step_ms": the predicted step; "fp32_step_ms": the
         same in FP32; "communicate_ms"; "exposed_ms": communication after the last bucket is ready;
-        "candidates": these numbers of each spec; "measured_step_ms": the median of 20 steps after the choice,
-        or None. The numbers are means over the ranks. After load_state_dict() only "spec", and "loaded".
+        "candidates": these numbers of each spec; "measured_step_ms": this rank's median of 20 steps after the
+        choice, or None. The other numbers are means over the ranks. After load_state_dict() only "spec", and
+        "loaded". On one rank always None.
         """
         return None if self._auto is None else self._auto.choice
 
@@ -287,7 +287,7 @@ class Hook(HookBuckets):
         states = as_list(state)
         saved = states[0]["spec"]
         # A state from before the choice is one of FP32, which every spec continues.
-        auto = self._auto is not None and saved in (self._auto.text, *self._auto.request.specs)
+        auto = self._auto is not None and (is_request(saved) or saved in self._auto.request.specs)
         chosen = for_rank(states, saved if auto else self._named_spec(), self._place())
         if self._names.are_a_models:
             check_names(chosen, self._names.all())
@@ -296,9 +296,11 @@ class Hook(HookBuckets):
             if entry.reducer is not None:
                 entry.reducer.close()
         self._buckets.clear()
-        if self._auto is not None and saved != self._auto.text:
+        if self._auto is not None and not is_request(saved):
             self._auto.adopt(saved)
             self.spec = saved
+        elif self._auto is not None and self._auto.undecided:
+            self._auto.restart()
         self._carried = from_dict(chosen)
         self._from_load = True
         if self._scale is not None:
@@ -368,7 +370,7 @@ class Hook(HookBuckets):
         A deep copy of a DDP has the copied hook in its list for logging only: its reducer has no hook.
         """
         _log.warning("a Hook was copied: the copy of a compressed DistributedDataParallel averages without "
-                     "compression until compress(copy, %r)", self.spec)
+                     "compression until compress(copy, %r)", self._named_spec())
         copied = Hook.__new__(Hook)
         copied.__setstate__(self.__getstate__())
         return copied

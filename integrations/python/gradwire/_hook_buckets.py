@@ -10,6 +10,7 @@ from gradwire._auto import Auto
 from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, spec_for
 from gradwire._communicator import Communicator
 from gradwire._hook_state import add_missing, taken
+from gradwire._loss_scale import LossScale
 from gradwire._reducer import Reducer
 from gradwire._state import State, TensorState, pack, unpack
 from gradwire._worker import Worker
@@ -33,6 +34,7 @@ class HookBuckets:
         self._from_load = False  # the state in _carried was loaded; no warning about missing parameters yet
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._worker = Worker()
+        self._scale: Optional[LossScale] = None
         self._keeps_copies = False  # buckets keep copies of their state from before a step
 
     def _communicator(self, buffer: torch.Tensor) -> Communicator:
@@ -102,16 +104,18 @@ class HookBuckets:
     def _use(self, spec: str) -> None:
         """Averages with another spec from now on. Call it in a job, before a step's first average."""
         self._carried = self._collect(lambda index: True)
-        for entry in self._buckets.values():
+        for entry in list(self._buckets.values()):  # DDP's thread may add buckets
             if entry.reducer is not None:
                 entry.reducer.close()
                 entry.reducer = None
+        if self._scale is not None:
+            self._scale.forget()  # states of the other spec
         self.spec = spec
 
     def _collect(self, which: Callable[[int], bool]) -> Optional[State]:
         identity, steps, carried = self._carried or State("", 0, {})
         tensors: Dict[str, TensorState] = dict(carried)
-        for index, entry in self._buckets.items():
+        for index, entry in list(self._buckets.items()):
             if which(index) and entry.reducer is not None:
                 kept = entry.copies.before if self._keeps_copies else None
                 state = unpack(kept if kept is not None else entry.reducer.save_state())

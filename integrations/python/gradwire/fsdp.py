@@ -121,6 +121,11 @@ class Compression:
             ours.auto = self._auto
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
+        shards = {tuple(dist.get_process_group_ranks(ours.theirs.mesh_info.shard_process_group))
+                  for ours in self._groups}
+        if self._auto is not None and shards != {tuple(range(dist.get_world_size()))}:
+            raise _native.Unsupported("gradients='auto' needs modules that are sharded over all ranks, so "
+                                      "that all choose alike: name a format")
         try:
             for ours in self._groups:  # after all checks: a rejected model is unchanged
                 self._install(ours)
@@ -235,10 +240,10 @@ class Compression:
 
     @property
     def choice(self) -> Optional[Dict[str, Any]]:
-        """Returns what gradients="auto" has chosen, after seven or eight backwards in FP32; otherwise None.
+        """Returns what gradients="auto" has chosen, after seven backwards in FP32; otherwise None.
 
         As gradwire.torch.Hook.choice, but errors are those of the averaged gradients, and "measured_step_ms"
-        is None.
+        is None. Backwards with a gradient that is not finite come in addition. On one rank always None.
         """
         return None if self._auto is None else self._auto.choice
 
@@ -322,7 +327,8 @@ class Compression:
                         entry = tensors.setdefault(name, {"steps": 0})
                         entry["factor_steps"] = group.low_rank.steps
                         entry.update({"factor": factors[name]} if name in factors else {})
-        return {"version": 1, "gradients": self._options.gradients, **self._place(),
+        undecided = {"undecided": True} if self._auto is not None and self._auto.choice is None else {}
+        return {"version": 1, "gradients": self._options.gradients, **undecided, **self._place(),
                 "parameters": self._kept(), "tensors": tensors}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
@@ -345,10 +351,16 @@ class Compression:
         if not states or any(s.get("version") != 1 for s in states):
             raise _native.BadArgument(f"the states have versions {[s.get('version') for s in states]}; this "
                                       "package reads version 1")
-        if self._auto is not None and self._auto.choice is None:
+        adopts = self._auto is not None and self._auto.choice is None and not states[0].get("undecided")
+        if self._auto is not None and adopts:
             self._auto.adopt(states[0]["gradients"])
-        for s in states:
-            self._check_names(s)
+        try:
+            for s in states:
+                self._check_names(s)
+        except _native.BadArgument:
+            if self._auto is not None and adopts:
+                self._auto.drop()
+            raise
         known = {name for s in states for name in s.get("parameters", s["tensors"])}
         unknown = [name for name in self._kept() if name not in known]
         if unknown and known:
