@@ -105,7 +105,7 @@ def measure(options):
 
 
 def settings(options, items):
-    """Returns the clients and properties of all items, also of those that earlier runs measured."""
+    """Returns which clients and properties the file has, including those that an earlier run measured."""
     return {key: [name for name in names if any(item[column] == name for item in items)]
             for key, column, names in (("clients", "client", CLIENTS), ("what", "what", OPTIONS["what"]))}
 

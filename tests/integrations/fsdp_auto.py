@@ -6,6 +6,7 @@ from typing import Any, Dict, Iterator
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import gradwire
 from gradwire import _auto, _fsdp_auto
@@ -107,3 +108,8 @@ def auto_of_fsdp_refuses_what_it_cannot_choose() -> None:
         ("auto:allow=int9", gradwire.BadArgument, "int9"),
     ):
         refused(lambda spec=spec: Run({"gradients": spec}), error, *words)
+    # Two groups of ranks could choose apart.
+    mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicas", "shards"))
+    for each in (mesh, mesh["shards"]):
+        refused(lambda each=each: Run({"gradients": "auto"}, mesh=each), gradwire.Unsupported,
+                "over all ranks")

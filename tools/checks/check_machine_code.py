@@ -9,8 +9,8 @@ Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails
 - a kernel that reads memory of other GPUs while they write to it has non-coherent loads,
 - on sm_90, a kernel has more registers, fewer bytes in flight or more instructions per byte than its row in
   kernel_budgets.tsv allows,
-- on sm_90, its hot loop calls a subroutine, has half-filled sectors, lacks 16-byte accesses or stores
-  vectors word by word, and the row does not allow that,
+- on sm_90, its hot loop calls a subroutine, has half-filled sectors, or lacks 16-byte accesses, and the
+  row does not allow that, or it stores vectors word by word,
 - a row is outside the limits for all kernels without a reason, or
 - the table in docs/gpu.md, which explains the figures, is out of date. --write updates the table.
 
@@ -66,10 +66,9 @@ def read_budgets(path: pathlib.Path) -> dict[str, Budget]:
                 " registers, KB in flight, instructions per byte, allowed, reason, separated by tabs"
             )
         allowed = {word for word in cells[6].split(",") if word != "-"}
-        if unknown := allowed - {"call", "half-sector", "narrow", "words"}:
+        if unknown := allowed - {"call", "half-sector", "narrow"}:
             raise SystemExit(
-                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector, narrow and words"
-                " can")
+                f"{path}:{number}: {', '.join(unknown)} cannot be allowed; call, half-sector and narrow can")
         if cells[0] in budgets:
             raise SystemExit(f"{path}:{number}: {cells[0]} is listed twice")
         budgets[cells[0]] = Budget(int(cells[1]), float(cells[2]), int(cells[3]), float(cells[4]),

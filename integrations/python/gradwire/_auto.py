@@ -25,7 +25,7 @@ import torch
 from gradwire import _native
 from gradwire._buckets import Bucket, addresses_of
 from gradwire._reducer import Reducer
-from gradwire._spec import split
+from gradwire._spec import method_of, split
 
 if TYPE_CHECKING:
     from gradwire._hook_buckets import HookBuckets
@@ -50,7 +50,7 @@ class Request(NamedTuple):
 
 
 def is_request(spec: str) -> bool:
-    return spec.replace(":", ",", 1).split(",")[0] == "auto"
+    return method_of(spec) == "auto"
 
 
 def parse(text: str) -> Request:

@@ -49,8 +49,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             "int8", "bf16", "int4:rotate=hadamard" or "fp32". Each
             rank encodes its gradients once; the owner of a shard adds all ranks' values in FP32, in rank
             order. (schedule=two_shot, unless the spec names another schedule. schedule=ring sends less
-            between nodes of several ranks, and encodes in every hop.) Or "auto[:error=E][,allow=SPEC+SPEC...]":
-            see Compression.choice.
+            between nodes of several ranks, and encodes in every hop.) Or
+            "auto[:error=E][,allow=SPEC+SPEC...]": see Compression.choice.
         weights: wire format of the all-gather. All ranks, including the owner, compute with the transmitted
             values. The sharded parameters, which the optimizer updates, are not rounded.
         residual: the type of error feedback's residuals, which every rank has for the whole model. Bytes per
@@ -121,11 +121,6 @@ class Compression:
             ours.auto = self._auto
             self._groups.append(ours)
             self._params.update({names[id(p)]: (p, ours) for p in theirs.fsdp_params})
-        shards = {tuple(dist.get_process_group_ranks(ours.theirs.mesh_info.shard_process_group))
-                  for ours in self._groups}
-        if self._auto is not None and shards != {tuple(range(dist.get_world_size()))}:
-            raise _native.Unsupported("gradients='auto' needs modules that are sharded over all ranks, so "
-                                      "that all choose alike: name a format")
         try:
             for ours in self._groups:  # after all checks: a rejected model is unchanged
                 self._install(ours)
@@ -144,9 +139,10 @@ class Compression:
             raise _native.Unsupported(f"{name!r} is replicated, not sharded: use DistributedDataParallel "
                                       "with gradwire.torch.compress()")
         options = self._options
-        if self._auto is not None and hasattr(mesh, "replicate_process_group"):
-            raise _native.Unsupported(f"gradients='auto' does not measure replicas, but {name!r} has "
-                                      "replicas: name formats of gradients and replicas")
+        if self._auto is not None and (hasattr(mesh, "replicate_process_group")
+                                       or mesh.shard_mesh_size != dist.get_world_size()):
+            raise _native.Unsupported("gradients='auto' needs parameters that are sharded over all ranks, "
+                                      f"but {name!r} is not: name formats of gradients and replicas")
         if options.replicas != options.gradients and not hasattr(mesh, "replicate_process_group"):
             raise _native.BadArgument(f"replicas={options.replicas!r} needs replicas, but {name!r} has none: "
                                       "pass fully_shard() a 2-D mesh, or omit replicas")
