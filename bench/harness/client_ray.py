@@ -29,6 +29,7 @@ def train(job: Job) -> Record:
     # Ray's processes inherit this environment.
     os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_TRAIN_V2_ENABLED="1",
                       RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S="300",
+                      RAY_AUTH_MODE="disabled",  # the hosts do not share Ray's token
                       PYTHONPATH=os.pathsep.join([BENCH, os.environ.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory(prefix="gw-ray-") as folder:  # a short name: it contains sockets
         if rank == 0:

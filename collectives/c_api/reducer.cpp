@@ -81,6 +81,18 @@ ReducerOptions read_options(const gw_reducer_options* given, std::string* tag) {
   return options;
 }
 
+std::vector<std::string> tensor_statements(const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
+                                           uint64_t seed) {
+  std::vector<std::string> statements{fmt::format("bucket_bytes {}", bucket_bytes),
+                                      fmt::format("seed {}", seed)};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    statements.push_back(
+        fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name, fmt::join(tensors[i].shape, " x "),
+                    tensors[i].dtype == DType::f32 ? "" : std::string(" in ") + long_name(tensors[i].dtype)));
+  }
+  return statements;
+}
+
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag) {
   Communicator& group = *comm.communicator;
@@ -88,9 +100,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   std::vector<std::string> statements = {
       "spec " + spec.to_string(),
       "wire " + spec.wire->identity(),
-      fmt::format("bucket_bytes {}", options.bucket_bytes),
       options.average ? "the mean" : "the sum",
-      fmt::format("seed {}", options.seed),
       options.sharded ? "sharded" : "not sharded",
       fmt::format("ranks_per_node {}", group.ranks_per_node()),
       tag.empty() ? "no tag" : "tag" + quoted(tag),
@@ -101,11 +111,8 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   if (factors && group.device().is_host()) {
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    statements.push_back(
-        fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name, fmt::join(tensors[i].shape, " x "),
-                    tensors[i].dtype == DType::f32 ? "" : std::string(" in ") + long_name(tensors[i].dtype)));
-  }
+  const std::vector<std::string> common = tensor_statements(tensors, options.bucket_bytes, options.seed);
+  statements.insert(statements.end(), common.begin(), common.end());
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 

@@ -81,10 +81,16 @@ std::vector<std::pair<std::string_view, Wire>> residuals() {
   return all;
 }
 
-// Parses "off", or names joined by '+'. Returns the names in the order in which a spec stores names.
-std::vector<std::string> dense_names(std::string_view text, std::string_view value) {
+// Parses "off", or names joined by '+'. A '+' before the first name adds the names to `defaults`. Returns the
+// names in the order in which a spec stores names.
+std::vector<std::string> dense_names(std::string_view text, std::string_view value,
+                                     const std::vector<std::string>& defaults) {
   if (value == "off") return {};
   std::vector<std::string> names;
+  if (value.starts_with('+')) {
+    names = defaults;
+    value.remove_prefix(1);
+  }
   for (std::string_view rest = value;;) {
     const size_t plus = rest.find('+');
     const std::string_view item = rest.substr(0, plus);
@@ -140,7 +146,7 @@ std::string CompressionSpec::grammar() {
       "where "
       "FORMAT is {}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
       ",residual={} and ,ef_decay=X and ,start=N and "
-      ",dense=off|auto|NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
+      ",dense=off|auto|[+]NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
       "topk and randk, and the format's own options; or FILE.py[:KEY=VALUE...] (docs/formats.md)",
       fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kTransports),
       words(kIntraNode), words(residuals()));
@@ -178,7 +184,7 @@ using Options = std::map<std::string_view, std::function<void(std::string_view)>
 
 // Returns the spec's options except those of its wire format.
 Options options_of(CompressionSpec& spec, std::string_view text, std::optional<Rounding>& rounding,
-                   std::optional<std::vector<std::string>>& dense) {
+                   std::optional<std::string_view>& dense) {
   Options options;
   const auto word = [&](const char* key, auto& field, const auto& choices) {
     options[key] = [text, key, &field, choices](std::string_view v) {
@@ -200,7 +206,7 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
   const bool dion = spec.method == CompressionSpec::Method::dion;
   if (codec || !spec.wire->exact) {
     word("residual", spec.residual, residuals());
-    options["dense"] = [&dense, text](std::string_view v) { dense = dense_names(text, v); };
+    options["dense"] = [&dense](std::string_view v) { dense = v; };
     if (!dion) numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
     if (!dion) numeric("start", policy.start, int64_t{0}, kMostSteps);
     const bool randk = spec.method == CompressionSpec::Method::randk;
@@ -266,7 +272,7 @@ CompressionSpec python_spec(std::string_view text, std::string_view file,
   spec.dense = {kDenseAuto};
   for (const auto& [key, value] : items) {
     if (key == "dense") {
-      spec.dense = dense_names(text, value);
+      spec.dense = dense_names(text, value, {kDenseAuto});
     } else if (key == "start") {
       spec.policy.start = number(text, key, value, int64_t{0}, kMostSteps);
     } else {
@@ -351,9 +357,10 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
     bad(text, fmt::format("unknown method '{}'{}", method, suggestion(method, known)), true);
   }
   std::optional<Rounding> rounding;
-  std::optional<std::vector<std::string>> dense;
+  std::optional<std::string_view> dense;
   apply(spec, text, method, options_of(spec, text, rounding, dense), items_of(text, separator));
-  spec.dense = dense.value_or(default_dense(spec.wire));
+  spec.dense = default_dense(spec.wire);
+  if (dense) spec.dense = dense_names(text, *dense, spec.dense);
   spec.rounding = rounding.value_or(spec.wire->rounding);
   check_error_feedback(spec, text);
   check_schedule(spec, text);

@@ -673,6 +673,61 @@ typedef struct gw_reducer_options {
 GW_API gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* tensors,
                                    int32_t n_tensors, const gw_reducer_options* options, gw_reducer* reducer);
 
+/** The specs that gw_choose() compares, and the step in which the gradients are reduced. */
+typedef struct gw_choose_options {
+  /** sizeof(gw_choose_options) */
+  size_t size;
+  /** (n_specs) specs as for gw_reducer_create(). The first one is kept where no other is faster, and need not
+   * be within `error`; usually "fp32". */
+  const char* const* specs;
+  /** Number of specs: 1 or more. */
+  int32_t n_specs;
+  /** The largest relative L2 error of one encode that the choice may have; default: 0.1. */
+  double error;
+  /** gw_reducer_options::bucket_bytes of the reducer; default: 25 MiB. */
+  int64_t bucket_bytes;
+  /** gw_reducer_options::seed of the reducer. */
+  uint64_t seed;
+  /** Milliseconds of a step without communication; default: 0. Steps that differ by less than 5 % count as
+   * equal, so a long step prefers small errors. May differ; the mean over the ranks counts. */
+  double compute_ms;
+  /** Milliseconds of the part of compute_ms during which gw_reducer_ready() marks gradients as complete, and
+   * which hides communication; default: 0, for gw_reducer_allreduce(). May differ as `compute_ms`. */
+  double backward_ms;
+} gw_choose_options;
+
+/** What gw_choose() measured for a spec: means over the ranks. */
+typedef struct gw_trial {
+  /** Relative L2 error of one encode: the root mean square over all elements of the error of their tensor.
+   * NaN: the spec made finite gradients not finite. */
+  double error;
+  /** Milliseconds of reducing all gradients: compression and communication. */
+  double communicate_ms;
+  /** Milliseconds of `communicate_ms` that backward_ms does not hide. */
+  double exposed_ms;
+} gw_trial;
+
+/** Chooses the spec for a reducer: of those within the error, the spec with the shortest step and, among
+ * steps within 5 % of the shortest, the one with the smallest error. Collective; all ranks choose alike.
+ * Measures each spec on the mean of the given gradients, over the group's own links.
+ *
+ * Blocks for about four reductions per spec. Needs memory for two copies of the gradients and one reducer.
+ * Call it with the gradients of a step early in training, but not of the first step of a model whose last
+ * layer is zero, because gradients below that layer are then zero.
+ *
+ * @param comm       the communicator. In a world of 1 the first spec is chosen, and the trials are zero.
+ * @param tensors    (n_tensors), as for gw_reducer_create(), with gw_tensor::grad. Unchanged.
+ * @param n_tensors  1 or more.
+ * @param options    the specs, and what they are compared for.
+ * @param stream     see the top; may differ.
+ * @param trials     out: (n_specs), by spec. May be null.
+ * @param chosen     out: the index of the chosen spec in gw_choose_options::specs.
+ * @return #GW_BAD_ARGUMENT, also if the mean gradient is zero or not finite: call it again in a later step;
+ *         #GW_COMM_FAILED; #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
+ */
+GW_API gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n_tensors,
+                           const gw_choose_options* options, void* stream, gw_trial* trials, int32_t* chosen);
+
 /** Reduces all gradients in place to the mean (or sum) over ranks, the same bits on every rank. Collective.
  *
  * A bucket whose tensors are float32 and contiguous in memory, in the order of registration, is reduced

@@ -79,6 +79,16 @@ TEST(Spec, SmallTensorsAreDenseByDefaultBelowEightBits) {
   }
 }
 
+TEST(Spec, DenseNamesAfterAPlusAreAddedToTheDefault) {
+  EXPECT_EQ(CompressionSpec::parse("int8:dense=+b+a").to_string(), "int8:dense=a+b");
+  EXPECT_EQ(CompressionSpec::parse("int4:dense=+b").to_string(), "int4:dense=auto+b");
+  EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,dense=+b,wire=int4").to_string(),
+            CompressionSpec::parse("powersgd:rank=2,wire=int4,dense=auto+b").to_string());
+  EXPECT_EQ(CompressionSpec::parse("mine.py:dense=+b").dense, (std::vector<std::string>{kDenseAuto, "b"}));
+  EXPECT_THROW(CompressionSpec::parse("int8:dense=+"), BadInput);
+  EXPECT_THROW(CompressionSpec::parse("int8:dense=++a"), BadInput);
+}
+
 TEST(Spec, LoadsStatesThatDifferInTheResidualFormatOnly) {
   const CompressionSpec spec = CompressionSpec::parse("int8:residual=bf16,dense=auto");
   for (const char* same :

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import io
 import pickle
 from typing import Any, Dict, Iterator, List
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire
-from gradwire import _auto
+from gradwire import _auto, _spec
 from gradwire.torch import Hook
 
 from ddp_training import TASKS, Run, same_on_all_ranks
@@ -23,10 +24,11 @@ _STEPS = 40  # more than the choice and the check after it take
 
 
 @contextlib.contextmanager
-def _durations(ms: Dict[str, float]) -> Iterator[None]:
+def _durations(ms: Dict[str, float], hidden: bool = False) -> Iterator[None]:
     """Replaces the measured times of a bucket, which depend on the machine; FP32: 2 s.
 
     Rank r of n adds 1200 (r - (n-1) / 2) ms to BF16, which is the fastest on rank 0, but not in the mean.
+    With hidden, all buckets but the last take no time.
     """
     measured = _auto.Auto.after
 
@@ -35,7 +37,8 @@ def _durations(ms: Dict[str, float]) -> Iterator[None]:
         trial = self._trials.get(entry.index)
         if trial is not None:
             own = {**ms, _LIST[0]: ms[_LIST[0]] + 1200 * (RANK - (WORLD - 1) / 2)}
-            trial.durations[:] = [own.get(spec, 2000.0) for spec in self.request.specs]
+            exposed = not hidden or entry.index == len(hook._buckets) - 1
+            trial.durations[:] = [exposed * own.get(spec, 2000.0) for spec in self.request.specs]
 
     _auto.Auto.after = after  # type: ignore[method-assign]
     try:
@@ -108,6 +111,37 @@ def auto_has_the_bits_of_the_choice_after_steps_in_fp32() -> None:
     for one in (hook, other_hook):
         one.close()
     say(f"auto: after {first} steps within {apart:.1e} of int8:start={first}")
+
+
+def buckets_that_backward_hides_stay_in_fp32() -> None:
+    with _durations(INT8, hidden=True):
+        hook = Hook(REQUEST)
+        run = Run(TASKS["vit"], hook, bucket_cap_mb=0.25)
+        first = _chosen_at(hook, run)
+    choice, buckets = hook.choice, hook.stats()["buckets"]
+    check(buckets > 2 and choice["fp32_buckets"] == buckets - 1, f"{buckets} buckets, {choice}")
+    check(hook.spec.startswith(f"{_LIST[1]},dense=+"), hook.spec)
+    check(len(set(_specs_of_all(hook))) == 1, "ranks chose other buckets")
+    whole = next(row for row in choice["candidates"] if row["spec"] == _LIST[1])
+    check(0 < choice["error"] < whole["error"], f"{choice}")
+    run.step(first + 1)
+    sent = hook.stats()["wire_bytes"]
+    check(sent > 0.5 * hook.stats()["dense_bytes"], f"{sent} B of {hook.stats()['dense_bytes']}")
+    same_on_all_ranks(run.parameters(), "the model")
+    model = {key: value.clone() for key, value in run.model.state_dict().items()}
+    resumed = Hook(REQUEST)
+    other = Run(TASKS["vit"], resumed, bucket_cap_mb=0.25)
+    other.model.load_state_dict(model)
+    other.optimizer.load_state_dict(run.optimizer.state_dict())
+    resumed.load_state_dict(hook.state_dict())
+    check(resumed.spec == hook.spec and resumed.choice["loaded"], resumed.spec)
+    for step in range(first + 2, first + 5):
+        run.step(step)
+        other.step(step)
+    apart = float((run.parameters() - other.parameters()).abs().max())
+    check(apart <= 1e-3, f"parameters differ by {apart:.1e} after the checkpoint")
+    for one in (hook, resumed):
+        one.close()
 
 
 def auto_waits_for_finite_gradients() -> None:
@@ -208,7 +242,32 @@ def auto_predicts_steps_from_queued_buckets() -> None:
     check(hidden["spec"] == "fp32", f"{hidden}")
 
 
-SCENARIOS = [auto_chooses_alike_and_checks_its_prediction,
+def only_what_backward_hides_is_free() -> None:
+    ready, int8, fp32 = [0.0, 50.0, 100.0, 150.0], [10.0] * 4, [40.0] * 4
+    # 0.8 of 150 ms hide three buckets of 40 ms, but then the last bucket, which takes 10 ms, is not late.
+    check(_auto.hidden_buckets(ready, int8, fp32) == 3, "all but the last")
+    check(_auto.hidden_buckets(ready, int8, [45.0] * 4) == 2, "the third bucket would delay the last")
+    check(_auto.hidden_buckets([0.0] * 4, int8, fp32) == 0, "nothing is hidden without backward")
+    check(_auto.hidden_buckets([0.0], [1.0], [1.0]) == 0, "the last bucket is never hidden")
+
+
+def patterns_match_exactly_the_names() -> None:
+    every = [f"layer{n}.{m}.{k}" for n in range(12) for m in ("fc", "ln") for k in ("weight", "bias")]
+    every += ["layer", "head.weight", "cls"]
+    for count in range(len(every) + 1):
+        some = every[:count]
+        found = _spec.patterns(every, some)
+        matched = [name for name in every if any(fnmatch.fnmatchcase(name, pattern) for pattern in found)]
+        check(matched == some, f"{found} for {some}")
+    check(_spec.patterns(every, every[:5]) == ["layer0.*", "layer1.fc.weight"], "as few as possible")
+    ring = "int8:schedule=ring"
+    text = _spec.with_dense(ring, ["a.*", "b"])
+    check(text == f"{ring},dense=+a.*+b" and _spec.without_dense(text) == ring, text)
+    check(_spec.without_dense(_spec.with_dense("int8", ["a"])) == "int8", "without options")
+
+
+SCENARIOS = [only_what_backward_hides_is_free, patterns_match_exactly_the_names,
+             buckets_that_backward_hides_stay_in_fp32, auto_chooses_alike_and_checks_its_prediction,
              auto_has_the_bits_of_the_choice_after_steps_in_fp32, auto_waits_for_finite_gradients,
              a_checkpoint_keeps_autos_choice, auto_refuses_what_it_cannot_choose,
              auto_predicts_steps_from_queued_buckets]

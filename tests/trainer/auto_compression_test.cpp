@@ -2,16 +2,20 @@
 #include "trainer/measure/auto_compression.h"
 
 #include <fmt/format.h>
+#include <fnmatch.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <random>
 
+#include "collectives/codec/dense.h"
 #include "collectives/communicator/local_ranks.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
 #include "trainer/log/console.h"
+#include "trainer/measure/dense_buckets.h"
 #include "trainer/measure/encode_error.h"
 #include "trainer/measure/ranks.h"
 #include "trainer/model/parameters.h"
@@ -110,6 +114,73 @@ TEST(AutoCompression, NeverExceedsTheErrorBudget) {
       }
     }
   }
+}
+
+std::vector<std::string> names_of(const StepCosts& costs) {
+  std::vector<std::string> names;
+  for (const GradientTensor& tensor : costs.tensors) names.push_back(tensor.name);
+  return names;
+}
+
+TEST(DenseBuckets, PatternsMatchExactlyTheNames) {
+  const std::vector<std::string> all = names_of(measured(1));
+  for (size_t count = 0; count <= all.size(); ++count) {
+    const std::vector<std::string> some(all.begin(), all.begin() + static_cast<std::ptrdiff_t>(count));
+    const std::vector<std::string> patterns = name_patterns(all, some);
+    EXPECT_LE(patterns.size(), 25u) << count;
+    for (size_t i = 0; i < all.size(); ++i) {
+      const bool matched = std::ranges::any_of(patterns, [&](const std::string& pattern) {
+        return fnmatch(pattern.c_str(), all[i].c_str(), 0) == 0;
+      });
+      EXPECT_EQ(matched, i < count) << all[i];
+    }
+  }
+}
+
+// Returns the bytes of the dense tensors of a spec.
+int64_t dense_bytes(const StepCosts& costs, const std::string& text) {
+  const CompressionSpec spec = CompressionSpec::parse(text);
+  int64_t bytes = 0;
+  for (const GradientTensor& tensor : costs.tensors) {
+    const auto [rows, cols] = matrix_of(tensor);
+    if (is_dense(spec, {.name = tensor.name, .rows = rows, .cols = cols})) bytes += 4 * rows * cols;
+  }
+  return bytes;
+}
+
+TEST(DenseBuckets, AreThoseThatBackwardHidesAndCostNoTime) {
+  int64_t before = 0;
+  int some = 0;
+  for (double rate = 10; rate < 1e5; rate *= 1.5) {
+    const StepCosts costs = measured(rate);
+    for (const char* spec : {"int8", "int4"}) {
+      const Prediction choice = predict_step(costs, spec, 25);
+      const std::string text = with_dense_buckets(costs, choice);
+      if (text.empty()) continue;
+      ++some;
+      StepCosts more = costs;
+      like(spec, text, more);
+      const Prediction better = predict_step(more, text, 25);
+      EXPECT_LE(better.step_ms, choice.step_ms * (1 + 1e-9)) << text;
+      EXPECT_GT(better.sent_bytes, choice.sent_bytes) << text;
+      const int64_t bytes = dense_bytes(costs, text);
+      EXPECT_LT(bytes, 4 * 88'000'000) << "the last bucket is compressed";
+      if (spec == std::string("int8")) {
+        EXPECT_GE(bytes, before) << "a faster link hides more";
+        before = bytes;
+      }
+      EXPECT_EQ(AutoCompression().candidate_of(text), spec);
+    }
+  }
+  EXPECT_GT(some, 10);
+  EXPECT_EQ(with_dense_buckets(measured(10), predict_step(measured(10), "int8", 25)), "");
+}
+
+TEST(DenseBuckets, KeepTheDefaultOfCoarseFormats) {
+  const StepCosts costs = measured(20'000);
+  const std::string text = with_dense_buckets(costs, predict_step(costs, "int4", 25));
+  EXPECT_NE(text.find("auto+"), std::string::npos) << text;
+  EXPECT_EQ(AutoCompression().candidate_of("int4:block=64,dense=auto+head.*"), "") << "another format";
 }
 
 TEST(AutoCompression, ExcludesErrorsThatAreNotNumbers) {

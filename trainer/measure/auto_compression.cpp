@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "collectives/reducer/choose.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
 
@@ -30,18 +31,8 @@ std::vector<std::string> allowed_specs(std::string_view text, std::string_view l
     if (more) list.remove_prefix(plus + 1);
     if (item.empty()) refuse(text, "allow= has an empty spec");
     const CompressionSpec spec = CompressionSpec::parse(item);
-    if (spec.policy.start > 0 || spec.policy.ramp > 0) {
-      refuse(text, fmt::format("{}: the error is that of the first step, which start= and ramp= "
-                               "compress less",
-                               item));
-    }
-    if (spec.policy.momentum > 0) {
-      refuse(text, fmt::format("{}: momentum= belongs to the optimizer, and FP32, which auto may choose, "
-                               "would have none",
-                               item));
-    }
-    if (spec.method == CompressionSpec::Method::python)
-      refuse(text, fmt::format("{}: a codec in Python is too slow to be a choice", item));
+    if (const std::string why = choice_obstacle(spec); !why.empty())
+      refuse(text, fmt::format("{}: {}", item, why));
     const std::string shortest = spec.to_string();
     if (std::find(specs.begin(), specs.end(), shortest) != specs.end())
       refuse(text, fmt::format("{} is allowed twice", item));
@@ -102,6 +93,18 @@ std::vector<CompressionSpec> AutoCompression::candidates() const {
   std::vector<CompressionSpec> all;
   for (const std::string& spec : choices({}).specs) all.push_back(CompressionSpec::parse(spec));
   return all;
+}
+
+std::string AutoCompression::candidate_of(const std::string& text) const {
+  CompressionSpec spec = CompressionSpec::parse(text);
+  for (const CompressionSpec& candidate : candidates()) {
+    if (std::ranges::includes(spec.dense, candidate.dense)) {
+      CompressionSpec same = spec;
+      same.dense = candidate.dense;
+      if (same == candidate) return candidate.to_string();
+    }
+  }
+  return {};
 }
 
 Choices AutoCompression::choices(std::vector<int64_t> bucket_mb) const {

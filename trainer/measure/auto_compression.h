@@ -23,6 +23,8 @@ struct AutoCompression {
   // Returns the choices: FP32 first. `bucket_mb`: the given bucket sizes; empty: all candidates.
   Choices choices(std::vector<int64_t> bucket_mb) const;
   std::vector<CompressionSpec> candidates() const;  // the specs of choices()
+  // Returns the candidate of which `spec` is a choice: the same spec, or with more dense tensors; "" if none.
+  std::string candidate_of(const std::string& spec) const;
   static std::string grammar() { return "auto[:error=E][,replan=off][,plan=FILE][,allow=SPEC+SPEC...]"; }
 
  private:

@@ -1,11 +1,11 @@
 #include "trainer/measure/encode_error.h"
 
 #include <chrono>
-#include <cmath>
 #include <exception>
 #include <span>
 
 #include "collectives/communicator/local_ranks.h"
+#include "collectives/reducer/relative_error.h"
 
 namespace gradwire {
 namespace {
@@ -28,26 +28,9 @@ std::vector<Sample> samples_of(const std::vector<GradientTensor>& tensors,
   return samples;
 }
 
-// Sums of squared relative errors, weighted by elements.
-struct ErrorSum {
-  double weighted = 0, elements = 0;
-
-  void add(std::span<const float> exact, const float* mean) {
-    double change = 0, norm = 0;
-    for (size_t i = 0; i < exact.size(); ++i) {
-      const double value = exact[i], difference = mean[i] - value;
-      norm += value * value;
-      change += difference * difference;
-    }
-    if (norm == 0) return;
-    weighted += static_cast<double>(exact.size()) * change / norm;
-    elements += static_cast<double>(exact.size());
-  }
-  double root() const { return elements == 0 ? 0 : std::sqrt(weighted / elements); }
-};
-
 // Averages a sample of which all ranks have the same values, and adds the errors of its tensors.
-void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& sample, ErrorSum& errors) {
+void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& sample,
+                RelativeError& errors) {
   const Stream stream = Stream::create(comm.device(), "error");
   Reducer reducer(comm, spec, sample.tensors,
                   {.bucket_bytes = kOneBucket, .timing = false, .alignment = kAlignment});
@@ -59,8 +42,11 @@ void add_errors(Communicator& comm, const CompressionSpec& spec, const Sample& s
   comm.check();
   for (int i = 0; i < reducer.tensors(); ++i) {
     const auto begin = static_cast<size_t>(reducer.offset(i));
-    const auto count = static_cast<size_t>(sample.tensors[static_cast<size_t>(i)].count());
-    errors.add(sample.values.subspan(begin, count), mean.data() + begin);
+    const int64_t count = sample.tensors[static_cast<size_t>(i)].count();
+    const auto from = [begin](const float* values) {
+      return [at = values + begin](int64_t element) { return at[element]; };
+    };
+    errors.add(from(sample.values.data()), from(mean.data()), count);
   }
 }
 
@@ -84,7 +70,7 @@ std::vector<double> encode_errors(Device device, const std::vector<GradientTenso
   run_local_ranks(pair, [&](Communicator& comm) {
     for (const std::string& text : specs) {
       const CompressionSpec spec = spec_of_pair(text);
-      ErrorSum sum;
+      RelativeError sum;
       for (const Sample& sample : samples) add_errors(comm, spec, sample, sum);
       if (comm.rank() == 0) errors.push_back(sum.root());
     }

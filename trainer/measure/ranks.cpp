@@ -8,6 +8,7 @@
 #include "collectives/communicator/local_ranks.h"
 #include "collectives/transport/planned.h"
 #include "kernels/math/random.h"
+#include "trainer/measure/dense_buckets.h"
 #include "trainer/measure/timing.h"
 #include "trainer/model/flops.h"
 #include "trainer/model/parameters.h"
@@ -138,11 +139,6 @@ void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig&
     if (comm.world() == 1) continue;
     codecs[i] = time_codec(stream, specs[i], bucket, comm, report.links, what.patience * kCodecBudgetMs);
   }
-  std::vector<double> errors(what.error ? specs.size() : 0);
-  for (size_t i = 0; i < errors.size(); ++i) {
-    if (comm.rank() == 0) errors[i] = what.error(specs[i]);
-    comm.barrier();  // a deadline for each spec: the other ranks wait for rank 0
-  }
   StepCosts& costs = report.costs;
   const auto speeds = all_gather_value(comm.transport(), stream, mine, "speed of each rank");
   const RankSpeed slowest = *std::ranges::min_element(speeds, {}, &RankSpeed::tflops);
@@ -159,9 +155,34 @@ void measure_speeds(Communicator& comm, const Stream& stream, const TrainConfig&
     costs.spread.codec[specs[i]] = worst.deviation;
     costs.sums[specs[i]] = worst.sums;
   }
-  if (errors.empty()) return;
+}
+
+// Measures the errors of one encode on rank 0.
+void measure_errors(Communicator& comm, const Stream& stream, const Examination& what,
+                    const std::vector<std::string>& specs, StepCosts& costs) {
+  std::vector<double> errors(specs.size());
+  for (size_t i = 0; i < errors.size(); ++i) {
+    if (comm.rank() == 0) errors[i] = what.error(specs[i]);
+    comm.barrier();  // a deadline for each spec: the other ranks wait for rank 0
+  }
   const auto seen = all_gather(comm.transport(), stream, errors, "rank 0's errors");
   for (size_t i = 0; i < specs.size(); ++i) costs.errors[specs[i]] = seen[0][i];
+}
+
+// Chooses, in place of the chosen spec, the same spec with the buckets in FP32 that backward hides.
+void choose_dense_buckets(Communicator& comm, const Stream& stream, const Examination& what,
+                          RanksReport& report) {
+  Recommendation& r = report.recommendation;
+  if (!r.compress()) return;
+  const Prediction base = r.best[r.chosen];
+  const std::string text = with_dense_buckets(report.costs, base);
+  if (text.empty() || std::ranges::find(r.best, text, &Prediction::spec) != r.best.end()) return;
+  like(base.spec, text, report.costs);
+  measure_errors(comm, stream, what, {text}, report.costs);
+  Prediction better = predict_step(report.costs, text, base.bucket_mb);
+  if (!(better.error < base.error)) return;
+  add_interval(report.costs, better);
+  r.best.insert(r.best.begin() + static_cast<std::ptrdiff_t>(r.chosen), better);
 }
 
 // Measures the links, up to `repeats` times if that takes less than about two seconds. Then the median by
@@ -241,8 +262,10 @@ RanksReport examine_ranks(Communicator& comm, const TrainConfig& config, const E
     }
   }
   measure_speeds(comm, stream, config, what, report);
+  if (what.error) measure_errors(comm, stream, what, what.choices.specs, report.costs);
   fill_costs(comm, config, sharing, report);
   report.recommendation = recommend(report.costs, what.choices);
+  if (what.error) choose_dense_buckets(comm, stream, what, report);
   return report;
 }
 

@@ -26,13 +26,19 @@ std::string title(const std::string& text) {
   return fmt::format("\n{}\n", text);
 }
 
+// Returns the spec, cut if it has many dense tensors.
+std::string brief(const std::string& spec) {
+  constexpr size_t kMost = 24;
+  return spec.size() <= kMost ? spec : spec.substr(0, kMost - 3) + "...";
+}
+
 Table predictions(const Recommendation& r) {
   Table table{{"compression", "bucket MB", "buckets", "schedule", "sends", "links ms", "kernels ms",
                "exposed ms", "step ms", "speed"}};
   const bool measured = std::isfinite(r.from.error);  // the errors
   if (measured) table[0].emplace_back("error");
   auto add = [&](const Prediction& p) {
-    table.push_back({p.spec, fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
+    table.push_back({brief(p.spec), fmt::format("{}", p.bucket_mb), fmt::format("{}", p.buckets), p.schedule,
                      human_bytes(p.sent_bytes), number(p.comm_ms), number(p.codec_ms), number(p.exposed_ms),
                      number(p.step_ms), number(r.best[0].step_ms / p.step_ms) + "x"});
     if (measured)
@@ -102,7 +108,7 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
       chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
     const double codec = costs.codec_ns.at(p.spec);
-    return row_text(p.spec,
+    return row_text(brief(p.spec),
                     fmt::format("{} / {} GB/s = {} on the links, {} ns x {} = {} of kernels",
                                 human_bytes(p.sent_bytes), number(p.sent_bytes / (p.comm_ms * 1e6)),
                                 ms(p.comm_ms), number(codec),

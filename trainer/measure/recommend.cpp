@@ -94,10 +94,14 @@ Prediction predict_step(const StepCosts& costs, const std::string& text, int64_t
   const double forward = costs.compute_ms / 3, backward = costs.compute_ms - forward;
   const auto between = costs.sums.find(text);
   const double sums = between != costs.sums.end() ? between->second : 0;
+  const auto fp32 = costs.codec_ns.find(kFp32->name);
+  const double aside_ns = fp32 != costs.codec_ns.end() ? fp32->second : codec->second;
   double done = 0, ready = 0, delay = 0;
   double free = 0;  // time at which the reducer's stream becomes idle
   for (const Bucket& bucket : buckets) {
-    const double kernels = costs.world == 1 ? 0 : codec->second * static_cast<double>(bucket.elements) * 1e-6;
+    const double ns = codec->second * static_cast<double>(bucket.elements - bucket.aside) +
+                      aside_ns * static_cast<double>(bucket.aside);
+    const double kernels = costs.world == 1 ? 0 : ns * 1e-6;
     us = 0;
     allreduce(bucket.whole + bucket.p, spec.wire);
     allreduce(bucket.q, spec.wire);
@@ -166,6 +170,12 @@ void add_interval(const StepCosts& costs, Prediction& prediction) {
   constexpr double kNinety = 1.645;  // standard deviations on each side that hold 90 % of a normal variable
   const double half = kNinety * std::sqrt(variance);
   prediction.low_ms = std::max(0.0, p.step_ms - half), prediction.high_ms = p.step_ms + half;
+}
+
+void like(const std::string& base, const std::string& text, StepCosts& costs) {
+  for (auto* numbers : {&costs.codec_ns, &costs.sums, &costs.spread.codec}) {
+    if (const auto found = numbers->find(base); found != numbers->end()) (*numbers)[text] = found->second;
+  }
 }
 
 Prediction best_of(const std::vector<Prediction>& tried) {

@@ -55,12 +55,12 @@ void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompressi
   const std::string& path = request.plan;
   std::vector<std::string> specs;
   for (const CompressionSpec& spec : request.candidates()) specs.push_back(spec.to_string());
-  const auto at = std::ranges::find(specs, plan.compression);
-  if (at == specs.end()) {
+  const std::string candidate = request.candidate_of(plan.compression);
+  if (candidate.empty()) {
     refuse_plan(path, fmt::format("auto may choose {}, not '{}'", fmt::join(specs, ", "), plan.compression));
   }
   const double error = recorded_error(choice, plan.compression);
-  if (at != specs.begin() && !(error <= request.error)) {  // FP32 is always allowed
+  if (candidate != specs[0] && !(error <= request.error)) {  // FP32 is always allowed
     refuse_plan(path, fmt::format("the error of {} is {}, more than error={}", plan.compression,
                                   std::isfinite(error) ? fmt::format("{:.3g}", error) : "not recorded",
                                   request.error));

@@ -1,4 +1,4 @@
-"""The DDP hook's spec "auto": measures specs on the run's own gradients, and chooses one for all buckets.
+"""The DDP hook's spec "auto": measures specs on the run's own gradients, and chooses one, or FP32, per bucket.
 
 The hook averages in FP32 until it has chosen:
 
@@ -8,6 +8,8 @@ The hook averages in FP32 until it has chosen:
                      the time, and the error of one encode
     the next         begins with an average of the ranks' numbers, so that all ranks make the same choice
 
+Buckets that backward hides even in FP32 stay in FP32: their tensors are in the chosen spec's dense=.
+
 A spec's predicted step is the observed one, less what FP32's communication adds after the last bucket is
 ready, plus what the spec's communication would add. Buckets are averaged one after another, each when it is
 ready.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import statistics
 import time
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -25,7 +28,7 @@ import torch
 from gradwire import _native
 from gradwire._buckets import Bucket, addresses_of
 from gradwire._reducer import Reducer
-from gradwire._spec import method_of, split
+from gradwire._spec import method_of, patterns, split, with_dense
 
 if TYPE_CHECKING:
     from gradwire._hook_buckets import HookBuckets
@@ -36,7 +39,9 @@ _CANDIDATES = ("bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=1")
 OBSERVED = 5
 REPETITIONS = 3
 _TIE = 1.05  # steps within this factor are a tie, as in train --compression auto: the smallest error wins
+_SAFETY = 0.8  # a bucket stays in FP32 if a backward that is so much shorter hides it
 _PIECE = 1 << 22  # elements that are compared at a time
+_NAME = re.compile(r"(?!(auto|off)$)[\w. ]+")  # that dense= takes literally
 _CHECKED = 20  # steps after the choice whose median is compared with the prediction
 
 _log = logging.getLogger("gradwire")
@@ -103,6 +108,23 @@ def exposed_ms(ready: Sequence[float], durations: Sequence[float]) -> float:
     return max(0.0, end - ready[-1])
 
 
+def hidden_buckets(ready: Sequence[float], durations: Sequence[float], plain: Sequence[float]) -> int:
+    """Returns how many of the first buckets may take FP32's time without a longer step.
+
+    Args:
+        ready: when each bucket is ready.
+        durations: the time of each bucket's average with the chosen spec.
+        plain: the same in FP32.
+    """
+    sooner = [_SAFETY * each for each in ready]
+    limit, count = exposed_ms(sooner, durations), 0
+    for more in range(1, len(ready)):
+        if exposed_ms(sooner, [*plain[:more], *durations[more:]]) > limit:
+            break
+        count = more
+    return count
+
+
 def choose(request: Request, step_ms: float, ready: Sequence[float],
            durations: Mapping[str, Sequence[float]], errors: Mapping[str, float]) -> Dict[str, Any]:
     """Returns the choice, as in Hook.choice.
@@ -123,7 +145,8 @@ def choose(request: Request, step_ms: float, ready: Sequence[float],
     within = [row for row in table if row["spec"] == PLAIN or row["error"] <= request.error]
     shortest = min(row["step_ms"] for row in within)
     best = min((row for row in within if row["step_ms"] <= _TIE * shortest), key=lambda row: row["error"])
-    return {**best, "fp32_step_ms": table[0]["step_ms"], "candidates": table, "measured_step_ms": None}
+    return {**best, "fp32_step_ms": table[0]["step_ms"], "fp32_buckets": 0, "candidates": table,
+            "measured_step_ms": None}
 
 
 def now(buffer: torch.Tensor) -> Any:
@@ -249,14 +272,15 @@ class Auto:
         comm = hook._communicator(buffer)
         if comm.world == 1:
             return
-        choice = self._chosen(comm, buffer, stream)
+        choice = self._chosen(hook, comm, buffer, stream)
         if choice is None:  # measure in this step
             self._measure_at += 1
             self._trials.clear()
             return
         hook._use(choice["spec"])
         self.choice = choice
-        _log.info("auto: %s, predicted %.1f ms per step (fp32: %.1f)", choice["spec"], choice["step_ms"],
+        _log.info("auto: %s, %d of %d buckets in fp32, predicted %.1f ms per step (fp32: %.1f)",
+                  choice["spec"], choice["fp32_buckets"], len(hook._buckets), choice["step_ms"],
                   choice["fp32_step_ms"])
 
     def after(self, hook: "HookBuckets", entry: Bucket, buffer: torch.Tensor, stream: int) -> None:
@@ -284,7 +308,8 @@ class Auto:
             reducer.close()
         self._trials[entry.index] = _Trial(durations, errors, elements)
 
-    def _chosen(self, comm: Any, buffer: torch.Tensor, stream: int) -> Optional[Dict[str, Any]]:
+    def _chosen(self, hook: "HookBuckets", comm: Any, buffer: torch.Tensor,
+                stream: int) -> Optional[Dict[str, Any]]:
         """Returns the choice from all ranks' numbers; None if a gradient was not finite, or all were zero.
 
         Collective.
@@ -303,17 +328,28 @@ class Auto:
         reducer.allreduce([mean], stream)
         found = mean.double().tolist()
         reducer.close()
-        return self._from(found, len(trials))
+        return self._from(found, [hook._buckets[index].layout.names for index in order])
 
-    def _from(self, numbers: List[float], buckets: int) -> Optional[Dict[str, Any]]:
-        specs = self.request.specs
+    def _from(self, numbers: List[float], names: Sequence[Sequence[str]]) -> Optional[Dict[str, Any]]:
+        specs, buckets = self.request.specs, len(names)
         step_ms, ready = numbers[0], numbers[1:1 + buckets]
         size = 2 * len(specs) + 1
         trials = [numbers[1 + buckets + b * size:][:size] for b in range(buckets)]
         elements = sum(trial[-1] for trial in trials)
         durations = {spec: [trial[s] for trial in trials] for s, spec in enumerate(specs)}
-        errors = root_errors(
-            {spec: sum(trial[len(specs) + s] for trial in trials) for s, spec in enumerate(specs)}, elements)
+        weighted = {spec: [trial[len(specs) + s] for trial in trials] for s, spec in enumerate(specs)}
+        errors = root_errors({spec: sum(each) for spec, each in weighted.items()}, elements)
         if errors is None:
             return None
-        return choose(self.request, step_ms, ready, durations, errors)
+        choice = choose(self.request, step_ms, ready, durations, errors)
+        spec = choice["spec"]
+        count = hidden_buckets(ready, durations[spec], durations[PLAIN])
+        first = [name for bucket in names[:count] for name in bucket]
+        if spec == PLAIN or not first or "dense=" in spec or not all(map(_NAME.fullmatch, first)):
+            return choice
+        def mixed(numbers: Mapping[str, Sequence[float]]) -> float:
+            return sum(numbers[PLAIN][:count]) + sum(numbers[spec][count:])
+
+        return {**choice, "spec": with_dense(spec, patterns([n for bucket in names for n in bucket], first)),
+                "fp32_buckets": count, "communicate_ms": mixed(durations),
+                "error": math.sqrt(mixed(weighted) / elements)}

@@ -22,6 +22,7 @@ from gradwire._loss_scale import LossScale
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
+from gradwire._spec import without_dense
 from gradwire._state import State
 
 DEFAULT_SPEC = "int8"  # no loss of accuracy in docs/for-pytorch.md's table, with SGD or AdamW
@@ -219,10 +220,11 @@ class Hook(HookBuckets):
         """Returns what spec "auto" has chosen; None before the choice, and with another spec.
 
         "spec"; "error": relative L2 error of one encode; "step_ms": the predicted step; "fp32_step_ms": the
-        same in FP32; "communicate_ms"; "exposed_ms": communication after the last bucket is ready;
-        "candidates": these numbers of each spec; "measured_step_ms": this rank's median of 20 steps after the
-        choice, or None. The other numbers are means over the ranks. After load_state_dict() only "spec", and
-        "loaded". On one rank always None.
+        same in FP32; "fp32_buckets": how many of the first buckets stay in FP32 because backward hides them
+        ("spec" has their parameters in dense=); "communicate_ms"; "exposed_ms": communication after the last
+        bucket is ready; "candidates": these numbers of each spec; "measured_step_ms": this rank's median of
+        20 steps after the choice, or None. The other numbers are means over the ranks. After
+        load_state_dict() only "spec", and "loaded". On one rank always None.
         """
         return None if self._auto is None else self._auto.choice
 
@@ -287,7 +289,8 @@ class Hook(HookBuckets):
         states = as_list(state)
         saved = states[0]["spec"]
         # A state from before the choice is one of FP32, which every spec continues.
-        auto = self._auto is not None and (is_request(saved) or saved in self._auto.request.specs)
+        auto = self._auto is not None and (is_request(saved) or
+                                           without_dense(saved) in self._auto.request.specs)
         chosen = for_rank(states, saved if auto else self._named_spec(), self._place())
         if self._names.are_a_models:
             check_names(chosen, self._names.all())

@@ -43,3 +43,28 @@ def is_small(shape: Sequence[int]) -> bool:
 def stays_dense(shape: Sequence[int], spec: str) -> bool:
     """Returns whether a tensor of this shape is sent uncompressed."""
     return method_of(spec) not in _WIDE and is_small(shape)
+
+
+def patterns(every: Sequence[str], some: Sequence[str]) -> List[str]:
+    """Returns names and patterns for dense= ("layer1.*") that match exactly `some` of the names `every`."""
+    wanted, found = set(some), []
+    left = list(some)
+    while left:
+        name = left[0]
+        parts = name.split(".")
+        prefixes = [".".join(parts[:n]) + "." for n in range(1, len(parts))]
+        whole = [p for p in prefixes if all(other in wanted for other in every if other.startswith(p))]
+        found.append(f"{whole[0]}*" if whole else name)
+        left = [other for other in left[1:] if not whole or not other.startswith(whole[0])]
+    return found
+
+
+def with_dense(spec: str, names: Sequence[str]) -> str:
+    """Returns the spec with more dense tensors: names or patterns."""
+    return f"{spec}{',' if ':' in spec else ':'}dense=+{'+'.join(names)}"
+
+
+def without_dense(spec: str) -> str:
+    """Reverses with_dense()."""
+    position = spec.rfind("dense=+")
+    return spec if position < 0 else spec[:position - 1]

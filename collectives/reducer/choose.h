@@ -1,0 +1,46 @@
+// Chooses a spec by trying each spec on a model's gradients over the group's own links.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collectives/communicator/communicator.h"
+#include "collectives/reducer/buckets.h"
+
+namespace gradwire {
+
+struct ChooseOptions {
+  double error = 0.1;  // the largest relative L2 error of one encode
+  int64_t bucket_bytes = 25 << 20;
+  uint64_t seed = 0;  // for stochastic rounding
+  // Milliseconds of a step without communication, and of its backward, during which gradients become ready in
+  // proportion to their elements. May differ between ranks, and are averaged.
+  double compute_ms = 0, backward_ms = 0;
+};
+
+struct SpecTrial {
+  double error = 0;           // of one encode of the mean gradient (relative_error.h); NaN: not finite
+  double communicate_ms = 0;  // an allreduce of all gradients, with the codec's kernels
+  double exposed_ms = 0;      // what remains of it after backward
+};
+
+struct SpecChoice {
+  std::vector<SpecTrial> trials;  // by spec
+  size_t chosen = 0;
+  enum class Problem : uint8_t { none, not_finite, zero } problem = Problem::none;  // of the mean gradient
+};
+
+// Returns why specs cannot be compared by one encode of the same gradients; "" if they can.
+std::string choice_obstacle(const CompressionSpec& spec);
+
+// Averages the gradients in FP32, then tries each spec on copies of that mean, and chooses the spec with the
+// smallest error whose step takes at most 5 % longer than the shortest. The first spec is always allowed, the
+// others only within the error. Collective: all ranks pass the same arguments, and get the same result, which
+// has no choice if it has a problem. `gradients` have the tensors' types, are on the communicator's device,
+// and do not change. Blocks. Needs device memory for two copies of the gradients and one reducer.
+SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
+                       const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
+                       const std::vector<void*>& gradients, const ChooseOptions& options);
+
+}  // namespace gradwire
