@@ -52,6 +52,7 @@ struct Interposer {
     return state;
   }
   void drop(ncclComm_t comm) {
+    const detail::CallersDevice callers_device;
     std::shared_ptr<CommunicatorState> gone;
     std::lock_guard lock(mutex);
     if (auto at = states.find(comm); at != states.end()) {

@@ -23,16 +23,15 @@ namespace {
 class EventMark final : public ExchangeMark {
  public:
   explicit EventMark(int device) {
-    GW_CUDA_CHECK(cudaSetDevice(device));
+    detail::make_current(Device::cuda(device));
     GW_CUDA_CHECK(cudaEventCreateWithFlags(&begin_, cudaEventDisableTiming));
-    if (cudaEventCreateWithFlags(&end_, cudaEventDisableTiming) != cudaSuccess) {
-      cudaEventDestroy(begin_);
-      throw DeviceError("cudaEventCreate failed");
-    }
+    const cudaError_t status = cudaEventCreateWithFlags(&end_, cudaEventDisableTiming);
+    if (status != cudaSuccess) cuda::ignore(cudaEventDestroy(begin_));
+    cuda::check(status, "cudaEventCreateWithFlags");
   }
   ~EventMark() override {
-    cudaEventDestroy(begin_);
-    cudaEventDestroy(end_);
+    cuda::ignore(cudaEventDestroy(begin_));
+    cuda::ignore(cudaEventDestroy(end_));
   }
   EventMark(const EventMark&) = delete;
   void begin(const Stream& stream) override { GW_CUDA_CHECK(cudaEventRecord(begin_, stream.native())); }
@@ -91,7 +90,7 @@ class StreamWrites {
   // Tries one write in a graph. If the write fails, work() returns false.
   explicit StreamWrites(int device) {
     OutsideCapture guard;
-    GW_CUDA_CHECK(cudaSetDevice(device));
+    detail::make_current(Device::cuda(device));
     function_ = cuda::driver_function<Function>("cuStreamWriteValue64", 12000);
     if (function_ == nullptr) return;
     const Buffer word = Buffer::pinned(Device::cuda(device), sizeof(uint64_t));
@@ -133,7 +132,7 @@ class CudaCalls final : public GpuCalls {
 
   bool capturing(const Stream& stream) override {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    GW_CUDA_CHECK(cudaSetDevice(device_));
+    detail::make_current(Device::cuda(device_));
     GW_CUDA_CHECK(cudaStreamIsCapturing(stream.native(), &status));
     return status != cudaStreamCaptureStatusNone;
   }
@@ -215,7 +214,7 @@ void use_device(int device) {
                                   cuda_device_count(),
                                   cuda_device_count() == 0 ? " (" + cuda_unavailable_reason() + ")" : ""));
   }
-  GW_CUDA_CHECK(cudaSetDevice(device));
+  detail::make_current(Device::cuda(device));
 }
 
 }  // namespace
