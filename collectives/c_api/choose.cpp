@@ -33,9 +33,9 @@ std::vector<CompressionSpec> read_specs(const gw_choose_options& o) {
 
 ChooseOptions read_limits(const gw_choose_options& o) {
   ChooseOptions options;
-  require(std::isfinite(o.error) && o.error >= 0, "error is {}, must be 0 or more", o.error);
+  require(std::isfinite(o.error) && o.error >= 0, "error is {}; it must be 0 or more", o.error);
   if (o.error > 0) options.error = o.error;
-  require(o.bucket_bytes >= 0, "bucket_bytes is {}, must not be negative", o.bucket_bytes);
+  require(o.bucket_bytes >= 0, "bucket_bytes is {}; it must not be negative", o.bucket_bytes);
   if (o.bucket_bytes > 0) options.bucket_bytes = o.bucket_bytes;
   options.seed = o.seed;
   require(std::isfinite(o.compute_ms) && 0 <= o.backward_ms && o.backward_ms <= o.compute_ms,
@@ -49,13 +49,9 @@ ChooseOptions read_limits(const gw_choose_options& o) {
 void agree_on_choice(ApiComm& comm, const std::vector<CompressionSpec>& specs,
                      const std::vector<GradientTensor>& tensors, const ChooseOptions& options) {
   if (comm.communicator->world() == 1) return;
-  std::vector<std::string> statements;
-  for (const CompressionSpec& spec : specs) {
-    statements.push_back(fmt::format("spec {} {}", spec.to_string(), spec.wire->identity()));
-  }
+  std::vector<std::string> statements =
+      common_statements(comm, specs, tensors, options.bucket_bytes, options.seed);
   statements.push_back(fmt::format("error {}", options.error));
-  const std::vector<std::string> common = tensor_statements(tensors, options.bucket_bytes, options.seed);
-  statements.insert(statements.end(), common.begin(), common.end());
   agree_on(comm.communicator->transport(), comm.stream, statements, "gw_choose");
 }
 
@@ -89,9 +85,10 @@ extern "C" gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n
       choice = choose_spec(*locked->communicator, locked->stream, caller, specs, read, grads, limits);
     });
     require(choice.problem != SpecChoice::Problem::zero,
-            "the mean of the gradients is zero, so no error can be measured; call it again in a later step");
+            "the mean of the gradients is zero, so no error can be measured; call gw_choose again in a later "
+            "step");
     require(choice.problem == SpecChoice::Problem::none,
-            "the mean of the gradients is not finite; call it again in a later step");
+            "the mean of the gradients is not finite; call gw_choose again in a later step");
     for (size_t i = 0; trials != nullptr && i < specs.size(); ++i) {
       const SpecTrial& t = choice.trials[i];
       trials[i] = {.error = t.error, .communicate_ms = t.communicate_ms, .exposed_ms = t.exposed_ms};

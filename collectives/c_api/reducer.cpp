@@ -81,10 +81,25 @@ ReducerOptions read_options(const gw_reducer_options* given, std::string* tag) {
   return options;
 }
 
-std::vector<std::string> tensor_statements(const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
+std::vector<std::string> common_statements(const ApiComm& comm, const std::vector<CompressionSpec>& specs,
+                                           const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
                                            uint64_t seed) {
-  std::vector<std::string> statements{fmt::format("bucket_bytes {}", bucket_bytes),
-                                      fmt::format("seed {}", seed)};
+  const Communicator& group = *comm.communicator;
+  std::vector<std::string> statements;
+  bool factors = false;
+  for (const CompressionSpec& spec : specs) {
+    statements.push_back("spec " + spec.to_string());
+    statements.push_back("wire " + spec.wire->identity());
+    using Method = CompressionSpec::Method;
+    factors = factors || spec.method == Method::powersgd || spec.method == Method::dion;
+  }
+  statements.push_back(fmt::format("bucket_bytes {}", bucket_bytes));
+  statements.push_back(fmt::format("seed {}", seed));
+  statements.push_back(fmt::format("ranks_per_node {}", group.ranks_per_node()));
+  // Each rank orthonormalizes and multiplies the same factors, so all ranks must use the same loops.
+  if (factors && group.device().is_host()) {
+    statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
+  }
   for (size_t i = 0; i < tensors.size(); ++i) {
     statements.push_back(
         fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name, fmt::join(tensors[i].shape, " x "),
@@ -97,22 +112,11 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
                       const ReducerOptions& options, const std::string& tag) {
   Communicator& group = *comm.communicator;
   if (group.world() == 1) return;
-  std::vector<std::string> statements = {
-      "spec " + spec.to_string(),
-      "wire " + spec.wire->identity(),
-      options.average ? "the mean" : "the sum",
-      options.sharded ? "sharded" : "not sharded",
-      fmt::format("ranks_per_node {}", group.ranks_per_node()),
-      tag.empty() ? "no tag" : "tag" + quoted(tag),
-  };
-  // Each rank orthonormalizes and multiplies the same factors, so all ranks must use the same loops.
-  const bool factors =
-      spec.method == CompressionSpec::Method::powersgd || spec.method == CompressionSpec::Method::dion;
-  if (factors && group.device().is_host()) {
-    statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
-  }
-  const std::vector<std::string> common = tensor_statements(tensors, options.bucket_bytes, options.seed);
-  statements.insert(statements.end(), common.begin(), common.end());
+  std::vector<std::string> statements =
+      common_statements(comm, {spec}, tensors, options.bucket_bytes, options.seed);
+  statements.emplace_back(options.average ? "the mean" : "the sum");
+  statements.emplace_back(options.sharded ? "sharded" : "not sharded");
+  statements.push_back(tag.empty() ? "no tag" : "tag" + quoted(tag));
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 

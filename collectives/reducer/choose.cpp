@@ -41,7 +41,7 @@ class Copies {
   }
 
   const std::vector<void*>& addresses() const { return addresses_; }
-  void take(const Stream& stream, const std::vector<void*>& gradients) {
+  void copy_from(const Stream& stream, const std::vector<void*>& gradients) {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       copy(stream, addresses_[i], gradients[i], static_cast<size_t>(bytes(tensors_[i])));
     }
@@ -79,7 +79,8 @@ class Averager {
   Averager(Communicator& comm, const Stream& stream, const CompressionSpec& spec,
            const std::vector<GradientTensor>& tensors, const std::vector<void*>& addresses,
            const ChooseOptions& options)
-      : reducer_(comm, spec, tensors,
+      : comm_(comm),
+        reducer_(comm, spec, tensors,
                  {.name = "choice",
                   .bucket_bytes = options.bucket_bytes,
                   .timing = false,
@@ -93,10 +94,12 @@ class Averager {
     for (int i = 0; i < reducer_.tensors(); ++i) reducer_.ready(i, caller);
     reducer_.wait(caller);
     caller.synchronize();
+    comm_.check();  // a CUDA stream carries no errors
   }
   const std::vector<BucketRange>& buckets() const { return reducer_.ranges(); }
 
  private:
+  Communicator& comm_;
   Reducer reducer_;
 };
 
@@ -111,7 +114,8 @@ std::vector<float> averaged(Communicator& comm, const Stream& stream, const Stre
   return to_host(caller, memory.as<const float>(), static_cast<int64_t>(numbers.size()));
 }
 
-// Returns what remains after backward of an allreduce whose buckets take time in proportion to their size.
+// Returns the time of an allreduce that backward does not hide. Buckets take time in proportion to their
+// size.
 double exposed_ms(const std::vector<BucketRange>& buckets, double communicate_ms, double backward_ms) {
   double elements = 0, done = 0, end = 0;
   for (const BucketRange& bucket : buckets) elements += static_cast<double>(bucket.elements());
@@ -123,7 +127,7 @@ double exposed_ms(const std::vector<BucketRange>& buckets, double communicate_ms
   return std::max(0.0, end - backward_ms);
 }
 
-size_t best(const std::vector<SpecTrial>& trials, double compute_ms, double error) {
+size_t choose_trial(const std::vector<SpecTrial>& trials, double compute_ms, double error) {
   const auto step = [&](size_t i) { return compute_ms + trials[i].exposed_ms; };
   std::vector<size_t> allowed{0};
   for (size_t i = 1; i < trials.size(); ++i) {
@@ -142,7 +146,8 @@ std::string choice_obstacle(const CompressionSpec& spec) {
   if (spec.policy.start > 0 || spec.policy.ramp > 0)
     return "the error is that of the first step, which start= and ramp= compress less";
   if (spec.policy.momentum > 0)
-    return "momentum= belongs to the optimizer, and FP32, which auto may choose, would have none";
+    return "momentum= replaces the optimizer's momentum, which specs without it would lack";
+  if (spec.method == CompressionSpec::Method::dion) return "Dion is an optimizer, not a mean of gradients";
   if (spec.method == CompressionSpec::Method::python) return "a codec in Python is too slow to be a choice";
   return "";
 }
@@ -154,9 +159,13 @@ SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& c
   out.trials.resize(specs.size());
   if (comm.world() == 1) return out;
   Copies mean(comm.device(), tensors), result(comm.device(), tensors);
-  mean.take(caller, gradients);
-  Averager exact(comm, stream, {}, tensors, mean.addresses(), options);
-  exact.run(caller);
+  mean.copy_from(caller, gradients);
+  std::vector<BucketRange> buckets;
+  {
+    Averager exact(comm, stream, {}, tensors, mean.addresses(), options);
+    exact.run(caller);
+    buckets = exact.buckets();
+  }
   const std::vector<std::byte> wanted = mean.on_host(caller);
   RelativeError own;  // NaN if the mean is not finite
   for (size_t t = 0; t < tensors.size(); ++t) {
@@ -174,7 +183,7 @@ SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& c
     RelativeError error;
     double ms = std::numeric_limits<double>::infinity();
     for (int repetition = 0; repetition < kRepetitions; ++repetition) {
-      result.take(caller, mean.addresses());
+      result.copy_from(caller, mean.addresses());
       caller.synchronize();
       const double took = milliseconds([&] { averager.run(caller); });
       if (repetition > 0) ms = std::min(ms, took);  // the first waits for the other ranks
@@ -190,9 +199,9 @@ SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& c
   numbers = averaged(comm, stream, caller, numbers);
   for (size_t i = 0; i < specs.size(); ++i) {
     const double ms = numbers[2 + 2 * i];
-    out.trials[i] = {numbers[3 + 2 * i], ms, exposed_ms(exact.buckets(), ms, numbers[1])};
+    out.trials[i] = {numbers[3 + 2 * i], ms, exposed_ms(buckets, ms, numbers[1])};
   }
-  out.chosen = best(out.trials, numbers[0], options.error);
+  out.chosen = choose_trial(out.trials, numbers[0], options.error);
   return out;
 }
 

@@ -22,7 +22,7 @@ struct ChooseOptions {
 struct SpecTrial {
   double error = 0;           // of one encode of the mean gradient (relative_error.h); NaN: not finite
   double communicate_ms = 0;  // an allreduce of all gradients, with the codec's kernels
-  double exposed_ms = 0;      // what remains of it after backward
+  double exposed_ms = 0;      // the part of it that backward does not hide
 };
 
 struct SpecChoice {
@@ -38,7 +38,8 @@ std::string choice_obstacle(const CompressionSpec& spec);
 // smallest error whose step takes at most 5 % longer than the shortest. The first spec is always allowed, the
 // others only within the error. Collective: all ranks pass the same arguments, and get the same result, which
 // has no choice if it has a problem. `gradients` have the tensors' types, are on the communicator's device,
-// and do not change. Blocks. Needs device memory for two copies of the gradients and one reducer.
+// and do not change. Blocks. Needs memory for two copies of the gradients on the device, two on the host, and
+// one reducer.
 SpecChoice choose_spec(Communicator& comm, const Stream& stream, const Stream& caller,
                        const std::vector<CompressionSpec>& specs, const std::vector<GradientTensor>& tensors,
                        const std::vector<void*>& gradients, const ChooseOptions& options);

@@ -680,7 +680,7 @@ typedef struct gw_choose_options {
   /** (n_specs) specs as for gw_reducer_create(). The first one is kept where no other is faster, and need not
    * be within `error`; usually "fp32". */
   const char* const* specs;
-  /** Number of specs: 1 or more. */
+  /** Number of specs: 1 to 1000. */
   int32_t n_specs;
   /** The largest relative L2 error of one encode that the choice may have; default: 0.1. */
   double error;
@@ -698,8 +698,8 @@ typedef struct gw_choose_options {
 
 /** What gw_choose() measured for a spec: means over the ranks. */
 typedef struct gw_trial {
-  /** Relative L2 error of one encode: the root mean square over all elements of the error of their tensor.
-   * NaN: the spec made finite gradients not finite. */
+  /** Relative L2 error of one encode: the root mean square over all elements of the error of their tensor,
+   * without tensors of zeros. NaN: the spec made finite gradients not finite. */
   double error;
   /** Milliseconds of reducing all gradients: compression and communication. */
   double communicate_ms;
@@ -711,7 +711,8 @@ typedef struct gw_trial {
  * steps within 5 % of the shortest, the one with the smallest error. Collective; all ranks choose alike.
  * Measures each spec on the mean of the given gradients, over the group's own links.
  *
- * Blocks for about four reductions per spec. Needs memory for two copies of the gradients and one reducer.
+ * Blocks for three reductions per spec and one more. Needs memory for one reducer and for copies of the
+ * gradients: two on the device and two on the host.
  * Call it with the gradients of a step early in training, but not of the first step of a model whose last
  * layer is zero, because gradients below that layer are then zero.
  *
@@ -722,8 +723,8 @@ typedef struct gw_trial {
  * @param stream     see the top; may differ.
  * @param trials     out: (n_specs), by spec. May be null.
  * @param chosen     out: the index of the chosen spec in gw_choose_options::specs.
- * @return #GW_BAD_ARGUMENT, also if the mean gradient is zero or not finite: call it again in a later step;
- *         #GW_COMM_FAILED; #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
+ * @return #GW_BAD_ARGUMENT, also if the mean gradient is zero or not finite: call gw_choose() again in a
+ * later step; #GW_COMM_FAILED; #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
  */
 GW_API gw_status gw_choose(gw_comm comm, const gw_tensor* tensors, int32_t n_tensors,
                            const gw_choose_options* options, void* stream, gw_trial* trials, int32_t* chosen);

@@ -81,7 +81,7 @@ TEST(CApiChoose, ErrorsAreThoseOfReducersOnTheMean) {
   }
 }
 
-TEST(CApiChoose, AllRanksChooseAlikeWithinTheError) {
+TEST(CApiChoose, RanksMakeTheSameChoice) {
   for (double error : {1e-9, 0.003, 0.02, 1.0}) {
     std::vector<Chosen> chosen(4);
     capi::run_ranks(4, [&](gw_comm comm, int rank) {
@@ -111,6 +111,21 @@ TEST(CApiChoose, AStepThatHidesCommunicationKeepsTheSmallestError) {
     options.n_specs = 3;
     options.compute_ms = options.backward_ms = 1e9;
     EXPECT_EQ(choose(comm, gradients_of(rank), options).index, 2);
+  });
+}
+
+// All steps tie, so that the choice depends on the errors alone.
+TEST(CApiChoose, SpecsBeyondTheErrorAreNotChosenExceptTheFirst) {
+  capi::run_ranks(2, [&](gw_comm comm, int rank) {
+    const char* const specs[] = {"int4", "bf16", "int8"};
+    gw_choose_options options = choose_options();
+    options.specs = specs;
+    options.n_specs = 3;
+    options.compute_ms = options.backward_ms = 1e9;
+    for (const auto& [error, index] : {std::pair{1e-9, 0}, {1e-3, 0}, {0.01, 1}, {1.0, 1}}) {
+      options.error = error;
+      EXPECT_EQ(choose(comm, gradients_of(rank), options).index, index) << error;
+    }
   });
 }
 
@@ -201,7 +216,7 @@ TEST(CApiChoose, RefusesInvalidArgumentsByName) {
       options.n_specs = 1;
       return options;
     };
-    for (const char* spec : {"int8:start=3", "int4:ramp=5", "topk:k=41,momentum=0.9"}) {
+    for (const char* spec : {"int8:start=3", "int4:ramp=5", "topk:k=41,momentum=0.9", "dion:rank=2"}) {
       refused(spec, with_spec(spec));
     }
     refused("int9", with_spec("int9"));
@@ -225,7 +240,7 @@ TEST(CApiChoose, RefusesInvalidArgumentsByName) {
   });
 }
 
-TEST(CApiChoose, RanksThatDisagreeAreNamed) {
+TEST(CApiChoose, NamesTheStatementOnWhichRanksDisagree) {
   capi::run_ranks(2, [&](gw_comm comm, int rank) {
     gw_choose_options options = choose_options();
     options.error = rank == 0 ? 0.1 : 0.2;

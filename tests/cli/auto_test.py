@@ -64,6 +64,17 @@ class Auto(CommandTest):
             self.assertIn("auto:error=0.1 here", errors[0].replace('"', ""))
             self.assertNotEqual(processes[1].returncode, 0)
 
+    def test_a_plan_that_not_all_processes_have_is_refused(self):
+        flags = ["train", *SYNTHETIC, "--steps", 2]
+        own = [["--compression", f"auto:plan={name}.json"] for name in ("first", "second")]
+        self.assertEqual(self.run_command(*flags, *own[0], "--ranks", 2).returncode, 0)
+        processes = self.start(2, *flags, own=dict(enumerate(own)))
+        errors = [p.communicate(timeout=240)[1] for p in processes]
+        self.assertEqual(processes[0].returncode, 2, errors[0])
+        self.assertIn("rank 1 was started with other settings", errors[0])
+        self.assertNotEqual(processes[1].returncode, 0)
+        self.assertFalse((self.folder / "second.json").exists())
+
     def test_ranks_choose_again_at_the_same_step_when_the_link_changes(self):
         flags = ["train", "--model", "vit_tiny", "--data", "synthetic:256", "--batch-size", 8, "--device",
                  "host", "--eval-every", 0, "--log", "run.jsonl", "--compression", "auto:allow=bf16+int8"]

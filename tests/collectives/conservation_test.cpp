@@ -46,7 +46,9 @@ class EverySpec : public ::testing::TestWithParam<SpecCase> {};
 // steps reveals a loss in each step. Long runs find accumulating errors, which do not depend on the number of
 // ranks. Twelve steps suffice for codecs that start late (start=5) or alternate. The cost of a ring's step is
 // quadratic in the number of ranks.
-std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::string& spec) {
+std::vector<std::pair<int, int>> worlds_and_steps(Device device, [[maybe_unused]] const std::string& spec) {
+  // The host shows the drift of long runs; GPUs add kernels, streams and copies. Simulated GPUs are slow.
+  if (device.is_cuda() && !testing::full_sweeps()) return {{1, 4}, {2, 12}, {3, 6}, {4, 6}, {8, 2}};
 #ifdef GRADWIRE_SANITIZED
   // Sanitizers check memory and ordering, not drift. Each spec gets two of the five worlds in rotation, so
   // that each schedule and each codec runs in all worlds.
@@ -66,7 +68,7 @@ std::vector<std::pair<int, int>> worlds_and_steps([[maybe_unused]] const std::st
 
 TEST_P(EverySpec, LosesNothingAndKeepsRanksIdentical) {
   auto [device, spec] = GetParam();
-  for (auto [world, steps] : worlds_and_steps(spec)) {
+  for (auto [world, steps] : worlds_and_steps(device, spec)) {
     SCOPED_TRACE(fmt::format("world of {}", world));
     expect_conservation(device, spec, world, steps);
   }

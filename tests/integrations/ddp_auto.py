@@ -242,7 +242,7 @@ def auto_predicts_steps_from_queued_buckets() -> None:
     check(hidden["spec"] == "fp32", f"{hidden}")
 
 
-def only_what_backward_hides_is_free() -> None:
+def hidden_buckets_do_not_lengthen_the_step() -> None:
     ready, int8, fp32 = [0.0, 50.0, 100.0, 150.0], [10.0] * 4, [40.0] * 4
     # 0.8 of 150 ms hide three buckets of 40 ms, but then the last bucket, which takes 10 ms, is not late.
     check(_auto.hidden_buckets(ready, int8, fp32) == 3, "all but the last")
@@ -266,7 +266,7 @@ def patterns_match_exactly_the_names() -> None:
     check(_spec.without_dense(_spec.with_dense("int8", ["a"])) == "int8", "without options")
 
 
-SCENARIOS = [only_what_backward_hides_is_free, patterns_match_exactly_the_names,
+SCENARIOS = [hidden_buckets_do_not_lengthen_the_step, patterns_match_exactly_the_names,
              buckets_that_backward_hides_stay_in_fp32, auto_chooses_alike_and_checks_its_prediction,
              auto_has_the_bits_of_the_choice_after_steps_in_fp32, auto_waits_for_finite_gradients,
              a_checkpoint_keeps_autos_choice, auto_refuses_what_it_cannot_choose,

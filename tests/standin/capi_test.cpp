@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <string>
 #include <thread>
@@ -19,8 +20,8 @@ namespace {
 #define CHECK_GW(call) ASSERT_EQ(call, GW_OK) << gw_last_error()
 #define CHECK_CUDA(call) ASSERT_EQ(call, cudaSuccess)
 
-// Runs `body` on one thread per rank, with rank r's communicator on device r.
-void on_ranks(int world, const std::function<void(gw_comm, int)>& body) {
+// Runs `body` on one thread per rank, with rank r's communicator on device r, or all on the host.
+void on_ranks(int world, const std::function<void(gw_comm, int)>& body, bool on_host = false) {
   static std::atomic<int> number{0};
   const std::string meeting = fmt::format("local://standin {}", ++number);
   std::vector<std::thread> threads;
@@ -30,7 +31,8 @@ void on_ranks(int world, const std::function<void(gw_comm, int)>& body) {
       gw_comm_options options = {};
       options.size = sizeof options;
       options.rendezvous = meeting.c_str();
-      options.rank = options.device = rank;
+      options.rank = rank;
+      options.device = on_host ? GW_HOST : rank;
       options.world = world;
       options.timeout_ms = 20'000;
       CHECK_GW(gw_comm_create(&options, &comm));
@@ -138,6 +140,55 @@ TEST_F(StandinCApi, RequestsAreRefused) {
     EXPECT_EQ(read(data, 1000), std::vector<float>(1000, 2.0f));
     CHECK_CUDA(cudaFree(data));
   });
+}
+
+TEST_F(StandinCApi, ChoosingOnGpusMeasuresTheHostsErrors) {
+  constexpr const char* kSpecs[] = {"fp32", "bf16", "int8", "int4", "powersgd:rank=2", "topk:k=41"};
+  constexpr int64_t kRows = 64, kCols = 96;
+  const auto trials_of = [&](bool on_host) {
+    std::vector<gw_trial> trials(std::size(kSpecs));
+    on_ranks(
+        2,
+        [&](gw_comm comm, int rank) {
+          std::vector<float> gradient(kRows * kCols);
+          for (size_t i = 0; i < gradient.size(); ++i) {
+            gradient[i] = std::sin(static_cast<float>(i * i % 10'007 + static_cast<size_t>(rank)));
+          }
+          float* data = gradient.data();
+          cudaStream_t stream = nullptr;
+          if (!on_host) {
+            CHECK_CUDA(cudaSetDevice(rank));
+            CHECK_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+            data = filled(kRows * kCols, 0);
+            copy_now(data, gradient.data(), kRows * kCols);
+          }
+          gw_tensor tensor = {};
+          tensor.size = sizeof tensor;
+          tensor.rows = kRows;
+          tensor.cols = kCols;
+          tensor.grad = data;
+          gw_choose_options options = {};
+          options.size = sizeof options;
+          options.specs = kSpecs;
+          options.n_specs = std::size(kSpecs);
+          std::vector<gw_trial> mine(std::size(kSpecs));
+          int32_t chosen = -1;
+          CHECK_GW(gw_choose(comm, &tensor, 1, &options, stream, mine.data(), &chosen));
+          EXPECT_GE(chosen, 0);
+          if (rank == 0) trials = mine;
+          if (on_host) return;
+          EXPECT_EQ(read(data, kRows * kCols), gradient) << "the gradient changed";
+          CHECK_CUDA(cudaFree(data));
+          CHECK_CUDA(cudaStreamDestroy(stream));
+        },
+        on_host);
+    return trials;
+  };
+  const std::vector<gw_trial> host = trials_of(true), gpu = trials_of(false);
+  for (size_t i = 0; i < host.size(); ++i) {
+    EXPECT_NEAR(gpu[i].error, host[i].error, 1e-5 * host[i].error) << kSpecs[i];
+    EXPECT_GT(gpu[i].communicate_ms, 0) << kSpecs[i];
+  }
 }
 
 // The caller may free memory, such as a framework's cache, and call again.

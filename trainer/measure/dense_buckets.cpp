@@ -7,6 +7,7 @@ namespace gradwire {
 namespace {
 
 constexpr double kSafety = 0.8;
+constexpr int64_t kRunAlignment = 4;  // of the run's reducer (ReducerOptions)
 
 // Returns the spec with more dense tensors.
 std::string with_dense(const std::string& text, const std::vector<std::string>& names) {
@@ -49,10 +50,10 @@ std::string with_dense_buckets(StepCosts costs, const Prediction& choice) {
   std::vector<std::string> all, first;
   for (const GradientTensor& tensor : costs.tensors) all.push_back(tensor.name);
   std::string best;
-  for (const BucketRange& bucket : lay_out(costs.tensors, 1, choice.bucket_mb << 20).buckets) {
+  for (const BucketRange& bucket : lay_out(costs.tensors, kRunAlignment, choice.bucket_mb << 20).buckets) {
     first.insert(first.end(), all.begin() + bucket.first_tensor, all.begin() + bucket.last_tensor);
     const std::string text = with_dense(choice.spec, name_patterns(all, first));
-    like(choice.spec, text, costs);
+    copy_kernel_costs(choice.spec, text, costs);
     if (first.size() == all.size() || predict_step(costs, text, choice.bucket_mb).step_ms > limit) break;
     best = text;
   }

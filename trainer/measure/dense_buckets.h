@@ -8,7 +8,7 @@
 
 namespace gradwire {
 
-// Returns the shortest list of names and patterns ("layer1.*") that match exactly `some` of the names `all`.
+// Returns a short list of names and patterns ("layer1.*") that match exactly `some` of the names `all`.
 std::vector<std::string> name_patterns(const std::vector<std::string>& all,
                                        const std::vector<std::string>& some);
 

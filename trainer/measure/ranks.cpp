@@ -99,6 +99,8 @@ CodecTime time_codec(const Stream& stream, const std::string& text,
   comm.set_link_costs(links);
   CompressionSpec spec = CompressionSpec::parse(text);
   spec.peer_access = PeerAccessMode::off;
+  // predict_step() counts dense tensors by themselves.
+  std::erase_if(spec.dense, [](const std::string& name) { return name != kDenseAuto; });
   Reducer reducer(comm, spec, tensors, {.bucket_bytes = int64_t{1} << 40});
   to_device<float>(stream, reducer.gradients().as<float>(), random_floats(reducer.elements(), 1e-3f));
   const Timing timing = time_runs(
@@ -177,7 +179,7 @@ void choose_dense_buckets(Communicator& comm, const Stream& stream, const Examin
   const Prediction base = r.best[r.chosen];
   const std::string text = with_dense_buckets(report.costs, base);
   if (text.empty() || std::ranges::find(r.best, text, &Prediction::spec) != r.best.end()) return;
-  like(base.spec, text, report.costs);
+  copy_kernel_costs(base.spec, text, report.costs);
   measure_errors(comm, stream, what, {text}, report.costs);
   Prediction better = predict_step(report.costs, text, base.bucket_mb);
   if (!(better.error < base.error)) return;

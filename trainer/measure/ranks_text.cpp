@@ -1,6 +1,7 @@
 // The report of examine_ranks() as text.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 
@@ -26,10 +27,14 @@ std::string title(const std::string& text) {
   return fmt::format("\n{}\n", text);
 }
 
-// Returns the spec, cut if it has many dense tensors.
+// Returns the spec, with a long list of dense tensors cut.
 std::string brief(const std::string& spec) {
-  constexpr size_t kMost = 24;
-  return spec.size() <= kMost ? spec : spec.substr(0, kMost - 3) + "...";
+  constexpr size_t kMost = 9;
+  const size_t dense = spec.find("dense=");
+  if (dense == std::string::npos) return spec;
+  const size_t begin = dense + 6, end = std::min(spec.find(',', begin), spec.size());
+  if (end - begin <= kMost) return spec;
+  return spec.substr(0, begin + kMost) + "..." + spec.substr(end);
 }
 
 Table predictions(const Recommendation& r) {
@@ -107,7 +112,7 @@ std::string recommendation_text(const RanksReport& report, const VitConfig& mode
       r.compress() ? fmt::format("--compression {}", chosen.spec) : "do not compress, --compression fp32",
       chosen.bucket_mb));
   auto line = [&](const Prediction& p) {
-    const double codec = costs.codec_ns.at(p.spec);
+    const double codec = p.codec_ms * 1e6 / static_cast<double>(report.parameters);
     return row_text(brief(p.spec),
                     fmt::format("{} / {} GB/s = {} on the links, {} ns x {} = {} of kernels",
                                 human_bytes(p.sent_bytes), number(p.sent_bytes / (p.comm_ms * 1e6)),

@@ -172,7 +172,7 @@ void add_interval(const StepCosts& costs, Prediction& prediction) {
   prediction.low_ms = std::max(0.0, p.step_ms - half), prediction.high_ms = p.step_ms + half;
 }
 
-void like(const std::string& base, const std::string& text, StepCosts& costs) {
+void copy_kernel_costs(const std::string& base, const std::string& text, StepCosts& costs) {
   for (auto* numbers : {&costs.codec_ns, &costs.sums, &costs.spread.codec}) {
     if (const auto found = numbers->find(base); found != numbers->end()) (*numbers)[text] = found->second;
   }

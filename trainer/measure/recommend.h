@@ -84,7 +84,7 @@ Prediction predict_step(const StepCosts& costs, const std::string& spec, int64_t
 constexpr double kModelDeviation = 0.05;
 void add_interval(const StepCosts& costs, Prediction& prediction);
 // Gives the spec `text`, which is `base` with more dense tensors, the measured kernels of `base`.
-void like(const std::string& base, const std::string& text, StepCosts& costs);
+void copy_kernel_costs(const std::string& base, const std::string& text, StepCosts& costs);
 // Returns the prediction of a bucket size within 2 % of the fastest: the default bucket size of 25 MiB if
 // possible. `tried` is not empty.
 Prediction best_of(const std::vector<Prediction>& tried);

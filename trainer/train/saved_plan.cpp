@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "collectives/codec/dense.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"
@@ -15,6 +16,7 @@
 #include "trainer/log/console.h"
 #include "trainer/log/json.h"
 #include "trainer/log/records.h"
+#include "trainer/model/parameters.h"
 #include "trainer/train/memory_plan.h"
 
 namespace gradwire {
@@ -55,7 +57,15 @@ void check_choice(const SavedPlan& plan, const Json& choice, const AutoCompressi
   const std::string& path = request.plan;
   std::vector<std::string> specs;
   for (const CompressionSpec& spec : request.candidates()) specs.push_back(spec.to_string());
-  const std::string candidate = request.candidate_of(plan.compression);
+  std::string candidate;
+  try {
+    candidate = request.candidate_of(plan.compression);
+    std::vector<std::string> tensors;
+    for (const VitParameter& p : vit_parameters(config.model)) tensors.push_back(p.name);
+    check_dense_names(CompressionSpec::parse(plan.compression), tensors);
+  } catch (const BadInput& error) {
+    refuse_plan(path, error.what());
+  }
   if (candidate.empty()) {
     refuse_plan(path, fmt::format("auto may choose {}, not '{}'", fmt::join(specs, ", "), plan.compression));
   }

@@ -39,9 +39,9 @@ _CANDIDATES = ("bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=1")
 OBSERVED = 5
 REPETITIONS = 3
 _TIE = 1.05  # steps within this factor are a tie, as in train --compression auto: the smallest error wins
-_SAFETY = 0.8  # a bucket stays in FP32 if a backward that is so much shorter hides it
+_SAFETY = 0.8  # a bucket stays in FP32 if backward hides it even when shortened by this factor
 _PIECE = 1 << 22  # elements that are compared at a time
-_NAME = re.compile(r"(?!(auto|off)$)[\w. ]+")  # that dense= takes literally
+_NAME = re.compile(r"(?!(auto|off)$)[^,+*?\[\]\\]+\*?")  # a name that dense= takes literally, or a prefix
 _CHECKED = 20  # steps after the choice whose median is compared with the prediction
 
 _log = logging.getLogger("gradwire")
@@ -226,7 +226,7 @@ class Auto:
         return self.choice is None
 
     def adopt(self, spec: str) -> None:
-        """Takes the choice of a loaded state, one of the request's specs."""
+        """Takes the choice of a loaded state: one of the request's specs, perhaps with more dense tensors."""
         self.choice = {"spec": spec, "loaded": True}
 
     def restart(self) -> None:
@@ -344,12 +344,19 @@ class Auto:
         choice = choose(self.request, step_ms, ready, durations, errors)
         spec = choice["spec"]
         count = hidden_buckets(ready, durations[spec], durations[PLAIN])
-        first = [name for bucket in names[:count] for name in bucket]
-        if spec == PLAIN or not first or "dense=" in spec or not all(map(_NAME.fullmatch, first)):
+        dense = patterns([name for bucket in names for name in bucket],
+                         [name for bucket in names[:count] for name in bucket])
+        if spec == PLAIN or not dense or "dense=" in spec:
             return choice
-        def mixed(numbers: Mapping[str, Sequence[float]]) -> float:
-            return sum(numbers[PLAIN][:count]) + sum(numbers[spec][count:])
+        if not all(map(_NAME.fullmatch, dense)):
+            _log.info("auto: no buckets in fp32, because of a parameter's name among %s", dense)
+            return choice
 
-        return {**choice, "spec": with_dense(spec, patterns([n for bucket in names for n in bucket], first)),
-                "fp32_buckets": count, "communicate_ms": mixed(durations),
-                "error": math.sqrt(mixed(weighted) / elements)}
+        def mixed(of: Mapping[str, Sequence[float]]) -> List[float]:
+            return [*of[PLAIN][:count], *of[spec][count:]]
+
+        exposed = exposed_ms(ready, mixed(durations))
+        return {**choice, "spec": with_dense(spec, dense), "fp32_buckets": count,
+                "error": math.sqrt(sum(mixed(weighted)) / elements),
+                "communicate_ms": sum(mixed(durations)), "exposed_ms": exposed,
+                "step_ms": choice["step_ms"] - choice["exposed_ms"] + exposed}
