@@ -119,6 +119,8 @@ TEST(CApiErrors, WrongHandlesAreRecognizedByEveryFunction) {
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_check(c));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, capi::sum(c, value));
     GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_reducer_create(c, "fp32", tensors.data(), n, nullptr, &out));
+    int32_t chosen = 0;
+    GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_choose(c, tensors.data(), n, nullptr, nullptr, nullptr, &chosen));
     if (handle != nullptr) GW_EXPECT_FAILS(GW_BAD_HANDLE, text, gw_comm_destroy(c));
   }
   char state[64];
