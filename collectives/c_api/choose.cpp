@@ -49,9 +49,8 @@ ChooseOptions read_limits(const gw_choose_options& o) {
 void agree_on_choice(ApiComm& comm, const std::vector<CompressionSpec>& specs,
                      const std::vector<GradientTensor>& tensors, const ChooseOptions& options) {
   if (comm.communicator->world() == 1) return;
-  std::vector<std::string> statements =
-      common_statements(comm, specs, tensors, options.bucket_bytes, options.seed);
-  statements.push_back(fmt::format("error {}", options.error));
+  const std::vector<std::string> statements = reducer_statements(
+      comm, specs, tensors, options.bucket_bytes, options.seed, {fmt::format("error {}", options.error)});
   agree_on(comm.communicator->transport(), comm.stream, statements, "gw_choose");
 }
 

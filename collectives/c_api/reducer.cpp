@@ -81,9 +81,9 @@ ReducerOptions read_options(const gw_reducer_options* given, std::string* tag) {
   return options;
 }
 
-std::vector<std::string> common_statements(const ApiComm& comm, const std::vector<CompressionSpec>& specs,
-                                           const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
-                                           uint64_t seed) {
+std::vector<std::string> reducer_statements(const ApiComm& comm, const std::vector<CompressionSpec>& specs,
+                                            const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
+                                            uint64_t seed, const std::vector<std::string>& others) {
   const Communicator& group = *comm.communicator;
   std::vector<std::string> statements;
   bool factors = false;
@@ -100,6 +100,7 @@ std::vector<std::string> common_statements(const ApiComm& comm, const std::vecto
   if (factors && group.device().is_host()) {
     statements.push_back(fmt::format("loops for {}, of Gradwire {}", simd_level(), GRADWIRE_VERSION));
   }
+  statements.insert(statements.end(), others.begin(), others.end());
   for (size_t i = 0; i < tensors.size(); ++i) {
     statements.push_back(
         fmt::format("tensor {}: '{}' ({}){}", i, tensors[i].name, fmt::join(tensors[i].shape, " x "),
@@ -112,11 +113,10 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
                       const ReducerOptions& options, const std::string& tag) {
   Communicator& group = *comm.communicator;
   if (group.world() == 1) return;
-  std::vector<std::string> statements =
-      common_statements(comm, {spec}, tensors, options.bucket_bytes, options.seed);
-  statements.emplace_back(options.average ? "the mean" : "the sum");
-  statements.emplace_back(options.sharded ? "sharded" : "not sharded");
-  statements.push_back(tag.empty() ? "no tag" : "tag" + quoted(tag));
+  const std::vector<std::string> statements = reducer_statements(
+      comm, {spec}, tensors, options.bucket_bytes, options.seed,
+      {options.average ? "the mean" : "the sum", options.sharded ? "sharded" : "not sharded",
+       tag.empty() ? "no tag" : "tag" + quoted(tag)});
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 

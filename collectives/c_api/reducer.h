@@ -78,10 +78,11 @@ struct ApiReducer {
 // Return copies of the caller's array and struct, which may have the sizes of another version of the header.
 std::vector<GradientTensor> read_tensors(const gw_tensor* tensors, int32_t n, std::vector<void*>* grads);
 ReducerOptions read_options(const gw_reducer_options* options, std::string* tag);
-// Returns the statements for agree_on() of calls that reduce gradients with these specs.
-std::vector<std::string> common_statements(const ApiComm& comm, const std::vector<CompressionSpec>& specs,
-                                           const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
-                                           uint64_t seed);
+// Returns the statements for agree_on() of calls that reduce gradients with these specs. `others` precede the
+// tensors.
+std::vector<std::string> reducer_statements(const ApiComm& comm, const std::vector<CompressionSpec>& specs,
+                                            const std::vector<GradientTensor>& tensors, int64_t bucket_bytes,
+                                            uint64_t seed, const std::vector<std::string>& others);
 // Throws CommError on every rank unless all ranks create the same reducer. Collective.
 void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vector<GradientTensor>& tensors,
                       const ReducerOptions& options, const std::string& tag);

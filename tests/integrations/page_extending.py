@@ -96,7 +96,10 @@ int main(int argc, char** argv) {
   gw_reducer reducer;
   const int i = 0, n = 1;
 %s
+  gw_reducer_destroy(reducer);
   fill(gradients, 256 * 512, (float)rank + 1);
+%s
+  expect(comm, gradients, 256 * 512, (float)rank + 1, "gw_choose, which changes no gradient,");
 %s
   expect(comm, gradients, 256 * 512, mean, "gw_reducer_allreduce");
   fill(gradients, 256 * 512, (float)rank + 1);
@@ -174,7 +177,8 @@ def c_program(examples: List[str], build: str) -> None:
 
 SESSIONS = {
     "a C program of 4 ranks": Session(0, c_program, [
-        "gw_comm_options options", "gw_store store", "gw_tensor t", "gw_reducer_allreduce",
+        "gw_comm_options options", "gw_store store", "gw_tensor t", "const char* specs",
+        "gw_reducer_allreduce",
         "gw_reducer_ready", "gw_request request;", "gw_call_options call", "int64_t counts", "size_t size"
     ])
 }

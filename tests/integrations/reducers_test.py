@@ -40,6 +40,31 @@ class Reducers(unittest.TestCase):
 
         run_ranks(2, body)
 
+    def test_choose_gives_all_ranks_the_same_spec_within_the_error(self) -> None:
+        chosen: List[Any] = [None] * 2
+        specs = ["fp32", "bf16", "int8", "powersgd:rank=1"]
+
+        def body(comm: gradwire.Communicator) -> None:
+            gradients = {name: g for (name, _, _), g in zip(self.TENSORS, self.gradients(comm.rank, 0))}
+            before = {name: g.copy() for name, g in gradients.items()}
+            chosen[comm.rank] = gradwire.choose(comm, specs, gradients, error=0.02)
+            for name, g in gradients.items():
+                np.testing.assert_array_equal(g, before[name])
+            # All steps tie, so that the errors decide.
+            hidden = gradwire.choose(comm, specs[:0:-1], gradients, error=1, compute_ms=1e9, backward_ms=1e9)
+            self.assertEqual(hidden.spec, "bf16")
+            zeros = {name: torch.zeros(3) for name in gradients}
+            self.assertRaisesRegex(gradwire.BadArgument, "is zero", gradwire.choose, comm, specs, zeros)
+            self.assertRaisesRegex(gradwire.BadArgument, "n_specs is 0", gradwire.choose, comm, [], gradients)
+            self.assertRaisesRegex(gradwire.BadArgument, "n_tensors is 0", gradwire.choose, comm, specs, {})
+
+        run_ranks(2, body)
+        self.assertEqual(*chosen)
+        self.assertEqual(list(chosen[0].trials), specs)
+        self.assertIn(chosen[0].spec, specs[:3])
+        self.assertLess(chosen[0].trials["bf16"].error, chosen[0].trials["int8"].error)
+        self.assertGreater(chosen[0].trials["powersgd:rank=1"].error, 0.02)
+
     def test_tags_distinguish_calls_of_equal_size(self) -> None:
         said: List[str] = [""] * 2
 

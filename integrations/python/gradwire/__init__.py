@@ -14,22 +14,24 @@ With JAX, after gradwire.jax.init():
 
     optimizer = optax.chain(gradwire.jax.compress("int8"), optax.adam(1e-3))
 
-Without a framework: allreduce_() averages one tensor; Communicator and Reducer have the other operations.
-register_format() adds a custom wire format.
+Without a framework: allreduce_() averages one tensor; Communicator and Reducer have the other operations,
+and choose() compares specs. register_format() adds a custom wire format.
 """
 from __future__ import annotations
 
 from typing import Any, Optional
 
 from gradwire._calls import Request
+from gradwire._choose import Choice, choose
 from gradwire._communicator import Communicator
 from gradwire._formats import register_format
 from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
                               Unsupported, __version__)
 from gradwire._reducer import Reducer
 
-__all__ = ["BadArgument", "BadHandle", "CommFailed", "Communicator", "DeviceFailed", "Error", "NoMemory",
-           "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "register_format"]
+__all__ = ["BadArgument", "BadHandle", "Choice", "CommFailed", "Communicator", "DeviceFailed", "Error",
+           "NoMemory", "NotDone", "Reducer", "Request", "Unsupported", "allreduce_", "choose",
+           "register_format"]
 
 
 def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[Communicator] = None,

@@ -128,6 +128,20 @@ class Stats(ctypes.Structure):
                 ("buckets", c_int32), ("buckets_in_place", c_int32), ("description", c_char_p)]
 
 
+class ChooseOptions(ctypes.Structure):
+    """The C structure gw_choose_options."""
+
+    _fields_ = [("size", c_size_t), ("specs", POINTER(c_char_p)), ("n_specs", c_int32), ("error", c_double),
+                ("bucket_bytes", c_int64), ("seed", c_uint64), ("compute_ms", c_double),
+                ("backward_ms", c_double)]
+
+
+class Trial(ctypes.Structure):
+    """The C structure gw_trial."""
+
+    _fields_ = [("error", c_double), ("communicate_ms", c_double), ("exposed_ms", c_double)]
+
+
 FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
 
 
@@ -173,6 +187,13 @@ _SIGNATURES = {
     ],
     "gw_broadcast": [c_void_p, c_void_p, c_int64, c_int32, c_int, c_char_p, c_void_p,
                      POINTER(CallOptions)],
+    "gw_choose": [
+        c_void_p,
+        POINTER(Tensor), c_int32,
+        POINTER(ChooseOptions), c_void_p,
+        POINTER(Trial),
+        POINTER(c_int32)
+    ],
     "gw_reducer_shards": [c_void_p, POINTER(Range), c_int32,
                           POINTER(c_int32)],
     "gw_reducer_create": [
