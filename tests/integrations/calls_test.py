@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import unittest
 import unittest.mock
-from typing import Any
+from typing import Any, List
 
 import numpy as np
 import torch
 
 import gradwire
 import gradwire.torch
+from gradwire._buckets import Bucket, Layout
 from thread_ranks import run_ranks
 
 
@@ -46,6 +47,39 @@ class Failures(unittest.TestCase):
             with self.assertRaisesRegex(gradwire.CommFailed, "because a peer is gone"):
                 call()
         hook.close()
+
+
+class GpuMemory(unittest.TestCase):
+    """Tests what the hook does with PyTorch's cache of GPU memory. Stand-ins replace the GPU's functions."""
+
+    def calls_of(self, is_cuda: bool, free: int) -> List[str]:
+        """Returns the calls with which a hook makes a bucket's reducer."""
+        calls: List[str] = []
+        count = 1 << 20
+        buffer = unittest.mock.Mock(is_cuda=is_cuda, dtype=torch.float32)
+        buffer.numel.return_value = count
+        entry = Bucket(0, [], Layout(("w",), ((count, 1),)), 4)
+
+        def reducer(*arguments: Any, **options: Any) -> None:
+            calls.append("Reducer")
+
+        with unittest.mock.patch("torch.cuda.mem_get_info", lambda device: (free, 80 << 30)), \
+                unittest.mock.patch("torch.cuda.empty_cache", lambda: calls.append("empty_cache")), \
+                unittest.mock.patch("gradwire._hook_buckets.Reducer", reducer):
+            with gradwire.Communicator() as comm:
+                hook = gradwire.torch.Hook("int8", comm=comm)
+                hook._new_reducer(entry, buffer, "int8")
+                hook.close()
+        return calls
+
+    def test_the_cache_is_emptied_before_the_collective_call_if_memory_is_short(self) -> None:
+        self.assertEqual(self.calls_of(True, free=100 << 20), ["empty_cache", "Reducer"])
+
+    def test_the_cache_is_kept_if_memory_suffices(self) -> None:
+        self.assertEqual(self.calls_of(True, free=40 << 30), ["Reducer"])
+
+    def test_buckets_on_the_host_ask_no_gpu(self) -> None:
+        self.assertEqual(self.calls_of(False, free=0), ["Reducer"])
 
 
 class Shards(unittest.TestCase):

@@ -17,6 +17,22 @@ from gradwire._worker import Worker
 
 _log = logging.getLogger("gradwire")
 
+_ROOM = 256 << 20  # bytes for a new communicator, which measures the links with 128 MiB
+
+
+def make_room(buffer: torch.Tensor) -> None:
+    """Empties PyTorch's cache if the GPU may lack free memory for a reducer of the bucket `buffer`.
+
+    Call it before the reducer is created. Creation is collective, and ranks allocate after they have compared
+    their arguments. If the GPU then refuses memory on one rank, that rank cannot repeat the creation, because
+    the other ranks may already be in the next call.
+    """
+    if not buffer.is_cuda:
+        return
+    needed = 3 * 4 * buffer.numel() + _ROOM  # residual, workspace and encodings in FP32
+    if torch.cuda.mem_get_info(buffer.device)[0] < needed:
+        torch.cuda.empty_cache()
+
 
 class HookBuckets:
     """The base of Hook that has its buckets.
@@ -69,6 +85,7 @@ class HookBuckets:
     def _new_reducer(self, entry: Bucket, buffer: torch.Tensor, spec: str) -> Reducer:
         layout = entry.layout
         tensors = [(name, rows, cols) for name, (rows, cols) in zip(layout.names, layout.shapes)]
+        make_room(buffer)
         # One reducer bucket per DDP bucket.
         return Reducer(self._communicator(buffer), spec_for(spec, buffer.dtype), tensors,
                        bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
