@@ -13,6 +13,7 @@ cmake --build --preset release --target standin_tests gradwire_standin gradwire_
 python=${PYTHON:-python3}
 failed=0
 jobs=$(nproc)
+tests=--gtest_filter='*cuda*:Standin*:CublasRules.*'
 for gpus in 1 2 4; do
   # A test's instance for a device uses this device only: the last one, which is not the thread's default.
   others=
@@ -21,11 +22,13 @@ for gpus in 1 2 4; do
   pids=()
   for ((job = 0; job < jobs; ++job)); do
     GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$job GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests \
-      --gtest_filter="*cuda*:Standin*:CublasRules.*${others:+-${others#:}}" --gtest_brief=1 &
+      "$tests${others:+-${others#:}}" --gtest_brief=1 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
 done
+echo "== the NCCL interposer"
+ctest --test-dir build -R '^standin_interposer$' --output-on-failure || failed=1
 for seed in 1 2 3 4; do
   echo "== the Python package, seed $seed"
   GRADWIRE_TEST_SEED=$seed ctest --test-dir build -R '^standin_python$' --output-on-failure || failed=1
