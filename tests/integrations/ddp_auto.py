@@ -243,10 +243,10 @@ def auto_predicts_steps_from_queued_buckets() -> None:
 
 
 def hidden_buckets_do_not_lengthen_the_step() -> None:
-    ready, int8, fp32 = [0.0, 50.0, 100.0, 150.0], [10.0] * 4, [40.0] * 4
-    # 0.8 of 150 ms hide three buckets of 40 ms, but then the last bucket, which takes 10 ms, is not late.
+    ready, int8, fp32 = [0.0, 50.0, 100.0, 150.0], [10.0] * 4, [20.0] * 4
+    # 0.4 of the 150 ms of backward hide three buckets of 20 ms.
     check(_auto.hidden_buckets(ready, int8, fp32) == 3, "all but the last")
-    check(_auto.hidden_buckets(ready, int8, [45.0] * 4) == 2, "the third bucket would delay the last")
+    check(_auto.hidden_buckets(ready, int8, [25.0] * 4) == 2, "the third bucket would delay the last")
     check(_auto.hidden_buckets([0.0] * 4, int8, fp32) == 0, "nothing is hidden without backward")
     check(_auto.hidden_buckets([0.0], [1.0], [1.0]) == 0, "the last bucket is never hidden")
 

@@ -6,7 +6,8 @@
 namespace gradwire {
 namespace {
 
-constexpr double kSafety = 0.8;
+// The share of backward that must suffice: ranks that wait for each other take longer than their messages.
+constexpr double kSafety = 0.4;
 constexpr int64_t kRunAlignment = 4;  // of the run's reducer (ReducerOptions)
 
 // Returns the spec with more dense tensors.

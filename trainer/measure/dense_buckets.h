@@ -13,7 +13,7 @@ std::vector<std::string> name_patterns(const std::vector<std::string>& all,
                                        const std::vector<std::string>& some);
 
 // Returns the choice's spec with the tensors of its first buckets in dense=, as many as leave the predicted
-// step as short as without, even if backward takes a fifth less than measured. Returns "" if there are none.
+// step as short as without, even if backward takes 40 % of the measured time. Returns "" if there are none.
 // Backward hides the first buckets best, and the last bucket not at all.
 std::string with_dense_buckets(StepCosts costs, const Prediction& choice);
 

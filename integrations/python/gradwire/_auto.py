@@ -39,7 +39,7 @@ _CANDIDATES = ("bf16", "int8", "int4", "powersgd:rank=4", "powersgd:rank=1")
 OBSERVED = 5
 REPETITIONS = 3
 _TIE = 1.05  # steps within this factor are a tie, as in train --compression auto: the smallest error wins
-_SAFETY = 0.8  # a bucket stays in FP32 if backward hides it even when shortened by this factor
+_SAFETY = 0.4  # a bucket stays in FP32 if backward hides it even when shortened by this factor
 _PIECE = 1 << 22  # elements that are compared at a time
 _NAME = re.compile(r"(?!(auto|off)$)[^,+*?\[\]\\]+\*?")  # a name that dense= takes literally, or a prefix
 _CHECKED = 20  # steps after the choice whose median is compared with the prediction
