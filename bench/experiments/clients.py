@@ -105,7 +105,7 @@ def measure(options):
 
 
 def settings(options, items):
-    """Returns which clients and properties the file has, including those that an earlier run measured."""
+    """Returns the clients and the properties in the file, also those from earlier runs."""
     return {key: [name for name in names if any(item[column] == name for item in items)]
             for key, column, names in (("clients", "client", CLIENTS), ("what", "what", OPTIONS["what"]))}
 

@@ -1,6 +1,7 @@
 """Dion, an optimizer whose ranks exchange low-rank factors instead of gradients."""
 from __future__ import annotations
 
+import copy
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
@@ -143,7 +144,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         The momentum of the mean gradient is kept: it is the sum of the ranks' momenta.
         """
         rest = {key: value for key, value in state_dicts[0].items() if key != "gradwire"}
-        super().load_state_dict(rest)
+        super().load_state_dict(copy.deepcopy(rest))  # PyTorch 2 keeps the tensors, and steps change them
         momenta = [state["gradwire"] for state in state_dicts]
         if len(momenta) == 1:
             self._reducer.load_state(momenta[0])
