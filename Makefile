@@ -26,7 +26,7 @@
 #                 15 minutes (docs/results/auto.md); needs root for shaped links
 #   make gpu-check   GPU tests, compute-sanitizer and benches on a machine with a GPU; into docs/results/
 #   make machine-code   compare the kernels' machine code with tools/checks/kernel_budgets.tsv, and write
-#                 docs/gpu.md's table
+#                 docs/results/machine-code.md
 #   make bundle   pack the build for a GPU machine that cannot build it: build/gradwire-bundle.tar.xz
 #   make wheel    a source archive of the Python package, and from it a wheel with the library; in dist/
 #   make deb      Debian packages of the C library and of the programs; in dist/

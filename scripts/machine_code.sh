@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # make machine-code: reads the machine code of every CUDA kernel (tools/checks/check_machine_code.py) and
-# writes its table into docs/gpu.md. Needs nvcc, but not a GPU.
+# writes the table of docs/results/machine-code.md. Needs nvcc, but not a GPU.
 #
 #   scripts/machine_code.sh [--smoke]    --smoke: reads the existing build, and only compares the table
 set -euo pipefail

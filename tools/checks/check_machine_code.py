@@ -12,7 +12,7 @@ Reads the objects in BUILD with cuobjdump, for every architecture in them. Fails
 - on sm_90, its hot loop calls a subroutine, has half-filled sectors, or lacks 16-byte accesses, and the
   row does not allow that, or it stores vectors word by word,
 - a row is outside the limits for all kernels without a reason, or
-- the table in docs/gpu.md, which explains the figures, is out of date. --write updates the table.
+- the table in docs/results/machine-code.md, which explains the figures, is out of date. --write updates it.
 
 --all prints every instantiation. Without cuobjdump and nvdisasm, which scripts/cuda_pip.sh installs, the exit
 status is 77: skipped. BUILD has a cache of the results.
@@ -234,14 +234,14 @@ def proposed(name: str, is_: Figures) -> str:
          f"{int(is_.instructions_per_byte * 10 + 1) / 10:g}", ",".join(sorted(is_.found)) or "-"))
 
 
-def measurements(page: str) -> dict[str, str]:
+def measurements(pages: str) -> dict[str, str]:
     """Returns the measured fraction of copy bandwidth by kernel, from docs/gpu.md's table of kernels.
 
     For kernels with several ops, returns it by kernel and op, from the table of machine code, where these
     cells are written by hand.
     """
     found = {}
-    for line in page.splitlines():
+    for line in pages.splitlines():
         if match := ROW.match(line):
             found[match.group(1)] = match.group(2).split("|")[-1].strip()
         elif re.match(r"\| \w+\(\w+\) \|", line):
@@ -346,16 +346,17 @@ def main() -> int:
     wrong += [f"tools/checks/kernel_budgets.tsv: no kernel has the name {name}" for name in budgets
               if name not in worst]
 
-    page = options.root / "docs/gpu.md"
+    page = options.root / "docs/results/machine-code.md"
     text = page.read_text()
+    kernels = (options.root / "docs/gpu.md").read_text()
     toolkit = toolkit_of(options.build)
-    now = table(worst, budgets, measurements(text), toolkit)
+    now = table(worst, budgets, measurements(kernels + text), toolkit)
     before, _, rest = text.partition(GENERATED[0])
     there, _, after = rest.partition(GENERATED[1])
     if options.write:
         page.write_text(before + now + after)
     elif f"From nvcc {toolkit}," in there and GENERATED[0] + there + GENERATED[1] != now:
-        wrong.append("the table of machine code in docs/gpu.md is out of date: run make machine-code")
+        wrong.append("the table of docs/results/machine-code.md is out of date: run make machine-code")
     architectures = sorted({function["architecture"] for function in read})
     print("\n".join(wrong)
           or f"{len(worst)} kernels within their budgets, {len(read)} functions without local memory "
