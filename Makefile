@@ -12,7 +12,7 @@
 #   make test-frameworks   the Python tests on today's PyTorch as well as on Debian's; installs it in build/
 #   make test-pytorch-suite   the distributed tests of PyTorch's wheel on the backend and the hook, in fp32
 #                 and int8: what passed, what failed and why, what was left out
-#   make faults   the fault matrix of docs/faults.md, and 200 runs with a killed rank
+#   make faults   the fault matrix (docs/results/elastic.md), and 200 runs with a killed rank
 #   make soak     random faults of every kind for 10 minutes; SOAK="faults SECONDS SEED"; SOAK=elastic: runs
 #                 whose ranks are killed, stopped and joined; SOAK=fuzz: libFuzzer on the parsers of files and
 #                 messages, a minute each, or SOAK="fuzz SECONDS TARGET..."

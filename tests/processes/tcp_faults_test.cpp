@@ -1,4 +1,5 @@
-// The fault matrix: faults x schedules, on four processes over TCP. docs/faults.md shows the outcomes.
+// The fault matrix: faults x schedules, on four processes over TCP. docs/results/elastic.md has the
+// outcomes.
 //
 // No rank hangs, accepts a wrong sum or leaves a process behind, and each survivor's error names the rank,
 // the operation, the call, and the awaited event.
