@@ -1,5 +1,6 @@
 // Cases of error feedback's policies: `size` bytes of gradients.
 #include "bench/cases/kernel_cases.h"
+#include "kernels/feedback/clip.h"
 #include "kernels/feedback/feedback.h"
 
 namespace gradwire::bench {
@@ -42,12 +43,20 @@ Problem mask(Arena& arena, int64_t size) {
   return passes<MomentumMask>(args, momentum_mask, 12);
 }
 
+// The array is above the norm in the first launch only, and is read in each.
+Problem clip(Arena& arena, int64_t size) {
+  const int64_t count = size / 4;
+  const ClipNorm args{arena.normal(count), arena.zeros<double>(clip_chunks(count)), 1.0f, count};
+  return passes<ClipNorm>(args, clip_norm, 4);
+}
+
 }  // namespace
 
 std::span<const KernelCase> feedback_cases() {
   static const std::vector<KernelCase> cases = {
       {"ef21_difference", "", "feedback", difference},
       {"ef21_update", "", "feedback", update},
+      {"clip_norm", "", "feedback", clip},
       {"momentum_add", "", "feedback", add},
       {"momentum_mask", "", "feedback", mask},
   };

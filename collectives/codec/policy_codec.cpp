@@ -11,15 +11,20 @@
 //   momentum=M  momentum correction (Lin et al., Deep Gradient Compression, ICLR 2018): u = M u + g is
 //               compressed in place of g, and u becomes 0 where the bucket's mean changed. Dense tensors keep
 //               their u, as in SGD with momentum. The optimizer's own momentum must be 0.
+//   max_norm=C  local gradient clipping, as in Deep Gradient Compression: before all else a rank scales each
+//               tensor's gradient, dense tensors too, to a norm of at most C / sqrt(ranks). The rest is
+//               forgotten.
 //
 // A rank stores d_i = h_i - h in place of h_i. d_i and u belong to the rank; they are reset to 0 when the
 // ranks change. The sum of the h_i then still is n h.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "collectives/codec/codec.h"
 #include "collectives/codec/dense.h"
+#include "kernels/feedback/clip.h"
 #include "kernels/feedback/feedback.h"
 #include "runtime/util/error.h"
 
@@ -69,6 +74,7 @@ class PolicyCodec final : public Codec {
         gradients_(c.gradients),
         elements_(c.elements),
         unit_(c.scale == 1.0f ? 1.0f / static_cast<float>(c.transport->world()) : 1.0f),
+        max_norm_(static_cast<float>(policy_.max_norm / std::sqrt(c.transport->world()))),
         estimate_(buffer(c, estimates())),
         deviation_(buffer(c, estimates() && codec_->residual() == nullptr)),
         momentum_(buffer(c, policy_.momentum > 0)) {
@@ -84,11 +90,11 @@ class PolicyCodec final : public Codec {
   }
 
   size_t workspace_bytes() const override {
-    return kept_bytes() + std::max(codec_->workspace_bytes(), plain_ ? plain_->workspace_bytes() : 0);
+    return own_bytes() + std::max(codec_->workspace_bytes(), plain_ ? plain_->workspace_bytes() : 0);
   }
   void bind(void* workspace) override {
-    kept_ = static_cast<float*>(workspace);
-    void* const rest = static_cast<std::byte*>(workspace) + kept_bytes();
+    own_ = workspace;
+    void* const rest = static_cast<std::byte*>(workspace) + own_bytes();
     codec_->bind(rest);
     if (plain_) plain_->bind(rest);
   }
@@ -101,7 +107,8 @@ class PolicyCodec final : public Codec {
   int64_t period() const override { return codec_->period(); }
 
   void run(const Stream& stream, int64_t step, BucketPhases& phases) override {
-    if (estimates() || momentum_) phases.enter(stream, Phase::compress);
+    if (max_norm_ > 0 || estimates() || momentum_) phases.enter(stream, Phase::compress);
+    if (max_norm_ > 0) clip(stream);
     if (estimates()) take_difference(stream);
     if (momentum_) {
       momentum_add(stream, {.grad = gradients_,
@@ -145,6 +152,7 @@ class PolicyCodec final : public Codec {
     std::string text = codec_->describe();
     if (estimates()) text += ", by EF21";
     if (momentum_) text += fmt::format(", momentum {}", policy_.momentum);
+    if (max_norm_ > 0) text += fmt::format(", gradients clipped to norm {:.3g} on each rank", max_norm_);
     if (plain_) text += fmt::format(", from step {} on", policy_.start);
     return text;
   }
@@ -156,18 +164,33 @@ class PolicyCodec final : public Codec {
   }
   bool estimates() const { return policy_.feedback == Feedback::ef21; }
   bool masks(bool plain) const { return momentum_ && !plain; }
-  size_t kept_bytes() const {
-    return estimates() ? (static_cast<size_t>(elements_) * sizeof(float) + 255) / 256 * 256 : 0;
+  // The workspace's first part holds the sums of a tensor that is clipped, afterwards EF21's `kept`.
+  size_t own_bytes() const {
+    size_t bytes = estimates() ? static_cast<size_t>(elements_) * sizeof(float) : 0;
+    for (const BucketTensor& t : tensors_) {
+      if (max_norm_ == 0) break;
+      bytes = std::max(bytes, static_cast<size_t>(clip_chunks(t.count())) * sizeof(double));
+    }
+    return (bytes + 255) / 256 * 256;
   }
+  float* kept() { return static_cast<float*>(own_); }
   float* deviation() {
     return codec_->residual() != nullptr ? codec_->residual()->values() : deviation_.as<float>();
   }
 
+  void clip(const Stream& stream) {
+    for (const BucketTensor& t : tensors_) {
+      clip_norm(stream, {.grad = gradients_ + t.offset,
+                         .chunks = static_cast<double*>(own_),
+                         .max_norm = max_norm_,
+                         .count = t.count()});
+    }
+  }
   void take_difference(const Stream& stream) {
     ef21_difference(stream, {.grad = gradients_,
                              .residual = deviation(),
                              .estimate = estimate_.as<const float>(),
-                             .kept = kept_,
+                             .kept = kept(),
                              .unit = unit_,
                              .count = elements_});
   }
@@ -176,7 +199,7 @@ class PolicyCodec final : public Codec {
     ef21_update(stream, {.grad = gradients_,
                          .residual = deviation(),
                          .estimate = estimate_.as<float>(),
-                         .kept = kept_,
+                         .kept = kept(),
                          .unit = unit_,
                          .count = elements_});
   }
@@ -193,19 +216,21 @@ class PolicyCodec final : public Codec {
   const std::vector<BucketTensor> tensors_;
   float* gradients_;
   const int64_t elements_;
-  const float unit_;  // a mean is `unit` times the result: 1, or 1 / ranks if the result is a sum
+  const float unit_;      // a mean is `unit` times the result: 1, or 1 / ranks if the result is a sum
+  const float max_norm_;  // of a tensor on this rank; 0: any
   Buffer estimate_;
   Buffer deviation_;  // of a codec without a residual
   Buffer momentum_;
   std::vector<ElementSpan> masked_;
-  float* kept_ = nullptr;  // in the workspace
+  void* own_ = nullptr;  // in the workspace
 };
 
 }  // namespace
 
 std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   const ResidualPolicy& policy = context.spec.policy;
-  const bool simple = policy.feedback != Feedback::ef21 && policy.start == 0 && policy.momentum == 0;
+  const bool simple =
+      policy.feedback != Feedback::ef21 && policy.start == 0 && policy.momentum == 0 && policy.max_norm == 0;
   if (simple) return make_split_codec(context);
   BucketContext c = context;
   // BF16's rounding of a gradient is lost in one step, but would add up in an estimate.

@@ -15,7 +15,7 @@ size_t ResidualPolicy::stage(int64_t step, size_t stages) const {
 
 bool CompressionSpec::needs_reducer() const {
   return method != Method::wire || policy.feedback == ResidualPolicy::Feedback::ef21 || policy.start > 0 ||
-         policy.ramp > 0 || policy.momentum > 0;
+         policy.ramp > 0 || policy.momentum > 0 || policy.max_norm > 0;
 }
 
 // Formats that send some of the values send a quarter, a sixteenth, ... of the values, as in Deep Gradient

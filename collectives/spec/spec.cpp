@@ -145,7 +145,7 @@ std::string CompressionSpec::grammar() {
       "randk:ratio=X[,wire=FORMAT][,seed=S] or dion:rank=R[,mu=X][,orth=on|off][,wire=FORMAT][,seed=S], "
       "where "
       "FORMAT is {}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
-      ",residual={} and ,ef_decay=X and ,start=N and "
+      ",residual={} and ,ef_decay=X and ,start=N and ,max_norm=X and "
       ",dense=off|auto|[+]NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
       "topk and randk, and the format's own options; or FILE.py[:KEY=VALUE...] (docs/formats.md)",
       fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kTransports),
@@ -177,7 +177,7 @@ std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_
 }
 
 // Legal values of the residual's policies. ef_decay=0 would be ef=off, and momentum=1 would never forget.
-constexpr double kLeastDecay = 1e-6, kMostMomentum = 0.9999;
+constexpr double kLeastDecay = 1e-6, kMostMomentum = 0.9999, kLeastNorm = 1e-9, kMostNorm = 1e9;
 constexpr int64_t kMostSteps = int64_t{1} << 40;
 
 using Options = std::map<std::string_view, std::function<void(std::string_view)>>;
@@ -209,6 +209,7 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     options["dense"] = [&dense](std::string_view v) { dense = v; };
     if (!dion) numeric("ef_decay", policy.decay, kLeastDecay, 1.0);
     if (!dion) numeric("start", policy.start, int64_t{0}, kMostSteps);
+    if (!dion) numeric("max_norm", policy.max_norm, kLeastNorm, kMostNorm);
     const bool randk = spec.method == CompressionSpec::Method::randk;
     if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMostSteps);
     if (randk || (!codec && spec.wire->selects)) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
@@ -396,6 +397,7 @@ std::string CompressionSpec::to_string() const {
   add(policy.decay != 1, "ef_decay=" + shortest(policy.decay));
   add(policy.ramp != 0, fmt::format("ramp={}", policy.ramp));
   add(policy.momentum != 0, "momentum=" + shortest(policy.momentum));
+  add(policy.max_norm != 0, "max_norm=" + shortest(policy.max_norm));
   add(residual != defaults.residual, fmt::format("residual={}", residual->name));
   add(dense != (python ? std::vector<std::string>{kDenseAuto} : default_dense(wire)),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));

@@ -63,7 +63,8 @@ struct CompressionSpec {
   // Returns whether this codec can load a state saved under the spec `text`. residual= may differ, because
   // states store residuals in FP32.
   bool loads_state_of(std::string_view text) const;
-  // Returns whether a step depends on state other than a residual, such as the number of earlier steps.
+  // Returns whether a step depends on more than a buffer and its residual: the number of earlier steps, other
+  // state, or tensors' shapes.
   bool needs_reducer() const;
   // Returns why the residual's policies contradict each other or the rest of the spec; "" if they do not.
   std::string policy_problem() const;

@@ -1,4 +1,4 @@
-// The policies around a codec: EF21, uncompressed first steps, ramps and momentum correction.
+// The policies around a codec: EF21, uncompressed first steps, ramps, momentum correction and clipping.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collectives/reducer/snapshot.h"
+#include "kernels/feedback/clip.h"
 #include "kernels/math/bf16.h"
 #include "tests/collectives/conservation.h"
 #include "tests/collectives/reducer_rank.h"
@@ -337,6 +338,52 @@ TEST_P(Policies, UncompressedGradientsKeepTheirMomentum) {
   }
 }
 
+// Returns gradients whose tensors are clipped to `limit` by the reference.
+std::vector<std::vector<float>> clipped(std::vector<std::vector<float>> gradients, float limit) {
+  for (auto& g : gradients) {
+    reference::clip_norm({.grad = g.data(), .max_norm = limit, .count = static_cast<int64_t>(g.size())});
+  }
+  return gradients;
+}
+
+// max_norm gives the bits of gradients that were clipped before they were reduced, so what it forgets is what
+// clipping takes away, and everything else is conserved as without it.
+TEST_P(Policies, MaxNormClipsEachTensorBeforeAllElse) {
+  constexpr int kSteps = 3;
+  constexpr double kMaxNorm = 20;
+  const std::vector<std::string> specs{"topk:k=41,of=256",
+                                       "topk:k=5,of=256,momentum=0.9,start=1",
+                                       "int8:ef=ef21",
+                                       "sign:ef_decay=0.9,dense=off",
+                                       "powersgd:rank=2,start=1",
+                                       "randk:ratio=0.1,ef=off"};
+  for (const std::string& spec : thinned(specs)) {
+    for (const std::string& schedule : testing::schedule_names()) {
+      for (int world : {2, 4, 5}) {
+        SCOPED_TRACE(fmt::format("{},schedule={}, {} ranks", spec, schedule, world));
+        const auto limit = static_cast<float>(kMaxNorm / std::sqrt(world));
+        run_ranks(world, GetParam(), [&](Communicator& comm) {
+          comm.set_ranks_per_node(testing::ranks_per_node(world));
+          const std::string all = spec + ",schedule=" + schedule;
+          Rank plain(comm, all, model(), 16 << 10);
+          Rank clips(comm, all + fmt::format(",max_norm={}", kMaxNorm), model(), 16 << 10);
+          int changed = 0, tensors = 0;
+          for (int s = 0; s < kSteps; ++s) {
+            const auto gradients =
+                gradients_for(plain.tensors, static_cast<uint32_t>(s * world + comm.rank() + 1));
+            const auto less = clipped(gradients, limit);
+            for (size_t t = 0; t < less.size(); ++t) changed += less[t] != gradients[t], ++tensors;
+            EXPECT_TRUE(same_bits(clips.step(gradients), plain.step(less))) << "step " << s;
+          }
+          EXPECT_GT(changed, 0);
+          EXPECT_LT(changed, tensors) << "tensors below the norm must stay";
+          EXPECT_TRUE(same_bits(clips.residual(), plain.residual()));
+        });
+      }
+    }
+  }
+}
+
 TEST(Policy, ShardedReducersRefuseWhatNeedsTheWholeMean) {
   run_ranks(2, Device::host(), [&](Communicator& comm) {
     for (const char* spec : {"int8:ef=ef21", "topk:momentum=0.9"}) {
@@ -344,7 +391,7 @@ TEST(Policy, ShardedReducersRefuseWhatNeedsTheWholeMean) {
           [&] { Rank rank(comm, spec, model(), ReducerOptions{.sharded = true}); },
           {spec, "needs the whole mean"});
     }
-    Rank rank(comm, "int8:start=1,ef_decay=0.9", model(), ReducerOptions{.sharded = true});
+    Rank rank(comm, "int8:start=1,ef_decay=0.9,max_norm=5", model(), ReducerOptions{.sharded = true});
     rank.step(gradients_for(rank.tensors, 1));
     rank.step(gradients_for(rank.tensors, 2));
   });

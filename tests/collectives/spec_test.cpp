@@ -44,7 +44,8 @@ TEST(Spec, TextSurvivesARoundTrip) {
                            "int8:start=5,ef=ef21",
                            "bf16:ef_decay=0.95",
                            "topk:start=5,k=41,ef_decay=0.9,ramp=100,momentum=0.9",
-                           "randk:ratio=0.01,ramp=10,momentum=0.5",
+                           "randk:ratio=0.01,ramp=10,momentum=0.5,max_norm=0.25",
+                           "powersgd:rank=2,max_norm=1.5",
                            "powersgd:rank=2,ef=ef21"}) {
     CompressionSpec spec = CompressionSpec::parse(text);
     EXPECT_EQ(spec.to_string(), text);
@@ -198,7 +199,9 @@ TEST(Spec, ErrorsNameTheInvalidPart) {
         Case{"bf16:ramp=5", "ramp=5 has no step between FP32 and bf16"},
         Case{"randk:ratio=0.5,ramp=5", "ramp=5 has no step between FP32 and ratio=0.5"},
         Case{"powersgd:ramp=5", "no option 'ramp'"}, Case{"int8:momentum=0.9", "no option 'momentum'"},
-        Case{"topk:momentum=1", "momentum='1'"},
+        Case{"topk:momentum=1", "momentum='1'"}, Case{"int8:max_norm=0", "max_norm='0'"},
+        Case{"dion:rank=4,max_norm=1", "no option 'max_norm'"},
+        Case{"fp32:max_norm=1", "no option 'max_norm'"},
         Case{"topk:momentum=0.9,ef=off", "momentum=0.9 needs ef=on, not ef=off"}}) {
     SCOPED_TRACE(c.text);
     testing::expect_error<BadInput>([&] { CompressionSpec::parse(c.text); }, {c.culprit});

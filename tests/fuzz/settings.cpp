@@ -44,8 +44,8 @@ std::vector<Bytes> settings_seeds() {
                            "eden:bits=3,ef=off,residual=bf16", "qsgd", "nvfp4:dense=head.*+a",
                            "powersgd:rank=4,wire=bf16,start=10,warm=off,min_ratio=1.5,seed=7",
                            "powersgd:alternate=on", "topk:start=5,k=41,ef_decay=0.9,ramp=100,momentum=0.9",
-                           "int8:ef=ef21", "randk:ratio=0.05,wire=int8,seed=3", "fashion-mnist:/a/folder",
-                           "synthetic:1000", "flip,crop", "10:20"}) {
+                           "int8:ef=ef21,max_norm=0.5", "randk:ratio=0.05,wire=int8,seed=3",
+                           "fashion-mnist:/a/folder", "synthetic:1000", "flip,crop", "10:20"}) {
     seeds.push_back(bytes_of_text(text));
   }
   return seeds;

@@ -1,6 +1,8 @@
 // Error feedback's passes equal their reference, also for non-finite values.
 #include "kernels/feedback/feedback.h"
 
+#include "kernels/feedback/clip.h"
+
 #include <limits>
 
 #include "tests/kernels/backend.h"
@@ -94,6 +96,37 @@ TEST_P(Feedback, MomentumIsTheReference) {
       expect_reference(momentum, "masked momentum");
     }
   }
+}
+
+// The norm has the same bits on every backend, whatever the alignment; elements that are not finite do not
+// count.
+TEST_P(Feedback, ClippingIsTheReference) {
+  auto all = sizes();
+  all.push_back(kClipChunk * kClipFold + 5);  // more chunks than lanes that add them
+  for (int64_t n : all) {
+    for (const bool hard : {false, true}) {
+      auto grad = operand(n, 1, n % 5);
+      if (hard) poison(grad);
+      auto chunks = array<double>(clip_chunks(n));
+      for (const float share : {2.0f, 0.5f}) {
+        const float norm = std::sqrt(static_cast<float>(n));
+        const auto before = grad.values;
+        reference::clip_norm({.grad = grad.values.data(), .max_norm = share * norm, .count = n});
+        if (n > 1000 && !hard) {
+          EXPECT_EQ(before == grad.values, share > 1) << n;
+        }
+        GW_RUN(clip_norm, (ClipNorm{grad.array.data(), chunks.data(), share * norm, n}));
+        expect_reference(grad, "clipped");
+      }
+    }
+  }
+}
+
+TEST_P(Feedback, AClippedArrayHasTheNorm) {
+  auto grad = array<float>({3.0f, -4.0f, std::numeric_limits<float>::infinity(), 0.0f});
+  auto chunks = array<double>(1);
+  GW_RUN(clip_norm, (ClipNorm{grad.data(), chunks.data(), 1.0f, 4}));
+  EXPECT_EQ(grad.host(), (std::vector<float>{0.6f, -0.8f, std::numeric_limits<float>::infinity(), 0.0f}));
 }
 
 // An estimate equals the gradient once nothing is lost, and a non-finite gradient leaves the estimates.

@@ -167,7 +167,10 @@ TEST(Resolve, ResidualPoliciesMustFitOptimizerAndSharding) {
   o.compression = {"topk:momentum=0.9"};
   expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "--optimizer sgd --momentum 0"});
   o.optimizer = OptimizerKind::sgd, o.momentum = 0, o.ranks = 1;
-  expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "--momentum 0.9"});
+  expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "single rank", "momentum"});
+  o.compression = {"int8:max_norm=1"};
+  expect_bad_input([&] { resolve(o); }, {"int8:max_norm=1", "single rank", "max_norm"});
+  o.compression = {"topk:momentum=0.9"};
   o.ranks = 4;
   EXPECT_EQ(resolve(o).compressions[0].policy.momentum, 0.9);
   o.shard = Sharding::optimizer;

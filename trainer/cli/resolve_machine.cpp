@@ -320,11 +320,12 @@ void check_policies(const Resolved& out) {
           "--compression {}: momentum={} replaces the optimizer's; add --optimizer sgd --momentum 0",
           spec.to_string(), policy.momentum));
     }
-    if (policy.momentum > 0 && (config.ranks() == 1 || config.elastic.least == 1)) {
-      throw BadInput(fmt::format(
-          "--compression {}: a single rank has no compression and no momentum in it; use --momentum {}, and "
-          "--elastic with at least 2 ranks",
-          spec.to_string(), policy.momentum));
+    const char* const option = policy.momentum > 0 ? "momentum" : policy.max_norm > 0 ? "max_norm" : nullptr;
+    if (option != nullptr && (config.ranks() == 1 || config.elastic.least == 1)) {
+      throw BadInput(
+          fmt::format("--compression {}: a single rank does not compress, and so has no {}; use at least 2 "
+                      "ranks, also with --elastic, or drop {}",
+                      spec.to_string(), option, option));
     }
     const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
     if (whole_mean && config.shard != Sharding::none) {

@@ -64,8 +64,7 @@ def read(spec: str) -> LowRankSpec:
     with Communicator() as alone:
         Reducer(alone, spec, [("matrix", 2, 2)]).close()
     given = dict(option.split("=", 1) for option in split(spec)[1])
-    for key in ("alternate", "warm", "ef", "ef_decay", "ef_start", "ramp", "momentum", "clip", "dense",
-                "residual"):
+    for key in ("alternate", "warm", "ef", "ef_decay", "ramp", "momentum", "max_norm", "dense", "residual"):
         if key in given:
             raise _native.BadArgument(f"replicas={spec!r} has the option {key}={given[key]}: PowerSGD over "
                                       f"replicas takes {', '.join(_OWN)} and the options of wire's format")

@@ -250,7 +250,8 @@ def _check_options(spec: str) -> None:
         if key in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
                                       "compress()'s own arguments error_feedback and dense")
-        if key in ("ef_decay", "ramp", "momentum") or (key == "start" and method_of(spec) != "powersgd"):
+        steps = key in ("ef_decay", "ramp", "momentum", "max_norm")
+        if steps or (key == "start" and method_of(spec) != "powersgd"):
             raise _native.BadArgument(f"'{spec}' has the option {option}, which only a Reducer supports: use "
                                       "the DDP hook or a Reducer, or drop it")
 
