@@ -1,8 +1,8 @@
-"""Why error feedback costs accuracy in short runs: an MLP on Fashion-MNIST, one factor changed at a time.
+"""Why error feedback costs accuracy in short runs: an MLP or ResNet on Fashion-MNIST, one factor changed at a time.
 
 Simulates the ranks, the codecs and the reduction in PyTorch, so that each factor can change alone: learning
 rate, number of steps, the second encode of a two-shot, Adam's second moment, momentum, decay, EF21, selection
-by tensor, dense first steps, delay without compression. Takes more than an hour on one core; skips runs that
+by tensor, dense first steps, delay without compression, model. Takes more than an hour on one core; skips runs that
 the result has already. run.py error_feedback --render FILE draws the picture of docs/results/formats.md.
 """
 import collections
@@ -25,6 +25,7 @@ RATES = {"adamw": 2e-3, "sgd": 5e-2}
 OTHER_RATES = {"adamw": (0.5, 2, 4), "sgd": (0.25, 2, 4)}
 DELAYS = (2, 5, 10, 50)
 CODECS = ("topk", "sign", "randk10")
+NO_MOMENTUM = {"optimizer": "sgd", "momentum": 0.0, "rate": 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Run:
     steps: int = 468
     second_encode: bool = True
     second_moment: str = "compressed"
-    momentum: float = 0.9
+    momentum: float = 0.9  # also AdamW's beta1
     decay: float = 1.0
     whole_tensors: bool = False
     dense_steps: int = 0
     flush: bool = False
+    model: str = "mlp"  # or resnet
 
 
 def pairs(codecs=CODECS, **changes):
@@ -69,19 +71,27 @@ def questions():
             "residual applied at the end": with_feedback(flush=True, **add),
             "exact gradients, late": [*(Run(f"delay{n}", **add) for n in DELAYS),
                                       Run("delay10", rate=0.25, **add)],
+            "a ResNet": [Run(model="resnet", **add), *pairs(model="resnet", **add)],
             "selection by tensor": [Run("topk", ef, whole_tensors=True, **add) for ef in ("on", "off")],
         }
         if optimizer == "adamw":
             more["second moment of exact gradients"] = pairs(second_moment="dense", **add)
+            more["no first moment (beta1 = 0)"] = [Run(momentum=0.0, **add), *pairs(momentum=0.0, **add)]
+            more["both, and one encode"] = [
+                run for run in with_feedback(momentum=0.0, second_moment="dense", second_encode=False, **add)
+                if not run.codec.startswith("randk")]
         else:
-            more["no momentum, ten times the rate"] = [
-                Run(momentum=0.0, rate=10, **add), *pairs(momentum=0.0, rate=10, **add)]
+            more["no momentum, ten times the rate"] = [Run(**NO_MOMENTUM), *pairs(**NO_MOMENTUM)]
+            more["a ResNet, no momentum, ten times the rate"] = [
+                Run(model="resnet", **NO_MOMENTUM), *pairs(model="resnet", **NO_MOMENTUM)]
         found.update({f"{optimizer}: {name}": runs for name, runs in more.items()})
     for optimizer, rates in OTHER_RATES.items():
         found[f"rate of {optimizer}"] = [run for rate in rates for run in (
             Run(optimizer=optimizer, rate=rate), *pairs(optimizer=optimizer, rate=rate))]
         found[f"ten times the steps of {optimizer}"] = [
             Run(optimizer=optimizer, steps=4680), *pairs(("topk",), optimizer=optimizer, steps=4680)]
+    found["ten times the steps without momentum"] = [
+        Run(**NO_MOMENTUM, steps=4680), *with_feedback(**NO_MOMENTUM, steps=4680)[:1]]
     return found
 
 
@@ -194,30 +204,71 @@ class Optimizer:
             parameter.sub_(self.now * first)
             return
         source = exact if self.run.second_moment == "dense" else gradient
-        first.mul_(0.9).add_(gradient, alpha=0.1)
+        beta1 = self.run.momentum
+        first.mul_(beta1).add_(gradient, alpha=1 - beta1)
         second.mul_(0.999).addcmul_(source, source, value=0.001)
         root = (second / (1 - 0.999 ** self.t)).sqrt_().add_(1e-8)
-        parameter.sub_(self.now * (first / (1 - 0.9 ** self.t)) / root)
+        parameter.sub_(self.now * (first / (1 - beta1 ** self.t)) / root)
 
 
-def forward(parameters, images):
-    """images: (ranks, batch, 784); parameters with a dimension of ranks in front."""
-    import torch
-    x = images
-    for i in range(0, len(parameters), 2):
-        x = torch.baddbmm(parameters[i + 1].unsqueeze(1), x, parameters[i].transpose(1, 2))
-        x = torch.relu(x) if i + 2 < len(parameters) else x
-    return x
+class Mlp:
+    """Three layers; parameters are weights and biases in turn."""
+
+    @staticmethod
+    def initial(generator):
+        import torch
+        parameters = []
+        for inner, outer in zip(SIZES, SIZES[1:]):
+            parameters.append(torch.randn(outer, inner, generator=generator) * math.sqrt(2 / inner))
+            parameters.append(torch.zeros(outer))
+        return parameters
+
+    @staticmethod
+    def logits(parameters, images):
+        """parameters with a dimension of ranks in front; images: (ranks, batch, 784)."""
+        import torch
+        x = images
+        for i in range(0, len(parameters), 2):
+            x = torch.baddbmm(parameters[i + 1].unsqueeze(1), x, parameters[i].transpose(1, 2))
+            x = torch.relu(x) if i + 2 < len(parameters) else x
+        return x
 
 
-def initial(seed):
-    import torch
-    generator = torch.Generator().manual_seed(seed)
-    parameters = []
-    for inner, outer in zip(SIZES, SIZES[1:]):
-        parameters.append(torch.randn(outer, inner, generator=generator) * math.sqrt(2 / inner))
-        parameters.append(torch.zeros(outer))
-    return parameters, generator
+class ResNet:
+    """Convolutions of 3 x 3 with biases, two residual blocks, no normalization."""
+
+    CHANNELS = ((1, 16), (16, 16), (16, 16), (16, 32), (32, 32), (32, 32))
+
+    @classmethod
+    def initial(cls, generator):
+        import torch
+        parameters = []
+        for inner, outer in cls.CHANNELS:
+            scale = math.sqrt(2 / (9 * inner))
+            parameters.append(torch.randn(outer, inner, 3, 3, generator=generator) * scale)
+            parameters.append(torch.zeros(outer))
+        return [*parameters, torch.randn(10, 32, generator=generator) * math.sqrt(1 / 32), torch.zeros(10)]
+
+    @classmethod
+    def logits(cls, parameters, images):
+        """As Mlp.logits; the ranks one after the other."""
+        import torch
+        from torch.nn import functional
+        out = []
+        for rank, x in enumerate(images):
+            mine = [p[rank] for p in parameters]
+
+            def layer(x, i, stride=1):
+                return functional.conv2d(x, mine[2 * i], mine[2 * i + 1], stride=stride, padding=1)
+            x = torch.relu(layer(x.reshape(-1, 1, 28, 28), 0, 2))
+            x = torch.relu(x + layer(torch.relu(layer(x, 1)), 2))
+            x = torch.relu(layer(x, 3, 2))
+            x = torch.relu(x + layer(torch.relu(layer(x, 4)), 5))
+            out.append(functional.linear(x.mean((2, 3)), mine[-2], mine[-1]))
+        return torch.stack(out)
+
+
+MODELS = {"mlp": Mlp, "resnet": ResNet}
 
 
 def average(run, step, reductions, i, gradients):
@@ -228,8 +279,8 @@ def average(run, step, reductions, i, gradients):
     return exact, reductions[i](gradients.reshape(len(gradients), -1)).reshape(exact.shape)
 
 
-def accuracy(parameters, images, labels):
-    logits = forward([p.unsqueeze(0) for p in parameters], images.unsqueeze(0))[0]
+def accuracy(model, parameters, images, labels):
+    logits = model.logits([p.unsqueeze(0) for p in parameters], images.unsqueeze(0))[0]
     return (logits.argmax(-1) == labels).float().mean().item()
 
 
@@ -237,7 +288,8 @@ def train(run, seed, sets, ranks, batch):
     """Returns the test accuracy, the last losses' mean and the residual's norm over the gradient's."""
     import torch
     (images, labels), test = sets
-    parameters, generator = initial(seed)
+    model, generator = MODELS[run.model], torch.Generator().manual_seed(seed)
+    parameters = model.initial(generator)
     codec = Codec(run, seed)
     reductions = {i: Reduction(run, codec, ranks, p.numel()) for i, p in enumerate(parameters) if p.dim() > 1}
     optimizer = Optimizer(run, parameters)
@@ -247,7 +299,7 @@ def train(run, seed, sets, ranks, batch):
             order = torch.randperm(len(images), generator=generator)
         chosen, order = order[:ranks * batch], order[ranks * batch:]
         leaves = [p.expand(ranks, *p.shape).clone().requires_grad_() for p in parameters]
-        logits = forward(leaves, images[chosen].reshape(ranks, batch, -1))
+        logits = model.logits(leaves, images[chosen].reshape(ranks, batch, -1))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[chosen])
         (loss * ranks).backward()
         losses.append(loss.item())
@@ -266,7 +318,7 @@ def train(run, seed, sets, ranks, batch):
             rest = reduction.rest().reshape(parameters[i].shape)
             optimizer.t += 1
             optimizer.update(i, parameters[i], rest, rest)
-    return {"test_accuracy": accuracy(parameters, *test), "loss": statistics.mean(losses[-20:]),
+    return {"test_accuracy": accuracy(model, parameters, *test), "loss": statistics.mean(losses[-20:]),
             "residual": float(ratio)}
 
 

@@ -1,5 +1,5 @@
-// Lists of specs for benchmarks and `gradwire compare --preset`. Wire formats are included automatically. The
-// practical choices of a new codec must be added here.
+// Lists of specs for benchmarks and `gradwire compare --compression shelf`. Wire formats are included
+// automatically. The practical choices of a new codec must be added here.
 #pragma once
 
 #include <string>
@@ -22,7 +22,7 @@ inline std::vector<std::string> format_specs() {
   return all;
 }
 
-// Returns the practical choices, for `--preset shelf`: every format with default options, and the options
+// Returns the practical choices, `--compression shelf`: every format with default options, and the options
 // that change the trade-off.
 inline std::vector<std::string> shelf_specs() {
   std::vector<std::string> all;

@@ -151,8 +151,8 @@ class Compare(CommandTest):
         if best["test_accuracy"] < 1:
             self.assertIsNone(seconds_to(100))
 
-    def test_the_shelf_preset_contains_every_format(self):
-        _, rows = self.compare("--preset", "shelf", *self.specs("bf16", "bf16:ef=off"), "--eval-every", 0)
+    def test_the_shelf_contains_every_format(self):
+        _, rows = self.compare(*self.specs("bf16", "shelf", "bf16:ef=off"), "--eval-every", 0)
         names = [row["compression"] for row in rows]
         self.assertEqual(len(set(names)), len(names))
         self.assertEqual(names[0], "fp32")
@@ -169,10 +169,11 @@ class Compare(CommandTest):
                 row["wire_bytes"])
 
     def test_bad_input(self):
-        for arguments, parts in (([], ["--compression SPEC",
-                                       "--preset shelf"]), (["--preset", "shelves"], ["--preset", "shelf"]),
+        for arguments, parts in (([], ["--compression SPEC", "--compression shelf"]),
+                                 (["--compression", "shelves"], ["unknown method 'shelves'"]),
                                  (["--compression", "fp32", "--seeds", 0], ["--seeds"]),
-                                 (["--preset", "shelf", "--compression", "zip"], ["unknown method 'zip'"])):
+                                 (["--compression", "shelf", "--compression", "zip"],
+                                  ["unknown method 'zip'"])):
             self.assert_refused(self.run_command("compare", *SYNTHETIC, *arguments), *parts)
 
 

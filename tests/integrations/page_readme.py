@@ -33,15 +33,16 @@ def commands(examples: List[str], build: str) -> None:
 BENCH = "tests/bench_test.py and tests/bench_ranks_test.py run each command, over fewer sizes"
 SESSIONS = {
     "commands": Session(0, commands, [
-        "build/bin/gradwire train", "build/bin/gradwire compare ... --compression", "build/bin/gradwire top"
+        "build/bin/gradwire train", "build/bin/gradwire compare ... --compression fp32",
+        "build/bin/gradwire top"
     ])
 }
 NOT_RUN = [
     ("make demo", "trains for minutes; tests/demo_test.py runs its first steps"),
     ("Between threads", "the output of the command above; tests/demo_test.py compares it with the program"),
     ("source <(build/bin/gradwire completion", "bash, not sh; tests/cli/completion_test.py runs it"),
-    ("build/bin/gradwire compare ... --preset",
-     "trains with every format; tests/cli/compare_test.py runs the preset on small models"),
+    ("build/bin/gradwire compare ... --compression shelf",
+     "trains with every format; tests/cli/compare_test.py runs it on small models"),
     ("build/bin/gradwire report", "tests/cli/report_test.py runs it, where plotly is installed"),
     ("build/bin/gradwire doctor", "measures for half a minute; tests/cli/doctor_test.py runs it"),
     ("build/bin/gradwire plan", "reads a file of the source tree; tests/cli/plan_test.py runs it"),

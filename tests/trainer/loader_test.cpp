@@ -142,7 +142,7 @@ TEST(Loader, StartsAtAnyBatch) {
   }
 }
 
-// Checks a property that --elastic-batch keep-global relies on.
+// Checks a property that --elastic without keep-local relies on.
 TEST(Loader, GlobalBatchesDoNotDependOnTheNumberOfRanks) {
   const Dataset data = numbered(100);
   Loader whole(data, {.batch_size = 16, .seed = 3});

@@ -162,6 +162,15 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
     expect_bad_input([&] { parsed({"--gradient-group", wrong}); }, {"--gradient-group", wrong});
 }
 
+TEST(Resolve, MomentumIsBeta1OfAdamw) {
+  RunOptions o = synthetic();
+  o.momentum = 0.25;
+  EXPECT_EQ(resolve(o).config.beta1, 0.25);
+  o.optimizer = OptimizerKind::sgd;
+  EXPECT_EQ(resolve(o).config.momentum, 0.25);
+  EXPECT_EQ(resolve(o).config.beta1, 0.9);
+}
+
 TEST(Resolve, ResidualPoliciesMustFitOptimizerAndSharding) {
   RunOptions o = synthetic();
   o.compression = {"topk:momentum=0.9"};
@@ -227,7 +236,7 @@ TEST(Resolve, NamesEachInvalidValue) {
   };
   refuse([](RunOptions& o) { o.model = "resnet"; }, {"unknown model 'resnet'"});
   refuse([](RunOptions& o) { o.warmup = 31; }, {"--warmup 31", "30 steps"});
-  refuse([](RunOptions& o) { o.momentum = 0.5; }, {"--momentum", "sgd"});
+  refuse([](RunOptions& o) { o.momentum = 1; }, {"--momentum 1", "beta1"});
   refuse([](RunOptions& o) { o.compression = {"powersgd:rank=0"}; }, {"rank='0'"});
   refuse([](RunOptions& o) { o.compression = {"fp32", "zip"}; }, {"unknown method 'zip'"});
   refuse([](RunOptions& o) { o.ranks_per_node = 3; }, {"--ranks-per-node 3", "4 ranks"});
@@ -288,11 +297,11 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
   expect_bad_input([&] { resolve(o); }, {"--elastic 2:4", "start a process for each rank"});
   o.ranks.reset();
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
-  o.elastic_batch = ElasticBatch::keep_local;
+  o.elastic = "2:4,keep-local";
   const TrainConfig config = resolve(o).config;
   EXPECT_EQ(config.elastic, (ElasticRange{2, 4}));
   EXPECT_EQ(config.elastic_batch, ElasticBatch::keep_local);
-  for (const char* text : {"", "2", "2:", ":4", "0:4", "4:2", "2:4:6", "a:b", "-1:4"}) {
+  for (const char* text : {"", "2", "2:", ":4", "0:4", "4:2", "2:4:6", "a:b", "-1:4", "2:4,keep-global"}) {
     o.elastic = text;
     expect_bad_input([&] { resolve(o); }, {fmt::format("--elastic '{}'", text), "MIN:MAX"});
   }

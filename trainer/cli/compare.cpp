@@ -24,6 +24,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr const char* kShelf = "shelf";  // in place of a spec
+
 // A run of the comparison. Runs are ordered by seed, so that all specs have a first result before any spec
 // has a second result. Runs of one seed are in the order of the table.
 struct PlannedRun {
@@ -225,20 +227,24 @@ void say_earlier(const std::vector<PlannedRun>& runs) {
 
 std::vector<std::string> compared_specs(const RunOptions& options) {
   std::vector<std::string> all;
-  if (options.preset == "shelf") all = shelf_specs();
+  const auto has = [&](const std::string& text) {
+    return std::find(all.begin(), all.end(), text) != all.end();
+  };
+  const bool shelf =
+      std::find(options.compression.begin(), options.compression.end(), kShelf) != options.compression.end();
+  if (shelf) all = shelf_specs();
   for (const std::string& text : options.compression) {
+    if (text == kShelf) continue;
     if (AutoCompression::is_request(text)) {
       throw BadInput(fmt::format(
           "--compression {}: compare needs specs; name them, or use gradwire train, which chooses", text));
     }
-    const bool there =
-        !options.preset.empty() &&
-        std::find(all.begin(), all.end(), CompressionSpec::parse(text).to_string()) != all.end();
-    if (!there) all.push_back(text);
+    if (!shelf || !has(CompressionSpec::parse(text).to_string())) all.push_back(text);
   }
   if (all.empty()) {
-    throw BadInput(
-        "compare needs --compression SPEC, once for each run, or --preset shelf; see gradwire --help");
+    throw BadInput(fmt::format(
+        "compare needs --compression SPEC, once for each run, or --compression {}; see gradwire --help",
+        kShelf));
   }
   return all;
 }
@@ -257,9 +263,9 @@ void compare(const RunOptions& given) {
   }
   if (prints && !options.json.empty()) {
     if (OutputFile::would_be_regular(options.json)) {
-      // With --trace or --profile-steps, repeat all runs, because an earlier run may lack the trace or
+      // With --trace, repeat all runs, because an earlier run may lack the trace or
       // profile.
-      const bool reuses = options.trace.empty() && !options.profile_steps;
+      const bool reuses = options.trace.empty() && !options.trace_steps;
       if (reuses) find_earlier_runs(runs, run.data, options.json);
       name_logs(runs, options.json);
     } else {

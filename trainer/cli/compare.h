@@ -5,7 +5,8 @@
 
 namespace gradwire {
 
-// Returns the specs of --preset, followed by the specs of --compression. Throws BadInput without specs.
+// Returns the specs of --compression; `shelf` stands for shelf_specs(), which come first. Throws BadInput
+// without specs.
 std::vector<std::string> compared_specs(const RunOptions& options);
 
 // Runs the comparison. Throws BadInput before the first run starts, and the exceptions of a run. Skips runs

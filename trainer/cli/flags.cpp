@@ -193,7 +193,7 @@ void add_training_flags(CLI::App& command, RunOptions& o) {
   add_number(command, "--warmup", o.warmup,
              "Steps of linear warm-up, before a cosine to 0 (default: a tenth of the run, at most an epoch)",
              {0, kSteps.most});
-  add_number(command, "--momentum", o.momentum, "Momentum of sgd (default: 0.9)", {0, 1});
+  add_number(command, "--momentum", o.momentum, "Momentum of sgd, beta1 of adamw (default: 0.9)", {0, 1});
   add_number(command, "--weight-decay", o.weight_decay, "Weight decay (default: 0.01 for adamw, 0 for sgd)",
              {0, 1e6});
   command.add_flag(
@@ -210,14 +210,12 @@ void add_output_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Output");
   add_number(command, "--log-every", o.log_every, "Steps between log lines when output is not a terminal",
              kSteps);
-  CLI::Option* trace =
-      add_path(command, "--trace", o.trace, "FILE",
-               "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py");
-  add_text(command, "--trace-steps", o.trace_steps, "A:B",
-           "Trace steps A to B - 1, counted from 0 (default: ten steps after the first five)")
-      ->needs(trace);
-  add_text(command, "--profile-steps", o.profile_steps, "A:B",
-           "CUDA: limit a profiler to steps A to B - 1 (docs/training.md has nsys's flags)");
+  add_path(command, "--trace", o.trace, "FILE",
+           "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py");
+  add_text(
+      command, "--trace-steps", o.trace_steps, "A:B",
+      "Steps A to B - 1, counted from 0, for --trace and, on CUDA, a profiler (docs/training.md has nsys's "
+      "flags; default: ten steps after the first five)");
   command.add_flag("--dry-run", o.dry_run,
                    "Check all settings, print the resolved configuration and the required memory, and exit");
 }
@@ -245,15 +243,11 @@ CLI::Option* add_run_flags(CLI::App& command, RunOptions& o) {
 void add_elastic_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Ranks");
   CLI::Option* elastic =
-      add_text(command, "--elastic", o.elastic, "MIN:MAX",
+      add_text(command, "--elastic", o.elastic, "MIN:MAX[,keep-local]",
                "Continue when ranks (processes on the host) die or hang, down to MIN ranks; the interrupted "
-               "step is repeated. MAX: maximum number of ranks");
-  add_choice<ElasticBatch>(
-      command, "--elastic-batch", o.elastic_batch,
-      {{"keep-global", ElasticBatch::keep_global}, {"keep-local", ElasticBatch::keep_local}},
-      "With fewer ranks: keep-global keeps the images per step; keep-local keeps the images per rank, and "
-      "scales the learning rate with the images per step")
-      ->needs(elastic);
+               "step is repeated. MAX: maximum number of ranks. With fewer ranks, the images per step stay; "
+               "with keep-local, the images per rank, and the learning rate is scaled with the images per "
+               "step");
   CLI::Option* members =
       add_path(command, "--members", o.members, "FILE",
                "Write the addresses of the run's ranks to this file, so that new ranks can join (default: "
@@ -356,12 +350,6 @@ void add_train_flags(CLI::App& command, RunOptions& o) {
 void add_compare_flags(CLI::App& command, RunOptions& o) {
   add_run_flags(command, o);
   add_compression_flags(command, o, true);
-  set_group(command, "Ranks");
-  command
-      .add_option("--preset", o.preset,
-                  "shelf: every wire format, nearest and stochastic, and PowerSGD; --compression adds to it")
-      ->type_name("WORD")
-      ->check(CLI::IsMember({"shelf"}));
   set_group(command, "Training");
   add_number(command, "--seeds", o.seeds,
              "Repeat each run with --seed, --seed + 1, ...: the table has mean and standard deviation",

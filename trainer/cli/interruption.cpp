@@ -124,9 +124,7 @@ std::string TrainInterruption::text(const std::string& checkpoint) const {
 std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all) {
   if (!logged) return interrupted("nothing was kept; with --json FILE, compare can be continued");
   const std::string kept = fmt::format("kept {} of {} runs next to {}", done, all, options.json);
-  const char* repeats = !options.trace.empty()  ? "--trace"
-                        : options.profile_steps ? "--profile-steps"
-                                                : nullptr;
+  const char* repeats = !options.trace.empty() ? "--trace" : options.trace_steps ? "--trace-steps" : nullptr;
   if (repeats != nullptr)
     return interrupted(fmt::format("{}; with {}, compare repeats all runs", kept, repeats));
   return interrupted(fmt::format("{}; continue with:\n  {}", kept, command_line()));

@@ -26,16 +26,14 @@ struct RunOptions {
   std::optional<int> ranks;
   std::optional<Launch> launch;        // set if a launcher started this process
   std::string rendezvous;              // if empty, the launcher's rendezvous
-  std::optional<std::string> elastic;  // MIN:MAX
-  ElasticBatch elastic_batch = ElasticBatch::keep_global;
-  std::string members;                // file for joiners; if empty, a file in the checkpoint folder
-  std::string join;                   // the `members` file of the run that this process joins
-  std::optional<int> ranks_per_node;  // default: from the launcher, for this machine
-  std::optional<std::string> link;    // RATE[,DELAY]; default: links are not emulated
+  std::optional<std::string> elastic;  // MIN:MAX[,keep-local]
+  std::string members;                 // file for joiners; if empty, a file in the checkpoint folder
+  std::string join;                    // the `members` file of the run that this process joins
+  std::optional<int> ranks_per_node;   // default: from the launcher, for this machine
+  std::optional<std::string> link;     // RATE[,DELAY]; default: links are not emulated
   DeviceChoice device = DeviceChoice::automatic;
   std::vector<std::string> compression;   // train: at most one spec; compare: one run per spec
   std::vector<double> bucket_mb;          // train: at most one size; compare: one run per size
-  std::string preset;                     // compare: a list of specs, before the specs of `compression`
   std::optional<double> target_accuracy;  // compare: a percentage
   int seeds = 1;                          // compare: runs of each spec, with consecutive seeds from `seed`
   bool overlap_forward = false;
@@ -57,7 +55,7 @@ struct RunOptions {
   double eval_every = 1;
   std::string log, json;
   std::string trace;
-  std::optional<std::string> trace_steps, profile_steps;
+  std::optional<std::string> trace_steps;
   std::string init, checkpoint, resume;
   std::optional<std::string> dump_gradients;  // STEP:DIR
   std::optional<int64_t> checkpoint_every;    // steps between checkpoints; by default an epoch

@@ -39,14 +39,15 @@ VitConfig resolve_model(const RunOptions& o) {
 // Returns the settings that follow from options of the same name, or from their defaults.
 TrainConfig training_settings(const RunOptions& o) {
   const bool adamw = o.optimizer == OptimizerKind::adamw;
-  if (adamw && o.momentum) throw BadInput("--momentum is for --optimizer sgd; adamw uses beta1 and beta2");
+  if (adamw && o.momentum.value_or(0) >= 1)
+    throw BadInput(fmt::format("--momentum {}: adamw's beta1 must be below 1", *o.momentum));
   TrainConfig config;
   config.data = DataSpec::parse(o.data);
   config.augment = Augmentation::parse(o.augment);
   config.optimizer = o.optimizer;
   config.precision = o.precision;
   config.lr = o.lr.value_or(adamw ? 1e-3 : 0.05);
-  config.momentum = o.momentum.value_or(0.9);
+  if (o.momentum) (adamw ? config.beta1 : config.momentum) = *o.momentum;
   config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
   config.overlap_forward = o.overlap_forward;
   config.shard = o.shard;
@@ -227,8 +228,11 @@ void check_overlap(const RunOptions& o) {
 void resolve_elastic(const RunOptions& o, Resolved& out) {
   if (!o.elastic) return;
   TrainConfig& config = out.config;
-  config.elastic = ElasticRange::parse(*o.elastic);
-  config.elastic_batch = o.elastic_batch;
+  constexpr std::string_view kKeepLocal = ",keep-local";
+  const bool keeps_local = o.elastic->ends_with(kKeepLocal);
+  config.elastic_batch = keeps_local ? ElasticBatch::keep_local : ElasticBatch::keep_global;
+  config.elastic =
+      ElasticRange::parse(o.elastic->substr(0, o.elastic->size() - (keeps_local ? kKeepLocal.size() : 0)));
   config.members = o.join.empty() ? o.members : o.join;
   config.link.ranks_per_node = 0;  // after losses, nodes have different numbers of ranks
   const std::string flag = "--elastic " + *o.elastic;

@@ -127,30 +127,29 @@ int64_t first_step(const TrainConfig& config) {
 // The default range begins after the warm-up of caches and clocks.
 constexpr int64_t kTraceAfter = 5, kTraceSteps = 10;
 
-// Resolves --trace and --profile-steps. Call after resolving the steps and the first step of a resumed run.
+// Resolves --trace and --trace-steps. Call after resolving the steps and the first step of a resumed run.
 void resolve_trace(const RunOptions& o, Resolved& out) {
   TrainConfig& config = out.config;
   const int64_t first = first_step(config);
-  auto check = [&](const char* flag, const std::string& text) {
-    StepRange range = StepRange::parse(flag, text);
+  if (o.trace_steps && o.trace.empty() && config.devices[0].is_host()) {
+    throw BadInput(fmt::format(
+        "--trace-steps {}: without --trace the steps are for CUDA's profiler, and this run is on the host; "
+        "add --trace FILE or --device cuda",
+        *o.trace_steps));
+  }
+  if (first >= config.steps) return;
+  config.trace = o.trace;
+  if (o.trace_steps) {
+    const StepRange range = StepRange::parse("--trace-steps", *o.trace_steps);
     if (range.begin >= config.steps || range.end <= first) {
-      throw BadInput(fmt::format("{} {}: this run does steps {} to {}", flag, text, first, config.steps - 1));
+      throw BadInput(fmt::format("--trace-steps {}: this run does steps {} to {}", *o.trace_steps, first,
+                                 config.steps - 1));
     }
-    return StepRange{std::max(range.begin, first), std::min(range.end, config.steps)};
-  };
-  if (!o.trace.empty() && first < config.steps) {
-    config.trace = o.trace;
+    config.trace_steps = {std::max(range.begin, first), std::min(range.end, config.steps)};
+  } else if (!o.trace.empty()) {
     const int64_t begin = std::max(first, std::min(first + kTraceAfter, config.steps - kTraceSteps));
-    config.trace_steps = o.trace_steps ? check("--trace-steps", *o.trace_steps)
-                                       : StepRange{begin, std::min(begin + kTraceSteps, config.steps)};
+    config.trace_steps = {begin, std::min(begin + kTraceSteps, config.steps)};
   }
-  if (!o.profile_steps) return;
-  if (config.devices[0].is_host()) {
-    throw BadInput("--profile-steps " + *o.profile_steps +
-                   ": the flag controls CUDA's profiler, and this run is on the host; use --trace FILE or "
-                   "--device cuda");
-  }
-  config.profile_steps = check("--profile-steps", *o.profile_steps);
 }
 
 // Parses STEP:DIR. The file name contains the step, so that one folder can hold several dumps.

@@ -146,10 +146,11 @@ StepRange StepRange::parse(const std::string& flag, const std::string& text) {
 ElasticRange ElasticRange::parse(const std::string& text) {
   const auto ranks = parse_pair(text, ':', 1);
   if (!ranks || ranks->first > ranks->second) {
-    throw BadInput(fmt::format(
-        "--elastic '{}' is not a range of ranks MIN:MAX; 2:4 means that a run of at most 4 ranks goes on as "
-        "long as 2 are left",
-        text));
+    throw BadInput(
+        fmt::format("--elastic '{}' is not a range of ranks MIN:MAX[,keep-local]; 2:4 means that a run of at "
+                    "most 4 ranks "
+                    "continues while 2 are left",
+                    text));
   }
   return {ranks->first, ranks->second};
 }

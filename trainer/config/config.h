@@ -74,8 +74,7 @@ struct StepRange {
 
 enum class OptimizerKind : uint8_t { sgd, adamw };
 
-// --elastic-batch: the quantity that stays constant when ranks are lost: images per step over all ranks, or
-// images per rank.
+// The quantity that stays constant when ranks are lost: images per step over all ranks, or images per rank.
 enum class ElasticBatch : uint8_t { keep_global, keep_local };
 
 // The world sizes MIN:MAX with which a run continues.
@@ -158,9 +157,8 @@ struct TrainConfig {
   std::string gradients_directory;  // folder for rank 0's gradients of one step; empty: none
   int64_t gradients_step = -1;      // the step whose gradients are written
 
-  std::string trace;        // trace file; empty: none
-  StepRange trace_steps;    // steps in the trace
-  StepRange profile_steps;  // steps between cudaProfilerStart and cudaProfilerStop
+  std::string trace;      // trace file; empty: none
+  StepRange trace_steps;  // steps in the trace, and between cudaProfilerStart and cudaProfilerStop
 
   double timeout_s = 60;  // maximum wait for a peer in one operation
 

@@ -117,7 +117,6 @@ void add_config(Json& json, const TrainConfig& config) {
     return range.empty() ? Json(nullptr) : Json(range.to_string());
   };
   json["trace_steps"] = range_or_null(config.trace_steps);
-  json["profile_steps"] = range_or_null(config.profile_steps);
 }
 
 }  // namespace
@@ -276,8 +275,8 @@ std::string settings_text(const std::string& run_record) {
   Json settings = Json::object();
   for (const auto& [key, value] : json.items()) {
     if (key == kFirstMeasured) break;
-    const bool only_watches = key == "timeout_s" || key == "trace" || key == "trace_steps" ||
-                              key == "profile_steps" || key == "dump_gradients";
+    const bool only_watches =
+        key == "timeout_s" || key == "trace" || key == "trace_steps" || key == "dump_gradients";
     if (!only_watches) settings[key] = value;
   }
   return json_text(settings);

@@ -17,7 +17,7 @@ FIGURES = ("step_ms", "images_per_s", "wire_bytes", "dense_bytes", "exposed_comm
 # Fields of a run's first record that do not distinguish seeds of one configuration.
 NOT_SETTINGS = {
     "type", "schema", "version", "seed", "init", "resume", "checkpoint", "dump_gradients", "trace",
-    "trace_steps", "profile_steps", "timeout_s", "parameters", "tensors", "buckets", "schedule",
+    "trace_steps", "timeout_s", "parameters", "tensors", "buckets", "schedule",
     "schedule_reason", "reducer_extra_bytes", "peak_tflops", "copy_gb_per_s", "fma_share", "products"
 }
 # Results of gradwire-bench: title, fields by which a file is recognized, fields that name a line, x, y.

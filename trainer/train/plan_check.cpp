@@ -49,8 +49,8 @@ bool RankTrainer::plan_check_follows(int64_t step) const {
   const int64_t next = step + 1;
   if (shared_.plan == nullptr || next == config_.steps || next % kAgreeEvery != 0) return false;
   // A trace, a profile and a dump of gradients are parts of one RankTrainer's steps.
-  const auto within = [&](const StepRange& range) { return range.begin < next && next < range.end; };
-  return !within(config_.trace_steps) && !within(config_.profile_steps) && next != config_.gradients_step;
+  const StepRange& traced = config_.trace_steps;
+  return !(traced.begin < next && next < traced.end) && next != config_.gradients_step;
 }
 
 bool RankTrainer::agree_to_replan(int64_t steps_done) {

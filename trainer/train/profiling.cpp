@@ -25,8 +25,8 @@ TraceLabelPtr label(Activity activity) {
 // Starts and stops the profiler. The profiler covers the whole process, so with ranks as threads only rank 0
 // controls the profiler.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
-  const StepRange& steps = config.profile_steps;
-  if (steps.empty() || (step != steps.begin && step != steps.end)) return;
+  const StepRange& steps = config.trace_steps;
+  if (comm.device().is_host() || steps.empty() || (step != steps.begin && step != steps.end)) return;
   if (comm.rank() != 0 && !config.processes) return;
   stream.synchronize();
   switch_profiler(comm.device(), step == steps.begin);

@@ -1,4 +1,4 @@
-// One rank's side of --trace and --profile-steps.
+// One rank's side of --trace and --trace-steps.
 #pragma once
 
 #include <optional>
@@ -14,7 +14,7 @@
 
 namespace gradwire {
 
-// Starts the profiler before the first step of --profile-steps and stops the profiler after the last step.
+// Starts CUDA's profiler before the first of the steps to trace, and stops it after the last.
 // Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 

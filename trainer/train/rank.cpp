@@ -169,7 +169,7 @@ void RankTrainer::run() {
     }
   }
   catch_up();
-  if (config_.profile_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
+  if (config_.trace_steps.end == config_.steps) profile(config_, comm_, stream_, config_.steps);
   finish_run();
 }
 
