@@ -171,6 +171,20 @@ TEST(Resolve, MomentumIsBeta1OfAdamw) {
   EXPECT_EQ(resolve(o).config.beta1, 0.9);
 }
 
+TEST(Resolve, NotesAMomentumOnTopOfAResidual) {
+  RunOptions o = synthetic();
+  for (const auto& [spec, noted] : std::vector<std::pair<std::string, bool>>{
+           {"topk:k=41", true}, {"randk:ratio=0.1", true}, {"topk:k=41,ef=off", false}, {"int8", false}}) {
+    o.compression = {spec};
+    const std::vector<std::string> notes = resolve(o).notes;
+    const bool found = std::ranges::any_of(
+        notes, [](const std::string& note) { return note.find("--momentum 0") != std::string::npos; });
+    EXPECT_EQ(found, noted) << spec;
+  }
+  o.compression = {"topk:k=41"}, o.momentum = 0;
+  for (const std::string& note : resolve(o).notes) EXPECT_EQ(note.find("--momentum"), std::string::npos);
+}
+
 TEST(Resolve, ResidualPoliciesMustFitOptimizerAndSharding) {
   RunOptions o = synthetic();
   o.compression = {"topk:momentum=0.9"};

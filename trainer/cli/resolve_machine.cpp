@@ -341,6 +341,20 @@ void check_policies(const Resolved& out) {
   }
 }
 
+// Notes that a residual of values that wait for many steps is a momentum already.
+void note_second_momentum(const RunOptions& o, Resolved& out) {
+  using enum CompressionSpec::Method;
+  if (o.momentum || out.config.ranks() == 1) return;
+  for (const CompressionSpec& spec : out.compressions) {
+    const bool selects = spec.method == randk || (spec.method == wire && spec.wire->selects);
+    if (!selects || !spec.policy.keeps_errors()) continue;
+    out.notes.push_back(fmt::format(
+        "Note: {} with error feedback is more accurate without the optimizer's momentum; try "
+        "--momentum 0{} (docs/formats.md)",
+        spec.to_string(), out.config.optimizer == OptimizerKind::sgd ? " and 10 times the --lr" : ""));
+  }
+}
+
 Resolved resolve_machine(const RunOptions& o) {
   Resolved out;
   TrainConfig& config = out.config;
@@ -359,6 +373,7 @@ Resolved resolve_machine(const RunOptions& o) {
   check_policies(out);
   check_muon(config);
   check_automatic(o, out);
+  note_second_momentum(o, out);
   resolve_gradient_group(o, out);
   if (config.graph && config.devices[0].is_cuda() && config.ranks() > 1 && !config.processes) {
     throw BadInput(
