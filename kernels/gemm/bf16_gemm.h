@@ -10,36 +10,15 @@
 // and of B.
 #pragma once
 
-#include <vector>
-
 #include "kernels/gemm/bf16_tile.h"
 #include "kernels/gemm/gemm.h"
+#include "kernels/simd/aligned_memory.h"
 
 namespace gradwire::host {
 
 // Returns how the process multiplies BF16 matrices: the processor's fastest way, unless a test overrides it.
 Bf16Products bf16_products();
 void use_bf16_products(Bf16Products way);
-
-// A buffer that begins with a cache line, since tile loads that cross lines take twice as long. The buffer
-// only grows.
-template <typename T>
-class AlignedMemory {
- public:
-  // Returns room for at least `count` elements; the old contents are lost.
-  T* reserve(int64_t count) {
-    constexpr int64_t kPerLine = sizeof(Line) / sizeof(T);
-    const auto lines = static_cast<size_t>((count + kPerLine - 1) / kPerLine);
-    if (lines_.size() < lines) lines_.resize(lines);
-    return reinterpret_cast<T*>(lines_.data());
-  }
-
- private:
-  struct alignas(64) Line {
-    T elements[64 / sizeof(T)];
-  };
-  std::vector<Line> lines_;
-};
 
 // op(B) of one product, packed for one way to multiply.
 class Bf16Panels {

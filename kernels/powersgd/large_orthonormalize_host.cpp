@@ -1,5 +1,6 @@
-// Orthonormalization on the host above rank kMostSmallRank. All matrices take each pass together; a task is a
-// tile of a Gram matrix, a factor, or some rows, so that few large matrices use all cores too.
+// Orthonormalization on the host above rank kMostSmallRank. A thread takes a matrix through all passes, so
+// that the matrix stays in its cache. If there are too few matrices, they take each pass together; a task is
+// a block of a Gram matrix, a factor, or some rows.
 #include "kernels/powersgd/large_orthonormalize.h"
 
 #include <algorithm>
@@ -9,10 +10,17 @@
 #include "kernels/math/orthonormalize.h"
 #include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/orthonormalize.h"
+#include "kernels/simd/aligned_memory.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
 namespace {
+
+// A thread takes whole matrices if there are at least so many per thread: the last matrices leave threads
+// idle.
+constexpr int kMatricesPerThread = 8;
+constexpr int kTasksPerThread = 4;
+constexpr int kMostBlockTiles = 4, kMostRows = 1024, kFewestRows = 32;
 
 using Tile = double[kSquareTile * kSquareTile];
 
@@ -37,21 +45,24 @@ void for_parts(const std::vector<LargeMatrix>& all, const Parts& parts, const Bo
   });
 }
 
-void gram_part(const LargeMatrix& m, int pass, int part) {
+void gram_part(const LargeMatrix& m, int pass, int tiles, int part) {
+  thread_local AlignedMemory<double> memory;
   int row = 0, column = 0;
   split_lower(part, row, column);
   const int32_t* const order = m.scratch.order(pass);
-  const auto count = [&](int tile) { return std::min(kSquareTile, m.d->rank - tile * kSquareTile); };
-  gram_tile({.a = m.in,
-             .n = m.n,
-             .rank = m.d->rank,
-             .left = order + row * kSquareTile,
-             .right = order + column * kSquareTile,
-             .left_count = count(row),
-             .right_count = count(column),
-             .diagonal = row == column,
-             .out = m.scratch.tile(row, column),
-             .stride = m.scratch.size});
+  const int size = tiles * kSquareTile;
+  const auto count = [&](int block) { return std::min(size, m.d->rank - block * size); };
+  gram_block({.a = m.in,
+              .n = m.n,
+              .rank = m.d->rank,
+              .left = order + row * size,
+              .right = order + column * size,
+              .left_count = count(row),
+              .right_count = count(column),
+              .diagonal = row == column,
+              .packed = memory.reserve(kGramRows * 2 * size),
+              .out = m.scratch.tile(row * tiles, column * tiles),
+              .stride = m.scratch.size});
 }
 
 // Returns whether A is finite: squares of floats are finite in double, and so is their sum.
@@ -90,25 +101,39 @@ void scale_gram(const LargeScratch& s, int rank) {
 // Factors tile `j` on the diagonal and computes the tiles of L below it. Subtracts their products from the
 // matrix.
 double eliminate(const LargeScratch& s, int j) {
-  alignas(64) Tile factor, other, product;
-  int32_t dependent[kSquareTile];
-  copy_tile(s.tile(j, j), s.size, factor, kSquareTile);
-  const double smallest = factor_tile(factor, dependent);
-  std::copy_n(dependent, kSquareTile, s.dependent + j * kSquareTile);
-  transpose(factor, kSquareTile, other);  // L_jj^-T
-  copy_tile(other, kSquareTile, s.tile(j, j), s.size);
-  for (int i = j + 1; i < s.size / kSquareTile; ++i) {
-    std::fill_n(product, kSquareTile * kSquareTile, 0.0);
-    add_tile_product(1.0, s.tile(i, j), other, product, s.size, kSquareTile);
-    for (int at = 0; at < kSquareTile * kSquareTile; ++at) {
-      if (dependent[at % kSquareTile] != 0) product[at] = 0.0;
+  alignas(64) Tile dense, packed;
+  const int tiles = s.size / kSquareTile;
+  int32_t* const dependent = s.dependent + j * kSquareTile;
+  copy_tile(s.tile(j, j), s.size, dense, kSquareTile);
+  const double smallest = factor_tile(dense, dependent);
+  transpose(dense, kSquareTile, packed);  // L_jj^-T
+  copy_tile(packed, kSquareTile, s.tile(j, j), s.size);
+  pack_tile(s.tile(j, j), s.size, packed);
+  for (int i = j + 1; i < tiles; ++i) {
+    double* const to = s.tile(i, j);
+    copy_tile(to, s.size, dense, kSquareTile);
+    multiply_tiles({.sign = 1.0,
+                    .a = dense,
+                    .a_stride = kSquareTile,
+                    .b = packed,
+                    .c = to,
+                    .c_stride = s.size,
+                    .b_upper = true});
+    for (int k = 0; k < kSquareTile; ++k) {
+      for (int64_t row = 0; dependent[k] != 0 && row < kSquareTile; ++row) to[row * s.size + k] = 0.0;
     }
-    copy_tile(product, kSquareTile, s.tile(i, j), s.size);
   }
-  for (int k = j + 1; k < s.size / kSquareTile; ++k) {
-    transpose(s.tile(k, j), s.size, other);
-    for (int i = k; i < s.size / kSquareTile; ++i) {
-      add_tile_product(-1.0, s.tile(i, j), other, s.tile(i, k), s.size, s.size);
+  for (int k = j + 1; k < tiles; ++k) {
+    pack_transposed(s.tile(k, j), s.size, packed);
+    for (int i = k; i < tiles; ++i) {
+      multiply_tiles({.sign = -1.0,
+                      .a = s.tile(i, j),
+                      .a_stride = s.size,
+                      .b = packed,
+                      .c = s.tile(i, k),
+                      .c_stride = s.size,
+                      .add = true,
+                      .lower = i == k});
     }
   }
   return smallest;
@@ -116,16 +141,30 @@ double eliminate(const LargeScratch& s, int j) {
 
 // Computes the tiles of L^-T above tile `j` on the diagonal, which holds L_jj^-T.
 void invert_above(const LargeScratch& s, int j) {
-  alignas(64) Tile sum, other;
-  for (int k = 0; k < j; ++k) {
-    std::fill_n(sum, kSquareTile * kSquareTile, 0.0);
-    for (int m = k; m < j; ++m) {
-      transpose(s.tile(j, m), s.size, other);
-      add_tile_product(1.0, s.tile(k, m), other, sum, s.size, kSquareTile);
+  alignas(64) Tile sum, packed;
+  for (int m = 0; m < j; ++m) {
+    pack_transposed(s.tile(j, m), s.size, packed);
+    for (int k = 0; k <= m; ++k) {
+      multiply_tiles({.sign = 1.0,
+                      .a = s.tile(k, m),
+                      .a_stride = s.size,
+                      .b = packed,
+                      .c = s.tile(k, j),
+                      .c_stride = s.size,
+                      .add = m > k,
+                      .a_upper = m == k});
     }
-    copy_tile(s.tile(j, j), s.size, other, kSquareTile);
-    for (int i = 0; i < kSquareTile; ++i) std::fill_n(s.tile(k, j) + int64_t{i} * s.size, kSquareTile, 0.0);
-    add_tile_product(-1.0, sum, other, s.tile(k, j), kSquareTile, s.size);
+  }
+  pack_tile(s.tile(j, j), s.size, packed);
+  for (int k = 0; k < j; ++k) {
+    copy_tile(s.tile(k, j), s.size, sum, kSquareTile);
+    multiply_tiles({.sign = -1.0,
+                    .a = sum,
+                    .a_stride = kSquareTile,
+                    .b = packed,
+                    .c = s.tile(k, j),
+                    .c_stride = s.size,
+                    .b_upper = true});
   }
 }
 
@@ -154,19 +193,17 @@ void factor(const LargeMatrix& m, int pass) {
   *s.state = smallest >= kFinalPivotOfRoundedWeights ? LargeState::done : LargeState::active;
 }
 
-void weigh(const Orthonormalize& a, const LargeMatrix& m, int pass, int part) {
+void weigh(const Orthonormalize& a, const LargeMatrix& m, int pass, int64_t rows_of_part, int part) {
+  thread_local AlignedMemory<double> memory;
   const LargeScratch& s = m.scratch;
   const int rank = m.d->rank;
-  const int64_t row0 = part * kWeightedRows, rows = std::min<int64_t>(kWeightedRows, m.n - row0);
+  const int64_t row0 = part * rows_of_part, rows = std::min<int64_t>(rows_of_part, m.n - row0);
   const int32_t* const order = s.order(pass);
   float* const out = m.out + row0 * rank;
-  weigh_rows({.in = m.in + row0 * rank,
-              .out = out,
-              .rows = rows,
-              .rank = rank,
-              .order = order,
-              .weights = s.square,
-              .stride = s.size});
+  double* const weights = memory.reserve(packed_weights(rank));
+  pack_weights(s.square, s.size, rank, weights);
+  weigh_rows(
+      {.in = m.in + row0 * rank, .out = out, .rows = rows, .rank = rank, .order = order, .weights = weights});
   const uint64_t step = a.step != nullptr ? *a.step : 0;
   for (int k = 0; k < rank; ++k) {
     if (s.dependent[k] == 0) continue;
@@ -195,14 +232,30 @@ std::vector<LargeMatrix> large_matrices(const Orthonormalize& a) {
   return all;
 }
 
-}  // namespace
+// Returns the largest size of a task, from `most` by halves to `least`, that makes at least `tasks` tasks.
+template <typename Parts>
+int size_of_task(const std::vector<LargeMatrix>& all, int most, int least, int64_t tasks,
+                 const Parts& parts) {
+  const auto count = [&](int size) {
+    int64_t sum = 0;
+    for (const LargeMatrix& m : all) sum += parts(m, size);
+    return sum;
+  };
+  while (most > least && count(most) < tasks) most /= 2;
+  return most;
+}
 
-void orthonormalize_large(const Orthonormalize& a) {
-  std::vector<LargeMatrix> active = large_matrices(a);
+// Runs all passes of matrices, with at least `tasks` tasks at a time if the matrices are large enough.
+void run_passes(const Orthonormalize& a, std::vector<LargeMatrix> active, int64_t tasks) {
+  const auto blocks = [](const LargeMatrix& m, int tiles) {
+    return lower_tiles((tiles_of(m.d->rank) + tiles - 1) / tiles);
+  };
+  const auto row_parts = [](const LargeMatrix& m, int rows) { return (m.n + rows - 1) / rows; };
   for (int pass = 0; pass < kMaxOrthonormalizePasses && !active.empty(); ++pass) {
+    const int tiles = size_of_task(active, kMostBlockTiles, 1, tasks, blocks);
     for_parts(
-        active, [](const LargeMatrix& m) { return lower_tiles(tiles_of(m.d->rank)); },
-        [&](const LargeMatrix& m, int part) { gram_part(m, pass, part); });
+        active, [&](const LargeMatrix& m) { return blocks(m, tiles); },
+        [&](const LargeMatrix& m, int part) { gram_part(m, pass, tiles, part); });
     if (pass == 0) {
       for (const LargeMatrix& m : active) {
         if (!finite_columns(m) || !a.keep_flags) a.flags[m.index] = finite_columns(m) ? 0 : 1;
@@ -211,12 +264,24 @@ void orthonormalize_large(const Orthonormalize& a) {
     }
     for_parts(
         active, [](const LargeMatrix&) { return 1; }, [&](const LargeMatrix& m, int) { factor(m, pass); });
+    const int rows = size_of_task(active, kMostRows, kFewestRows, tasks, row_parts);
     for_parts(
-        active, [](const LargeMatrix& m) { return (m.n + kWeightedRows - 1) / kWeightedRows; },
-        [&](const LargeMatrix& m, int part) { weigh(a, m, pass, part); });
+        active, [&](const LargeMatrix& m) { return row_parts(m, rows); },
+        [&](const LargeMatrix& m, int part) { weigh(a, m, pass, rows, part); });
     std::erase_if(active, [](const LargeMatrix& m) { return *m.scratch.state == LargeState::done; });
     for (LargeMatrix& m : active) m.in = m.out;
   }
+}
+
+}  // namespace
+
+void orthonormalize_large(const Orthonormalize& a) {
+  const std::vector<LargeMatrix> all = large_matrices(a);
+  const auto count = static_cast<int64_t>(all.size());
+  if (count < int64_t{kMatricesPerThread} * host_threads()) {
+    return run_passes(a, all, int64_t{kTasksPerThread} * host_threads());
+  }
+  parallel_for(count, 1, [&](int64_t at, int64_t) { run_passes(a, {all[static_cast<size_t>(at)]}, 1); });
 }
 
 }  // namespace gradwire::host

@@ -4,105 +4,212 @@
 
 #include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/powersgd.h"
-#include "kernels/simd/simd.h"
-#include "kernels/simd/vector.h"
 
 GW_ALLOW_FMA
 
 namespace gradwire::host {
 namespace {
 
-using Vec = double __attribute__((vector_size(32)));
-constexpr int kLanesOfVec = 4;
-constexpr int kTileRows = 4, kTileVecs = 2;  // sums that stay in registers
-constexpr int kTileColumns = kTileVecs * kLanesOfVec;
-constexpr int64_t kGramRows = 32;
+constexpr int64_t kGramPanel = kGramRows * kPanel;  // doubles
+constexpr int kFloatsOfLine = 16;
 
-// Adds `count` products of a column of x, x_step apart, and a row of y to a tile of `out`.
-GW_INLINE void add_products(const double* x, int64_t x_stride, int64_t x_step, const double* y,
-                            int64_t y_stride, int64_t count, double* out, int64_t stride) {
-  Vec sums[kTileRows][kTileVecs];
-  for (int i = 0; i < kTileRows; ++i) {
-    for (int v = 0; v < kTileVecs; ++v) sums[i][v] = load<Vec>(out + i * stride + v * kLanesOfVec);
-  }
-  for (int64_t k = 0; k < count; ++k) {
-    Vec right[kTileVecs];
-    for (int v = 0; v < kTileVecs; ++v) right[v] = load<Vec>(y + k * y_stride + v * kLanesOfVec);
-    for (int i = 0; i < kTileRows; ++i) {
-      const double left = x[k * x_step + i * x_stride];
-      for (int v = 0; v < kTileVecs; ++v) sums[i][v] += left * right[v];
-    }
-  }
-  for (int i = 0; i < kTileRows; ++i) {
-    for (int v = 0; v < kTileVecs; ++v) store(out + i * stride + v * kLanesOfVec, sums[i][v]);
+template <typename S>
+GW_INLINE void widen_panel_row(const float* from, double* to) {
+#pragma GCC unroll 4
+  for (int c = 0; c < kPanel; c += S::kLanes) {
+    store(to + c, __builtin_convertvector(load<typename S::Floats>(from + c), typename S::Vec));
   }
 }
 
-GW_INLINE void widen_columns(const float* a, int64_t rows, int rank, const int32_t* columns, int count,
-                             double* to) {
-  const bool adjacent = count == kSquareTile && columns[count - 1] - columns[0] == count - 1 &&
-                        std::is_sorted(columns, columns + count);
-  for (int64_t row = 0; row < rows; ++row, a += rank, to += kSquareTile) {
-    if (adjacent) {
-      for (int c = 0; c < kSquareTile; ++c) to[c] = a[columns[0] + c];
-      continue;
+// Packs columns of rows of A into panels of kGramRows rows, with zeros up to whole tiles.
+template <typename S>
+GW_INLINE void pack_columns(const float* a, int64_t rows, int rank, const int32_t* columns, int count,
+                            double* to) {
+  constexpr int64_t kTogether = 8;  // rows, which stay in the L1 cache for all panels
+  const bool adjacent =
+      columns[count - 1] - columns[0] == count - 1 && std::is_sorted(columns, columns + count);
+  const int padded = tiles_of(count) * kSquareTile;
+  for (int64_t row0 = 0; row0 < rows; row0 += kTogether) {
+    const int64_t end = std::min(rows, row0 + kTogether);
+    for (int first = 0; first < padded; first += kPanel) {
+      double* panel = to + first / kPanel * kGramPanel + row0 * kPanel;
+      const int there = std::clamp(count - first, 0, kPanel);
+      for (int64_t row = row0; row < end; ++row, panel += kPanel) {
+        const float* const from = a + row * rank;
+        if (adjacent && there == kPanel) {
+          widen_panel_row<S>(from + columns[0] + first, panel);
+          continue;
+        }
+        for (int c = 0; c < there; ++c) panel[c] = from[columns[first + c]];
+        std::fill(panel + there, panel + kPanel, 0.0);
+      }
     }
-    for (int c = 0; c < count; ++c) to[c] = a[columns[c]];
-    std::fill(to + count, to + kSquareTile, 0.0);
   }
+}
+
+// Adds products of `rows` rows of panels to sums in `out`, or to zeros if `first`.
+template <typename S, int kVecs>
+GW_INLINE void add_to_gram(const double* left, const double* right, int64_t rows, bool first, double* out,
+                           int64_t stride) {
+  using Vec = typename S::Vec;
+  Vec sums[S::kRows][S::kVecs] = {};
+  if (!first) {
+#pragma GCC unroll 8
+    for (int i = 0; i < S::kRows; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) sums[i][v] = load<Vec>(out + i * stride + v * S::kLanes);
+    }
+  }
+  add_products<S, 0, kVecs>(left, 1, kPanel, right, rows, sums);
+#pragma GCC unroll 8
+  for (int i = 0; i < S::kRows; ++i) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) store(out + i * stride + v * S::kLanes, sums[i][v]);
+  }
+}
+
+// Prefetches the rows of A that are packed next, a few cache lines at a time: the processor's prefetchers
+// have forgotten A by then.
+struct NextRows {
+  const float* row;
+  int64_t rows, stride, lines, together;
+  int64_t line = 0;
+
+  GW_INLINE void prefetch() {
+    for (int64_t i = 0; i < together && rows > 0; ++i) {
+      __builtin_prefetch(row + line * kFloatsOfLine, 0, 2);
+      if (++line < lines) continue;
+      line = 0;
+      row += stride;
+      --rows;
+    }
+  }
+};
+
+template <typename S>
+GW_INLINE void gram(const GramBlock& a) {
+  const int height = tiles_of(a.left_count) * kSquareTile, width = tiles_of(a.right_count) * kSquareTile;
+  double* const left = a.packed;
+  double* const right = a.diagonal ? left : left + kGramRows * height;
+  const int64_t lines = ((a.diagonal ? 0 : a.left_count) + a.right_count + kFloatsOfLine - 1) / kFloatsOfLine;
+  const int64_t tiles = int64_t{height / S::kRows} * (width / S::kColumns) / (a.diagonal ? 2 : 1);
+  for (int64_t row = 0; row < a.n; row += kGramRows) {
+    const int64_t rows = std::min(kGramRows, a.n - row);
+    const float* const from = a.a + row * a.rank;
+    pack_columns<S>(from, rows, a.rank, a.left, a.left_count, left);
+    if (!a.diagonal) pack_columns<S>(from, rows, a.rank, a.right, a.right_count, right);
+    NextRows next{.row = from + rows * a.rank + a.right[0],
+                  .rows = std::min(kGramRows, a.n - row - rows),
+                  .stride = a.rank,
+                  .lines = lines,
+                  .together = kGramRows * lines / tiles + 1};
+    for (int j = 0; j < width; j += S::kColumns) {
+      const double* const y = right + j / kPanel * kGramPanel + j % kPanel;
+      for (int i = a.diagonal ? j : 0; i < height; i += S::kRows) {
+        const double* const x = left + i / kPanel * kGramPanel + i % kPanel;
+        double* const out = a.out + i * a.stride + j;
+        next.prefetch();
+        if (a.diagonal && i + S::kRows <= j + S::kLanes) {
+          add_to_gram<S, 1>(x, y, rows, row == 0, out, a.stride);
+        } else {
+          add_to_gram<S, S::kVecs>(x, y, rows, row == 0, out, a.stride);
+        }
+      }
+    }
+  }
+}
+
+// Widens rows of A, with columns in the order of elimination, and sets the other rows of x to 0.
+template <typename S>
+GW_INLINE void widen_rows(const float* in, int64_t rows, int rank, const int32_t* order, bool in_order,
+                          double* x) {
+  if (in_order) {
+    for (int64_t at = 0; at < rows * rank; ++at) x[at] = in[at];
+  } else {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int k = 0; k < rank; ++k) x[i * rank + k] = in[i * rank + order[k]];
+    }
+  }
+  std::fill(x + rows * rank, x + S::kRows * rank, 0.0);
+}
+
+// Narrows sums to rows of `out`; `order` holds the columns of the sums.
+template <typename S>
+GW_INLINE void narrow_sums(const typename S::Vec (&sums)[S::kRows][S::kVecs], int64_t rows, int columns,
+                           int rank, const int32_t* order, bool in_order, float* out) {
+  if (rows == S::kRows && columns == S::kColumns && in_order) {
+#pragma GCC unroll 8
+    for (int i = 0; i < S::kRows; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < S::kVecs; ++v) {
+        const auto part = __builtin_convertvector(sums[i][v], typename S::Floats);
+        store(out + i * rank + order[0] + v * S::kLanes, part);
+      }
+    }
+    return;
+  }
+  double all[S::kRows * S::kColumns];
+  std::memcpy(all, sums, sizeof sums);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int c = 0; c < columns; ++c) {
+      out[i * rank + order[c]] = static_cast<float>(all[i * S::kColumns + c]);
+    }
+  }
+}
+
+template <typename S>
+GW_INLINE void weigh(const WeightedRows& a) {
+  alignas(64) double x[S::kRows * kMaxPowerSgdRank];
+  bool in_order = true;
+  for (int k = 0; k < a.rank; ++k) in_order = in_order && a.order[k] == k;
+  for (int64_t row = 0; row < a.rows; row += S::kRows) {
+    const int64_t rows = std::min<int64_t>(S::kRows, a.rows - row);
+    const float* const in = a.in + row * a.rank;
+    widen_rows<S>(in, rows, a.rank, a.order, in_order, x);
+    const double* panel = a.weights;
+    for (int column = 0; column < a.rank; column += S::kColumns) {
+      for (int i = 0; i < S::kRows * S::kColumns; i += kFloatsOfLine) {
+        __builtin_prefetch(in + S::kRows * (a.rank + column) + i);  // the next rows
+      }
+      // The second vector's columns have weights in more rows.
+      const int first = std::min(a.rank, column + S::kLanes), end = std::min(a.rank, column + S::kColumns);
+      const double* const weights = panel + column % kPanel;
+      typename S::Vec y[S::kRows][S::kVecs] = {};
+      add_products<S, 0, S::kVecs>(x, a.rank, 1, weights, first, y);
+      add_products<S, 1, S::kVecs>(x + first, a.rank, 1, weights + int64_t{first} * kPanel, end - first, y);
+      narrow_sums<S>(y, rows, end - column, a.rank, a.order + column, in_order, a.out + row * a.rank);
+      if ((column + S::kColumns) % kPanel == 0) panel += (column + S::kColumns) * int64_t{kPanel};
+    }
+  }
+}
+
+GW_SIMD void gram_narrow(const GramBlock& a) {
+  gram<NarrowSums>(a);
+}
+GW_AVX512 void gram_wide(const GramBlock& a) {
+  gram<WideSums>(a);
+}
+GW_SIMD void weigh_narrow(const WeightedRows& a) {
+  weigh<NarrowSums>(a);
+}
+GW_AVX512 void weigh_wide(const WeightedRows& a) {
+  weigh<WideSums>(a);
 }
 
 }  // namespace
 
-// The sums of a tile are stored by tiles of kTileRows x kTileColumns, in the order in which the loops use
-// them: rows of a tile of `out` would share a few sets of the cache.
-GW_SIMD void gram_tile(const GramTile& a) {
-  constexpr int kTileSize = kTileRows * kTileColumns;
-  alignas(64) double left[kGramRows * kSquareTile], right[kGramRows * kSquareTile];
-  alignas(64) double sums[kSquareTile * kSquareTile] = {};
-  const double* const other = a.diagonal ? left : right;
-  for (int64_t row = 0; row < a.n; row += kGramRows) {
-    const int64_t rows = std::min(kGramRows, a.n - row);
-    widen_columns(a.a + row * a.rank, rows, a.rank, a.left, a.left_count, left);
-    if (!a.diagonal) widen_columns(a.a + row * a.rank, rows, a.rank, a.right, a.right_count, right);
-    double* sum = sums;
-    for (int i = 0; i < kSquareTile; i += kTileRows) {
-      for (int j = 0; j < kSquareTile; j += kTileColumns, sum += kTileSize) {
-        if (a.diagonal && j >= i + kTileRows) continue;
-        add_products(left + i, 1, kSquareTile, other + j, kSquareTile, rows, sum, kTileColumns);
-      }
-    }
-  }
-  const double* sum = sums;
-  for (int i = 0; i < kSquareTile; i += kTileRows) {
-    for (int j = 0; j < kSquareTile; j += kTileColumns, sum += kTileSize) {
-      for (int at = 0; at < kTileSize; ++at) {
-        a.out[(i + at / kTileColumns) * a.stride + j + at % kTileColumns] = sum[at];
-      }
-    }
-  }
+void gram_block(const GramBlock& a) {
+  has_avx512() ? gram_wide(a) : gram_narrow(a);
 }
 
-GW_SIMD void weigh_rows(const WeightedRows& a) {
-  alignas(64) double x[kWeightedRows * kMaxPowerSgdRank], weights[kMaxPowerSgdRank * kTileColumns];
-  for (int64_t row = 0; row < a.rows; ++row) {
-    for (int k = 0; k < a.rank; ++k) x[row * a.rank + k] = a.in[row * a.rank + a.order[k]];
-  }
-  const int64_t whole = (a.rows + kTileRows - 1) / kTileRows * kTileRows;
-  std::fill(x + a.rows * a.rank, x + whole * a.rank, 0.0);
-  for (int column = 0; column < a.rank; column += kTileColumns) {
-    const int columns = std::min(kTileColumns, a.rank - column), count = column + columns;
-    for (int k = 0; k < count; ++k) {  // adjacent, so that they stay in the cache
-      std::copy_n(a.weights + k * a.stride + column, kTileColumns, weights + int64_t{k} * kTileColumns);
-    }
-    for (int64_t row = 0; row < a.rows; row += kTileRows) {
-      double y[kTileRows * kTileColumns] = {};
-      add_products(x + row * a.rank, a.rank, 1, weights, kTileColumns, count, y, kTileColumns);
-      for (int64_t i = 0; i < std::min<int64_t>(kTileRows, a.rows - row); ++i) {
-        float* const to = a.out + (row + i) * a.rank;
-        for (int c = 0; c < columns; ++c)
-          to[a.order[column + c]] = static_cast<float>(y[i * kTileColumns + c]);
-      }
+void weigh_rows(const WeightedRows& a) {
+  has_avx512() ? weigh_wide(a) : weigh_narrow(a);
+}
+
+void pack_weights(const double* weights, int64_t stride, int rank, double* to) {
+  for (int column = 0; column < rank; column += kPanel) {
+    for (int64_t k = 0; k < column + kPanel; ++k, to += kPanel) {
+      std::copy_n(weights + k * stride + column, kPanel, to);
     }
   }
 }
