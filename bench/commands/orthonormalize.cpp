@@ -94,6 +94,16 @@ std::vector<Factors> factors_of(const OrthonormalizeOptions& o) {
   return all;
 }
 
+void print_row(const nlohmann::ordered_json& row, const Timing& timing) {
+  const bool compared = !row["baseline"].is_null();
+  fmt::print("{:>4} {:>9} {:>5} {:>10.3f} {:>5.1f} % {:>10} {:>8}  {}\n", row["rank"].get<int>(),
+             row["matrices"].get<int>(), timing.n, timing.median_us / 1e3, 100 * timing.noise,
+             compared ? fmt::format("{:.3f}", row["baseline_ms"].get<double>()) : "-",
+             compared ? fmt::format("{:.1f}x", row["speedup"].get<double>()) : "-",
+             compared ? row["baseline"].get<std::string>() : "");
+  std::fflush(stdout);
+}
+
 nlohmann::ordered_json measure(const OrthonormalizeOptions& o, const Factors& factors,
                                DeviceUnderTest& device) {
   constexpr int kWarmUp = 3;
@@ -142,18 +152,13 @@ nlohmann::ordered_json measure(const OrthonormalizeOptions& o, const Factors& fa
                                 {"baseline_ms", nullptr},
                                 {"speedup", nullptr}};
   add_timing(row, timing, stop.to_string());
-  std::string baseline_text = "-", ratio = "-";
   if (baseline) {
-    const Timing baseline_timing = baseline_samples.timing();
+    const double baseline_us = baseline_samples.timing().median_us;
     row["baseline"] = baseline_name;
-    row["baseline_ms"] = baseline_timing.median_us / 1e3;
-    row["speedup"] = baseline_timing.median_us / timing.median_us;
-    baseline_text = fmt::format("{:.3f}", baseline_timing.median_us / 1e3);
-    ratio = fmt::format("{:.1f}x", baseline_timing.median_us / timing.median_us);
+    row["baseline_ms"] = baseline_us / 1e3;
+    row["speedup"] = baseline_us / timing.median_us;
   }
-  fmt::print("{:>4} {:>9} {:>5} {:>10.3f} {:>5.1f} % {:>10} {:>8}  {}\n", rank, table.count(), timing.n,
-             timing.median_us / 1e3, 100 * timing.noise, baseline_text, ratio, baseline_name);
-  std::fflush(stdout);
+  print_row(row, timing);
   return row;
 }
 

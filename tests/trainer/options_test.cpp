@@ -13,23 +13,16 @@
 #include "runtime/util/error.h"
 #include "tests/support/expect.h"
 #include "tests/trainer/files.h"
+#include "tests/trainer/run_options.h"
 #include "trainer/cli/flags.h"
-#include "trainer/cli/launcher.h"
 #include "trainer/config/members.h"
 
 namespace gradwire {
 namespace {
 
 using testing::expect_bad_input;
-
-RunOptions synthetic() {
-  RunOptions o;
-  o.data = "synthetic:400";
-  o.device = DeviceChoice::host;
-  o.ranks = 4;
-  o.batch_size = 10;
-  return o;
-}
+using testing::launched_with;
+using testing::synthetic;
 
 TEST(Models, EveryNamedModelIsValid) {
   EXPECT_EQ(model_names().size(), 6u);
@@ -239,7 +232,6 @@ TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
   refuse({"--steps", "1", "--epochs", "1"}, {"--steps", "--epochs"});
   refuse({"--init", "a", "--resume", "b"}, {"--resume", "--init"});
   refuse({"--checkpoint-keep", "3"}, {"--checkpoint-keep", "--checkpoint"});
-  refuse({"--trace-steps", "1:2"}, {"--trace-steps", "--trace"});
 }
 
 TEST(Resolve, NamesEachInvalidValue) {
@@ -278,13 +270,6 @@ TEST(Resolve, NamesTheDeviceAndExplainsAFallback) {
     EXPECT_TRUE(run.config.devices[3].is_cuda());
   }
   EXPECT_EQ(run.config.ranks(), 4);
-}
-
-std::optional<Launch> launched_with(const std::map<std::string, std::string>& variables) {
-  return detect_launcher([&](const char* name) {
-    auto found = variables.find(name);
-    return found == variables.end() ? nullptr : found->second.c_str();
-  });
 }
 
 TEST(Link, AppliesToRanksOnTheHost) {
@@ -360,117 +345,6 @@ TEST(Elastic, JoinersTakeTheRunsSettingsButNotItsHistory) {
   o.join.clear();
   o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
   EXPECT_EQ(resolve(o).config.members, o.checkpoint + "/members");
-}
-
-TEST(Launcher, RecognizesEveryLauncher) {
-  EXPECT_FALSE(launched_with({}));
-  EXPECT_FALSE(launched_with({{"SLURM_NTASKS", "4"}, {"SLURM_PROCID", "0"}}))
-      << "a batch script has not launched ranks";
-  auto torchrun = launched_with({{"RANK", "2"},
-                                 {"WORLD_SIZE", "4"},
-                                 {"LOCAL_RANK", "1"},
-                                 {"LOCAL_WORLD_SIZE", "2"},
-                                 {"TORCHELASTIC_RUN_ID", "none"}});
-  ASSERT_TRUE(torchrun);
-  EXPECT_EQ(torchrun->launcher, "torchrun");
-  EXPECT_EQ(torchrun->rank, 2);
-  EXPECT_EQ(torchrun->world, 4);
-  EXPECT_EQ(torchrun->local_rank, 1);
-  EXPECT_EQ(torchrun->local_world, 2);
-  EXPECT_EQ(torchrun->rendezvous, "") << "no rendezvous is given";
-  EXPECT_EQ(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "2"}})->launcher, "the environment");
-  EXPECT_EQ(launched_with({{"SLURM_STEP_NUM_TASKS", "8"}, {"SLURM_PROCID", "7"}})->world, 8);
-  EXPECT_EQ(launched_with({{"OMPI_COMM_WORLD_SIZE", "3"}, {"OMPI_COMM_WORLD_RANK", "1"}})->world, 3);
-  EXPECT_EQ(launched_with({{"PMI_SIZE", "2"}, {"PMI_RANK", "1"}})->launcher, "mpirun (MPICH)");
-  EXPECT_EQ(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}})->world, 1);
-  // mpirun inside a Slurm job makes srun start a daemon per node; the ranks inherit its rank number.
-  auto nested = launched_with({{"OMPI_COMM_WORLD_SIZE", "8"},
-                               {"OMPI_COMM_WORLD_RANK", "5"},
-                               {"SLURM_STEP_NUM_TASKS", "2"},
-                               {"SLURM_PROCID", "1"}});
-  EXPECT_EQ(nested->rank, 5);
-}
-
-TEST(Launcher, DeterminesTheRendezvous) {
-  using Map = std::map<std::string, std::string>;
-  auto meet = [](Map more, const Map& ranks = {{"RANK", "0"}, {"WORLD_SIZE", "2"}}) {
-    more.insert(ranks.begin(), ranks.end());
-    const Launch launch = *launched_with(more);
-    return launch.no_rendezvous.empty() ? launch.rendezvous : rendezvous_for(launch, "");
-  };
-  EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"MASTER_PORT", "1234"}}), "tcp://node0:1234");
-  EXPECT_EQ(meet({{"MASTER_ADDR", "fd00::1"}, {"MASTER_PORT", "1234"}}), "tcp://[fd00::1]:1234");
-  // torchrun's agent occupies this port with its store.
-  EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
-            "tcp://a:29600");
-  EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "65500"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}),
-            "tcp://a:65400");
-  EXPECT_EQ(meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "29500"}, {"TORCHELASTIC_USE_AGENT_STORE", "False"}}),
-            "tcp://a:29500");
-  expect_bad_input([&] { meet({{"MASTER_ADDR", "a"}, {"MASTER_PORT", "0"}}); }, {"MASTER_PORT=0"});
-
-  const Map slurm = {{"SLURM_PROCID", "1"},
-                     {"SLURM_STEP_NUM_TASKS", "2"},
-                     {"SLURM_STEP_NODELIST", "gpu[03-04]"},
-                     {"SLURM_JOB_ID", "77"}};
-  std::string one = meet({{"SLURM_STEP_ID", "0"}}, slurm), two = meet({{"SLURM_STEP_ID", "1"}}, slurm);
-  EXPECT_TRUE(one.starts_with("tcp://gpu03:2")) << one;
-  EXPECT_NE(one, two) << "two steps of a job may run at once";
-
-  // If all ranks are on one machine, the port is not open to other machines.
-  EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "2"}}), "tcp://127.0.0.1:29500");
-  EXPECT_EQ(meet({{"MASTER_ADDR", "node0"}, {"LOCAL_WORLD_SIZE", "1"}}), "tcp://node0:29500");
-  EXPECT_TRUE(
-      meet({}, {{"SLURM_PROCID", "1"}, {"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "gpu03"}})
-          .starts_with("tcp://127.0.0.1:2"));
-
-  const Map mpi = {{"OMPI_COMM_WORLD_RANK", "1"}, {"OMPI_COMM_WORLD_SIZE", "2"}};
-  EXPECT_TRUE(meet({{"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}}, mpi).starts_with("tcp://127.0.0.1:2"));
-  EXPECT_EQ(meet({{"OMPI_COMM_WORLD_LOCAL_SIZE", "1"}}, mpi), "") << "rank 0 may be elsewhere";
-}
-
-TEST(Launcher, ParsesTheFirstOfSlurmsHosts) {
-  for (auto [list, first] : {std::pair{"node7", "node7"},
-                             {"a,b", "a"},
-                             {"gpu[03-05,9],login1", "gpu03"},
-                             {"n[7,9-11]", "n7"},
-                             {"r[1-2]n[05-08],x", "r1n05"},
-                             {"n[12]-ib", "n12-ib"},
-                             {"", ""},
-                             {"broken[1", "broken"}}) {
-    EXPECT_EQ(first_host(list), first);
-  }
-}
-
-TEST(Launcher, RejectsAWorldOfOneUnderALauncherOfMoreRanks) {
-  expect_bad_input(
-      [] {
-        launched_with(
-            {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_PROCID", "2"}});
-      },
-      {"each process would train alone", "WORLD_SIZE=1", "SLURM_STEP_NUM_TASKS=4"});
-  RunOptions o = synthetic();
-  o.launch = launched_with({{"RANK", "2"}, {"WORLD_SIZE", "4"}});
-  EXPECT_EQ(resolve(o).config.ranks(), 4);
-  EXPECT_TRUE(resolve(o).config.processes);
-  o.ranks = 4;  // agrees with the launcher
-  EXPECT_EQ(resolve(o).config.ranks(), 4);
-  for (int ranks : {1, 2}) {
-    o.ranks = ranks;
-    expect_bad_input([&] { resolve(o); }, {fmt::format("--ranks {}", ranks), "started 4 processes"});
-  }
-}
-
-TEST(Launcher, RejectsContradictions) {
-  expect_bad_input([] { launched_with({{"RANK", "4"}, {"WORLD_SIZE", "4"}}); }, {"RANK=4", "WORLD_SIZE=4"});
-  expect_bad_input([] { launched_with({{"RANK", "0"}, {"WORLD_SIZE", "four"}}); }, {"WORLD_SIZE='four'"});
-  expect_bad_input([] { launched_with({{"WORLD_SIZE", "0"}}); }, {"WORLD_SIZE=0"});
-  expect_bad_input([] { launched_with({{"WORLD_SIZE", "2"}}); }, {"WORLD_SIZE=2", "not RANK"});
-  expect_bad_input(
-      [] {
-        launched_with({{"RANK", "0"}, {"WORLD_SIZE", "2147483647"}});
-      },
-      {"WORLD_SIZE=2147483647", "at most 65536"});
 }
 
 }  // namespace
