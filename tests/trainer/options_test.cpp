@@ -166,8 +166,12 @@ TEST(Resolve, MomentumIsBeta1OfAdamw) {
 
 TEST(Resolve, NotesAMomentumOnTopOfAResidual) {
   RunOptions o = synthetic();
-  for (const auto& [spec, noted] : std::vector<std::pair<std::string, bool>>{
-           {"topk:k=41", true}, {"randk:ratio=0.1", true}, {"topk:k=41,ef=off", false}, {"int8", false}}) {
+  for (const auto& [spec, noted] : std::vector<std::pair<std::string, bool>>{{"topk:k=41", true},
+                                                                             {"randk:ratio=0.1", true},
+                                                                             {"sign", true},
+                                                                             {"topk:k=41,ef=off", false},
+                                                                             {"int8", false},
+                                                                             {"powersgd:rank=4", false}}) {
     o.compression = {spec};
     const std::vector<std::string> notes = resolve(o).notes;
     const bool found = std::ranges::any_of(

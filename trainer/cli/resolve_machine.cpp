@@ -341,13 +341,18 @@ void check_policies(const Resolved& out) {
   }
 }
 
+// The share of a gradient's square that an encode loses, from which on a residual is a momentum (1 bit loses
+// 0.36).
+constexpr double kWaits = 0.3;
+
 // Notes that a residual of values that wait for many steps is a momentum already.
 void note_second_momentum(const RunOptions& o, Resolved& out) {
   using enum CompressionSpec::Method;
   if (o.momentum || out.config.ranks() == 1) return;
   for (const CompressionSpec& spec : out.compressions) {
-    const bool selects = spec.method == randk || (spec.method == wire && spec.wire->selects);
-    if (!selects || !spec.policy.keeps_errors()) continue;
+    const bool waits = spec.method == randk ||
+                       (spec.method == wire && (spec.wire->selects || spec.wire->gaussian_error > kWaits));
+    if (!waits || !spec.policy.keeps_errors()) continue;
     out.notes.push_back(fmt::format(
         "Note: {} with error feedback is more accurate without the optimizer's momentum; try "
         "--momentum 0{} (docs/formats.md)",
