@@ -36,7 +36,7 @@ std::vector<Wire> CompressionSpec::ramp_formats() const {
     }
     for (const char* name : {"bf16", "int8", "int4"}) {
       const Wire wider = find_wire_format(name);
-      if (!wire->selects && wider->bytes_per_value() > wire->bytes_per_value()) all.push_back(wider);
+      if (k == nullptr && wider->bytes_per_value() > wire->bytes_per_value()) all.push_back(wider);
     }
   }
   all.push_back(wire);

@@ -154,6 +154,14 @@ std::string CompressionSpec::grammar() {
 
 namespace {
 
+// Returns whether a format's specs choose the number of values that it sends.
+bool has_k(Wire wire) {
+  const auto copy = wire->selects ? wire->copy() : nullptr;
+  if (copy == nullptr) return false;
+  return std::ranges::any_of(copy->choices(),
+                             [](const FormatOption& o) { return o.key == std::string_view("k"); });
+}
+
 // Returns the key=value pairs after the name, in order.
 std::vector<std::pair<std::string_view, std::string_view>> items_of(std::string_view text, size_t separator) {
   std::vector<std::pair<std::string_view, std::string_view>> items;
@@ -212,7 +220,7 @@ Options options_of(CompressionSpec& spec, std::string_view text, std::optional<R
     if (!dion) numeric("max_norm", policy.max_norm, kLeastNorm, kMostNorm);
     const bool randk = spec.method == CompressionSpec::Method::randk;
     if (!codec || randk) numeric("ramp", policy.ramp, int64_t{0}, kMostSteps);
-    if (randk || (!codec && spec.wire->selects)) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
+    if (randk || (!codec && has_k(spec.wire))) numeric("momentum", policy.momentum, 0.0, kMostMomentum);
   }
   if (codec || spec.wire->stochastic) word("round", rounding, kRoundings);
   if (!codec) return options;

@@ -173,7 +173,7 @@ struct Finish {
     load<W>(w.sums + block * w.shape.block + i, s);
     load<W>(sent == nullptr ? w.sums + block * w.shape.block + i : sent + i, x);
     if (a.residual != nullptr) {
-      const bool far = w.coder.masks();
+      const bool far = w.coder.far();
       const float unit = residual_unit(a);
       float left[W];
 #pragma unroll

@@ -11,6 +11,7 @@
 //     static constexpr Rotation kRotation = Rotation::optional;
 //     static constexpr bool kMasks = false;                             // see "Non-finite values"
 //     static constexpr bool kSelects = true;                            // optional; as in WireFormat
+//     static constexpr bool kFar = true;  // optional: a value minus the decoded value may overflow a float
 //     static constexpr std::array<const char*, 1> kExamples = {"size=64"};  // as in WireFormat
 //
 //     GW_HD int block() const;             // values: a multiple of 32, or 16, that divides kMaxBlock
@@ -172,6 +173,14 @@ struct BlockCoder {
   // Returns whether a block with a non-finite value is sent as a mask.
   static constexpr bool kMayMask = F::kMasks || F::kRotation != Rotation::never;
   GW_HD bool masks() const { return F::kMasks || rotates(); }
+  // Returns whether a value minus the decoded value may overflow a float, as after a rotation.
+  GW_HD bool far() const {
+    if constexpr (requires { F::kFar; }) {
+      return F::kFar;
+    } else {
+      return masks();
+    }
+  }
   GW_HD int64_t blocks(int64_t count) const { return (count + block() - 1) / block(); }
   // Returns the address of block number `block` in the encoding of `count` values.
   template <typename Byte>

@@ -11,6 +11,7 @@
 #include "kernels/wire/sign.h"
 #include "kernels/wire/terngrad.h"
 #include "kernels/wire/topk.h"
+#include "kernels/wire/varbits.h"
 
 // FORMAT(type, name in specs) for each format, in the order of the docs.
 // clang-format off
@@ -27,6 +28,7 @@
   FORMAT(TernGrad, terngrad) \
   FORMAT(Sign, sign) \
   FORMAT(Eden, eden) \
+  FORMAT(VarBits, varbits) \
   FORMAT(TopK, topk)
 // clang-format on
 

@@ -38,13 +38,16 @@ struct OneLane : SelectingLane {
       for (int l = 0; l < kSumLanes; ++l) x[l] = value(begin + l);
       for (int v = 0; v < kVectors; ++v) sums[v] += load<F32x8>(x + v * kWidth);
     }
-    store(x, sums[0]), store(x + 8, sums[1]), store(x + 16, sums[2]), store(x + 24, sums[3]);
-    static_assert(kVectors == 4);
-    for (int l = 0; begin + l < n; ++l) x[l] += value(begin + l);
-    for (int half = kSumLanes / 2; half > 0; half /= 2) {
-      for (int l = 0; l < half; ++l) x[l] += x[l + half];
+    static_assert(kVectors == 4 && kWidth == 8);
+    if (begin < n) {
+      for (int v = 0; v < kVectors; ++v) store(x + v * kWidth, sums[v]);
+      for (int l = 0; begin + l < n; ++l) x[l] += value(begin + l);
+      for (int v = 0; v < kVectors; ++v) sums[v] = load<F32x8>(x + v * kWidth);
     }
-    return x[0];
+    F32x8 y = (sums[0] + sums[2]) + (sums[1] + sums[3]);
+    y += __builtin_shufflevector(y, y, 4, 5, 6, 7, 4, 5, 6, 7);
+    y += __builtin_shufflevector(y, y, 2, 3, 2, 3, 2, 3, 2, 3);
+    return y[0] + y[1];
   }
   template <typename Test>
   GW_INLINE int count(int n, const Test& test) const {
@@ -352,7 +355,7 @@ GW_INLINE void decode_each(const BlockCoder<F> coder, const uint8_t* wire, int64
     return {&coder,                                                                                    \
             coder.block(),                                                                             \
             F::kStochastic,                                                                            \
-            coder.masks(),                                                                             \
+            coder.far(),                                                                               \
             NAME##_encode_each,                                                                        \
             takes_sink<F> && !coder.rotates() ? NAME##_encode_with_residual_each : nullptr,            \
             NAME##_decode_each};                                                                       \

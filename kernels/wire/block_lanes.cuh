@@ -95,9 +95,10 @@ struct WarpLanes {
   }
 };
 
-// A thread block per block, for formats with long blocks. `warps` is in shared memory, 2 * kBlockWarps words.
+// A thread block per block, for formats with long blocks. `warps` is in shared memory: 2 * kBlockWarps words
+// of these functions, and kTable words of the format.
 struct ThreadBlockLanes {
-  static constexpr int kTeams = 1, kSize = kBlockThreads;
+  static constexpr int kTeams = 1, kSize = kBlockThreads, kTable = 64;
   uint32_t* warps;
   int lane = static_cast<int>(threadIdx.x), team = 0;
 
@@ -163,6 +164,16 @@ struct ThreadBlockLanes {
     __syncthreads();
   }
   __device__ __forceinline__ void hadamard(float* x, int n) const { butterfly(*this, x, n); }
+  // Calls body(warp, k) for k in [0, n), each in one warp.
+  template <typename Body>
+  __device__ __forceinline__ void each_team(int n, const Body& body) const {
+#pragma unroll 1
+    for (int k = lane / 32; k < n; k += kBlockWarps) body(WarpLanes{}, k);
+    __syncthreads();
+  }
+  __device__ __forceinline__ uint32_t* table() const {
+    return warps + 2 * kBlockWarps;
+  }
 
   // Does the same as pick_largest() of positions.h. Each thread holds up to 16 neighboring keys in registers,
   // so that a step of the search takes one barrier, and the selection two scans.
@@ -241,7 +252,7 @@ __device__ __forceinline__ WarpLanes make_lanes(const WarpLanes*) {
   return {};
 }
 __device__ __forceinline__ ThreadBlockLanes make_lanes(const ThreadBlockLanes*) {
-  __shared__ uint32_t warps[2 * kBlockWarps];
+  __shared__ uint32_t warps[2 * kBlockWarps + ThreadBlockLanes::kTable];
   return {warps};
 }
 

@@ -135,7 +135,7 @@ void reduce_encode_blocks(const BlockCoder<F>& coder, const ReduceEncode& a) {
       const float sum = s[static_cast<size_t>(i)], part = sent[static_cast<size_t>(i)],
                   unit = residual_unit(a);
       keep_rest(a, begin + i, sum, part,
-                coder.masks() ? rest_of<true>(sum, part, unit) : rest_of<false>(sum, part, unit));
+                coder.far() ? rest_of<true>(sum, part, unit) : rest_of<false>(sum, part, unit));
     }
   }
 }

@@ -81,7 +81,8 @@ DEFAULTS = {"int8": dict(block=128, scale="pow2"), "int4": dict(block=128, scale
             "int2": dict(block=128, scale="fp32"), "mxfp8": dict(block=32), "mxfp6": dict(block=32),
             "mxfp4": dict(block=32), "nvfp4": dict(block=128), "natural": dict(block=128),
             "qsgd": dict(block=512, bits=8), "terngrad": dict(block=128), "sign": dict(block=512),
-            "eden": dict(block=512, bits=4, rotate="hadamard"), "topk": dict(k=64, of=4096, values="bf16")}
+            "eden": dict(block=512, bits=4, rotate="hadamard"), "varbits": dict(bits=3),
+            "topk": dict(k=64, of=4096, values="bf16")}
 
 
 def code_bits(name: str, option: dict) -> int:
@@ -158,6 +159,36 @@ def decode_topk(option: dict, data: np.ndarray) -> np.ndarray:
     return block
 
 
+def part_bits(q: np.ndarray, level: int) -> np.ndarray:
+    return np.where(q == 63, 1, np.clip((3 * (q - level) + 9) // 10, 0, 5))
+
+
+def decode_varbits(option: dict, data: np.ndarray) -> np.ndarray:
+    q, total = codes(data[-49:-1], 64, 6), varbits_total(option)
+    level = next(t for t in range(-13, 64) if part_bits(q, t).sum() <= total)
+    bits = part_bits(q, level)
+    bits[np.flatnonzero(part_bits(q, level - 1) > bits)[:total - bits.sum()]] += 1
+    quarters = 4 * int(data[-1]) + q - 62
+    scales = (2.0**(quarters // 4 - 127) * (2.0**(quarters % 4 / 4)).astype(F32)).astype(F32)
+    scales[(q == 0) | (quarters < 4)] = 0
+    parts, at = [], 0
+    for b, scale, mask in zip(bits.tolist(), scales, q == 63):
+        field, at = data[at:at + 8 * b], at + 8 * b
+        if mask:
+            parts.append(np.where(codes(field, 64, 1) != 0, NAN, F32(0)))
+        elif b == 0 or scale == 0:
+            parts.append(np.zeros(64, F32))
+        else:
+            code, sign = codes(field, 64, b), 1 << b - 1
+            values = signed(scale * np.array(LEVELS[b], F32)[code & sign - 1], code & sign != 0)
+            parts.append(rotate_back(values))
+    return np.concatenate(parts)
+
+
+def varbits_total(option: dict) -> int:
+    return max(64 * option["bits"] - 3, 64)
+
+
 def decode(spec: str, data: np.ndarray, count: int) -> np.ndarray:
     name, _, given = spec.partition(":")
     if name == "bf16":
@@ -174,6 +205,9 @@ def decode(spec: str, data: np.ndarray, count: int) -> np.ndarray:
             "fp32": 4 * option["k"], "bf16": 2 * option["k"], "int8": option["k"] + 4,
             "int2": (option["k"] + 3) // 4 + 8}[option["values"]]
         return np.concatenate([decode_topk(option, block) for block in data.reshape(-1, length)])[:count]
+    if name == "varbits":
+        blocks = data.reshape(-1, 8 * varbits_total(option) + 49)
+        return np.concatenate([decode_varbits(option, block) for block in blocks])[:count]
     n, bits, tail = option["block"], code_bits(name, option), scale_bytes(name, option)
     length = n * bits // 8 + (8 if name == "nvfp4" else 0) + tail
     assert len(data) == (count + n - 1) // n * length, (spec, count, len(data))
