@@ -140,7 +140,7 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
   const CompressionSpec& spec = parsed(call.spec);
   if (spec.needs_reducer()) {
     throw BadInput(
-        fmt::format("spec '{}' needs steps or tensors, which {} has not; use a reducer, or a wire "
+        fmt::format("spec '{}' needs steps or tensors, which {} does not have; use a reducer, or a wire "
                     "format such as fp32, bf16, fp8 or int8",
                     call.spec, call.function));
   }

@@ -11,9 +11,9 @@
 //   momentum=M  momentum correction (Lin et al., Deep Gradient Compression, ICLR 2018): u = M u + g is
 //               compressed in place of g, and u becomes 0 where the bucket's mean changed. Dense tensors keep
 //               their u, as in SGD with momentum. The optimizer's own momentum must be 0.
-//   max_norm=C  local gradient clipping, as in Deep Gradient Compression: before all else a rank scales each
-//               tensor's gradient, dense tensors too, to a norm of at most C / sqrt(ranks). The rest is
-//               forgotten.
+//   max_norm=C  local gradient clipping, as in Deep Gradient Compression: a rank first scales each tensor's
+//               gradient, also of dense tensors, to a norm of at most C / sqrt(ranks). What clipping takes
+//               away is forgotten. Two launches per tensor on CUDA.
 //
 // A rank stores d_i = h_i - h in place of h_i. d_i and u belong to the rank; they are reset to 0 when the
 // ranks change. The sum of the h_i then still is n h.
@@ -217,7 +217,7 @@ class PolicyCodec final : public Codec {
   float* gradients_;
   const int64_t elements_;
   const float unit_;      // a mean is `unit` times the result: 1, or 1 / ranks if the result is a sum
-  const float max_norm_;  // of a tensor on this rank; 0: any
+  const float max_norm_;  // of a tensor's gradient on this rank; 0: not clipped
   Buffer estimate_;
   Buffer deviation_;  // of a codec without a residual
   Buffer momentum_;
@@ -233,8 +233,8 @@ std::unique_ptr<Codec> make_codec(const BucketContext& context) {
       policy.feedback != Feedback::ef21 && policy.start == 0 && policy.momentum == 0 && policy.max_norm == 0;
   if (simple) return make_split_codec(context);
   BucketContext c = context;
-  // BF16's rounding of a gradient is lost in one step, but would add up in an estimate.
-  if (policy.feedback == Feedback::ef21) c.dense_wire = kFp32;
+  // BF16 is exact for BF16 gradients only, not for what these policies make of them.
+  if (policy.feedback == Feedback::ef21 || policy.momentum > 0 || policy.max_norm > 0) c.dense_wire = kFp32;
   return std::make_unique<PolicyCodec>(c);
 }
 

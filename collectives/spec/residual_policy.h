@@ -16,7 +16,8 @@ struct ResidualPolicy {
   int64_t start = 0;   // [PyTorch: start_powerSGD_iter, 1000] first compressed step; earlier steps send FP32
   int64_t ramp = 0;    // steps, from `start` on, in formats wider than the spec's
   double momentum = 0.0;  // momentum correction, for codecs that send a few of the values
-  double max_norm = 0.0;  // times 1 / sqrt(ranks): the largest norm of a tensor's gradient on a rank; 0: any
+  double max_norm =
+      0.0;  // times 1 / sqrt(ranks): the largest norm of a tensor's gradient on a rank; 0: not clipped
 
   bool keeps_errors() const { return feedback != Feedback::off; }
   // Returns which of `stages` formats, of which the last is the spec's, step `step` uses.

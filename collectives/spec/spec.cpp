@@ -415,6 +415,13 @@ std::string CompressionSpec::to_string() const {
   return (python ? file : powersgd ? "powersgd" : randk ? "randk" : dion ? "dion" : wire->name) + options;
 }
 
+bool CompressionSpec::sums_gradients() const {
+  constexpr double kOneBit = 0.3;  // less than the error of one bit per value, 0.36
+  const bool most_wait =
+      method == Method::randk || (method == Method::wire && (has_k(wire) || wire->gaussian_error > kOneBit));
+  return most_wait && policy.keeps_errors();
+}
+
 std::string CompressionSpec::divergence() const {
   // A step keeps decay^2 times this share of the residual's square.
   const double bound = wire->error_bound(rounding) * policy.decay * policy.decay;

@@ -75,6 +75,9 @@ struct CompressionSpec {
   // Returns why the residual of error feedback may grow without bound, and the remedy. Returns "" if the
   // residual is bounded or the bound of the format is unknown.
   std::string divergence() const;
+  // Returns whether most of a gradient waits in the residual for many steps, so that results are sums of past
+  // gradients, as with a momentum.
+  bool sums_gradients() const;
   // Returns whether `name` is the name of a codec, which no wire format can have.
   static bool is_codec(std::string_view name);
   // Returns every legal spec, in one line.

@@ -66,11 +66,11 @@ class SettingsReader {
           text));
     }
     if (spec.method == CompressionSpec::Method::wire && spec.needs_reducer()) {
-      turn_off(
-          fmt::format("GRADWIRE_NCCL_SPEC={} needs steps or tensors, which calls of ncclAllReduce have not; "
-                      "drop ef=ef21, "
-                      "start, ramp, momentum and max_norm, or use the PyTorch hook",
-                      text));
+      turn_off(fmt::format(
+          "GRADWIRE_NCCL_SPEC={} needs steps or tensors, which calls of ncclAllReduce do not have; "
+          "drop ef=ef21, "
+          "start, ramp, momentum and max_norm, or use the PyTorch hook",
+          text));
     }
     if (!spec.residual->exact) {
       turn_off(fmt::format("GRADWIRE_NCCL_SPEC={}: residuals of intercepted calls are FP32; drop residual={}",

@@ -391,9 +391,13 @@ TEST(Policy, ShardedReducersRefuseWhatNeedsTheWholeMean) {
           [&] { Rank rank(comm, spec, model(), ReducerOptions{.sharded = true}); },
           {spec, "needs the whole mean"});
     }
-    Rank rank(comm, "int8:start=1,ef_decay=0.9,max_norm=5", model(), ReducerOptions{.sharded = true});
-    rank.step(gradients_for(rank.tensors, 1));
-    rank.step(gradients_for(rank.tensors, 2));
+    constexpr const char* kSpec = "int8:start=1,ef_decay=0.9";
+    Rank rank(comm, kSpec, model(), ReducerOptions{.sharded = true});
+    Rank clips(comm, kSpec + std::string(",max_norm=5"), model(), ReducerOptions{.sharded = true});
+    for (const uint32_t seed : {1, 2}) {
+      const auto gradients = gradients_for(rank.tensors, seed);
+      EXPECT_TRUE(same_bits(clips.step(gradients), rank.step(clipped(gradients, 5 / std::sqrt(2.0f)))));
+    }
   });
 }
 

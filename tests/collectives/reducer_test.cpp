@@ -171,9 +171,6 @@ TEST(Reducer, AcceptsPermutationsOfExchangesBetweenStepsOnly) {
   });
 }
 
-// Compares steps that are enqueued one by one with steps that are captured as early as allowed and then
-// launched. Both have the same results, residuals and bytes. Slices are used, so that a graph contains three
-// streams of each rank.
 constexpr const char* kGraphedSpecs[] = {"fp32",
                                          "fp8:round=stochastic",
                                          "int8:residual=int8,dense=auto",
@@ -183,8 +180,12 @@ constexpr const char* kGraphedSpecs[] = {"fp32",
                                          "powersgd:rank=2,alternate=on,start=2",
                                          "randk:ratio=0.1,wire=bf16,round=stochastic",
                                          "powersgd:rank=2,ef=ef21",
+                                         "int8:max_norm=20",
                                          "topk:k=5,of=256,ef_decay=0.9,momentum=0.9,start=1,ramp=2"};
 
+// Compares steps that are enqueued one by one with steps that are captured as early as allowed and then
+// launched. Both have the same results, residuals and bytes. Slices are used, so that a graph contains three
+// streams of each rank.
 TEST(Reducer, GraphsOfAStepHaveTheBitsAndStatsOfTheCalls) {
   constexpr int kWorld = 4, kSteps = 9;
   for (const char* spec : kGraphedSpecs) {

@@ -151,6 +151,9 @@ def what_does_not_scale_is_refused() -> None:
     hook.close()
     elastic = Hook("int4", min_ranks=1)
     refused(lambda: elastic.use_scaler(loss_scale.scaler()), gradwire.BadArgument, "min_ranks")
+    clips = Hook("int8:max_norm=1")
+    refused(lambda: clips.use_scaler(loss_scale.scaler()), gradwire.BadArgument, "max_norm")
+    clips.close()
     elastic.close()
     say("what is no scaler is refused")
 

@@ -171,7 +171,8 @@ TEST(Resolve, NotesAMomentumOnTopOfAResidual) {
                                                                              {"sign", true},
                                                                              {"topk:k=41,ef=off", false},
                                                                              {"int8", false},
-                                                                             {"powersgd:rank=4", false}}) {
+                                                                             {"powersgd:rank=4", false},
+                                                                             {"varbits:bits=4", false}}) {
     o.compression = {spec};
     const std::vector<std::string> notes = resolve(o).notes;
     const bool found = std::ranges::any_of(

@@ -20,7 +20,7 @@ inline RunOptions synthetic() {
   return o;
 }
 
-// Returns what a process with these environment variables was launched by.
+// Returns the launcher that these environment variables describe.
 inline std::optional<Launch> launched_with(const std::map<std::string, std::string>& variables) {
   return detect_launcher([&](const char* name) {
     auto found = variables.find(name);

@@ -299,18 +299,19 @@ void add_shard_flags(CLI::App& command, RunOptions& o) {
       ->type_name("SIZE");
 }
 
-// Adds the flags that select compressions. `several`: the user may give each flag more than once. `Options`:
-// RunOptions or PlanOptions.
+// Adds the flags that select compressions. `several`: the user may give each flag more than once; describes
+// what --compression takes. `Options`: RunOptions or PlanOptions.
 template <typename Options>
-void add_compression_flags(CLI::App& command, Options& o, bool several) {
-  const std::string spec = several
-                               ? "Compression spec; one run for each"
+void add_compression_flags(CLI::App& command, Options& o, const char* several) {
+  const std::string spec = several != nullptr
+                               ? several
                                : "Compression spec (default: fp32), or " + AutoCompression::grammar() +
                                      ": measure links, kernels and errors before the first step, and "
                                      "choose the spec and bucket size of the shortest step whose error of "
                                      "one encode is at most E (default: 0.1)";
-  const char* size = several ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
-                             : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
+  const char* size = several != nullptr
+                         ? "Size of a gradient bucket, in MiB; one run for each size and --compression"
+                         : "Size of a gradient bucket, in MiB; 0.5 is many, 100000 is one";
   const Limits<double> mb{0.001, 1 << 20};
   auto set = [&o](const std::vector<std::string>& texts) {
     o.bucket_mb.clear();
@@ -324,7 +325,7 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
                                ->check(number_within<double>(mb));
   for (CLI::Option* option : {compression, bucket_mb}) {
     option->expected(1);
-    if (several) option->take_all();
+    if (several != nullptr) option->take_all();
   }
 }
 
@@ -333,7 +334,7 @@ void add_compression_flags(CLI::App& command, Options& o, bool several) {
 void add_train_flags(CLI::App& command, RunOptions& o) {
   command.footer(kTrainExamples);
   CLI::Option* init = add_run_flags(command, o);
-  add_compression_flags(command, o, false);
+  add_compression_flags(command, o, nullptr);
   add_shard_flags(command, o);
   add_elastic_flags(command, o);
   add_checkpoint_flags(command, o, init);
@@ -349,7 +350,10 @@ void add_train_flags(CLI::App& command, RunOptions& o) {
 
 void add_compare_flags(CLI::App& command, RunOptions& o) {
   add_run_flags(command, o);
-  add_compression_flags(command, o, true);
+  add_compression_flags(
+      command, o,
+      "Compression spec; one run for each. shelf: every wire format, and PowerSGD and random-k "
+      "with a few options");
   set_group(command, "Training");
   add_number(command, "--seeds", o.seeds,
              "Repeat each run with --seed, --seed + 1, ...: the table has mean and standard deviation",
@@ -406,7 +410,7 @@ void add_plan_flags(CLI::App& command, PlanOptions& o) {
   add_path(command, "--cluster", o.cluster, "FILE", "The cluster: a JSON file, see docs/plan.md")->required();
   add_number(command, "--ranks", o.ranks, "Ranks, a GPU each, which fill whole nodes", {1, 1 << 16})
       ->required();
-  add_compression_flags(command, o, true);
+  add_compression_flags(command, o, "Compression spec; one prediction for each");
   set_group(command, "Output");
   add_path(command, "--json", o.json, "FILE", "Also write the plan to FILE");
 }

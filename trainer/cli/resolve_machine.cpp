@@ -39,7 +39,7 @@ VitConfig resolve_model(const RunOptions& o) {
 // Returns the settings that follow from options of the same name, or from their defaults.
 TrainConfig training_settings(const RunOptions& o) {
   const bool adamw = o.optimizer == OptimizerKind::adamw;
-  if (adamw && o.momentum.value_or(0) >= 1)
+  if (adamw && static_cast<float>(o.momentum.value_or(0)) >= 1)
     throw BadInput(fmt::format("--momentum {}: adamw's beta1 must be below 1", *o.momentum));
   TrainConfig config;
   config.data = DataSpec::parse(o.data);
@@ -341,22 +341,16 @@ void check_policies(const Resolved& out) {
   }
 }
 
-// The share of a gradient's square that an encode loses, from which on a residual is a momentum (1 bit loses
-// 0.36).
-constexpr double kWaits = 0.3;
-
 // Notes that a residual of values that wait for many steps is a momentum already.
 void note_second_momentum(const RunOptions& o, Resolved& out) {
-  using enum CompressionSpec::Method;
-  if (o.momentum || out.config.ranks() == 1) return;
+  const bool sgd = out.config.optimizer == OptimizerKind::sgd;
+  if (o.momentum || out.config.muon || out.config.ranks() == 1) return;
   for (const CompressionSpec& spec : out.compressions) {
-    const bool waits = spec.method == randk ||
-                       (spec.method == wire && (spec.wire->selects || spec.wire->gaussian_error > kWaits));
-    if (!waits || !spec.policy.keeps_errors()) continue;
-    out.notes.push_back(fmt::format(
-        "Note: {} with error feedback is more accurate without the optimizer's momentum; try "
-        "--momentum 0{} (docs/formats.md)",
-        spec.to_string(), out.config.optimizer == OptimizerKind::sgd ? " and 10 times the --lr" : ""));
+    if (!spec.sums_gradients()) continue;
+    out.notes.push_back(
+        fmt::format("Note: {} with error feedback is more accurate without the optimizer's momentum; try "
+                    "--momentum 0{} (docs/formats.md)",
+                    spec.to_string(), sgd ? " and 10 times the --lr" : ""));
   }
 }
 

@@ -137,10 +137,11 @@ void resolve_trace(const RunOptions& o, Resolved& out) {
         "add --trace FILE or --device cuda",
         *o.trace_steps));
   }
+  const StepRange range = o.trace_steps ? StepRange::parse("--trace-steps", *o.trace_steps) : StepRange();
   if (first >= config.steps) return;
   config.trace = o.trace;
+  config.profiles = o.trace_steps && config.devices[0].is_cuda();
   if (o.trace_steps) {
-    const StepRange range = StepRange::parse("--trace-steps", *o.trace_steps);
     if (range.begin >= config.steps || range.end <= first) {
       throw BadInput(fmt::format("--trace-steps {}: this run does steps {} to {}", *o.trace_steps, first,
                                  config.steps - 1));

@@ -158,7 +158,8 @@ struct TrainConfig {
   int64_t gradients_step = -1;      // the step whose gradients are written
 
   std::string trace;      // trace file; empty: none
-  StepRange trace_steps;  // steps in the trace, and between cudaProfilerStart and cudaProfilerStop
+  StepRange trace_steps;  // steps in the trace
+  bool profiles = false;  // CUDA's profiler covers the same steps
 
   double timeout_s = 60;  // maximum wait for a peer in one operation
 

@@ -26,7 +26,7 @@ TraceLabelPtr label(Activity activity) {
 // controls the profiler.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step) {
   const StepRange& steps = config.trace_steps;
-  if (comm.device().is_host() || steps.empty() || (step != steps.begin && step != steps.end)) return;
+  if (!config.profiles || (step != steps.begin && step != steps.end)) return;
   if (comm.rank() != 0 && !config.processes) return;
   stream.synchronize();
   switch_profiler(comm.device(), step == steps.begin);

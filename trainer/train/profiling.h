@@ -14,7 +14,7 @@
 
 namespace gradwire {
 
-// Starts CUDA's profiler before the first of the steps to trace, and stops it after the last.
+// Starts CUDA's profiler before the first step of --trace-steps, and stops it after the last.
 // Call before each step, and once after the last step of the run.
 void profile(const TrainConfig& config, Communicator& comm, const Stream& stream, int64_t step);
 

@@ -323,12 +323,15 @@ class Hook(HookBuckets):
                 independently.
 
         Raises:
-            BadArgument: `scaler` is not a scaler, or the hook has min_ranks.
+            BadArgument: `scaler` is not a scaler, or the hook has min_ranks or max_norm.
         """
         if self._elastic is not None:
             raise _native.BadArgument("use_scaler() does not work with min_ranks, which repeats steps "
                                       "itself: use bfloat16, which needs no loss scale, or a hook without "
                                       "min_ranks")
+        if "max_norm=" in self.spec:
+            raise _native.BadArgument(f"use_scaler() does not work with {self.spec!r}: max_norm limits the "
+                                      "scaled gradients; drop max_norm, or use bfloat16 without a scaler")
         scale = LossScale(self, scaler, optimizer)
         if self._scale is not None:
             self._scale.end()
