@@ -293,13 +293,15 @@ struct KeepRest {
     residual[i] = kFinite ? values[i] - sent : rest_of<false>(values[i], sent);
   }
 };
-// True if a format's encode takes a sink for the decoded values.
+// True if a format's encode takes a sink for the decoded values. Asks with the coder's own place of a block:
+// fp8's is not a pointer.
 template <typename F>
-inline constexpr bool takes_sink = requires(const F format, const float* values, uint8_t* to, KeepRest keep) {
-  format.encode(OneLane(), values, 0, nullptr, to, keep);
+inline constexpr bool takes_sink = requires(const BlockCoder<F> coder, const float* values, uint8_t* wire,
+                                            KeepRest keep) {
+  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), keep);
 }
-|| requires(const F format, const float* values, uint8_t* to, float* scratch, KeepRest keep) {
-  format.encode(OneLane(), values, 0, nullptr, to, scratch, keep);
+|| requires(const BlockCoder<F> coder, const float* values, uint8_t* wire, float* scratch, KeepRest keep) {
+  coder.format.encode(OneLane(), values, 0, nullptr, coder.place(wire, 0, 0), scratch, keep);
 };
 
 template <typename F>
