@@ -117,7 +117,6 @@ SpecWords spec_words() {
                                    std::pair{"randk", grammar.substr(randk, dion - randk)}}) {
     for (const std::string& option : options_in(part)) add_once(words.by_name[name], option);
   }
-  words.by_name["shelf"];  // of compare
   words.by_name[kAutomatic] = options_in(AutoCompression::grammar());
   return words;
 }

@@ -43,5 +43,6 @@ def solution(flat_grads: Tensor, amax_history: Tensor, spec: str = "bf16") -> "t
         sent = (_round_e4m3(flat_grads.float() / scale) * scale).to(flat_grads.dtype)
     shard = flat_grads.new_empty(flat_grads.numel() // dist.get_world_size())
     stream = torch.cuda.current_stream().cuda_stream if flat_grads.is_cuda else 0
-    comm.reduce_scatter(shard, sent, spec, stream=stream)
+    # Each value is rounded once; a ring, which auto may choose, rounds partial sums again.
+    comm.reduce_scatter(shard, sent, f"{spec}:schedule=two_shot", stream=stream)
     return shard, history
