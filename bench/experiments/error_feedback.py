@@ -77,6 +77,8 @@ def questions():
         if optimizer == "adamw":
             more["second moment of exact gradients"] = pairs(second_moment="dense", **add)
             more["no first moment (beta1 = 0)"] = [Run(momentum=0.0, **add), *pairs(momentum=0.0, **add)]
+            more["a ResNet, beta1 = 0"] = [
+                Run(model="resnet", momentum=0.0, **add), *pairs(model="resnet", momentum=0.0, **add)]
             more["both, and one encode"] = [
                 run for run in with_feedback(momentum=0.0, second_moment="dense", second_encode=False, **add)
                 if not run.codec.startswith("randk")]
@@ -412,7 +414,7 @@ def render(document, path, options):
     for optimizer in RATES:
         rows = []
         for name, runs in asked.items():
-            if name.startswith(optimizer) and "late" not in name:
+            if name.startswith(optimizer) and "late" not in name and "ResNet" not in name:
                 chosen = [run for run in runs if run.codec == "topk"]
                 rows.append((name.split(": ")[1], *([v for run in chosen if (run.ef == "off") == off
                                                      for v in found(items, run)] for off in (False, True))))
