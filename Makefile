@@ -3,8 +3,8 @@
 #   make demo     train a ViT on 4 ranks with FP32, BF16, INT8 and PowerSGD gradients, between threads and
 #                 over emulated slow links: two tables, build/demo/report.png and report.html
 #   make demo-readme  the same, and write the tables and the picture into README.md and docs/
-#   make test     build and run every test, sanitizers included
-#   make test-quick   only the release build's tests
+#   make test     build and run every test, sanitizers included; PART=quick: only the release build's tests;
+#                 PART=system, root or code: the parts of CI (scripts/test.sh)
 #   make build    the optimized build of everything but the tests, in build/
 #   make build CUDA=pip   the same with nvcc from PyPI, for machines without a CUDA toolkit: installs it in
 #                 build/cuda-pip (1.1 GB); all later builds use it
@@ -37,9 +37,10 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3) python3)
 DEMO_FLAGS ?=
 BENCH_CHECK_FLAGS ?=
+PART ?=
 SOAK ?= faults
 
-.PHONY: build build-tests demo demo-readme test test-quick test-cuda-host test-frameworks test-pytorch-suite faults \
+.PHONY: build build-tests demo demo-readme test test-cuda-host test-frameworks test-pytorch-suite faults \
   soak bench bench-check host-check experiments plan-check gpu-check machine-code bundle wheel deb docs setup format clean
 
 build: setup
@@ -58,10 +59,7 @@ demo-readme: demo
 	@$(PYTHON) bench/harness/demo.py --readme
 
 test: setup
-	@scripts/test.sh
-
-test-quick: setup
-	@scripts/test.sh quick
+	@scripts/test.sh $(PART)
 
 test-cuda-host: setup
 	@PYTHON=$(PYTHON) scripts/test_cuda_host.sh

@@ -1,24 +1,27 @@
 #!/usr/bin/env bash
-# Runs README's two commands on a bare Debian, like a new user's machine, without files of this machine.
+# Runs README's two commands on a bare Debian, like a new user's machine, without files of this machine. CI does
+# this for each change (.ci/run).
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #   scripts/fresh_debian.sh --smoke     in this machine's system, with make --dry-run
+#   scripts/fresh_debian.sh bookworm user "make demo" "sudo make test PART=root"
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
-# default). COMMAND: make's targets, by default demo and test. Needs root, debootstrap and about 4 GB of
-# temporary files per user.
+# default). COMMAND: by default "make demo" and "make test". Needs root, debootstrap and about 4 GB of temporary
+# files per user.
 #
 # For each user, installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
-# HEAD, and runs each command in the clone. Prints each command's time, last lines and exit status; exits with
-# 1 if a command failed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. The next run reuses the
-# compiler cache of these systems, build/fresh_debian/ccache.
+# HEAD, and runs each command in the clone. Only the commands install further packages. Tries three times to
+# download Debian. Prints each command's time, last lines and exit status; exits with 1 if a command failed, or
+# if Debian could not be installed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. All runs of this
+# machine share a compiler cache, gradwire/fresh-debian in ~/.cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
 suite=${1:-bookworm} who=${2:-both}
 shift $(($# < 2 ? $# : 2))
 commands=("$@")
-[ ${#commands[@]} -gt 0 ] || commands=(demo test)
+[ ${#commands[@]} -gt 0 ] || commands=("make demo" "make test")
 case $suite in bookworm | trixie) ;; *) echo "fresh_debian: '$suite' is not a suite: bookworm or trixie" >&2; exit 2 ;; esac
 case $who in root | user) users=("$who") ;; both) users=(root user) ;;
   *) echo "fresh_debian: '$who' must be root, user or both" >&2; exit 2 ;; esac
@@ -29,8 +32,27 @@ if [ -z "$smoke" ] && ! command -v debootstrap > /dev/null; then
   exit 2
 fi
 
+# thrice COMMAND...: runs COMMAND up to three times, until it succeeds.
+thrice() {
+  local pause
+  for pause in 10 60 ''; do
+    "$@" > "$logs/download.log" 2>&1 && return
+    [ -z "$pause" ] || { echo "fresh_debian: failed, trying again in $pause s: $*" >&2; sleep "$pause"; }
+  done
+  tail -5 "$logs/download.log" >&2
+  echo "fresh_debian: failed three times: $*" >&2
+  exit 1
+}
+install_base() {
+  rm -rf "$base"
+  debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror"
+}
+minutes() { printf '%d:%02d min' $(($1 / 60)) $(($1 % 60)); }
+
 logs=$PWD/$place/fresh_debian
-mkdir -p "$logs/ccache"
+cache=${XDG_CACHE_HOME:-$HOME/.cache}/gradwire/fresh-debian
+mkdir -p "$logs" "$cache"
+chmod 777 "$cache"
 top=$(mktemp -d -t fresh-debian.XXXXXX)
 # The mounts are in a separate namespace and end with it, so no file of the machine is below this folder.
 trap 'rm -rf --one-file-system "$top"' EXIT
@@ -47,8 +69,7 @@ mirror=$(cat /etc/apt/sources.list /etc/apt/sources.list.d/* 2> /dev/null |
 mirror=${mirror:-http://deb.debian.org/debian}
 if [ -z "$smoke" ]; then
   echo "fresh_debian: $suite: debootstrap"
-  debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror" > "$logs/debootstrap.log" 2>&1 ||
-    { tail -5 "$logs/debootstrap.log" >&2; exit 1; }
+  thrice install_base
 fi
 cp -a /etc/apt/apt.conf.d/. "$base/etc/apt/apt.conf.d/"
 cp /etc/resolv.conf "$base/etc/resolv.conf"
@@ -59,7 +80,6 @@ cp /etc/ssl/certs/ca-certificates.crt "$base/etc/ssl/certs/"
   echo "deb $mirror $suite-updates main"
 } > "$base/etc/apt/sources.list"
 printf '%s\n' 'cache_dir = /srv/ccache' 'umask = 000' 'max_size = 2G' > "$base/etc/ccache.conf"
-chmod 777 "$logs/ccache"
 
 # inside FOLDER COMMAND...: runs COMMAND in the new system. COMMAND gets only the archive's settings from this
 # machine's environment.
@@ -83,7 +103,7 @@ inside() {
     shift 3
     # Mount the folder separately, because some tests change the propagation of mounts below /.
     mount --rbind "$folder" "$folder"
-    exec chroot "$folder" "$@"' inside "$folder" "$logs/ccache" "$smoke" \
+    exec chroot "$folder" "$@"' inside "$folder" "$cache" "$smoke" \
     /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TERM=dumb "${proxies[@]}" "$@"
 }
 
@@ -94,8 +114,8 @@ for user in "${users[@]}"; do
   cp -a "$base" "$folder"
   install=(make git)
   [ "$user" = root ] || install+=(sudo)
-  [ -n "$smoke" ] || inside "$folder" sh -ec 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" > /dev/null' \
-    install "${install[@]}" > "$logs/install.log" 2>&1 || { tail -5 "$logs/install.log" >&2; exit 1; }
+  [ -n "$smoke" ] || thrice inside "$folder" sh -ec 'apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@" > /dev/null' \
+    install "${install[@]}"
   cp -a "$top/gradwire.git" "$folder/srv/gradwire.git"
   if [ "$user" = root ]; then
     as=(sh -ec)
@@ -107,15 +127,15 @@ for user in "${users[@]}"; do
   fi
   inside "$folder" "${as[@]}" 'cd && git clone --quiet /srv/gradwire.git gradwire'
   for name in "${commands[@]}"; do
-    log=$logs/$suite-$user-$name.log
+    log=$logs/$suite-$user-${name//[^a-zA-Z]/-}.log
     begin=$SECONDS
     code=0
-    inside "$folder" "${as[@]}" "cd && cd gradwire && exec make ${smoke:+--dry-run} $name" > "$log" 2>&1 < /dev/null || code=$?
-    [ $code -eq 0 ] || status=1
-    took=$((SECONDS - begin))
-    echo "fresh_debian: $suite, $user: make $name: exit status $code after $((took / 60)):$(printf %02d $((took % 60))) min"
+    inside "$folder" "${as[@]}" "cd && cd gradwire && exec $name ${smoke:+--dry-run}" > "$log" 2>&1 < /dev/null || code=$?
+    echo "fresh_debian: $suite, $user: $name: exit status $code after $(minutes $((SECONDS - begin)))"
     grep -E '^setup: .*(could not|off:)' "$log" || true
-    tail -8 "$log" | sed 's/^/    /'
+    lines=8
+    [ $code -eq 0 ] || status=1 lines=200
+    tail -n $lines "$log" | sed 's/^/    /'
   done
   rm -rf --one-file-system "$folder"
 done

@@ -2,7 +2,13 @@
 # Builds and runs every test: all tests of the release build, then a selection under AddressSanitizer + UBSan
 # and under ThreadSanitizer. Continues after failures. The last line has the totals.
 #
-#   scripts/test.sh [quick]      quick: only the release build
+#   scripts/test.sh [PART]
+#
+# PART: quick    only the release build
+#       system   of the release build: the tests that depend on the installed packages and the user. Without
+#                root omits those of PART=root
+#       root     of these the tests that need root
+#       code     of the release build the other tests, which depend on the code and nvcc; then the sanitizers
 #
 # GRADWIRE_FULL_SWEEPS=1: runs every sweep at full length, and under the sanitizers all tests that support
 # them.
@@ -43,9 +49,20 @@ stop_ahead() {
 }
 trap stop_ahead EXIT
 
+part=${1:-}
+only=()
+case $part in
+  '' | quick) ;;
+  system) only=(-LE "^code$"); [ "$(id -u)" -eq 0 ] || only=(-LE "^(code|root)$") ;;
+  root) only=(-L "^root$") ;;
+  code) only=(-L "^(code|cuda)$") ;;
+  *) echo "test: '$part' is not a part: quick, system, root, code, or nothing for all tests" >&2; exit 2 ;;
+esac
+time_since() { printf '%d:%02d min' $(((SECONDS - $1) / 60)) $(((SECONDS - $1) % 60)); }
+
 # run_tests PRESET [TARGET...] -- [ARGUMENT...]: builds the targets and runs ctest with the arguments.
 run_tests() {
-  local preset=$1 targets=() folder log
+  local preset=$1 targets=() folder log begin=$SECONDS
   shift
   while [ "$1" != -- ]; do
     targets+=("$1")
@@ -64,12 +81,14 @@ run_tests() {
   # Without a disassembler the machine-code test is skipped.
   [ "$preset" = release ] && scripts/cuda_pip.sh disassembler
   [ ${#next[@]} -gt 0 ] && build_ahead "${next[@]}"
-  echo "== $preset: test"
+  echo "== $preset: test (the build took $(time_since "$begin"))"
+  begin=$SECONDS
   # ctest has four slots per core. A busy test takes three slots (tests/CMakeLists.txt).
   (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
     grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
   local counts
   counts=$(sed -nE 's/^[0-9]+% tests passed, ([0-9]+) tests failed out of ([0-9]+)$/\1 \2/p' "$log" | tail -1)
+  echo "== $preset: the tests took $(time_since "$begin")"
   if [ -z "$counts" ]; then
     echo "== $preset: no tests ran"
     failed=$((failed + 1))
@@ -100,9 +119,11 @@ layers=(runtime_tests kernels_tests collectives_tests trainer_tests)
 asan=(asan "${layers[@]}" processes_tests capi_tests capi_inside_tests fuzz_tests gradwire)
 tsan=(tsan "${layers[@]}" processes_tests capi_tests tsan_overlapped_step tsan_planted_race)
 next=()  # targets to build while tests run
-[ "${1:-}" != quick ] && next=("${asan[@]}")
-run_tests release --
-if [ "${1:-}" != quick ]; then
+sanitizers=
+[[ $part =~ ^(|code)$ ]] && sanitizers=1
+[ -z "$sanitizers" ] || next=("${asan[@]}")
+run_tests release -- "${only[@]}"
+if [ -n "$sanitizers" ]; then
   next=("${tsan[@]}")
   run_tests "${asan[@]}" -- -LE "$asan_not"
   # By default TSan waits a second for races at the end of each process. Half of these processes take less

@@ -13,7 +13,7 @@ cmake --build --preset release --target standin_tests gradwire_standin gradwire_
 python=${PYTHON:-python3}
 failed=0
 jobs=$(nproc)
-tests=--gtest_filter='*cuda*:Standin*:CublasRules.*'
+tests=(build/bin/standin_tests --gtest_filter='*cuda*:Standin*:CublasRules.*')
 for gpus in 1 2 4; do
   # A test's instance for a device uses this device only: the last one, which is not the thread's default.
   others=
@@ -21,8 +21,8 @@ for gpus in 1 2 4; do
   echo "== standin_tests on $gpus pretended GPUs, in $jobs processes"
   pids=()
   for ((job = 0; job < jobs; ++job)); do
-    GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$job GRADWIRE_STANDIN_GPUS=$gpus build/bin/standin_tests \
-      "$tests${others:+-${others#:}}" --gtest_brief=1 &
+    GTEST_TOTAL_SHARDS=$jobs GTEST_SHARD_INDEX=$job GRADWIRE_STANDIN_GPUS=$gpus \
+      "${tests[@]}${others:+-${others#:}}" --gtest_brief=1 &
     pids+=($!)
   done
   for pid in "${pids[@]}"; do wait "$pid" || failed=1; done

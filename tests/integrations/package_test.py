@@ -161,7 +161,7 @@ class Package(unittest.TestCase):
         self.assertIn("the mean is right", found.stdout)
         self.assertRegex(
             found.stdout,
-            "CUDA: the library has (no CUDA side; .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA"
+            r"CUDA: the library has (no CUDA side\. .*nvcc|a CUDA side; .*(device 0 works|no NVIDIA"
             " driver).*NCCL)",
         )
         broken = subprocess.run(doctor, capture_output=True, text=True, timeout=100,

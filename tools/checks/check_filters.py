@@ -4,6 +4,8 @@
     check_filters.py PROGRAM FILTER      one filter
     check_filters.py BUILD [ROOT]        the filters of ctest's tests in BUILD, and those in ROOT's scripts,
                                          Makefile, CMake files, tests and pages
+    check_filters.py BUILD [ROOT] --cuda     those of the programs that only a build with nvcc has. Without
+                                         --cuda all others, so that the result does not depend on nvcc
 
 A filter has several patterns, such as *Gemm*:Blas.*-*Large*. Each must match a test, also the patterns after
 the minus. A filter in a text is for the program that the same command names before it, or for all programs.
@@ -22,6 +24,7 @@ PLACES = ("Makefile", "scripts", "tests", "docs", "README.md")
 SUFFIXES = {"", ".sh", ".py", ".md", ".txt", ".cmake"}
 # Scripts whose filters have variables of a run. Each script checks its filters in its --smoke run.
 BY_SMOKE = {"scripts/gpu_check.sh", "scripts/soak.sh"}
+CUDA_PROGRAMS = {"interposer_tests", "standin_interposer_tests", "standin_tests"}
 
 
 @functools.lru_cache(maxsize=None)
@@ -70,10 +73,12 @@ def filters_of_ctest(build):
     return found
 
 
-def filters_of_texts(root, build):
-    """Yields (place, filter, programs) of each filter in the tree's texts."""
+def filters_of_texts(root, build, cuda):
+    """Yields (place, filter, programs) of each filter in the tree's texts for programs that only a build with
+    nvcc has (cuda), or for other programs."""
     programs = sorted(p for p in (build / "bin").iterdir()
-                      if p.name.endswith("_tests") and p.name != "fuzz_tests")
+                      if p.name.endswith("_tests") and p.name != "fuzz_tests"
+                      and (p.name in CUDA_PROGRAMS) == cuda)
     for path in sorted(p for place in PLACES
                        for p in ([root / place] if (root / place).is_file() else (root / place).rglob("*"))):
         name = path.relative_to(root).as_posix()
@@ -89,21 +94,26 @@ def filters_of_texts(root, build):
                 if "$" in chosen and name in BY_SMOKE:
                     continue
                 named = re.findall(r"\b(\w+_tests)\b", line[:match.start()])
+                if cuda != bool(named and named[-1] in CUDA_PROGRAMS):
+                    continue
                 own = [p for p in programs if named and p.name == named[-1]]
                 yield name, chosen, own or ([] if named else programs)
 
 
 def main():
-    if len(sys.argv) != 3 and not (len(sys.argv) == 2 and pathlib.Path(sys.argv[1]).is_dir()):
-        sys.exit("usage: check_filters.py PROGRAM FILTER | BUILD [ROOT]")
-    first = pathlib.Path(sys.argv[1]).resolve()
+    cuda = sys.argv[-1] == "--cuda"
+    arguments = sys.argv[1:-1] if cuda else sys.argv[1:]
+    if len(arguments) != 2 and not (len(arguments) == 1 and pathlib.Path(arguments[0]).is_dir()):
+        sys.exit("usage: check_filters.py PROGRAM FILTER | BUILD [ROOT] [--cuda]")
+    first = pathlib.Path(arguments[0]).resolve()
     if first.is_file():
-        all_filters = [("the filter", sys.argv[2], [first])]
+        all_filters = [("the filter", arguments[1], [first])]
     else:
         all_filters = [("ctest", text, sorted(programs))
-                       for text, programs in sorted(filters_of_ctest(first).items())]
-        if len(sys.argv) == 3:
-            in_texts = list(filters_of_texts(pathlib.Path(sys.argv[2]).resolve(), first))
+                       for text, programs in sorted(filters_of_ctest(first).items())
+                       if cuda == any(pathlib.Path(p).name in CUDA_PROGRAMS for p in programs)]
+        if len(arguments) == 2:
+            in_texts = list(filters_of_texts(pathlib.Path(arguments[1]).resolve(), first, cuda))
             if not in_texts:
                 sys.exit("check_filters: found no filter in any text: wrong folder?")
             all_filters += in_texts
