@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Runs README's two commands on a bare Debian, like a new user's machine, without files of this machine. CI does
-# this for each change (.ci/run).
+# Runs README's two commands on a bare Debian, like a new user's machine, without files of this machine. CI
+# does this for each change (.ci/run).
 #
 #   scripts/fresh_debian.sh [SUITE [USER [COMMAND...]]]
 #   scripts/fresh_debian.sh --smoke     in this machine's system, with make --dry-run
 #   scripts/fresh_debian.sh bookworm user "make demo" "sudo make test PART=root"
 #
 # SUITE is bookworm (the default) or trixie. USER is root, user (an ordinary user with sudo) or both (the
-# default). COMMAND: by default "make demo" and "make test". Needs root, debootstrap and about 4 GB of temporary
-# files per user.
+# default). COMMAND: by default "make demo" and "make test". Needs root, debootstrap and about 4 GB of
+# temporary files per user.
 #
 # For each user, installs debootstrap's minbase, this machine's configuration of apt, make and git, clones
 # HEAD, and runs each command in the clone. Only the commands install further packages. Tries three times to
-# download Debian. Prints each command's time, last lines and exit status; exits with 1 if a command failed, or
-# if Debian could not be installed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. All runs of this
+# download Debian. Prints each command's time, last lines and exit status. Exits with 1 if a command failed or
+# Debian could not be installed. Full output: build/fresh_debian/SUITE-USER-COMMAND.log. All runs of this
 # machine share a compiler cache, gradwire/fresh-debian in ~/.cache.
 set -euo pipefail
 cd "$(dirname "$0")/.."

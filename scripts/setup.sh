@@ -31,7 +31,7 @@ tests=(
   "zsh:the test of the completion for zsh" "groff-base:the test of the man pages"
   "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "doxygen:the API page of the C header" "git:version control" "xz-utils:make bundle"
-  "dpkg-dev:make deb" "file:make deb"
+  "dpkg-dev:make deb" "file:make deb" "clang-format:the check of the format of C++"
 )
 optional=("${demo[@]}")
 case ${1:-} in demo) ;; '') optional+=("${tests[@]}") ;;

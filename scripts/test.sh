@@ -85,7 +85,7 @@ run_tests() {
   begin=$SECONDS
   # ctest has four slots per core. A busy test takes three slots (tests/CMakeLists.txt).
   (cd "$folder" && ctest -j $((4 * $(nproc))) --output-on-failure "$@") 2>&1 | tee "$log" |
-    grep -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
+    grep --line-buffered -vE "^ *[0-9]+/[0-9]+ Test +#[0-9]+: .* Passed |^ +Start +[0-9]+:"
   local counts
   counts=$(sed -nE 's/^[0-9]+% tests passed, ([0-9]+) tests failed out of ([0-9]+)$/\1 \2/p' "$log" | tail -1)
   echo "== $preset: the tests took $(time_since "$begin")"

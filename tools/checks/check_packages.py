@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that scripts/setup.sh installs every package that the build, the tests and the scripts use.
 
-    check_packages.py ROOT BUILD [--without PACKAGE]
+    check_packages.py ROOT BUILD
 
 A machine that tests Gradwire has packages that a user's machine lacks, so a missing entry in setup.sh's list
 shows only on a bare Debian (scripts/fresh_debian.sh). This check does not depend on other installed packages:
@@ -10,9 +10,8 @@ belong to a package in the closure of setup.sh's list, or to the base system (de
 git). The closure follows Depends and Pre-Depends, not Recommends, as setup.sh does. What `make demo` uses must
 belong to the closure of the packages of `setup.sh demo`.
 
---without PACKAGE checks as if setup.sh did not list PACKAGE. Exits with 77 on systems without dpkg.
+Exits with 77 on systems without dpkg.
 """
-import argparse
 import ast
 import collections
 import pathlib
@@ -26,7 +25,6 @@ DEMO_TARGET = "gradwire"
 DEMO_FILES = re.compile(r"scripts/(setup|configure|demo)\.sh|bench/plots/\w+\.py|trainer/report/[pr]e\w+\.py")
 # Optional programs and modules. Each entry describes the behavior without the program or module.
 OPTIONAL_COMMANDS = {
-    "clang-format": "make format only",
     "clang++": "make soak SOAK=fuzz reports that it needs clang",
     "nvcc": "the CUDA side is left out",
     "nvidia-smi": "no GPU",
@@ -255,31 +253,23 @@ for name in sys.argv[1:]:
     return dict(line.split("\t") for line in lines.splitlines())
 
 
-class Check:
-    """Collects the files that no package of setup.sh's list or of the base system owns.
+class Uses:
+    """The files outside the tree that the build, the scripts and the tests use.
 
     Args:
-        demo: check only the build and the files of `make demo`.
+        demo: only the build and the files of `make demo`.
 
     Attributes:
-        checked: the number of checked files of each kind.
-        missing: package -> the files of that package, and their users.
+        found: (kind, file or None if it is not installed, name, user) of each.
     """
 
-    def __init__(self, packages, allowed, demo):
-        self.packages, self.allowed, self.demo = packages, allowed, demo
-        self.checked, self.missing = collections.Counter(), collections.defaultdict(set)
+    def __init__(self, root, build, demo):
+        self.demo, self.found = demo, []
+        self.add_build(root, build)
+        self.add_sources(root)
 
-    def file(self, kind, path, what, user):
-        owners = self.packages.owner.get(merged(path), set()) | self.packages.owner.get(
-            merged(pathlib.Path(path).resolve()), set())
-        self.checked[kind] += 1
-        if not owners & self.allowed:
-            self.missing[", ".join(sorted(owners)) or "an unknown package"].add(
-                f"{kind} {what}, used by {user}")
-
-    def build(self, root, build):
-        """Checks the headers and libraries that a build has read."""
+    def add_build(self, root, build):
+        """Adds the headers and libraries that a build has read."""
         cache = (build / "CMakeCache.txt").read_text()
         toolkits = [
             pathlib.Path(found).resolve().parent
@@ -295,20 +285,21 @@ class Check:
             *(folder for folder in toolkits if folder not in map(pathlib.Path, ("/usr", "/usr/include")))
         ]
         seen = set()
-        for path, user in build_files(build, DEMO_TARGET if self.demo else None):
-            path = pathlib.Path(path)
-            real = path.resolve()
-            if not path.is_absolute() or path in seen or any(folder in (*path.parents, *real.parents)
-                                                             for folder in outside):
+        for name, user in build_files(build, DEMO_TARGET if self.demo else None):
+            if name in seen:
                 continue
-            seen.add(path)
-            if real.exists() and not re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$",
-                                               str(path)):
+            seen.add(name)
+            path = pathlib.Path(name)
+            real = path.resolve()
+            if not path.is_absolute() or any(folder in (*path.parents, *real.parents) for folder in outside):
+                continue
+            nvidias = re.search(r"/(nccl\w*\.h|nccl_device/.*|libnccl\S*|libcuda\.so\S*)$", name)
+            if real.exists() and not nvidias:
                 library = ".so" in path.name or path.suffix == ".a"
-                self.file("library" if library else "header", path, path, user)
+                self.found.append(("library" if library else "header", name, name, user))
 
-    def sources(self, root):
-        """Checks the commands and Python modules that scripts, tests and benches name."""
+    def add_sources(self, root):
+        """Adds the commands and Python modules that scripts, tests and benches name."""
         modules = {}
         for kind, name, user in uses(root):
             if self.demo and not DEMO_FILES.fullmatch(user):
@@ -319,52 +310,63 @@ class Check:
             elif name not in OPTIONAL_COMMANDS:
                 found = [folder + name for folder in TOOL_FOLDERS if pathlib.Path(folder + name).exists()]
                 if found:
-                    self.file("command", found[0], name, user)
+                    self.found.append(("command", found[0], name, user))
         for name, path in module_file(sorted(modules)).items():
-            if path == "None":
-                self.missing["a package that is not installed"].add(
-                    f"module {name}, used by {modules[name]}")
-            elif path != "built-in":
-                self.file("module", path, name, modules[name])
+            if path != "built-in":
+                self.found.append(("module", None if path == "None" else path, name, modules[name]))
+
+    def lacking(self, packages, listed):
+        """Returns what no package of `listed`, its dependencies or the base system owns: package -> uses."""
+        allowed, missing = packages.closure([*listed, *packages.base]), collections.defaultdict(set)
+        for kind, path, name, user in self.found:
+            owners = packages.owner.get(merged(path), set()) | packages.owner.get(
+                merged(pathlib.Path(path).resolve()), set()) if path else {"a package that is not installed"}
+            if not owners & allowed:
+                missing[", ".join(sorted(owners)) or "an unknown package"].add(
+                    f"{kind} {name}, used by {user}")
+        return missing
+
+
+def check(root, build, without=()):
+    """Checks setup.sh's lists, and again without each package of `without`.
+
+    Returns:
+        The report of each check: a text, and whether a package is missing.
+    """
+    packages, texts = Packages(), {package: "" for package in (None, *without)}
+    bad = set()
+    for setup, lists in (("setup.sh", ("required", "demo", "tests")),
+                         ("setup.sh demo", ("required", "demo"))):
+        found = Uses(root, build, demo="demo" in setup)
+        counts = collections.Counter(kind for kind, *_ in found.found)
+        for package in texts:
+            missing = found.lacking(packages, [p for p in setup_list(root, lists) if p != package])
+            for name, users in sorted(missing.items()):
+                texts[package] += f"the list of scripts/{setup} lacks {name}, which is needed:\n"
+                texts[package] += "".join(f"  {user}\n" for user in sorted(users)[:5])
+                texts[package] += f"  and {len(users) - 5} more\n" if len(users) > 5 else ""
+            if min(counts[kind] for kind in PLURALS) == 0:
+                texts[package] += (f"nothing was checked of one kind: {dict(counts)}; is {build} a finished"
+                                   " build?\n")
+                bad.add(package)
+            elif missing:
+                bad.add(package)
+            else:
+                texts[package] += ", ".join(f"{n} {PLURALS[kind]}" for kind, n in sorted(
+                    counts.items())) + f" belong to the packages of {setup}'s list and the base system\n"
+    return {package: (text, package in bad) for package, text in texts.items()}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", type=pathlib.Path)
-    parser.add_argument("build", type=pathlib.Path)
-    parser.add_argument("--without", metavar="PACKAGE")
-    arguments = parser.parse_args()
-    root, build = arguments.root.resolve(), arguments.build.resolve()
+    if len(sys.argv) != 3:
+        sys.exit("usage: check_packages.py ROOT BUILD")
+    root, build = (pathlib.Path(argument).resolve() for argument in sys.argv[1:])
     if not pathlib.Path("/var/lib/dpkg/info").is_dir():
         print("skipped: not a Debian system")
         sys.exit(77)
-    packages = Packages()
-    bad = False
-    for setup, lists in (("setup.sh", ("required", "demo", "tests")),
-                         ("setup.sh demo", ("required", "demo"))):
-        listed = [name for name in setup_list(root, lists) if name != arguments.without]
-        check = Check(packages, packages.closure([*listed, *packages.base]), demo="demo" in setup)
-        check.build(root, build)
-        check.sources(root)
-        bad |= report(check, setup, build)
+    text, bad = check(root, build)[None]
+    print(text, end="")
     sys.exit(1 if bad else 0)
-
-
-def report(check, setup, build):
-    """Prints the result of a check. Returns whether something is wrong."""
-    for package, users in sorted(check.missing.items()):
-        print(f"the list of scripts/{setup} lacks {package}, which is needed:")
-        for user in sorted(users)[:5]:
-            print(f"  {user}")
-        if len(users) > 5:
-            print(f"  and {len(users) - 5} more")
-    if min(check.checked[kind] for kind in PLURALS) == 0:
-        print(f"nothing was checked of one kind: {dict(check.checked)}; is {build} a finished build?")
-        return True
-    if not check.missing:
-        print(", ".join(f"{count} {PLURALS[kind]}" for kind, count in sorted(check.checked.items())) +
-              f" belong to the {len(check.allowed)} packages of {setup}'s list and the base system")
-    return bool(check.missing)
 
 
 if __name__ == "__main__":
