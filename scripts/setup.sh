@@ -63,7 +63,10 @@ if [ "$(id -u)" -ne 0 ]; then
 fi
 if [ "$(id -u)" -eq 0 ] || [ ${#sudo[@]} -gt 0 ]; then
   echo "setup: installing ${missing[*]}"
-  apt() { "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Dpkg::Use-Pty=0 "$@" > /dev/null; }
+  apt() {
+    "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=3 -o Dpkg::Use-Pty=0 "$@" \
+      > /dev/null
+  }
   # The package lists may be recent enough, so first try without fetching the lists.
   if ! apt install -y --no-install-recommends "${missing[@]}" 2> /dev/null; then
     apt update || echo "setup: apt-get update failed; using the package lists of the last update"
