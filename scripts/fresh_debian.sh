@@ -47,6 +47,7 @@ install_base() {
   rm -rf "$base"
   debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror"
 }
+account=gradwire-user  # its name must not exist on this machine, whose accounts a smoke run has
 minutes() { printf '%d:%02d min' $(($1 / 60)) $(($1 % 60)); }
 
 logs=$PWD/$place/fresh_debian
@@ -121,9 +122,9 @@ for user in "${users[@]}"; do
     as=(sh -ec)
   else
     # Git refuses to clone a repository that belongs to another user.
-    inside "$folder" sh -ec 'useradd --create-home user && echo "user ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/user &&
-      chown -R user /srv/gradwire.git'
-    as=(setpriv --reuid user --regid user --init-groups env HOME=/home/user sh -ec)
+    inside "$folder" sh -ec 'useradd --create-home $0 && echo "$0 ALL=(ALL) NOPASSWD: ALL" > /etc/sudoers.d/user &&
+      chown -R $0 /srv/gradwire.git' "$account"
+    as=(setpriv --reuid $account --regid $account --init-groups env HOME=/home/$account sh -ec)
   fi
   inside "$folder" "${as[@]}" 'cd && git clone --quiet /srv/gradwire.git gradwire'
   for name in "${commands[@]}"; do
