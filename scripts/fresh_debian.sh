@@ -47,7 +47,7 @@ install_base() {
   rm -rf "$base"
   debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror"
 }
-account=gradwire-user  # its name must not exist on this machine, whose accounts a smoke run has
+account=user$$  # a new name, because a smoke run has the accounts of this machine, perhaps a fresh Debian
 minutes() { printf '%d:%02d min' $(($1 / 60)) $(($1 % 60)); }
 
 logs=$PWD/$place/fresh_debian
