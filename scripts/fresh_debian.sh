@@ -45,7 +45,7 @@ thrice() {
 }
 install_base() {
   rm -rf "$base"
-  debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror"
+  timeout 900 debootstrap --variant=minbase --include=ca-certificates "$suite" "$base" "$mirror"
 }
 account=user$$  # a new name, because a smoke run has the accounts of this machine, perhaps a fresh Debian
 minutes() { printf '%d:%02d min' $(($1 / 60)) $(($1 % 60)); }
