@@ -136,7 +136,7 @@ for user in "${users[@]}"; do
     grep -E '^setup: .*(could not|off:)' "$log" || true
     lines=8
     [ $code -eq 0 ] || status=1 lines=200
-    tail -n $lines "$log" | sed 's/^/    /'
+    grep -vE '^\[[0-9]+/[0-9]+\] ' "$log" | tail -n $lines | sed 's/^/    /' || true  # without ninja's steps
   done
   rm -rf --one-file-system "$folder"
 done
