@@ -90,5 +90,5 @@ class Request(Handle):
             CommFailed: the call failed.
             NotDone: timed out; the call is still running. NotDone is also a TimeoutError.
         """
-        longest = 2**62 if timeout_s is None else int(timeout_s * 1000)
+        longest = 2**62 if timeout_s is None else _native.milliseconds(timeout_s, least=0)
         self._comm._wait_for(("gw_request_wait", self._handle, longest))

@@ -50,9 +50,10 @@ class Communicator(Handle):
             _native.load_nccl()
         where = _native.rendezvous(rendezvous) if rendezvous is not None else None
         self._create(rendezvous=where, rank=rank, world=world, device=number,
-                     timeout_ms=int(timeout_s * 1000), secret=_native.text(secret, "the secret") or None,
+                     timeout_ms=_native.milliseconds(timeout_s),
+                     secret=_native.text(secret, "the secret") or None,
                      interface=_native.text(interface, "the interface") or None,
-                     ports=(ctypes.c_int32 * 2)(*ports), shrinkable=int(shrinkable),
+                     ports=_native.integers(ports, "a port"), shrinkable=int(shrinkable),
                      ranks_per_node=ranks_per_node)
 
     def _create(self, **fields: Any) -> None:
@@ -94,7 +95,8 @@ class Communicator(Handle):
             The communicator, or None for a negative color.
         """
         handle = ctypes.c_void_p()
-        self._wait_for(("gw_comm_split", self._handle, color, key, ctypes.byref(handle)))
+        self._wait_for(("gw_comm_split", self._handle, _native.integer(color, "color"),
+                        _native.integer(key, "key"), ctypes.byref(handle)))
         if not handle:
             return None
         part = Communicator.__new__(Communicator)
@@ -122,13 +124,11 @@ class Communicator(Handle):
         Raises:
             CommFailed: this rank was left out, or too few answered. Only one group survives (docs/faults.md).
         """
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s must be greater than 0, not {timeout_s}")
+        longest = _native.milliseconds(timeout_s)
         handle = ctypes.c_void_p()
         ranks, cancelled = (ctypes.c_int32 * self.world)(), Flag()
-        interruptible(("gw_comm_shrink", self._handle, max(1, int(
-            timeout_s * 1000)), ctypes.byref(cancelled.value), ctypes.byref(handle), ranks, self.world),
-                      cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
+        interruptible(("gw_comm_shrink", self._handle, longest, ctypes.byref(cancelled.value),
+                       ctypes.byref(handle), ranks, self.world), cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
@@ -145,7 +145,7 @@ class Communicator(Handle):
         Args:
             most: the largest world size. 0 closes admission and notifies waiting processes.
         """
-        _native.call("gw_comm_admit", self._handle, most)
+        _native.call("gw_comm_admit", self._handle, _native.integer(most, "most"))
 
     def invitation(self) -> str:
         """Returns the addresses for join(). They can have a secret: give them to trusted processes only."""
@@ -191,7 +191,8 @@ class Communicator(Handle):
         """
         joined = cls.__new__(cls)
         joined._create(invitation=_native.path(invitation, "the invitation"), device=_native.HOST,
-                       timeout_ms=int(timeout_s * 1000), secret=_native.text(secret, "the secret") or None)
+                       timeout_ms=_native.milliseconds(timeout_s),
+                       secret=_native.text(secret, "the secret") or None)
         return joined
 
     def start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> "Request":
@@ -345,7 +346,8 @@ class Communicator(Handle):
             `array`.
         """
         memory = self._memory(array, "the tensor")
-        self._collective("gw_broadcast", memory.address, memory.count, memory.dtype, root,
+        self._collective("gw_broadcast", memory.address, memory.count, memory.dtype,
+                         _native.integer(root, "root"),
                          _native.text(spec, "the spec"), stream or None, tag=tag)
         return array
 
@@ -374,7 +376,7 @@ class Communicator(Handle):
         elif len(counts) != self.world or sum(counts) != whole or counts[self.rank] != part:
             raise ValueError(f"counts={list(counts)} on rank {self.rank} of {self.world} does not match: the "
                              f"{whole_name} has {whole} elements and the {part_name} {part}")
-        return (ctypes.c_int64 * self.world)(*counts)
+        return _native.integers(counts, "a count", ctypes.c_int64)
 
     def _collective(self, function: str, *arguments: object, tag: str,
                     residual: Optional[int] = None) -> None:

@@ -124,7 +124,7 @@ class Elastic:
             for _, kind, dtype, data in entries_of(part.entry.copies.after):
                 if kind == "residual" and dtype == "F32" and len(data) > 0:
                     squares += float(torch.frombuffer(data, dtype=torch.float32).norm()) ** 2
-        norms = torch.zeros(comm.world)
+        norms = torch.zeros(comm.world, dtype=torch.float32, device="cpu")
         norms[comm.rank] = squares ** 0.5
         comm.allreduce_(norms, "fp32:schedule=tree", "sum", tag=f"the end of step {self._step}")
         return [float(norm) for norm in norms]
@@ -185,8 +185,8 @@ class Elastic:
 
     def _others_have_all(self, comm: Communicator) -> bool:
         """Returns whether every rank has the means of this rank's step, so that no rank repeats it."""
-        mine = torch.tensor([float(self._step % _STEPS), float(self._has_all)])
-        everybody = torch.empty(2 * comm.world)
+        mine = torch.tensor([self._step % _STEPS, self._has_all], dtype=torch.float32, device="cpu")
+        everybody = torch.empty(2 * comm.world, dtype=torch.float32, device="cpu")
         comm.all_gather(everybody, mine, "fp32", tag="how far the ranks are")
         ahead = [(int(step) - self._step) % _STEPS == 1 for step in everybody[::2]]
         here = [int(step) == self._step % _STEPS for step in everybody[::2]]

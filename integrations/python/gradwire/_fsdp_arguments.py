@@ -38,12 +38,12 @@ def check_spec(argument: str, spec: str) -> None:
         if key in ("ef", "residual", "dense"):
             raise _native.BadArgument(f"{argument}={spec!r} has the option {option}: pass compress() the "
                                       "argument residual or dense in its place (residual='off' for ef=off)")
-    values = torch.zeros(1)
+    values, part = (torch.zeros(1, dtype=torch.float32, device="cpu") for _ in range(2))
     with Communicator() as alone:
         if argument == "weights":
-            alone.all_gather(torch.empty(1), values, spec)
+            alone.all_gather(values, part, spec)
         else:
-            alone.reduce_scatter(torch.empty(1), values, spec)
+            alone.reduce_scatter(part, values, spec)
 
 
 def dense_rule(dense: "bool | Sequence[str]", spec: str,

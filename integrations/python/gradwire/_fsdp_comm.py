@@ -54,7 +54,7 @@ class Communicators:
     def scratch(self, count: int, device: torch.device) -> torch.Tensor:
         """Returns a float32 tensor (count,) at a fixed address: the library then reuses its program."""
         if device not in self._scratch or self._scratch[device].numel() < count:
-            self._scratch[device] = torch.empty(count, device=device)
+            self._scratch[device] = torch.empty(count, dtype=torch.float32, device=device)
         return self._scratch[device][:count]
 
     def of(self, purpose: str, group: Any, device: torch.device) -> Communicator:

@@ -96,7 +96,7 @@ class _Matrix:
             self.shape = (param.sharded_size[0], self.cols)
             self.first_row = min(axes.shard * param.padded_sharded_param_size[0], self.rows)
         elif axes.shards > 1:
-            numbers = torch.arange(self.cols, device=device).view(shape[1:])
+            numbers = torch.arange(self.cols, dtype=torch.int64, device=device).view(shape[1:])
             self.columns = [part.flatten() for part in numbers.chunk(axes.shards, dim=dim - 1)]
             self.shape = (self.rows, self.cols // axes.shards)
         self.count = self.shape[0] * self.shape[1]
@@ -125,7 +125,8 @@ class Exchange(NamedTuple):
         count = -(-sum(sizes) // multiple) * multiple
         found = self.buffers.get((name, count))
         if found is None:
-            found = self.buffers[name, count] = torch.zeros(count, device=self.device)
+            found = self.buffers[name, count] = torch.zeros(count, dtype=torch.float32,
+                                                             device=self.device)
         for part, tensor in zip(found.split([*sizes, count - sum(sizes)]), tensors):
             part.view(tensor.shape).copy_(tensor)
         return found
@@ -141,7 +142,7 @@ class Exchange(NamedTuple):
     def scatter(self, name: str, partial: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums over the replica's ranks. Returns this rank's piece of the sums, of which all have the same size."""
         if not partial:
-            return torch.empty(0, device=self.device)
+            return torch.empty(0, dtype=torch.float32, device=self.device)
         whole = self.buffer(f"{name}, whole", partial, self.axes.shards)
         if self.axes.fast is None or not whole.numel():
             return whole
@@ -244,7 +245,7 @@ class LowRank:
 
     def _factor(self, name: str, m: _Matrix, device: torch.device) -> torch.Tensor:
         if name not in self.factors:
-            first = Factor(torch.zeros(m.cols, m.rank, device=device), m.number)
+            first = Factor(torch.zeros(m.cols, m.rank, dtype=torch.float32, device=device), m.number)
             orthonormalize([first], _Q, self.spec.seed, 0)
             self.factors[name] = first.values
         return self.factors[name]
@@ -295,7 +296,7 @@ class LowRank:
                 result[1].append(next(mean_of).view(q.shape))
                 continue
             result[0].append(next(own_columns).view(q.shape))
-            whole = torch.empty(m.cols, m.rank, device=q.device)
+            whole = torch.empty(m.cols, m.rank, dtype=torch.float32, device=q.device)
             for numbers, part in zip(m.columns, next(columns_of)):
                 whole[numbers] = part.view(-1, m.rank)
             result[1].append(whole)

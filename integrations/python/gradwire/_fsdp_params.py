@@ -75,7 +75,8 @@ def whole_of(flat: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
 def shards_of(whole: torch.Tensor, param: Any, rows: int) -> torch.Tensor:
     """Inverts whole_of(): returns a tensor of shape (rows * padded shard,)."""
     if param.fsdp_placement.dim == 0:
-        flat = torch.zeros(rows * param.padded_sharded_param_size.numel())
+        flat = torch.zeros(rows * param.padded_sharded_param_size.numel(), dtype=torch.float32,
+                           device=whole.device)
         flat[:whole.numel()].copy_(whole.reshape(-1))
         return flat
     return torch.stack(torch.chunk(whole, rows, dim=param.fsdp_placement.dim)).reshape(-1)

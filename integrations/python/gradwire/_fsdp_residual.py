@@ -71,7 +71,8 @@ class _Packed:
                 continue
             padded = torch.nn.functional.pad(piece, (0, -piece.numel() % BLOCK)).view(-1, BLOCK)
             scale = padded.abs().amax(dim=1) / 127
-            noise = torch.rand(padded.shape, device=piece.device, generator=generator)
+            noise = torch.rand(padded.shape, dtype=torch.float32, device=piece.device,
+                               generator=generator)
             codes = (padded / scale.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
                      + noise).floor_().clamp_(-127, 127)
             self.data[begin:begin + padded.numel()].copy_(codes.view(-1))
@@ -164,7 +165,7 @@ class Residual:
     def _arrange(self, layout: Layout) -> None:
         for name, values in self._current().items():
             self._parked[name] = self._pack(values.contiguous().view(-1))
-        fresh = torch.zeros(layout.rows, layout.shard, device=self._device)
+        fresh = torch.zeros(layout.rows, layout.shard, dtype=torch.float32, device=self._device)
         for part in layout.parts:
             parked = self._parked.pop(part.name, None)
             if parked is not None:

@@ -77,7 +77,8 @@ class Hook(HookBuckets):
                                       "ranks that may die: name a spec")
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
             for each in [spec] if auto is None else auto.request.specs:
-                Reducer(alone, each, []).close()
+                Reducer(alone, each, [], seed=seed).close()
+        timeout_s, min_ranks = _native.seconds(timeout_s), _native.integer(min_ranks, "min_ranks")
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
                 "the hook creates the communicators itself; pass no comm"

@@ -59,7 +59,7 @@ def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
     def tensor(entry: Entry) -> torch.Tensor:
         dtype = _DTYPES[entry.dtype]
         if not entry.data:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(bytearray(entry.data), dtype=dtype)
 
     return {"version": 2, "identity": identity, "steps": state.steps, "spec": spec,

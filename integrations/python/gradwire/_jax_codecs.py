@@ -196,7 +196,7 @@ def _send_with_dense(arrays: List[Any], dense: List[Leaf], codec: Codec, send: S
         (means, rounding errors, dense means, dense residuals).
     """
     means, lost = send(arrays + [leaf.value for leaf in dense],
-                       [jnp.zeros_like(a) if codec.lossy else jnp.zeros(0) for a in arrays] +
+                       [jnp.zeros_like(a) if codec.lossy else jnp.zeros(0, jnp.float32) for a in arrays] +
                        [leaf.residual for leaf in dense], codec.wire, what)
     n = len(arrays)
     return (means[:n], lost[:n] if codec.lossy else [jnp.zeros_like(a) for a in arrays],
@@ -289,10 +289,10 @@ def _randk(codec: Codec, compressed: List[Leaf], dense: List[Leaf], number: Any,
         # Draws one coordinate from each of k contiguous runs: no duplicates, and no sorting.
         count = min(max(1, math.floor(s.size * codec.ratio + 0.5)), s.size)
         shorter, longer = divmod(s.size, count)
-        run = jnp.arange(count)
+        run = jnp.arange(count, dtype=jnp.int32)
         first = run * shorter + jnp.minimum(run, longer)
         bits = _random_bits(codec, leaf.place, number, count)
-        places.append(first + (bits % (shorter + (run < longer)).astype(jnp.uint32)).astype(first.dtype))
+        places.append(first + (bits % (shorter + (run < longer).astype(jnp.uint32))).astype(first.dtype))
     # All ranks must see non-finite values, even at coordinates that are not drawn.
     drawn = [jnp.where(jnp.isfinite(s).all(), s[at], jnp.nan) for s, at in zip(sums, places)]
     means, lost, dense_means, dense_residuals = _send_with_dense(drawn, dense, codec, send, "values")

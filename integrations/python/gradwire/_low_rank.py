@@ -49,8 +49,8 @@ def orthonormalize(factors: Sequence[Factor], which: int, seed: int, step: int,
     """
     widest = max((factor.values.shape[1] for factor in factors), default=0)
     finite = [True] * len(factors)
-    order = torch.arange(widest).repeat(len(factors), 1)
-    attempts = torch.zeros(len(factors), widest, dtype=torch.long)
+    order = torch.arange(widest, dtype=torch.int64, device="cpu").repeat(len(factors), 1)
+    attempts = torch.zeros(len(factors), widest, dtype=torch.int64, device="cpu")
     active = list(range(len(factors)))
     for turn in range(_MOST_PASSES):
         if not active:
@@ -60,10 +60,10 @@ def orthonormalize(factors: Sequence[Factor], which: int, seed: int, step: int,
         if turn == 0:
             for i, ok in zip(active, gram.isfinite().flatten(1).all(dim=1).tolist()):
                 finite[i] = ok
-            gram = gram[torch.tensor(finite)]
+            gram = gram[torch.tensor(finite, dtype=torch.bool, device="cpu")]
             active = [i for i in active if finite[i]]
         for i, row in enumerate(active):
-            padding = torch.arange(factors[row].values.shape[1], widest)
+            padding = torch.arange(factors[row].values.shape[1], widest, dtype=torch.int64, device="cpu")
             gram[i, padding, padding] = 1
         weights, dependent, smallest = _weights(gram, order[active])
         for i, w, again in zip(active, weights, dependent):
@@ -90,7 +90,8 @@ def _apply(factor: Factor, weights: torch.Tensor, dependent: torch.Tensor, which
     weights = weights[:rank, :rank].to(factor.values.device)
     factor.values = (factor.values.double() @ weights).float()
     for column in dependent[:rank].nonzero().flatten().tolist():
-        numbers = torch.arange(factor.first_row, factor.first_row + rows, device=factor.values.device)
+        numbers = torch.arange(factor.first_row, factor.first_row + rows, dtype=torch.int64,
+                               device=factor.values.device)
         factor.values[:, column] = _random(seed, step, factor.number, which, column, int(attempts[column]),
                                            numbers)
 
@@ -107,11 +108,11 @@ def _weights(gram: torch.Tensor, order: torch.Tensor) -> Tuple[torch.Tensor, tor
     scaled = _permuted(gram * scale[:, :, None] * scale[:, None, :], order)
     lower, failed = torch.linalg.cholesky_ex(scaled)
     smallest = lower.diagonal(dim1=1, dim2=2).square().amin(dim=1)
-    dependent = torch.zeros(scale.shape, dtype=torch.bool)
+    dependent = torch.zeros(scale.shape, dtype=torch.bool, device="cpu")
     for i in ((failed > 0) | ~(smallest > _DEPENDENT)).nonzero().flatten().tolist():
         lower[i], dependent[i] = _factored(scaled[i])
         smallest[i] = 0
-    identity = torch.eye(gram.shape[1], dtype=torch.float64).expand_as(gram)
+    identity = torch.eye(gram.shape[1], dtype=torch.float64, device="cpu").expand_as(gram)
     inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
     back = torch.argsort(order, dim=1)
     return _permuted(inverse.mT, back) * scale[:, :, None], dependent.gather(1, back), smallest
@@ -124,8 +125,8 @@ def _permuted(matrices: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def _factored(matrix: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """Returns the Cholesky factor without the dependent columns, and which these are."""
-    rest, lower = matrix.clone(), torch.eye(len(matrix), dtype=torch.float64)
-    dependent = torch.zeros(len(matrix), dtype=torch.bool)
+    rest, lower = matrix.clone(), torch.eye(len(matrix), dtype=torch.float64, device="cpu")
+    dependent = torch.zeros(len(matrix), dtype=torch.bool, device="cpu")
     for j in range(len(matrix)):
         if not rest[j, j] > _DEPENDENT:
             dependent[j] = True

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -24,35 +25,49 @@ _NUMPY_DTYPES = {"<f4": _native.FLOAT32, "<f2": _native.FLOAT16}
 
 
 def memory_of(array: Any) -> Memory:
-    """Returns the memory of a torch tensor or a numpy array.
+    """Returns the memory of a torch tensor or a numpy array, which the library reads and writes.
 
     Raises:
-        TypeError: the type or device is not supported.
+        TypeError: the object is not a tensor or array with memory of its own, or its type or device is not
+            supported.
         ValueError: the array is not contiguous, or is read-only.
     """
-    if hasattr(array, "data_ptr"):
-        dtype = TORCH_DTYPES.get(str(array.dtype))
-        if dtype is None:
-            raise TypeError(f"the tensor is {array.dtype}; expected float32, bfloat16 or float16")
-        if not array.is_contiguous():
-            raise ValueError("the tensor is not contiguous: reduce tensor.contiguous() and copy the result "
-                             "back")
-        if array.device.type not in ("cpu", "cuda"):
-            raise TypeError(f"the tensor is on {array.device}; expected cpu or cuda")
-        device = _native.HOST if array.device.type == "cpu" else array.device.index
-        return Memory(array.data_ptr(), array.numel(), dtype, device)
-    interface = getattr(array, "__array_interface__", None)
-    if interface is None:
-        raise TypeError(f"expected a torch tensor or a numpy array, not {type(array).__name__}")
-    dtype = _NUMPY_DTYPES.get(interface["typestr"])
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _memory_of_tensor(array, torch)
+    name = type(array).__name__
+    if numpy is not None and isinstance(array, numpy.generic):
+        raise TypeError(f"a NumPy scalar ({name}) cannot be written: pass numpy.array([x]), or x[i:i + 1] in "
+                        "place of x[i]")
+    if numpy is None or not isinstance(array, numpy.ndarray):
+        raise TypeError(f"expected a torch tensor or a numpy array, not {name}")
+    if any(base.__name__ == "MaskedArray" for base in type(array).__mro__):
+        raise TypeError("masked values of a MaskedArray would be reduced, too: pass array.filled(0)")
+    kind = array.dtype.str
+    dtype = _NUMPY_DTYPES.get(kind)
     if dtype is None:
-        raise TypeError(f"the numpy array is {interface['typestr']}; expected float32 (<f4) or float16 (<f2)")
-    if not array.flags.c_contiguous:
+        raise TypeError(f"the numpy array is {kind}; expected float32 (<f4) or float16 (<f2)")
+    if not (array.flags.c_contiguous and array.flags.aligned):
         raise ValueError("the array is not contiguous: reduce a contiguous copy")
-    address, read_only = interface["data"]
-    if read_only:
+    if not array.flags.writeable:
         raise ValueError("the array is read-only: reduce a writable copy")
-    return Memory(address, array.size, dtype, _native.HOST)
+    return Memory(array.ctypes.data, array.size, dtype, _native.HOST)
+
+
+def _memory_of_tensor(tensor: Any, torch: Any) -> Memory:
+    name = type(tensor).__name__
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.layout != torch.strided:
+        raise TypeError(f"a {name if tensor.layout == torch.strided else 'sparse tensor'} has no memory of its "
+                        "own: pass a plain tensor, such as to_local() of a DTensor")
+    dtype = TORCH_DTYPES.get(str(tensor.dtype))
+    if dtype is None:
+        raise TypeError(f"the tensor is {tensor.dtype}; expected float32, bfloat16 or float16")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise TypeError(f"the tensor is on {tensor.device}; expected cpu or cuda")
+    if not tensor.is_contiguous() or tensor.is_neg():
+        raise ValueError("the tensor is not contiguous: reduce tensor.contiguous() and copy the result back")
+    device = _native.HOST if tensor.device.type == "cpu" else tensor.device.index
+    return Memory(tensor.data_ptr(), tensor.numel(), dtype, device)
 
 
 class Handle:

@@ -7,14 +7,17 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import datetime
 import importlib.util
+import math
+import operator
 import os
 import pathlib
 import pkgutil
 import re
 import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Deque, List, Optional, Tuple, Union
+from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple, Union
 
 HOST = -1
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -76,7 +79,66 @@ _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: 
                8: NotDone}
 
 
-class CommOptions(ctypes.Structure):
+_RANGES: Dict[Any, Tuple[int, int]] = {c_int32: (-2**31, 2**31 - 1), c_int64: (-2**63, 2**63 - 1),
+                                       c_uint64: (0, 2**64 - 1)}
+
+
+def integer(value: Any, what: str, kind: Any = c_int32) -> int:
+    """Returns `value` as an int that fits into `kind`. ctypes would drop higher bits without an error.
+
+    Args:
+        what: names the value in errors: "root".
+
+    Raises:
+        BadArgument: the value does not fit.
+        TypeError: the value is not an integer.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{what} is {type(value).__name__}, not int") from None
+    low, high = _RANGES[kind]
+    if not low <= number <= high:
+        raise BadArgument(f"{what} is {number}: expected a number from {low} to {high}")
+    return number
+
+
+def integers(values: Sequence[Any], what: str, kind: Any = c_int32) -> Any:
+    """Returns a C array of integer() of each value."""
+    return (kind * len(values))(*(integer(value, what, kind) for value in values))
+
+
+def seconds(value: Any, what: str = "timeout_s", least: float = 1e-3) -> float:
+    """Returns a time limit in seconds: of a number or a datetime.timedelta; infinity is no limit.
+
+    Raises:
+        BadArgument: the value is not a number of at least `least`.
+        TypeError: the value has another type.
+    """
+    if isinstance(value, datetime.timedelta):
+        value = value.total_seconds()
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {type(value).__name__}, not a number of seconds or a timedelta")
+    number = float(value)
+    if not number >= least:  # nan, too
+        raise BadArgument(f"{what} is {number}: expected at least {least:g} s")
+    return number
+
+
+def milliseconds(value: Any, what: str = "timeout_s", least: float = 1e-3) -> int:
+    """Returns seconds() in milliseconds, for the library, which limits them to 24 days."""
+    return math.ceil(min(seconds(value, what, least), 1e9) * 1000)
+
+
+class _Checked(ctypes.Structure):
+    """A C structure whose integer fields refuse values that do not fit."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        kind = next((field[1] for field in self._fields_ if field[0] == name), None)
+        super().__setattr__(name, integer(value, name, kind) if kind in _RANGES else value)
+
+
+class CommOptions(_Checked):
     """The C structure gw_comm_options."""
 
     _fields_ = [("size", c_size_t), ("rendezvous", c_char_p), ("store", c_void_p), ("nccl_comm", c_void_p),
@@ -86,7 +148,7 @@ class CommOptions(ctypes.Structure):
                 ("cancel", POINTER(c_int32))]
 
 
-class CommInfo(ctypes.Structure):
+class CommInfo(_Checked):
     """The C structure gw_comm_info."""
 
     _fields_ = [("size", c_size_t), ("rank", c_int32), ("world", c_int32), ("device", c_int32),
@@ -94,33 +156,33 @@ class CommInfo(ctypes.Structure):
                 ("invitation", c_char_p), ("joiners", c_int32)]
 
 
-class CallOptions(ctypes.Structure):
+class CallOptions(_Checked):
     """The C structure gw_call_options."""
 
     _fields_ = [("size", c_size_t), ("tag", c_char_p), ("residual", c_void_p), ("request", POINTER(c_void_p))]
 
 
-class Tensor(ctypes.Structure):
+class Tensor(_Checked):
     """The C structure gw_tensor."""
 
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("rows", c_int64), ("cols", c_int64),
                 ("dtype", c_int32), ("grad", c_void_p)]
 
 
-class ReducerOptions(ctypes.Structure):
+class ReducerOptions(_Checked):
     """The C structure gw_reducer_options."""
 
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
                 ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p)]
 
 
-class Range(ctypes.Structure):
+class Range(_Checked):
     """The C structure gw_range."""
 
     _fields_ = [("tensor", c_int32), ("begin", c_int64), ("end", c_int64)]
 
 
-class Stats(ctypes.Structure):
+class Stats(_Checked):
     """The C structure gw_stats."""
 
     _fields_ = [("size", c_size_t), ("steps", c_int64), ("wire_bytes", c_uint64), ("dense_bytes", c_uint64),
@@ -128,7 +190,7 @@ class Stats(ctypes.Structure):
                 ("buckets", c_int32), ("buckets_in_place", c_int32), ("description", c_char_p)]
 
 
-class ChooseOptions(ctypes.Structure):
+class ChooseOptions(_Checked):
     """The C structure gw_choose_options."""
 
     _fields_ = [("size", c_size_t), ("specs", POINTER(c_char_p)), ("n_specs", c_int32), ("error", c_double),
@@ -136,7 +198,7 @@ class ChooseOptions(ctypes.Structure):
                 ("backward_ms", c_double)]
 
 
-class Trial(ctypes.Structure):
+class Trial(_Checked):
     """The C structure gw_trial."""
 
     _fields_ = [("error", c_double), ("communicate_ms", c_double), ("exposed_ms", c_double)]
@@ -145,7 +207,7 @@ class Trial(ctypes.Structure):
 FormatCallback = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
 
 
-class Format(ctypes.Structure):
+class Format(_Checked):
     """The C structure gw_format."""
 
     _fields_ = [("size", c_size_t), ("name", c_char_p), ("block", c_int64), ("bytes", c_int64),
@@ -377,6 +439,9 @@ def load_nccl() -> str:
 def call(name: str, *arguments: object) -> None:
     """Calls a function that returns gw_status, without the GIL. Raises its error as an exception."""
     loaded = library()
+    for value, kind in zip(arguments, _SIGNATURES[name]):
+        if kind in _RANGES:
+            integer(value, f"an argument of {name}", kind)
     status = getattr(loaded, name)(*arguments)
     if status != 0:
         text = loaded.gw_last_error().decode(errors="replace")

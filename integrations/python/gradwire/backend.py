@@ -86,7 +86,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
     with Communicator() as alone:  # a wrong format must fail here, not in a step
         for spec in (allreduce, reduce_scatter, all_gather):
             if spec is not None:
-                alone.allreduce_(torch.zeros(1), spec)
+                alone.allreduce_(torch.zeros(1, dtype=torch.float32, device="cpu"), spec)
 
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Backend:
         return Backend(store, rank, size, timeout, rule, name)
@@ -286,7 +286,7 @@ class Backend(dist.ProcessGroup):
 
         def job(comm: Communicator) -> None:
             counts = [t.numel() for t in parts]
-            result = torch.empty(sum(counts), dtype=inputs[0].dtype)
+            result = torch.empty(sum(counts), dtype=inputs[0].dtype, device=inputs[0].device)
             with _Contiguous(inputs[0]) as values:
                 comm.all_gather(result, values, spec, counts, tag="torch.distributed.all_gather")
             for part, values in zip(parts, result.split(counts)):

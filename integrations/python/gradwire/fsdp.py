@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import logging
 import math
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
@@ -93,7 +94,8 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
                                   "first. For DistributedDataParallel use gradwire.torch.compress()")
     options = Options(encoded_once(gradients), weights, over_replicas, residual,
                       dense_rule(dense, gradients), dense_rule(dense, weights),
-                      dense_rule(dense, over_replicas, low_rank), low_rank, timeout_s, seed)
+                      dense_rule(dense, over_replicas, low_rank), low_rank, _native.seconds(timeout_s),
+                      _native.integer(seed, "seed", ctypes.c_uint64))
     return Compression(model, modules, options, request, lambda spec: options._replace(
         gradients=encoded_once(spec), dense_gradients=dense_rule(dense, spec)))
 
@@ -401,7 +403,7 @@ class Compression:
                                           f"{self._options.gradients!r} would drop: pass compress() the "
                                           "formats with which the state was saved")
             factor = (math.prod(shape[1:]), low_rank.rank_of(shape)) if low_rank is not None else None
-            if factor is not None and tuple(entry.get("factor", torch.empty(factor)).shape) != factor:
+            if factor is not None and "factor" in entry and tuple(entry["factor"].shape) != factor:
                 raise _native.BadArgument(f"the state's factor of {name!r} is "
                                           f"{tuple(entry['factor'].shape)}, but replicas="
                                           f"{self._options.replicas!r} has {factor}: pass compress() the "

@@ -185,7 +185,7 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
 
     def first_factor(leaf: Any, index: int) -> Any:
         has_one = chosen(leaf) and codec.method == "powersgd"
-        return _jax_codecs.first_factor(codec, leaf, index) if has_one else jnp.zeros(0)
+        return _jax_codecs.first_factor(codec, leaf, index) if has_one else jnp.zeros(0, jnp.float32)
 
     def init_state(params: Any) -> CompressState:
         _, leaves, structure = _arrays("compress", params)
@@ -305,7 +305,7 @@ def _reduce(what: str, tree: Any, spec: str, name: str) -> Any:
 def _averaged(what: str, paths: Sequence[str], leaves: List[Any], spec: str, residuals: Optional[List[Any]],
               dense: bool, op: str = "avg") -> Tuple[List[Any], List[Any]]:
     """Averages leaves. Returns (means, residuals). Uses no error feedback if `residuals` is None."""
-    kept = [jnp.zeros(0)] * len(leaves) if residuals is None else residuals
+    kept = [jnp.zeros(0, jnp.float32)] * len(leaves) if residuals is None else residuals
     parts = _parts(what, paths, leaves, spec, [residual.size > 0 for residual in kept], dense)
     out, kept_out = list(leaves), list(kept)
     if parts:
@@ -373,7 +373,7 @@ def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str,
     keeps = any(r.size for r in residuals)
     part = {"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}
     flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
-    kept = ([jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size) for r, a in zip(residuals, arrays)])]
+    kept = ([jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size, jnp.float32) for r, a in zip(residuals, arrays)])]
             if keeps else [])
     results = _jax_call.average([part], [flat], kept)
     means, lost = [], []
