@@ -77,6 +77,7 @@ ReducerOptions read_options(const gw_reducer_options* given, std::string* tag) {
   options.timing = o.no_timing == 0;
   options.seed = o.seed;
   options.sharded = o.shard != 0;
+  options.skip_unused = o.skip_unused != 0;
   *tag = checked_tag(o.tag);
   return options;
 }
@@ -116,7 +117,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   const std::vector<std::string> statements = reducer_statements(
       comm, {spec}, tensors, options.bucket_bytes, options.seed,
       {options.average ? "the mean" : "the sum", options.sharded ? "sharded" : "not sharded",
-       tag.empty() ? "no tag" : "tag" + quoted(tag)});
+       options.skip_unused ? "skip_unused" : "no skip_unused", tag.empty() ? "no tag" : "tag" + quoted(tag)});
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 

@@ -128,6 +128,8 @@ std::unique_ptr<Codec> make_codec(const BucketContext& context);
 std::unique_ptr<Codec> make_split_codec(const BucketContext& context);
 // Returns the codec that the spec names, for all tensors of the context, including dense ones.
 std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context);
+// Returns `codec` with steps that leave tensors alone that no rank used (unused_codec.cpp).
+std::unique_ptr<Codec> make_unused_codec(const BucketContext& context, std::unique_ptr<Codec> codec);
 
 // Returns the codec of a wire format: one allreduce of the whole bucket.
 std::unique_ptr<Codec> make_wire_codec(const BucketContext& context);

@@ -123,6 +123,7 @@ void Reducer::build_buckets() {
     context.make_python = options_.make_python;
     bucket.data = context.gradients;
     bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
+    if (options_.skip_unused) bucket.codec = make_unused_codec(context, std::move(bucket.codec));
     bucket.lane = b % lanes_.size();
     size_t& most = lane_of(bucket).workspace_bytes;
     most = std::max(most, bucket.codec->workspace_bytes());

@@ -63,6 +63,10 @@ struct ReducerOptions {
   // slots, an op must not write gradients of two blocks.
   std::vector<int> blocks = {};
   bool single_waits = false;  // required by wait_for()
+  // Whether a tensor whose gradient is zero on all ranks counts as unused in this step: its gradient becomes
+  // zero, and its state stays. wait() then treats gradients that are not ready as zero. Each bucket exchanges
+  // a float per tensor more. On CUDA the host waits for each bucket.
+  bool skip_unused = false;
   // Receives each exchange of the steps it traces; must outlive the reducer. Needs `timing`.
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the codec named by the spec.
@@ -201,6 +205,7 @@ class Reducer {
   void describe_memory();
   // step.cpp: a bucket's step.
   void check_ready() const;
+  void mark_unused(const Stream& consumer);
   void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
   // slots.cpp: memory for some of the buckets.

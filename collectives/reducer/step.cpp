@@ -77,7 +77,23 @@ void Reducer::wait_for(int bucket, const Stream& consumer) {
   if (!buckets_.empty()) consumer.wait(buckets_.at(static_cast<size_t>(bucket)).reduced);
 }
 
+// Makes the gradients that are not ready zero, and marks them as ready.
+void Reducer::mark_unused(const Stream& consumer) {
+  for (int i = 0; i < tensors(); ++i) {
+    {
+      std::lock_guard lock(mutex_);
+      if (ready_[i]) continue;
+    }
+    const GradientTensor& tensor = tensors_[i];
+    if (tensor.count() > 0) {
+      fill_zero(consumer, gradient(i), static_cast<size_t>(tensor.count() * bytes_of(tensor.dtype)));
+    }
+    ready(i, consumer);
+  }
+}
+
 void Reducer::wait(const Stream& consumer) {
+  if (options_.skip_unused) mark_unused(consumer);
   std::lock_guard lock(mutex_);
   check_ready();
   ready_.assign(ready_.size(), false);

@@ -651,6 +651,11 @@ typedef struct gw_reducer_options {
   int32_t shard;
   /** A name for the reducer: as gw_call_options::tag, for all its calls. */
   const char* tag;
+  /** Nonzero: a tensor whose gradient is zero on every rank counts as unused in this step. Its gradient stays
+   * zero, and its residual, momentum and factors keep their bits. gw_reducer_wait() treats tensors that were
+   * not marked ready as zero. For models whose steps use some of their tensors: each bucket exchanges a float
+   * per tensor more and, on CUDA, the host waits for it. */
+  int32_t skip_unused;
 } gw_reducer_options;
 
 /** Registers a model's gradients. Collective. Residuals (as large as the gradients) and factors are allocated
@@ -774,7 +779,8 @@ GW_API gw_status gw_reducer_ready(gw_reducer reducer, int32_t tensor, void* stre
  * @param reducer  the reducer.
  * @param stream   see the top; may differ.
  * @param request  out: as gw_call_options::request. May be null.
- * @return #GW_BAD_ARGUMENT names the tensors that were not ready: mark them ready and call this again;
+ * @return #GW_BAD_ARGUMENT names the tensors that were not ready, without gw_reducer_options::skip_unused:
+ *         mark them ready and call this again;
  *         #GW_COMM_FAILED; #GW_DEVICE_FAILED; #GW_UNSUPPORTED.
  */
 GW_API gw_status gw_reducer_wait(gw_reducer reducer, void* stream, gw_request* request);

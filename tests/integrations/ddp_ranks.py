@@ -32,6 +32,7 @@ import ddp_layouts
 import ddp_lifetimes
 import ddp_loss_scale
 import ddp_states
+import ddp_unused
 from ddp_failures import (
     a_dead_peer_raises,
     a_peer_that_pauses_is_waited_for,
@@ -281,7 +282,7 @@ SCENARIOS = [
     allreduce_without_ddp, a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises,
     a_dead_peer_raises, *ddp_compress.SCENARIOS, *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS,
     *ddp_auto.SCENARIOS, *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS, *ddp_lifetimes.SCENARIOS,
-    *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS
+    *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS, *ddp_unused.SCENARIOS
 ]
 
 

@@ -86,7 +86,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         dense = "off"
         if stays_dense((1,), wire) and any(name.startswith("other") for name, _, _ in shapes):
             dense = "other.*"
-        return Reducer(comm, f"{self._spec},dense={dense}", shapes, tag="Dion", dtype=dtype)
+        return Reducer(comm, f"{self._spec},dense={dense}", shapes, tag="Dion", skip_unused=True, dtype=dtype)
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Takes one step. Collective. A parameter without a gradient counts as one with zeros.

@@ -42,6 +42,14 @@ def the_ddp(given: Any) -> Any:
                               "is for one: call compress() for each")
 
 
+def may_skip(parameters: List[torch.Tensor]) -> bool:
+    """Returns whether a step of the DDP that has these parameters may not use some of them."""
+    wanted = {id(p) for p in parameters[:1]}
+    return any(getattr(ddp, "find_unused_parameters", False) for ddp in gc.get_objects()
+               if issubclass(type(ddp), _DDP) and getattr(ddp, "module", None) is not None
+               and any(id(p) in wanted for p in ddp.module.parameters()))
+
+
 def _around(given: torch.nn.Module) -> Dict[int, Any]:
     return {id(ddp): ddp for ddp in gc.get_objects() if issubclass(type(ddp), _DDP)
             and getattr(ddp, "module", None) is given}  # a DDP whose constructor failed has no module

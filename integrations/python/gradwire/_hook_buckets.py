@@ -9,6 +9,7 @@ import torch
 from gradwire._auto import Auto
 from gradwire._buckets import NATIVE, Bucket, Layout, Names, matrix, spec_for
 from gradwire._communicator import Communicator
+from gradwire._find_ddp import may_skip
 from gradwire._hook_state import add_missing, taken
 from gradwire._loss_scale import LossScale
 from gradwire._reducer import Reducer
@@ -51,6 +52,7 @@ class HookBuckets:
         self._carried: Optional[State] = None  # state of tensors whose buckets do not exist yet
         self._worker = Worker()
         self._scale: Optional[LossScale] = None
+        self._skips: Optional[bool] = None  # whether steps may not use some parameters; None: not known yet
         self._keeps_copies = False  # buckets keep copies of their state from before a step
 
     def _communicator(self, buffer: torch.Tensor) -> Communicator:
@@ -76,6 +78,8 @@ class HookBuckets:
             if self._auto is not None:
                 self._auto.restart()
         self._communicator(buffer)  # in DDP's thread, because it uses the process group
+        if self._skips is None:
+            self._skips = may_skip(parameters)
         names = self._names.of(parameters)
         shapes = tuple(matrix(p) for p in parameters)
         entry = self._buckets[index] = Bucket(
@@ -89,6 +93,7 @@ class HookBuckets:
         # One reducer bucket per DDP bucket.
         return Reducer(self._communicator(buffer), spec_for(spec, buffer.dtype), tensors,
                        bucket_bytes=1 << 60, seed=self._seed, tag=f"DDP bucket {entry.index}",
+                       skip_unused=bool(self._skips),
                        dtype=NATIVE.get(buffer.dtype, "float32"))
 
     def _make_reducer(self, entry: Bucket, buffer: torch.Tensor) -> Reducer:

@@ -173,7 +173,7 @@ class ReducerOptions(_Checked):
     """The C structure gw_reducer_options."""
 
     _fields_ = [("size", c_size_t), ("bucket_bytes", c_int64), ("sum", c_int32), ("no_timing", c_int32),
-                ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p)]
+                ("seed", c_uint64), ("shard", c_int32), ("tag", c_char_p), ("skip_unused", c_int32)]
 
 
 class Range(_Checked):

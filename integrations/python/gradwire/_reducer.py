@@ -25,6 +25,9 @@ class Reducer(Handle):
         seed: for stochastic rounding; the same on all ranks, which draw different numbers.
         tag: names the reducer in error messages.
         shard: each rank gets the mean of its shard only: see shards(). Wire formats then send half the bytes.
+        skip_unused: a tensor whose gradient is zero on every rank counts as unused in this step: its gradient
+            stays zero, and its residual, momentum and factors keep their bits. On CUDA the host then waits
+            for each bucket.
         dtype: "float32", "bfloat16" or "float16". The library widens 16-bit gradients bucket by bucket, and
             rounds the results.
 
@@ -34,7 +37,7 @@ class Reducer(Handle):
 
     def __init__(self, comm: Communicator, spec: str, tensors: Sequence[Tuple[str, int, int]], *,
                  bucket_bytes: int = 0, op: str = "avg", seed: int = 0, tag: str = "",
-                 shard: bool = False, dtype: str = "float32") -> None:
+                 shard: bool = False, skip_unused: bool = False, dtype: str = "float32") -> None:
         self._dtype = TORCH_DTYPES.get(f"torch.{dtype}", -1)
         if self._dtype < 0:
             raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'float16', not {dtype!r}")
@@ -46,7 +49,7 @@ class Reducer(Handle):
             item.rows, item.cols, item.dtype = rows, cols, self._dtype
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
                                          bucket_bytes=bucket_bytes, sum=int(op_of(op) == _native.SUM),
-                                         shard=int(shard), tag=_native.text(tag, "the tag") or None)
+                                         shard=int(shard), skip_unused=int(skip_unused), tag=_native.text(tag, "the tag") or None)
         handle = ctypes.c_void_p()
         comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec, "the spec"), array,
                         len(tensors), ctypes.byref(options), ctypes.byref(handle)))
