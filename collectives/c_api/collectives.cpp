@@ -115,7 +115,7 @@ void set_shards(CollectiveCall& call, const ApiComm& comm, const int64_t* counts
 const CompressionSpec& ApiComm::parsed(const std::string& spec) {
   const auto found = specs_.find(spec);
   return found != specs_.end() ? found->second
-                               : specs_.emplace(spec, CompressionSpec::parse(spec)).first->second;
+                               : specs_.emplace(spec, CompressionSpec::parse(spec, false)).first->second;
 }
 
 Program& ApiComm::program_for(const CollectiveCall& call) {
@@ -187,7 +187,12 @@ void ApiComm::between(void* native_stream, const std::function<void()>& work) {
   wait_or_notify([&] { caller.wait(done_); });
 }
 
+// Error feedback is there if the caller has given a residual, whatever the spec says.
 void ApiComm::run(const CollectiveCall& call, void* native_stream) {
+  if (call.residual != nullptr) {
+    const std::string why = parsed(call.spec).divergence();
+    require(why.empty(), "spec '{}' with a residual: {}or no residual", call.spec, why);
+  }
   caller_stream(native_stream);  // rejects an invalid stream before any program is built
   Program& program = program_for(call);
   if (communicator->world() == 1) {

@@ -61,7 +61,6 @@ struct BucketContext {
   bool beside_others = false;  // other buckets run concurrently on another stream
   std::vector<BucketTensor> tensors;
   std::vector<ElementSpan> aside;  // parts that the codec does not compress, by offset
-  Wire dense_wire = kFp32;         // format of the parts averaged separately (dense.h)
   float* gradients = nullptr;      // address of the bucket; null if rebind() precedes the first run()
   int64_t elements = 0;            // elements of the bucket, including gaps between tensors
   int64_t first_element = 0;       // offset of the bucket in the model's flat gradient

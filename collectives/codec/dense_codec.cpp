@@ -1,15 +1,15 @@
-// Averages the dense tensors of a bucket, and the ends of tensors that would share a block, in FP32 (BF16
-// gradients in BF16). Another codec averages the other elements. The phases of a step:
+// Averages the dense tensors of a bucket, and the ends of tensors that would share a block, in FP32. Another
+// codec averages the other elements. The phases of a step:
 //   pack         moves dense tensors and ends to a separate buffer and leaves zeros in the bucket
-//   allreduce    averages the separate buffer, in FP32 or BF16
+//   allreduce    averages the separate buffer in FP32
 //   codec        averages the whole bucket, including the zeros
 //   unpack       copies the averages to their places in the bucket
 // The separate buffer adds one small exchange. The codec also sends the zeros, which take at most an eighth
 // of the dense tensors' FP32 bytes in the formats whose default is dense=auto. The copies of dense tensors
 // move 20 bytes per element.
 //
-// A bucket of only dense tensors is reduced by one allreduce in place. An allreduce in BF16 rounds sums over
-// ranks, as in PyTorch. Error feedback would not help, because the result is rounded to BF16 in any case.
+// A bucket of only dense tensors is reduced by one allreduce in place. BF16 gradients, too, are summed in FP32:
+// BF16 on the wire would round the partial sum at each hop, in a ring of 16 ranks to three times the error.
 #include <fmt/format.h>
 #include <fnmatch.h>
 
@@ -36,10 +36,9 @@ class DenseCodec final : public Codec {
         gradients_(c.gradients),
         packed_(c.exchanged(elements_)),
         loaded_(make_buffer<float>(c.transport->device(), codec_->residual() != nullptr ? elements_ : 0)),
-        wire_(c.dense_wire),
-        choice_(c.choose(elements_, wire_)),
+        choice_(c.choose(elements_, kFp32)),
         allreduce_(*c.transport, choice_.schedule, {packed_.data(), packed_.data(), nullptr, elements_},
-                   options(c, choice_.slice_bytes)) {
+                   c.plain_options("dense tensors", choice_.slice_bytes)) {
     for (Buffer* b : {&packed_, &loaded_}) fill_zero(c.stream, b->data(), b->bytes());
     c.stream.synchronize();
   }
@@ -77,8 +76,8 @@ class DenseCodec final : public Codec {
     return codec_->state_bytes() + static_cast<int64_t>(packed_.bytes() + loaded_.bytes());
   }
   std::string describe() const override {
-    return fmt::format("{}; {} dense tensors or ends of {} in {}", codec_->describe(), segments_.count(),
-                       elements_, wire_->name);
+    return fmt::format("{}; {} dense tensors or ends of {} in fp32", codec_->describe(), segments_.count(),
+                       elements_);
   }
   std::vector<PlannedAllreduce> plan() const override {
     std::vector<PlannedAllreduce> all = codec_->plan();
@@ -87,12 +86,6 @@ class DenseCodec final : public Codec {
   }
 
  private:
-  static Program::Options options(const BucketContext& c, int64_t slice_bytes) {
-    Program::Options options = c.plain_options("dense tensors", slice_bytes);
-    options.wire = c.dense_wire;
-    return options;
-  }
-
   // Adds the residuals of dense tensors and ends to the values, and clears these residuals. A loaded state,
   // perhaps from another layout, may hold such residuals, and the averages of the separate buffer overwrite
   // the codec's output for dense tensors and ends.
@@ -115,7 +108,6 @@ class DenseCodec final : public Codec {
   float* gradients_;
   Buffer packed_;
   Buffer loaded_;  // loaded residuals; only with error feedback
-  Wire wire_;
   SchedulePlanner::Choice choice_;
   Program allreduce_;
 };
@@ -213,7 +205,7 @@ std::unique_ptr<Codec> make_split_codec(const BucketContext& context) {
   if (segments.empty()) return make_compressing_codec(context);
   if (!others.tensors.empty()) return std::make_unique<DenseCodec>(context, others, segments);
   others.spec.method = CompressionSpec::Method::wire;
-  others.spec.wire = context.dense_wire;
+  others.spec.wire = kFp32;
   others.spec.policy = {.feedback = ResidualPolicy::Feedback::off};
   return make_wire_codec(others);
 }

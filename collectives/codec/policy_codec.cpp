@@ -232,10 +232,7 @@ std::unique_ptr<Codec> make_codec(const BucketContext& context) {
   const bool simple =
       policy.feedback != Feedback::ef21 && policy.start == 0 && policy.momentum == 0 && policy.max_norm == 0;
   if (simple) return make_split_codec(context);
-  BucketContext c = context;
-  // BF16 is exact for BF16 gradients only, not for what these policies make of them.
-  if (policy.feedback == Feedback::ef21 || policy.momentum > 0 || policy.max_norm > 0) c.dense_wire = kFp32;
-  return std::make_unique<PolicyCodec>(c);
+  return std::make_unique<PolicyCodec>(context);
 }
 
 }  // namespace gradwire

@@ -47,10 +47,6 @@ BucketContext bucket_context(const CodecSetup& setup, const std::vector<Gradient
     const auto [rows, cols] = matrix_of(tensors[i]);
     context.tensors.push_back({tensors[i].name, rows, cols, layout.offsets[i] - bucket.begin, i});
   }
-  // BF16 gradients are sent in BF16, except with schedule=nccl.
-  const auto first = tensors.begin() + bucket.first_tensor, last = tensors.begin() + bucket.last_tensor;
-  const bool bf16 = std::all_of(first, last, [](const GradientTensor& t) { return t.dtype == DType::bf16; });
-  context.dense_wire = bf16 && setup.spec.schedule != ScheduleKind::nccl ? kBf16 : kFp32;
   context.gradients = setup.gradients == nullptr ? nullptr : setup.gradients + bucket.begin;
   context.elements = bucket.elements();
   context.first_element = bucket.begin;

@@ -292,7 +292,7 @@ CompressionSpec python_spec(std::string_view text, std::string_view file,
 }
 
 // Throws BadInput if rounding, error feedback and format do not fit together.
-void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
+void check_error_feedback(const CompressionSpec& spec, std::string_view text, bool fed_back) {
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
     std::vector<std::string> others;
     for (Wire wire : wire_formats()) {
@@ -301,7 +301,7 @@ void check_error_feedback(const CompressionSpec& spec, std::string_view text) {
     bad(text, fmt::format("round=stochastic does not apply to wire={}; add {}", spec.wire->name,
                           fmt::join(others, " or ")));
   }
-  if (const std::string why = spec.divergence(); spec.policy.keeps_errors() && !why.empty()) {
+  if (const std::string why = spec.divergence(); fed_back && spec.policy.keeps_errors() && !why.empty()) {
     bad(text, why + "or ef=off for no error feedback");
   }
   if (spec.method == CompressionSpec::Method::dion && spec.policy.feedback != Feedback::on) {
@@ -346,7 +346,7 @@ bool CompressionSpec::is_codec(std::string_view name) {
   return name == "powersgd" || name == "randk" || name == "dion";
 }
 
-CompressionSpec CompressionSpec::parse(std::string_view text) {
+CompressionSpec CompressionSpec::parse(std::string_view text, bool fed_back) {
   CompressionSpec spec;
   // A comma may also follow the name, as in "bf16,schedule=ring".
   const size_t separator = text.find_first_of(":,");
@@ -371,7 +371,7 @@ CompressionSpec CompressionSpec::parse(std::string_view text) {
   spec.dense = default_dense(spec.wire);
   if (dense) spec.dense = dense_names(text, *dense, spec.dense);
   spec.rounding = rounding.value_or(spec.wire->rounding);
-  check_error_feedback(spec, text);
+  check_error_feedback(spec, text, fed_back);
   check_schedule(spec, text);
   return spec;
 }

@@ -57,7 +57,8 @@ struct CompressionSpec {
   std::vector<std::pair<std::string, std::string>> arguments;
 
   // Parses a spec. Throws BadInput that names the offending part and the legal values.
-  static CompressionSpec parse(std::string_view text);
+  // fed_back: refuses residuals that could grow without bound; false: the caller does (divergence()).
+  static CompressionSpec parse(std::string_view text, bool fed_back = true);
   // Returns the shortest text that parses to this spec; omits options with their default value.
   std::string to_string() const;
   // Returns whether this codec can load a state saved under the spec `text`. residual= may differ, because

@@ -515,8 +515,9 @@ typedef struct gw_call_options {
  * @param op       #GW_SUM or #GW_AVG.
  * @param spec     a format of docs/formats.md, such as "fp32" or "bf16:round=stochastic", or your own, with
  *                 ",schedule=auto|ring|tree|two_shot|hierarchical|nccl", ",transport=messages|peer|auto" and
- *                 ",intra_node=wire|fp32". "powersgd" and "randk" need a reducer. A format whose encode may
- *                 lose more than its input, such as "qsgd:bits=4", is rejected without ",ef=off".
+ *                 ",intra_node=wire|fp32". "powersgd" and "randk" need a reducer. ef= has no
+ *                 effect: there is error feedback if options->residual is set. Formats whose encode may lose
+ *                 more than its input, such as "qsgd:bits=4", take no residual.
  * @param stream   see the top; may differ.
  * @param options  may be null: no tag, no residual, no request. The residual has (count) elements.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.
@@ -543,8 +544,7 @@ GW_API gw_status gw_allreduce(gw_comm comm, void* buf, int64_t count, gw_dtype d
  * @param dtype    type of the elements. The wire carries what `spec` says: "bf16" for bfloat16 elements is
  *                 lossless, "fp32" sends twice the bytes.
  * @param op       #GW_SUM or #GW_AVG.
- * @param spec     as in gw_allreduce(). schedule=tree is rejected unless it fits; ef= has no effect: there is
- *                 error feedback if options->residual is set.
+ * @param spec     as in gw_allreduce(). schedule=tree is rejected unless it fits.
  * @param stream   see the top; may differ.
  * @param options  may be null. The residual has (sum of counts) elements.
  * @return #GW_BAD_ARGUMENT, #GW_COMM_FAILED, #GW_DEVICE_FAILED, #GW_UNSUPPORTED.

@@ -371,12 +371,36 @@ TEST(CApiShardedErrors, AllGathersCheckTheirArguments) {
     GW_EXPECT_BAD("master overlaps replica", update(in + 4 * rank, GW_FLOAT32, "int8"));
     GW_EXPECT_FAILS(GW_UNSUPPORTED, "keep them in float32", update(out, GW_BFLOAT16, "int8"));
     GW_EXPECT_BAD("use a reducer", update(out, GW_FLOAT32, "powersgd:rank=2"));
-    for (const char* spec : {"qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
+    for (const char* spec : {"qsgd:bits=4", "qsgd:bits=4,ef=off", "terngrad:clip=off,ef=off"}) {
       GW_EXPECT_BAD("replicas would drift from their masters", update(out, GW_FLOAT32, spec));
     }
-    GW_EXPECT_BAD("it needs block=128, or ef=off", update(out, GW_FLOAT32, "qsgd:bits=4"));
+    GW_EXPECT_BAD("it needs block=128, or another format", update(out, GW_FLOAT32, "qsgd:bits=4"));
     const auto residual = capi::call({.residual = out});
     GW_EXPECT_BAD("gw_all_gather_update has no residual", update(out, GW_FLOAT32, "int8", residual));
+  });
+}
+
+// The residual decides, not ef= in the spec.
+TEST(CApiShardedErrors, AResidualThatCouldGrowWithoutBoundIsRefused) {
+  capi::run_ranks(2, [](gw_comm comm, int) {
+    float in[8] = {1, 2, 3, 4, 5, 6, 7, 8}, out[8] = {}, residual[8] = {};
+    const int64_t counts[2] = {4, 4};
+    const auto fed_back = capi::call({.residual = residual});
+    for (const char* spec : {"qsgd:bits=4", "qsgd:bits=4,ef=off", "terngrad:clip=off"}) {
+      for (const gw_call_options* call : {static_cast<const gw_call_options*>(nullptr), &*fed_back}) {
+        const auto expect = [call](gw_status status) {
+          if (call == nullptr) {
+            GW_EXPECT_OK(status);
+          } else {
+            GW_EXPECT_BAD("or no residual", status);
+          }
+        };
+        expect(gw_allreduce(comm, in, 8, GW_FLOAT32, GW_SUM, spec, nullptr, call));
+        expect(gw_reduce_scatter(comm, in, out, counts, GW_FLOAT32, GW_SUM, spec, nullptr, call));
+        expect(gw_all_gather(comm, in, out, counts, GW_FLOAT32, spec, nullptr, call));
+      }
+      GW_EXPECT_OK(gw_broadcast(comm, in, 8, GW_FLOAT32, 0, spec, nullptr, nullptr));
+    }
   });
 }
 
