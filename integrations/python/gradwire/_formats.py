@@ -5,6 +5,7 @@ import ctypes
 from typing import Any, Callable, List, Optional, Tuple
 
 from gradwire import _native
+from gradwire._spec import fine_formats
 
 # Registered formats: the library may call them until the process ends.
 _kept: List[Any] = []
@@ -68,6 +69,7 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
                             decode=callback(decode, encoded, values))
     _kept.append(format)
     _native.call("gw_format_register", ctypes.byref(format))
+    (fine_formats.add if -(-2**20 // block) * bytes >= 2**20 else fine_formats.discard)(name)
 
 
 def _described(result: Any) -> str:

@@ -10,7 +10,7 @@ from gradwire import _native
 from gradwire._auto import Request, parse
 from gradwire._communicator import Communicator
 from gradwire._fsdp_low_rank import LowRankSpec
-from gradwire._spec import is_plain, is_small, split, stays_dense
+from gradwire._spec import is_coarse, is_plain, is_small, split, stays_dense
 
 _WHOLE_MATRICES = ("powersgd", "randk", "dion")
 
@@ -61,7 +61,9 @@ def dense_rule(dense: "bool | Sequence[str]", spec: str,
         if low_rank is not None and low_rank.rank_of(shape) == 0:
             return True
         if patterns is None:
-            return bool(dense) and low_rank is None and stays_dense(shape, spec)
+            if low_rank is not None:
+                return bool(dense) and is_coarse(low_rank.wire) and is_small(shape)
+            return bool(dense) and stays_dense(shape, spec)
         return any(is_small(shape) if p == "auto" else fnmatch.fnmatchcase(name, p) for p in patterns)
 
     return rule

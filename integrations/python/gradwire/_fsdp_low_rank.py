@@ -25,7 +25,7 @@ from gradwire import _native
 from gradwire._communicator import Communicator
 from gradwire._low_rank import Factor, full_precision, orthonormalize
 from gradwire._reducer import Reducer
-from gradwire._spec import encoded_once, is_plain, method_of, split
+from gradwire._spec import encoded_once, is_plain, method_of, powersgd_rank, split
 
 _OWN = ("rank", "min_ratio", "seed", "start", "wire")
 _P, _Q = 0, 1
@@ -44,11 +44,7 @@ class LowRankSpec(NamedTuple):
     def rank_of(self, shape: Sequence[int]) -> int:
         """Returns the rank of a parameter's factors; 0 if it is not compressed."""
         rows = shape[0] if len(shape) > 1 else 1
-        cols = math.prod(shape) // max(rows, 1)
-        if rows <= 1 or cols <= 1:
-            return 0
-        rank = min(rows, cols, self.rank)
-        return rank if (rows + cols) * rank * self.min_ratio < rows * cols else 0
+        return powersgd_rank(rows, math.prod(shape) // max(rows, 1), self.rank, self.min_ratio)
 
 
 def is_low_rank(spec: str) -> bool:

@@ -20,10 +20,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import jax
 import jax.numpy as jnp
 
-from gradwire._spec import split
+from gradwire._spec import is_coarse, is_small, powersgd_rank, split
 
 _OWN = {"powersgd": ("rank", "start", "warm", "alternate", "min_ratio", "seed", "wire"),
         "randk": ("ratio", "seed", "wire")}
+_MOST_STEPS = 2**31 - 1  # CompressState.step is an int32
 
 # Averages arrays in one message: (arrays, residuals of their shape or empty, spec, name) -> (FP32 means, new
 # residuals).
@@ -72,7 +73,7 @@ def read(spec: str, leaves: Sequence[Any] = ()) -> Codec:
     wire = given.get("wire", "bf16" if leaves and all(str(leaf.dtype) == "bfloat16" for leaf in leaves)
                      else "fp32")
     return Codec(method, wire + (":" + ",".join(others) if others else ""), int(given.get("rank", 1)),
-                 int(given.get("start", 0)), given.get("warm", "on") == "on",
+                 min(int(given.get("start", 0)), _MOST_STEPS), given.get("warm", "on") == "on",
                  given.get("alternate", "off") == "on", float(given.get("min_ratio", 2)),
                  float(given.get("ratio", 0.01)), int(given.get("seed", 0)))
 
@@ -82,20 +83,23 @@ def _matrix(leaf: Any) -> Tuple[int, int]:
     return rows, leaf.size // max(rows, 1)
 
 
+def _rank_of(codec: Codec, leaf: Any) -> int:
+    return powersgd_rank(*_matrix(leaf), codec.rank, codec.min_ratio)
+
+
 def is_compressed(codec: Codec, leaf: Any, dense: bool) -> bool:
+    """Returns whether the codec compresses an array. `dense` is compress()'s argument."""
+    dense = dense and is_small(leaf.shape)
     if codec.method == "randk":
         return leaf.size > 0 and not dense
-    rows, cols = _matrix(leaf)
-    rank = min(rows, cols, codec.rank)
-    return leaf.ndim > 1 and leaf.size > 0 and (rows + cols) * rank * codec.min_ratio < rows * cols
+    return _rank_of(codec, leaf) > 0 and not (dense and is_coarse(codec.wire))
 
 
 def first_factor(codec: Codec, leaf: Any, index: int) -> Any:
     """Returns the initial Q, with alternate=on followed by P: orthonormal columns, the same on every rank."""
     rows, cols = _matrix(leaf)
-    rank = min(rows, cols, codec.rank)
     sizes = (cols, rows) if codec.alternate else (cols,)
-    return jnp.concatenate([_orthonormal(_random(codec, index, i, (size, rank)))
+    return jnp.concatenate([_orthonormal(_random(codec, index, i, (size, _rank_of(codec, leaf))))
                             for i, size in enumerate(sizes)])
 
 
@@ -126,7 +130,7 @@ def _orthonormal(x: Any, spare: Optional[Any] = None) -> Any:
         return q
     size = jnp.abs(jnp.diagonal(r))
     lost = size <= 1e-6 * jnp.max(size)
-    return jnp.linalg.qr(jnp.where(lost | ~jnp.isfinite(size), spare, q))[0]
+    return jnp.linalg.qr(jnp.where((lost | ~jnp.isfinite(size))[None], spare, q))[0]
 
 
 def _dot(a: Any, b: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple, Union
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.tree_util import tree_structure
 
@@ -64,8 +65,10 @@ def rescale(state: Any, factor: Any) -> Any:
     Returns:
         The state with new residuals.
     """
-    return _in_states(lambda own: own._replace(residual=jax.tree.map(lambda r: (r * factor).astype(r.dtype),
-                                                                     own.residual)), lambda leaf: leaf, state)
+    def scaled(own: CompressState) -> CompressState:
+        return own._replace(residual=jax.tree.map(lambda r: r * jnp.asarray(factor, r.dtype), own.residual))
+
+    return _in_states(scaled, lambda leaf: leaf, state)
 
 
 OTHER_STRUCTURE = ("gradwire.jax.compress: the updates have another structure than the parameters of init(): "

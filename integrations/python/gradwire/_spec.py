@@ -9,6 +9,8 @@ from typing import List, Sequence, Tuple
 LONGEST_VECTOR, _SMALL_MATRIX = 65_536, 1_024
 # Formats of 16 bits and more, which are accurate enough for vectors.
 _WIDE = ("fp32", "bf16")
+# Formats of at least 8 bits per element, on average over 2**20. register_format() adds to them.
+fine_formats = {*_WIDE, "fp8", "int8", "mxfp8", "natural", "qsgd"}
 
 
 def split(spec: str) -> Tuple[str, List[str]]:
@@ -43,6 +45,27 @@ def is_small(shape: Sequence[int]) -> bool:
 def stays_dense(shape: Sequence[int], spec: str) -> bool:
     """Returns whether a tensor of this shape is sent uncompressed."""
     return method_of(spec) not in _WIDE and is_small(shape)
+
+
+def is_coarse(wire: str) -> bool:
+    """Returns whether a wire format has fewer than 8 bits per element: dense=auto is then its default.
+
+    topk counts as coarse even if its k is a third of its block.
+    """
+    method, options = split(wire)
+    return method not in fine_formats or "bits=4" in options
+
+
+def powersgd_rank(rows: int, cols: int, rank: int, min_ratio: float) -> int:
+    """Returns the rank of a matrix's factors; 0: not compressed. As in collectives/codec/low_rank_codec.cpp.
+
+    Args:
+        rank, min_ratio: PowerSGD's options.
+    """
+    if rows <= 1 or cols <= 1 or max(rows, cols) >= 1 << 30 or rows * cols >= 1 << 40:
+        return 0
+    rank = min(rows, cols, rank)
+    return rank if float((rows + cols) * rank) * min_ratio < float(rows * cols) else 0
 
 
 def patterns(every: Sequence[str], some: Sequence[str]) -> List[str]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import functools
 import os
 import secrets
 import socket
 import sys
 import zlib
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
 def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, secret: str = "",
-         timeout_s: float = TIMEOUT_S) -> None:
+         timeout_s: Union[float, datetime.timedelta] = TIMEOUT_S) -> None:
     """Connects the ranks. Collective over the processes; blocks until all have joined.
 
     Call it once. With several processes, call it after jax.distributed.initialize().
@@ -53,12 +54,16 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
             jax.distributed, this process's devices.
         rank, world: this process, and the number of processes. All processes have the same number of local
             devices.
-        timeout_s: the longest wait for a peer, in init() and in every later call.
+        timeout_s: the longest wait for a peer, in init() and in every later call: seconds or a timedelta,
+            infinity for no limit.
 
     Raises:
+        BadArgument: a number is out of range.
         CommFailed: a process did not join within timeout_s.
         RuntimeError: init() was called before.
     """
+    limit_s = _native.seconds(timeout_s)
+    rank, world = _native.integer(rank, "rank"), _native.integer(world, "world")
     ranks.forget_parents()
     if ranks.communicators:
         raise RuntimeError("gradwire.jax.init() was called before: call gradwire.jax.shutdown() first")
@@ -70,7 +75,7 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
     with contextlib.ExitStack() as stack:
         if rendezvous is None and jax.process_count() > 1:
             rank, world = jax.process_index(), jax.process_count()
-            rendezvous, secret = _rendezvous(rank, timeout_s, stack)
+            rendezvous, secret = _rendezvous(rank, limit_s, stack)
         elif rendezvous is None and world == 1:
             rendezvous = f"local://gradwire.jax {secrets.token_hex(8)}"
         elif rendezvous is None:
@@ -80,7 +85,7 @@ def init(rendezvous: Optional[str] = None, rank: int = 0, world: int = 1, *, sec
         first = rank * len(devices)
         with concurrent.futures.ThreadPoolExecutor(len(devices)) as threads:  # each waits for all ranks
             made = list(threads.map(lambda i: Communicator(
-                rendezvous if count > 1 else None, first + i, count, timeout_s=timeout_s, secret=secret,
+                rendezvous if count > 1 else None, first + i, count, timeout_s=limit_s, secret=secret,
                 device=devices[i].local_hardware_id if on_gpus else "host"), range(len(devices))))
     numbers = [device.local_hardware_id if on_gpus else device.id for device in devices]
     ranks.set(dict(zip(numbers, made)), count)
@@ -178,10 +183,10 @@ def _compress_by_codec(spec: str, error_feedback: bool, dense: bool, name: str) 
     _check_options(spec)
     with Communicator() as alone:  # the library checks the rest of the spec
         Reducer(alone, spec, []).close()
-    codec = _jax_codecs.read(spec)  # for shapes, which do not depend on wire=
+    codec = _jax_codecs.read(spec)  # for shapes, which do not depend on the default of wire=
 
     def chosen(leaf: Any) -> bool:
-        return _jax_codecs.is_compressed(codec, leaf, dense and stays_dense(leaf.shape, spec))
+        return _jax_codecs.is_compressed(codec, leaf, dense)
 
     def first_factor(leaf: Any, index: int) -> Any:
         has_one = chosen(leaf) and codec.method == "powersgd"
@@ -373,8 +378,8 @@ def _send(arrays: Sequence[Any], residuals: Sequence[Any], spec: str,
     keeps = any(r.size for r in residuals)
     part = {"spec": spec, "keeps": keeps, "tag": tag, "op": "avg", "dtype": _native.FLOAT32}
     flat = jnp.concatenate([a.astype(jnp.float32).ravel() for a in arrays])
-    kept = ([jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size, jnp.float32) for r, a in zip(residuals, arrays)])]
-            if keeps else [])
+    kept = [jnp.concatenate([r.ravel() if r.size else jnp.zeros(a.size, jnp.float32)
+                             for r, a in zip(residuals, arrays)])] if keeps else []
     results = _jax_call.average([part], [flat], kept)
     means, lost = [], []
     begin = 0
