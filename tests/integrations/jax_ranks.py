@@ -20,12 +20,14 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gradwire.jax
+import jax_settings
 import jax_types
 import jax_world
 from jax_world import refused
 from rank import RANK, WORLD
 
-SCENARIOS: Dict[str, Callable[[], None]] = {**jax_types.SCENARIOS, **jax_world.SCENARIOS}
+SCENARIOS: Dict[str, Callable[[], None]] = {**jax_settings.SCENARIOS, **jax_types.SCENARIOS,
+                                               **jax_world.SCENARIOS}
 SPECS = ("fp32", "bf16", "bf16:round=stochastic", "fp8", "int8", "int8:schedule=ring", "int4:rotate=hadamard",
          "int2", "mxfp8", "nvfp4", "natural", "sign", "topk")
 CODECS = ("powersgd:rank=2", "powersgd:rank=2,wire=bf16,warm=off",

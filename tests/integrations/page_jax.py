@@ -64,6 +64,11 @@ def training(examples: List[str], _: str) -> None:
     sent, state = names["transformation"].update(gradient, names["transformation"].init(gradient))
     both = multihost_utils.process_allgather(jnp.stack([gradient, sent, state.residual]))
     np.testing.assert_allclose(both[:, 1].sum(0) + both[:, 2].sum(0), both[:, 0].sum(0), atol=1e-5)
+    names["labels"] = {"a": "train", "b": "freeze"}
+    exec(examples[5], names)
+    tree = {"a": gradient, "b": gradient}
+    changed = names["optimizer"].update(tree, names["optimizer"].init(tree))[0]
+    assert changed["a"].any() and not changed["b"].any()
     names["gradwire"].jax.shutdown()
 
 
@@ -111,7 +116,7 @@ SESSIONS = {
     "a global mesh": Session(2, a_global_mesh, ["mesh = jax.make_mesh"]),
     "training": Session(2, training, [
         "import gradwire.jax", "mean = gradwire.jax.pmean", "transformation = ",
-        "state = gradwire.jax.rescale", "averaged, after"
+        "state = gradwire.jax.rescale", "averaged, after", "optimizer = optax.partition"
     ]),
     "without jax.distributed": Session(2, without_jax_distributed, ['gradwire.jax.init("tcp:']),
 }

@@ -59,8 +59,9 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             stochastically. "off" disables error feedback.
         dense: parameters that are sent in FP32, or in BF16 if gradients or weights are BF16. True: for
             formats of fewer than 16 bits, vectors of at most 65,536 elements and other parameters of fewer
-            than 1,024 elements. False: no parameters. Otherwise names with shell wildcards, for any format
-            except fp32; the name "auto" means the parameters of True.
+            than 1,024 elements; with PowerSGD over replicas, only if its wire= has fewer than 8 bits. False:
+            no parameters. Otherwise names with shell wildcards, for any format except fp32; the name "auto"
+            means the parameters of True.
         replicas: format of HSDP's allreduce over replicas: a wire format, or "powersgd:rank=R" with options.
             None: the format of gradients.
         timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises

@@ -145,16 +145,18 @@ def compress(spec: str, *, error_feedback: bool = True, dense: bool = True,
              name: str = "") -> GradientTransformation:
     """Returns an optax transformation that averages updates over all ranks, with error feedback.
 
-    A rank adds its rounding errors to the next step's update. Place it first in optax.chain().
+    A rank adds its rounding errors to the next step's update. Place it first in optax.chain(). An array whose
+    update is zero on every rank gets a mean of what its residual sends: apply it, because values that a later
+    transformation throws away are lost (docs/for-jax.md, 'Unused and frozen arrays').
 
     Args:
         spec: a wire format of docs/formats.md, or "powersgd:rank=4" or "randk:ratio=0.01", with options.
         error_feedback: False: rounding errors are lost, and there are no residuals.
         dense: True: in formats of fewer than 16 bits, vectors of up to 65,536 elements and other arrays of
             fewer than 1,024 elements are not compressed: they are sent in FP32, bfloat16 arrays in BF16.
-            random-k sends these arrays in its wire= format. PowerSGD sends non-matrices and matrices too
-            small for the rank in its wire= format. Without wire= that is FP32, or BF16 if all arrays are
-            bfloat16.
+            random-k sends these arrays in its wire= format. PowerSGD sends non-matrices, matrices too small
+            for the rank and, if wire= has fewer than 8 bits, matrices of fewer than 1,024 elements in its
+            wire= format. Without wire= that is FP32, or BF16 if all arrays are bfloat16.
         name: names the calls in errors. By default the call's file and line.
     """
     if _jax_codecs.is_codec(method_of(spec)):
