@@ -140,7 +140,8 @@ def numbers_are_checked_by_name() -> None:
     for arguments, error, words in (
             ({"timeout_s": math.nan}, ValueError, "timeout_s is nan"),
             ({"timeout_s": -1}, ValueError, "timeout_s is -1"), ({"timeout_s": "9"}, TypeError, "timeout_s"),
-            ({"rank": 2**32}, ValueError, "rank is 4294967296"), ({"world": 2**32 + 1}, ValueError, "world is"),
+            ({"rank": 2**32}, ValueError, "rank is 4294967296"),
+            ({"world": 2**32 + 1}, ValueError, "world is"),
             ({"rank": 0.0}, TypeError, "rank is float")):
         refused(error, words, lambda: gradwire.jax.init("local://jax", **arguments))
     for timeout in (math.inf, 1e17, datetime.timedelta(seconds=30)):

@@ -49,8 +49,9 @@ class Reducers(unittest.TestCase):
         sides = (1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 17, 30, 31, 32, 33, 64, 341, 342, 1_023, 1_025)
         shapes = [(rows, cols) for rows in sides for cols in sides if rows * cols < 20_000]
         wires = ("fp32", "bf16", "fp8", "int8", "int8:block=32", "int4", "int2", "mxfp8", "mxfp6", "mxfp4",
-                 "nvfp4", "natural", "qsgd", "qsgd:block=32", "qsgd:block=128,bits=4", "qsgd:block=32,bits=4", "sign",
-                 "terngrad", "eden", "eden:bits=5", "varbits", "topk", "topk:k=1024", "fine", "coarse")
+                 "nvfp4", "natural", "qsgd", "qsgd:block=32", "qsgd:block=128,bits=4", "qsgd:block=32,bits=4",
+                 "sign", "terngrad", "eden", "eden:bits=5", "varbits", "topk", "topk:k=1024", "fine",
+                 "coarse")
 
         def body(comm: gradwire.Communicator) -> None:
             options = itertools.product(("fp32", "int4"), (1, 2, 3, 8, 512),
