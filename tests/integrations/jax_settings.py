@@ -10,7 +10,6 @@ from typing import Any, Callable, Dict
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import gradwire
 import gradwire.jax
@@ -60,50 +59,6 @@ def zero_gradients_lose_nothing() -> None:
                 error = np.linalg.norm(left + WORLD * result - due) / (np.linalg.norm(due) or 1)
                 assert error <= 2e-6, (spec, step, name, error)
                 assert bool(result.any()) == bool(due.any()), (spec, step, name)
-
-
-def trained(spec: str, optimizer: Callable[[str], Any]) -> float:
-    """Trains arrays a and b in turn by `optimizer(name)`. Returns the part of their sum that is lost."""
-    updates = {name: jax.jit(optimizer(name)) for name in "ab"}
-    params = {name: jnp.zeros((48, 64), jnp.float32) for name in "ab"}
-    whole = {name: np.zeros((48, 64)) for name in "ab"}
-    state: Any = gradwire.jax.compress(spec).init(params)
-    for step in range(6):
-        own = {name: gradients(step, RANK)[name] for name in "ab"}
-        for name, total in sums(own).items():
-            whole[name] += total
-        mean, state = updates["a" if step in (0, 3, 4) else "b"](own, state)
-        params = jax.tree.map(lambda p, m: p + m, params, mean)
-    left = sums(state.residual)
-    return max(float(np.linalg.norm(WORLD * np.asarray(params[name], np.float64) + left[name] - whole[name])
-                     / np.linalg.norm(whole[name])) for name in "ab")
-
-
-@scenario
-def means_that_are_thrown_away_are_lost_unless_the_state_is_restored() -> None:
-    for spec in ("int4", "powersgd:rank=2"):
-        transformation = gradwire.jax.compress(spec)
-
-        def masked(name: str, restores: bool) -> Any:
-            def update(own: Any, state: Any) -> Any:
-                mean, after = transformation.update(own, state)
-                mean = {other: m if other == name else jnp.zeros_like(m) for other, m in mean.items()}
-                if restores:
-                    after = after._replace(**{field: {**getattr(after, field), **{
-                        other: old for other, old in getattr(state, field).items() if other != name}}
-                        for field in ("residual", "factor") if getattr(after, field) != ()})
-                return mean, after
-            return update
-
-        lost = trained(spec, lambda name: masked(name, False))
-        assert lost > 0.01, (spec, lost)
-        for kind in (lambda name: masked(name, True), lambda name: transformation.update):
-            assert trained(spec, kind) < 2e-6, spec
-        own = {name: gradients(0, RANK)[name] for name in "ab"}
-        parts = optax.partition({"train": gradwire.jax.compress(spec), "freeze": optax.set_to_zero()},
-                                {"a": "train", "b": "freeze"})
-        mean, _ = jax.jit(parts.update)(own, parts.init(own))
-        assert not mean["b"].any() and mean["a"].any(), spec
 
 
 @scenario
