@@ -1,15 +1,30 @@
 """Dion, an optimizer whose ranks exchange low-rank factors instead of gradients."""
 from __future__ import annotations
 
+import collections
 import copy
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+import torch.distributed as dist
 
 from gradwire._communicator import Communicator
+from gradwire._hook_state import entry_of, tensor_of
+from gradwire._native import BadArgument
 from gradwire._process_group import communicator
 from gradwire._reducer import Reducer
-from gradwire._spec import stays_dense
+from gradwire._spec import is_plain, stays_dense
+from gradwire._state import State, pack, unpack
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class _Placed(NamedTuple):
+    """A parameter in the reducer, under a name that says its algorithm."""
+
+    name: str
+    group: Dict[str, Any]
+    p: torch.Tensor
 
 
 class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's types
@@ -23,9 +38,14 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
 
     Train in float32 or bfloat16 without a GradScaler, which would let ranks skip different steps.
 
+    A parameter that has no gradient (`.grad` is None, or requires_grad is False) on any rank is left alone:
+    weights, state and `.grad`. A rank without a gradient counts as one with zeros if another rank has one. A
+    matrix whose gradients are zeros on all ranks decays, but takes no step, and keeps its momentum.
+
     Groups take "algorithm", "lr" and "weight_decay", and AdamW's "betas" and "eps". Use "adamw" for embeddings
-    and the classifier. In a group of "dion", parameters of fewer than two dimensions use AdamW at `adamw_lr`. A
-    tensor of more dimensions is the matrix of its first dimension by the others.
+    and the classifier. In a group of "dion", parameters of fewer than two dimensions use AdamW at `adamw_lr`,
+    which follows a scheduler: it is multiplied by lr / (the lr of the new group). A tensor of more dimensions
+    is the matrix of its first dimension by the others.
 
     Args:
         params: parameters or groups, all of one dtype (float32 or bfloat16) and on one device.
@@ -37,8 +57,12 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         wire: the format of factors: "fp32", "int8", "int4:block=64", see docs/formats.md. Other gradients
             travel in "fp32" or "bf16" as well; with smaller formats they are not compressed.
         adamw_lr, betas, eps: AdamW's.
-        comm: the ranks. None: those of the default process group, or this process alone without a group.
+        comm: the ranks. None: those of the default process group, or this process alone without a group, at
+            the first step().
         seed: of the first factors; the same on all ranks.
+
+    Raises:
+        ValueError: an argument is wrong. Not collective; the first step() compares the ranks' arguments.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, which refuses
@@ -47,110 +71,341 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                  orth: bool = False, weight_decay: float = 0.01, wire: str = "fp32", adamw_lr: float = 1e-3,
                  betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "dion",
-                                  "adamw_lr": adamw_lr, "betas": betas, "eps": eps})
-        for group in self.param_groups:
-            if group["algorithm"] not in ("dion", "adamw"):
-                raise ValueError(f"algorithm must be 'dion' or 'adamw', not {group['algorithm']!r}")
         name, _, options = wire.partition(":")
         if "dense=" in options:
             raise ValueError(f"wire={wire!r}: use no dense=; the groups' algorithm decides")
+        # Every matrix takes Dion's step, however small it is.
+        narrow = stays_dense((1,), wire)
         self._spec = (f"dion:rank={rank},mu={mu},orth={'on' if orth else 'off'},seed={seed},wire={name}" +
-                      ("," + options if options else ""))
-        self._reducer = self._make_reducer(comm, wire)
+                      ("," + options if options else "") + f",dense={'other.*' if narrow else 'off'}")
+        self._rank, self._has_residuals = rank, not (narrow or is_plain(wire))
+        self._comm, self._is_given = comm, comm is not None
+        self._reducer: Optional[Reducer] = None  # made in step(); until then self.state has what it will keep
+        self._placed: List[_Placed] = []
+        self._is_consolidated = False
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "dion",
+                                  "adamw_lr": adamw_lr, "betas": betas, "eps": eps})
+        with Communicator() as alone:  # for its errors
+            Reducer(alone, self._spec, [("matrix", 2, 2), ("other.used", 1, 1)]).close()
 
-    def _parameters(self) -> List[Tuple[Dict[str, Any], torch.Tensor]]:
-        return [(group, p) for group in self.param_groups for p in group["params"]]
+    def add_param_group(self, param_group: Dict[str, Any]) -> None:
+        """Adds a group, on every rank. The next step() is collective in making a new reducer."""
+        super().add_param_group(param_group)
+        try:
+            self._check(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._begin_states(self.param_groups[-1])
+
+    def _check(self, group: Dict[str, Any]) -> None:
+        if group["algorithm"] not in ("dion", "adamw"):
+            raise ValueError(f"algorithm must be 'dion' or 'adamw', not {group['algorithm']!r}")
+        for key in ("lr", "adamw_lr", "weight_decay", "eps"):
+            if (isinstance(group[key], torch.Tensor) and group[key].numel() != 1) or not float(group[key]) >= 0:
+                raise ValueError(f"{key} must be one number of at least 0, not {group[key]!r}")
+        kinds = {(p.dtype, p.device) for g in self.param_groups for p in g["params"]}
+        if len(kinds) > 1:
+            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
+            raise ValueError(f"all parameters must be of one dtype and on one device, not {found}")
+        group.setdefault("reference_lr", float(group["lr"]))
+
+    def _parameters(self) -> List[_Placed]:
+        pairs = [(group, p) for group in self.param_groups for p in group["params"]]
+        return [_Placed(f"{'matrix' if self._is_matrix(group, p) else 'other'}.{i}", group, p)
+                for i, (group, p) in enumerate(pairs)]
 
     @staticmethod
     def _is_matrix(group: Dict[str, Any], p: torch.Tensor) -> bool:
         return group["algorithm"] == "dion" and p.dim() > 1 and p.shape[0] > 1 and p.numel() > p.shape[0]
 
-    def _make_reducer(self, comm: Optional[Communicator], wire: str) -> Reducer:
-        tensors = [p for _, p in self._parameters()]
-        kinds = {(p.dtype, p.device) for p in tensors}
-        if len(kinds) != 1:
-            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "none"
-            raise ValueError(f"all parameters must be of one dtype and on one device, not {found}")
-        if comm is None:
-            device = tensors[0].device.index if tensors[0].is_cuda else "host"
-            grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-            comm = communicator(device=device) if grouped else Communicator(device=device)
-        shapes = []
-        for i, (group, p) in enumerate(self._parameters()):
-            rows = p.shape[0] if self._is_matrix(group, p) else p.numel()
-            kind = "matrix" if self._is_matrix(group, p) else "other"
-            shapes.append((f"{kind}.{i}", rows, p.numel() // rows if rows else 1))
-        dtype = str(tensors[0].dtype).replace("torch.", "")
-        # Every matrix takes Dion's step, however small it is.
-        dense = "off"
-        if stays_dense((1,), wire) and any(name.startswith("other") for name, _, _ in shapes):
-            dense = "other.*"
-        return Reducer(comm, f"{self._spec},dense={dense}", shapes, tag="Dion", skip_unused=True, dtype=dtype)
+    # ---- Steps -----------------------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
-        """Takes one step. Collective. A parameter without a gradient counts as one with zeros.
+        """Takes one step. Collective, also on ranks without a gradient.
 
-        Afterwards p.grad holds the direction of a matrix's step, or the mean gradient of another parameter.
+        Afterwards p.grad holds the direction of a matrix's step, or the mean gradient of another parameter,
+        if any rank had a gradient and p.requires_grad.
+
+        Raises:
+            CommFailed: a rank failed, or ranks differ in their arguments, parameters or frozen parameters.
         """
         if getattr(self, "found_inf", None) is not None:
             raise ValueError("Dion takes no GradScaler, because ranks would skip different steps; train in "
                              "bfloat16")
-        loss = closure() if closure is not None else None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         parameters = self._parameters()
-        for _, p in parameters:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            elif not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
-        device = parameters[0][1].device
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        self._reducer.allreduce([p.grad for _, p in parameters], stream)
-        with torch.no_grad():
-            for group, p in parameters:
-                if self._is_matrix(group, p):
-                    p.mul_(1 - group["lr"] * group["weight_decay"]).add_(p.grad, alpha=-group["lr"])
-                else:
-                    self._adamw(group, p)
+        if parameters:
+            self._is_consolidated = False
+            with torch.no_grad():
+                self._take(self._reducer_for(parameters), parameters[0].p)
         return loss
 
-    def _adamw(self, group: Dict[str, Any], p: torch.Tensor) -> None:
-        lr = group["lr"] if group["algorithm"] == "adamw" else group["adamw_lr"]
-        (beta1, beta2), grad = group["betas"], p.grad
-        state = self.state[p]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(p)
-            state["exp_avg_sq"] = torch.zeros_like(p)
+    def _take(self, reducer: Reducer, like: torch.Tensor) -> None:
+        grads, flags = [], [0.0] * max(1, len(self._placed))
+        for i, (_, _, p) in enumerate(self._placed):
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError("Dion takes no sparse gradients: use an embedding with sparse=False")
+            flags[i] = float(p.requires_grad and p.grad is not None)
+            grads.append(p.grad.contiguous() if flags[i] else  # type: ignore[union-attr]
+                         torch.zeros(p.shape, dtype=p.dtype, device=p.device))
+        used = torch.tensor(flags, dtype=like.dtype, device=like.device)
+        stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
+        reducer.allreduce([*grads, used], stream)
+        # The mean of the flags is the same on all ranks, which therefore skip the same parameters.
+        for (name, group, p), grad, is_used in zip(self._placed, grads, used.tolist()):
+            is_matrix = name.startswith("matrix")
+            if is_matrix:
+                self.state[p]["step"] += 1  # counts the exchanges
+            if not is_used:
+                continue
+            if p.requires_grad:
+                p.grad = grad
+            if is_matrix:
+                lr = float(group["lr"])
+                p.mul_(1 - lr * group["weight_decay"]).add_(grad, alpha=-lr)
+            else:
+                self._adamw(group, p, grad)
+
+    def _adamw(self, group: Dict[str, Any], p: torch.Tensor, grad: torch.Tensor) -> None:
+        lr, reference = float(group["lr"]), group.get("reference_lr")
+        if group["algorithm"] != "adamw":
+            lr = float(group["adamw_lr"]) * (lr / reference if reference else 1.0)
+        (beta1, beta2), state = group["betas"], self.state[p]
+        if state["step"] == 0:
+            state.update((key, torch.zeros_like(p)) for key in _MOMENTS)
         state["step"] += 1
-        first, second = state["exp_avg"], state["exp_avg_sq"]
+        steps, first, second = float(state["step"]), state["exp_avg"], state["exp_avg_sq"]
         first.mul_(beta1).add_(grad, alpha=1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        root = (second / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        root = (second / (1 - beta2 ** steps)).sqrt_().add_(group["eps"])
         p.mul_(1 - lr * group["weight_decay"])
-        p.addcdiv_(first, root, value=-lr / (1 - beta1 ** state["step"]))
+        p.addcdiv_(first, root, value=-lr / (1 - beta1 ** steps))
+
+    # ---- The reducer -----------------------------------------------------------------------------------------
+
+    def _place(self) -> Tuple[int, int]:
+        if self._comm is not None:
+            return self._comm.rank, self._comm.world
+        grouped = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+
+    def _communicator(self, p: torch.Tensor) -> Communicator:
+        if self._comm is None:
+            device = p.device.index if p.is_cuda else "host"
+            grouped = dist.is_available() and dist.is_initialized()
+            self._comm = communicator(device=device) if grouped else Communicator(device=device)
+        return self._comm
+
+    def _reducer_for(self, parameters: List[_Placed]) -> Reducer:
+        """Returns a reducer of the parameters that require gradients. Collective if it makes one."""
+        wanted = [placed for placed in parameters if placed.p.requires_grad]
+        if self._reducer is not None and {w.name for w in wanted} <= {placed.name for placed in self._placed}:
+            return self._reducer
+        self._park()
+        shapes = []
+        for name, _, p in wanted:
+            rows = p.shape[0] if name.startswith("matrix") else p.numel()
+            shapes.append((name, rows, p.numel() // rows if rows else 1))
+        shapes.append(("other.used", max(1, len(wanted)), 1))
+        p = parameters[0].p
+        reducer = Reducer(self._communicator(p), self._spec, shapes, tag="Dion", skip_unused=True,
+                          dtype=str(p.dtype).replace("torch.", ""))
+        self._fill(reducer, wanted)
+        self._reducer, self._placed = reducer, wanted
+        return reducer
+
+    def _fill(self, reducer: Reducer, wanted: List[_Placed]) -> None:
+        """Moves the library's part of self.state into a new reducer."""
+        steps = max((float(self.state[p]["step"]) for _, _, p in wanted), default=0.0)
+        if steps == 0:
+            return
+        fresh = unpack(reducer.save_state())
+        for name, group, p in wanted:
+            state = self.state[p]
+            for key, kind, _ in self._kept(group, p):
+                if state["step"] > 0:
+                    fresh.tensors[name].entries[kind] = entry_of(self._share(state, key))
+                state[key] = torch.empty(0, dtype=torch.float32, device=p.device)
+            if name.startswith("matrix"):
+                state["step"].fill_(steps)
+        reducer.load_state(pack(fresh._replace(steps=int(steps))))
+
+    def _park(self) -> None:
+        """Moves the state of the reducer into self.state, and closes the reducer."""
+        if self._reducer is not None:
+            self.state = self._full_state()
+            self._reducer.close()
+            self._reducer, self._placed = None, []
+
+    # ---- States ----------------------------------------------------------------------------------------------
+
+    def _kept(self, group: Dict[str, Any], p: torch.Tensor) -> List[Tuple[str, str, Tuple[int, ...]]]:
+        """Returns what the library keeps of a parameter: (key in state_dict(), the library's kind, shape).
+
+        A rank's key has the rank, because torch.distributed.checkpoint saves one of the tensors of one name.
+        """
+        rank, world = self._place()
+        suffix = f"_rank_{rank}_of_{world}" if world > 1 else ""
+        if self._is_matrix(group, p):
+            rows, cols = p.shape[0], p.numel() // p.shape[0]
+            return [(f"momentum{suffix}", "residual", tuple(p.shape)),
+                    ("factor", "factor", (cols, min(self._rank, rows, cols)))]
+        return [(f"residual{suffix}", "residual", tuple(p.shape))] if self._has_residuals else []
+
+    def _share(self, state: Dict[str, Any], key: str) -> torch.Tensor:
+        """Returns what this rank saved as `key`, or its part of the sum of all ranks' tensors."""
+        if key in state:
+            return state[key]
+        base, (rank, world) = key.partition("_rank_")[0], self._place()
+        total = state.get(base)
+        if total is None:
+            saved = sorted(other for other in state if other.startswith(f"{base}_rank_"))
+            if not saved or len(saved) != int(saved[0].rpartition("_")[2]):
+                raise BadArgument(
+                    f"the state has {', '.join(saved) or 'neither ' + base + ' nor its parts'}, but this is rank "
+                    f"{rank} of {world}: load what state_dict() returned on this rank, load_state_dicts() those "
+                    "of all ranks, or call consolidate_state_dict() on every rank before rank 0 saves for all")
+            total = torch.stack([state[other] for other in saved]).sum(0)
+        return total / world
+
+    def _begin_states(self, group: Dict[str, Any]) -> None:
+        """Completes self.state. PyTorch reads the keys; empty tensors stand for what is not there yet."""
+        for p in group["params"]:
+            state = self.state[p]
+            state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
+            if p.requires_grad:
+                for key in [key for key, _, _ in self._kept(group, p)] or _MOMENTS:
+                    state.setdefault(key, torch.empty(0, dtype=torch.float32, device=p.device))
+
+    def _full_state(self) -> Dict[Any, Dict[str, Any]]:
+        """Returns self.state with copies of what the reducer keeps, and zeros for what is not there yet."""
+        full = collections.defaultdict(dict, {p: dict(state) for p, state in self.state.items()})
+        held = unpack(self._reducer.save_state()).tensors if self._reducer is not None else {}
+        names = {p: name for name, _, p in self._placed}
+        for _, group, p in self._parameters():
+            state = full[p]
+            for key, kind, shape in self._kept(group, p):
+                if p in names:
+                    state[key] = tensor_of(held[names[p]].entries[kind]).reshape(shape).to(p.device)
+                elif p.requires_grad and state["step"] == 0:
+                    state[key] = torch.zeros(shape, dtype=torch.float32, device=p.device)
+            if p.requires_grad and state["step"] == 0 and not self._is_matrix(group, p):
+                state.update((key, torch.zeros_like(p)) for key in _MOMENTS)
+        return full
 
     def state_dict(self) -> Dict[str, Any]:
-        """Returns AdamW's state and, as "gradwire", this rank's momentum and factors. Save it on every rank."""
-        return {**super().state_dict(), "gradwire": bytes(self._reducer.save_state())}
+        """Returns the state in the shape of PyTorch's optimizers. Not collective; save it on every rank.
+
+        A matrix has "step", "factor" and "momentum", AdamW's parameters have "step", "exp_avg" and
+        "exp_avg_sq", and "residual" with a bf16 wire. With several ranks, momentum and residual differ, and
+        their names end in "_rank_R_of_N": all ranks' names load in any number of ranks. After
+        consolidate_state_dict() they have the plain names, and are the same on all ranks.
+        """
+        own, self.state = self.state, self._full_state()
+        try:
+            for state in self.state.values() if self._is_consolidated else ():
+                for key in [key for key in state if "_rank_" in key]:
+                    state[key.partition("_rank_")[0]] = state.pop(key) * self._place()[1]
+            return super().state_dict()  # type: ignore[no-any-return]
+        finally:
+            self.state = own
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Spreads the momentum evenly over the ranks, so that any rank's state_dict() serves all. Collective.
+
+        Call it on every rank before rank 0 saves for all, and before torch.distributed.checkpoint loads such a
+        state. Lightning calls it. Training continues with the same mean momentum, up to rounding.
+
+        Args:
+            to: for compatibility with ZeroRedundancyOptimizer; every rank has the whole state.
+        """
+        self._park()
+        for _, group, p in self._parameters():
+            state = self.state[p]
+            for key, _, _ in self._kept(group, p):
+                if "_rank_" in key and state["step"] > 0:
+                    state[key] = self._communicator(p).allreduce_(self._share(state, key).clone())
+        self._is_consolidated = True
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Restores the result of this rank's state_dict(). For another number of ranks: load_state_dicts()."""
-        self.load_state_dicts([state_dict])
+        """Restores this rank's state_dict(), or a consolidated one. The next step() makes a new reducer.
+
+        Raises:
+            BadArgument: the state lacks this rank's momentum, or is of another optimizer, rank or model.
+        """
+        if "gradwire" in state_dict:
+            raise BadArgument("the state is of an earlier version of Gradwire, whose momentum this version "
+                              "cannot read: load the weights alone, and start with a new momentum")
+        saved = [(group, key) for group in state_dict["param_groups"] for key in group["params"]]
+        states, kept = dict(state_dict["state"]), {}
+        for (saved_group, index), (_, group, p) in zip(saved, self._parameters()):
+            kept[p] = self._loadable(states.get(index, {}), {**group, **saved_group}, p)
+            # PyTorch would cast float32 to the parameter's type.
+            states[index] = {key: value for key, value in states.get(index, {}).items()
+                             if key == "step" or key in _MOMENTS}
+        # PyTorch 2 keeps the tensors, and steps change them.
+        super().load_state_dict(copy.deepcopy({**state_dict, "state": states}))
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer, self._placed, self._is_consolidated = None, [], False
+        for p, tensors in kept.items():
+            self.state[p].update(tensors)
+        for group in self.param_groups:
+            self._begin_states(group)
+
+    def _loadable(self, state: Dict[str, Any], group: Dict[str, Any], p: torch.Tensor) -> Dict[str, torch.Tensor]:
+        """Returns float32 copies of what the library keeps of a parameter, from a saved state."""
+        found: Dict[str, torch.Tensor] = {}
+        if float(state.get("step", 0.0)) == 0:
+            return found
+        for key, _, shape in self._kept(group, p):
+            if key.startswith("residual") and not any(other.startswith("residual") for other in state):
+                tensor = torch.zeros(shape, dtype=torch.float32, device=p.device)  # saved with another wire
+            else:
+                tensor = self._share(state, key)
+            if tuple(tensor.shape) != shape:
+                raise BadArgument(f"{key} has shape {tuple(tensor.shape)} in the state and {shape} here: the "
+                                  f"state is of another rank= or of another model")
+            found[key] = tensor.detach().to(p.device, torch.float32, copy=True)
+        if not self._is_matrix(group, p) and not all(key in state for key in _MOMENTS):
+            raise BadArgument(f"the state of a parameter of shape {tuple(p.shape)} has {sorted(state)}; expected "
+                              f"{', '.join(_MOMENTS)}: the state is of another optimizer")
+        return found
 
     def load_state_dicts(self, state_dicts: Sequence[Dict[str, Any]]) -> None:
         """Restores the results of state_dict() on all ranks of a run, in any number of ranks.
 
         The momentum of the mean gradient is kept: it is the sum of the ranks' momenta.
         """
-        rest = {key: value for key, value in state_dicts[0].items() if key != "gradwire"}
-        super().load_state_dict(copy.deepcopy(rest))  # PyTorch 2 keeps the tensors, and steps change them
-        momenta = [state["gradwire"] for state in state_dicts]
-        if len(momenta) == 1:
-            self._reducer.load_state(momenta[0])
-        else:
-            self._reducer.load_states(momenta)
+        merged: Dict[Any, Dict[str, Any]] = {}
+        for state_dict in state_dicts:
+            for key, state in state_dict["state"].items():
+                merged.setdefault(key, {}).update(state)
+        self.load_state_dict({**state_dicts[0], "state": merged})
+
+    # ---- Copies ----------------------------------------------------------------------------------------------
+
+    def _contents(self) -> Dict[str, Any]:
+        return {**self.__dict__, **super().__getstate__(), "state": self._full_state(), "_reducer": None,
+                "_placed": [], "_comm": None}
+
+    def __getstate__(self) -> Dict[str, Any]:
+        if self._is_given:
+            raise TypeError("Dion(comm=...) cannot be pickled, because its communicator belongs to this "
+                            "process: save state_dict(), or create Dion without comm=")
+        return self._contents()
+
+    def __deepcopy__(self, memo: Dict[int, Any]) -> "Dion":
+        """Returns a copy that shares the communicator. Its first step() makes a reducer."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self._contents(), memo))
+        copied._comm = self._comm
+        return copied
 
     def stats(self) -> Dict[str, Any]:
-        """Returns the bytes and times of the last step: Reducer.stats()."""
-        return self._reducer.stats()
+        """Returns the bytes and times of the last step: Reducer.stats(). Empty without a reducer."""
+        return self._reducer.stats() if self._reducer is not None else {}

@@ -55,16 +55,9 @@ def to_dict(state: State, spec: str, place: Optional[Place]) -> StateDict:
         place: the saving rank. `state` may be from another world size, loaded but not yet in a reducer.
     """
     identity = _RANK.sub(str(place), state.identity) if place is not None else state.identity
-
-    def tensor(entry: Entry) -> torch.Tensor:
-        dtype = _DTYPES[entry.dtype]
-        if not entry.data:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(bytearray(entry.data), dtype=dtype)
-
     return {"version": 2, "identity": identity, "steps": state.steps, "spec": spec,
             "tensors": {name: {"rows": t.rows, "cols": t.cols,
-                               "state": {kind: tensor(entry) for kind, entry in t.entries.items()}}
+                               "state": {kind: tensor_of(entry) for kind, entry in t.entries.items()}}
                         for name, t in state.tensors.items()}}
 
 
@@ -72,12 +65,19 @@ def from_dict(state: StateDict) -> Optional[State]:
     """Reverses to_dict(). Returns None if no parameter has a state yet."""
     tensors = {}
     for name, t in state["tensors"].items():
-        entries = {kind: _entry_of(tensor) for kind, tensor in t["state"].items() if tensor.numel() > 0}
+        entries = {kind: entry_of(tensor) for kind, tensor in t["state"].items() if tensor.numel() > 0}
         tensors[name] = TensorState(t["rows"], t["cols"], entries)
     return State(state["identity"], state["steps"], tensors) if tensors else None
 
 
-def _entry_of(tensor: torch.Tensor) -> Entry:
+def tensor_of(entry: Entry) -> torch.Tensor:
+    dtype = _DTYPES[entry.dtype]
+    if not entry.data:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(entry.data), dtype=dtype)
+
+
+def entry_of(tensor: torch.Tensor) -> Entry:
     data = tensor.detach().to("cpu").contiguous()
     name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
     return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
