@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,19 @@ from gradwire._native import BadArgument
 from gradwire._process_group import communicator
 from gradwire._reducer import Reducer
 from gradwire._spec import is_plain, stays_dense
-from gradwire._state import State, pack, unpack
+from gradwire._state import pack, unpack
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# A parameter: its name in the reducer, which says its algorithm, and its group.
+_Placed = Tuple[str, Dict[str, Any], torch.Tensor]
 
 
-class _Placed(NamedTuple):
-    """A parameter in the reducer, under a name that says its algorithm."""
+def _base(key: str) -> str:
+    return key.partition("_rank_")[0]
 
-    name: str
-    group: Dict[str, Any]
-    p: torch.Tensor
+
+def _nothing(p: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=p.device)
 
 
 class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's types
@@ -82,7 +84,6 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         self._comm, self._is_given = comm, comm is not None
         self._reducer: Optional[Reducer] = None  # made in step(); until then self.state has what it will keep
         self._placed: List[_Placed] = []
-        self._is_consolidated = False
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "dion",
                                   "adamw_lr": adamw_lr, "betas": betas, "eps": eps})
         with Communicator() as alone:  # for its errors
@@ -112,7 +113,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
 
     def _parameters(self) -> List[_Placed]:
         pairs = [(group, p) for group in self.param_groups for p in group["params"]]
-        return [_Placed(f"{'matrix' if self._is_matrix(group, p) else 'other'}.{i}", group, p)
+        return [(f"{'matrix' if self._is_matrix(group, p) else 'other'}.{i}", group, p)
                 for i, (group, p) in enumerate(pairs)]
 
     @staticmethod
@@ -139,9 +140,8 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                 loss = closure()
         parameters = self._parameters()
         if parameters:
-            self._is_consolidated = False
             with torch.no_grad():
-                self._take(self._reducer_for(parameters), parameters[0].p)
+                self._take(self._reducer_for(parameters), parameters[0][2])
         return loss
 
     def _take(self, reducer: Reducer, like: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ValueError("Dion takes no sparse gradients: use an embedding with sparse=False")
             flags[i] = float(p.requires_grad and p.grad is not None)
-            grads.append(p.grad.contiguous() if flags[i] else  # type: ignore[union-attr]
+            grads.append(p.grad.contiguous() if flags[i] else
                          torch.zeros(p.shape, dtype=p.dtype, device=p.device))
         used = torch.tensor(flags, dtype=like.dtype, device=like.device)
         stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
@@ -185,7 +185,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         p.mul_(1 - lr * group["weight_decay"])
         p.addcdiv_(first, root, value=-lr / (1 - beta1 ** steps))
 
-    # ---- The reducer -----------------------------------------------------------------------------------------
+    # ---- The reducer ---------------------------------------------------------------------------------------
 
     def _place(self) -> Tuple[int, int]:
         if self._comm is not None:
@@ -196,14 +196,13 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _communicator(self, p: torch.Tensor) -> Communicator:
         if self._comm is None:
             device = p.device.index if p.is_cuda else "host"
-            grouped = dist.is_available() and dist.is_initialized()
-            self._comm = communicator(device=device) if grouped else Communicator(device=device)
+            self._comm = (communicator(device=device) if self._place()[1] > 1 else Communicator(device=device))
         return self._comm
 
     def _reducer_for(self, parameters: List[_Placed]) -> Reducer:
         """Returns a reducer of the parameters that require gradients. Collective if it makes one."""
-        wanted = [placed for placed in parameters if placed.p.requires_grad]
-        if self._reducer is not None and {w.name for w in wanted} <= {placed.name for placed in self._placed}:
+        wanted = [placed for placed in parameters if placed[2].requires_grad]
+        if self._reducer is not None and {name for name, _, _ in wanted} <= {name for name, _, _ in self._placed}:
             return self._reducer
         self._park()
         shapes = []
@@ -211,7 +210,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             rows = p.shape[0] if name.startswith("matrix") else p.numel()
             shapes.append((name, rows, p.numel() // rows if rows else 1))
         shapes.append(("other.used", max(1, len(wanted)), 1))
-        p = parameters[0].p
+        p = parameters[0][2]
         reducer = Reducer(self._communicator(p), self._spec, shapes, tag="Dion", skip_unused=True,
                           dtype=str(p.dtype).replace("torch.", ""))
         self._fill(reducer, wanted)
@@ -221,32 +220,34 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _fill(self, reducer: Reducer, wanted: List[_Placed]) -> None:
         """Moves the library's part of self.state into a new reducer."""
         steps = max((float(self.state[p]["step"]) for _, _, p in wanted), default=0.0)
-        if steps == 0:
-            return
         fresh = unpack(reducer.save_state())
         for name, group, p in wanted:
             state = self.state[p]
             for key, kind, _ in self._kept(group, p):
                 if state["step"] > 0:
                     fresh.tensors[name].entries[kind] = entry_of(self._share(state, key))
-                state[key] = torch.empty(0, dtype=torch.float32, device=p.device)
+                for other in [other for other in state if other.startswith(_base(key))]:
+                    del state[other]
+                state[key] = _nothing(p)
             if name.startswith("matrix"):
                 state["step"].fill_(steps)
-        reducer.load_state(pack(fresh._replace(steps=int(steps))))
+        if steps > 0:
+            reducer.load_state(pack(fresh._replace(steps=int(steps))))
 
     def _park(self) -> None:
-        """Moves the state of the reducer into self.state, and closes the reducer."""
+        """Moves the reducer's state into self.state, and closes the reducer."""
         if self._reducer is not None:
             self.state = self._full_state()
             self._reducer.close()
             self._reducer, self._placed = None, []
 
-    # ---- States ----------------------------------------------------------------------------------------------
+    # ---- States --------------------------------------------------------------------------------------------
 
     def _kept(self, group: Dict[str, Any], p: torch.Tensor) -> List[Tuple[str, str, Tuple[int, ...]]]:
         """Returns what the library keeps of a parameter: (key in state_dict(), the library's kind, shape).
 
-        A rank's key has the rank, because torch.distributed.checkpoint saves one of the tensors of one name.
+        What differs between ranks has the rank in its key: torch.distributed.checkpoint saves only one of
+        several tensors of one name.
         """
         rank, world = self._place()
         suffix = f"_rank_{rank}_of_{world}" if world > 1 else ""
@@ -260,120 +261,116 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         """Returns what this rank saved as `key`, or its part of the sum of all ranks' tensors."""
         if key in state:
             return state[key]
-        base, (rank, world) = key.partition("_rank_")[0], self._place()
+        base, (rank, world) = _base(key), self._place()
         total = state.get(base)
         if total is None:
             saved = sorted(other for other in state if other.startswith(f"{base}_rank_"))
             if not saved or len(saved) != int(saved[0].rpartition("_")[2]):
                 raise BadArgument(
-                    f"the state has {', '.join(saved) or 'neither ' + base + ' nor its parts'}, but this is rank "
-                    f"{rank} of {world}: load what state_dict() returned on this rank, load_state_dicts() those "
-                    "of all ranks, or call consolidate_state_dict() on every rank before rank 0 saves for all")
+                    f"this is rank {rank} of {world}, and the state has {', '.join(saved) or 'no ' + base}: load "
+                    "the state_dict() of this rank, load_state_dicts() those of all ranks, or call "
+                    "consolidate_state_dict() on every rank before one rank saves for all")
             total = torch.stack([state[other] for other in saved]).sum(0)
         return total / world
 
     def _begin_states(self, group: Dict[str, Any]) -> None:
-        """Completes self.state. PyTorch reads the keys; empty tensors stand for what is not there yet."""
+        # PyTorch reads the keys of self.state. Until state_dict() empty tensors stand for what is elsewhere.
         for p in group["params"]:
             state = self.state[p]
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
             if p.requires_grad:
-                for key in [key for key, _, _ in self._kept(group, p)] or _MOMENTS:
-                    state.setdefault(key, torch.empty(0, dtype=torch.float32, device=p.device))
+                for key in self._keys(group, p):
+                    state.setdefault(key, _nothing(p))
+
+    def _keys(self, group: Dict[str, Any], p: torch.Tensor) -> List[str]:
+        moments = () if self._is_matrix(group, p) else _MOMENTS
+        return [*(key for key, _, _ in self._kept(group, p)), *moments]
 
     def _full_state(self) -> Dict[Any, Dict[str, Any]]:
-        """Returns self.state with copies of what the reducer keeps, and zeros for what is not there yet."""
+        """Returns self.state with copies of what the reducer keeps, and zeros for what has not begun."""
         full = collections.defaultdict(dict, {p: dict(state) for p, state in self.state.items()})
         held = unpack(self._reducer.save_state()).tensors if self._reducer is not None else {}
         names = {p: name for name, _, p in self._placed}
         for _, group, p in self._parameters():
             state = full[p]
+            begins = p.requires_grad and state["step"] == 0
             for key, kind, shape in self._kept(group, p):
                 if p in names:
                     state[key] = tensor_of(held[names[p]].entries[kind]).reshape(shape).to(p.device)
-                elif p.requires_grad and state["step"] == 0:
-                    state[key] = torch.zeros(shape, dtype=torch.float32, device=p.device)
-            if p.requires_grad and state["step"] == 0 and not self._is_matrix(group, p):
+                elif begins:
+                    state[_base(key) if _base(key) in state else key] = torch.zeros(
+                        shape, dtype=torch.float32, device=p.device)
+            if begins and not self._is_matrix(group, p):
                 state.update((key, torch.zeros_like(p)) for key in _MOMENTS)
         return full
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns the state in the shape of PyTorch's optimizers. Not collective; save it on every rank.
 
-        A matrix has "step", "factor" and "momentum", AdamW's parameters have "step", "exp_avg" and
-        "exp_avg_sq", and "residual" with a bf16 wire. With several ranks, momentum and residual differ, and
-        their names end in "_rank_R_of_N": all ranks' names load in any number of ranks. After
-        consolidate_state_dict() they have the plain names, and are the same on all ranks.
+        A matrix has "step", "factor" and "momentum"; another parameter "step", "exp_avg", "exp_avg_sq", and
+        "residual" with a bf16 wire. Momenta and residuals differ between ranks: with several, their names end
+        in "_rank_R_of_N". After consolidate_state_dict() there is one sum of all ranks, without this end.
         """
         own, self.state = self.state, self._full_state()
         try:
-            for state in self.state.values() if self._is_consolidated else ():
-                for key in [key for key in state if "_rank_" in key]:
-                    state[key.partition("_rank_")[0]] = state.pop(key) * self._place()[1]
-            return super().state_dict()  # type: ignore[no-any-return]
+            return super().state_dict()
         finally:
             self.state = own
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Spreads the momentum evenly over the ranks, so that any rank's state_dict() serves all. Collective.
+        """Makes the next state_dict() the same on all ranks, for any number of ranks. Collective.
 
-        Call it on every rank before rank 0 saves for all, and before torch.distributed.checkpoint loads such a
-        state. Lightning calls it. Training continues with the same mean momentum, up to rounding.
+        Call it before one rank saves for all, and before torch.distributed.checkpoint loads such a state into
+        a new optimizer. Lightning calls it. Momenta are then spread evenly over the ranks.
 
         Args:
-            to: for compatibility with ZeroRedundancyOptimizer; every rank has the whole state.
+            to: as in ZeroRedundancyOptimizer; every rank has the whole state.
         """
         self._park()
         for _, group, p in self._parameters():
             state = self.state[p]
-            for key, _, _ in self._kept(group, p):
-                if "_rank_" in key and state["step"] > 0:
-                    state[key] = self._communicator(p).allreduce_(self._share(state, key).clone())
-        self._is_consolidated = True
+            for key in [key for key, _, _ in self._kept(group, p) if "_rank_" in key and key in state]:
+                kept = state.pop(key)
+                state[_base(key)] = (self._communicator(p).allreduce_(kept.clone(), op="sum")
+                                     if state["step"] > 0 else kept)
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Restores this rank's state_dict(), or a consolidated one. The next step() makes a new reducer.
+        """Restores this rank's state_dict(), or a consolidated one. The next step() is collective, as always.
 
         Raises:
-            BadArgument: the state lacks this rank's momentum, or is of another optimizer, rank or model.
+            BadArgument: the state lacks this rank's momentum, or is of another optimizer, rank= or model.
         """
-        if "gradwire" in state_dict:
-            raise BadArgument("the state is of an earlier version of Gradwire, whose momentum this version "
-                              "cannot read: load the weights alone, and start with a new momentum")
+        if "gradwire" in state_dict or not all("algorithm" in group for group in state_dict["param_groups"]):
+            raise BadArgument("the state is of another optimizer, or of Dion in Gradwire 1.4 or earlier: load "
+                              "the weights alone")
         saved = [(group, key) for group in state_dict["param_groups"] for key in group["params"]]
         states, kept = dict(state_dict["state"]), {}
-        for (saved_group, index), (_, group, p) in zip(saved, self._parameters()):
-            kept[p] = self._loadable(states.get(index, {}), {**group, **saved_group}, p)
-            # PyTorch would cast float32 to the parameter's type.
-            states[index] = {key: value for key, value in states.get(index, {}).items()
-                             if key == "step" or key in _MOMENTS}
+        for (group, index), (_, _, p) in zip(saved, self._parameters()):
+            state = states.get(index, {})
+            kept[p] = self._loadable(state, group, p) if float(state.get("step", 0.0)) > 0 else {}
+            # PyTorch would cast the library's part to the parameter's type.
+            states[index] = {key: value for key, value in state.items() if key in ("step", *_MOMENTS)}
         # PyTorch 2 keeps the tensors, and steps change them.
         super().load_state_dict(copy.deepcopy({**state_dict, "state": states}))
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer, self._placed, self._is_consolidated = None, [], False
+        self._reducer, self._placed = None, []
         for p, tensors in kept.items():
             self.state[p].update(tensors)
         for group in self.param_groups:
             self._begin_states(group)
 
     def _loadable(self, state: Dict[str, Any], group: Dict[str, Any], p: torch.Tensor) -> Dict[str, torch.Tensor]:
-        """Returns float32 copies of what the library keeps of a parameter, from a saved state."""
-        found: Dict[str, torch.Tensor] = {}
-        if float(state.get("step", 0.0)) == 0:
-            return found
+        """Returns float32 copies of the library's part of a saved state."""
+        found = {}
         for key, _, shape in self._kept(group, p):
             if key.startswith("residual") and not any(other.startswith("residual") for other in state):
-                tensor = torch.zeros(shape, dtype=torch.float32, device=p.device)  # saved with another wire
-            else:
-                tensor = self._share(state, key)
+                state = {**state, key: torch.zeros(shape, dtype=torch.float32, device=p.device)}  # other wire
+            tensor = self._share(state, key)
             if tuple(tensor.shape) != shape:
-                raise BadArgument(f"{key} has shape {tuple(tensor.shape)} in the state and {shape} here: the "
-                                  f"state is of another rank= or of another model")
+                raise BadArgument(f"{key} has shape {tuple(tensor.shape)} in the state, and {shape} here: the "
+                                  "state is of another rank= or another model")
             found[key] = tensor.detach().to(p.device, torch.float32, copy=True)
-        if not self._is_matrix(group, p) and not all(key in state for key in _MOMENTS):
-            raise BadArgument(f"the state of a parameter of shape {tuple(p.shape)} has {sorted(state)}; expected "
-                              f"{', '.join(_MOMENTS)}: the state is of another optimizer")
         return found
 
     def load_state_dicts(self, state_dicts: Sequence[Dict[str, Any]]) -> None:
