@@ -18,11 +18,15 @@ from gradwire._state import pack, unpack
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # A parameter: its name in the reducer, which says its algorithm, and its group.
-_Placed = Tuple[str, Dict[str, Any], torch.Tensor]
+_Parameter = Tuple[str, Dict[str, Any], torch.Tensor]
 
 
 def _base(key: str) -> str:
     return key.partition("_rank_")[0]
+
+
+def _dtype(p: torch.Tensor) -> str:
+    return str(p.dtype).replace("torch.", "")
 
 
 def _nothing(p: torch.Tensor) -> torch.Tensor:
@@ -40,14 +44,14 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
 
     Train in float32 or bfloat16 without a GradScaler, which would let ranks skip different steps.
 
-    A parameter that has no gradient (`.grad` is None, or requires_grad is False) on any rank is left alone:
-    weights, state and `.grad`. A rank without a gradient counts as one with zeros if another rank has one. A
-    matrix whose gradients are zeros on all ranks decays, but takes no step, and keeps its momentum.
+    A parameter without a gradient (`.grad` is None, or requires_grad is False) on every rank keeps its weights
+    and state. With one on some ranks, the others count as zeros. A matrix whose gradients are zeros on all
+    ranks keeps its momentum, and its weights only decay.
 
     Groups take "algorithm", "lr" and "weight_decay", and AdamW's "betas" and "eps". Use "adamw" for embeddings
     and the classifier. In a group of "dion", parameters of fewer than two dimensions use AdamW at `adamw_lr`,
-    which follows a scheduler: it is multiplied by lr / (the lr of the new group). A tensor of more dimensions
-    is the matrix of its first dimension by the others.
+    which follows schedulers: it is for the first lr of the group, and scales with it. A tensor of more
+    dimensions is the matrix of its first dimension by the others.
 
     Args:
         params: parameters or groups, all of one dtype (float32 or bfloat16) and on one device.
@@ -59,12 +63,12 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         wire: the format of factors: "fp32", "int8", "int4:block=64", see docs/formats.md. Other gradients
             travel in "fp32" or "bf16" as well; with smaller formats they are not compressed.
         adamw_lr, betas, eps: AdamW's.
-        comm: the ranks. None: those of the default process group, or this process alone without a group, at
-            the first step().
+        comm: the ranks. None: those of the default process group at the first step(), or this process alone
+            without a group.
         seed: of the first factors; the same on all ranks.
 
     Raises:
-        ValueError: an argument is wrong. Not collective; the first step() compares the ranks' arguments.
+        ValueError: an argument is wrong. The first step() compares the ranks' arguments.
     """
 
     _step_supports_amp_scaling = True  # so that GradScaler calls step() on every rank, which refuses
@@ -82,15 +86,16 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                       ("," + options if options else "") + f",dense={'other.*' if narrow else 'off'}")
         self._rank, self._has_residuals = rank, not (narrow or is_plain(wire))
         self._comm, self._is_given = comm, comm is not None
-        self._reducer: Optional[Reducer] = None  # made in step(); until then self.state has what it will keep
-        self._placed: List[_Placed] = []
+        self._reducer: Optional[Reducer] = None  # made by step()
+        self._placed: Dict[str, torch.Tensor] = {}  # in the reducer, by name
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "algorithm": "dion",
                                   "adamw_lr": adamw_lr, "betas": betas, "eps": eps})
+        dtype = next((_dtype(p) for _, _, p in self._parameters()), "float32")
         with Communicator() as alone:  # for its errors
-            Reducer(alone, self._spec, [("matrix", 2, 2), ("other.used", 1, 1)]).close()
+            Reducer(alone, self._spec, [("matrix", 2, 2), ("other.used", 1, 1)], dtype=dtype).close()
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:
-        """Adds a group, on every rank. The next step() is collective in making a new reducer."""
+        """Adds a group. Call it on every rank, with the same parameters."""
         super().add_param_group(param_group)
         try:
             self._check(self.param_groups[-1])
@@ -103,15 +108,16 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         if group["algorithm"] not in ("dion", "adamw"):
             raise ValueError(f"algorithm must be 'dion' or 'adamw', not {group['algorithm']!r}")
         for key in ("lr", "adamw_lr", "weight_decay", "eps"):
-            if (isinstance(group[key], torch.Tensor) and group[key].numel() != 1) or not float(group[key]) >= 0:
-                raise ValueError(f"{key} must be one number of at least 0, not {group[key]!r}")
+            value = group[key]
+            if (isinstance(value, torch.Tensor) and value.numel() != 1) or not float(value) >= 0:
+                raise ValueError(f"{key} must be one number of at least 0, not {value!r}")
         kinds = {(p.dtype, p.device) for g in self.param_groups for p in g["params"]}
         if len(kinds) > 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
             raise ValueError(f"all parameters must be of one dtype and on one device, not {found}")
         group.setdefault("reference_lr", float(group["lr"]))
 
-    def _parameters(self) -> List[_Placed]:
+    def _parameters(self) -> List[_Parameter]:
         pairs = [(group, p) for group in self.param_groups for p in group["params"]]
         return [(f"{'matrix' if self._is_matrix(group, p) else 'other'}.{i}", group, p)
                 for i, (group, p) in enumerate(pairs)]
@@ -120,7 +126,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _is_matrix(group: Dict[str, Any], p: torch.Tensor) -> bool:
         return group["algorithm"] == "dion" and p.dim() > 1 and p.shape[0] > 1 and p.numel() > p.shape[0]
 
-    # ---- Steps -----------------------------------------------------------------------------------------------
+    # ---- Steps ---------------------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Takes one step. Collective, also on ranks without a gradient.
@@ -141,12 +147,13 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         parameters = self._parameters()
         if parameters:
             with torch.no_grad():
-                self._take(self._reducer_for(parameters), parameters[0][2])
+                reducer = self._reducer_for(parameters)
+                self._take(reducer, [x for x in parameters if x[0] in self._placed], parameters[0][2])
         return loss
 
-    def _take(self, reducer: Reducer, like: torch.Tensor) -> None:
-        grads, flags = [], [0.0] * max(1, len(self._placed))
-        for i, (_, _, p) in enumerate(self._placed):
+    def _take(self, reducer: Reducer, parameters: List[_Parameter], like: torch.Tensor) -> None:
+        grads, flags = [], [0.0] * max(1, len(parameters))
+        for i, (_, _, p) in enumerate(parameters):
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise ValueError("Dion takes no sparse gradients: use an embedding with sparse=False")
             flags[i] = float(p.requires_grad and p.grad is not None)
@@ -156,10 +163,10 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
         reducer.allreduce([*grads, used], stream)
         # The mean of the flags is the same on all ranks, which therefore skip the same parameters.
-        for (name, group, p), grad, is_used in zip(self._placed, grads, used.tolist()):
+        for (name, group, p), grad, is_used in zip(parameters, grads, used.tolist()):
             is_matrix = name.startswith("matrix")
             if is_matrix:
-                self.state[p]["step"] += 1  # counts the exchanges
+                self.state[p]["step"] = self.state[p]["step"] + 1  # counts the exchanges
             if not is_used:
                 continue
             if p.requires_grad:
@@ -196,13 +203,16 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _communicator(self, p: torch.Tensor) -> Communicator:
         if self._comm is None:
             device = p.device.index if p.is_cuda else "host"
-            self._comm = (communicator(device=device) if self._place()[1] > 1 else Communicator(device=device))
+            grouped = self._place()[1] > 1
+            self._comm = communicator(device=device) if grouped else Communicator(device=device)
         return self._comm
 
-    def _reducer_for(self, parameters: List[_Placed]) -> Reducer:
+    def _reducer_for(self, parameters: List[_Parameter]) -> Reducer:
         """Returns a reducer of the parameters that require gradients. Collective if it makes one."""
-        wanted = [placed for placed in parameters if placed[2].requires_grad]
-        if self._reducer is not None and {name for name, _, _ in wanted} <= {name for name, _, _ in self._placed}:
+        wanted = [parameter for parameter in parameters if parameter[2].requires_grad]
+        now = {name: p for name, _, p in parameters}
+        if (self._reducer is not None and all(now.get(name) is p for name, p in self._placed.items())
+                and all(name in self._placed for name, _, _ in wanted)):
             return self._reducer
         self._park()
         shapes = []
@@ -212,12 +222,12 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         shapes.append(("other.used", max(1, len(wanted)), 1))
         p = parameters[0][2]
         reducer = Reducer(self._communicator(p), self._spec, shapes, tag="Dion", skip_unused=True,
-                          dtype=str(p.dtype).replace("torch.", ""))
+                          dtype=_dtype(p))
         self._fill(reducer, wanted)
-        self._reducer, self._placed = reducer, wanted
+        self._reducer, self._placed = reducer, {name: p for name, _, p in wanted}
         return reducer
 
-    def _fill(self, reducer: Reducer, wanted: List[_Placed]) -> None:
+    def _fill(self, reducer: Reducer, wanted: List[_Parameter]) -> None:
         """Moves the library's part of self.state into a new reducer."""
         steps = max((float(self.state[p]["step"]) for _, _, p in wanted), default=0.0)
         fresh = unpack(reducer.save_state())
@@ -230,7 +240,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                     del state[other]
                 state[key] = _nothing(p)
             if name.startswith("matrix"):
-                state["step"].fill_(steps)
+                state["step"] = torch.full_like(state["step"], steps)
         if steps > 0:
             reducer.load_state(pack(fresh._replace(steps=int(steps))))
 
@@ -239,7 +249,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         if self._reducer is not None:
             self.state = self._full_state()
             self._reducer.close()
-            self._reducer, self._placed = None, []
+            self._reducer, self._placed = None, {}
 
     # ---- States --------------------------------------------------------------------------------------------
 
@@ -267,30 +277,26 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             saved = sorted(other for other in state if other.startswith(f"{base}_rank_"))
             if not saved or len(saved) != int(saved[0].rpartition("_")[2]):
                 raise BadArgument(
-                    f"this is rank {rank} of {world}, and the state has {', '.join(saved) or 'no ' + base}: load "
+                    f"this is rank {rank} of {world}; the state has {', '.join(saved) or f'no {base}'}: load "
                     "the state_dict() of this rank, load_state_dicts() those of all ranks, or call "
                     "consolidate_state_dict() on every rank before one rank saves for all")
             total = torch.stack([state[other] for other in saved]).sum(0)
         return total / world
 
     def _begin_states(self, group: Dict[str, Any]) -> None:
-        # PyTorch reads the keys of self.state. Until state_dict() empty tensors stand for what is elsewhere.
+        # PyTorch reads the keys of self.state. Empty tensors stand for what is in the reducer, or missing.
         for p in group["params"]:
             state = self.state[p]
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
-            if p.requires_grad:
-                for key in self._keys(group, p):
-                    state.setdefault(key, _nothing(p))
-
-    def _keys(self, group: Dict[str, Any], p: torch.Tensor) -> List[str]:
-        moments = () if self._is_matrix(group, p) else _MOMENTS
-        return [*(key for key, _, _ in self._kept(group, p)), *moments]
+            moments = () if self._is_matrix(group, p) else _MOMENTS
+            for key in (*(key for key, _, _ in self._kept(group, p)), *moments) if p.requires_grad else ():
+                state.setdefault(key, _nothing(p))
 
     def _full_state(self) -> Dict[Any, Dict[str, Any]]:
         """Returns self.state with copies of what the reducer keeps, and zeros for what has not begun."""
         full = collections.defaultdict(dict, {p: dict(state) for p, state in self.state.items()})
         held = unpack(self._reducer.save_state()).tensors if self._reducer is not None else {}
-        names = {p: name for name, _, p in self._placed}
+        names = {p: name for name, p in self._placed.items()}
         for _, group, p in self._parameters():
             state = full[p]
             begins = p.requires_grad and state["step"] == 0
@@ -318,10 +324,11 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             self.state = own
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Makes the next state_dict() the same on all ranks, for any number of ranks. Collective.
+        """Makes state_dict() the same on all ranks until the next step(). Collective.
 
-        Call it before one rank saves for all, and before torch.distributed.checkpoint loads such a state into
-        a new optimizer. Lightning calls it. Momenta are then spread evenly over the ranks.
+        Call it before one rank saves for all, or for torch.distributed.checkpoint in another number of ranks:
+        before saving, and before loading into a new optimizer. Lightning calls it. The next step() spreads the
+        momentum evenly over the ranks.
 
         Args:
             to: as in ZeroRedundancyOptimizer; every rank has the whole state.
@@ -335,15 +342,16 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                                      if state["step"] > 0 else kept)
 
     def load_state_dict(self, state_dict: Dict[str, Any]) -> None:
-        """Restores this rank's state_dict(), or a consolidated one. The next step() is collective, as always.
+        """Restores this rank's state_dict(), or a consolidated one. Call it on every rank.
 
         Raises:
             BadArgument: the state lacks this rank's momentum, or is of another optimizer, rank= or model.
         """
-        if "gradwire" in state_dict or not all("algorithm" in group for group in state_dict["param_groups"]):
-            raise BadArgument("the state is of another optimizer, or of Dion in Gradwire 1.4 or earlier: load "
-                              "the weights alone")
-        saved = [(group, key) for group in state_dict["param_groups"] for key in group["params"]]
+        groups = state_dict["param_groups"]
+        if "gradwire" in state_dict or not all("algorithm" in group for group in groups):
+            raise BadArgument("the state is of another optimizer, or of Dion in an earlier version of "
+                              "Gradwire: load the weights without it")
+        saved = [(group, key) for group in groups for key in group["params"]]
         states, kept = dict(state_dict["state"]), {}
         for (group, index), (_, _, p) in zip(saved, self._parameters()):
             state = states.get(index, {})
@@ -354,22 +362,22 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         super().load_state_dict(copy.deepcopy({**state_dict, "state": states}))
         if self._reducer is not None:
             self._reducer.close()
-        self._reducer, self._placed = None, []
+        self._reducer, self._placed = None, {}
         for p, tensors in kept.items():
             self.state[p].update(tensors)
         for group in self.param_groups:
             self._begin_states(group)
 
-    def _loadable(self, state: Dict[str, Any], group: Dict[str, Any], p: torch.Tensor) -> Dict[str, torch.Tensor]:
+    def _loadable(self, state: Dict[str, Any], group: Dict[str, Any], p: torch.Tensor) -> Dict[str, Any]:
         """Returns float32 copies of the library's part of a saved state."""
-        found = {}
+        found: Dict[str, Any] = {}
         for key, _, shape in self._kept(group, p):
             if key.startswith("residual") and not any(other.startswith("residual") for other in state):
                 state = {**state, key: torch.zeros(shape, dtype=torch.float32, device=p.device)}  # other wire
             tensor = self._share(state, key)
             if tuple(tensor.shape) != shape:
-                raise BadArgument(f"{key} has shape {tuple(tensor.shape)} in the state, and {shape} here: the "
-                                  "state is of another rank= or another model")
+                raise BadArgument(f"{key} has shape {tuple(tensor.shape)} in the state, and {shape} here: "
+                                  "the state is of another rank= or model")
             found[key] = tensor.detach().to(p.device, torch.float32, copy=True)
         return found
 
@@ -384,11 +392,12 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                 merged.setdefault(key, {}).update(state)
         self.load_state_dict({**state_dicts[0], "state": merged})
 
-    # ---- Copies ----------------------------------------------------------------------------------------------
+    # ---- Copies --------------------------------------------------------------------------------------------
 
     def _contents(self) -> Dict[str, Any]:
-        return {**self.__dict__, **super().__getstate__(), "state": self._full_state(), "_reducer": None,
-                "_placed": [], "_comm": None}
+        return {**super().__getstate__(), "state": self._full_state(), "_spec": self._spec,
+                "_rank": self._rank, "_has_residuals": self._has_residuals, "_is_given": self._is_given,
+                "_comm": None, "_reducer": None, "_placed": {}}
 
     def __getstate__(self) -> Dict[str, Any]:
         if self._is_given:
@@ -404,5 +413,5 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         return copied
 
     def stats(self) -> Dict[str, Any]:
-        """Returns the bytes and times of the last step: Reducer.stats(). Empty without a reducer."""
+        """Returns the bytes and times of the last step: Reducer.stats(). Empty before the first."""
         return self._reducer.stats() if self._reducer is not None else {}
