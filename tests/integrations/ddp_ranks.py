@@ -26,6 +26,7 @@ from rank import RANK, WORLD, check, refused, say
 import ddp_auto
 import ddp_checkpoint
 import ddp_compress
+import ddp_dion
 import ddp_elastic
 import ddp_join
 import ddp_layouts
@@ -282,7 +283,7 @@ SCENARIOS = [
     allreduce_without_ddp, a_peer_that_pauses_is_waited_for, ctrl_c_ends_backward, a_silent_peer_raises,
     a_dead_peer_raises, *ddp_compress.SCENARIOS, *ddp_checkpoint.SCENARIOS, *ddp_elastic.SCENARIOS,
     *ddp_auto.SCENARIOS, *ddp_join.SCENARIOS, *ddp_layouts.SCENARIOS, *ddp_lifetimes.SCENARIOS,
-    *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS, *ddp_unused.SCENARIOS
+    *ddp_loss_scale.SCENARIOS, *ddp_states.SCENARIOS, *ddp_unused.SCENARIOS, *ddp_dion.SCENARIOS
 ]
 
 
