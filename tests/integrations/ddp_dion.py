@@ -103,7 +103,15 @@ def dion_loads_what_one_rank_saved_for_all() -> None:
                     "consolidate_state_dict()")
         run[1].consolidate_state_dict()
         state, weights = from_rank_0(copy.deepcopy(run[1].state_dict())), copy.deepcopy(run[0].state_dict())
+        check("momentum" in state["state"][0], f"{state['state'][0].keys()}")
         other = made(wire)
+        if today():
+            folder = from_rank_0(tempfile.mkdtemp())
+            dist.checkpoint.save({"o": run[1].state_dict()}, checkpoint_id=folder)
+            other[1].consolidate_state_dict()
+            read = {"o": other[1].state_dict()}
+            dist.checkpoint.load(read, checkpoint_id=folder)
+            state = read["o"]
         other[0].load_state_dict(weights)
         other[1].load_state_dict(state)
         train(run, 3, 6)
