@@ -54,7 +54,8 @@ class Unused(unittest.TestCase):
                         take(optimizer, params, comm.rank, step, without=(0, 2))
                     for i in range(len(params)):
                         after = optimizer.state_dict()["state"][i]
-                        same = {key: equal(state[i][key], after[key]) for key in after if key != "step" or i == 2}
+                        same = {key: equal(state[i][key], after[key]) for key in after
+                                if key != "step" or i == 2}
                         unused = i in (0, 2)
                         self.assertEqual(torch.equal(params[i], weights[i]), unused, i)
                         self.assertEqual(all(same.values()), unused, (i, same))
@@ -90,9 +91,11 @@ class Unused(unittest.TestCase):
             optimizer = Dion(params, comm=comm, rank=4, weight_decay=0.1)
             for step in range(3):
                 take(optimizer, params, 0, step)
+                before = copied(params[2])
                 for p in params:
                     p.grad = None if comm.rank == 2 else torch.full_like(p, 1.0 - 2.0 * comm.rank)
                 optimizer.step()
+                self.assertFalse(torch.equal(params[2], before))  # as PyTorch's AdamW with a mean of zeros
             return params
 
         results = run_ranks(3, body)
@@ -131,7 +134,7 @@ class Unused(unittest.TestCase):
             def train(begin: int, end: int) -> None:
                 for step in range(begin, end):
                     for p, gradient in zip(params, gradients(comm.rank, step)):
-                        p.grad = gradient if p.requires_grad else None
+                        p.grad = gradient if p.requires_grad else p.grad
                     optimizer.step()
 
             train(0, 3)
@@ -260,8 +263,9 @@ class Groups(unittest.TestCase):
             before = copied(optimizer.state_dict()["state"])
             with self.assertRaisesRegex(ValueError, "'sgd'"):
                 optimizer.add_param_group({"params": params[2:], "algorithm": "sgd"})
+            other = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
             with self.assertRaisesRegex(ValueError, "one dtype"):
-                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))]})
+                optimizer.add_param_group({"params": [other]})
             with self.assertRaisesRegex(ValueError, "lr must be"):
                 optimizer.add_param_group({"params": params[2:], "lr": -1.0})
             optimizer.add_param_group({"params": params[2:], "lr": 0.5, "adamw_lr": 0.25})
@@ -270,7 +274,6 @@ class Groups(unittest.TestCase):
             start = copied(params)
             take(optimizer, params, comm.rank, 2)
             self.assertFalse(any(torch.equal(p, q) for p, q in zip(params, start)))
-            # With zeros on all ranks momentum does not change, so it is what the group's addition has kept.
             self.assertEqual(float(optimizer.state[params[0]]["step"]), 3)
 
         run_ranks(2, body)
@@ -279,7 +282,8 @@ class Groups(unittest.TestCase):
         params, reference = parameters(), parameters()[2]
         optimizer = Dion(params, 0.02, rank=4, adamw_lr=0.003)
         adamw = torch.optim.AdamW([reference], lr=0.003, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-        schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (optimizer, adamw)]
+        schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step))
+                      for o in (optimizer, adamw)]
         for step in range(4):
             take(optimizer, params, 0, step)
             reference.grad = gradients(0, step)[2]
@@ -320,7 +324,8 @@ class Groups(unittest.TestCase):
             optimizer = Dion(params, torch.tensor(0.02), rank=4)
             for step in range(3):
                 for p, gradient in zip(params, gradients(0, step)):
-                    p.grad = gradient.transpose(0, -1).contiguous().transpose(0, -1) if transposed else gradient
+                    other = gradient.transpose(0, -1).contiguous().transpose(0, -1)
+                    p.grad = other if transposed else gradient
                 optimizer.step()
             results.append([p.detach() for p in params])
         self.assertTrue(equal(*results))

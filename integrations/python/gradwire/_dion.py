@@ -22,15 +22,12 @@ _Parameter = Tuple[str, Dict[str, Any], torch.Tensor]
 
 
 def _base(key: str) -> str:
+    """Returns a key of _kept() without the rank."""
     return key.partition("_rank_")[0]
 
 
 def _dtype(p: torch.Tensor) -> str:
     return str(p.dtype).replace("torch.", "")
-
-
-def _nothing(p: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.float32, device=p.device)
 
 
 class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's types
@@ -126,8 +123,6 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
     def _is_matrix(group: Dict[str, Any], p: torch.Tensor) -> bool:
         return group["algorithm"] == "dion" and p.dim() > 1 and p.shape[0] > 1 and p.numel() > p.shape[0]
 
-    # ---- Steps ---------------------------------------------------------------------------------------------
-
     def step(self, closure: Optional[Callable[[], Any]] = None) -> Any:
         """Takes one step. Collective, also on ranks without a gradient.
 
@@ -192,8 +187,6 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         p.mul_(1 - lr * group["weight_decay"])
         p.addcdiv_(first, root, value=-lr / (1 - beta1 ** steps))
 
-    # ---- The reducer ---------------------------------------------------------------------------------------
-
     def _place(self) -> Tuple[int, int]:
         if self._comm is not None:
             return self._comm.rank, self._comm.world
@@ -238,7 +231,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                     fresh.tensors[name].entries[kind] = entry_of(self._share(state, key))
                 for other in [other for other in state if other.startswith(_base(key))]:
                     del state[other]
-                state[key] = _nothing(p)
+                state[key] = torch.empty(0, dtype=torch.float32, device=p.device)
             if name.startswith("matrix"):
                 state["step"] = torch.full_like(state["step"], steps)
         if steps > 0:
@@ -250,8 +243,6 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             self.state = self._full_state()
             self._reducer.close()
             self._reducer, self._placed = None, {}
-
-    # ---- States --------------------------------------------------------------------------------------------
 
     def _kept(self, group: Dict[str, Any], p: torch.Tensor) -> List[Tuple[str, str, Tuple[int, ...]]]:
         """Returns what the library keeps of a parameter: (key in state_dict(), the library's kind, shape).
@@ -290,7 +281,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             state["step"] = torch.tensor(float(state.get("step", 0.0)), dtype=torch.float32, device="cpu")
             moments = () if self._is_matrix(group, p) else _MOMENTS
             for key in (*(key for key, _, _ in self._kept(group, p)), *moments) if p.requires_grad else ():
-                state.setdefault(key, _nothing(p))
+                state.setdefault(key, torch.empty(0, dtype=torch.float32, device=p.device))
 
     def _full_state(self) -> Dict[Any, Dict[str, Any]]:
         """Returns self.state with copies of what the reducer keeps, and zeros for what has not begun."""
@@ -391,8 +382,6 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
             for key, state in state_dict["state"].items():
                 merged.setdefault(key, {}).update(state)
         self.load_state_dict({**state_dicts[0], "state": merged})
-
-    # ---- Copies --------------------------------------------------------------------------------------------
 
     def _contents(self) -> Dict[str, Any]:
         return {**super().__getstate__(), "state": self._full_state(), "_spec": self._spec,
