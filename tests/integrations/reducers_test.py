@@ -165,7 +165,7 @@ class Reducers(unittest.TestCase):
             self.assertEqual(run_ranks(3, body, name, shrinkable=True),
                              [None, ([1, 2], 0, 2, 3.0), ([1, 2], 1, 2, 3.0)])
         with gradwire.Communicator() as alone:
-            with self.assertRaisesRegex(ValueError, "timeout_s must be greater than 0, not 0"):
+            with self.assertRaisesRegex(ValueError, "timeout_s is 0 s: expected at least 0.001 s"):
                 alone.shrink(timeout_s=0)
             with self.assertRaisesRegex(gradwire.BadArgument, "cannot continue when ranks die"):
                 alone.shrink()

@@ -25,6 +25,7 @@ from gradwire._calls import Request
 from gradwire._choose import Choice, choose
 from gradwire._communicator import Communicator
 from gradwire._formats import register_format
+from gradwire._memory import memory_of
 from gradwire._native import (BadArgument, BadHandle, CommFailed, DeviceFailed, Error, NoMemory, NotDone,
                               Unsupported, __version__)
 from gradwire._reducer import Reducer
@@ -59,6 +60,7 @@ def allreduce_(tensor: Any, spec: str = "fp32", op: str = "avg", comm: Optional[
     """
     if not hasattr(tensor, "data_ptr"):
         if comm is None:
+            memory_of(tensor)  # an object of another type is refused by name
             raise ValueError("comm is None, but numpy arrays need a communicator: pass "
                              "comm=gradwire.Communicator(...)")
         return comm.allreduce_(tensor, spec, op, tag=tag)

@@ -80,11 +80,11 @@ class Request(Handle):
             return False
         return True
 
-    def wait(self, timeout_s: Optional[float] = None) -> None:
+    def wait(self, timeout_s: Optional[_native.Seconds] = None) -> None:
         """Blocks until the result is ready.
 
         Args:
-            timeout_s: the longest wait. None: until the communicator's timeout.
+            timeout_s: the longest wait, in seconds or as a timedelta. None: until the communicator's timeout.
 
         Raises:
             CommFailed: the call failed.

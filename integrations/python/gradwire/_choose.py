@@ -65,7 +65,7 @@ def choose(comm: Communicator, specs: Sequence[str], gradients: Mapping[str, Any
                                     n_specs=len(specs), error=error, bucket_bytes=bucket_bytes, seed=seed,
                                     compute_ms=compute_ms, backward_ms=backward_ms)
     trials, chosen = (_native.Trial * max(1, len(specs)))(), ctypes.c_int32()
-    comm._wait_for(("gw_choose", comm._handle, tensors, len(gradients), ctypes.byref(options), stream or None,
-                    trials, ctypes.byref(chosen)))
+    comm._wait_for(("gw_choose", comm._handle, tensors, len(gradients), ctypes.byref(options),
+                    _native.stream(stream), trials, ctypes.byref(chosen)))
     return Choice(specs[chosen.value], {
         spec: Trial(one.error, one.communicate_ms, one.exposed_ms) for spec, one in zip(specs, trials)})

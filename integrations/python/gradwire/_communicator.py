@@ -10,6 +10,7 @@ from gradwire import _native
 from gradwire._calls import Flag, Request, call_options, of_thread, op_of
 from gradwire._interrupt import Call, interruptible
 from gradwire._memory import Handle, Memory, destroy, memory_of
+from gradwire._nccl import load_nccl
 
 
 class Communicator(Handle):
@@ -21,9 +22,9 @@ class Communicator(Handle):
             None: a world of 1.
         rank, world: this rank, and the number of ranks.
         device: "host", or the number of a CUDA device.
-        timeout_s: the longest wait for a peer, while joining and in every later operation. The default is
-            half an hour, as in PyTorch: a rank may pause for minutes, for example to write a checkpoint. A
-            dead rank is detected at once, with any timeout.
+        timeout_s: the longest wait for a peer, while joining and in every later operation, in seconds or as a
+            timedelta (infinity: 24 days). Half an hour, as in PyTorch, because a rank may pause for minutes,
+            for example to write a checkpoint. A dead rank is detected at once, with any timeout.
         ranks_per_node: for schedule=hierarchical, with rank = node * ranks_per_node + local rank; 0: unknown.
         secret: authenticates the ranks; the same on every rank. "": the environment's GRADWIRE_SECRET.
             Required for a tcp:// address that other machines can reach (docs/running.md).
@@ -39,22 +40,19 @@ class Communicator(Handle):
     """
 
     def __init__(self, rendezvous: "Union[str, os.PathLike[str], None]" = None, rank: int = 0,
-                 world: int = 1, *, device: "str | int" = "host", timeout_s: float = 1800.0,
-                 ranks_per_node: int = 0,
-                 secret: str = "", shrinkable: bool = False, interface: str = "",
+                 world: int = 1, *, device: "str | int" = "host", timeout_s: _native.Seconds = 1800.0,
+                 ranks_per_node: int = 0, secret: str = "", shrinkable: bool = False, interface: str = "",
                  ports: Tuple[int, int] = (0, 0)) -> None:
-        number = _native.HOST if device == "host" else device
-        if not isinstance(number, int):
-            raise ValueError(f"device must be 'host' or the number of a CUDA device, not {device!r}")
+        number, span = _native.device(device), _native.integers(ports, "ports")
+        if len(span) != 2:
+            raise _native.BadArgument(f"ports has {len(span)} numbers: pass the first and the last port")
         if number != _native.HOST:
-            _native.load_nccl()
+            load_nccl()
         where = _native.rendezvous(rendezvous) if rendezvous is not None else None
         self._create(rendezvous=where, rank=rank, world=world, device=number,
-                     timeout_ms=_native.milliseconds(timeout_s),
-                     secret=_native.text(secret, "the secret") or None,
-                     interface=_native.text(interface, "the interface") or None,
-                     ports=_native.integers(ports, "a port"), shrinkable=int(shrinkable),
-                     ranks_per_node=ranks_per_node)
+                     timeout_ms=_native.milliseconds(timeout_s), ports=span, shrinkable=int(shrinkable),
+                     ranks_per_node=ranks_per_node, secret=_native.text(secret, "the secret") or None,
+                     interface=_native.text(interface, "the interface") or None)
 
     def _create(self, **fields: Any) -> None:
         handle, cancelled = ctypes.c_void_p(), Flag()
@@ -103,7 +101,7 @@ class Communicator(Handle):
         part._take(handle)
         return part
 
-    def shrink(self, timeout_s: float = 20.0) -> "Tuple[Communicator, List[int]]":
+    def shrink(self, timeout_s: _native.Seconds = 20.0) -> "Tuple[Communicator, List[int]]":
         """Creates a communicator of the surviving ranks after a failure. Collective over the survivors.
 
             try:
@@ -128,7 +126,8 @@ class Communicator(Handle):
         handle = ctypes.c_void_p()
         ranks, cancelled = (ctypes.c_int32 * self.world)(), Flag()
         interruptible(("gw_comm_shrink", self._handle, longest, ctypes.byref(cancelled.value),
-                       ctypes.byref(handle), ranks, self.world), cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
+                       ctypes.byref(handle), ranks, self.world),
+                      cancel=cancelled.set, undo=lambda: destroy("gw_comm_destroy", handle))
         rest = Communicator.__new__(Communicator)
         rest._take(handle)
         return rest, list(ranks[:rest.world])
@@ -178,7 +177,8 @@ class Communicator(Handle):
         return grown
 
     @classmethod
-    def join(cls, invitation: str, *, timeout_s: float = 1800.0, secret: str = "") -> "Communicator":
+    def join(cls, invitation: str, *, timeout_s: _native.Seconds = 1800.0,
+             secret: str = "") -> "Communicator":
         """Joins running ranks. Blocks until these ranks call grow().
 
         Args:
@@ -252,7 +252,7 @@ class Communicator(Handle):
         """
         memory = self._memory(array, "the tensor")
         self._collective("gw_allreduce", memory.address, memory.count, memory.dtype, op_of(op),
-                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         _native.text(spec, "the spec"), _native.stream(stream), tag=tag,
                          residual=self._residual(residual, memory.count))
         return array
 
@@ -279,7 +279,7 @@ class Communicator(Handle):
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         self._collective("gw_reduce_scatter", whole.address, part.address, sizes, whole.dtype, op_of(op),
-                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         _native.text(spec, "the spec"), _native.stream(stream), tag=tag,
                          residual=self._residual(residual, whole.count))
         return output
 
@@ -303,7 +303,7 @@ class Communicator(Handle):
         if whole.dtype != part.dtype:
             raise TypeError("the input and the output are of different types")
         self._collective("gw_all_gather", part.address, whole.address, sizes, whole.dtype,
-                         _native.text(spec, "the spec"), stream or None, tag=tag,
+                         _native.text(spec, "the spec"), _native.stream(stream), tag=tag,
                          residual=self._residual(residual, part.count))
         return output
 
@@ -331,7 +331,7 @@ class Communicator(Handle):
         if part.dtype != _native.FLOAT32:
             raise TypeError("the master is not float32")
         self._collective("gw_all_gather_update", part.address, whole.address, sizes, whole.dtype,
-                         _native.text(spec, "the spec"), stream or None, tag=tag)
+                         _native.text(spec, "the spec"), _native.stream(stream), tag=tag)
         return replica
 
     def broadcast_(self, array: Any, root: int = 0, spec: str = "fp32", stream: int = 0,
@@ -347,8 +347,8 @@ class Communicator(Handle):
         """
         memory = self._memory(array, "the tensor")
         self._collective("gw_broadcast", memory.address, memory.count, memory.dtype,
-                         _native.integer(root, "root"),
-                         _native.text(spec, "the spec"), stream or None, tag=tag)
+                         _native.integer(root, "root"), _native.text(spec, "the spec"),
+                         _native.stream(stream), tag=tag)
         return array
 
     def _memory(self, array: Any, what: str) -> Memory:
@@ -368,15 +368,15 @@ class Communicator(Handle):
 
     def _shards(self, counts: Optional[Sequence[int]], whole: int, part: int, whole_name: str,
                 part_name: str) -> "ctypes.Array[ctypes.c_int64]":
-        if counts is None:
-            if part * self.world != whole:
-                raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}: "
-                                 f"expected {self.world} equal shards. For other shards pass counts")
-            counts = [part] * self.world
-        elif len(counts) != self.world or sum(counts) != whole or counts[self.rank] != part:
-            raise ValueError(f"counts={list(counts)} on rank {self.rank} of {self.world} does not match: the "
+        if counts is None and part * self.world != whole:
+            raise ValueError(f"the {whole_name} has {whole} elements and the {part_name} {part}: "
+                             f"expected {self.world} equal shards. For other shards pass counts")
+        sizes: "ctypes.Array[ctypes.c_int64]" = _native.integers(
+            [part] * self.world if counts is None else counts, "counts", ctypes.c_int64)
+        if len(sizes) != self.world or sum(sizes) != whole or sizes[self.rank] != part:
+            raise ValueError(f"counts={list(sizes)} on rank {self.rank} of {self.world} does not match: the "
                              f"{whole_name} has {whole} elements and the {part_name} {part}")
-        return _native.integers(counts, "a count", ctypes.c_int64)
+        return sizes
 
     def _collective(self, function: str, *arguments: object, tag: str,
                     residual: Optional[int] = None) -> None:

@@ -50,7 +50,7 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
                 ctypes.memmove(array.ctypes.data, source, array.nbytes)
                 result = function(array)
                 if not isinstance(result, np.ndarray) or result.dtype != given[1] \
-                        or result.shape != (blocks, given[0]):
+                        or result.shape != (blocks, given[0]) or hasattr(result, "mask"):
                     return _failed(f"returned {_described(result)}, expected {np.dtype(given[1])} of shape "
                                    f"{(blocks, given[0])}")
                 result = np.ascontiguousarray(result)

@@ -53,7 +53,7 @@ class Hook(HookBuckets):
         process_group: DDP's process group. None: the group of `model`, or the default group.
         model: provides the parameters' names for error messages and state_dict(). None: parameters are
             numbered in the order of DDP's first buckets, which is the same in every run of the same model.
-        timeout_s: the longest wait for a peer that is connected but silent; by default half an hour, as in
+        timeout_s: the longest wait for a peer that is connected but silent, in seconds or as a timedelta; by default half an hour, as in
             PyTorch. Then backward() raises with the text of gradwire.CommFailed.
         comm: a communicator to use in place of the process group's. Nothing else may use the communicator
             until close().
@@ -63,14 +63,15 @@ class Hook(HookBuckets):
             for requirements.
 
     Raises:
-        BadArgument: an argument is invalid. The constructor checks the spec.
+        BadArgument: an argument is invalid. The constructor checks all of them.
     """
 
     __module__ = "gradwire.torch"  # the name in pickles, and in messages
 
     def __init__(self, spec: str = DEFAULT_SPEC, *, process_group: Any = None,
-                 model: Optional[torch.nn.Module] = None, timeout_s: float = TIMEOUT_S,
+                 model: Optional[torch.nn.Module] = None, timeout_s: _native.Seconds = TIMEOUT_S,
                  comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> None:
+        timeout_s, min_ranks = _native.seconds(timeout_s), _native.integer(min_ranks, "min_ranks")
         auto = Auto(spec) if is_request(spec) else None
         if auto is not None and min_ranks > 0:
             raise _native.BadArgument(f"spec {spec!r} with min_ranks={min_ranks}: auto cannot measure with "
@@ -78,7 +79,6 @@ class Hook(HookBuckets):
         with Communicator() as alone:  # a wrong spec must fail here, not in backward
             for each in [spec] if auto is None else auto.request.specs:
                 Reducer(alone, each, [], seed=seed).close()
-        timeout_s, min_ranks = _native.seconds(timeout_s), _native.integer(min_ranks, "min_ranks")
         if min_ranks < 0 or (min_ranks > 0 and comm is not None):
             raise _native.BadArgument(f"min_ranks={min_ranks}: " + (
                 "the hook creates the communicators itself; pass no comm"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from gradwire import _native
 from gradwire._buckets import Layout, is_number
+from gradwire._memory import address_of
 from gradwire._process_group import global_rank
 from gradwire._spec import split
 from gradwire._state import Entry, State, TensorState
@@ -80,7 +81,7 @@ def tensor_of(entry: Entry) -> torch.Tensor:
 def entry_of(tensor: torch.Tensor) -> Entry:
     data = tensor.detach().to("cpu").contiguous()
     name = next(name for name, dtype in _DTYPES.items() if dtype == data.dtype)
-    return Entry(name, ctypes.string_at(data.data_ptr(), data.numel() * data.element_size()))
+    return Entry(name, ctypes.string_at(address_of(data), data.numel() * data.element_size()))
 
 
 def check_names(state: StateDict, names: List[str]) -> None:

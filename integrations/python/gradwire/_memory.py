@@ -34,40 +34,54 @@ def memory_of(array: Any) -> Memory:
     """
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(array, torch.Tensor):
-        return _memory_of_tensor(array, torch)
+        address, dtype = address_of(array), TORCH_DTYPES.get(str(array.dtype))
+        if dtype is None:
+            raise TypeError(f"the tensor is {array.dtype}; expected float32, bfloat16 or float16")
+        return Memory(address, array.numel(), dtype, array.device.index if array.is_cuda else _native.HOST)
     name = type(array).__name__
     if numpy is not None and isinstance(array, numpy.generic):
-        raise TypeError(f"a NumPy scalar ({name}) cannot be written: pass numpy.array([x]), or x[i:i + 1] in "
-                        "place of x[i]")
+        raise TypeError(f"a NumPy scalar ({name}) is a copy, which cannot be written: pass "
+                        "numpy.array([x]), or a[i:i + 1] in place of a[i]")
     if numpy is None or not isinstance(array, numpy.ndarray):
         raise TypeError(f"expected a torch tensor or a numpy array, not {name}")
-    if any(base.__name__ == "MaskedArray" for base in type(array).__mro__):
-        raise TypeError("masked values of a MaskedArray would be reduced, too: pass array.filled(0)")
-    kind = array.dtype.str
-    dtype = _NUMPY_DTYPES.get(kind)
+    if hasattr(array, "mask") and hasattr(array, "filled"):
+        raise TypeError(f"a {name}'s masked values would be reduced: pass array.filled(0)")
+    dtype = _NUMPY_DTYPES.get(array.dtype.str)
     if dtype is None:
-        raise TypeError(f"the numpy array is {kind}; expected float32 (<f4) or float16 (<f2)")
+        raise TypeError(f"the numpy array is {array.dtype.str}; expected float32 (<f4) or float16 (<f2)")
     if not (array.flags.c_contiguous and array.flags.aligned):
-        raise ValueError("the array is not contiguous: reduce a contiguous copy")
+        raise ValueError("the array is not contiguous or not aligned: reduce array.copy() and copy the "
+                         "result back")
     if not array.flags.writeable:
         raise ValueError("the array is read-only: reduce a writable copy")
     return Memory(array.ctypes.data, array.size, dtype, _native.HOST)
 
 
-def _memory_of_tensor(tensor: Any, torch: Any) -> Memory:
-    name = type(tensor).__name__
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.layout != torch.strided:
-        raise TypeError(f"a {name if tensor.layout == torch.strided else 'sparse tensor'} has no memory of its "
-                        "own: pass a plain tensor, such as to_local() of a DTensor")
-    dtype = TORCH_DTYPES.get(str(tensor.dtype))
-    if dtype is None:
-        raise TypeError(f"the tensor is {tensor.dtype}; expected float32, bfloat16 or float16")
+def address_of(tensor: Any) -> int:
+    """Returns the address of a contiguous torch tensor, of any type, on the host or a CUDA device.
+
+    Raises:
+        TypeError: the tensor has no memory of its own there.
+        ValueError: the tensor is not contiguous, or its memory was released.
+    """
+    torch, name = sys.modules["torch"], type(tensor).__name__
+    if tensor.layout != torch.strided:
+        raise TypeError(f"a tensor of layout {tensor.layout} has no contiguous memory: pass to_dense()")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise TypeError(f"a {name} has no memory of its own: pass a plain tensor (of a DTensor, to_local())")
     if tensor.device.type not in ("cpu", "cuda"):
         raise TypeError(f"the tensor is on {tensor.device}; expected cpu or cuda")
+    try:
+        storage = getattr(tensor, "untyped_storage", tensor.storage)()
+        address, end = int(tensor.data_ptr()), tensor.storage_offset() + tensor.numel()
+    except (RuntimeError, ValueError) as error:  # inside of torch.func's transforms; uninitialized parameters
+        raise TypeError(f"a {name} has no memory of its own here: {error}") from error
     if not tensor.is_contiguous() or tensor.is_neg():
-        raise ValueError("the tensor is not contiguous: reduce tensor.contiguous() and copy the result back")
-    device = _native.HOST if tensor.device.type == "cpu" else tensor.device.index
-    return Memory(tensor.data_ptr(), tensor.numel(), dtype, device)
+        raise ValueError("the tensor is not contiguous, or a negative view: reduce "
+                         "tensor.resolve_neg().contiguous() and copy the result back")
+    if tensor.numel() > 0 and storage.nbytes() < end * tensor.element_size():
+        raise ValueError("the tensor's memory was released: its storage was resized")
+    return address
 
 
 class Handle:

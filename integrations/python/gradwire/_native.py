@@ -8,7 +8,6 @@ import collections
 import contextlib
 import ctypes
 import datetime
-import importlib.util
 import math
 import operator
 import os
@@ -17,7 +16,7 @@ import pkgutil
 import re
 import threading
 from ctypes import POINTER, c_char_p, c_double, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
-from typing import Any, Deque, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Deque, Dict, List, Optional, Tuple, Union
 
 HOST = -1
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
@@ -79,6 +78,7 @@ _EXCEPTIONS = {1: BadArgument, 2: BadHandle, 3: CommFailed, 4: DeviceFailed, 5: 
                8: NotDone}
 
 
+Seconds = Union[float, datetime.timedelta]
 _RANGES: Dict[Any, Tuple[int, int]] = {c_int32: (-2**31, 2**31 - 1), c_int64: (-2**63, 2**63 - 1),
                                        c_uint64: (0, 2**64 - 1)}
 
@@ -103,39 +103,65 @@ def integer(value: Any, what: str, kind: Any = c_int32) -> int:
     return number
 
 
-def integers(values: Sequence[Any], what: str, kind: Any = c_int32) -> Any:
+def integers(values: Any, what: str, kind: Any = c_int32) -> Any:
     """Returns a C array of integer() of each value."""
-    return (kind * len(values))(*(integer(value, what, kind) for value in values))
+    try:
+        items = list(values)
+    except TypeError:
+        raise TypeError(f"{what} is {type(values).__name__}, not a sequence of int") from None
+    return (kind * len(items))(*(integer(item, f"{what}[{i}]", kind) for i, item in enumerate(items)))
+
+
+def number(value: Any, what: str) -> float:
+    """Returns `value` as a float; infinity if it is larger than any float. Raises TypeError for other types."""
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{what} is {type(value).__name__}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def seconds(value: Any, what: str = "timeout_s", least: float = 1e-3) -> float:
-    """Returns a time limit in seconds: of a number or a datetime.timedelta; infinity is no limit.
+    """Returns a time limit in seconds: of a number or a datetime.timedelta; infinity means no limit.
 
     Raises:
         BadArgument: the value is not a number of at least `least`.
         TypeError: the value has another type.
     """
-    if isinstance(value, datetime.timedelta):
-        value = value.total_seconds()
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{what} is {type(value).__name__}, not a number of seconds or a timedelta")
-    number = float(value)
-    if not number >= least:  # nan, too
-        raise BadArgument(f"{what} is {number}: expected at least {least:g} s")
-    return number
+    limit = value.total_seconds() if isinstance(value, datetime.timedelta) else number(value, what)
+    if not limit >= least:  # NaN also
+        raise BadArgument(f"{what} is {limit:g} s: expected at least {least:g} s")
+    return limit
 
 
-def milliseconds(value: Any, what: str = "timeout_s", least: float = 1e-3) -> int:
-    """Returns seconds() in milliseconds, for the library, which limits them to 24 days."""
-    return math.ceil(min(seconds(value, what, least), 1e9) * 1000)
+def milliseconds(value: Any, least: float = 1e-3) -> int:
+    """Returns seconds() of timeout_s in milliseconds, for the library, which takes at most 24 days."""
+    return math.ceil(min(seconds(value, least=least), 1e9) * 1000)
+
+
+def stream(value: Any) -> Optional[int]:
+    """Returns a cudaStream_t for the library: None, which is the default stream, for 0."""
+    return integer(value, "stream", c_uint64) or None
+
+
+def device(value: Any) -> int:
+    """Returns the library's number of a communicator's device: "host", or the number of a CUDA device."""
+    if isinstance(value, str) and value == "host":
+        return HOST
+    if not hasattr(value, "__index__"):
+        raise ValueError(f"device must be 'host' or the number of a CUDA device, not {value!r}")
+    return integer(value, "device")
 
 
 class _Checked(ctypes.Structure):
-    """A C structure whose integer fields refuse values that do not fit."""
+    """A C structure whose fields refuse numbers that do not fit, by name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         kind = next((field[1] for field in self._fields_ if field[0] == name), None)
-        super().__setattr__(name, integer(value, name, kind) if kind in _RANGES else value)
+        if kind in _RANGES:
+            value = integer(value, name, kind)
+        super().__setattr__(name, number(value, name) if kind is c_double else value)
 
 
 class CommOptions(_Checked):
@@ -214,7 +240,7 @@ class Format(_Checked):
                 ("encode", FormatCallback), ("decode", FormatCallback), ("user", c_void_p)]
 
 
-_SIGNATURES = {
+_SIGNATURES: Dict[str, List[Any]] = {
     "gw_comm_create": [POINTER(CommOptions), POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
     "gw_comm_shrink": [c_void_p, c_int64,
@@ -409,31 +435,6 @@ def _whole(encoded: bytes, what: str) -> bytes:
         raise BadArgument(f"{what} {encoded.decode(errors='replace')!r} contains a NUL byte, where the "
                           "library would end it: remove it")
     return encoded
-
-
-def load_nccl() -> str:
-    """Loads NCCL, so that the library finds it when it asks the dynamic linker for libnccl.so.2.
-
-    In order of precedence: GRADWIRE_NCCL_LIBRARY; an NCCL that this process has loaded, as PyTorch does; the
-    NCCL installed by pip; the NCCL that the dynamic linker finds.
-
-    Returns:
-        The version, such as "2.28.9"; "" if there is no NCCL.
-    """
-    chosen = os.environ.get("GRADWIRE_NCCL_LIBRARY")
-    places = [(chosen, os.RTLD_NOW)] if chosen else [("libnccl.so.2", os.RTLD_NOW | os.RTLD_NOLOAD)]
-    if not chosen:
-        with contextlib.suppress(ImportError):
-            spec = importlib.util.find_spec("nvidia.nccl")
-            places += [(os.path.join(folder, "lib", "libnccl.so.2"), os.RTLD_NOW)
-                       for folder in (spec.submodule_search_locations or [] if spec else [])]
-        places.append(("libnccl.so.2", os.RTLD_NOW))
-    for path, mode in places:
-        with contextlib.suppress(OSError, AttributeError):
-            number = c_int()
-            ctypes.CDLL(path, mode=mode).ncclGetVersion(ctypes.byref(number))
-            return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-    return ""
 
 
 def call(name: str, *arguments: object) -> None:

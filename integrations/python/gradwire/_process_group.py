@@ -144,7 +144,7 @@ def _rendezvous(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
 
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
-                 timeout_s: float = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
+                 timeout_s: _native.Seconds = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
     """Creates a communicator of the ranks of a torch.distributed process group. Collective.
 
     Rank 0 chooses a free port and a secret, and broadcasts both through the process group.
@@ -153,6 +153,7 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         process_group: None: the default group.
         device, timeout_s, shrinkable: see Communicator.
     """
+    device, timeout_s = _native.device(device), _native.seconds(timeout_s)  # before ranks wait for each other
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     if world == 1:
         return Communicator(device=device, timeout_s=timeout_s)

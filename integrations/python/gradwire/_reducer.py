@@ -49,7 +49,8 @@ class Reducer(Handle):
             item.rows, item.cols, item.dtype = rows, cols, self._dtype
         options = _native.ReducerOptions(size=ctypes.sizeof(_native.ReducerOptions), seed=seed,
                                          bucket_bytes=bucket_bytes, sum=int(op_of(op) == _native.SUM),
-                                         shard=int(shard), skip_unused=int(skip_unused), tag=_native.text(tag, "the tag") or None)
+                                         shard=int(shard), skip_unused=int(skip_unused),
+                                         tag=_native.text(tag, "the tag") or None)
         handle = ctypes.c_void_p()
         comm._wait_for(("gw_reducer_create", comm._handle, _native.text(spec, "the spec"), array,
                         len(tensors), ctypes.byref(options), ctypes.byref(handle)))
@@ -82,7 +83,7 @@ class Reducer(Handle):
         if len(addresses) != len(self._counts):
             raise ValueError(f"got {len(addresses)} gradients; the reducer has {len(self._counts)} tensors, "
                              "and takes one gradient for each")
-        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, stream or None,
+        self._comm._wait_for(("gw_reducer_allreduce", self._handle, addresses, _native.stream(stream),
                               self._comm._take_request()))
 
     @staticmethod

@@ -14,6 +14,7 @@ DistributedDataParallel and FSDP2, use gradwire.torch.compress() and gradwire.fs
 """
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -82,6 +83,7 @@ def register_backend(allreduce: Optional[str] = "int8", *, reduce_scatter: Optio
         raise _native.Unsupported("register_backend() needs PyTorch 2.9 or later; this is "
                                   f"{torch.__version__}. For DistributedDataParallel use "
                                   "gradwire.torch.compress()")
+    min_bytes = _native.integer(min_bytes, "min_bytes", ctypes.c_int64)
     rule = Rule(allreduce, reduce_scatter, all_gather, min_bytes)
     with Communicator() as alone:  # a wrong format must fail here, not in a step
         for spec in (allreduce, reduce_scatter, all_gather):
@@ -125,7 +127,8 @@ class Work(dist._Work if hasattr(dist, "_Work") else object):  # type: ignore[mi
         Args:
             timeout: zero: the group's timeout.
         """
-        if not self._finished.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None):
+        longest = min(timeout.total_seconds(), threading.TIMEOUT_MAX)
+        if not self._finished.wait(longest if timeout > _NO_TIMEOUT else None):
             raise _native.CommFailed("a compressed collective did not complete within "
                                      f"{timeout.total_seconds()} s: pass wait() a longer timeout, or find "
                                      "the rank that did not call it")
@@ -180,7 +183,7 @@ class Backend(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, rule: Rule, name: str) -> None:
         super().__init__(store, rank, size)
-        self._rule, self._name, self._timeout_s = rule, name, timeout.total_seconds()
+        self._rule, self._name, self._timeout_s = rule, name, _native.seconds(timeout, "timeout")
         self._store, self._process = store, os.getpid()
         self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
         kind = dist.ProcessGroup.BackendType.GLOO

@@ -15,6 +15,7 @@ from typing import List, Optional, Tuple
 
 import gradwire
 from gradwire import _native
+from gradwire._nccl import load_nccl
 from gradwire._port import reserve_port
 
 # For each framework: the oldest tested version, and its use.
@@ -79,7 +80,7 @@ def cuda() -> str:
         missing = str(error).partition("device 0: ")[2] or str(error)
     if "no CUDA side" in missing:
         return "CUDA: the library has no CUDA side. For CUDA tensors build it, or its wheel, with nvcc"
-    nccl = _native.load_nccl()
+    nccl = load_nccl()
     found = (f"NCCL {nccl}" if nccl
              else "no NCCL (needed for ranks with a GPU each: pip install 'gradwire[cuda]')")
     return f"CUDA: the library has a CUDA side; {missing or 'device 0 works'}; {found}"

@@ -38,7 +38,7 @@ _log = logging.getLogger("gradwire")
 
 def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf16", residual: str = "fp32",
              dense: "bool | Sequence[str]" = True, *, replicas: Optional[str] = None,
-             timeout_s: float = TIMEOUT_S, seed: int = 0) -> "Compression":
+             timeout_s: _native.Seconds = TIMEOUT_S, seed: int = 0) -> "Compression":
     """Compresses the collectives of a fully_shard()ed model. Collective: all ranks pass the same arguments.
 
     Call it after fully_shard() of the blocks and of the model, before the first forward or between steps;

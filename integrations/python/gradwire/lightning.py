@@ -11,6 +11,7 @@ from typing import Any, Dict
 
 from gradwire import _native
 from gradwire._attach import Attached
+from gradwire._hook import Hook
 
 try:
     from lightning.pytorch import Callback
@@ -36,6 +37,7 @@ class Compress(Callback):
     """
 
     def __init__(self, spec: str = "int8", **options: Any) -> None:
+        Hook(spec, **options).close()  # wrong arguments must fail here, not when training begins
         self._spec, self._options = spec, options
         self._attached: "Attached | None" = None
         self._loaded: Dict[str, Any] = {}

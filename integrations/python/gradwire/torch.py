@@ -40,7 +40,7 @@ allreduce_hook.__annotations__ = {"state": Hook, "bucket": dist.GradBucket,
                                   "return": torch.futures.Future[torch.Tensor]}
 
 
-def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: float = TIMEOUT_S,
+def compress(model: Any, spec: str = DEFAULT_SPEC, *, timeout_s: _native.Seconds = TIMEOUT_S,
              comm: Optional[Communicator] = None, seed: int = 0, min_ranks: int = 0) -> Hook:
     """Compresses the gradients of a DistributedDataParallel model: creates a Hook and registers it.
 

@@ -15,6 +15,7 @@ import torch
 from gradwire import _native
 from gradwire._attach import Attached
 from gradwire._find_ddp import the_ddp
+from gradwire._hook import Hook
 
 try:
     from transformers import TrainerCallback
@@ -38,6 +39,7 @@ class Compress(TrainerCallback):
     """
 
     def __init__(self, spec: str = "int8", **options: Any) -> None:
+        Hook(spec, **options).close()  # wrong arguments must fail here, not when training begins
         self._spec, self._options = spec, options
         self._attached: "Attached | None" = None
         self._wrapped: Any = None
