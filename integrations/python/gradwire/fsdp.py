@@ -76,6 +76,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
         Unsupported: PyTorch is too old, or a format needs whole matrices (powersgd, except for replicas).
     """
     module_class = fsdp_module_class()
+    timeout_s, seed = _native.seconds(timeout_s), _native.integer(seed, "seed", ctypes.c_uint64)
     if residual not in MODES:
         raise _native.BadArgument(f"residual must be one of {', '.join(map(repr, MODES))}, not {residual!r}")
     request = candidates(gradients) if is_request(gradients) else None
@@ -95,8 +96,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
                                   "first. For DistributedDataParallel use gradwire.torch.compress()")
     options = Options(encoded_once(gradients), weights, over_replicas, residual,
                       dense_rule(dense, gradients), dense_rule(dense, weights),
-                      dense_rule(dense, over_replicas, low_rank), low_rank, _native.seconds(timeout_s),
-                      _native.integer(seed, "seed", ctypes.c_uint64))
+                      dense_rule(dense, over_replicas, low_rank), low_rank, timeout_s, seed)
     return Compression(model, modules, options, request, lambda spec: options._replace(
         gradients=encoded_once(spec), dense_gradients=dense_rule(dense, spec)))
 
