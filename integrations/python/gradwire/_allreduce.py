@@ -9,7 +9,7 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._communicator import Communicator
 from gradwire._memory import memory_of
-from gradwire._process_group import Origin, communicator
+from gradwire._process_group import Origin, communicator, normal_tensors
 from gradwire._profile import during
 
 
@@ -39,7 +39,8 @@ class _Default:
         if self._comm is not None:
             self._comm.close()
         completed: List[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(completed, self._completed)
+        with normal_tensors():
+            dist.all_gather_object(completed, self._completed)
         if len(set(completed)) > 1:
             raise _native.CommFailed(
                 f"allreduce_() failed on only some of the ranks, which have completed {completed} calls: "

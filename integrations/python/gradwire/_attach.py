@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Optional, Union
 
 import torch.distributed as dist
 
+from gradwire._process_group import normal_tensors
 from gradwire.torch import compress
 
 _log = logging.getLogger("gradwire")
@@ -46,7 +47,8 @@ class Attached:
         if not self._sharded:
             return state  # already gathered
         states: Optional[List[Any]] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(state, states, group=self._group)
+        with normal_tensors():
+            dist.gather_object(state, states, group=self._group)
         return {"ranks": states or [state]}
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:

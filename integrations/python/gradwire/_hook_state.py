@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._buckets import Layout, is_number
 from gradwire._memory import address_of
-from gradwire._process_group import global_rank
+from gradwire._process_group import global_rank, normal_tensors
 from gradwire._spec import split
 from gradwire._state import Entry, State, TensorState
 
@@ -168,8 +168,9 @@ def gathered(state: StateDict, process_group: Any, key: str, timeout_s: float) -
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     _wait_for_all(f"gradwire/state/{key}", rank, world, timeout_s)
     states: List[Any] = [None] * world
-    dist.gather_object(state, states if rank == 0 else None, dst=global_rank(process_group, 0),
-                       group=process_group)
+    with normal_tensors():
+        dist.gather_object(state, states if rank == 0 else None, dst=global_rank(process_group, 0),
+                           group=process_group)
     return {**state, "others": states[1:]} if rank == 0 else state
 
 

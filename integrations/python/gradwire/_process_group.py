@@ -10,6 +10,7 @@ import socket
 import weakref
 from typing import Any, List
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -60,6 +61,11 @@ def _registered(group: Any) -> bool:
         return True
     except (RuntimeError, ValueError):  # PyTorch 1.13, and later
         return False
+
+
+def normal_tensors() -> Any:
+    """Returns a context for PyTorch's collectives of objects, which fail in inference mode in PyTorch 1.13."""
+    return torch.inference_mode(False)
 
 
 class _Inherited:
@@ -159,9 +165,9 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
         return Communicator(device=device, timeout_s=timeout_s)
     _refuse_inherited()
     networks: List[Any] = [None] * world
-    dist.all_gather_object(networks, _network(), group=process_group)
     rendezvous: List[Any] = [None, None]
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, normal_tensors():
+        dist.all_gather_object(networks, _network(), group=process_group)
         if rank == 0:
             rendezvous = list(_rendezvous(stack, networks))
         dist.broadcast_object_list(rendezvous, src=global_rank(process_group, 0), group=process_group)
