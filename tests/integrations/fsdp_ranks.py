@@ -16,14 +16,15 @@ import fsdp_failures
 import fsdp_features
 import fsdp_low_rank
 import fsdp_loss_scale
+import fsdp_mesh
 import fsdp_numbers
 import fsdp_types
 import fsdp_undo
 
 SCENARIOS = {
     name: function
-    for module in (fsdp_auto, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_numbers,
-                   fsdp_types, fsdp_undo)
+    for module in (fsdp_auto, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_mesh,
+                   fsdp_numbers, fsdp_types, fsdp_undo)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__
 }

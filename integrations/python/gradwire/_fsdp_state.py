@@ -7,8 +7,7 @@ import torch
 
 from gradwire import _native
 from gradwire._fsdp_params import shards_of, unpadded
-
-Place = Dict[str, Tuple[int, int]]  # "shard" and "replica": (rank, ranks)
+from gradwire._mesh import Place
 
 
 def chosen(states: Sequence[Dict[str, Any]], mine: Place, params: Dict[str, Any],
@@ -16,8 +15,8 @@ def chosen(states: Sequence[Dict[str, Any]], mine: Place, params: Dict[str, Any]
     """Returns the entries that a rank loads, by parameter.
 
     Args:
-        states: results of state_dict().
-        mine: the rank's place.
+        states: results of state_dict(), of different ranks.
+        mine: the rank's place: its "shard" and "replica".
         params: FSDPParams by name.
         low_rank: the parameters whose replicas' residuals stay with replicas.
 

@@ -19,6 +19,7 @@ from gradwire._hook_buckets import HookBuckets
 from gradwire._hook_state import (Checkpoint, Place, as_list, check_names, for_rank, from_dict, gathered,
                                   to_dict)
 from gradwire._loss_scale import LossScale
+from gradwire._mesh import other_dimensions, root_of
 from gradwire._process_group import TIMEOUT_S, Origin, communicator
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
@@ -93,6 +94,10 @@ class Hook(HookBuckets):
                                           "which the hook must average: leave process_group out")
         super().__init__("fp32" if auto is not None else spec, seed, auto)
         self._keeps_copies = min_ranks > 0
+        # The rank's place on other mesh dimensions than data parallelism, if DDP knows the mesh.
+        is_ddp = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        mesh = getattr(model, "device_mesh", None) if is_ddp else None
+        self._mesh = other_dimensions([(mesh, root_of(mesh))]) if mesh is not None else {}
         self._process_group = process_group
         self._timeout_s = timeout_s
         self._comm = comm
@@ -253,8 +258,9 @@ class Hook(HookBuckets):
 
         Returns:
             {"version", "identity", "steps", "spec", "tensors": {name: {"rows", "cols", "state": {kind:
-            tensor}}}}, with 1-D CPU tensors of kind "residual", PowerSGD's "factor", ...; and "others": [the
-            other ranks' states].
+            tensor}}}}, with 1-D CPU tensors of kind "residual", PowerSGD's "factor", ...; "others": [the other
+            ranks' states]; and with DistributedDataParallel(device_mesh=...) "mesh": {name of each other mesh
+            dimension: (rank, ranks)}. Rank 0 of each DDP process group gets its group's states.
 
         Raises:
             CommFailed: a rank did not call state_dict() within timeout_s. After 10 s a warning names that
@@ -267,6 +273,7 @@ class Hook(HookBuckets):
         self._worker.drain()
         state = to_dict(self._collect(lambda index: True) or State("", 0, {}), self._named_spec(),
                         self._place())
+        state.update({"mesh": self._mesh} if self._mesh else {})
         if not gather or self._elastic is not None or self._comm is None or not self._comm._key:
             return state
         return gathered(state, self._process_group, self._comm._key, self._timeout_s)
@@ -285,14 +292,15 @@ class Hook(HookBuckets):
                 over all ranks is preserved.
 
         Raises:
-            BadArgument: a state is of another version, spec or model, or a state that is needed is missing.
+            BadArgument: a state is of another version, spec, mesh or model, a state that is needed is missing,
+                or several are of one rank.
         """
         states = as_list(state)
         saved = states[0]["spec"]
         # A state from before the choice is one of FP32, which every spec continues.
         auto = self._auto is not None and (is_request(saved) or
                                            without_dense(saved) in self._auto.request.specs)
-        chosen = for_rank(states, saved if auto else self._named_spec(), self._place())
+        chosen = for_rank(states, saved if auto else self._named_spec(), self._place(), self._mesh)
         if self._names.are_a_models:
             check_names(chosen, self._names.all())
         self._worker.drain()

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from gradwire import _native
 from gradwire._buckets import Layout, is_number
 from gradwire._memory import address_of
+from gradwire._mesh import Place as MeshPlace
+from gradwire._mesh import described, states_here
 from gradwire._process_group import global_rank, normal_tensors
 from gradwire._spec import split
 from gradwire._state import Entry, State, TensorState
@@ -214,16 +216,18 @@ def ranks_for(place: Place, saved_world: int) -> List[int]:
     return list(range(place.rank, saved_world, place.world)) or [place.rank % saved_world]
 
 
-def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> StateDict:
+def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place], mesh: MeshPlace) -> StateDict:
     """Returns the state for `place`: the rank's saved state, or its share of another world size's states.
 
     Args:
         states: states that ranks saved.
         spec: the hook's spec.
         place: None if there is no process group yet. `states` must then be this rank's state alone.
+        mesh: the rank's place on the mesh's other dimensions.
 
     Raises:
-        BadArgument: a state is of another version or spec, or a state that is needed is missing.
+        BadArgument: a state is of another version, spec or mesh, a state that is needed is missing, or
+            several are of one rank.
     """
     for state in states:
         if state.get("version") != 2:
@@ -234,32 +238,31 @@ def for_rank(states: Sequence[StateDict], spec: str, place: Optional[Place]) -> 
             raise _native.BadArgument("the state has no tensors. torch.distributed.checkpoint drops them "
                                       "from hook.state_dict(), which differs between ranks: save "
                                       "hook.checkpoint()")
-    by_rank = {p.rank: (p, s) for p, s in ((_place_in(s["identity"]), s) for s in states) if p is not None}
+    placed = [(p, s) for p, s in ((_place_in(s["identity"]), s) for s in states) if p is not None]
     # Before the first step, or backward() compares the states later.
-    if len(states) == 1 and (place is None or not by_rank):
+    if len(states) == 1 and (place is None or not placed):
         return states[0]
     if place is None:
         raise _native.BadArgument(f"cannot load states of {len(states)} ranks without a process group: call "
                                   "torch.distributed.init_process_group() first")
-    if not by_rank:
+    if not placed:
         return states[0]
-    worlds = sorted({p.world for p, _ in by_rank.values()})
-    if len(worlds) > 1:
-        raise _native.BadArgument(f"the states are of runs with {' and '.join(map(str, worlds))} ranks: load "
-                                  "the states of one run")
-    wanted = ranks_for(place, worlds[0])
-    missing = [Place(r, worlds[0]) for r in wanted if r not in by_rank]
+    here = states_here([s for _, s in placed], [{"rank": p} for p, _ in placed], mesh)
+    by_rank = {p.rank: s for p, s in placed if any(s is one for one in here)}
+    world = placed[0][0].world
+    wanted = ranks_for(place, world)
+    missing = [Place(r, world) for r in wanted if r not in by_rank]
     if missing:
         raise _native.BadArgument(
             f"{place} needs the state of {missing[0]}, but got the states of ranks "
             f"{', '.join(map(str, sorted(by_rank)))}: "
             + "call hook.state_dict() on every rank and save rank 0's result, "
-            + ("load each rank's own state" if place.world == worlds[0]
-               else f"pass a list of all {worlds[0]} states")
+            + ("load each rank's own state" if place.world == world
+               else f"pass a list of all {world} states")
             + ", or use hook.checkpoint() with torch.distributed.checkpoint")
-    if place.world == worlds[0]:
-        return by_rank[place.rank][1]
-    return _merged([by_rank[r][1] for r in wanted], with_residuals=place.rank < worlds[0])
+    if place.world == world:
+        return by_rank[place.rank]
+    return _merged([by_rank[r] for r in wanted], with_residuals=place.rank < world)
 
 
 def _merged(states: List[StateDict], with_residuals: bool) -> StateDict:
@@ -297,26 +300,32 @@ class Checkpoint:
         self._hook, self._load_from = hook, load_from
 
     def state_dict(self) -> Dict[str, RankState]:
-        """Returns {"rank R of N": that rank's state}. For loading, the keys select the states to read."""
+        """Returns {"rank R of N": that rank's state}; with tensor parallelism "rank R of N; tp ...". For loading, the keys select the states to read."""
         place = self._hook._place()
         if place is None:
             raise _native.BadArgument("hook.checkpoint() needs torch.distributed.init_process_group() first")
         if self._load_from is None:
-            return {str(place): RankState(self._hook.state_dict(gather=False))}
+            return {f"{place}{self._others()}": RankState(self._hook.state_dict(gather=False))}
         world = self._saved_world(place)
-        return {str(Place(rank, world)): RankState() for rank in ranks_for(place, world)}
+        return {f"{Place(rank, world)}{self._others()}": RankState() for rank in ranks_for(place, world)}
+
+    def _others(self) -> str:
+        """Returns the end of a key that names the rank's place on other mesh dimensions."""
+        return f"; {described(self._hook._mesh)}" if self._hook._mesh else ""
 
     def _saved_world(self, place: Place) -> int:
         reader = self._load_from
         if not hasattr(reader, "read_metadata"):
             from torch.distributed.checkpoint import FileSystemReader
             reader = FileSystemReader(reader)
-        places = [_place_in(key) for key in reader.read_metadata().state_dict_metadata]
+        places = [_place_in(key) for key in reader.read_metadata().state_dict_metadata
+                  if key.partition("; ")[2] == self._others()[2:]]
         worlds = sorted({p.world for p in places if p is not None})
         if place.world in worlds:
             return place.world
         if len(worlds) != 1:
-            raise _native.BadArgument(f"cannot load the hook of {place} from {self._load_from!r}, which has "
+            raise _native.BadArgument(f"cannot load the hook of {place}{self._others()} from "
+                                      f"{self._load_from!r}, which has "
                                       f"hooks of {worlds or 'no'} ranks: expected a checkpoint of "
                                       "hook.checkpoint() from one world size")
         return worlds[0]
@@ -333,6 +342,8 @@ class Checkpoint:
 def as_list(state: Union[StateDict, Sequence[StateDict]]) -> List[StateDict]:
     """Returns a list of one or several states, and the states gathered in each as "others"."""
     given = [state] if isinstance(state, dict) else list(state)
+    # In a list of all ranks' results of hook.state_dict(), rank 0's has the others.
+    given = [one for one in given if "others" in one] or given
     states: List[StateDict] = []
     for one in given:
         states.append({key: value for key, value in one.items() if key != "others"})

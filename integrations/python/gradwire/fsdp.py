@@ -28,6 +28,7 @@ from gradwire._fsdp_params import fsdp_module_class, name_of, param_groups, plai
 from gradwire._fsdp_residual import MODES, Residual
 from gradwire._fsdp_state import chosen
 from gradwire._loss_scale import follow
+from gradwire._mesh import Place, other_dimensions, root_of, states_here
 from gradwire._process_group import TIMEOUT_S
 from gradwire._spec import encoded_once
 
@@ -285,12 +286,18 @@ class Compression:
         for low_rank in self._low_ranks():
             low_rank.settle(skipped)
 
-    def _place(self) -> Dict[str, Tuple[int, int]]:
+    def _place(self) -> Place:
         mesh = self._groups[0].theirs.mesh_info
         replica = (0, 1)
         if hasattr(mesh, "replicate_mesh_rank"):
             replica = (mesh.replicate_mesh_rank, mesh.replicate_mesh_size)
         return {"shard": (mesh.shard_mesh_rank, mesh.shard_mesh_size), "replica": replica}
+
+    def _other_dimensions(self) -> Place:
+        meshes = {(group.theirs.mesh_info.mesh, around) for group in self._groups for around in (
+            root_of(group.theirs.mesh_info.mesh),
+            *(param.sharded_param.device_mesh for param in group.theirs.fsdp_params))}
+        return other_dimensions(meshes)
 
     def state_dict(self) -> Dict[str, Any]:
         """Returns this rank's residuals by parameter, for torch.save(). Every rank saves its own.
@@ -298,11 +305,13 @@ class Compression:
         Call it between steps.
 
         Returns:
-            {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "parameters":
-            names of parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the
-            parameter's whole shape, and with HSDP "replica_residual": float32 of this rank's shard, padded,
-            1-D; with PowerSGD "factor": Q, (columns, rank), and "factor_steps"}}}, on the CPU. "tensors"
-            lacks parameters that had no gradient yet, but for "factor_steps".
+            {"version": 1, "gradients": spec, "shard": (rank, ranks), "replica": (rank, ranks), "mesh": {name
+            of each other mesh dimension, such as tensor parallelism's: (rank, ranks)}, "parameters": names of
+            parameters with error feedback, "tensors": {name: {"steps", "residual": float32 of the parameter's
+            whole shape (with tensor parallelism, of this rank's part), and with HSDP "replica_residual":
+            float32 of this rank's shard, padded, 1-D; with PowerSGD "factor": Q, (columns, rank), and
+            "factor_steps"}}}, on the CPU. "tensors" lacks parameters that had no gradient yet, but for
+            "factor_steps".
 
         Raises:
             BadHandle: close() was called.
@@ -328,7 +337,7 @@ class Compression:
                         entry.update({"factor": factors[name]} if name in factors else {})
         undecided = {"undecided": True} if self._auto is not None and self._auto.choice is None else {}
         return {"version": 1, "gradients": self._options.gradients, **undecided, **self._place(),
-                "parameters": self._kept(), "tensors": tensors}
+                "mesh": self._other_dimensions(), "parameters": self._kept(), "tensors": tensors}
 
     def load_state_dict(self, state: Union[Dict[str, Any], Sequence[Dict[str, Any]]]) -> None:
         """Restores residuals. Call it between steps.
@@ -340,9 +349,11 @@ class Compression:
                 size. Rank r of n then loads the sum of the residuals of ranks r, r + n, r + 2n, ..., and
                 needs only these states. The sum over all ranks is preserved. Residuals of HSDP's replicas are
                 added to the other residuals. PowerSGD's are added likewise for replicas in place of ranks.
+                The sizes of other mesh dimensions, such as tensor parallelism's, must be those of the states.
 
         Raises:
-            BadArgument: a state is of another version, rank or model, or a state that is needed is missing.
+            BadArgument: a state is of another version, mesh, rank or model, a state that is needed is missing,
+                or several are of one rank.
             BadHandle: close() was called.
         """
         self._check_open()
@@ -350,6 +361,8 @@ class Compression:
         if not states or any(s.get("version") != 1 for s in states):
             raise _native.BadArgument(f"the states have versions {[s.get('version') for s in states]}; this "
                                       "package reads version 1")
+        states = states_here(states, [{kind: s[kind] for kind in ("shard", "replica")} for s in states],
+                             self._other_dimensions())
         adopts = self._auto is not None and self._auto.choice is None and not states[0].get("undecided")
         if self._auto is not None and adopts:
             self._auto.adopt(states[0]["gradients"])
