@@ -18,13 +18,15 @@ import fsdp_low_rank
 import fsdp_loss_scale
 import fsdp_mesh
 import fsdp_numbers
+import fsdp_rule
 import fsdp_types
 import fsdp_undo
+import fsdp_unused
 
 SCENARIOS = {
     name: function
     for module in (fsdp_auto, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_mesh,
-                   fsdp_numbers, fsdp_types, fsdp_undo)
+                   fsdp_numbers, fsdp_rule, fsdp_types, fsdp_undo, fsdp_unused)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__
 }

@@ -64,7 +64,7 @@ def compress(model: torch.nn.Module, gradients: str = "int8", weights: str = "bf
             no parameters. Otherwise names with shell wildcards, for any format except fp32; the name "auto"
             means the parameters of True.
         replicas: format of HSDP's allreduce over replicas: a wire format, or "powersgd:rank=R" with options.
-            None: the format of gradients.
+            None: the format of gradients. PowerSGD's dense parameters are those of the DDP hook.
         timeout_s: the longest wait for a peer. After it, or when a peer dies, forward() or backward() raises
             CommFailed on every rank that waits.
         seed: for the stochastic rounding of residuals in bf16 and int8.
