@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Tests that what a program sets for all its tensors changes no result: default types, devices, inference mode.
+"""Tests that default types, default devices and inference mode change no result.
 
 usage: defaults_test.py WORLD
 
@@ -26,12 +26,13 @@ if "RANK" in os.environ:
     import gradwire.torch
     from rank import RANK, WORLD, check, say
 
-    Inside = Callable[[], ContextManager[Any]]  # around calls that make or load something, but not around backward
+    Inside = Callable[[], ContextManager[Any]]  # around what makes or loads something, not backward
 
 
 def values(*shape: int, seed: int = 0, dtype: Any = None) -> Any:
     generator = torch.Generator("cpu").manual_seed(100 * seed + RANK)
-    return torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator).to(dtype or torch.float32)
+    numbers = torch.randn(shape, dtype=torch.float32, device="cpu", generator=generator)
+    return numbers.to(dtype or torch.float32)
 
 
 class Run:
@@ -144,7 +145,8 @@ def dion(inside: Inside) -> List[Any]:
 def backend(inside: Inside) -> List[Any]:
     name = f"defaults{len(dist.Backend.backend_list)}"
     with inside():
-        gradwire.torch.register_backend("int8", reduce_scatter="int8", all_gather="bf16", min_bytes=0, name=name)
+        gradwire.torch.register_backend("int8", reduce_scatter="int8", all_gather="bf16", min_bytes=0,
+                                        name=name)
         group = dist.new_group(backend=name)
         whole, part = values(64), values(64 // WORLD)
         parts = [values(64 // WORLD) for _ in range(WORLD)]
