@@ -8,8 +8,8 @@
 // of the dense tensors' FP32 bytes in the formats whose default is dense=auto. The copies of dense tensors
 // move 20 bytes per element.
 //
-// A bucket of only dense tensors is reduced by one allreduce in place. BF16 gradients, too, are summed in FP32:
-// BF16 on the wire would round the partial sum at each hop, in a ring of 16 ranks to three times the error.
+// A bucket of only dense tensors is reduced by one allreduce in place. BF16 gradients are also summed in
+// FP32: BF16 on the wire would round the sum at each hop, in a ring of 16 ranks to three times the error.
 #include <fmt/format.h>
 #include <fnmatch.h>
 

@@ -1,6 +1,6 @@
-// Leaves tensors alone that no rank used in a step, as frameworks do: a tensor whose gradient is zero on every
-// rank gets a gradient of zero, and its state (residual, momentum, estimates, factors) keeps its bits. Without
-// this codec the residual would be sent in a mean that DistributedDataParallel throws away.
+// Leaves tensors alone that no rank used in a step, as frameworks do: a tensor whose gradient is zero on
+// every rank gets a gradient of zero, and its state (residual, momentum, estimates, factors) keeps its bits.
+// Without this codec the residual would be sent in a mean that DistributedDataParallel throws away.
 //
 // Ranks add up one float per tensor before each step. The state of an unused tensor is copied to the host
 // before the step and back after it. On CUDA the host waits for both, so steps cannot be captured in a graph.

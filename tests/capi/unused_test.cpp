@@ -65,7 +65,8 @@ TEST(CApi, RanksMustAgreeToSkipUnusedTensors) {
     auto how = capi::options();
     how.skip_unused = rank;
     gw_reducer reducer = nullptr;
-    GW_EXPECT_FAILS(GW_COMM_FAILED, "skip_unused", capi::create_reducer(comm, "int8", Model().tensors(), &how, &reducer));
+    GW_EXPECT_FAILS(GW_COMM_FAILED, "skip_unused",
+                    capi::create_reducer(comm, "int8", Model().tensors(), &how, &reducer));
   });
 }
 

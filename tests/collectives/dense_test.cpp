@@ -101,8 +101,8 @@ TEST_P(DenseTensors, BucketsOfDenseTensorsOnlyAreAnFp32Allreduce) {
   EXPECT_EQ(all.wire_bytes, fp32.wire_bytes);
 }
 
-// Returns rank 0's mean, in BF16, of a vector of BF16 values in a bucket with a matrix. `dtype` is the type of
-// the gradients.
+// Returns rank 0's mean, in BF16, of a vector of BF16 values in a bucket with a matrix. `dtype` is the type
+// of the gradients.
 std::vector<uint16_t> mean_of_bf16(const std::string& spec, DType dtype, int64_t bucket_bytes) {
   std::vector<uint16_t> mean;
   run_ranks(4, Device::host(), [&](Communicator& comm) {
@@ -139,7 +139,8 @@ TEST(Dense, Bf16GradientsGetTheBitsOfTheRoundedFp32MeanInEverySchedule) {
     for (const std::string schedule : {"two_shot", "ring", "tree", "hierarchical"}) {
       for (const int64_t bucket_bytes : {int64_t{1}, kOneBucket}) {
         const std::string whole = spec + "schedule=" + schedule;
-        EXPECT_EQ(mean_of_bf16(whole, DType::bf16, bucket_bytes), mean_of_bf16(whole, DType::f32, bucket_bytes))
+        EXPECT_EQ(mean_of_bf16(whole, DType::bf16, bucket_bytes),
+                  mean_of_bf16(whole, DType::f32, bucket_bytes))
             << whole << bucket_bytes;
       }
     }

@@ -96,7 +96,8 @@ void run_rank(Communicator& comm, const std::string& spec, int steps, RankRun& r
       if (given) rank.reducer.ready(static_cast<int>(i), rank.stream);
     }
     rank.reducer.wait(rank.stream);
-    run.last_result = to_host(rank.stream, rank.reducer.gradients().as<const float>(), rank.reducer.elements());
+    run.last_result =
+        to_host(rank.stream, rank.reducer.gradients().as<const float>(), rank.reducer.elements());
     testing::add_to(sums.applied, run.last_result);
     expect_kept(rank, comm.world(), spec, s, before);
     for (size_t i = 0; i < gradients.size(); ++i) {

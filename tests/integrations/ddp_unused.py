@@ -13,8 +13,8 @@ from gradwire.torch import Hook, allreduce_hook
 
 from rank import RANK, WORLD, check, say
 
-SPECS = ["int8", "int4:rotate=hadamard", "fp8", "topk:k=4,of=64", "powersgd:rank=2", "powersgd:rank=2,alternate=on",
-         "randk:ratio=0.1", "sign", "int4:residual=bf16"]
+SPECS = ["int8", "int4:rotate=hadamard", "fp8", "topk:k=4,of=64", "powersgd:rank=2",
+         "powersgd:rank=2,alternate=on", "randk:ratio=0.1", "sign", "int4:residual=bf16"]
 
 
 class Experts(nn.Module):
@@ -102,7 +102,7 @@ def train_experts(spec: str, steps: int = 240) -> float:
         loss = (ddp(inputs, expert) - target(inputs, expert).detach()).square().mean()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     hook.close()
     return sum(losses[-40:]) / 40
 

@@ -1,4 +1,4 @@
-"""Tests that states name every mesh dimension: data parallel ranks beside tensor and pipeline parallel ones."""
+"""Tests that states name every mesh dimension, such as those of tensor and pipeline parallelism."""
 from __future__ import annotations
 
 import tempfile
@@ -52,7 +52,8 @@ def _mesh(**dimensions: int) -> Any:
 
 def _train(model: nn.Module, mesh: Any) -> None:
     """Makes a backward. The input differs between ranks, but for ranks of tensor parallelism."""
-    generator = torch.Generator().manual_seed(mesh.get_local_rank("dp") if "tp" in mesh.mesh_dim_names else RANK)
+    seed = mesh.get_local_rank("dp") if "tp" in mesh.mesh_dim_names else RANK
+    generator = torch.Generator().manual_seed(seed)
     model(torch.randn(4, WIDTH, generator=generator)).square().mean().backward()
 
 
@@ -145,7 +146,8 @@ def other_data_parallel_ranks_keep_each_tensor_parallel_ranks_sum() -> None:
     loaded = _sharded(hybrid, "replicas", "shards")[1]
     loaded.load_state_dict(states)
     for name, total in _sums(loaded, hybrid.get_group("replicas")).items():
-        check(torch.allclose(total, sums[name], rtol=0, atol=1e-7) and float(total.norm()) > 0, f"{name}: the sum")
+        check(torch.allclose(total, sums[name], rtol=0, atol=1e-7) and float(total.norm()) > 0,
+              f"{name}: the sum")
     for h in (handle, loaded):
         h.close()
     say("loaded with other data parallel ranks, each tensor parallel rank keeps its sum of residuals")
@@ -162,7 +164,8 @@ def the_hooks_state_names_its_tensor_parallel_rank() -> None:
     for given in (gathered, [*gathered[:2]], gathered[tp], state):
         other.load_state_dict(given)
         check(_same_tensors(other.state_dict(gather=False), state), "another rank's state")
-    refused(lambda: other.load_state_dict(gathered[1 - tp]), gradwire.BadArgument, f"this rank is tp {tp} of 2")
+    refused(lambda: other.load_state_dict(gathered[1 - tp]), gradwire.BadArgument,
+            f"this rank is tp {tp} of 2")
     refused(lambda: other.load_state_dict([state, state]), gradwire.BadArgument, "2 states for 1 places")
     with tempfile.TemporaryDirectory() as made:
         folder = _everybodys(made)[0]

@@ -24,7 +24,8 @@ def the_library_and_fsdp_compress_the_same_matrices() -> None:
             library = gradwire.Reducer(world, spec, [(n, s[0], math.prod(s[1:])) for n, s in shapes.items()])
             own = gradients_of(1, 0, shapes)
             library.allreduce([g.clone() for g in own.values()])
-            theirs = {name for name, t in unpack(library.save_state()).tensors.items() if "factor" in t.entries}
+            tensors = unpack(library.save_state()).tensors
+            theirs = {name for name, t in tensors.items() if "factor" in t.entries}
             run = Sharded(mesh, spec, shapes)
             run.step(own)
             check(run.factors().keys() == theirs, f"{spec}: {sorted(run.factors().keys() ^ theirs)}")

@@ -56,7 +56,8 @@ def _violation(mesh: Any, blockwise: bool, arguments: Dict[str, Any]) -> float:
             i, short = int(name.split(".")[1]), name.rpartition(".")[2]
             if i not in own:
                 for kind in {"residual", "replica_residual", "factor"} & before.get(name, {}).keys():
-                    check(torch.equal(before[name][kind], after[name][kind]), f"{kind} of {name}, step {step}")
+                    check(torch.equal(before[name][kind], after[name][kind]),
+                          f"{kind} of {name}, step {step}")
                 continue
             went_in = WORLD * mean({short: own[i][short]})[short]
             lost[name] = lost.get(name, 0) + went_in - WORLD * whole(parameter.grad).double()
@@ -72,8 +73,8 @@ def unused_parameters_keep_their_state_and_lose_nothing() -> None:
     cases: Tuple[Tuple[Any, Dict[str, Any]], ...] = tuple(
         (None, {"gradients": spec}) for spec in ("int8", "int4:rotate=hadamard", "topk:k=4,of=64"))
     cases += tuple((mesh, {"gradients": gradients, "replicas": replicas}) for mesh in meshes()
-                   for gradients, replicas in (("fp32", "powersgd:rank=2"), ("int8", "powersgd:rank=2,wire=int8"),
-                                               ("int8", "int4")))
+                   for gradients, replicas in (("fp32", "powersgd:rank=2"), ("int8", "int4"),
+                                               ("int8", "powersgd:rank=2,wire=int8")))
     for mesh, arguments in cases:
         for blockwise in (True, False):
             worst = _violation(mesh, blockwise, arguments)

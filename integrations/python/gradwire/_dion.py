@@ -157,12 +157,14 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         used = torch.tensor(flags, dtype=like.dtype, device=like.device)
         stream = torch.cuda.current_stream(like.device).cuda_stream if like.is_cuda else 0
         reducer.allreduce([*grads, used], stream)
-        # The mean of the flags is the same on all ranks, which therefore skip the same parameters.
-        for (name, group, p), grad, is_used in zip(parameters, grads, used.tolist()):
+        # The mean of the flags, which may have the error of a bf16 wire, is the same on all ranks. So they
+        # skip the same parameters.
+        world = self._place()[1]
+        for (name, group, p), grad, mean in zip(parameters, grads, used.tolist()):
             is_matrix = name.startswith("matrix")
             if is_matrix:
                 self.state[p]["step"] = self.state[p]["step"] + 1  # counts the exchanges
-            if not is_used:
+            if mean * world < 0.5:
                 continue
             if p.requires_grad:
                 p.grad = grad

@@ -300,7 +300,10 @@ class Checkpoint:
         self._hook, self._load_from = hook, load_from
 
     def state_dict(self) -> Dict[str, RankState]:
-        """Returns {"rank R of N": that rank's state}; with tensor parallelism "rank R of N; tp ...". For loading, the keys select the states to read."""
+        """Returns {"rank R of N": that rank's state}. For loading, the keys select the states to read.
+
+        With tensor parallelism, for example, the key is "rank R of N; tp T of M".
+        """
         place = self._hook._place()
         if place is None:
             raise _native.BadArgument("hook.checkpoint() needs torch.distributed.init_process_group() first")

@@ -33,7 +33,8 @@ def other_dimensions(meshes: Iterable[Tuple[Any, Any]]) -> Place:
 
 
 def described(place: Place) -> str:
-    return ", ".join(f"{name} {rank} of {ranks}" for name, (rank, ranks) in place.items()) or "data parallel ranks only"
+    each = ", ".join(f"{name} {rank} of {ranks}" for name, (rank, ranks) in place.items())
+    return each or "data parallel ranks only"
 
 
 def states_here(states: Sequence[Dict[str, Any]], places: Sequence[Place],
@@ -53,8 +54,8 @@ def states_here(states: Sequence[Dict[str, Any]], places: Sequence[Place],
     whole = [described({**place, **other}) for place, other in zip(places, others)]
     for place, text, other in zip(places, whole, others):
         if (_sizes(place), _sizes(other)) != (_sizes(places[0]), _sizes(others[0])):
-            raise _native.BadArgument(f"the states are of runs with {whole[0]} and with {text}: load the states "
-                                      "of one run")
+            raise _native.BadArgument(f"the states are of runs with {whole[0]} and with {text}: load the "
+                                      "states of one run")
         if whole.count(text) > 1:
             raise _native.BadArgument(f"{len(states)} states for {len(set(whole))} places: several are of "
                                       f"{text}. Pass the states of one run, each rank's once")
@@ -66,10 +67,10 @@ def states_here(states: Sequence[Dict[str, Any]], places: Sequence[Place],
         raise _native.BadArgument(f"this rank is {described(mine)}, but the states are of {got}: load each "
                                   "rank's own state, or pass a list of all ranks' states")
     raise _native.BadArgument(
-        f"the states are of another mesh: they are of {got}; this rank is of {described(mine)}. Only the number "
-        "of data parallel ranks may change"
-        + ("" if others[0] else ". An earlier version did not save these dimensions: if it saved the state on "
-           f"this rank, set state['mesh'] = {mine}"))
+        f"the states are of another mesh: they are of {got}; this rank is of {described(mine)}. Only the "
+        "number of data parallel ranks may change"
+        + ("" if others[0] else ". An earlier version did not save these dimensions: if it saved the state "
+           f"on this rank, set state['mesh'] = {mine}"))
 
 
 def _sizes(place: Place) -> Place:
