@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_auto
+import fsdp_defaults
 import fsdp_failures
 import fsdp_features
 import fsdp_low_rank
@@ -25,8 +26,8 @@ import fsdp_unused
 
 SCENARIOS = {
     name: function
-    for module in (fsdp_auto, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank, fsdp_mesh,
-                   fsdp_numbers, fsdp_rule, fsdp_types, fsdp_undo, fsdp_unused)
+    for module in (fsdp_auto, fsdp_defaults, fsdp_failures, fsdp_features, fsdp_loss_scale, fsdp_low_rank,
+                   fsdp_mesh, fsdp_numbers, fsdp_rule, fsdp_types, fsdp_undo, fsdp_unused)
     for name, function in vars(module).items()
     if callable(function) and getattr(function, "__module__", "") == module.__name__
 }
