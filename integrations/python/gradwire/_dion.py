@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import ctypes
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 
 from gradwire._communicator import Communicator
 from gradwire._hook_state import entry_of, tensor_of
-from gradwire._native import BadArgument
-from gradwire._process_group import communicator
+from gradwire._native import BadArgument, integer
+from gradwire._process_group import communicator, normal_tensors
 from gradwire._reducer import Reducer
 from gradwire._spec import is_plain, stays_dense
 from gradwire._state import pack, unpack
@@ -74,6 +75,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
                  orth: bool = False, weight_decay: float = 0.01, wire: str = "fp32", adamw_lr: float = 1e-3,
                  betas: Tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
                  comm: Optional[Communicator] = None, seed: int = 0) -> None:
+        rank, seed = integer(rank, "rank"), integer(seed, "seed", ctypes.c_uint64)
         name, _, options = wire.partition(":")
         if "dense=" in options:
             raise ValueError(f"wire={wire!r}: use no dense=; the groups' algorithm decides")
@@ -99,7 +101,8 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
-        self._begin_states(self.param_groups[-1])
+        with normal_tensors():
+            self._begin_states(self.param_groups[-1])
 
     def _check(self, group: Dict[str, Any]) -> None:
         if group["algorithm"] not in ("dion", "adamw"):
@@ -326,6 +329,7 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         Args:
             to: as in ZeroRedundancyOptimizer; every rank has the whole state.
         """
+        integer(to, "to")
         self._park()
         for _, group, p in self._parameters():
             state = self.state[p]
@@ -340,6 +344,10 @@ class Dion(torch.optim.Optimizer):  # type: ignore[misc]  # Any without torch's 
         Raises:
             BadArgument: the state lacks this rank's momentum, or is of another optimizer, rank= or model.
         """
+        with normal_tensors():  # steps change them
+            self._load(state_dict)
+
+    def _load(self, state_dict: Dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         if "gradwire" in state_dict or not all("algorithm" in group for group in groups):
             raise BadArgument("the state is of another optimizer, or of Dion in an earlier version of "
