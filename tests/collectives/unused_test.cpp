@@ -120,7 +120,8 @@ TEST_P(UnusedTensors, KeepTheirStateAndNothingIsLost) {
   // With other policies the results are not the gradients: momentum, estimates, a residual that is forgotten.
   const bool sums_up = policy.feedback == ResidualPolicy::Feedback::on && policy.decay == 1 &&
                        policy.momentum == 0 && parsed.method != CompressionSpec::Method::dion;
-  for (int world : {2, 3, 4}) {
+  // Pretended GPUs are slow.
+  for (int world : device.is_host() ? std::vector<int>{2, 3, 4} : std::vector<int>{2}) {
     SCOPED_TRACE(fmt::format("world of {}", world));
     std::vector<RankRun> ranks(static_cast<size_t>(world));
     run_ranks(world, device,
@@ -128,6 +129,13 @@ TEST_P(UnusedTensors, KeepTheirStateAndNothingIsLost) {
     for (const RankRun& rank : ranks) EXPECT_TRUE(same_bits(rank.last_result, ranks[0].last_result));
     if (sums_up) testing::expect_balance(spec, ranks, &RankRun::all_steps, 1e-5);
   }
+}
+
+// The host and one GPU.
+std::vector<Device> devices() {
+  std::vector<Device> all = available_devices();
+  all.resize(std::min<size_t>(all.size(), 2), Device::host());
+  return all;
 }
 
 std::vector<std::string> specs() {
@@ -142,8 +150,7 @@ std::vector<std::string> specs() {
 }
 
 INSTANTIATE_TEST_SUITE_P(On, UnusedTensors,
-                         ::testing::Combine(::testing::ValuesIn(available_devices()),
-                                            ::testing::ValuesIn(specs())),
+                         ::testing::Combine(::testing::ValuesIn(devices()), ::testing::ValuesIn(specs())),
                          case_name);
 
 }  // namespace
