@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 import struct
+import sys
 import types
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any, Callable, Iterator, List, Optional
@@ -94,15 +95,43 @@ class Stream:
         return done
 
 
-class Array:
-    """A contiguous array on a device, or on the host (device=None). Gradwire treats the array as a PyTorch
-    tensor."""
+class Tensor:
+    """What Gradwire asks of PyTorch's tensors, in addition to Array's functions."""
+
+    layout = "strided"
+
+    def __torch_dispatch__(self) -> None:
+        raise NotImplementedError
+
+    def untyped_storage(self) -> Any:
+        return types.SimpleNamespace(nbytes=lambda: self.bytes)
+
+    storage = untyped_storage
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def element_size(self) -> int:
+        return self.bytes // max(self.count, 1)
+
+    def is_neg(self) -> bool:
+        return False
+
+
+# These tests do without PyTorch, and Gradwire takes tensors of PyTorch only.
+_torch: Any = types.ModuleType("torch")
+_torch.Tensor, _torch.strided = Tensor, Tensor.layout
+sys.modules["torch"] = _torch
+
+
+class Array(Tensor):
+    """A contiguous array on a device, or on the host (device=None), as a PyTorch tensor."""
 
     SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
     def __init__(self, device: Optional[int], values: List[float], dtype: str = "float32") -> None:
         self.device = types.SimpleNamespace(type="cpu" if device is None else "cuda", index=device)
-        self.dtype = f"torch.{dtype}"
+        self.is_cuda, self.dtype = device is not None, f"torch.{dtype}"
         self.count, self.bytes = len(values), len(values) * self.SIZES[dtype]
         self.encoded = encode(values, dtype)
         self.host = ctypes.create_string_buffer(self.encoded, self.bytes)
