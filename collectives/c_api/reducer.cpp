@@ -157,10 +157,14 @@ void ApiReducer::allreduce(void* const* given, void* native_stream) {
   comm->wait_or_notify([&] { reducer.wait(caller); });
 }
 
-void ApiReducer::ready(int32_t tensor, void* native_stream) {
+void ApiReducer::begin_step() {
   require(addresses_known_,
           "the gradients' addresses are unknown: set gw_tensor.grad, or call gw_reducer_allreduce first");
   announce_loaded_state();
+}
+
+void ApiReducer::ready(int32_t tensor, void* native_stream) {
+  begin_step();
   const Stream caller = comm->caller_stream(native_stream);
   add_unsent(tensor, caller);
   reducer.ready(tensor, caller);
@@ -168,6 +172,7 @@ void ApiReducer::ready(int32_t tensor, void* native_stream) {
 }
 
 void ApiReducer::wait(void* native_stream) {
+  if (reducer.skips_unused()) begin_step();  // perhaps no tensor was marked ready
   comm->wait_or_notify([&] { reducer.wait(comm->caller_stream(native_stream)); });
   ready_ = 0;
 }

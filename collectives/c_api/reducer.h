@@ -57,6 +57,7 @@ struct ApiReducer {
 
   // Compares the loaded states of all ranks in the first step after a load. Defined in loaded_state.cpp.
   void announce_loaded_state();
+  void begin_step();  // checks the addresses, and announces the state
   void refuse_residuals_loaded_twice() const;
   // Adds the tensor's residual in unsent_ to its gradient, and removes it from unsent_.
   void add_unsent(int32_t tensor, const Stream& stream);

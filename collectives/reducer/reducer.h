@@ -139,6 +139,7 @@ class Reducer {
   // step are then the stats of the later step. Steps repeat with period(), so a graph can replace only steps
   // with the same remainder: with a period of 2, a graph captured in an even step can replace even steps.
   int64_t steady_from() const;
+  bool skips_unused() const { return options_.skip_unused; }
   int64_t period() const;
   void replayed(int64_t captured);
 

@@ -60,6 +60,16 @@ TEST(CApi, TensorsThatAreNeverMarkedReadyKeepTheirResiduals) {
   }
 }
 
+TEST(CApi, AStepWithoutGradientsIsRefused) {
+  capi::run_ranks(2, [&](gw_comm comm, int) {
+    auto how = capi::options();
+    how.skip_unused = 1;
+    capi::Reducer reducer(nullptr);
+    GW_ASSERT_OK(capi::create_reducer(comm, "int8", Model().tensors(), &how, &reducer.handle));
+    GW_EXPECT_BAD("set gw_tensor.grad", gw_reducer_wait(reducer.handle, nullptr, nullptr));
+  });
+}
+
 TEST(CApi, RanksMustAgreeToSkipUnusedTensors) {
   capi::run_ranks(2, [&](gw_comm comm, int rank) {
     auto how = capi::options();
