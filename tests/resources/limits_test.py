@@ -69,12 +69,12 @@ class Limits(CommandTest):
         arguments = ["train", *synthetic("--steps", "2", "--timeout-s", "6")]
         others = [self.start(*arguments, env=self.launch(r, 12, port)) for r in range(1, 12)]
         begin = time.monotonic()
-        first = self.start(*arguments, limits=[(resource.RLIMIT_NOFILE, 20)], env=self.launch(0, 12, port))
+        first = self.start(*arguments, limits=[(resource.RLIMIT_NOFILE, 16)], env=self.launch(0, 12, port))
         _, err = first.communicate(timeout=40)
         self.assertLess(time.monotonic() - begin, 30)
         self.assertEqual(first.returncode, 1)
         self.assertIn(
-            "rank 0 cannot accept a connection: Too many open files; this process may have 20 (ulimit -n)",
+            "rank 0 cannot accept a connection: Too many open files; this process may have 16 (ulimit -n)",
             err)
         # Joiners may reach their deadline while rank 0 has no descriptor for them, and connect again.
         repeats = [int(count) for count in re.findall(r"\((\d+) so far\)", err)]
