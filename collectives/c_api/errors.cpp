@@ -8,14 +8,18 @@
 namespace gradwire::c_api {
 namespace {
 
-thread_local std::string last_error;
+// An array, because the C library ends the process if it cannot register a destructor for the thread.
+thread_local char last_error[2048];
 
+// Stores the text without allocating. Ends a longer text between two characters of UTF-8, with "...".
 gw_status fail(gw_status status, const char* function, const char* text) noexcept {
-  try {
-    last_error = fmt::format("{}: {}", function, text);
-  } catch (...) {  // no memory for the error text
-    last_error.clear();
+  constexpr size_t kMost = sizeof last_error - sizeof "...";
+  auto [end, bytes] = fmt::format_to_n(last_error, sizeof last_error - 1, "{}: {}", function, text);
+  if (bytes > sizeof last_error - 1) {
+    for (end = last_error + kMost; (*end & 0xc0) == 0x80;) --end;
+    end = fmt::format_to(end, "...");
   }
+  *end = 0;
   return status;
 }
 
@@ -60,7 +64,7 @@ gw_status status_of_current_exception(const char* function) noexcept {
 extern "C" {
 
 const char* gw_last_error(void) {
-  return gradwire::c_api::last_error.c_str();
+  return gradwire::c_api::last_error;
 }
 
 const char* gw_status_string(gw_status status) {

@@ -5,7 +5,6 @@
 #include <poll.h>
 
 #include <algorithm>
-#include <new>
 #include <numeric>
 #include <thread>
 #include <utility>
@@ -68,10 +67,10 @@ void Quorum::leave() {
 // ---- The serving thread ----
 
 void Quorum::serve() {
-  while (true) {
+  while (!listener_.stop) {
     try {
       return serve_until_stopped();
-    } catch (const std::bad_alloc&) {  // retry once memory is available
+    } catch (const std::exception&) {  // retry once memory is available
       std::this_thread::sleep_for(kTick);
     }
   }

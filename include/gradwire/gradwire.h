@@ -130,7 +130,8 @@ GW_API const char* gw_status_string(gw_status status);
 
 /** Returns the error text of this thread's last failed call.
  *
- * @return "" if no call has failed; never null. Valid until this thread's next failing call.
+ * @return "" if no call has failed; never null. A longer text ends after 2,047 bytes with "...". Valid until
+ *         this thread's next failing call.
  */
 GW_API const char* gw_last_error(void);
 

@@ -5,6 +5,7 @@
 
 #include "kernels/gemm/bf16_pack.h"
 #include "kernels/simd/simd.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire::host {
 namespace {
@@ -114,7 +115,7 @@ void Bf16Panels::pack(const Gemm& g, int64_t index, int64_t begin, int64_t end) 
 
 void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_t index, int64_t begin,
                     int64_t end) {
-  thread_local AlignedMemory<uint32_t> memory;
+  static PerThread<AlignedMemory<uint32_t>> memory;
   const auto [tile_rows, in_blocks] = tile_shape(way);
   const int64_t pairs = pairs_of(g, way), panel = pairs * tile_rows;
   const int64_t panels = (end - begin + tile_rows - 1) / tile_rows;
@@ -126,7 +127,7 @@ void bf16_gemm_rows(const Gemm& g, Bf16Products way, const Bf16Panels& b, int64_
   const bool in_place = in_blocks && !g.transpose_a && g.k % (2 * kPairsPerBlock) == 0 && g.k > 0 &&
                         g.lda % 32 == 0 && reinterpret_cast<uintptr_t>(a) % 64 == 0;
   const int64_t unpacked = in_place ? (end - begin) / tile_rows : 0, first = unpacked * tile_rows;
-  uint32_t* const packed = memory.reserve((panels - unpacked) * panel);
+  uint32_t* const packed = memory.get().reserve((panels - unpacked) * panel);
   pack_panels({.are_rows = !g.transpose_a,
                .from = a + first * g.lda,
                .ld = g.lda,

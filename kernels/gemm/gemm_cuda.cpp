@@ -33,6 +33,7 @@
 #include "kernels/gemm/gemm.h"
 #include "kernels/gemm/tuning.h"
 #include "runtime/device/cuda_check.h"
+#include "runtime/threads/thread.h"
 
 namespace gradwire::cuda {
 namespace {
@@ -195,7 +196,8 @@ class Context {
 Context& context_for(CudaStream stream) {
   constexpr size_t kMost = 8;
   using Key = std::pair<int, CudaStream>;
-  thread_local std::list<std::pair<Key, std::unique_ptr<Context>>> contexts;
+  static PerThread<std::list<std::pair<Key, std::unique_ptr<Context>>>> all;
+  auto& contexts = all.get();
   int device = 0;
   GW_CUDA_CHECK(cudaGetDevice(&device));
   const Key key{device, stream};

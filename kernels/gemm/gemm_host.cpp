@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 #include "kernels/blas/blas.h"
@@ -16,6 +17,7 @@
 #include "kernels/gemm/small_gemm.h"
 #include "kernels/simd/convert.h"
 #include "runtime/threads/resources.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/error.h"
 
@@ -70,8 +72,8 @@ void add_bias(const Gemm& g, float* c, int64_t rows) {
 // A thread's memory for FP32 copies; each buffer only grows.
 enum class Copy { a, b, c };
 float* scratch(Copy which, int64_t floats) {
-  thread_local std::vector<float> memory[3];
-  auto& mine = memory[static_cast<size_t>(which)];
+  static PerThread<std::array<std::vector<float>, 3>> memory;
+  auto& mine = memory.get()[static_cast<size_t>(which)];
   if (static_cast<int64_t>(mine.size()) < floats) mine.resize(static_cast<size_t>(floats));
   return mine.data();
 }
@@ -122,8 +124,8 @@ void rows_of_bf16(const Gemm& g, const Bf16* a, const float* b, int64_t index, i
 
 // Returns the thread's packed panels, which only grow, like scratch().
 Bf16Panels& thread_panels() {
-  thread_local Bf16Panels panels;
-  return panels;
+  static PerThread<Bf16Panels> panels;
+  return panels.get();
 }
 
 // Returns the number of pieces of whole tiles for a product's rows. Each piece reads all of B, so it needs

@@ -11,6 +11,7 @@
 #include "kernels/powersgd/large_orthonormalize_simd.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/simd/aligned_memory.h"
+#include "runtime/threads/thread.h"
 #include "runtime/threads/thread_pool.h"
 
 namespace gradwire::host {
@@ -46,7 +47,7 @@ void for_parts(const std::vector<LargeMatrix>& all, const Parts& parts, const Bo
 }
 
 void gram_part(const LargeMatrix& m, int pass, int tiles, int part) {
-  thread_local AlignedMemory<double> memory;
+  static PerThread<AlignedMemory<double>> memory;
   int row = 0, column = 0;
   split_lower(part, row, column);
   const int32_t* const order = m.scratch.order(pass);
@@ -60,7 +61,7 @@ void gram_part(const LargeMatrix& m, int pass, int tiles, int part) {
               .left_count = count(row),
               .right_count = count(column),
               .diagonal = row == column,
-              .packed = memory.reserve(kGramRows * 2 * size),
+              .packed = memory.get().reserve(kGramRows * 2 * size),
               .out = m.scratch.tile(row * tiles, column * tiles),
               .stride = m.scratch.size});
 }
@@ -194,13 +195,13 @@ void factor(const LargeMatrix& m, int pass) {
 }
 
 void weigh(const Orthonormalize& a, const LargeMatrix& m, int pass, int64_t rows_of_part, int part) {
-  thread_local AlignedMemory<double> memory;
+  static PerThread<AlignedMemory<double>> memory;
   const LargeScratch& s = m.scratch;
   const int rank = m.d->rank;
   const int64_t row0 = part * rows_of_part, rows = std::min<int64_t>(rows_of_part, m.n - row0);
   const int32_t* const order = s.order(pass);
   float* const out = m.out + row0 * rank;
-  double* const weights = memory.reserve(packed_weights(rank));
+  double* const weights = memory.get().reserve(packed_weights(rank));
   pack_weights(s.square, s.size, rank, weights);
   weigh_rows(
       {.in = m.in + row0 * rank, .out = out, .rows = rows, .rank = rank, .order = order, .weights = weights});

@@ -18,6 +18,7 @@
 #include "kernels/powersgd/library.h"
 #include "runtime/device/cuda_check.h"
 #include "runtime/device/op_count.h"
+#include "runtime/threads/thread.h"
 
 #define GW_TEXT_OF(x) #x
 #define GW_TEXT(x) GW_TEXT_OF(x)  // the header may define the function's name as a macro for another name
@@ -106,10 +107,10 @@ class CublasProducts final : public ThinProducts {
 
   cublasHandle_t handle_for(CudaStream stream) {
     constexpr size_t kWorkspaceBytes = size_t{8} << 20;
-    thread_local std::map<std::pair<int, CudaStream>, std::unique_ptr<Context>> contexts;
+    static PerThread<std::map<std::pair<int, CudaStream>, std::unique_ptr<Context>>> contexts;
     int device = 0;
     GW_CUDA_CHECK(cudaGetDevice(&device));
-    std::unique_ptr<Context>& context = contexts[{device, stream}];
+    std::unique_ptr<Context>& context = contexts.get()[{device, stream}];
     if (!context) {
       auto made = std::make_unique<Context>();
       made->api = &api_;

@@ -20,6 +20,7 @@
 
 #include "kernels/math/bf16.h"
 #include "kernels/wire/formats.h"
+#include "runtime/threads/thread.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -76,8 +77,8 @@ struct Scratch {
   GuardedBytes bytes, values;
 };
 Scratch& scratch() {
-  thread_local Scratch of_this_thread;
-  return of_this_thread;
+  static PerThread<Scratch> of_this_thread;
+  return of_this_thread.get();
 }
 
 // Returns the residual of s if `sent` is sent: s itself where `sent` is not finite.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
 
 #include "runtime/device/capture.h"
 #include "runtime/util/error.h"
@@ -102,10 +103,9 @@ struct Graph::Impl {
   Impl(const Impl&) = delete;
   // Waits for the host streams, which may still run tasks of the last launch, even after a failure.
   ~Impl() {
-    std::vector<const Stream::Impl*> waited;
+    const Stream::Impl* waited = nullptr;
     for (const Capture::Operation& operation : operations) {
-      if (std::find(waited.begin(), waited.end(), operation.stream.get()) != waited.end()) continue;
-      waited.push_back(operation.stream.get());
+      if (std::exchange(waited, operation.stream.get()) == operation.stream.get()) continue;
       try {
         operation.stream->synchronize();
       } catch (...) {  // the caller of launch() receives the error from the stream

@@ -74,23 +74,13 @@ struct HostEvent final : Event::Impl {
   std::shared_ptr<Ticket> ticket;
 };
 
-// Owns memory that must never be freed, because a task may still use it.
-class Abandoned {
- public:
-  explicit Abandoned(std::shared_ptr<void> memory) {
-    new (&memory_) std::shared_ptr<void>(std::move(memory));
-  }
-
- private:
-  alignas(std::shared_ptr<void>) std::byte memory_[sizeof(std::shared_ptr<void>)];
-};
-
 // The existing host streams.
 class HostStreams {
  public:
-  // Returns the list, which is leaked on purpose because streams may outlive static objects.
+  // Returns the list, which is never destroyed because streams may outlive static objects. Never fails.
   static HostStreams& all() {
-    static HostStreams* streams = new HostStreams;
+    alignas(HostStreams) static std::byte memory[sizeof(HostStreams)];
+    static HostStreams* const streams = new (memory) HostStreams;
     return *streams;
   }
   // Adds the only element of the list `one`. Never fails.
@@ -115,9 +105,8 @@ struct HostStream final : Stream::Impl {
       : Impl(Device::host(), std::move(name), priority) {
     if (immediate) return;
     std::list<HostStream*> mine{this};
-    HostStreams& streams = HostStreams::all();  // all() may fail, so it is called before the thread starts
     thread = Thread(fmt::format("a thread of stream '{}'", this->name), [this] { work(); });
-    streams.add(mine);
+    HostStreams::all().add(mine);
   }
   ~HostStream() override {
     if (!thread.joinable()) return;
@@ -240,8 +229,9 @@ void HostStreams::release_in_order(std::shared_ptr<void> memory) noexcept {
   try {
     std::lock_guard lock(mutex_);
     for (HostStream* stream : streams_) stream->push({[memory] {}, true});
-  } catch (...) {  // not enough memory for the task
-    Abandoned never_freed(std::move(memory));
+  } catch (...) {  // not enough memory for the task: never frees `memory`, because a task may still use it
+    alignas(std::shared_ptr<void>) std::byte never_destroyed[sizeof memory];
+    new (never_destroyed) std::shared_ptr<void>(std::move(memory));
   }
 }
 

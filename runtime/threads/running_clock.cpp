@@ -49,8 +49,8 @@ struct State {
 };
 
 State& state() {
-  static State* const all = new State;  // threads may read the clock while the process exits
-  return *all;
+  static constinit State all;  // has no destructor: threads may read the clock while the process exits
+  return all;
 }
 
 // Reads the time and detects a stop since the last reading. Returns the time.

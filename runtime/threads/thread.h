@@ -4,6 +4,8 @@
 #include <pthread.h>
 
 #include <functional>
+#include <memory>
+#include <new>
 #include <string_view>
 
 namespace gradwire {
@@ -29,6 +31,26 @@ class Thread {
  private:
   pthread_t handle_ = {};
   bool joinable_ = false;
+};
+
+// A static T per thread, which the thread's first get() creates. Throws std::bad_alloc if memory is refused;
+// for a thread_local T with a destructor glibc would end the process.
+template <typename T>
+class PerThread {
+ public:
+  PerThread() {
+    if (pthread_key_create(&key_, [](void* mine) { delete static_cast<T*>(mine); }) != 0)
+      throw std::bad_alloc();
+  }
+  T& get() {
+    if (void* const mine = pthread_getspecific(key_)) return *static_cast<T*>(mine);
+    auto fresh = std::make_unique<T>();
+    if (pthread_setspecific(key_, fresh.get()) != 0) throw std::bad_alloc();
+    return *fresh.release();
+  }
+
+ private:
+  pthread_key_t key_ = {};
 };
 
 }  // namespace gradwire

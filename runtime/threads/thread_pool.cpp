@@ -57,11 +57,13 @@ class Pool {
     // Callers also compute, so the pool works with fewer workers than requested, even with none, but more
     // slowly.
     try {
-      for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
-    } catch (const OutOfResources& error) {
-      print_error_line(
-          fmt::format("computes with {} of {} threads: {}", workers_.size() + 1, workers + 1, error.what()));
-    } catch (const std::bad_alloc&) {
+      try {
+        for (int i = 0; i < workers; ++i) workers_.emplace_back("a thread that computes", [this] { work(); });
+      } catch (const OutOfResources& error) {
+        print_error_line(fmt::format("computes with {} of {} threads: {}", workers_.size() + 1, workers + 1,
+                                     error.what()));
+      }
+    } catch (const std::bad_alloc&) {  // also of the line: threads already use the pool
     }
   }
   ~Pool() {

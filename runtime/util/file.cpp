@@ -99,6 +99,8 @@ void print_error_line(std::string_view text) noexcept {
     std::fflush(stdout);
     write_fully(STDERR_FILENO, {line.data(), line.size()});
   } catch (const std::bad_alloc&) {
+    for (const std::string_view part : {std::string_view("gradwire: "), text, std::string_view("\n")})
+      write_fully(STDERR_FILENO, part);
   }
 }
 

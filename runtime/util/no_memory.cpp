@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -10,18 +11,13 @@
 namespace gradwire {
 namespace {
 
-const char* program_name = "";
-
-void print(const char* text) {
-  static_cast<void>(!write(STDERR_FILENO, text, std::strlen(text)));
-}
+char line[200];  // written at once, because several threads may write it
 
 [[noreturn]] void terminate() {
   try {
     if (const std::exception_ptr error = std::current_exception()) std::rethrow_exception(error);
   } catch (const std::bad_alloc&) {
-    print(program_name);
-    print(": out of host memory; free memory, raise ulimit -v or the container's limit, or use less\n");
+    static_cast<void>(!write(STDERR_FILENO, line, std::strlen(line)));
     _exit(1);
   } catch (...) {
   }
@@ -32,7 +28,9 @@ void print(const char* text) {
 }  // namespace
 
 void exit_cleanly_without_memory(const char* program) noexcept {
-  program_name = program;
+  snprintf(line, sizeof line,
+           "%s: out of host memory; free memory, raise ulimit -v or the container's limit, or use less\n",
+           program);
   std::set_terminate(terminate);
 }
 

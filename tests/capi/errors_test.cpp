@@ -399,6 +399,23 @@ TEST(CApiErrors, HandlesMayBeDestroyedWhileOtherThreadsUseThem) {
   }
 }
 
+// The euro signs of 3 bytes, at three offsets: the text ends between two characters.
+TEST(CApiErrors, LongTextsAreTruncatedBetweenCharactersAndMarked) {
+  gw_comm comm = single();
+  for (const char* before : {"", "x", "xx"}) {
+    std::string spec = before;
+    for (int i = 0; i < 2000; ++i) spec += "\u20ac";
+    float value = 0;
+    EXPECT_EQ(gw_allreduce(comm, &value, 1, GW_FLOAT32, GW_AVG, spec.c_str(), nullptr, nullptr),
+              GW_BAD_ARGUMENT);
+    const std::string text = gw_last_error();
+    EXPECT_GE(text.size(), 2040u);
+    EXPECT_LT(text.size(), 2048u);
+    EXPECT_TRUE(text.ends_with("\u20ac...")) << text.substr(2000);
+  }
+  GW_EXPECT_OK(gw_comm_destroy(comm));
+}
+
 TEST(CApiErrors, AForkedChildIsToldThatTheHandleIsNotItsOwn) {
   gw_comm comm = single();
   pid_t child = fork();

@@ -1,5 +1,5 @@
 /* A program on the C ABI, for sweeps over refused resources: two ranks average gradients, save their state
- * and load it.
+ * and load it. Processes form a shrinkable group, and a failed rank tries to continue with the survivors.
  *
  * usage: program SPEC local         both ranks, on threads
  *        program SPEC ADDRESS RANK  one of two processes
@@ -18,8 +18,7 @@ enum { kTensors = 3, kRows = 256, kColumns = 128, kCount = kRows * kColumns };
 
 struct Rank {
   const char *spec, *address;
-  int rank;
-  int refused; /* nonzero: the rank's thread was not created */
+  int rank, processes; /* processes: nonzero if each rank is a process */
   float gradients[kTensors][kCount];
   char error[512];
 };
@@ -36,7 +35,7 @@ static struct Rank ranks[2];
 
 static void* run(void* argument) {
   struct Rank* r = argument;
-  gw_comm comm = {0}, part = {0};
+  gw_comm comm = {0}, part = {0}, rest = {0};
   gw_reducer reducer = {0};
   void* state = NULL;
   size_t size = 0;
@@ -52,7 +51,8 @@ static void* run(void* argument) {
                                    .rank = r->rank,
                                    .world = 2,
                                    .device = GW_HOST,
-                                   .timeout_ms = 3000};
+                                   .timeout_ms = 3000,
+                                   .shrinkable = r->processes};
   TRY(gw_comm_create(&options, &comm));
   TRY(gw_reducer_create(comm, r->spec, tensors, kTensors, NULL, &reducer));
   TRY(gw_reducer_allreduce(reducer, addresses, NULL, NULL));
@@ -66,11 +66,15 @@ static void* run(void* argument) {
   TRY(gw_reducer_state_load(reducer, state, size));
   TRY(gw_reducer_allreduce(reducer, addresses, NULL, NULL));
   TRY(gw_allreduce(comm, r->gradients[0], kCount, GW_FLOAT32, GW_AVG, "int8", NULL, NULL));
+  for (int i = 0; i < 8; ++i)
+    TRY(gw_allreduce(comm, r->gradients[2], kCount, GW_FLOAT32, GW_AVG, "int4", NULL, NULL));
   TRY(gw_comm_split(comm, 0, r->rank, &part));
   TRY(gw_allreduce(part, r->gradients[1], kCount, GW_FLOAT32, GW_AVG, "fp8", NULL, NULL));
 done:
   free(state);
+  if (r->error[0] != 0 && r->processes) gw_comm_shrink(comm, 1000, NULL, &rest, NULL, 0);
   gw_reducer_destroy(reducer);
+  gw_comm_destroy(rest);
   gw_comm_destroy(part);
   gw_comm_destroy(comm);
   return NULL;
@@ -84,6 +88,7 @@ int main(int argc, char** argv) {
     ranks[i].spec = argv[1];
     ranks[i].address = both ? "local://sweep" : argv[2];
     ranks[i].rank = i;
+    ranks[i].processes = !both;
   }
   pthread_t thread;
   if (both && pthread_create(&thread, NULL, run, &ranks[1]) != 0) return 2;

@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
 """Runs the command, a C program and a Python program while the system refuses memory, threads, descriptors or
-disk space, at every request in turn. Each run ends with the correct result or a clean error: never by a
-signal, in a hang or with GW_INTERNAL.
+disk space, at every request in turn, and memory for a while or for good from a random request on. Each run
+ends with the correct result or a clean error: never by a signal, in a hang or with GW_INTERNAL.
 
 usage: refusals_test.py GRADWIRE REFUSE_SO [--program PATH] [--package FOLDER --shared LIBGRADWIRE]
-                        [--all] [--case NAME] [--kind KIND] [--most N] [--small N]
+                        [--all] [--case NAME] [--kind KIND|none] [--most N] [--small N] [--bursts N] [--seed N]
 """
 import argparse
 import json
 import os
 import pathlib
+import random
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "integrations"))
 from launch import free_port  # noqa: E402
-from sweep import Case, KINDS, one_line_errors, refused_or_lost, sweep  # noqa: E402
+from sweep import bursts, Case, KINDS, one_line_errors, refused_or_lost, sweep  # noqa: E402
 
 FLAGS = [
     "--data", "synthetic:64", "--batch-size", "8", "--device", "host", "--width", "128", "--depth", "1",
@@ -86,12 +87,18 @@ def main():
     parser.add_argument("--shared")
     parser.add_argument("--all", action="store_true", default="GRADWIRE_FULL_SWEEPS" in os.environ)
     parser.add_argument("--small", type=int, help="how many small allocations to refuse")
+    parser.add_argument("--bursts", type=int, help="how many random bursts to refuse in each case")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     parser.add_argument("--case")
     parser.add_argument("--kind")
     parser.add_argument("--most", type=int, default=2)
     options = parser.parse_args()
     os.environ.setdefault("GRADWIRE_THREADS", "2")
     os.environ.setdefault("GRADWIRE_SECRET", "of the test")
+    if options.bursts is None:
+        options.bursts = 100 if options.all else 1
+    generator = random.Random(options.seed)
+    print(f"seed {options.seed}")
     failures, total = [], 0
     all_cases = list(cases(os.path.abspath(options.gradwire)))
     if options.program:
@@ -111,9 +118,13 @@ def main():
             few = 150 if options.all else 4
             most["small"] = 0 if case.name.startswith(
                 "python") else options.small if options.small is not None else few
-        counts, failed = sweep(case, os.path.abspath(options.library), most)
-        total += sum(counts.values())
-        failures += failed
+        library = os.path.abspath(options.library)
+        results = [sweep(case, library, most)]
+        if not case.name.startswith("python"):  # the interpreter would end the process
+            results.append(bursts(case, library, options.bursts, generator))
+        for counts, failed in results:
+            total += sum(counts.values())
+            failures += failed
     for failure in failures:
         print(failure)
     print(f"{total} refusals, {len(failures)} failures")

@@ -1,7 +1,7 @@
 /* A library for LD_PRELOAD that refuses the n-th request for a resource, as an exhausted machine does.
  *
- * GRADWIRE_REFUSE=KIND:N refuses request N of KIND, counted from 1 over all threads. KIND:N+ also refuses all
- * later requests. none:0 refuses no request.
+ * GRADWIRE_REFUSE=KIND:N refuses request N of KIND, counted from 1 over all threads. KIND:N-M refuses
+ * requests N to M, and KIND:N+ all from N on. none:0 refuses no request.
  *
  * GRADWIRE_REFUSE_LOG=FILE writes a line "refused KIND N" at the refusal, and a line "seen KIND COUNT" for
  * each kind when the process ends.
@@ -16,6 +16,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdarg.h>
 #include <stdatomic.h>
@@ -30,8 +31,7 @@
 #include <unistd.h>
 
 static char log_path[512];
-static long at;
-static int from_then_on;
+static long at, last; /* the first and the last refused request */
 static atomic_int counting;
 enum { kMalloc, kSmall, kMmap, kThread, kEventfd, kSocket, kAccept, kOpen, kWrite, kSync, kRename, kKinds };
 static const char* const names[kKinds] = {"malloc", "small", "mmap",  "thread", "eventfd", "socket",
@@ -64,8 +64,10 @@ __attribute__((constructor)) static void read_environment(void) {
     if (strncmp(what, names[k], (size_t)(colon - what)) == 0 && strlen(names[k]) == (size_t)(colon - what))
       wanted = k;
   }
-  at = atol(colon + 1);
-  from_then_on = what[strlen(what) - 1] == '+';
+  char* end = NULL;
+  at = last = strtol(colon + 1, &end, 10);
+  if (*end == '+') last = LONG_MAX;
+  if (*end == '-') last = atol(end + 1);
 }
 
 static int (*program)(int, char**, char**);
@@ -89,7 +91,7 @@ __attribute__((destructor)) static void report(void) {
 static int refused(int kind, int error) {
   if (!atomic_load_explicit(&counting, memory_order_relaxed)) return 0;
   const long n = atomic_fetch_add_explicit(&seen[kind], 1, memory_order_relaxed) + 1;
-  if (kind != wanted || (n != at && !(from_then_on && n > at))) return 0;
+  if (kind != wanted || n < at || n > last) return 0;
   if (n == at) log_line("refused", names[kind], n);
   errno = error;
   return 1;

@@ -15,8 +15,6 @@ KINDS = ("malloc", "small", "mmap", "thread", "eventfd", "socket", "accept", "op
          "rename")
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK",
              "PMI_SIZE")
-# The C library ends the process when a thread's first object with a destructor cannot be registered.
-C_LIBRARY = "Fatal glibc error: failed to register TLS destructor"
 LIMIT_S = 60  # a longer run is a hang: the programs' deadlines are a few seconds
 CRASHES = re.compile(
     r"terminate called|Sanitizer|corrupted|runtime error:|GW_INTERNAL|unaligned tcache|free\(\)")
@@ -42,8 +40,7 @@ class Outcome:
 def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
     """Runs the program once, with request `at` of `kind` refused. Returns the outcome.
 
-    Outcome.what is right, error, crash, hang, unclean, wrong, or "c library" if the C library ended the
-    process.
+    Outcome.what is right, error, crash, hang, unclean or wrong.
     """
     folder = pathlib.Path(tempfile.mkdtemp(prefix="gradwire-refuse-"))
     log = folder / "refused"
@@ -87,8 +84,6 @@ def run(case, library, kind, at, extra=None, limit_s=LIMIT_S):
         what, detail = "right", ""
         if hung:
             what, detail = "hang", text
-        elif kind == "small" and C_LIBRARY in text:
-            what, detail = "c library", text
         elif any(code < 0 or code > 2
                  for code, _, _ in said) or any(CRASHES.search(out + err) for _, out, err in said):
             what, detail = "crash", text
@@ -108,12 +103,20 @@ def chosen(count, most):
     return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)}) if most > 1 else [1][:most]
 
 
+def record(case, request, outcome, expected, counts, failures):
+    """Counts a run's outcome. Adds a failure unless it is the expected result or a clean error."""
+    if outcome.what == "right" and outcome.result != expected.result:
+        outcome.what, outcome.detail = "wrong", f"{outcome.result} instead of {expected.result}"
+    counts[request.split()[0], outcome.what] += 1
+    if outcome.what not in ("right", "error"):
+        failures.append(f"{case.name}: {request}: {outcome.what}: {outcome.detail}")
+
+
 def sweep(case, library, most, extra=None):
     """Refuses requests of each kind in `most`. Returns the number of runs by kind and outcome, and failures.
 
     Refuses each request in one run, and with all later requests in another run. If most[kind] is a number,
-    refuses that number of requests, alternately alone and with all later requests. Small requests are then
-    refused alone, because the C library ends programs if all small allocations fail.
+    refuses that number of requests, alternately alone and with all later requests.
     """
     counts, failures = collections.Counter(), []
     first = run(case, library, "none", 0, extra)
@@ -125,22 +128,31 @@ def sweep(case, library, most, extra=None):
         if some is None:
             points = [(at, then) for at in range(1, count + 1) for then in ("", "+")]
         else:
-            points = [(at, "+" if i % 2 and kind != "small" else "")
-                      for i, at in enumerate(chosen(count, some))]
+            points = [(at, "+" if i % 2 else "") for i, at in enumerate(chosen(count, some))]
         for at, then in points:
             outcome = run(case, library, kind, f"{at}{then}", extra)
             if not outcome.refused:
                 continue
             n += 1
-            if outcome.what == "right" and outcome.result != first.result:
-                outcome.what, outcome.detail = "wrong", f"{outcome.result} instead of {first.result}"
-            counts[kind, outcome.what] += 1
-            if outcome.what not in ("right", "error", "c library"):
-                failures.append(
-                    f"{case.name}: {kind} {at}{then} of {count}: {outcome.what}: {outcome.detail}")
+            record(case, f"{kind} {at}{then} of {count}", outcome, first, counts, failures)
         if count > 0:
             print(f"{case.name:12} {kind:8} {n:5} of {count:5} " +
                   " ".join(f"{what} {c}" for (k, what), c in sorted(counts.items()) if k == kind), flush=True)
+    return counts, failures
+
+
+def bursts(case, library, runs, generator):
+    """Refuses random runs of 5 or more small requests, or all from a random one on. Returns as sweep()."""
+    counts, failures = collections.Counter(), []
+    without = run(case, library, "none", 0)
+    count = without.seen.get("small", 0)
+    for _ in range(runs):
+        first = generator.randint(1, count)
+        at = f"{first}{generator.choice(['+', f'-{first + 4}', f'-{first + generator.randint(5, 500)}'])}"
+        outcome = run(case, library, "small", at)
+        record(case, f"small {at} of {count}", outcome, without, counts, failures)
+    print(f"{case.name:12} bursts   {runs:5} of {count:5} " +
+          " ".join(f"{what} {c}" for (_, what), c in sorted(counts.items())), flush=True)
     return counts, failures
 
 

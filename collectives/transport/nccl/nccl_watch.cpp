@@ -146,7 +146,7 @@ bool NcclWatch::drained() {
   return true;
 }
 
-void NcclWatch::watch() {
+void NcclWatch::watch() try {
   comm_.gpu().enter_thread();
   const milliseconds often = std::clamp(timeout_ / 10, milliseconds(1), kLookEvery);
   Doubt doubt;
@@ -158,6 +158,13 @@ void NcclWatch::watch() {
     if (!stop_ && !cause_) look(lock, doubt);
   }
   if (cause_) end_group(lock);
+} catch (const std::exception&) {  // the other ranks find the communicator ended
+  {
+    std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = "no memory";  // short enough to need no allocation
+    changed_.notify_all();
+  }
+  comm_.end();
 }
 
 // Sets cause_ if a kernel, NCCL or an exchange has failed, or another rank's call differs from this rank's.

@@ -154,13 +154,15 @@ void TcpExchanges::fail(const InFlight& e, const Message* at, const std::excepti
                         SteadyClock::time_point deadline) {
   struct Cleared {
     TcpExchanges* self;
-    ~Cleared() {
+    std::string activity = {};
+    ~Cleared() {  // must not allocate
       self->failure_.set_waiting_for(-1);
       self->links_->drop();
-      self->failure_.set_activity("not in a collective; its last was " + self->in_flight_.front()->doing);
+      if (!activity.empty()) self->failure_.set_activity(std::move(activity));
       self->in_flight_.clear();
     }
   } cleared{this};
+  cleared.activity = "not in a collective; its last was " + e.doing;
   if (const auto* mismatch = dynamic_cast<const Mismatch*>(&error)) {
     failure_.give_up(e.doing, mismatch->what());
   }

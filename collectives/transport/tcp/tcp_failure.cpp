@@ -17,9 +17,9 @@ constexpr const char* kWaiting = ", waiting for rank ";
 
 }  // namespace
 
-void TcpFailure::set_activity(const std::string& activity) {
+void TcpFailure::set_activity(std::string activity) {
   std::lock_guard lock(mutex_);
-  activity_ = activity;
+  activity_ = std::move(activity);
 }
 
 std::string TcpFailure::activity() {
@@ -36,8 +36,8 @@ void TcpFailure::on_failure(std::function<void()> interrupt) {
 
 void TcpFailure::record(const std::string& cause) {
   std::lock_guard lock(mutex_);
+  if (interrupt_) interrupt_();  // first, because the copy may be refused memory
   if (failure_.empty()) failure_ = cause;
-  if (interrupt_) interrupt_();
 }
 
 std::string TcpFailure::recorded() {

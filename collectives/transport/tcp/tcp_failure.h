@@ -18,7 +18,7 @@ class TcpFailure {
   explicit TcpFailure(Membership& group) : group_(group) {}
 
   // Sets this rank's activity, for other ranks' errors: "in call 17, allreduce of ..."
-  void set_activity(const std::string& activity);
+  void set_activity(std::string activity);
   // Sets the rank that this rank waits for; -1: none.
   void set_waiting_for(int rank) { waiting_for_ = rank; }
   // Returns the activity and the awaited rank: "in call 17, allreduce of ..., waiting for rank 2".
