@@ -1,15 +1,18 @@
 #include "collectives/net/socket.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -20,6 +23,27 @@
 
 namespace gradwire {
 namespace {
+
+// Which descriptors a Socket owns, and the highest that one has owned. 2^20 is the kernel's default limit.
+std::atomic<bool> owned[1 << 20];
+std::atomic<int> highest = -1;
+
+void set_owned(int fd, bool value) {
+  if (static_cast<size_t>(fd) >= std::size(owned)) return;
+  owned[fd] = value;
+  for (int before = highest; before < fd && !highest.compare_exchange_weak(before, fd);) {
+  }
+}
+
+// Runs in the child of a fork, where other threads may have held any lock: makes only system calls.
+void drop_parents_sockets() {
+  const int nothing = eventfd(0, EFD_CLOEXEC);
+  for (int fd = 0; fd <= highest; ++fd) {
+    if (owned[fd] && (nothing < 0 || dup3(nothing, fd, O_CLOEXEC) < 0)) ::close(fd);
+  }
+  if (nothing >= 0) ::close(nothing);
+}
+[[maybe_unused]] const int forks = pthread_atfork(nullptr, nullptr, drop_parents_sockets);
 
 template <typename Ask>
 std::string address_of(int fd, Ask ask) {
@@ -41,6 +65,10 @@ bool wait_for(int fd, short events, SteadyClock::time_point deadline) {
 
 }  // namespace
 
+Socket::Socket(int fd) : fd_(above_standard_descriptors(fd)) {
+  set_owned(fd_, true);
+}
+
 Socket& Socket::operator=(Socket&& other) noexcept {
   if (this != &other) {
     close();
@@ -51,6 +79,7 @@ Socket& Socket::operator=(Socket&& other) noexcept {
 }
 
 void Socket::close() {
+  set_owned(fd_, false);
   if (fd_ >= 0) ::close(fd_);
   fd_ = -1;
 }

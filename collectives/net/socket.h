@@ -17,11 +17,12 @@ namespace gradwire {
 
 using SteadyClock = RunningClock;
 
-// Owns a file descriptor above 2, so the descriptor is never standard input, output or error.
+// Owns a file descriptor above 2, so the descriptor is never standard input, output or error. In a fork it
+// refers to nothing, so that connections end with their process; the fork cannot use its number otherwise.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(above_standard_descriptors(fd)) {}
+  explicit Socket(int fd);
   Socket(Socket&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
   Socket& operator=(Socket&& other) noexcept;
   ~Socket() { close(); }

@@ -87,7 +87,16 @@ std::vector<Fate> fates_of(const std::string& text) {
   return all;
 }
 
+// Kills the process. A fork of it lives on until the test has ended, at most for a minute.
+void leave_fork() {
+  const pid_t test = getppid();
+  if (fork() != 0) raise(SIGKILL);
+  for (int i = 0; i < 600 && kill(test, 0) == 0; ++i) std::this_thread::sleep_for(100ms);
+  _exit(0);
+}
+
 void meet(const Fate& fate) {
+  if (fate.what == "fork") leave_fork();
   if (fate.what == "kill") raise(SIGKILL);
   if (fate.what == "exit") _exit(0);
   if (fate.what == "stop") raise(SIGSTOP);
@@ -230,6 +239,15 @@ TEST(Shrink, FromFourToThreeToTwoToOneForAnyDeaths) {
   expect_survivors(4, "0 in_call kill 1 in_call kill", {0, 1});
   expect_survivors(4, "0 before_call exit 2 in_call kill 1 before_call kill", {0, 1, 2});
   expect_survivors(2, "0 in_call kill", {0});
+}
+
+// A fork that lives on, such as a DataLoader's worker, must not keep the connections of a dead rank open.
+TEST(Shrink, DetectsDeathImmediatelyAlthoughAForkLivesOn) {
+  for (const int world : {2, 3}) {
+    const auto begin = std::chrono::steady_clock::now();
+    expect_survivors(world, "0 in_call fork", {0}, {.timeout = 40s});
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, 30s) << "found the death at the deadline";
+  }
 }
 
 TEST(Shrink, LeavesOutRanksThatDieWhileRegrouping) {
