@@ -333,6 +333,7 @@ class StoreServer::Loop {
 
   void leave(Peer& peer) {
     peer.leaving = true;
+    if (!formed_at_) fail(fmt::format("rank {} left before all ranks had joined", peer.rank));
     if (failure_.empty()) {
       roll_.ranks[peer.rank].presence = Presence::left;
     } else if (roll_.ranks[peer.rank].presence == Presence::silent) {

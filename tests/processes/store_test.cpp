@@ -110,12 +110,11 @@ TEST_F(StoreTest, EveryRankIsNotifiedOfTheFirstFailureAndAnswersTheRoll) {
   testing::expect_has(error_of([&] { a->get("never", in(100s), "x"); }), {"first"});
 }
 
-TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
+TEST_F(StoreTest, RollNamesSilentGoneAndMissingRanks) {
   server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), 5, "key");
-  auto a = join(0, 5), silent = join(1, 5), left = join(2, 5);
+  auto a = join(0, 5), silent = join(1, 5), here = join(2, 5);
   Told told;
   told.watch(*a, 0);
-  left.reset();  // departs in an orderly way
   {
     std::string why;
     Endpoint there{"127.0.0.1", server->port()};
@@ -126,9 +125,28 @@ TEST_F(StoreTest, RollNamesSilentGoneDepartedAndMissingRanks) {
     ASSERT_TRUE(receive_exactly(*watch, &byte, 1, in(10s)));
   }  // closes the connection without announcing a departure
   testing::expect_has(told.of(0), {"rank 3 is gone"});
+  here.reset();  // leaves because of the failure
   RollCall roll = a->roll_call();
-  EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; left before: rank 2; never came: rank 4");
+  EXPECT_EQ(roll.absent(), "no answer from rank 1; gone: rank 3; never came: rank 4");
   EXPECT_EQ(roll.ranks[0].state, "state of 0");
+}
+
+TEST_F(StoreTest, RanksThatLeaveEndOnlyAFormingGroup) {
+  const std::string left = "rank 1 left before all ranks had joined";
+  auto a = join(0), b = join(1);
+  Told told;
+  told.watch(*a, 0);
+  b.reset();
+  EXPECT_EQ(told.of(0), left);
+  testing::expect_has(error_of([&] { a->get("never set", in(20s), "x"); }), {left});
+
+  server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), 2, "key");
+  auto first = join(0, 2), second = join(1, 2);
+  second.reset();
+  first->set("key", "value");
+  EXPECT_EQ(first->get("key", in(5s), "x"), "value");
+  EXPECT_EQ(first->report("over"), "over");
+  EXPECT_EQ(first->roll_call().absent(), "no answer from rank 0; left before: rank 1");
 }
 
 TEST_F(StoreTest, DuplicateRanksEndAFormingGroup) {

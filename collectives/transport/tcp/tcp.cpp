@@ -27,6 +27,9 @@ TcpTransport::TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> qu
     group_.barrier();
   } catch (const Error& error) {
     failure_.give_up("joining", error.what());
+  } catch (const std::bad_alloc&) {  // the other ranks must not wait for this rank
+    failure_.abort("out of host memory");
+    throw;
   }
   if (enters) elastic_.enter();
   failure_.set_activity("not in a collective yet");
