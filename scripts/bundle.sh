@@ -29,8 +29,10 @@ for program in "${programs[@]}"; do
   strip --strip-debug -o "$bundle/bin/$program" "build/bin/$program"  # so that a stack trace names functions
   needed+=("build/bin/$program")
 done
-strip -o "$bundle/lib/libgradwire.so.0" build/lib/libgradwire.so.0
-needed+=(build/lib/libgradwire.so.0)
+soname=$(readlink build/lib/libgradwire.so)
+strip -o "$bundle/lib/$soname" "build/lib/$soname"
+ln -s "$soname" "$bundle/lib/libgradwire.so"
+needed+=("build/lib/$soname")
 mkdir -p "$bundle/share/gradwire"
 cp -r trainer/report "$bundle/share/gradwire/report"
 mkdir "$bundle/share/gradwire/lab"

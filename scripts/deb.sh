@@ -21,7 +21,7 @@ check() {
     grep -q "/$file\( ->.*\)\?$" <<< "$packed" || { echo "deb: the package $1 has no $file" >&2; exit 1; }
   done
 }
-check libgradwire-dev libgradwire.so libgradwire.so.0 gradwire.h gradwire.pc gradwireConfig.cmake
+check libgradwire-dev libgradwire.so "$(readlink build/lib/libgradwire.so)" gradwire.h gradwire.pc gradwireConfig.cmake
 check gradwire bin/gradwire bin/gradwire-bench gradwire/libgradwire_blas.so report/report.py \
   man/man1/gradwire-train.1 man/man1/gradwire-bench.1 bash-completion/completions/gradwire \
   zsh/vendor-completions/_gradwire

@@ -258,10 +258,10 @@ part_peers() {
   step tests-nccl 100 env NCCL_DEBUG=INFO NCCL_DEBUG_FILE="$out/nccl-%p.log" bash -c "suite processes 4 'NcclGpu*'"
   # Smoke runs omit these steps, because ctest's `device` and `jax` test the same without a GPU.
   [ -z "$smoke" ] && needs tests-pytorch "no PyTorch for ${python:-python3}" has_torch &&
-    step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
+    step tests-pytorch 100 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so" \
       "$python" tests/integrations/device_test.py 2 cuda
   [ -z "$smoke" ] && needs tests-jax "no JAX for ${python:-python3}" "${python:-false}" -c 'import jax, optax' &&
-    step tests-jax 40 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so.0" \
+    step tests-jax 40 env PYTHONPATH="$PWD/integrations/python" GRADWIRE_LIBRARY="$PWD/$root/lib/libgradwire.so" \
       "$python" tests/integrations/jax_device_test.py 2 cuda
   needs bench-hook "no PyTorch for ${python:-python3}" has_torch &&
     step bench-hook 90 "$bin/gradwire-bench" hook --model vit_l_32 --device cuda --compression bf16 \

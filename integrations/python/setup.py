@@ -59,7 +59,7 @@ class BuildWithLibrary(build_py):
         super().run()
         target = pathlib.Path(self.build_lib, "gradwire")
         found = library() or compiled(pathlib.Path(self.build_lib).resolve().parent / "library")
-        shutil.copy2(found, target / "libgradwire.so.0")
+        shutil.copy2(found, target / "libgradwire.so")
         (target / "_version.py").write_text(
             f'"""Made by setup.py from gradwire.h."""\n__version__ = "{version()}"\n')
 

@@ -223,7 +223,7 @@ class Package(unittest.TestCase):
             self.assertEqual(version, gradwire.__version__)
             self.assertEqual(pathlib.Path(file).parent, target / "gradwire")
             self.assertTrue((target / "gradwire" / "py.typed").exists())
-            self.assertTrue((target / "gradwire" / "libgradwire.so.0").exists())
+            self.assertTrue((target / "gradwire" / "libgradwire.so").exists())
             metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
             self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
 

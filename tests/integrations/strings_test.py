@@ -108,7 +108,7 @@ class Zip(unittest.TestCase):
                 archive.write(source, f"gradwire/{source.name}")
             if with_library:
                 library = os.environ.get("GRADWIRE_LIBRARY") or _native.library_path
-                archive.write(os.path.realpath(library), "gradwire/libgradwire.so.0")
+                archive.write(os.path.realpath(library), "gradwire/libgradwire.so")
         return str(made)
 
     def output(self, archive: str, **environment: str) -> str:
@@ -125,7 +125,7 @@ class Zip(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             archive = self.archive(folder, True)
             self.assertEqual(self.output(archive), f"{archive}/gradwire/__init__.py {_native.__version__} "
-                                                   f"{archive}/gradwire/libgradwire.so.0")
+                                                   f"{archive}/gradwire/libgradwire.so")
 
     def test_the_package_in_a_zip_archive_uses_the_library_that_is_named(self) -> None:
         _native.library()
@@ -137,13 +137,13 @@ class Zip(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             archive = self.archive(folder, False)
             with zipfile.ZipFile(archive, "a") as opened:
-                opened.writestr("gradwire/libgradwire.so.0", b"not a library")
+                opened.writestr("gradwire/libgradwire.so", b"not a library")
             environment = {k: v for k, v in os.environ.items() if k != "GRADWIRE_LIBRARY"}
             done = subprocess.run([sys.executable, "-c", "import gradwire; gradwire.Communicator()"],
                                   capture_output=True, text=True, env={**environment, "PYTHONPATH": archive},
                                   cwd=folder)
             self.assertNotEqual(done.returncode, 0)
-            self.assertIn("packages.zip/gradwire/libgradwire.so.0", done.stderr)
+            self.assertIn("packages.zip/gradwire/libgradwire.so", done.stderr)
 
 
 if __name__ == "__main__":

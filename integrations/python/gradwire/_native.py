@@ -313,10 +313,11 @@ def _candidates() -> List[str]:
         built = here.parents[2] / "build" / "lib" / "libgradwire.so"
         if built.exists():
             found.append(str(built))
-    return found + ["libgradwire.so.0"]  # found by the dynamic linker
+    abi = re.findall(r"^0\.\d+|^\d+", __version__)
+    return found + [".".join(["libgradwire.so", *abi])]  # found by the dynamic linker
 
 
-_IN_ARCHIVE = "libgradwire.so.0"
+_IN_ARCHIVE = "libgradwire.so"
 
 
 def _open(path: str) -> ctypes.CDLL:
