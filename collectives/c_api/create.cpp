@@ -10,6 +10,7 @@
 #include "collectives/c_api/errors.h"
 #include "collectives/net/interfaces.h"
 #include "collectives/net/listener.h"
+#include "collectives/net/secret.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "collectives/transport/transport.h"
@@ -43,14 +44,13 @@ void require_no_ranks(const gw_comm_options& o, const char* field) {
 }
 
 GroupOptions group_of(const gw_comm_options& o) {
-  require(o.secret == nullptr || *o.secret != 0, "the secret is empty");
   const PortRange ports{o.ports[0], o.ports[1]};
   check_ports("gw_comm_options", ports);
   const std::string interface = o.interface == nullptr ? "" : o.interface;
   if (!interface.empty()) address_of_interface(interface);  // throws if it does not exist
   GroupOptions group{.rendezvous = "", .timeout = checked_timeout(o.timeout_ms)};
   if (o.world > 0) group.rank = o.rank, group.world = o.world;  // otherwise the group assigns rank and world
-  group.secret = o.secret == nullptr ? "" : o.secret;
+  if (o.secret != nullptr) group.secret = checked_secret("gw_comm_options.secret", o.secret);
   group.interface = interface;
   group.ports = ports;
   return group;

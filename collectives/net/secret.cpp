@@ -32,7 +32,19 @@ bool is_private(const struct stat& file) {
   return file.st_uid == 0 && (file.st_mode & 077) == 040 && in_own_groups(file.st_gid);
 }
 
+constexpr size_t kMostBytes = 4096;
+
 }  // namespace
+
+std::string checked_secret(const std::string& source, std::string text) {
+  const auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
+  if (text.size() > kMostBytes) refuse(fmt::format("the secret is longer than {} bytes", kMostBytes));
+  if (text.find('\0') != text.npos) refuse("the secret contains a NUL byte; use text, such as base64");
+  if (text.starts_with("\xEF\xBB\xBF")) text.erase(0, 3);  // the byte order mark of some editors
+  text.erase(text.find_last_not_of(" \t\r\n") + 1);
+  if (text.empty()) refuse("the secret is empty or blank; give every rank the same text, or none at all");
+  return text;
+}
 
 std::string secret_from_environment() {
   const char* direct = environment("GRADWIRE_SECRET");
@@ -40,11 +52,10 @@ std::string secret_from_environment() {
   if (direct != nullptr && path != nullptr) {
     throw BadInput("GRADWIRE_SECRET and GRADWIRE_SECRET_FILE are both set; unset one");
   }
-  if (direct != nullptr) return direct;
+  if (direct != nullptr) return checked_secret("GRADWIRE_SECRET", direct);
   if (path == nullptr) return "";
-  auto refuse = [&](const std::string& why) {
-    throw BadInput(fmt::format("GRADWIRE_SECRET_FILE {}: {}", path, why));
-  };
+  const std::string source = fmt::format("GRADWIRE_SECRET_FILE {}", path);
+  auto refuse = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", source, why)); };
   // The flag O_NONBLOCK opens a FIFO without waiting for a writer. Socket closes any file descriptor.
   const Socket file(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) refuse(std::strerror(errno));
@@ -57,13 +68,11 @@ std::string secret_from_environment() {
         "and a group of this process, or give the secret in GRADWIRE_SECRET instead",
         status.st_mode & 0777));
   }
-  std::string text(4096, '\0');
+  std::string text(kMostBytes + 1, '\0');
   const ssize_t n = read(file.fd(), text.data(), text.size());
   if (n < 0) refuse(std::strerror(errno));
   text.resize(static_cast<size_t>(n));
-  while (!text.empty() && (text.back() == '\n' || text.back() == '\r')) text.pop_back();
-  if (text.empty()) refuse("it is empty");
-  return text;
+  return checked_secret(source, text);
 }
 
 std::string random_secret() {

@@ -11,6 +11,7 @@
 
 #include <cstdlib>
 #include <fstream>
+#include <map>
 #include <random>
 #include <thread>
 #include <tuple>
@@ -243,6 +244,39 @@ TEST_F(HandshakeTest, RejectsRandomBytes) {
     connector.close();
     EXPECT_EQ(settle(fresh), State::refused);
   }
+}
+
+TEST(Secret, IsTheSameFromAVariableAndAFile) {
+  const testing::TemporaryFolder folder;
+  const std::string path = folder.path("secret");
+  const auto set = [&](const char* variable, const std::string& text) {
+    unsetenv("GRADWIRE_SECRET");
+    unsetenv("GRADWIRE_SECRET_FILE");
+    std::ofstream(path, std::ios::trunc) << text;
+    chmod(path.c_str(), 0600);
+    setenv(variable, variable == std::string("GRADWIRE_SECRET") ? text.c_str() : path.c_str(), 1);
+  };
+  for (const char* variable : {"GRADWIRE_SECRET", "GRADWIRE_SECRET_FILE"}) {
+    for (const char* text : {"a b", "a b\n", "a b \t\r\n\n",
+                             "\xEF\xBB\xBF"
+                             "a b\n"}) {
+      set(variable, text);
+      EXPECT_EQ(secret_from_environment(), "a b") << variable << ": " << text;
+    }
+    for (const auto& [text, why] :
+         std::map<std::string, std::string>{{"\n", "empty or blank"},
+                                            {" ", "empty or blank"},
+                                            {"\xEF\xBB\xBF", "empty or blank"},
+                                            {std::string(5000, 'a'), "longer than 4096 bytes"}}) {
+      set(variable, text);
+      testing::expect_error<BadInput>([] { secret_from_environment(); }, {variable, why});
+    }
+  }
+  set("GRADWIRE_SECRET_FILE", std::string("a\0b", 3));
+  testing::expect_error<BadInput>([] { secret_from_environment(); }, {path, "NUL byte"});
+  set("GRADWIRE_SECRET_FILE", std::string(4096, 'a'));
+  EXPECT_EQ(secret_from_environment().size(), 4096u);
+  unsetenv("GRADWIRE_SECRET_FILE");
 }
 
 TEST(Secret, MustBeInAFileReadableOnlyByItsOwner) {
