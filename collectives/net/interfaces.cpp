@@ -97,8 +97,19 @@ std::vector<std::string> own_addresses() {
   for (const Interface& i : interfaces()) {
     if (!is_loopback(i.address)) addresses.push_back(i.address);
   }
-  addresses.push_back("127.0.0.1");
+  addresses.push_back(loopback_address());
   return addresses;
+}
+
+std::string loopback_address() try {
+  std::string address = "127.0.0.1";
+  for (const Interface& i : interfaces()) {
+    if (i.address.starts_with("127.")) return "127.0.0.1";
+    if (i.address == "::1") address = i.address;
+  }
+  return address;
+} catch (const OutOfResources&) {
+  return "127.0.0.1";
 }
 
 bool in_own_network(const std::string& address) {

@@ -18,6 +18,7 @@
 #include <memory>
 #include <string_view>
 
+#include "collectives/net/interfaces.h"
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 
@@ -173,7 +174,9 @@ std::vector<Address> resolve(const Endpoint& endpoint, std::string& why, bool li
   addrinfo hints = {}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
   hints.ai_flags = (listens ? AI_PASSIVE : 0) | AI_NUMERICSERV;
-  const int error = getaddrinfo(endpoint.host.empty() ? nullptr : endpoint.host.c_str(),
+  // The hosts file of a machine whose loopback has IPv6 only may still contain 127.0.0.1.
+  const std::string host = endpoint.host == "localhost" ? loopback_address() : endpoint.host;
+  const int error = getaddrinfo(host.empty() ? nullptr : host.c_str(),
                                 fmt::format("{}", endpoint.port).c_str(), &hints, &found);
   if (error != 0) {
     why = error == EAI_SYSTEM ? error_text(errno) : gai_strerror(error);

@@ -171,6 +171,14 @@ def listening_ports(host: str) -> set[int]:
     return ports
 
 
+def loopback_has_ipv6_only(folder: str) -> None:
+    on("A", "address", "delete", "127.0.0.1/8", "dev", "lo")
+    for variables, flags in (({}, ["--rendezvous", f"file://{folder}/meet"]),
+                             ({}, ["--rendezvous", "tcp://localhost:20001"]),
+                             ({"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "any", "MASTER_PORT": "20002"}, [])):
+        all_right(finish(start("AA", folder, variables, *flags, "--timeout-s", "20"), folder))
+
+
 def only_the_ports_that_a_firewall_permits_are_listened_at(folder: str) -> None:
     cable(IPV4)
     ranks = start("AAB", folder, {"GRADWIRE_PORTS": "20000-20009", "GRADWIRE_INTERFACE": CABLE},
@@ -273,6 +281,7 @@ CASES = [
     a_port_that_is_not_forwarded_is_named_within_the_deadline, docker0_is_first_on_both_hosts,
     the_same_ports_on_both_hosts_behind_docker0, a_network_that_only_one_host_has_is_first,
     an_address_that_swallows_what_is_sent_to_it_is_first, hosts_have_ipv6_only,
+    loopback_has_ipv6_only,
     a_name_is_loopback_on_one_host_and_ipv6_on_the_other,
     only_the_ports_that_a_firewall_permits_are_listened_at, a_cable_that_is_plugged_in_late_is_waited_for,
     a_cut_cable_is_an_error_within_the_deadline
