@@ -1,6 +1,7 @@
 #include "runtime/util/environment.h"
 
-#include <cstddef>
+#include <fmt/format.h>
+
 #include <cstdlib>
 #include <span>
 #include <string_view>
@@ -11,9 +12,9 @@ namespace gradwire {
 namespace {
 
 struct EnvironmentVariable {
-  const char* name;
-  const char* otherwise;  // the value that is used when the variable is not set
-  const char* meaning;    // empty: shares the row of the previous variable
+  std::string_view names;      // one, or several that share a meaning, separated by spaces
+  std::string_view otherwise;  // the value that is used when the variable is not set
+  std::string_view meaning;
 };
 
 struct EnvironmentGroup {
@@ -74,48 +75,42 @@ constexpr EnvironmentVariable kInterposer[] = {
 };
 
 constexpr EnvironmentVariable kLaunchers[] = {
-    {"RANK", "none", "torchrun, or set by hand: rank of this process, and number of ranks"},
-    {"WORLD_SIZE", "", ""},
-    {"LOCAL_RANK", "none", "The same on this machine: selects the GPU of a rank and its share of the cores"},
-    {"LOCAL_WORLD_SIZE", "", ""},
+    {"RANK WORLD_SIZE", "none", "torchrun, or set by hand: rank of this process, and number of ranks"},
+    {"LOCAL_RANK LOCAL_WORLD_SIZE", "none",
+     "The same on this machine: selects the GPU of a rank and its share of the cores"},
     {"MASTER_ADDR", "from the launcher", "Machine of rank 0, with the rendezvous store"},
     {"MASTER_PORT", "29500", "A free port on that machine"},
     {"TORCHELASTIC_RUN_ID", "none", "torchrun: identifies the run; not set where ranks are started by hand"},
     {"TORCHELASTIC_USE_AGENT_STORE", "off",
      "torchrun: the agent uses MASTER_PORT, so the rendezvous uses the port 100 higher"},
-    {"OMPI_COMM_WORLD_RANK", "none", "Open MPI: rank and number of ranks, and both on this machine"},
-    {"OMPI_COMM_WORLD_SIZE", "", ""},
-    {"OMPI_COMM_WORLD_LOCAL_RANK", "", ""},
-    {"OMPI_COMM_WORLD_LOCAL_SIZE", "", ""},
-    {"OMPI_MCA_ess_base_jobid", "none", "Open MPI: the job; determines the port and identifies the run"},
-    {"PMIX_NAMESPACE", "", ""},
-    {"PMIX_RANK", "none", "PRRTE: rank. An error where no variable contains the number of ranks"},
-    {"PMI_RANK", "none", "MPICH, Intel MPI: rank and number of ranks, and both on this machine"},
-    {"PMI_SIZE", "", ""},
-    {"MPI_LOCALRANKID", "", ""},
-    {"MPI_LOCALNRANKS", "", ""},
-    {"PMI_JOBID", "none",
+    {"OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+     "none", "Open MPI: rank and number of ranks, and both on this machine"},
+    {"OMPI_MCA_ess_base_jobid PMIX_NAMESPACE", "none",
+     "Open MPI: the job; determines the port and identifies the run"},
+    {"PMIX_RANK PALS_RANKID MPT_MPI_RANK ALPS_APP_PE", "none",
+     "PRRTE, PALS, MPT, ALPS: rank. An error above 0 where no variable contains the number of ranks"},
+    {"PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", "none",
+     "MPICH, Intel MPI: rank and number of ranks, and both on this machine"},
+    {"PMI_JOBID PMI_PORT", "none",
      "MPICH: the job; the first variable that is set determines the port and identifies the run"},
-    {"PMI_PORT", "", ""},
-    {"SLURM_PROCID", "none", "Slurm: rank and number of ranks of the step, and rank on this machine"},
-    {"SLURM_STEP_NUM_TASKS", "", ""},
-    {"SLURM_LOCALID", "", ""},
-    {"SLURM_NODEID", "none",
+    {"MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE", "none",
+     "MVAPICH: rank and number of ranks, and both on this machine"},
+    {"JSM_NAMESPACE_RANK JSM_NAMESPACE_SIZE JSM_NAMESPACE_LOCAL_RANK JSM_NAMESPACE_LOCAL_SIZE", "none",
+     "jsrun: rank and number of ranks, and both on this machine"},
+    {"FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID", "none",
+     "Flux: rank and number of ranks, and rank on this machine"},
+    {"SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID", "none",
+     "Slurm: rank and number of ranks of the step, and rank on this machine"},
+    {"SLURM_NODEID SLURM_STEP_TASKS_PER_NODE SLURM_STEP_NUM_NODES", "none",
      "Slurm: index of this machine in the step, ranks on each machine, and number of machines of the step or "
      "of its part of a heterogeneous job"},
-    {"SLURM_STEP_TASKS_PER_NODE", "", ""},
-    {"SLURM_STEP_NUM_NODES", "", ""},
     {"SLURM_CPUS_ON_NODE", "none", "Slurm: a rank with fewer cores than this counts as bound to its cores"},
-    {"SLURM_STEP_NODELIST", "none",
+    {"SLURM_STEP_NODELIST SLURM_JOB_NODELIST SLURM_JOB_NODELIST_HET_GROUP_0", "none",
      "Slurm: the rendezvous is at the first node of the step; of the job, without a step and for mpirun; of "
      "part 0 of a heterogeneous job"},
-    {"SLURM_JOB_NODELIST", "", ""},
-    {"SLURM_JOB_NODELIST_HET_GROUP_0", "", ""},
-    {"SLURM_JOB_ID", "none",
+    {"SLURM_JOB_ID SLURM_HET_JOB_ID SLURM_STEP_ID", "none",
      "Slurm: the job, the job that all parts of a heterogeneous job share, and the step; determine the port "
      "and identify the run"},
-    {"SLURM_HET_JOB_ID", "", ""},
-    {"SLURM_STEP_ID", "", ""},
     {"SLURM_HET_SIZE", "none", "Slurm: number of parts of a heterogeneous job"},
 };
 
@@ -135,21 +130,20 @@ std::string environment_text() {
   for (const EnvironmentGroup& group : kGroups) {
     text += (text.empty() ? "## " : "\n## ") + std::string(group.title) + "\n\n";
     text += "| variable | when not set | meaning |\n|---|---|---|\n";
-    for (size_t i = 0; i < group.variables.size();) {
-      const EnvironmentVariable& first = group.variables[i];
-      text += std::string("| `") + first.name + "`";
-      while (++i < group.variables.size() && *group.variables[i].meaning == '\0')
-        text += std::string(", `") + group.variables[i].name + "`";
-      text += std::string(" | ") + first.otherwise + " | " + first.meaning + " |\n";
+    for (const EnvironmentVariable& v : group.variables) {
+      std::string names(v.names);
+      for (size_t i = 0; (i = names.find(' ', i)) != names.npos; i += 4) names.replace(i, 1, "`, `");
+      text += fmt::format("| `{}` | {} | {} |\n", names, v.otherwise, v.meaning);
     }
   }
   return text;
 }
 
 const char* environment(const char* name) {
+  const std::string word = fmt::format(" {} ", name);
   for (const EnvironmentGroup& group : kGroups) {
     for (const EnvironmentVariable& v : group.variables) {
-      if (std::string_view(v.name) != name) continue;
+      if (fmt::format(" {} ", v.names).find(word) == std::string::npos) continue;
       const char* value = std::getenv(name);
       return value == nullptr || *value == '\0' ? nullptr : value;
     }

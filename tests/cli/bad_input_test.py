@@ -164,6 +164,9 @@ class BadInput(CommandTest):
                     env={"RANK": "0", "WORLD_SIZE": "4"})
         self.refuse(SYNTHETIC, "each process would train alone", env={
             "RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"})
+        for command in ("train", "doctor"):
+            self.assert_refused(self.run_command(command, "--device", "host", env={"RANK": "1"}), "RANK=1",
+                                "no variable has the number of ranks")
         self.refuse(synthetic("--rendezvous", "file:///x"), "--rendezvous", "RANK and WORLD_SIZE")
         self.refuse(synthetic("--rendezvous", "x"), "'x'", "tcp://", "file:///",
                     env={"RANK": "0", "WORLD_SIZE": "4"})

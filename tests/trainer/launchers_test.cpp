@@ -53,6 +53,14 @@ Variables joined(Variables more, const Variables& base) {
   return more;
 }
 
+// Returns the variables of rank 1 of 2, the last of `here` ranks on this machine.
+Variables ranks_of(const std::string& prefix, const std::string& here) {
+  return {{prefix + "RANK", "1"},
+          {prefix + "SIZE", "2"},
+          {prefix + "LOCAL_RANK", here == "2" ? "1" : "0"},
+          {prefix + "LOCAL_SIZE", here}};
+}
+
 const Variables kSlurmStep = {{"SLURM_JOB_ID", "77"},
                               {"SLURM_STEP_ID", "0"},
                               {"SLURM_PROCID", "3"},
@@ -80,6 +88,7 @@ const Variables kHydraHere = {{"PMI_RANK", "1"},
                               {"MPI_LOCALRANKID", "1"},
                               {"MPI_LOCALNRANKS", "2"},
                               {"PMI_PORT", "n1:4"}};
+const Variables kFlux = {{"FLUX_TASK_RANK", "1"}, {"FLUX_JOB_SIZE", "2"}, {"FLUX_TASK_LOCAL_ID", "0"}};
 const Variables kTorchrun = {{"RANK", "1"},
                              {"WORLD_SIZE", "4"},
                              {"LOCAL_RANK", "1"},
@@ -159,9 +168,23 @@ const std::vector<Environment> kEnvironments = {
      "1/2 local 0/1 tcp://n1:*"},
     {"Hydra on one node of an allocation", joined(kHydraHere, kSlurmStep), "1/2 local 1/2 tcp://127.0.0.1:*"},
     {"Hydra without local ranks", {{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}}, "error: started by mpirun (MPICH)"},
+    // MVAPICH, jsrun, Flux
+    {"mpirun_rsh on one machine", ranks_of("MV2_COMM_WORLD_", "2"), "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"mpirun_rsh on two machines", ranks_of("MV2_COMM_WORLD_", "1"),
+     "error: started by mpirun (MVAPICH) as one of 2 processes"},
+    {"jsrun on one machine", ranks_of("JSM_NAMESPACE_", "2"), "1/2 local 1/2 tcp://127.0.0.1:*"},
+    {"jsrun on two machines", joined({{"MASTER_ADDR", "n1"}}, ranks_of("JSM_NAMESPACE_", "1")),
+     "1/2 local 0/1 tcp://n1:29500"},
+    {"Flux", kFlux, "error: started by Flux as one of 2 processes"},
+    {"Flux with PMI and MASTER_ADDR",
+     joined({{"PMI_RANK", "1"}, {"PMI_SIZE", "2"}, {"MASTER_ADDR", "n1"}}, kFlux),
+     "1/2 local -1/0 tcp://n1:29500"},
+    {"Flux in a Slurm step of its brokers",
+     joined(kFlux, {{"SLURM_PROCID", "3"}, {"SLURM_STEP_NUM_TASKS", "4"}, {"SLURM_JOB_NODELIST", "n[3-6]"}}),
+     "1/2 local 0/0 tcp://n3:*"},
     // PRRTE and Kubernetes
-    {"prun, which gives no count",
-     {{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "prte.1"}},
+    {"prun in a step of one task",
+     {{"PMIX_RANK", "1"}, {"SLURM_PROCID", "0"}, {"SLURM_STEP_NUM_TASKS", "1"}},
      "error: each process would train alone: PMIX_RANK=1"},
     {"prun with what it lacks",
      {{"PMIX_RANK", "1"}, {"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "n1"}},
@@ -216,6 +239,19 @@ TEST(Launchers, ReadsRanksAndRendezvousFromEachEnvironment) {
     }
   }
   EXPECT_GE(kEnvironments.size(), 40u);
+}
+
+TEST(Launchers, RefuseARankAboveZeroWithoutANumberOfRanks) {
+  for (const char* rank :
+       {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK",
+        "FLUX_TASK_RANK", "SLURM_PROCID", "PMIX_RANK", "PALS_RANKID", "MPT_MPI_RANK", "ALPS_APP_PE"}) {
+    const Variables place = {{"MASTER_ADDR", "n1"}, {"MASTER_PORT", "4000"}};
+    EXPECT_EQ(found_in(joined({{rank, "1"}}, place)),
+              fmt::format("error: each process would train alone: {0}=1 in the environment, but no variable "
+                          "has the number of ranks; set RANK to 1, WORLD_SIZE and MASTER_ADDR, or unset {0}",
+                          rank));
+    EXPECT_EQ(found_in(joined({{rank, "0"}}, place)), "none") << rank;
+  }
 }
 
 TEST(Launchers, RanksOfOneMpirunShareARendezvousAcrossNodes) {

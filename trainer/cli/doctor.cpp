@@ -244,7 +244,7 @@ RunOptions doctor_defaults() {
 }
 
 void doctor(RunOptions options) {
-  std::string launcher = "none";
+  std::string launcher = "none", refused;
   try {
     options.launch = detect_launcher();
     if (options.launch) {
@@ -252,7 +252,7 @@ void doctor(RunOptions options) {
       share_cores(*options.launch);
     }
   } catch (const BadInput& error) {
-    launcher = error.what();
+    launcher = refused = error.what();
   }
   const bool leads = !options.launch || options.launch->rank == 0;
   OutputFile file = leads ? OutputFile(options.json) : OutputFile();
@@ -270,6 +270,7 @@ void doctor(RunOptions options) {
     say(machine_text(launcher));
     const Machine machine = look_around();
     say(connections_text(machine));
+    if (!refused.empty()) throw BadInput(refused);
     json = machine_json(machine);
   }
   const Device device = config.devices.front();

@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "collectives/communicator/communicator.h"
+#include "collectives/net/interfaces.h"
 #include "collectives/transport/nccl/nccl.h"
 #include "collectives/transport/tcp/tcp.h"
 #include "runtime/threads/cpus.h"
@@ -25,7 +26,7 @@ namespace {
 
 using Lookup = std::function<const char*(const char*)>;
 
-enum class LauncherKind { by_hand, open_mpi, mpich, slurm };
+enum class LauncherKind { by_hand, mpirun, mpich, slurm };
 
 struct Variables {
   LauncherKind kind;
@@ -33,16 +34,26 @@ struct Variables {
   const char *rank, *world, *local_rank, *local_world;
 };
 
-// The launchers in order of precedence. torchrun and mpirun may run under Slurm. mpirun starts its daemons
-// with srun, and the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have
-// SLURM_NTASKS even if nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS.
+// The launchers in order of precedence. All others may run under Slurm. mpirun starts its daemons with srun,
+// and the ranks inherit the daemons' SLURM_PROCID. A batch script and salloc's shell have SLURM_NTASKS even
+// if nothing was launched; only a step (srun) has SLURM_STEP_NUM_TASKS. MVAPICH under Hydra, Flux and PALS
+// also set PMI_RANK and PMI_SIZE. The launchers of the last rows do not provide a number of ranks.
 constexpr Variables kLaunchers[] = {
     {LauncherKind::by_hand, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-    {LauncherKind::open_mpi, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+    {LauncherKind::mpirun, "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
      "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {LauncherKind::mpich, "mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {LauncherKind::mpirun, "mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE",
+     "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"},
+    {LauncherKind::mpirun, "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+     "JSM_NAMESPACE_LOCAL_SIZE"},
+    {LauncherKind::mpirun, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""},
     {LauncherKind::slurm, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
      "SLURM_STEP_TASKS_PER_NODE"},
+    {LauncherKind::mpirun, "prun", "PMIX_RANK", "", "", ""},
+    {LauncherKind::mpirun, "PALS", "PALS_RANKID", "", "", ""},
+    {LauncherKind::mpirun, "MPT", "MPT_MPI_RANK", "", "", ""},
+    {LauncherKind::mpirun, "ALPS", "ALPS_APP_PE", "", "", ""},
 };
 
 constexpr int kDefaultPort = 29500;
@@ -113,7 +124,7 @@ std::string slurm_job(const Lookup& lookup) {
 // first node, and its ranks inherit the variables of these steps. So only the Slurm variables of the job are
 // common to the ranks.
 bool by_mpirun(LauncherKind kind) {
-  return kind == LauncherKind::open_mpi || kind == LauncherKind::mpich;
+  return kind == LauncherKind::mpirun || kind == LauncherKind::mpich;
 }
 
 // Returns a text that is equal in all processes of this launch and different in other launches on the same
@@ -145,7 +156,7 @@ void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) 
     const std::string first = first_host(list);
     const int port = port_or(lookup, port_of_job(id_of(kind, false, lookup)));
     const bool one_node = first == list && launch.assumed_from == name;
-    launch.rendezvous = tcp(one_node ? "127.0.0.1" : first, port);
+    launch.rendezvous = tcp(one_node ? loopback_address() : first, port);
     return;
   }
 }
@@ -153,16 +164,15 @@ void assume_first_node(LauncherKind kind, const Lookup& lookup, Launch& launch) 
 void find_rendezvous(LauncherKind kind, const Lookup& lookup, Launch& launch) {
   // If all ranks are on this machine, they need neither a port that other machines can reach nor a secret.
   const bool all_here = launch.local_world == launch.world;
-  const char* loopback = "127.0.0.1";
   if (const std::string host = value_of(lookup, "MASTER_ADDR"); !host.empty()) {
     int port = master_port(lookup);
     const std::string agent = value_of(lookup, "TORCHELASTIC_USE_AGENT_STORE");
     if (port > 0 && (agent == "True" || agent == "1")) {
       port += port + kPortsBeyond <= 65535 ? kPortsBeyond : -kPortsBeyond;
     }
-    launch.rendezvous = tcp(all_here ? loopback : host, port > 0 ? port : kDefaultPort);
+    launch.rendezvous = tcp(all_here ? loopback_address() : host, port > 0 ? port : kDefaultPort);
   } else if (all_here) {
-    launch.rendezvous = tcp(loopback, port_or(lookup, port_of_job(id_of(kind, true, lookup))));
+    launch.rendezvous = tcp(loopback_address(), port_or(lookup, port_of_job(id_of(kind, true, lookup))));
   } else {
     assume_first_node(kind, lookup, launch);
   }
@@ -274,12 +284,13 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
     }
     if (!found) found = launch;
   }
-  // PRRTE's prun is the only launcher that does not provide a number of ranks.
-  if (const std::string rank = value_of(lookup, "PMIX_RANK"); !found && !rank.empty() && rank != "0") {
+  for (const Variables& v : kLaunchers) {
+    const std::string rank = value_of(lookup, v.rank);
+    if ((found && found->world > 1) || !value_of(lookup, v.world).empty() || !parse_number(rank, 1)) continue;
     throw BadInput(fmt::format(
-        "each process would train alone: PMIX_RANK={} in the environment, but no variable has the number of "
-        "ranks; set RANK to PMIX_RANK, WORLD_SIZE and MASTER_ADDR, or unset PMIX_RANK",
-        rank));
+        "each process would train alone: {}={} in the environment, but no variable has the number of ranks; "
+        "set RANK to {}, WORLD_SIZE and MASTER_ADDR, or unset {}",
+        v.rank, rank, rank, v.rank));
   }
   return found;
 }
@@ -350,7 +361,7 @@ int threads_of_share(const Launch& launch, int cpus, int of, int quota) {
   const int processes = std::max(1, launch.local_world);
   // torchrun does not bind processes to cores: if this process has fewer cores than the machine, all
   // processes share these cores.
-  const bool binds = launch.launcher.starts_with("mpirun") || launch.launcher == "Slurm";
+  const bool binds = launch.launcher != "torchrun" && launch.launcher != "the environment";
   int threads = binds && cpus < of ? std::min(cpus, std::max(1, of / processes)) : cpus / processes;
   if (quota > 0) threads = std::min(threads, quota / processes);
   return std::max(1, threads);
