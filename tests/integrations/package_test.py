@@ -170,6 +170,21 @@ class Package(unittest.TestCase):
         self.assertIn("/nowhere/libgradwire.so", broken.stdout)
         self.assertIn("GRADWIRE_LIBRARY", broken.stdout)
 
+    def test_doctor_continues_past_broken_frameworks(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, body in {"torch": "raise OSError('libcudart.so.12: no such file\\nmore')",
+                               "jax": "raise SystemExit(3)", "numpy": "import no_such_module"}.items():
+                pathlib.Path(folder, f"{name}.py").write_text(body)
+            search = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+            found = subprocess.run([sys.executable, "-m", "gradwire.doctor"], capture_output=True, text=True,
+                                   timeout=100, env={**os.environ, "PYTHONPATH": search})
+        self.assertEqual((found.returncode, found.stderr), (0, ""), found.stdout)
+        for line in ("torch: broken: OSError: libcudart.so.12: no such file\n",
+                     "jax: broken: SystemExit: 3\n",
+                     "numpy: broken: ModuleNotFoundError: No module named 'no_such_module'\n",
+                     "the mean is right"):
+            self.assertIn(line, found.stdout)
+
     def test_finds_nccl_of_pip_unless_another_is_loaded(self) -> None:
         # Installs a stand-in of version 2.77.7 at the path of the wheel nvidia-nccl-cu13, and a stand-in of
         # version 2.66.6 in another folder.

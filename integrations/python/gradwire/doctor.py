@@ -1,7 +1,7 @@
 """python -m gradwire.doctor: shows what is installed, and tests it.
 
 Exits with 1 and prints a remedy if the library cannot be loaded or two ranks cannot average. A framework that
-is not installed, or a missing GPU, is not an error.
+is not installed or broken, or a missing GPU, is not an error.
 """
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ FRAMEWORKS: List[Tuple[str, Tuple[int, ...], str]] = [
 
 
 def version_of(name: str) -> Optional[str]:
-    """Returns a framework's version; None if it is not installed."""
+    """Returns a framework's version, or "broken: " with the reason; None if it is not installed."""
     try:
         version = getattr(importlib.import_module(name), "__version__", None)
-    except ImportError:
-        return None
+    except (Exception, SystemExit) as error:  # a damaged installation can raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            return None
+        return f"broken: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return None if version is None else str(version)  # a folder of that name has no version
 
 
 def numbers(version: str) -> Tuple[int, ...]:
-    parts = []
-    for part in version.split(".")[:2]:
-        digits = "".join(c for c in part if c.isdigit())
-        parts.append(int(digits or 0))
-    return tuple(parts)
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split(".")[:2])
 
 
 def average() -> str:
@@ -52,7 +50,7 @@ def average() -> str:
         try:
             values = array("f", [float(number + 1)] * 1000)  # numpy may be missing
             address, count = values.buffer_info()
-            with gradwire.Communicator(f"tcp://127.0.0.1:{port}", number, 2, timeout_s=20) as comm:
+            with gradwire.Communicator(f"tcp://localhost:{port}", number, 2, timeout_s=20) as comm:
                 _native.call("gw_allreduce", comm._handle, address, count, _native.FLOAT32, _native.AVG,
                              b"int8", None, None)
             if max(abs(value - 1.5) for value in values) > 0.01:
@@ -98,6 +96,8 @@ def main() -> int:
         version = version_of(name)
         if version is None:
             print(f"{name}: not installed ({use})")
+        elif version.startswith("broken"):
+            print(f"{name}: {version}")
         elif numbers(version) < oldest:
             print(f"{name} {version}: older than {'.'.join(map(str, oldest))}, the oldest tested version "
                   f"({use})")
