@@ -101,15 +101,13 @@ std::vector<std::string> own_addresses() {
   return addresses;
 }
 
-std::string loopback_address() try {
+std::string loopback_address() {
   std::string address = "127.0.0.1";
   for (const Interface& i : interfaces()) {
     if (i.address.starts_with("127.")) return "127.0.0.1";
     if (i.address == "::1") address = i.address;
   }
   return address;
-} catch (const OutOfResources&) {
-  return "127.0.0.1";
 }
 
 bool in_own_network(const std::string& address) {

@@ -9,7 +9,7 @@ namespace gradwire {
 // Returns this host's addresses that other hosts might reach, IPv4 and IPv6, in the order of the interfaces,
 // followed by the loopback address.
 std::vector<std::string> own_addresses();
-// Returns 127.0.0.1, or ::1 if that is this host's only loopback address. Never throws.
+// Returns 127.0.0.1, or ::1 if that is this host's only loopback address.
 std::string loopback_address();
 // Returns whether an interface of this host is in the same network as this address.
 bool in_own_network(const std::string& address);

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 
-#include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 
 namespace gradwire {
@@ -14,7 +13,7 @@ constexpr size_t kMostBytes = 200;
 
 }  // namespace
 
-std::string job_of(const std::function<const char*(const char*)>& lookup) {
+std::string job_from_environment(const std::function<const char*(const char*)>& lookup) {
   const auto value = [&](const char* variable) {
     const char* text = lookup(variable);
     return std::string(text == nullptr ? "" : text);
@@ -56,10 +55,6 @@ std::string job_of(const std::function<const char*(const char*)>& lookup) {
   const bool by_hydra = several("PMI_SIZE") && !value("MPI_LOCALNRANKS").empty();
   const bool a_step = several("SLURM_STEP_NUM_TASKS") && !step.empty() && !by_hydra;
   return named("Slurm job", a_step ? fmt::format("{}, step {}", job, step) : job);
-}
-
-std::string job_from_environment() {
-  return job_of(environment);
 }
 
 }  // namespace gradwire

@@ -6,15 +6,14 @@
 #include <functional>
 #include <string>
 
+#include "runtime/util/environment.h"
+
 namespace gradwire {
 
 // Returns GRADWIRE_JOB, or the launcher's id of the run: "Slurm job 123, step 0". The text is the same on all
 // ranks of a run. Returns "" if the run is unknown; an unknown run matches any run. Throws BadInput for a
-// text that is too long.
-std::string job_from_environment();
-// Returns the same text as job_from_environment(), but reads variables with `lookup` instead of getenv().
-// `lookup` returns null for a variable that is not set.
-std::string job_of(const std::function<const char*(const char*)>& lookup);
+// text that is too long. `lookup` returns a variable's value; null: not set.
+std::string job_from_environment(const std::function<const char*(const char*)>& lookup = environment);
 
 // Part of the error text that rejects a rank of another run.
 inline constexpr const char* kOtherJob = "belongs to another run";

@@ -155,6 +155,27 @@ class Numbers(unittest.TestCase):
             one.all_gather(zeros(), zeros(), counts=np.array([4]))
             gradwire.Reducer(one, "fp32", [("w", np.int32(4), np.int64(1))], seed=np.uint64(2**63)).close()
 
+    def test_process_groups_without_this_rank_or_without_processes_are_refused(self) -> None:
+        calls = {"communicator": lambda group: gradwire.torch.communicator(group),
+                 "Hook": lambda group: gradwire.torch.Hook("int8", process_group=group)}
+        outside = dist.GroupMember.NON_GROUP_MEMBER
+        for name, call in calls.items():
+            with self.subTest(name), self.assertRaisesRegex(gradwire.BadArgument, "rank 0 is not in"):
+                call(outside)
+            call(dist.group.WORLD).close()
+        if not TODAY:
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        dist.destroy_process_group()
+        try:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+            for name, call in calls.items():
+                with self.subTest(name), self.assertRaisesRegex(gradwire.BadArgument, "3 ranks .* 'fake'"):
+                    call(None)
+        finally:
+            dist.destroy_process_group()
+            setUpModule()
+
     @unittest.skipUnless(importlib.util.find_spec("lightning") and importlib.util.find_spec("transformers"),
                          "needs Lightning and transformers")
     def test_callbacks_check_their_options_before_training(self) -> None:

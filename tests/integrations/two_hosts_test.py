@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Tests ranks on two hosts, and a process group of some ranks: all ranks connect.
+"""Tests ranks on two hosts, and a process group of some ranks: all ranks connect, also without MASTER_ADDR.
 
 The hosts are two network namespaces with a cable between them, in which the machine's name resolves to an
 address that leads nowhere, as 127.0.1.1 does on Debian. Exits with 77 (skipped) if this process may not
@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 from typing import Iterator
 
 import launch
@@ -53,7 +54,11 @@ def rank(number: int) -> None:
     # the interface for Gloo
     os.environ.update(GLOO_SOCKET_IFNAME=next(name for _, name in socket.if_nameindex() if name != "lo"))
     socket.gethostname = lambda: "localhost"  # the name of both hosts, with a different address on each
-    dist.init_process_group("gloo")
+    if sys.argv[1] == "env://":
+        dist.init_process_group("gloo")
+    else:
+        os.environ.pop("MASTER_ADDR")
+        dist.init_process_group("gloo", init_method=sys.argv[1], rank=number, world_size=3)
     everybody = communicator(timeout_s=20)
     assert float(gradwire.allreduce_(torch.full((3,), float(number)), comm=everybody)[0]) == 1
     group = dist.new_group([1, 2])  # the group's rank 0 is not at MASTER_ADDR
@@ -80,11 +85,13 @@ def main() -> int:
                 f" {getattr(error, 'stderr', None) or error}"
             )
             return 77
-        codes = launch.run_ranks(pathlib.Path(__file__), 3, [], 100, {"MASTER_ADDR": ADDRESS["A"]},
-                                 lambda r: ["ip", "netns", "exec", prefix + HOST_OF_RANK[r]])
-    if any(codes):
-        print(f"FAILED: the ranks ended with {codes}")
-        return 1
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for init in ("env://", f"tcp://{ADDRESS['A']}:{launch.free_port()}", f"file://{folder}/store"):
+            codes = launch.run_ranks(pathlib.Path(__file__), 3, [init], 60, {"MASTER_ADDR": ADDRESS["A"]},
+                                     lambda r: ["ip", "netns", "exec", prefix + HOST_OF_RANK[r]])
+            if any(codes):
+                print(f"FAILED: the ranks of {init} ended with {codes}")
+                return 1
     print("3 ranks on 2 hosts, and a group without global rank 0: each found the others")
     return 0
 

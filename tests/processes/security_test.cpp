@@ -326,7 +326,8 @@ TEST(TwoJobsAtOnePort, AreBothRejectedWithoutIds) {
 TEST(TwoJobsAtOnePort, TakeTheirIdsFromLauncherVariables) {
   using Variables = std::map<std::string, std::string>;
   const auto job = [](const Variables& set) {
-    return job_of([&](const char* name) { return set.contains(name) ? set.at(name).c_str() : nullptr; });
+    return job_from_environment(
+        [&](const char* name) { return set.contains(name) ? set.at(name).c_str() : nullptr; });
   };
   EXPECT_EQ(job({}), "");
   EXPECT_EQ(job({{"TORCHELASTIC_RUN_ID", "f00"}, {"SLURM_JOB_ID", "7"}}), "torchrun's f00");

@@ -295,10 +295,6 @@ std::optional<Launch> detect_launcher(const Lookup& lookup) {
   return found;
 }
 
-std::optional<Launch> detect_launcher() {
-  return detect_launcher(environment);
-}
-
 std::string rendezvous_for(const Launch& launch, const std::string& rendezvous) {
   if (!rendezvous.empty()) return rendezvous;
   if (!launch.no_rendezvous.empty()) throw BadInput(launch.no_rendezvous);

@@ -10,6 +10,7 @@
 #include "collectives/net/socket.h"
 #include "collectives/transport/emulated_link.h"
 #include "runtime/device/device.h"
+#include "runtime/util/environment.h"
 
 namespace gradwire {
 
@@ -37,11 +38,9 @@ struct Launch {
 constexpr int kPortsBeyond = 100;
 
 // Detects the launcher from the variables that `lookup` returns (null: not set). Throws BadInput when a
-// launcher's variables contradict each other, or when one launcher reports one process and another reports
-// several.
-std::optional<Launch> detect_launcher(const std::function<const char*(const char*)>& lookup);
-// Detects the launcher of this process from its environment.
-std::optional<Launch> detect_launcher();
+// launcher's variables contradict each other, when one launcher reports one process and another reports
+// several, and when a rank is above 0 and the number of ranks is unknown.
+std::optional<Launch> detect_launcher(const std::function<const char*(const char*)>& lookup = environment);
 
 // Returns the rendezvous of the ranks: `rendezvous` unless empty, otherwise the launcher's. Throws BadInput
 // if neither is known.

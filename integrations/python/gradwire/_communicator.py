@@ -39,7 +39,7 @@ class Communicator(Handle):
         CommFailed: a rank did not join within timeout_s.
     """
 
-    def __init__(self, rendezvous: "Union[str, os.PathLike[str], None]" = None, rank: int = 0,
+    def __init__(self, rendezvous: "Union[str, os.PathLike[str], _native.Store, None]" = None, rank: int = 0,
                  world: int = 1, *, device: "str | int" = "host", timeout_s: _native.Seconds = 1800.0,
                  ranks_per_node: int = 0, secret: str = "", shrinkable: bool = False, interface: str = "",
                  ports: Tuple[int, int] = (0, 0)) -> None:
@@ -48,8 +48,9 @@ class Communicator(Handle):
             raise _native.BadArgument(f"ports has {len(span)} numbers: pass the first and the last port")
         if number != _native.HOST:
             load_nccl()
-        where = _native.rendezvous(rendezvous) if rendezvous is not None else None
-        self._create(rendezvous=where, rank=rank, world=world, device=number,
+        store = ctypes.addressof(rendezvous) if isinstance(rendezvous, _native.Store) else None
+        where = _native.rendezvous(rendezvous) if rendezvous is not None and store is None else None
+        self._create(rendezvous=where, store=store, rank=rank, world=world, device=number,
                      timeout_ms=_native.milliseconds(timeout_s), ports=span, shrinkable=int(shrinkable),
                      ranks_per_node=ranks_per_node, secret=_native.text(secret, "the secret") or None,
                      interface=_native.text(interface, "the interface") or None)

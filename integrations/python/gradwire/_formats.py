@@ -51,13 +51,13 @@ def register_format(name: str, *, block: int, bytes: int, encode: Callable[[Any]
                 result = function(array)
                 if not isinstance(result, np.ndarray) or result.dtype != given[1] \
                         or result.shape != (blocks, given[0]) or hasattr(result, "mask"):
-                    return _failed(f"returned {_described(result)}, expected {np.dtype(given[1])} of shape "
-                                   f"{(blocks, given[0])}")
+                    return _native.failed(f"returned {_described(result)}, expected "
+                                          f"{np.dtype(given[1])} of shape {(blocks, given[0])}")
                 result = np.ascontiguousarray(result)
                 ctypes.memmove(destination, result.ctypes.data, result.nbytes)
                 return None
             except BaseException as error:  # ctypes would print it and continue
-                return _failed(f"raised {type(error).__name__}: {error}", error)
+                return _native.failed(f"raised {type(error).__name__}: {error}", error)
             finally:
                 _native.callbacks.running -= 1
 
@@ -77,10 +77,3 @@ def _described(result: Any) -> str:
         kind = "" if type(result).__module__ == "numpy" else f" ({type(result).__name__})"
         return f"{result.dtype} of shape {tuple(result.shape)}{kind}"
     return type(result).__name__
-
-
-def _failed(text: str, error: Optional[BaseException] = None) -> int:
-    """Returns the address of `text`. The library copies the text at once."""
-    buffer = ctypes.create_string_buffer(text.encode(errors="replace"))
-    _native.failures.append((text, error, buffer))
-    return ctypes.addressof(buffer)

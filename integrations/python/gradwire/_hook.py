@@ -20,7 +20,7 @@ from gradwire._hook_state import (Checkpoint, Place, as_list, check_names, for_r
                                   to_dict)
 from gradwire._loss_scale import LossScale
 from gradwire._mesh import other_dimensions, root_of
-from gradwire._process_group import TIMEOUT_S, Origin, communicator
+from gradwire._process_group import TIMEOUT_S, Origin, communicator, place_in
 from gradwire._profile import during, until
 from gradwire._reducer import Reducer
 from gradwire._spec import without_dense
@@ -92,6 +92,8 @@ class Hook(HookBuckets):
             elif process_group != model.process_group:
                 raise _native.BadArgument("process_group differs from the DistributedDataParallel's, over "
                                           "which the hook must average: leave process_group out")
+        if comm is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            place_in(process_group)
         super().__init__("fp32" if auto is not None else spec, seed, auto)
         self._keeps_copies = min_ranks > 0
         # The rank's place on other mesh dimensions than data parallelism, if DDP knows the mesh.

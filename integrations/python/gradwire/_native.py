@@ -240,6 +240,17 @@ class Format(_Checked):
                 ("encode", FormatCallback), ("decode", FormatCallback), ("user", c_void_p)]
 
 
+StoreSet = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_char_p, c_void_p, c_size_t, c_int64)
+StoreGet = ctypes.CFUNCTYPE(c_void_p, c_void_p, c_char_p, c_int64, c_void_p, c_size_t, POINTER(c_size_t))
+
+
+class Store(_Checked):
+    """The C structure gw_store."""
+
+    _fields_ = [("size", c_size_t), ("set", StoreSet), ("get", StoreGet), ("user", c_void_p),
+                ("prefix", c_char_p)]
+
+
 _SIGNATURES: Dict[str, List[Any]] = {
     "gw_comm_create": [POINTER(CommOptions), POINTER(c_void_p)],
     "gw_comm_split": [c_void_p, c_int, c_int, POINTER(c_void_p)],
@@ -377,6 +388,13 @@ class _Callbacks(threading.local):
 callbacks = _Callbacks()
 # Errors of callbacks: the text that the library shows, the exception, and the buffer of the text.
 failures: Deque[Tuple[str, Optional[BaseException], object]] = collections.deque(maxlen=16)
+
+def failed(text: str, error: Optional[BaseException] = None) -> int:
+    """Returns a callback's error: the address of `text`. The library copies the text at once."""
+    buffer = ctypes.create_string_buffer(text.encode(errors="replace"))
+    failures.append((text, error, buffer))
+    return ctypes.addressof(buffer)
+
 
 _library: Optional[ctypes.CDLL] = None
 

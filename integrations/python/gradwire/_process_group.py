@@ -2,13 +2,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import os
 import pathlib
 import secrets
 import socket
 import weakref
-from typing import Any, List
+from datetime import timedelta
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -110,57 +112,81 @@ def _network() -> str:
     return " ".join(parts)
 
 
-def _own_address() -> str:
-    """Returns this machine's address on the network that leads to MASTER_ADDR; "" if unknown.
+def _rendezvous(stack: contextlib.ExitStack, networks: List[str], store: Any) -> List[str]:
+    """Returns the rendezvous of this process, which is rank 0, and a secret.
 
-    gethostbyname(gethostname()) returns 127.0.1.1 on Debian.
-    """
-    master = os.environ.get("MASTER_ADDR", "")
-    if not master:
-        return ""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing
-            host = str(probe.getsockname()[0])
-    except OSError:
-        return ""
-    return f"[{host}]" if ":" in host else host
-
-
-def _rendezvous(stack: contextlib.ExitStack, networks: List[str]) -> List[str]:
-    """Returns the rendezvous address of this process, which is rank 0, and a secret.
-
-    gw_comm_options.store is not used, for three reasons. The store does not know the ranks' networks, so rank
-    0 would listen on all addresses; with this function ranks of one machine use 127.0.0.1, which other
-    machines cannot reach. The store publishes only the addresses of rank 0's interfaces, while MASTER_ADDR
-    may be another address of this machine. A process group is not a store, and callbacks that adapt it would
-    make this file longer.
+    Ranks of one network use localhost, which other machines cannot reach. Otherwise the rendezvous is at
+    MASTER_ADDR, if that is this machine: it may be an address of none of its interfaces. Elsewhere it is
+    "store": rank 0 publishes the addresses of its interfaces in `store`. gethostname() does not help: Debian
+    resolves it to 127.0.1.1. Only MPI's process groups have no store.
 
     Args:
         stack: reserves the port until it closes.
         networks: _network() of every rank.
     """
-    host = "127.0.0.1"
+    host = "localhost"
     if len(set(networks)) > 1:
-        # An address that the other ranks can reach: MASTER_ADDR if torch's store also runs in this process.
-        host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else _own_address()
-        host = host or socket.gethostname()
-    return [f"tcp://{host}:{reserve_port(stack)}", secrets.token_hex(16)]
+        host = os.environ.get("MASTER_ADDR", "") if dist.get_rank() == 0 else ""
+        if host in ("", "localhost", "::1", "[::1]") or host.startswith("127."):
+            host = socket.gethostname() if store is None else ""
+    return [f"tcp://{host}:{reserve_port(stack)}" if host else "store", secrets.token_hex(16)]
+
+
+def _in_store(store: Any, key: str, rank: int, timeout_s: float) -> _native.Store:
+    """Returns the rendezvous at a key of a torch.distributed store. Blocks until rank 0 has set the key."""
+    published = b""
+
+    def put(_user: Any, _key: bytes, value: int, count: int, _timeout_ms: int) -> Optional[int]:
+        try:
+            store.set(key, ctypes.string_at(value, count).decode())
+        except Exception as error:  # ctypes would print it and continue
+            return _native.failed(f"raised {type(error).__name__}: {error}", error)
+        return None
+
+    def get(_user: Any, _key: bytes, _timeout_ms: int, value: int, capacity: int, count: Any) -> None:
+        ctypes.memmove(value, published, min(capacity, len(published)))
+        count[0] = len(published)
+
+    if rank > 0:
+        try:
+            store.wait([key], timedelta(milliseconds=_native.milliseconds(timeout_s)))
+            published = store.get(key)
+        except RuntimeError as error:
+            raise _native.CommFailed(f"no address of rank 0 after {timeout_s:g} s: {error}") from error
+    return _native.Store(ctypes.sizeof(_native.Store), _native.StoreSet(put), _native.StoreGet(get))
+
+
+def place_in(process_group: Any) -> Tuple[int, int]:
+    """Returns this process's rank in a process group, and the group's size.
+
+    Raises:
+        BadArgument: this process is not in the group, or the other ranks are not processes.
+    """
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    if rank < 0:
+        raise _native.BadArgument(f"rank {dist.get_rank()} is not in the process group "
+                                  "(GroupMember.NON_GROUP_MEMBER): make this call on the group's ranks only")
+    if world > 1 and "fake" in str(dist.get_backend(process_group)):
+        raise _native.BadArgument(f"the other {world - 1} ranks of a process group of the backend 'fake' do "
+                                  "not exist: use another backend, such as 'gloo', or a world of 1")
+    return rank, world
 
 
 def communicator(process_group: Any = None, device: "str | int" = "host",
                  timeout_s: _native.Seconds = TIMEOUT_S, shrinkable: bool = False) -> Communicator:
     """Creates a communicator of the ranks of a torch.distributed process group. Collective.
 
-    Rank 0 chooses a free port and a secret, and broadcasts both through the process group.
+    Rank 0 chooses a rendezvous and a secret, and broadcasts both through the process group.
 
     Args:
         process_group: None: the default group.
         device, timeout_s, shrinkable: see Communicator.
+
+    Raises:
+        BadArgument: this process is not in the group, or the group's backend is "fake".
     """
     device, timeout_s = _native.device(device), _native.seconds(timeout_s)  # before ranks wait for each other
-    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    rank, world = place_in(process_group)
     if world == 1:
         return Communicator(device=device, timeout_s=timeout_s)
     _refuse_inherited()
@@ -168,12 +194,17 @@ def communicator(process_group: Any = None, device: "str | int" = "host",
     rendezvous: List[Any] = [None, None]
     with contextlib.ExitStack() as stack, normal_tensors():
         dist.all_gather_object(networks, _network(), group=process_group)
+        store = dist.distributed_c10d._get_default_store()
         if rank == 0:
-            rendezvous = list(_rendezvous(stack, networks))
+            rendezvous = list(_rendezvous(stack, networks, store))
         dist.broadcast_object_list(rendezvous, src=global_rank(process_group, 0), group=process_group)
-        comm = Communicator(rendezvous[0], rank, world, device=device, timeout_s=timeout_s,
-                            secret=rendezvous[1], shrinkable=shrinkable)
-    comm._key = hashlib.sha256(rendezvous[1].encode()).hexdigest()[:16]
+        where, secret = rendezvous
+        key = hashlib.sha256(secret.encode()).hexdigest()[:16]
+        if where == "store":
+            where = _in_store(store, f"gradwire/{key}", rank, timeout_s)
+        comm = Communicator(where, rank, world, device=device, timeout_s=timeout_s, secret=secret,
+                            shrinkable=shrinkable)
+    comm._key = key
     return comm
 
 
@@ -185,7 +216,9 @@ def communicator_of_store(store: Any, rank: int, world: int, timeout_s: float = 
     with contextlib.ExitStack() as stack:
         if rank == 0:
             networks = [store.get(f"{group}/network/{r}").decode() for r in range(world)]
-            store.set(f"{group}/rendezvous", " ".join(_rendezvous(stack, networks)))
-        address, secret = store.get(f"{group}/rendezvous").decode().split()
-        comm = Communicator(address, rank, world, timeout_s=timeout_s, secret=secret)
+            store.set(f"{group}/rendezvous", " ".join(_rendezvous(stack, networks, store)))
+        where, secret = store.get(f"{group}/rendezvous").decode().split()
+        if where == "store":
+            where = _in_store(store, f"{group}/addresses", rank, timeout_s)
+        comm = Communicator(where, rank, world, timeout_s=timeout_s, secret=secret)
     return comm
