@@ -74,7 +74,7 @@ void add_own_flags(CLI::App& command, CollectivesOptions& o) {
   command
       .add_option("--rendezvous", o.rendezvous,
                   "Rendezvous of launched ranks: tcp://host:port or file:///path (default: the launcher's)")
-      ->check(path_value("file://"));
+      ->type_name("URL");
   command.add_option("--timeout-s", o.timeout_s, "Time for which a rank waits for a peer")
       ->check(CLI::PositiveNumber);
   command.add_flag("--no-baseline", o.no_baseline, "Do not run the allreduce of gloo or NCCL");

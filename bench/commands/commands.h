@@ -27,7 +27,7 @@ inline CLI::Option* add_device(CLI::App& command, std::string& device) {
 
 inline CLI::Option* add_json(CLI::App& command, std::string& path,
                              const std::string& about = "Write the table to FILE") {
-  return command.add_option("--json", path, about)->type_name("FILE")->check(path_value());
+  return command.add_option("--json", path, about)->type_name("FILE");
 }
 
 // Returns the default ranks per node of hierarchical schedules: the largest divisor up to 8 that gives more

@@ -245,7 +245,7 @@ void add_formats(CLI::App& app, int&) {
       "--gradients", o->gradients,
       "Take the tensors of this folder's *.safetensors instead of random values; gradwire train "
       "--dump-gradients STEP:DIR writes them");
-  gradients->check(path_value());
+  gradients->type_name("DIR");
   command->add_option("--rows", o->rows, "Rows of random values")
       ->check(CLI::Range(1, 1 << 20))
       ->excludes(gradients);

@@ -44,6 +44,7 @@ int main(int argc, char** argv) {
     gradwire::bench::add_schedules(app, exit_code);
     gradwire::bench::add_step(app, exit_code);
     gradwire::add_manual_commands(app);
+    gradwire::check_paths(app);
     app.parse(argc, argv);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
       return fail("standard output could not be written: its disk is full, or its reader is gone", kFailed);

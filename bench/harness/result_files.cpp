@@ -5,8 +5,6 @@
 #include <map>
 #include <vector>
 
-#include "trainer/cli/values.h"
-
 namespace gradwire::bench {
 namespace {
 
@@ -91,7 +89,7 @@ std::string markdown_of(const Json& rows) {
 
 CLI::Option* add_result_files(CLI::App& command, ResultPaths& paths, const std::string& about) {
   auto add = [&](const char* flag, std::string& path, const std::string& text) {
-    return command.add_option(flag, path, text)->type_name("FILE")->check(path_value());
+    return command.add_option(flag, path, text)->type_name("FILE");
   };
   CLI::Option* json = add("--json", paths.json, about);
   add("--csv", paths.csv, "The same as CSV");

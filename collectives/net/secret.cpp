@@ -48,7 +48,7 @@ std::string checked_secret(const std::string& source, std::string text) {
 
 std::string secret_from_environment() {
   const char* direct = environment("GRADWIRE_SECRET");
-  const char* path = environment("GRADWIRE_SECRET_FILE");
+  const char* path = path_in_environment("GRADWIRE_SECRET_FILE");
   if (direct != nullptr && path != nullptr) {
     throw BadInput("GRADWIRE_SECRET and GRADWIRE_SECRET_FILE are both set; unset one");
   }

@@ -45,7 +45,7 @@ TuningFile::TuningFile(std::string path, Say say) : path_(std::move(path)), say_
 }
 
 TuningFile* TuningFile::shared() {
-  static const char* const path = environment("GRADWIRE_TUNING");
+  static const char* const path = path_in_environment("GRADWIRE_TUNING");
   if (path == nullptr) return nullptr;
   static TuningFile file(path);
   return &file;

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "runtime/util/error.h"
+#include "runtime/util/paths.h"
 
 namespace gradwire {
 namespace {
@@ -149,6 +150,13 @@ const char* environment(const char* name) {
     }
   }
   throw Error(std::string(name) + " is not in the table of runtime/util/environment.cpp");
+}
+
+const char* path_in_environment(const char* name) {
+  const char* path = environment(name);
+  const std::string problem = path == nullptr ? "" : path_problem(path);
+  if (!problem.empty()) throw BadInput(std::string(name) + ": " + problem);
+  return path;
 }
 
 bool environment_flag(const char* name, const std::function<const char*(const char*)>& lookup) {

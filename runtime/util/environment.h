@@ -14,6 +14,8 @@ std::string environment_text();
 // Returns a variable's value; null when it is unset or empty. Throws Error for names that are not in the
 // table.
 const char* environment(const char* name);
+// Returns the same for a variable that holds a path. Throws BadInput for a path_problem().
+const char* path_in_environment(const char* name);
 // Returns whether a variable is 1; unset counts as 0. Throws BadInput for any other value than 0 and 1.
 bool environment_flag(const char* name, const std::function<const char*(const char*)>& lookup = environment);
 

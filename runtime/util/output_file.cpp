@@ -76,6 +76,18 @@ bool only_in_place(int error) {
          error == ENAMETOOLONG;
 }
 
+// Returns a descriptor of standard output for the result that '-' names, or -1. From the first call on, the
+// text that the command prints goes to standard error.
+int standard_output_for_result() {
+  static const int result = [] {
+    std::fflush(stdout);
+    const int descriptor = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, 3);
+    if (descriptor >= 0) dup2(STDERR_FILENO, STDOUT_FILENO);
+    return descriptor;
+  }();
+  return result;
+}
+
 }  // namespace
 
 void OutputFile::refuse(const std::string& why) const {
@@ -103,9 +115,11 @@ bool OutputFile::would_be_regular(const std::string& path, Kind kind) {
 }
 
 void OutputFile::plan() {
-  target_ = without_links(path_, descriptor_);
+  const bool dash = path_ == "-" && kind_ == Kind::result;
+  if (dash) descriptor_ = standard_output_for_result();
+  if (!dash) target_ = without_links(path_, descriptor_);
   struct stat status {};
-  if (descriptor_ >= 0) {
+  if (dash || descriptor_ >= 0) {
     if (fstat(descriptor_, &status) != 0) refuse(fmt::format("descriptor {} is not open", descriptor_));
     if ((fcntl(descriptor_, F_GETFL) & O_ACCMODE) == O_RDONLY) {
       refuse(fmt::format("descriptor {} is open for reading only", descriptor_));

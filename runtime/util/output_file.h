@@ -8,6 +8,7 @@
 //   owner, or in a folder that is not writable
 //   a character device or a FIFO                 opened before the work, and written into
 //   /dev/stdout, /dev/fd/N, >(command)           written to that descriptor, after its earlier output
+//   -                                            standard output; all other text goes to standard error
 //
 // Where the rename is refused, for example on a bind mount, the file is written in place.
 #pragma once

@@ -154,6 +154,20 @@ class Outputs(CommandTest):
                     cases += self.try_one(name, kind)
         print(f"{cases} cases of writer and target")
 
+    def test_a_dash_is_standard_output_without_other_text(self):
+        for name, (program, words, table) in WRITERS.items():
+            if name in SLOW and not FULL:
+                continue
+            with self.subTest(writer=name):
+                result = self.run_words(self.programs[program], *words, "-", timeout=120)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.check_contents(name, None, result.stdout)
+                self.assertIn(table, result.stderr)
+        page = self.run_command("report", "first.jsonl", "-o", "-")
+        self.assertEqual((page.returncode, page.stderr), (0, ""))
+        self.assertRegex(page.stdout, r"(?s)^<!doctype html>.*</html>\s*$")
+        self.assertFalse((self.folder / "-").exists())
+
     def test_rejects_a_fifo_without_a_reader(self):
         os.mkfifo(self.folder / "fifo")
         for name in ("schedules", "train --log") if FULL else ("schedules",):

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Tests paths and sizes as users write them: ~ where shells do not expand it, relative file://, negative
-sizes."""
+"""Tests paths and sizes as users write them: ~ where shells do not expand it, URLs, '-', relative file://,
+negative sizes."""
+import pathlib
 import re
 
 from command import CommandTest, main, synthetic
@@ -12,29 +13,54 @@ def bytes_in(line):
 
 
 class Paths(CommandTest):
-    def test_every_flag_rejects_an_unexpanded_tilde(self):
-        train, compare = ["train", *synthetic("--steps", 1)
-                          ], ["compare", *synthetic("--steps", 1), "--compression", "fp32"]
-        flags = [(train, flag) for flag in ("--log", "--trace", "--checkpoint", "--resume", "--init")]
-        flags += [([*train, "--elastic", "1:2"], flag) for flag in ("--members", "--join")]
-        flags += [(compare, flag) for flag in ("--json", "--trace", "--init")]
-        flags += [(["doctor"], "--json")]
-        for command, flag in flags:
-            for path in ("~/here", "~", "~nobody/here"):
-                with self.subTest(command=command[0], flag=flag, path=path):
-                    self.assert_refused(self.run_command(*command, f"{flag}={path}"), flag,
-                                        f"'{path}' begins with ~", f"'./{path}'")
-        for flag, value in (("--data", "fashion-mnist:~/data"), ("--data", "cifar10:~/data"),
-                            ("--dump-gradients", "0:~/here"), ("--rendezvous", "file://~/meet")):
-            command = ["train", *synthetic("--steps", 1, flag, value)]
-            self.assert_refused(self.run_command(*command), flag, "begins with ~", '"$HOME/')
-        self.assert_refused(self.run_command("top", "~/run.jsonl"), "begins with ~")
-        self.assert_refused(
-            self.run_command("train", "--steps", 1, "--device", "host", env={"GRADWIRE_DATA": "~/data"}),
-            "GRADWIRE_DATA", "begins with ~")
-        self.assertEqual([str(path) for path in self.folder.iterdir()], [])
+    def arguments(self, program):
+        """Yields (command, flag, type, about) of each argument in the help. A positional one has the flag ""."""
+        helps = {(): self.run_words(program, "--help").stdout}
+        for command in [*re.findall(r"^  ([a-z]+)\b", helps[()].partition("Subcommands:")[2], re.M), "man"]:
+            text = self.run_words(program, command, "--help").stdout
+            for name, *rest in re.findall(r"^  (?:-\w,)?(\S+) ([^\s=]*)(.*(?:\n   .*)*)", text, re.M):
+                if name.startswith("--") or name in ("RUN", "FILE", "LOG", "A", "B", "DIR"):
+                    yield command, name if name.startswith("--") else "", *rest
+
+    def test_every_path_rejects_texts_that_name_no_file(self):
+        prefixes = {"FILE": "", "DIR": "", "DATA": "cifar10:", "STEP:DIR": "0:", "URL": "file://"}
+        results = {"--json", "--csv", "--markdown", "--log", "--trace", "--output"}
+        tried = set()
+        for name in ("gradwire", "gradwire-bench"):
+            self.name, program = name, pathlib.Path(self.program).parent / name
+            for command, flag, kind, about in self.arguments(program):
+                if flag and kind not in prefixes:
+                    if kind != "SPEC":  # a new flag with a path needs a type of `prefixes`
+                        self.assertNotRegex(about, r"(?i)\b(file|folder|path)\b", (command, flag))
+                    continue
+                tried.add(flag)
+                for bad in ("~/here", "s3://bucket/run", "-"):
+                    if bad == "-" and flag in results:
+                        continue
+                    value = prefixes.get(kind, "") + bad
+                    with self.subTest(program=name, command=command, flag=flag, value=value):
+                        result = self.run_words(program, command, f"{flag}={value}" if flag else value)
+                        self.assert_refused(result, f"'{bad}' ", f"'./{bad}'", flag)
+        self.assertEqual(tried, {"", *results, "--checkpoint", "--resume", "--init", "--members", "--join",
+                                 "--data", "--cluster", "--dump-gradients", "--rendezvous", "--tensorboard",
+                                 "--gradients"})
+        self.assertEqual(self.files(), [])
+
+    def test_variables_with_paths_reject_texts_that_name_no_file(self):
+        train = ["train", *synthetic("--steps", 1)]
+        (self.folder / "codec.py").write_text("")
+        for variable, command in (("GRADWIRE_DATA", ["train", "--device", "host"]),
+                                  ("GRADWIRE_PYTHON", ["report", "codec.py"]),
+                                  ("GRADWIRE_SECRET_FILE", train)):
+            for bad in ("~nobody", "~", "s3://bucket/x", "file:///tmp/x", "-"):
+                rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+                result = self.run_command(*command, env={variable: bad, **rank})
+                self.assert_refused(result, variable, f"'{bad}' ", f"'./{bad}'")
+        for bad in ("~/plan", "gs://b/plan", "-"):
+            result = self.run_command(*train, "--ranks", 2, "--compression", f"auto:plan={bad}")
+            self.assert_refused(result, "--compression", f"'{bad}' ")
         self.assertEqual(self.run_command(*train, "--log=./~").returncode, 0)
-        self.assertEqual(self.files(), ["~"])
+        self.assertEqual(self.files(), ["codec.py", "~"])
 
     def test_missing_named_data_is_not_replaced(self):
         empty = self.folder / "empty"

@@ -53,8 +53,8 @@ def asked_for(root):
     for top in PRODUCT:
         for path in files(root, top):
             if path.suffix in (".h", ".cpp"):
-                for match in re.finditer(rf'\b(?:environment|environment_flag|flag)\("({NAME})"\)',
-                                         path.read_text()):
+                call = rf'\b(?:environment|environment_flag|flag|path_in_environment)\("({NAME})"\)'
+                for match in re.finditer(call, path.read_text()):
                     yield match[1], path.relative_to(root).as_posix()
 
 

@@ -23,6 +23,7 @@
 #include "trainer/cli/report.h"
 #include "trainer/cli/session.h"
 #include "trainer/cli/top.h"
+#include "trainer/cli/values.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
 #include "trainer/manual/manual.h"
@@ -161,6 +162,7 @@ int parse_and_run(int argc, char** argv) {
   FileCommands file_commands;
   add_file_commands(app, file_commands);
   add_manual_commands(app);
+  check_paths(app);
 
   const std::string first = argc > 1 ? argv[1] : "";
   const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });

@@ -84,12 +84,6 @@ CLI::Option* add_text(CLI::App& command, const std::string& flag, Target& target
   return option;
 }
 
-template <typename Target>
-CLI::Option* add_path(CLI::App& command, const std::string& flag, Target& target, const std::string& type,
-                      const std::string& about) {
-  return add_text(command, flag, target, type, about)->check(path_value());
-}
-
 // Sets the group of the flags that are added afterwards.
 void set_group(CLI::App& command, const char* group) {
   command.option_defaults()->group(group);
@@ -135,8 +129,7 @@ void add_rank_flags(CLI::App& command, RunOptions& o) {
              {1, 1024});
   add_text(command, "--rendezvous", o.rendezvous, "URL",
            "Rendezvous of processes: tcp://HOST:PORT of rank 0, or file:///PATH, shared by all (default: the "
-           "launcher's, or MASTER_ADDR and MASTER_PORT)")
-      ->check(path_value("file://"));
+           "launcher's, or MASTER_ADDR and MASTER_PORT)");
   add_number(command, "--ranks-per-node", o.ranks_per_node,
              "Ranks of a node, for schedule=hierarchical: rank = node x N + local (default: the launcher's)",
              {1, 1024});
@@ -153,8 +146,7 @@ void add_rank_flags(CLI::App& command, RunOptions& o) {
 
 void add_data_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Data");
-  add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]")
-      ->check(path_value(":"));
+  add_text(command, "--data", o.data, "DATA", "fashion-mnist[:DIR], cifar10:DIR or synthetic[:N]");
   add_text(command, "--augment", o.augment, "WORDS",
            "Augmentation of training images, drawn from the seed: none, flip, crop (with padding of an "
            "eighth of the side) or flip,crop");
@@ -210,7 +202,7 @@ void add_output_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Output");
   add_number(command, "--log-every", o.log_every, "Steps between log lines when output is not a terminal",
              kSteps);
-  add_path(command, "--trace", o.trace, "FILE",
+  add_text(command, "--trace", o.trace, "FILE",
            "Write a timeline of each rank's streams, for ui.perfetto.dev or bench/plots/plot.py");
   add_text(
       command, "--trace-steps", o.trace_steps, "A:B",
@@ -236,7 +228,7 @@ CLI::Option* add_run_flags(CLI::App& command, RunOptions& o) {
   add_training_flags(command, o);
   add_output_flags(command, o);
   set_group(command, "Checkpoints");
-  return add_path(command, "--init", o.init, "FILE",
+  return add_text(command, "--init", o.init, "FILE",
                   "Start from these weights: safetensors, with torchvision's names");
 }
 
@@ -249,11 +241,11 @@ void add_elastic_flags(CLI::App& command, RunOptions& o) {
                "with keep-local, the images per rank, and the learning rate is scaled with the images per "
                "step");
   CLI::Option* members =
-      add_path(command, "--members", o.members, "FILE",
+      add_text(command, "--members", o.members, "FILE",
                "Write the addresses of the run's ranks to this file, so that new ranks can join (default: "
                "members, in the folder of --checkpoint)")
           ->needs(elastic);
-  add_path(
+  add_text(
       command, "--join", o.join, "FILE",
       "Join a run that was started with --elastic and whose --members is FILE, between two of its steps; all "
       "other flags as in that run")
@@ -264,7 +256,7 @@ void add_elastic_flags(CLI::App& command, RunOptions& o) {
 void add_checkpoint_flags(CLI::App& command, RunOptions& o, CLI::Option* init) {
   set_group(command, "Checkpoints");
   CLI::Option* checkpoint =
-      add_path(command, "--checkpoint", o.checkpoint, "DIR",
+      add_text(command, "--checkpoint", o.checkpoint, "DIR",
                "Write checkpoints into this folder: weights, optimizer, residuals, factors, position");
   add_number(command, "--checkpoint-every", o.checkpoint_every,
              "Steps between checkpoints (default: an epoch); the last step always makes one", kSteps)
@@ -272,7 +264,7 @@ void add_checkpoint_flags(CLI::App& command, RunOptions& o, CLI::Option* init) {
   add_number(command, "--checkpoint-keep", o.checkpoint_keep, "Checkpoints to keep (default: 3)",
              {1, 1'000'000})
       ->needs(checkpoint);
-  add_path(command, "--resume", o.resume, "DIR",
+  add_text(command, "--resume", o.resume, "DIR",
            "Continue from the newest complete checkpoint in DIR; if DIR is also --checkpoint and contains no "
            "checkpoint, start from the beginning")
       ->excludes(init);
@@ -339,12 +331,11 @@ void add_train_flags(CLI::App& command, RunOptions& o) {
   add_elastic_flags(command, o);
   add_checkpoint_flags(command, o, init);
   set_group(command, "Output");
-  add_path(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line");
+  add_text(command, "--log", o.log, "FILE", "Write records to this file, one JSON object per line");
   // A graph's steps run without the host, so the host cannot copy each gradient before communication.
   add_text(command, "--dump-gradients", o.dump_gradients, "STEP:DIR",
            "Write rank 0's gradients of that step (counted from 0), before they are sent, to DIR: "
            "safetensors, for gradwire-bench formats --gradients DIR")
-      ->check(path_value(":"))
       ->excludes(command.get_option("--graph"));
 }
 
@@ -362,14 +353,14 @@ void add_compare_flags(CLI::App& command, RunOptions& o) {
   add_number(command, "--target-accuracy", o.target_accuracy,
              "Percentage: the table has the training time of each run until an evaluation reached it",
              {0, 100});
-  add_path(
+  add_text(
       command, "--json", o.json, "FILE",
       "Write the table to FILE, and each run's records next to it (FILE's stem.N.jsonl); skip runs whose "
       "records exist with the same settings");
 }
 
 void add_top_flags(CLI::App& command, TopOptions& o) {
-  command.add_option("RUN", o.log, "The run's log")->required()->check(path_value());
+  command.add_option("RUN", o.log, "The run's log")->required();
   command.add_flag(
       "--prometheus", o.prometheus,
       "Print the figures once in Prometheus's text format, for node_exporter's textfile collector");
@@ -381,14 +372,13 @@ void add_report_flags(CLI::App& command, ReportOptions& o) {
                   "Results of compare --json, whose logs are next to them; logs of train --log; results of "
                   "gradwire-bench --json")
       ->type_name("")
-      ->required()
-      ->check(path_value());
-  add_path(command, "-o,--output", o.output, "FILE", "The page, one file that needs no network");
+      ->required();
+  add_text(command, "-o,--output", o.output, "FILE", "The page, one file that needs no network");
 }
 
 void add_export_flags(CLI::App& command, ExportOptions& o) {
-  command.add_option("LOG", o.logs, "Logs of train --log")->type_name("")->required()->check(path_value());
-  add_path(command, "--tensorboard", o.tensorboard, "DIR",
+  command.add_option("LOG", o.logs, "Logs of train --log")->type_name("")->required();
+  add_text(command, "--tensorboard", o.tensorboard, "DIR",
            "Write TensorBoard's event files into DIR, a folder for each log")
       ->required();
 }
@@ -397,7 +387,7 @@ void add_doctor_flags(CLI::App& command, RunOptions& o, bool& show_environment) 
   add_model_flags(command, o);
   add_rank_flags(command, o);
   set_group(command, "Output");
-  add_path(command, "--json", o.json, "FILE", "Also write the report to FILE");
+  add_text(command, "--json", o.json, "FILE", "Also write the report to FILE");
   command.add_flag("--environment", show_environment,
                    "Show every environment variable that Gradwire reads, with default and meaning, and exit");
 }
@@ -407,12 +397,12 @@ void add_plan_flags(CLI::App& command, PlanOptions& o) {
   add_text(command, "--model", o.model, "MODEL", kModels);
   add_number(command, "--batch-size", o.batch_size, "Images per rank", kBatches);
   set_group(command, "Ranks");
-  add_path(command, "--cluster", o.cluster, "FILE", "The cluster: a JSON file, see docs/plan.md")->required();
+  add_text(command, "--cluster", o.cluster, "FILE", "The cluster: a JSON file, see docs/plan.md")->required();
   add_number(command, "--ranks", o.ranks, "Ranks, a GPU each, which fill whole nodes", {1, 1 << 16})
       ->required();
   add_compression_flags(command, o, "Compression spec; one prediction for each");
   set_group(command, "Output");
-  add_path(command, "--json", o.json, "FILE", "Also write the plan to FILE");
+  add_text(command, "--json", o.json, "FILE", "Also write the plan to FILE");
 }
 
 }  // namespace gradwire

@@ -2,21 +2,33 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
 #include <string>
 
 #include "runtime/util/paths.h"
 
 namespace gradwire {
 
-// Checks a path, or a path after `prefix`: after the first ':' of fashion-mnist:DIR, or after file:// of a
-// URL. Rejects a path that begins with ~, because shells do not expand ~ after a prefix.
-inline CLI::Validator path_value(const std::string& prefix = "") {
-  return CLI::Validator(
-      [prefix](std::string& text) {
-        const size_t at = prefix.empty() ? 0 : text.find(prefix);
-        return at == std::string::npos ? "" : tilde_problem(text.substr(at + prefix.size()));
-      },
-      "");
+// Makes every flag and argument that holds a path reject texts that name no file (path_problem()). The type
+// of a flag says where its path begins; every positional argument is a path. '-' is standard output for the
+// flags that write a result. Call after adding all commands.
+inline void check_paths(CLI::App& app) {
+  constexpr std::array kResults{"--json", "--csv", "--markdown", "--log", "--trace", "--output"};
+  for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    for (CLI::Option* option : command->get_options()) {
+      const std::string type = option->get_type_name();
+      const bool after_colon = type == "DATA" || type == "STEP:DIR", url = type == "URL";
+      if (!after_colon && !url && type != "FILE" && type != "DIR" && option->nonpositional()) continue;
+      const bool result = std::ranges::any_of(kResults, [&](auto* flag) { return option->check_name(flag); });
+      option->check(
+          [=](const std::string& text) {
+            if ((result && text == "-") || (url && !text.starts_with("file://"))) return std::string();
+            return path_problem(text.substr(url ? 7 : after_colon ? text.find(':') + 1 : 0));
+          },
+          "", "");
+    }
+  }
 }
 
 // Checks a size in bytes: a number, with or without a unit. kb_is_1000: K is 1000 and KiB is 1024. Otherwise

@@ -6,7 +6,6 @@
 
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
-#include "runtime/util/paths.h"
 #include "trainer/data/dataset.h"
 #include "trainer/data/dataset_file.h"
 #include "trainer/data/file_kind.h"
@@ -148,11 +147,8 @@ Dataset read_split(const std::string& directory, const std::string& prefix, std:
 }  // namespace
 
 std::string default_fashion_mnist_directory() {
-  const char* root = environment("GRADWIRE_DATA");
+  const char* root = path_in_environment("GRADWIRE_DATA");
   if (root == nullptr) return kDebianDirectory;
-  if (const std::string problem = tilde_problem(root); !problem.empty()) {
-    throw BadInput("GRADWIRE_DATA: " + problem);
-  }
   std::string found = folder_in(root);
   if (!holds_fashion_mnist(found)) {
     throw BadInput(fmt::format(

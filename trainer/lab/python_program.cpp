@@ -25,7 +25,7 @@ std::string path_of_program(const std::string& name) {
 }
 
 std::string path_of_python() {
-  if (const char* given = environment("GRADWIRE_PYTHON")) return given;
+  if (const char* given = path_in_environment("GRADWIRE_PYTHON")) return given;
   return access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
 }
 

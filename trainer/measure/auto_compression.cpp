@@ -8,6 +8,7 @@
 #include "collectives/reducer/choose.h"
 #include "runtime/util/error.h"
 #include "runtime/util/parse.h"
+#include "runtime/util/paths.h"
 
 namespace gradwire {
 namespace {
@@ -78,6 +79,7 @@ void AutoCompression::set_option(std::string_view text, std::string_view option)
     error = *number;
   } else if (option.starts_with(kPlan) && option.size() > kPlan.size()) {
     plan = option.substr(kPlan.size());
+    if (const std::string problem = path_problem(plan); !problem.empty()) refuse(text, problem);
   } else {
     refuse(text, fmt::format("'{}' is not an option of auto", option));
   }

@@ -22,7 +22,7 @@ void find(void* library, Function& function, const char* symbol, bool required =
 }
 
 NcclApi load() {
-  const char* named = environment("GRADWIRE_NCCL_LIBRARY");
+  const char* named = path_in_environment("GRADWIRE_NCCL_LIBRARY");
   const std::string library = named != nullptr ? named : "libnccl.so.2";
   void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle == nullptr) {
