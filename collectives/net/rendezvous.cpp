@@ -48,7 +48,8 @@ StoreLocation StoreLocation::parse(const std::string& text) {
   std::istringstream words(text);
   std::string magic, port;
   StoreLocation location;
-  if (!(words >> magic >> location.secret >> port) || magic != kFileMagic) return {};
+  const bool complete = text.ends_with('\n');  // a file system without rename shows the text as it grows
+  if (!complete || !(words >> magic >> location.secret >> port) || magic != kFileMagic) return {};
   const auto number = parse_number(port, 1, 65535);
   if (!number) return {};
   location.store.port = *number;

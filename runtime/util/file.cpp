@@ -30,6 +30,11 @@ const char* kind_of_file(mode_t mode) {
   return S_ISREG(mode) ? "a regular file" : "a device";
 }
 
+bool is_unsupported(int error) {
+  return error == ENOSYS || error == EOPNOTSUPP || error == EPERM || error == EINVAL || error == EACCES ||
+         error == EBADF || error == EISDIR;
+}
+
 FileDescriptor open_regular_file(const std::string& path) {
   struct stat status {};
   auto fail = [&](const std::string& why) { throw BadInput(fmt::format("{}: {}", path, why)); };

@@ -34,6 +34,10 @@ class FileDescriptor {
 // Returns "a folder", "a FIFO", "a device", "a socket" or "a regular file".
 const char* kind_of_file(mode_t mode);
 
+// Returns whether `error` says that a file system does not offer the operation, rather than that it failed,
+// as EIO and ENOSPC do. File systems of networks and of user space choose among these errors.
+bool is_unsupported(int error);
+
 // Opens a regular file for reading. Never blocks. Throws BadInput, which names `path` and its kind, for
 // FIFOs, devices and folders, and when the file is missing or unreadable.
 FileDescriptor open_regular_file(const std::string& path);

@@ -72,8 +72,7 @@ bool is_at(int fd, const std::string& path) {
 // Returns whether the file may still be written in place after creating or renaming a temporary file failed
 // with `error`.
 bool only_in_place(int error) {
-  return error == EBUSY || error == EXDEV || error == EACCES || error == EPERM || error == EROFS ||
-         error == ENAMETOOLONG;
+  return is_unsupported(error) || error == EBUSY || error == EXDEV || error == EROFS || error == ENAMETOOLONG;
 }
 
 // Returns a descriptor of standard output for the result that '-' names, or -1. From the first call on, the
@@ -288,12 +287,36 @@ FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock*
   if (!S_ISREG(status.st_mode)) fail(EINVAL);  // another kind of file has replaced it
   if (kind_ == Kind::private_file && fchmod(file.fd(), 0600) != 0) fail(errno);
   // Empty the file first only if lines will be appended. Otherwise the existing blocks of the file are reused
-  // on a full disk.
-  if (lock != nullptr && ftruncate(file.fd(), 0) != 0) fail(errno);
+  // on a full disk. Some file systems cannot change the size, so ask only for a change.
+  if (lock != nullptr && status.st_size > 0 && ftruncate(file.fd(), 0) != 0) fail(errno);
   const int error = write_fully(file.fd(), contents);
   const off_t end = lseek(file.fd(), 0, SEEK_CUR);
-  if (ftruncate(file.fd(), end) != 0 || error != 0) fail(error != 0 ? error : errno);
+  const bool cut =
+      fstat(file.fd(), &status) == 0 && (status.st_size == end || ftruncate(file.fd(), end) == 0);
+  if (!cut || error != 0) fail(error != 0 ? error : errno);
   return file;
+}
+
+void check_all_different(const std::vector<NamedFile>& files) {
+  const auto same_file = [](const std::string& a, const std::string& b) {
+    struct stat x {
+    }, y{};
+    if (stat(a.c_str(), &x) == 0 && stat(b.c_str(), &y) == 0) return S_ISREG(x.st_mode) && same(x, y);
+    const auto resolved = [](const std::string& path) {
+      int descriptor = -1;
+      std::error_code ignored;
+      return fs::weakly_canonical(fs::absolute(without_links(path, descriptor)), ignored);
+    };
+    return resolved(a) == resolved(b);
+  };
+  for (auto b = files.begin(); b != files.end(); ++b) {
+    for (auto a = files.begin(); a != b; ++a) {
+      if (a->path.empty() || b->path.empty() || (!a->written && !b->written)) continue;
+      if (!same_file(a->path, b->path)) continue;
+      throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them", a->flag,
+                                 a->path, b->flag, b->path));
+    }
+  }
 }
 
 void remove_output(const std::string& path) noexcept try {

@@ -10,11 +10,12 @@
 //   /dev/stdout, /dev/fd/N, >(command)           written to that descriptor, after its earlier output
 //   -                                            standard output; all other text goes to standard error
 //
-// Where the rename is refused, for example on a bind mount, the file is written in place.
+// Where the rename is refused, as on a bind mount, or not supported, the file is written in place.
 #pragma once
 
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "runtime/util/file.h"
 
@@ -72,6 +73,14 @@ class OutputFile {
   gid_t group_ = 0;
   FileDescriptor stream_;
 };
+
+struct NamedFile {
+  std::string flag;
+  std::string path;  // empty if the flag is not given
+  bool written = true;
+};
+// Throws BadInput if a written file is another of `files`, also by a link, because it would be overwritten.
+void check_all_different(const std::vector<NamedFile>& files);
 
 // Throws BadInput if a file cannot be written at `path`. Does not create or open files.
 inline void check_writable(const std::string& path, OutputFile::Kind kind = OutputFile::Kind::result) {

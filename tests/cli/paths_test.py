@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests paths and sizes as users write them: ~ where shells do not expand it, URLs, '-', relative file://,
 negative sizes."""
+import os
 import pathlib
 import re
 
@@ -45,6 +46,24 @@ class Paths(CommandTest):
                                  "--data", "--cluster", "--dump-gradients", "--rendezvous", "--tensorboard",
                                  "--gradients"})
         self.assertEqual(self.files(), [])
+
+    def test_no_result_may_be_another_file_of_its_command(self):
+        (self.folder / "one").write_text("{}")
+        os.link(self.folder / "one", self.folder / "two")
+        for name, *words in (("gradwire", "train", "--log=one", "--trace=two"),
+                             ("gradwire", "train", "--init=one", "--trace=two"),
+                             ("gradwire", "train", "--log=-", "--trace=-"),
+                             ("gradwire", "compare", "--json=one", "--trace=two"),
+                             ("gradwire", "plan", "--cluster=one", "--ranks=2", "--json=two"),
+                             ("gradwire", "report", "x", "one", "--output=two"),
+                             ("gradwire", "train", "--ranks=2", "--compression=auto:plan=one", "--log=two"),
+                             ("gradwire-bench", "kernels", "--json=one", "--csv=two"),
+                             ("gradwire-bench", "compare", "one", "x", "--markdown=two")):
+            self.name = name
+            more = synthetic("--steps", 1) if "auto" in str(words) else ()
+            result = self.run_words(pathlib.Path(self.program).parent / name, *words, *more)
+            self.assert_refused(result, "are the same file")
+        self.assertEqual((self.folder / "one").read_text(), "{}")
 
     def test_variables_with_paths_reject_texts_that_name_no_file(self):
         train = ["train", *synthetic("--steps", 1)]

@@ -144,7 +144,7 @@ class BadInput(ReportTest):
     def test_outputs_that_cannot_be_written(self):
         self.write_comparison()
         before = (self.folder / "out.json").read_text()
-        for words, part in ((("report", "out.json", "-o", "out.json"), "out.json is an input"),
+        for words, part in ((("report", "out.json", "-o", "out.json"), "--output out.json are the same"),
                             (("report", "out.json", "-o", "none/a.html"), "none/a.html"),
                             (("export", "--tensorboard", "out.json", "out.0.jsonl"), "not a folder"),
                             (("export", "--tensorboard", "events", "out.json"), "not a run log")):

@@ -300,8 +300,13 @@ TEST(RunLog, RejectsEqualFilesUnderDifferentNames) {
   TemporaryFolder folder;
   testing::write_bytes(folder.path("run"), {});
   std::filesystem::create_symlink(folder.path("run"), folder.path("link"));
+  std::filesystem::create_hard_link(folder.path("run"), folder.path("hard"));
+  std::filesystem::create_symlink("new", folder.path("dangling"));
   check_all_different({{"--init", ""}, {"--log", ""}, {"--trace", folder.path("new")}});
-  for (const std::string& other : {folder.path("run"), folder.path("./run"), folder.path("link")}) {
+  check_all_different({{"--log", "/dev/null"}, {"--trace", "/dev/null"}});
+  check_all_different({{"FILE", folder.path("run"), false}, {"FILE", folder.path("run"), false}});
+  for (const std::string& other :
+       {folder.path("run"), folder.path("./run"), folder.path("link"), folder.path("hard")}) {
     testing::expect_bad_input(
         [&] {
           check_all_different({{"--log", folder.path("run")}, {"--trace", other}});
@@ -311,6 +316,11 @@ TEST(RunLog, RejectsEqualFilesUnderDifferentNames) {
   testing::expect_bad_input(
       [&] {
         check_all_different({{"--log", folder.path("new")}, {"--trace", folder.path("x/../new")}});
+      },
+      {"the same file"});
+  testing::expect_bad_input(
+      [&] {
+        check_all_different({{"--init", folder.path("new"), false}, {"--log", folder.path("dangling")}});
       },
       {"the same file"});
 }

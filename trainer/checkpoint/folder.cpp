@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -53,7 +54,7 @@ Listing list(const std::string& directory) {
       listing.unfinished.push_back(it->path().string());
     }
   }
-  if (error) throw BadInput(fmt::format("{}: {}", directory, error.message()));
+  if (error) throw BadInput(fmt::format("{}: its files cannot be listed: {}", directory, error.message()));
   std::sort(listing.checkpoints.rbegin(), listing.checkpoints.rend());
   std::sort(listing.unfinished.begin(), listing.unfinished.end());
   return listing;
@@ -66,13 +67,35 @@ Listing list(const std::string& directory) {
 // Makes the entries of a folder durable.
 void sync_folder(const std::string& path) {
   const FileDescriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // EINVAL: the file system does not support fsync of folders, and does not need it.
-  if (folder.fd() < 0 || (fsync(folder.fd()) != 0 && errno != EINVAL)) fail(path + ": fsync failed", errno);
+  if ((!folder || fsync(folder.fd()) != 0) && !is_unsupported(errno)) fail(path + ": fsync failed", errno);
 }
 
 void rename_folder(const std::string& from, const std::string& to) {
   if (std::rename(from.c_str(), to.c_str()) != 0)
     fail(fmt::format("{}: renaming to {} failed", from, to), errno);
+}
+
+// Throws BadInput if the file system lacks an operation that checkpoints need, so that a run ends before its
+// first step and not at its first checkpoint.
+void check_operations(const std::string& directory) {
+  const std::string probe = temporary_name_beside(directory + "/probe"), renamed = probe + kUnfinished;
+  std::string missing;
+  if (mkdir(probe.c_str(), 0777) != 0) {
+    missing = "create folders";
+  } else {
+    FileDescriptor file(open((probe + "/file").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
+    if (!file || ftruncate(file.fd(), 1) != 0 || !file.close()) {
+      missing = "set the size of a file";
+    } else if (std::rename(probe.c_str(), renamed.c_str()) != 0) {
+      missing = "rename folders";
+    }
+  }
+  const int error = errno;
+  std::error_code ignored;
+  for (const std::string& path : {probe, renamed}) fs::remove_all(path, ignored);
+  if (missing.empty()) return;
+  throw BadInput(fmt::format("--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere",
+                             directory, missing, std::strerror(error)));
 }
 
 // Removes a checkpoint. Returns the reason for a failure, or "". A partly removed checkpoint must not look
@@ -166,8 +189,10 @@ void check_output_directory(const std::string& flag, const std::string& director
   if (!fs::is_directory(existing, ignored)) {
     throw BadInput(fmt::format("{} {}: {} is not a folder", flag, directory, existing.string()));
   }
-  if (access(existing.c_str(), W_OK | X_OK) != 0) {
-    throw BadInput(fmt::format("{} {}: {} cannot be written to: {}", flag, directory, existing.string(),
+  const bool lists = flag == "--checkpoint" && fs::exists(directory, ignored);
+  for (const auto& [mode, what] : {std::pair{W_OK | X_OK, "written to"}, {lists ? R_OK : F_OK, "listed"}}) {
+    if (access(existing.c_str(), mode) == 0) continue;
+    throw BadInput(fmt::format("{} {}: {} cannot be {}: {}", flag, directory, existing.string(), what,
                                std::strerror(errno)));
   }
 }
@@ -176,6 +201,7 @@ FolderLock::FolderLock(const std::string& directory, bool displaces) {
   std::error_code error;
   fs::create_directories(directory, error);
   if (error) throw Error(fmt::format("{}: cannot be created: {}", directory, error.message()));
+  if (!displaces) check_operations(directory);
   const std::string path = directory + "/lock";
   if (displaces) fs::remove(path, error);  // the holder keeps an unlinked file
   // Open with O_NOFOLLOW, so that the run does not overwrite the target of a link.

@@ -133,7 +133,7 @@ void SafetensorsWriter::put(const void* data, size_t bytes) {
 }
 
 void SafetensorsWriter::close() {
-  if (fsync(file_.fd()) != 0 || !file_.close()) fail();
+  if ((fsync(file_.fd()) != 0 && !is_unsupported(errno)) || !file_.close()) fail();
 }
 
 void SafetensorsWriter::finish(const Written& by_others) {

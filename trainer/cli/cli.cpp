@@ -52,9 +52,12 @@ int train(const RunOptions& options) {
   if (leads(options) && !options.trace.empty()) check_writable(options.trace);
   if (leads(options) && !options.members.empty())
     check_writable(options.members, OutputFile::Kind::private_file);
-  check_all_different({{"--init", options.init}, {"--log", options.log}, {"--trace", options.trace}});
   Resolved run = resolve(options);
-  if (run.automatic && !run.automatic->plan.empty() && leads(options)) check_writable(run.automatic->plan);
+  if (run.automatic && !run.automatic->plan.empty() && leads(options)) {
+    check_writable(run.automatic->plan);
+    check_all_different(
+        {{"auto:plan", run.automatic->plan}, {"--log", options.log}, {"--trace", options.trace}});
+  }
   if (leads(options)) say_start(run, options);
   if (options.dry_run) {
     if (leads(options)) say_plan(run.config);

@@ -4,23 +4,30 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "runtime/util/output_file.h"
 #include "runtime/util/paths.h"
 
 namespace gradwire {
 
 // Makes every flag and argument that holds a path reject texts that name no file (path_problem()). The type
 // of a flag says where its path begins; every positional argument is a path. '-' is standard output for the
-// flags that write a result. Call after adding all commands.
+// flags that write a result. No result may be another of a command's files. Call after adding all commands.
 inline void check_paths(CLI::App& app) {
   constexpr std::array kResults{"--json", "--csv", "--markdown", "--log", "--trace", "--output"};
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
+    auto files = std::make_shared<std::vector<std::pair<CLI::Option*, bool>>>();
     for (CLI::Option* option : command->get_options()) {
       const std::string type = option->get_type_name();
       const bool after_colon = type == "DATA" || type == "STEP:DIR", url = type == "URL";
       if (!after_colon && !url && type != "FILE" && type != "DIR" && option->nonpositional()) continue;
       const bool result = std::ranges::any_of(kResults, [&](auto* flag) { return option->check_name(flag); });
+      if (type != "DIR" && !after_colon && !url)
+        files->emplace_back(option, result || option->check_name("--members"));
       option->check(
           [=](const std::string& text) {
             if ((result && text == "-") || (url && !text.starts_with("file://"))) return std::string();
@@ -28,6 +35,15 @@ inline void check_paths(CLI::App& app) {
           },
           "", "");
     }
+    command->parse_complete_callback([files] {
+      std::vector<NamedFile> named;
+      for (const auto& [option, written] : *files) {
+        std::vector<std::string> paths = option->results();
+        if (paths.empty()) paths = {option->get_default_str()};
+        for (const std::string& path : paths) named.push_back({option->get_name(), path, written});
+      }
+      check_all_different(named);
+    });
   }
 }
 

@@ -7,25 +7,11 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <map>
 
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 
 namespace gradwire {
-void check_all_different(const std::vector<NamedFile>& files) {
-  std::map<std::filesystem::path, const NamedFile*> seen;
-  for (const NamedFile& file : files) {
-    if (file.path.empty()) continue;
-    std::error_code ignored;
-    const auto [at, is_new] =
-        seen.emplace(std::filesystem::weakly_canonical(std::filesystem::absolute(file.path), ignored), &file);
-    if (!is_new) {
-      throw BadInput(fmt::format("{} {} and {} {} are the same file; name another for one of them",
-                                 at->second->flag, at->second->path, file.flag, file.path));
-    }
-  }
-}
 
 RunLog::RunLog(std::string path, const TrainConfig& config, const DataSplits& data, std::string choice)
     : path_(std::move(path)), config_(config), data_(data), choice_(std::move(choice)) {

@@ -3,19 +3,11 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
 #include "runtime/util/file.h"
 #include "trainer/log/records.h"
 
 namespace gradwire {
-
-// Throws BadInput if two of the outputs are the same file, because one output would overwrite the other.
-struct NamedFile {
-  const char* flag;
-  std::string path;  // empty if the flag is not given
-};
-void check_all_different(const std::vector<NamedFile>& files);
 
 class RunLog final : public RunObserver {
  public:
