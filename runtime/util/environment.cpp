@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <span>
 #include <string_view>
 
@@ -146,6 +147,11 @@ const char* environment(const char* name) {
     for (const EnvironmentVariable& v : group.variables) {
       if (fmt::format(" {} ", v.names).find(word) == std::string::npos) continue;
       const char* value = std::getenv(name);
+      if (value != nullptr && std::strchr(value, '\r') != nullptr) {
+        throw BadInput(std::string(name) +
+                       " contains a carriage return, as from a file with Windows line ends; "
+                       "set it without");
+      }
       return value == nullptr || *value == '\0' ? nullptr : value;
     }
   }
@@ -154,9 +160,8 @@ const char* environment(const char* name) {
 
 const char* path_in_environment(const char* name) {
   const char* path = environment(name);
-  const std::string problem = path == nullptr ? "" : path_problem(path);
-  if (!problem.empty()) throw BadInput(std::string(name) + ": " + problem);
-  return path;
+  if (path == nullptr || path_problem(path).empty()) return path;
+  throw BadInput(std::string(name) + ": " + path_problem(path));
 }
 
 bool environment_flag(const char* name, const std::function<const char*(const char*)>& lookup) {

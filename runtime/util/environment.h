@@ -11,8 +11,8 @@ namespace gradwire {
 // `gradwire doctor --environment` prints it.
 std::string environment_text();
 
-// Returns a variable's value; null when it is unset or empty. Throws Error for names that are not in the
-// table.
+// Returns a variable's value; null when it is unset or empty. Throws BadInput for a value with a
+// carriage return, and Error for names that are not in the table.
 const char* environment(const char* name);
 // Returns the same for a variable that holds a path. Throws BadInput for a path_problem().
 const char* path_in_environment(const char* name);

@@ -298,16 +298,13 @@ FileDescriptor OutputFile::write_in_place(std::string_view contents, const Lock*
 }
 
 void check_all_different(const std::vector<NamedFile>& files) {
-  const auto same_file = [](const std::string& a, const std::string& b) {
-    struct stat x {
-    }, y{};
-    if (stat(a.c_str(), &x) == 0 && stat(b.c_str(), &y) == 0) return S_ISREG(x.st_mode) && same(x, y);
-    const auto resolved = [](const std::string& path) {
-      int descriptor = -1;
-      std::error_code ignored;
-      return fs::weakly_canonical(fs::absolute(without_links(path, descriptor)), ignored);
-    };
-    return resolved(a) == resolved(b);
+  const auto resolved = [](const std::string& path) {
+    int descriptor = -1;
+    return fs::weakly_canonical(fs::absolute(without_links(path, descriptor)));
+  };
+  const auto same_file = [&](const std::string& a, const std::string& b) {
+    std::error_code error;  // of a file that does not exist yet, or a device
+    return fs::equivalent(a, b, error) || (!fs::exists(a, error) && resolved(a) == resolved(b));
   };
   for (auto b = files.begin(); b != files.end(); ++b) {
     for (auto a = files.begin(); a != b; ++a) {

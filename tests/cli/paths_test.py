@@ -15,71 +15,65 @@ def bytes_in(line):
 
 class Paths(CommandTest):
     def arguments(self, program):
-        """Yields (command, flag, type, about) of each argument in the help. A positional one has the flag ""."""
-        helps = {(): self.run_words(program, "--help").stdout}
-        for command in [*re.findall(r"^  ([a-z]+)\b", helps[()].partition("Subcommands:")[2], re.M), "man"]:
-            text = self.run_words(program, command, "--help").stdout
-            for name, *rest in re.findall(r"^  (?:-\w,)?(\S+) ([^\s=]*)(.*(?:\n   .*)*)", text, re.M):
-                if name.startswith("--") or name in ("RUN", "FILE", "LOG", "A", "B", "DIR"):
-                    yield command, name if name.startswith("--") else "", *rest
+        """Returns the arguments of each command in the help: (name, type, about). A path without a flag is in
+        capitals."""
+        whole = self.run_words(program, "--help").stdout
+        commands = re.findall(r"^  ([a-z]+)\b", whole.partition("Subcommands:")[2], re.M)
+        return {command: re.findall(r"^  (?:-\w,)?(--\S+|[A-Z]+) ([^\s=]*)(.*(?:\n   .*)*)",
+                                    self.run_words(program, command, "--help").stdout, re.M)
+                for command in [*commands, "man"] if command != "completion"}
 
     def test_every_path_rejects_texts_that_name_no_file(self):
         prefixes = {"FILE": "", "DIR": "", "DATA": "cifar10:", "STEP:DIR": "0:", "URL": "file://"}
         results = {"--json", "--csv", "--markdown", "--log", "--trace", "--output"}
         tried = set()
-        for name in ("gradwire", "gradwire-bench"):
-            self.name, program = name, pathlib.Path(self.program).parent / name
-            for command, flag, kind, about in self.arguments(program):
-                if flag and kind not in prefixes:
-                    if kind != "SPEC":  # a new flag with a path needs a type of `prefixes`
-                        self.assertNotRegex(about, r"(?i)\b(file|folder|path)\b", (command, flag))
-                    continue
-                tried.add(flag)
-                for bad in ("~/here", "s3://bucket/run", "-"):
-                    if bad == "-" and flag in results:
+        for self.name in ("gradwire", "gradwire-bench"):
+            program = pathlib.Path(self.program).parent / self.name
+            for command, arguments in self.arguments(program).items():
+                for name, kind, about in arguments:
+                    if kind not in prefixes and name.startswith("-"):
+                        if kind != "SPEC":  # a new flag with a path needs a type of `prefixes`
+                            self.assertNotRegex(about, r"(?i)\b(file|folder|path)\b", (command, name))
                         continue
-                    value = prefixes.get(kind, "") + bad
-                    with self.subTest(program=name, command=command, flag=flag, value=value):
-                        result = self.run_words(program, command, f"{flag}={value}" if flag else value)
-                        self.assert_refused(result, f"'{bad}' ", f"'./{bad}'", flag)
-        self.assertEqual(tried, {"", *results, "--checkpoint", "--resume", "--init", "--members", "--join",
+                    tried.add(name)
+                    required = {other: "2" for other, _, more in arguments if "REQUIRED" in more}
+                    for bad in ("~/here", "s3://b/run", "-")[:2 if name in results else 3]:
+                        given = {**required, name: prefixes.get(kind, "") + bad}
+                        words = [f"{key}={value}" if key[0] == "-" else value for key, value in given.items()]
+                        words += ["--elastic=1:2"] if name in ("--members", "--join") else []
+                        with self.subTest(words=[self.name, command, *words]):
+                            result = self.run_words(program, command, *words)
+                            self.assert_refused(result, f"'{bad}' ", f"'./{bad}'", name)
+        self.assertEqual(tried, {*results, "--checkpoint", "--resume", "--init", "--members", "--join",
                                  "--data", "--cluster", "--dump-gradients", "--rendezvous", "--tensorboard",
-                                 "--gradients"})
+                                 "--gradients", "RUN", "FILE", "LOG", "A", "B", "DIR"})
         self.assertEqual(self.files(), [])
+
+    def test_variables_with_paths_reject_texts_that_name_no_file(self):
+        train = ["train", *synthetic("--steps", 1)]
+        (self.folder / "log").write_text("")
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        for bad in ("~nobody", "~", "gs://bucket/x", "file:///tmp/x", "-"):
+            for name, command in (("GRADWIRE_DATA", ["train", "--device", "host"]),
+                                  ("GRADWIRE_PYTHON", ["report", "log"]), ("GRADWIRE_SECRET_FILE", train),
+                                  ("auto:plan", [*train, "--compression", f"auto:plan={bad}"])):
+                self.assert_refused(self.run_command(*command, env={**ranks, name: bad}), name, f"'{bad}' ")
+        self.assertEqual(self.run_command(*train, "--log=./~").returncode, 0)
+        self.assertEqual(self.files(), ["log", "~"])
 
     def test_no_result_may_be_another_file_of_its_command(self):
         (self.folder / "one").write_text("{}")
         os.link(self.folder / "one", self.folder / "two")
-        for name, *words in (("gradwire", "train", "--log=one", "--trace=two"),
-                             ("gradwire", "train", "--init=one", "--trace=two"),
-                             ("gradwire", "train", "--log=-", "--trace=-"),
-                             ("gradwire", "compare", "--json=one", "--trace=two"),
-                             ("gradwire", "plan", "--cluster=one", "--ranks=2", "--json=two"),
-                             ("gradwire", "report", "x", "one", "--output=two"),
-                             ("gradwire", "train", "--ranks=2", "--compression=auto:plan=one", "--log=two"),
-                             ("gradwire-bench", "kernels", "--json=one", "--csv=two"),
-                             ("gradwire-bench", "compare", "one", "x", "--markdown=two")):
-            self.name = name
-            more = synthetic("--steps", 1) if "auto" in str(words) else ()
-            result = self.run_words(pathlib.Path(self.program).parent / name, *words, *more)
+        for self.name, *words in (("gradwire", "train", "--log=-", "--trace=-"),
+                                  ("gradwire", "compare", "--json=one", "--trace=two"),
+                                  ("gradwire", "plan", "--cluster=one", "--ranks=2", "--json=two"),
+                                  ("gradwire", "report", "x", "one", "--output=two"),
+                                  ("gradwire", "train", *synthetic(), "--ranks=2",
+                                   "--compression=auto:plan=one", "--log=two"),
+                                  ("gradwire-bench", "compare", "one", "x", "--markdown=two")):
+            result = self.run_words(pathlib.Path(self.program).parent / self.name, *words)
             self.assert_refused(result, "are the same file")
         self.assertEqual((self.folder / "one").read_text(), "{}")
-
-    def test_variables_with_paths_reject_texts_that_name_no_file(self):
-        train = ["train", *synthetic("--steps", 1)]
-        (self.folder / "codec.py").write_text("")
-        for variable, command in (("GRADWIRE_DATA", ["train", "--device", "host"]),
-                                  ("GRADWIRE_PYTHON", ["report", "codec.py"]),
-                                  ("GRADWIRE_SECRET_FILE", train)):
-            for bad in ("~nobody", "~", "s3://bucket/x", "file:///tmp/x", "-"):
-                rank = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-                result = self.run_command(*command, env={variable: bad, **rank})
-                self.assert_refused(result, variable, f"'{bad}' ", f"'./{bad}'")
-        for bad in ("~/plan", "gs://b/plan", "-"):
-            result = self.run_command(*train, "--ranks", 2, "--compression", f"auto:plan={bad}")
-            self.assert_refused(result, "--compression", f"'{bad}' ")
-        self.assertEqual(self.run_command(*train, "--log=./~").returncode, 0)
-        self.assertEqual(self.files(), ["codec.py", "~"])
 
     def test_missing_named_data_is_not_replaced(self):
         empty = self.folder / "empty"

@@ -106,6 +106,18 @@ class Document(ReportTest):
         self.assertIn("Not finished: a.jsonl", document["notes"][0])
         self.assertEqual(document["runs"][0]["waits"]["straggler"]["rank"], 1)
 
+    def test_any_text_in_files_and_names(self):
+        for at, text in enumerate(("\u2028", "\u2029", "\x85", "\ufeff", "\ud800")):
+            log = self.write_log(f"{at}.jsonl", "fp32", steps=2, data=f"cifar10:a{text}b", seed=2 ** 53 + 1)
+            lines = [json.dumps(json.loads(line), ensure_ascii=text == "\ud800")
+                     for line in log.read_text().splitlines()]
+            log.write_text("\n".join(lines), encoding="utf-8-sig" if text == "\ufeff" else "utf-8")
+            document = self.report(log.name)
+            self.assertEqual(document["runs"][0]["config"]["data"], f"cifar10:a{text}b")
+            self.assertEqual(document["rows"][0]["seeds"][0]["seed"], "9007199254740993")  # text: exact in JS
+        self.write_comparison(os.fsdecode(b"\xe9.json"))
+        self.report(os.fsdecode(b"\xe9.json"))
+
     def test_results_without_logs_and_benchmarks(self):
         self.write_comparison()
         for log in self.folder.glob("*.jsonl"):

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import subprocess
+import termios
 
 from command import CommandTest, SYNTHETIC, main, synthetic
 
@@ -99,8 +100,23 @@ class Train(CommandTest):
             self.assertEqual(done.returncode, 1, arguments)
             self.assertIn("gradwire: standard output could not be written", done.stderr)
 
+    def test_metrics_have_the_path_of_their_run(self):
+        self.train("--steps", 3, "--ranks", 2, "--log", 'a "b.jsonl')
+        text = self.run_command("top", "--prometheus", 'a "b.jsonl').stdout
+        run = f'{{run={json.dumps(str(self.folder.resolve() / "a"))[:-1]} \\"b.jsonl"'
+        samples = [line for line in text.splitlines() if not line.startswith("#")]
+        self.assertIn(f'gradwire_steps_total{run}}} 3', samples)
+        self.assertIn(f'gradwire_waited_seconds_total{run},rank="0",peer="1"}}', text)
+        self.assertEqual([line for line in samples if run not in line], [])
+
+    def test_a_carriage_return_in_a_variable_is_refused_by_name(self):
+        for name in ("GRADWIRE_THREADS", "GRADWIRE_SECRET", "MASTER_ADDR", "MASTER_PORT"):
+            ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", name: "1\r"}
+            self.assert_refused(self.run_command("train", *synthetic(), env=ranks), name, "carriage return")
+
     def test_progress_bar_on_a_terminal_only(self):
         leader, follower = pty.openpty()
+        termios.tcsetwinsize(follower, (24, 40))
         process = subprocess.Popen([self.program, "train", *SYNTHETIC, "--steps", "30"], stdout=follower,
                                    cwd=self.folder)
         os.close(follower)
@@ -112,8 +128,10 @@ class Train(CommandTest):
             pass
         os.close(leader)
         self.assertEqual(process.wait(timeout=60), 0)
-        self.assertIn(b"\r\x1b[K", shown)
-        self.assertIn(b"images/s", shown)
+        bars = [part for line in shown.split(b"\r\n") for part in line.split(b"\r")[1:-1]]
+        self.assertIn(b"%  step ", b"".join(bars))
+        self.assertEqual(max(map(len, bars)), 39)
+        self.assertNotIn(b"\x1b", shown)  # dumb terminals have no escape sequences
         self.assertNotIn("\r", self.train("--steps", 3))
 
 

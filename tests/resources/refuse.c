@@ -10,6 +10,9 @@
  * with dlsym(). Otherwise requests are counted from main() on: before main(), CUDA's runtime registers the
  * kernels, and crashes if that allocation fails.
  *
+ * GRADWIRE_LACKS=CALL:ERRNO:FOLDER makes every CALL (rename, ftruncate, fsync of files, fsync_folder) fail
+ * with ERRNO for paths below FOLDER, as on a file system without that call.
+ *
  * Kinds: malloc (64 KiB or more), small (any size), mmap, thread, eventfd, socket, accept, open, write
  * (regular files), sync (fsync, ftruncate), rename. */
 #define _GNU_SOURCE
@@ -232,13 +235,33 @@ ssize_t pwrite64(int file, const void* data, size_t bytes, off_t at_byte) {
   return pwrite(file, data, bytes, at_byte);
 }
 
+/* Returns whether the file system of `path` lacks a call. */
+static int lacks(const char* call, const char* path) {
+  char name[32], folder[512], whole[4096];
+  int error = 0;
+  const char* what = getenv("GRADWIRE_LACKS");
+  if (what == NULL || sscanf(what, "%31[^:]:%d:%511s", name, &error, folder) != 3) return 0;
+  if (strcmp(name, call) != 0 || realpath(path, whole) == NULL || strstr(whole, folder) != whole) return 0;
+  errno = error;
+  return 1;
+}
+static int file_lacks(const char* call, int file) {
+  char link[64];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+  return lacks(call, link);
+}
+
 int fsync(int file) {
+  struct stat about;
+  const int folder = fstat(file, &about) == 0 && S_ISDIR(about.st_mode);
+  if (file_lacks(folder ? "fsync_folder" : "fsync", file)) return -1;
   return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fsync, file);
 }
 int fdatasync(int file) {
   return refused(kSync, EIO) ? -1 : (int)syscall(SYS_fdatasync, file);
 }
 int ftruncate(int file, off_t bytes) {
+  if (file_lacks("ftruncate", file)) return -1;
   return refused(kSync, EIO) ? -1 : (int)syscall(SYS_ftruncate, file, bytes);
 }
 int ftruncate64(int file, off_t bytes) {
@@ -246,5 +269,6 @@ int ftruncate64(int file, off_t bytes) {
 }
 /* Fails with EXDEV, as between two file systems. */
 int rename(const char* from, const char* to) {
+  if (lacks("rename", from)) return -1;
   return refused(kRename, EXDEV) ? -1 : (int)syscall(SYS_rename, from, to);
 }

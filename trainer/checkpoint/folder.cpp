@@ -79,23 +79,20 @@ void rename_folder(const std::string& from, const std::string& to) {
 // first step and not at its first checkpoint.
 void check_operations(const std::string& directory) {
   const std::string probe = temporary_name_beside(directory + "/probe"), renamed = probe + kUnfinished;
-  std::string missing;
-  if (mkdir(probe.c_str(), 0777) != 0) {
-    missing = "create folders";
-  } else {
-    FileDescriptor file(open((probe + "/file").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666));
-    if (!file || ftruncate(file.fd(), 1) != 0 || !file.close()) {
-      missing = "set the size of a file";
-    } else if (std::rename(probe.c_str(), renamed.c_str()) != 0) {
-      missing = "rename folders";
-    }
-  }
-  const int error = errno;
+  const bool created = mkdir(probe.c_str(), 0777) == 0;
+  FileDescriptor file(created ? open((probe + "/file").c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666) : -1);
+  const bool sized = file && ftruncate(file.fd(), 1) == 0 && file.close();
+  const bool done = sized && std::rename(probe.c_str(), renamed.c_str()) == 0;
+  const std::string why = std::strerror(errno);
   std::error_code ignored;
   for (const std::string& path : {probe, renamed}) fs::remove_all(path, ignored);
-  if (missing.empty()) return;
+  if (done) return;
   throw BadInput(fmt::format("--checkpoint {}: its file system cannot {}: {}; name a folder elsewhere",
-                             directory, missing, std::strerror(error)));
+                             directory,
+                             sized     ? "rename folders"
+                             : created ? "set the size of a file"
+                                       : "create folders",
+                             why));
 }
 
 // Removes a checkpoint. Returns the reason for a failure, or "". A partly removed checkpoint must not look

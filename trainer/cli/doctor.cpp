@@ -292,7 +292,7 @@ void doctor(RunOptions options) {
     json["prediction"] = prediction_json(report, config.model);
     if (comm) comm->barrier();  // keeps a rank from exiting while others communicate
   }
-  file.write(json.dump(2) + "\n");
+  file.write(json_text(json, 2) + "\n");
 }
 
 }  // namespace gradwire

@@ -8,11 +8,13 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <thread>
 
 #include "runtime/util/error.h"
 #include "trainer/log/console.h"
+#include "trainer/log/json.h"
 #include "trainer/log/live_run.h"
 
 namespace gradwire {
@@ -59,6 +61,18 @@ class LogReader {
   time_t written_ = 0;
 };
 
+// Adds the label run="PATH" to each sample, so that a collector can tell runs apart.
+std::string with_run(std::string metrics, const std::string& path) {
+  const std::string run = "run=" + json_text(std::filesystem::absolute(path).lexically_normal().string());
+  for (size_t at = 0; at < metrics.size(); at = metrics.find('\n', at) + 1) {
+    if (metrics[at] == '#') continue;
+    at = metrics.find_first_of("{ ", at);
+    const bool labeled = metrics[at] == '{';
+    metrics.replace(at, labeled, labeled ? "{" + run + "," : "{" + run + "}");
+  }
+  return metrics;
+}
+
 }  // namespace
 
 void top(const TopOptions& options) {
@@ -69,7 +83,7 @@ void top(const TopOptions& options) {
   while (true) {
     log.read_into(run);
     if (options.prometheus) {
-      std::fputs(run.metrics().c_str(), stdout);
+      std::fputs(with_run(run.metrics(), options.log).c_str(), stdout);
       return;
     }
     std::string text = run.text();

@@ -4,11 +4,11 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <array>
-#include <memory>
 #include <string>
-#include <utility>
+#include <string_view>
 #include <vector>
 
+#include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "runtime/util/paths.h"
 
@@ -18,31 +18,28 @@ namespace gradwire {
 // of a flag says where its path begins; every positional argument is a path. '-' is standard output for the
 // flags that write a result. No result may be another of a command's files. Call after adding all commands.
 inline void check_paths(CLI::App& app) {
-  constexpr std::array kResults{"--json", "--csv", "--markdown", "--log", "--trace", "--output"};
+  constexpr std::array<std::string_view, 6> kResults{"--json", "--csv",   "--markdown",
+                                                     "--log",  "--trace", "--output"};
   for (CLI::App* command : app.get_subcommands([](CLI::App*) { return true; })) {
-    auto files = std::make_shared<std::vector<std::pair<CLI::Option*, bool>>>();
-    for (CLI::Option* option : command->get_options()) {
-      const std::string type = option->get_type_name();
-      const bool after_colon = type == "DATA" || type == "STEP:DIR", url = type == "URL";
-      if (!after_colon && !url && type != "FILE" && type != "DIR" && option->nonpositional()) continue;
-      const bool result = std::ranges::any_of(kResults, [&](auto* flag) { return option->check_name(flag); });
-      if (type != "DIR" && !after_colon && !url)
-        files->emplace_back(option, result || option->check_name("--members"));
-      option->check(
-          [=](const std::string& text) {
-            if ((result && text == "-") || (url && !text.starts_with("file://"))) return std::string();
-            return path_problem(text.substr(url ? 7 : after_colon ? text.find(':') + 1 : 0));
-          },
-          "", "");
-    }
-    command->parse_complete_callback([files] {
-      std::vector<NamedFile> named;
-      for (const auto& [option, written] : *files) {
-        std::vector<std::string> paths = option->results();
-        if (paths.empty()) paths = {option->get_default_str()};
-        for (const std::string& path : paths) named.push_back({option->get_name(), path, written});
+    command->parse_complete_callback([=] {
+      std::vector<NamedFile> files;
+      for (const CLI::Option* option : command->get_options([](const CLI::Option*) { return true; })) {
+        const std::string type = option->get_type_name(), name = option->get_name();
+        const bool after_colon = type == "DATA" || type == "STEP:DIR", url = type == "URL";
+        if (!after_colon && !url && type != "FILE" && type != "DIR" && option->nonpositional()) continue;
+        const bool result = std::ranges::find(kResults, name) != kResults.end();
+        const std::vector<std::string>& given = option->results();
+        for (const std::string& text : given.empty() ? std::vector{option->get_default_str()} : given) {
+          const std::string path = text.substr(url           ? 7 * text.starts_with("file://")
+                                               : after_colon ? text.find(':') + 1
+                                                             : 0);
+          const std::string problem =
+              (result && path == "-") || (url && path == text) ? "" : path_problem(path);
+          if (!problem.empty()) throw BadInput(name + ": " + problem);
+          if (!after_colon) files.push_back({name, path, result || name == "--members"});
+        }
       }
-      check_all_different(named);
+      check_all_different(files);
     });
   }
 }

@@ -157,16 +157,24 @@ void Console::draw_bar() {
     int width = std::min(room, 40), filled = static_cast<int>(std::lround(done * width));
     bar = fmt::format("[{:#<{}}{:.<{}}]", "", filled, "", width - filled);
   }
-  std::fprintf(options_.out, "\r\033[K%s%s%s", options_.label.c_str(), bar.c_str(), tail.c_str());
-  std::fflush(options_.out);
-  bar_shown_ = true;
+  show(options_.label + bar + tail);
 }
 
 void Console::erase_bar() {
-  if (!bar_shown_) return;
-  std::fputs("\r\033[K", options_.out);
+  if (bar_size_ > 0) show("");
+}
+
+// Replaces the bar by `line`, cut to the terminal's width, so that it stays in one row. Overwrites the rest
+// with blanks, because dumb terminals have no escape sequences.
+void Console::show(std::string line) {
+  const auto columns = static_cast<size_t>(std::max(1, terminal_columns(options_.out) - 1));
+  size_t size = std::min(line.size(), columns);
+  while (size < line.size() && size > 0 && (line[size] & 0xC0) == 0x80) --size;  // inside a character
+  line.resize(size);
+  line.resize(std::max(size, std::min(bar_size_, columns)), ' ');
+  std::fprintf(options_.out, "\r%s%s", line.c_str(), size == 0 ? "\r" : "");
   std::fflush(options_.out);
-  bar_shown_ = false;
+  bar_size_ = size;
 }
 
 std::string summary_line(const RunSummary& summary) {

@@ -37,6 +37,7 @@ class Console final : public RunObserver {
  private:
   void print(const std::string& text);  // prints a whole line above the bar
   void draw_bar();
+  void show(std::string line);
   void erase_bar();
 
   using Clock = std::chrono::steady_clock;
@@ -44,7 +45,7 @@ class Console final : public RunObserver {
   ConsoleOptions options_;
   StepRecord last_;
   int64_t first_step_ = 0, steps_done_ = 0;
-  bool bar_shown_ = false;
+  size_t bar_size_ = 0;  // of the bar on the terminal; 0: none
   Clock::time_point start_ = Clock::now(), drawn_{};
 };
 

@@ -4,23 +4,17 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "runtime/util/version.h"
+#include "trainer/log/json.h"
 
 namespace gradwire {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 // The first rows, in the order of a step's work. Other rows follow.
 constexpr const char* kRows[] = {"host thread", "compute", "communicate", "transfers"};
-
-std::string text(const Json& json) {
-  return json.dump(-1, ' ', false, Json::error_handler_t::replace);
-}
 
 // Returns a time in microseconds, the format's unit, as text. Three decimals preserve nanoseconds, so
 // adjacent spans stay adjacent.
@@ -57,22 +51,23 @@ std::string trace_events(int rank, Device device, std::vector<TraceSpan> spans, 
 
   std::string events;
   auto add = [&](const std::string& event) { events += (events.empty() ? "\n" : ",\n") + event; };
-  add(text(metadata("process_name", rank, 0, {{"name", fmt::format("rank {} ({})", rank, device.name())}})));
+  add(json_text(
+      metadata("process_name", rank, 0, {{"name", fmt::format("rank {} ({})", rank, device.name())}})));
   Json clock{{"sort_index", rank}, {"clock_error_us", error_us}};
   if (dropped > 0) clock["dropped_spans"] = dropped;
-  add(text(metadata("process_sort_index", rank, 0, std::move(clock))));
+  add(json_text(metadata("process_sort_index", rank, 0, std::move(clock))));
   for (size_t row = 0; row < rows.size(); ++row) {
     const bool used = std::any_of(spans.begin(), spans.end(), [&](auto& s) { return s.row == rows[row]; });
     if (!used) continue;
-    add(text(metadata("thread_name", rank, static_cast<int>(row), {{"name", rows[row]}})));
-    add(text(metadata("thread_sort_index", rank, static_cast<int>(row), {{"sort_index", row}})));
+    add(json_text(metadata("thread_name", rank, static_cast<int>(row), {{"name", rows[row]}})));
+    add(json_text(metadata("thread_sort_index", rank, static_cast<int>(row), {{"sort_index", row}})));
   }
   for (const TraceSpan& span : spans) {
     const auto row = std::find(rows.begin(), rows.end(), span.row) - rows.begin();
     add(fmt::format(
         "{{\"name\":{},\"cat\":{},\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"args\":{}}}",
-        text(span.label->name), text(span.label->category), rank, row, microseconds(span.begin_ns),
-        microseconds(span.end_ns - span.begin_ns), text(about(*span.label, span.step))));
+        json_text(span.label->name), json_text(span.label->category), rank, row, microseconds(span.begin_ns),
+        microseconds(span.end_ns - span.begin_ns), json_text(about(*span.label, span.step))));
   }
   return events;
 }
@@ -136,8 +131,8 @@ std::string TraceFile::document(const std::string& error) const {
   for (const std::string& part : parts_) {
     if (!part.empty()) events += (events.empty() ? "" : ",") + part;
   }
-  return fmt::format("{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[{}\n]}}\n", text(about),
-                     events);
+  return fmt::format("{{\"displayTimeUnit\":\"ms\",\"otherData\":{},\"traceEvents\":[{}\n]}}\n",
+                     json_text(about), events);
 }
 
 }  // namespace gradwire

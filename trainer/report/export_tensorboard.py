@@ -68,6 +68,7 @@ def main():
         if kind != "log":
             fail(f"{log}: not a run log; give a file of gradwire train --log")
     classes = writer_classes()
+    sys.stdout.reconfigure(errors="surrogateescape")  # a path may contain any bytes
     for log, folder in folders_of(directory, loaded).items():
         export(log, loaded[log][1], folder, classes)
         print(f"TensorBoard: {folder}")

@@ -40,13 +40,18 @@ def fail(text, code=2):
 
 
 def parse(text):
-    """Returns a JSON document in which NaN and infinities are None, or None if the text is not JSON."""
+    """Returns a JSON document in which NaN and infinities are None, or None if the text is not JSON.
+
+    Whole numbers that JavaScript would round, such as seeds, become text."""
     def finite(digits):
         value = float(digits)
         return value if math.isfinite(value) else None
 
+    def exact(digits):
+        return int(digits) if abs(int(digits)) <= 2 ** 53 else digits
+
     try:
-        return json.loads(text, parse_float=finite, parse_constant=lambda name: None)
+        return json.loads(text, parse_float=finite, parse_int=exact, parse_constant=lambda name: None)
     except (ValueError, RecursionError):
         return None
 
@@ -79,7 +84,7 @@ def is_list_of_objects(document):
 
 def log_records(path, text):
     """Returns a log's records. The last line of a run in progress may be incomplete."""
-    records, lines = [], text.splitlines()
+    records, lines = [], text.removesuffix("\n").split("\n")  # splitlines() also splits at U+2028 in strings
     for at, line in enumerate(lines, 1):
         record = parse(line)
         if not records and not (isinstance(record, dict) and record.get("type") == "run"):
@@ -94,7 +99,7 @@ def log_records(path, text):
 def load(path):
     """Returns ("compare" or "log", records) or ("bench", its row of BENCHES, rows). Exits for other files."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # may begin with a byte order mark
     except OSError as error:
         fail(f"{path}: {error.strerror}")
     except UnicodeDecodeError:
@@ -305,7 +310,8 @@ def document_of(paths, points):
         key = path.resolve()
         if key not in at_path:
             at_path[key] = len(runs)
-            runs.append(run_of(path, records or log_records(path, path.read_text(encoding="utf-8")), points))
+            records = records or log_records(path, path.read_text(encoding="utf-8-sig"))
+            runs.append(run_of(path, records, points))
         return at_path[key]
 
     loaded = [(path, *load(path)) for path in paths]

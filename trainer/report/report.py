@@ -42,7 +42,8 @@ def page_of(document, plotly):
         return (FOLDER / name).read_text(encoding="utf-8")
 
     template = string.Template(text_of("page.html"))
-    return template.substitute(title=html.escape(document["title"]), plotly=plotly,
+    title = document["title"].encode(errors="replace").decode()  # a name may be any bytes
+    return template.substitute(title=html.escape(title), plotly=plotly,
                                document=packed(json.dumps(document, separators=(",", ":"))),
                                css=text_of("page.css"), script="".join(map(text_of, SCRIPTS)))
 
