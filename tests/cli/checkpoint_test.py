@@ -134,7 +134,7 @@ class Checkpoints(CommandTest):
                                "nowhere"], ["nowhere",
                                             "no such folder"]), (["--resume",
                                                                   "."], ["no complete checkpoint"]),
-                             (["--checkpoint", "run.jsonl"], ["run.jsonl", "not a folder"]),
+                             (["--checkpoint", self.program], [self.program, "not a folder"]),
                              (["--checkpoint-every",
                                "3"], ["--checkpoint-every needs --checkpoint"
                                       ]), (["--checkpoint", "new", "--checkpoint-every",
