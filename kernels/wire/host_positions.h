@@ -41,7 +41,7 @@ struct SelectingLane {
       }
     }
     uint32_t sorted[kMostKeys];
-    memcpy(sorted, keys, static_cast<size_t>(all) * sizeof *keys);
+    std::copy_n(keys, all, sorted);
     std::nth_element(sorted, sorted + (k - 1), sorted + all, std::greater<>());
     const uint32_t last = sorted[k - 1];
     int equal = k;  // number of keys equal to `last` to select
