@@ -23,3 +23,6 @@ def library() -> "pathlib.Path | None":
 def get_requires_for_build_wheel(config_settings=None):
     tools = [] if library() else ["cmake", "ninja"]
     return [*_get_requires(config_settings), *(tool for tool in tools if shutil.which(tool) is None)]
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel

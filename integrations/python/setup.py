@@ -29,6 +29,17 @@ HEADER = SOURCE / "include" / "gradwire" / "gradwire.h"
 # What CMake needs to compile the library.
 LIBRARY_SOURCES = ("CMakeLists.txt", "LICENSE", "cmake", "include", "runtime", "kernels", "collectives")
 
+if not os.access(HERE, os.W_OK):
+    sys.exit(f"gradwire: this user cannot write to {HERE}, which building the package does: install from a "
+             "copy of the checkout, or from a wheel (make wheel)")
+os.umask(0o022)  # files of a package are for all users
+
+
+def share(folder: pathlib.Path) -> None:
+    """Gives files that are copied with the modes of a private checkout the modes of a package."""
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
+
 
 def version() -> str:
     if HEADER.exists():
@@ -51,12 +62,22 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
         sys.exit(f"gradwire: libgradwire.so could not be built ({error}). It needs a C++20 compiler and fmt: "
                  "apt install g++ libfmt-dev. If nvcc is older than CUDA 13, build without the CUDA side: "
                  "CMAKE_ARGS=-DGRADWIRE_CUDA=OFF")
-    return (folder / "lib" / "libgradwire.so").resolve()
+    return folder / "lib" / "libgradwire.so"
 
 
 class BuildWithLibrary(build_py):
     def run(self) -> None:
         super().run()
+        if getattr(self, "editable_mode", False):
+            # The package looks in a checkout's build/lib, or in its own folder.
+            checkout = HEADER.exists() and SOURCE != HERE / "source"
+            place = SOURCE / "build/lib/libgradwire.so" if checkout else HERE / "gradwire/libgradwire.so"
+            found = library() or compiled(SOURCE / "build" / "python")
+            if not place.exists():
+                place.unlink(missing_ok=True)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.symlink_to(found)
+            return
         target = pathlib.Path(self.build_lib, "gradwire")
         found = library() or compiled(pathlib.Path(self.build_lib).resolve().parent / "library")
         shutil.copy2(found, target / "libgradwire.so")
@@ -77,6 +98,7 @@ class SdistWithSources(sdist):
             else:
                 (target / "source").mkdir(exist_ok=True)
                 shutil.copy2(SOURCE / name, target / "source")
+        share(target)
 
 
 class AnyPython(bdist_wheel):
@@ -84,6 +106,10 @@ class AnyPython(bdist_wheel):
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
+
+    def write_wheelfile(self, folder, **keywords) -> None:
+        super().write_wheelfile(folder, **keywords)
+        share(pathlib.Path(folder).parent)
 
 
 class PlatformDistribution(Distribution):

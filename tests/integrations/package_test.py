@@ -15,6 +15,7 @@ import sys
 import tempfile
 import unittest
 import unittest.mock
+import zipfile
 from typing import Any
 
 import torch
@@ -241,6 +242,26 @@ class Package(unittest.TestCase):
             self.assertTrue((target / "gradwire" / "libgradwire.so").exists())
             metadata = next(target.glob("gradwire-*.dist-info/METADATA")).read_text()
             self.assertRegex(metadata, r"Requires-Dist: nvidia-nccl-cu13.*extra == .cuda.")
+
+    def test_a_private_checkout_makes_public_wheels_and_editable_installs_find_the_library(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            source = pathlib.Path(folder, "integrations", "python")
+            shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build",
+                                                                           "*.egg-info"))
+            shutil.copytree(PACKAGE.parents[1] / "include", pathlib.Path(folder, "include"))
+            for path in source.rglob("*"):
+                path.chmod(0o700 if path.is_dir() else 0o600)
+            build = "import sys, build_backend as b; b.build_wheel(sys.argv[1]); b.build_editable(sys.argv[1])"
+            subprocess.run([sys.executable, "-c", build, folder], cwd=source, umask=0o077, check=True,
+                           capture_output=True)
+            wheel, = (path for path in pathlib.Path(folder).glob("*.whl") if "editable" not in path.name)
+            with zipfile.ZipFile(wheel) as packed:
+                private = [i.filename for i in packed.infolist() if ~(i.external_attr >> 16) & 0o444]
+            self.assertEqual(private, [])
+            environment = {k: v for k, v in os.environ.items() if k != "GRADWIRE_LIBRARY"}
+            code = "import gradwire; gradwire.Communicator().close(); print(gradwire._native.library_path)"
+            found = self.python(code, env={**environment, "PYTHONPATH": str(source)}, cwd=folder)
+            self.assertEqual(found, f"{folder}/build/lib/libgradwire.so")
 
 
 if __name__ == "__main__":
