@@ -1,6 +1,6 @@
 # Compiler options of all targets. Sanitizers apply to host code; a sanitized build has no CUDA side.
 add_library(gradwire_options INTERFACE)
-target_include_directories(gradwire_options INTERFACE ${CMAKE_SOURCE_DIR} ${CMAKE_SOURCE_DIR}/include)
+target_include_directories(gradwire_options INTERFACE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/include)
 target_compile_options(gradwire_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra>)
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   # GCC 12 wrongly warns about overlaps in std::string concatenation (GCC bug 105651).

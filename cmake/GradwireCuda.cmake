@@ -3,7 +3,7 @@ set(GRADWIRE_HAS_CUDA OFF)
 if(NOT GRADWIRE_CUDA STREQUAL "OFF")
   # Uses the nvcc of `make build CUDA=pip`, unless another one is chosen. An earlier run without nvcc leaves
   # NOTFOUND in the cache.
-  set(pip_nvcc ${CMAKE_SOURCE_DIR}/build/cuda-pip/bin/nvcc)
+  set(pip_nvcc ${PROJECT_SOURCE_DIR}/build/cuda-pip/bin/nvcc)
   if(EXISTS ${pip_nvcc} AND NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
     set(CMAKE_CUDA_COMPILER ${pip_nvcc} CACHE FILEPATH "nvcc" FORCE)
   endif()
@@ -11,15 +11,10 @@ if(NOT GRADWIRE_CUDA STREQUAL "OFF")
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     # Default architectures. PTX covers GPUs between and after them.
-    set(some_gpus "80-real;90-real;90-virtual")
-    set(all_gpus "80-real;90;100-real;120")
-    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES OR CMAKE_CUDA_ARCHITECTURES STREQUAL some_gpus OR
-       CMAKE_CUDA_ARCHITECTURES STREQUAL all_gpus)
+    if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES "80-real;90-real;90-virtual")
       if(GRADWIRE_ALL_GPUS)
-        set(CMAKE_CUDA_ARCHITECTURES "${all_gpus}" CACHE STRING
-          "sm_80, sm_90, sm_100 and sm_120 code, and PTX" FORCE)
-      else()
-        set(CMAKE_CUDA_ARCHITECTURES "${some_gpus}" CACHE STRING "sm_80 and sm_90 code, and PTX" FORCE)
+        set(CMAKE_CUDA_ARCHITECTURES "80-real;90;100-real;120")
       endif()
     endif()
     enable_language(CUDA)

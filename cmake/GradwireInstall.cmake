@@ -3,29 +3,36 @@
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
-target_include_directories(gradwire_shared INTERFACE $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
-install(TARGETS gradwire_shared EXPORT gradwireTargets
+# gradwire_folders(COMPONENT FOLDER...): makes missing folders accessible to all users. install() makes them
+# as the umask requires, even with CMAKE_INSTALL_DEFAULT_DIRECTORY_PERMISSIONS.
+function(gradwire_folders component)
+  install(CODE "set(folders \"${ARGN}\")" CODE [[foreach(path ${folders})
+    cmake_path(ABSOLUTE_PATH path BASE_DIRECTORY "${CMAKE_INSTALL_PREFIX}")
+    execute_process(COMMAND sh -c "umask 022 && mkdir -p \"$0\"" "$ENV{DESTDIR}${path}")
+  endforeach()]] COMPONENT ${component})
+endfunction()
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
+set(pc_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
+gradwire_folders(library ${package_dir} ${pc_dir} ${CMAKE_INSTALL_INCLUDEDIR}/gradwire)
+
+install(TARGETS gradwire_shared EXPORT gradwireTargets INCLUDES DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}
   LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT library NAMELINK_COMPONENT library)
-install(FILES ${CMAKE_SOURCE_DIR}/include/gradwire/gradwire.h
+install(FILES ${PROJECT_SOURCE_DIR}/include/gradwire/gradwire.h
   DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/gradwire COMPONENT library)
 
-set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/gradwire)
-install(EXPORT gradwireTargets NAMESPACE gradwire:: DESTINATION ${package_dir} COMPONENT library)
-# The library contains its dependencies or names them (DT_NEEDED), so its users do not have to find any.
-file(WRITE ${CMAKE_BINARY_DIR}/gradwireConfig.cmake
-  "# find_package(gradwire): target gradwire::gradwire, the C ABI of gradwire.h.\n"
-  "include(\${CMAKE_CURRENT_LIST_DIR}/gradwireTargets.cmake)\n")
+# find_package(gradwire): target gradwire::gradwire, the C ABI of gradwire.h. The library contains its
+# dependencies or names them (DT_NEEDED), so its users do not have to find any.
+install(EXPORT gradwireTargets FILE gradwireConfig.cmake NAMESPACE gradwire:: DESTINATION ${package_dir}
+  COMPONENT library)
 # Until 1.0 a minor version may change the ABI.
-write_basic_package_version_file(${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/gradwireConfigVersion.cmake
   VERSION ${PROJECT_VERSION} COMPATIBILITY SameMinorVersion)
-install(FILES ${CMAKE_BINARY_DIR}/gradwireConfig.cmake ${CMAKE_BINARY_DIR}/gradwireConfigVersion.cmake
-  DESTINATION ${package_dir} COMPONENT library)
+install(FILES ${PROJECT_BINARY_DIR}/gradwireConfigVersion.cmake DESTINATION ${package_dir} COMPONENT library)
 
 # The prefix is relative to the file, so an installed tree can be moved.
-set(pc_dir ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 file(RELATIVE_PATH pc_to_prefix ${CMAKE_INSTALL_FULL_LIBDIR}/pkgconfig ${CMAKE_INSTALL_PREFIX})
 string(REGEX REPLACE "/$" "" pc_to_prefix ${pc_to_prefix})
-file(WRITE ${CMAKE_BINARY_DIR}/gradwire.pc
+file(WRITE ${PROJECT_BINARY_DIR}/gradwire.pc
 "prefix=\${pcfiledir}/${pc_to_prefix}
 libdir=\${prefix}/${CMAKE_INSTALL_LIBDIR}
 includedir=\${prefix}/${CMAKE_INSTALL_INCLUDEDIR}
@@ -36,7 +43,7 @@ Version: ${PROJECT_VERSION}
 Cflags: -I\${includedir}
 Libs: -L\${libdir} -lgradwire
 ")
-install(FILES ${CMAKE_BINARY_DIR}/gradwire.pc DESTINATION ${pc_dir} COMPONENT library)
+install(FILES ${PROJECT_BINARY_DIR}/gradwire.pc DESTINATION ${pc_dir} COMPONENT library)
 
 # cpack: libgradwire-dev_VERSION_ARCHITECTURE.deb and gradwire_VERSION_ARCHITECTURE.deb, the same files below
 # /usr (make deb).
@@ -50,12 +57,11 @@ set(CPACK_COMPONENT_PROGRAM_DESCRIPTION "Gradient compression for data-parallel 
 set(CPACK_DEB_COMPONENT_INSTALL ON)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_NAME libgradwire-dev)
 set(CPACK_DEBIAN_LIBRARY_PACKAGE_SECTION libdevel)
-set(CPACK_DEBIAN_LIBRARY_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PROGRAM_PACKAGE_NAME gradwire)
 set(CPACK_DEBIAN_PROGRAM_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PROGRAM_PACKAGE_RECOMMENDS python3-plotly)  # gradwire report
-set(CPACK_DEBIAN_PROGRAM_FILE_NAME DEB-DEFAULT)
-set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS ${CMAKE_BINARY_DIR}/lib)
+set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
+set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS ${PROJECT_BINARY_DIR}/lib)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # packaged targets are built by name
 include(CPack)

@@ -2,17 +2,26 @@
 # bash and zsh. The programs write the pages and the completion themselves, from their flags.
 include(GNUInstallDirs)
 
+# Debian's zsh reads the completion of packages from another folder. The prefix is known when installing.
+install(CODE "set(zsh_folder site-functions)
+  if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
+    set(zsh_folder vendor-completions)
+  endif()" COMPONENT program)
+set(data_dir ${CMAKE_INSTALL_DATADIR}/gradwire)
+set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
+set(bash_dir ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
+set(zsh_dir ${CMAKE_INSTALL_DATADIR}/zsh/\${zsh_folder})
+gradwire_folders(program ${CMAKE_INSTALL_BINDIR} ${private_dir} ${data_dir} ${bash_dir} ${zsh_dir}
+  ${CMAKE_INSTALL_MANDIR}/man1)
+
 # Where the programs look for Python programs (trainer/lab/python_program.cpp) and their private library.
 install(TARGETS gradwire gradwire-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT program)
-set(private_dir ${CMAKE_INSTALL_LIBDIR}/gradwire)
 install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT program)
-set_target_properties(gradwire gradwire-bench PROPERTIES INSTALL_RPATH "$ORIGIN/../${private_dir}")
-install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/report DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
-  COMPONENT program PATTERN __pycache__ EXCLUDE)
-install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/lab DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
-  COMPONENT program FILES_MATCHING PATTERN *.py)
-install(DIRECTORY ${CMAKE_SOURCE_DIR}/trainer/plan/clusters DESTINATION ${CMAKE_INSTALL_DATADIR}/gradwire
-  COMPONENT program)
+# $ORIGIN is unknown where /proc is not mounted. Packages have the prefix /usr.
+set_target_properties(gradwire gradwire-bench PROPERTIES
+  INSTALL_RPATH "$ORIGIN/../${private_dir};/usr/${private_dir}")
+install(DIRECTORY trainer/report trainer/lab trainer/plan/clusters DESTINATION ${data_dir} COMPONENT program
+  PATTERN __pycache__ EXCLUDE PATTERN *.cpp EXCLUDE PATTERN *.h EXCLUDE)
 
 set(manual ${CMAKE_BINARY_DIR}/manual)
 set(pages)
@@ -28,18 +37,11 @@ foreach(program gradwire gradwire-bench)
   list(APPEND pages ${manual}/${program}/${program}.1)
   install(DIRECTORY ${manual}/${program}/ DESTINATION ${CMAKE_INSTALL_MANDIR}/man1 COMPONENT program)
   install(FILES ${manual}/${program}.bash RENAME ${program}
-    DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions COMPONENT program)
-  # Debian's zsh reads the completion of packages from another folder. The prefix is known when installing.
-  install(CODE "set(zsh_folder site-functions)
-    if(CMAKE_INSTALL_PREFIX STREQUAL \"/usr\")
-      set(zsh_folder vendor-completions)
-    endif()" COMPONENT program)
-  install(FILES ${manual}/_${program} DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/\${zsh_folder}
-    COMPONENT program)
+    DESTINATION ${bash_dir} COMPONENT program)
+  install(FILES ${manual}/_${program} DESTINATION ${zsh_dir} COMPONENT program)
 endforeach()
 # An installation needs the pages, so a build of all targets writes them. Sanitizer builds are not installed.
-set(in_all ALL)
-if(GRADWIRE_SANITIZE)
-  set(in_all)
+if(NOT GRADWIRE_SANITIZE)
+  set(in_all ALL)
 endif()
 add_custom_target(manual ${in_all} DEPENDS ${pages})

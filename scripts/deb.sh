@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/smoke.sh
+umask 022  # cpack makes ./usr
 build_targets programs
 folder=$place/deb
 rm -rf "$folder" && mkdir -p "$folder"

@@ -30,13 +30,12 @@ HEADER = SOURCE / "include" / "gradwire" / "gradwire.h"
 LIBRARY_SOURCES = ("CMakeLists.txt", "LICENSE", "cmake", "include", "runtime", "kernels", "collectives")
 
 if not os.access(HERE, os.W_OK):
-    sys.exit(f"gradwire: this user cannot write to {HERE}, which building the package does: install from a "
-             "copy of the checkout, or from a wheel (make wheel)")
-os.umask(0o022)  # files of a package are for all users
+    sys.exit(f"gradwire: {HERE} is not writable by this user; install from a copy, or a wheel (make wheel)")
+os.umask(0o022)  # all users can read packages
 
 
 def share(folder: pathlib.Path) -> None:
-    """Gives files that are copied with the modes of a private checkout the modes of a package."""
+    """Makes files with the modes of a private checkout readable for all users."""
     for path in [folder, *folder.rglob("*")]:
         path.chmod(0o755 if path.stat().st_mode & 0o100 else 0o644)
 
@@ -68,8 +67,7 @@ def compiled(folder: pathlib.Path) -> pathlib.Path:
 class BuildWithLibrary(build_py):
     def run(self) -> None:
         super().run()
-        if getattr(self, "editable_mode", False):
-            # The package looks in a checkout's build/lib, or in its own folder.
+        if getattr(self, "editable_mode", False):  # the package looks in a checkout's build/lib, or itself
             checkout = HEADER.exists() and SOURCE != HERE / "source"
             place = SOURCE / "build/lib/libgradwire.so" if checkout else HERE / "gradwire/libgradwire.so"
             found = library() or compiled(SOURCE / "build" / "python")

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Installs the library below the build folder, then builds and runs the examples against it outside the tree:
-with find_package(gradwire), and with the flags of gradwire.pc (through pkg-config where it is installed).
+with find_package(gradwire), and with the flags of gradwire.pc (through pkg-config where it is installed). Adds
+the sources to another project with add_subdirectory().
 """
 import argparse
 import os
@@ -24,6 +25,33 @@ def run(*command: object, **keywords: object) -> str:
     return done.stdout
 
 
+PROJECT = """cmake_minimum_required(VERSION 3.24)
+project(app CXX)
+add_subdirectory("{source}" engine)
+add_executable(app app.cpp)
+target_link_libraries(app gradwire::gradwire)
+"""
+
+
+def check_subproject(cmake: str, source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Adds the sources to another project, without a folder that ccache can write, and compiles two files."""
+    folder.mkdir()
+    (folder / "CMakeLists.txt").write_text(PROJECT.format(source=source))
+    (folder / "app.cpp").write_text("#include <gradwire/gradwire.h>\nint main() { return gw_version(); }\n")
+    build = folder / "build"
+    without_ccache = {**os.environ, "CCACHE_DIR": "/dev/null/ccache"}
+    run(cmake, "-G", "Ninja", "-S", folder, "-B", build, "-DGRADWIRE_CUDA=OFF", "-DGRADWIRE_PCH=OFF",
+        env=without_ccache)
+    if "CMAKE_BUILD_TYPE:STRING=\n" not in (build / "CMakeCache.txt").read_text():
+        sys.exit("FAILED: the project's build type was set")
+    run(cmake, "--build", build, "--target", "CMakeFiles/app.dir/app.cpp.o",
+        "engine/runtime/CMakeFiles/gradwire_runtime.dir/threads/cpus.cpp.o", env=without_ccache)
+    expected = {"CMakeCache.txt", "CMakeFiles", "build.ninja", "cmake_install.cmake", "engine", ".ninja_deps",
+                ".ninja_log"}
+    if not set(os.listdir(build)) <= expected:
+        sys.exit(f"FAILED: files outside Gradwire's build folder: {set(os.listdir(build)) - expected}")
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("cmake", "build", "examples", "cc"):
@@ -33,7 +61,10 @@ def main() -> None:
     options = arguments.parse_args()
     prefix = pathlib.Path(options.build, "installed")
     shutil.rmtree(prefix, ignore_errors=True)
-    run(options.cmake, "--install", options.build, "--prefix", prefix, "--component", "library")
+    run(options.cmake, "--install", options.build, "--prefix", prefix, "--component", "library", umask=0o077)
+    private = [path for path in (prefix, *prefix.rglob("*")) if ~path.stat().st_mode & 0o444]
+    if private or ~prefix.stat().st_mode & 0o111:
+        sys.exit(f"FAILED: other users cannot read {private}")
 
     with tempfile.TemporaryDirectory() as folder:
         moved = pathlib.Path(folder, "moved")  # an installed tree may be moved
@@ -78,6 +109,8 @@ def main() -> None:
                 for name, value in values.items():
                     flags = flags.replace("${%s}" % name, value)
             flags = flags.split()
+        source = pathlib.Path(options.examples).resolve().parents[1]
+        check_subproject(options.cmake, source, pathlib.Path(folder, "project"))
         program = pathlib.Path(folder, "with_pkg_config")
         run(options.cc, "-std=c++17", examples / "overlap.cpp", "-o", program, *flags, "-pthread")
         library_dir = next(moved.glob("**/libgradwire.so")).parent
