@@ -12,6 +12,7 @@
 #include <fstream>
 
 #include "bench/harness/copy_loops.h"
+#include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
@@ -37,10 +38,11 @@ int64_t host_cache_bytes() {
 }
 
 int64_t available_host_bytes() {
+  const int64_t limit = memory_by_limit();
   std::ifstream file("/proc/meminfo");
   for (std::string word; file >> word;) {
     int64_t kib = 0;
-    if (word == "MemAvailable:" && file >> kib) return kib << 10;
+    if (word == "MemAvailable:" && file >> kib) return limit > 0 ? std::min(limit, kib << 10) : kib << 10;
   }
   return int64_t{1} << 30;
 }

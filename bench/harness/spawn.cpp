@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <signal.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -46,6 +47,7 @@ Child start(const std::vector<std::string>& arguments, int rank, int world) {
   for (const char* variable : {"RANK", "LOCAL_RANK"}) setenv(variable, rank_text.c_str(), 1);
   for (const char* variable : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) setenv(variable, world_text.c_str(), 1);
   execv("/proc/self/exe", argv.data());
+  execv(reinterpret_cast<const char*>(getauxval(AT_EXECFN)), argv.data());  // /proc is not mounted
   _exit(127);
 }
 

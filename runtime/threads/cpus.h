@@ -1,6 +1,7 @@
-// The number of processors that this process may use.
+// The processors and the memory that this process may use.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace gradwire {
@@ -12,5 +13,9 @@ int cpus_by_affinity();
 // cpu.cfs_quota_us of version 1), rounded up; 0 without a limit. Such quotas limit containers. `root`: the
 // folder with /proc and /sys, for tests.
 int cpus_by_quota(const std::string& root = "");
+
+// Returns the bytes that this process's control groups allow (memory.max, or memory.limit_in_bytes); 0
+// without a limit.
+int64_t memory_by_limit(const std::string& root = "");
 
 }  // namespace gradwire

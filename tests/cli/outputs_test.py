@@ -207,6 +207,16 @@ class Outputs(CommandTest):
             self.assertIn("No space left on device; the run continues without this file", line)
         self.assertGreater(len(self.records("after.jsonl")), 5)  # all lines are complete
 
+    def test_training_and_reports_do_not_need_proc(self):
+        if not self.may_mount:
+            self.skipTest("needs root and mount namespaces")
+        without_origin = {"LD_ORIGIN_PATH": str(pathlib.Path(self.program).resolve().parent)}
+        for words in (["train", *SYNTHETIC, "--steps", 2, "--log", "run.jsonl"],
+                      ["report", "run.jsonl", "-o", "page.html"]):
+            result = self.run_words("unshare", "-m", "sh", "-ec", 'mount -t tmpfs no /proc; exec "$@"', "sh",
+                                    self.program, *words, env=without_origin)
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+
     def test_runs_continue_when_old_checkpoints_cannot_be_removed(self):
         if not self.may_mount:
             self.skipTest("needs root and mount namespaces")

@@ -10,8 +10,11 @@
 namespace gradwire {
 namespace {
 
-// Returns the CPU quota read from these files, in a folder that replaces /proc and /sys.
-int quota_with(const std::string& groups, const std::vector<std::pair<std::string, std::string>>& files) {
+using Files = std::vector<std::pair<std::string, std::string>>;
+
+// Returns the limit that `read` finds in these files, in a folder that replaces /proc and /sys.
+template <typename Limit>
+Limit limit_with(Limit (*read)(const std::string&), const std::string& groups, const Files& files) {
   const testing::TemporaryFolder folder;
   const auto write = [&](const std::string& name, const std::string& text) {
     std::filesystem::create_directories(std::filesystem::path(folder.path(name)).parent_path());
@@ -19,7 +22,11 @@ int quota_with(const std::string& groups, const std::vector<std::pair<std::strin
   };
   write("proc/self/cgroup", groups);
   for (const auto& [name, text] : files) write("sys/fs/cgroup/" + name, text + "\n");
-  return cpus_by_quota(folder.path());
+  return read(folder.path());
+}
+
+int quota_with(const std::string& groups, const Files& files) {
+  return limit_with(cpus_by_quota, groups, files);
 }
 
 TEST(Cpus, RoundsTheControlGroupQuotaUp) {
@@ -31,7 +38,7 @@ TEST(Cpus, RoundsTheControlGroupQuotaUp) {
 }
 
 TEST(Cpus, TakesTheSmallestQuotaOfTheGroupAndItsParents) {
-  const std::vector<std::pair<std::string, std::string>> nested = {
+  const Files nested = {
       {"a/cpu.max", "200000 100000"}, {"a/b/cpu.max", "400000 100000"}, {"a/b/c/cpu.max", "max 100000"}};
   EXPECT_EQ(quota_with("0::/a/b/c\n", nested), 2);
   EXPECT_EQ(quota_with("0::/other\n", nested), 0);
@@ -49,6 +56,24 @@ TEST(Cpus, ReadsTheQuotaOfVersion1) {
   EXPECT_EQ(quota_with(groups,
                        {{"cpu,cpuacct/cpu.cfs_quota_us", "-1"}, {"cpu,cpuacct/cpu.cfs_period_us", "100000"}}),
             0);
+}
+
+TEST(Cpus, ReadsTheMemoryLimitOfBothVersions) {
+  const struct {
+    std::string groups;
+    Files files;
+    int64_t expected;
+  } cases[] = {
+      {"0::/\n", {{"memory.max", "max"}}, 0},
+      {"0::/\n", {}, 0},
+      {"0::/a/b\n", {{"a/memory.max", "268435456"}, {"a/b/memory.max", "536870912"}}, 268435456},
+      {"0::/pod/of/the/host\n", {{"memory.max", "4294967296"}, {"cpu.max", "1 1"}}, 4294967296},
+      {"5:memory:/x\n4:cpu:/x\n", {{"memory/x/memory.limit_in_bytes", "268435456"}}, 268435456},
+      {"5:memory:/x\n", {{"memory/x/memory.limit_in_bytes", "9223372036854771712"}}, 0},
+      {"4:cpu:/x\n", {{"memory/x/memory.limit_in_bytes", "268435456"}}, 0},
+  };
+  for (const auto& [groups, files, expected] : cases)
+    EXPECT_EQ(limit_with(memory_by_limit, groups, files), expected) << groups;
 }
 
 }  // namespace

@@ -21,6 +21,7 @@
 #include "collectives/transport/tcp/tcp.h"
 #include "kernels/simd/level.h"
 #include "runtime/device/device.h"
+#include "runtime/threads/cpus.h"
 #include "runtime/threads/thread_pool.h"
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
@@ -56,7 +57,9 @@ std::string cpu_name() {
 
 std::string memory() {
   double bytes = static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGE_SIZE));
-  return human_bytes(bytes);
+  const auto limit = static_cast<double>(memory_by_limit());
+  if (limit == 0 || limit >= bytes) return human_bytes(bytes);
+  return fmt::format("{} allowed by the control group, of {}", human_bytes(limit), human_bytes(bytes));
 }
 
 std::string compiler() {

@@ -1,6 +1,7 @@
 #include "trainer/lab/python_program.h"
 
 #include <fmt/format.h>
+#include <sys/auxv.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -13,7 +14,10 @@ namespace gradwire {
 namespace fs = std::filesystem;
 
 std::string path_of_program(const std::string& name) {
-  const fs::path here = fs::read_symlink("/proc/self/exe").parent_path();
+  std::error_code no_proc;
+  fs::path program = fs::read_symlink("/proc/self/exe", no_proc);
+  if (no_proc) program = fs::canonical(reinterpret_cast<const char*>(getauxval(AT_EXECFN)));
+  const fs::path here = program.parent_path();
   for (const char* folder : {"../share/gradwire", "../../trainer"}) {
     const fs::path path = here / folder / name;
     if (fs::exists(path)) return path.lexically_normal().string();

@@ -2,13 +2,13 @@
 
 #include <fmt/format.h>
 
-#include <limits>
 #include <map>
 #include <memory>
 
 #include "collectives/communicator/communicator.h"
 #include "collectives/transport/planned.h"
 #include "runtime/device/properties.h"
+#include "runtime/threads/cpus.h"
 #include "runtime/util/error.h"
 #include "trainer/log/console.h"
 #include "trainer/model/vit.h"
@@ -19,7 +19,24 @@
 
 namespace gradwire {
 
+namespace {
+
+// Returns the bytes that the control group allows each rank of this process on the host, or 0.
+int64_t host_limit(const TrainConfig& config) {
+  return config.devices.front().is_host() ? memory_by_limit() / (config.processes ? 1 : config.ranks()) : 0;
+}
+
+}  // namespace
+
 RunMemory plan_memory(const TrainConfig& config) {
+  const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
+  const int64_t least = (2 + moments) * count_elements(vit_parameters(config.model)) * int64_t{sizeof(float)};
+  const int64_t limit = config.memory_limit > 0 || config.shard != Sharding::none ? 0 : host_limit(config);
+  if (limit > 0 && least > limit) {  // planning would end like the run
+    throw BadInput(
+        fmt::format("the control group allows each rank {}; weights, gradients and optimizer take {}",
+                    human_bytes(static_cast<double>(limit)), human_bytes(static_cast<double>(least))));
+  }
   Communicator comm(std::make_unique<PlannedTransport>(0, config.ranks(), Device::host()));
   comm.set_link_costs({});  // the planned run has no peers to measure
   const Stream stream = Stream::immediate_host();
@@ -30,7 +47,6 @@ RunMemory plan_memory(const TrainConfig& config) {
                    .precision = config.precision,
                    .fused_attention = fuses_attention(config.devices.front(), config.model, config.precision),
                    .groups = gradient_groups(config, config.devices.front(), config.ranks())});
-  const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
   const int64_t muon = config.muon ? 2 * reducer.elements() : 0;
   int64_t owned = 0;
   for (const ElementRange& range : reducer.owned()) owned += range.count();
@@ -56,24 +72,25 @@ RunMemory plan_memory(const TrainConfig& config) {
 
 namespace {
 
-// Returns a line about the GPU of this process's ranks with the least free memory for each rank; "" without a
-// GPU. Processes do not know each other's GPUs.
-std::string gpu_text(const TrainConfig& config, int64_t needed) {
+// Returns a line about the control group's limit, or the GPU of this process's ranks with the least free
+// memory for each rank; "" without either. Processes do not know each other's GPUs.
+std::string room_text(const TrainConfig& config, int64_t needed) {
   std::map<int, int64_t> ranks;  // by device index
   for (Device device : config.devices) {
     if (device.is_cuda() && !config.processes) ++ranks[device.index];
   }
-  std::string text;
-  int64_t least = std::numeric_limits<int64_t>::max();
+  std::string of = "Allowed by the control group";
+  int64_t least = host_limit(config);
   for (const auto& [index, count] : ranks) {
     const Device device = Device::cuda(index);
     const auto free = static_cast<int64_t>(device_memory(device).free);
-    if (free / count >= least) continue;
+    if (least > 0 && free / count >= least) continue;
     least = free / count;
-    text = fmt::format("\nFree on {}: {} per rank{}", device.name(), human_bytes(static_cast<double>(least)),
-                       needed <= least ? "" : ", which is not enough: use --shard or a smaller --batch-size");
+    of = "Free on " + device.name();
   }
-  return text;
+  if (least == 0) return "";
+  return fmt::format("\n{}: {} per rank{}", of, human_bytes(static_cast<double>(least)),
+                     needed <= least ? "" : ", which is not enough: use --shard or a smaller --batch-size");
 }
 
 }  // namespace
@@ -90,14 +107,15 @@ std::string memory_text(const TrainConfig& config, const RunMemory& memory) {
       memory.kept > 0
           ? fmt::format("\nFor --elastic: {}, the state after the last two steps", text(memory.kept))
           : "",
-      gpu_text(config, memory.total()));
+      room_text(config, memory.total()));
 }
 
 void check_memory_limit(const TrainConfig& config) {
-  if (config.memory_limit == 0) return;
+  const int64_t limit = config.memory_limit > 0 ? config.memory_limit : host_limit(config);
+  if (limit == 0) return;
   auto text = [](int64_t bytes) { return human_bytes(static_cast<double>(bytes)); };
   const RunMemory memory = plan_memory(config);
-  if (memory.total() <= config.memory_limit) return;
+  if (memory.total() <= limit) return;
   std::string remedy = "; give it more ranks, a smaller --batch-size or model, or --eval-every 0";
   TrainConfig sharded = config;
   for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
@@ -106,16 +124,16 @@ void check_memory_limit(const TrainConfig& config) {
     sharded.shard = shard;
     const int64_t less = plan_memory(sharded).total();
     remedy = fmt::format("; --shard {} would need {}{}", name(shard), text(less),
-                         less <= config.memory_limit ? "" : ", which is too much as well");
-    if (less <= config.memory_limit) break;
+                         less <= limit ? "" : ", which is too much as well");
+    if (less <= limit) break;
   }
-  throw BadInput(
-      fmt::format("--memory-limit {}: each rank needs {} ({} model and activations, {} gradients, {} "
-                  "optimizer, {} evaluation, {} for {}{}){}",
-                  text(config.memory_limit), text(memory.total()), text(memory.model), text(memory.gradients),
-                  text(memory.optimizer), text(memory.evaluation), text(memory.compression.total()),
-                  config.compression.to_string(),
-                  memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy));
+  throw BadInput(fmt::format(
+      "{}{}: each rank needs {} ({} model and activations, {} gradients, {} "
+      "optimizer, {} evaluation, {} for {}{}){}",
+      config.memory_limit > 0 ? "--memory-limit " : "the control group allows each rank ", text(limit),
+      text(memory.total()), text(memory.model), text(memory.gradients), text(memory.optimizer),
+      text(memory.evaluation), text(memory.compression.total()), config.compression.to_string(),
+      memory.kept > 0 ? fmt::format(", {} for --elastic", text(memory.kept)) : "", remedy));
 }
 
 }  // namespace gradwire

@@ -24,10 +24,11 @@ struct RunMemory {
 // reducer on the host without peers. This briefly takes as much host memory, except for activations.
 RunMemory plan_memory(const TrainConfig& config);
 
-// Returns the plan as lines of text. For GPUs of this process, compares the plan with their free memory.
+// Returns the plan as lines of text, compared with the free memory of this process's GPUs or with the control
+// group's limit.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
-// Throws BadInput if the run needs more than its --memory-limit. The message names the required memory and
-// the sufficient --shard.
+// Throws BadInput if the run needs more than its --memory-limit or, without one and on the host, than the
+// control group allows. The message names the required memory and the sufficient --shard.
 void check_memory_limit(const TrainConfig& config);
 
 }  // namespace gradwire
