@@ -15,14 +15,10 @@ namespace {
 // Largest number of bytes of a quoted text; longer texts are truncated.
 constexpr size_t kQuoted = 256;
 
-std::string quoted(const std::string& text) {
-  std::string bytes(kQuoted, '\0');
-  if (text.size() < kQuoted) {
-    text.copy(bytes.data(), text.size());
-  } else {
-    (text.substr(0, kQuoted - 4) + "...").copy(bytes.data(), kQuoted - 1);
-  }
-  return bytes;
+std::string quoted(std::string text) {
+  if (text.size() >= kQuoted) text.replace(kQuoted - 4, text.size(), "...");
+  text.resize(kQuoted);
+  return text;
 }
 
 // Returns the first rank that differs from rank 0 in this column; 0 if no rank differs.
