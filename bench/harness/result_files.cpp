@@ -30,7 +30,7 @@ void collect(const Json& object, const std::string& prefix, bool exact, Cells& c
   }
 }
 
-std::string quoted(const std::string& text) {
+std::string in_csv(const std::string& text) {
   if (text.find_first_of(",\"\n") == std::string::npos) return text;
   std::string out = "\"";
   for (char c : text) out += c == '"' ? std::string("\"\"") : std::string(1, c);
@@ -66,7 +66,7 @@ std::vector<std::vector<std::string>> table_of(const Json& rows, bool exact) {
 std::string csv_of(const Json& rows) {
   std::string text;
   for (const auto& line : table_of(rows, true)) {
-    for (size_t i = 0; i < line.size(); ++i) text += fmt::format("{}{}", i == 0 ? "" : ",", quoted(line[i]));
+    for (size_t i = 0; i < line.size(); ++i) text += fmt::format("{}{}", i == 0 ? "" : ",", in_csv(line[i]));
     text += "\n";
   }
   return text;

@@ -15,10 +15,11 @@ namespace {
 // Largest number of bytes of a quoted text; longer texts are truncated.
 constexpr size_t kQuoted = 256;
 
-std::string quoted(std::string text) {
-  if (text.size() >= kQuoted) text.replace(kQuoted - 4, text.size(), "...");
-  text.resize(kQuoted);
-  return text;
+std::string clipped(const std::string& text) {
+  std::string bytes = text;
+  if (bytes.size() >= kQuoted) bytes.replace(kQuoted - 4, bytes.size(), "...");
+  bytes.resize(kQuoted);
+  return bytes;
 }
 
 // Returns the first rank that differs from rank 0 in this column; 0 if no rank differs.
@@ -51,7 +52,7 @@ void agree_on(Transport& transport, const Stream& stream, const std::vector<std:
   size_t at = 0;
   while (at < digests.size() && differing_rank(theirs, at) == 0) ++at;
   const std::string mine = at < statements.size() ? statements[at] : "nothing more";
-  const auto texts = all_gather_bytes(transport, stream, quoted(mine), what + ", quoting what differs");
+  const auto texts = all_gather_bytes(transport, stream, clipped(mine), what + ", quoting what differs");
   size_t odd = 1;
   while (odd + 1 < texts.size() && texts[odd] == texts[0]) ++odd;
   const std::string text = fmt::format("ranks disagree: {} has \"{}\" on rank 0, \"{}\" on rank {}", what,

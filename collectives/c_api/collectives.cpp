@@ -40,7 +40,7 @@ std::string listed(const Shards& shards) {
 std::string describe(const CollectiveCall& call) {
   const char* dtype = long_name(checked_dtype(call.dtype));
   const char* op = call.op == GW_AVG ? "mean" : "sum";
-  const std::string what = call.function + quoted(call.tag);
+  const std::string what = call.function + shown(call.tag);
   switch (call.collective) {
     case Collective::allreduce:
       return fmt::format("{}, {} of {}", what, op, dtype);

@@ -155,7 +155,7 @@ gw_status gw_reducer_create(gw_comm comm, const char* spec, const gw_tensor* ten
     ReducerOptions how = read_options(options, &tag);
     how.stream = locked->stream;
     agree_on_reducer(*locked.comm, parsed, read, how, tag);
-    how.name = fmt::format("reducer {}{}", locked->next_reducer(), quoted(tag));
+    how.name = fmt::format("reducer {}{}", locked->next_reducer(), shown(tag));
     auto made = std::make_shared<ApiReducer>(locked.comm, parsed, std::move(read), how);
     made->set_addresses(grads);
     *reducer = static_cast<gw_reducer>(reducers().add(std::move(made)));

@@ -117,7 +117,7 @@ void agree_on_reducer(ApiComm& comm, const CompressionSpec& spec, const std::vec
   const std::vector<std::string> statements = reducer_statements(
       comm, {spec}, tensors, options.bucket_bytes, options.seed,
       {options.average ? "the mean" : "the sum", options.sharded ? "sharded" : "not sharded",
-       options.skip_unused ? "skip_unused" : "no skip_unused", tag.empty() ? "no tag" : "tag" + quoted(tag)});
+       options.skip_unused ? "skip_unused" : "no skip_unused", tag.empty() ? "no tag" : "tag" + shown(tag)});
   agree_on(group.transport(), comm.stream, statements, "gw_reducer_create");
 }
 

@@ -65,7 +65,7 @@ std::string checked_tag(const char* tag) {
   return text;
 }
 
-std::string quoted(const std::string& tag) {
+std::string shown(const std::string& tag) {
   if (tag.empty()) return "";
   if (tag.size() <= kShownTagBytes) return fmt::format(" '{}'", tag);
   // Do not cut UTF-8 characters.

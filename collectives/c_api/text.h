@@ -15,6 +15,6 @@ std::string printable(std::string text);
 std::string checked_tag(const char* tag);
 // Returns " 'TAG'" for error texts; "" without a tag. A long tag is shortened in the middle and gets a
 // digest, so that different tags have different texts.
-std::string quoted(const std::string& tag);
+std::string shown(const std::string& tag);
 
 }  // namespace gradwire::c_api
