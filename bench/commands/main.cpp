@@ -6,6 +6,7 @@
 #include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 #include "runtime/util/no_memory.h"
+#include "runtime/util/signals.h"
 #include "runtime/util/standard_descriptors.h"
 #include "runtime/util/version.h"
 #include "trainer/manual/manual.h"
@@ -29,6 +30,7 @@ int fail(const std::string& what, int exit_code) {
 int main(int argc, char** argv) {
   constexpr int kFailed = 1, kBadInput = 2;
   gradwire::prepare_standard_descriptors();
+  gradwire::prepare_signals();
   CLI::App app{"Measures and proves Gradwire's parts.", "gradwire-bench"};
   app.set_version_flag("--version", "gradwire-bench " GRADWIRE_VERSION);
   app.require_subcommand(1);

@@ -11,6 +11,7 @@
 #include "runtime/util/environment.h"
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
+#include "runtime/util/signals.h"
 #include "runtime/util/standard_descriptors.h"
 #include "runtime/util/version.h"
 #include "trainer/cli/compare.h"
@@ -203,6 +204,7 @@ int parse_and_run(int argc, char** argv) {
 
 int cli_main(int argc, char** argv) {
   prepare_standard_descriptors();
+  prepare_signals();
   try {
     const int done = parse_and_run(argc, argv);
     const int code = done == kDone && any_output_lost() ? kFailed : done;

@@ -12,6 +12,7 @@
 #include "runtime/util/error.h"
 #include "runtime/util/output_file.h"
 #include "runtime/util/parse.h"
+#include "runtime/util/signals.h"
 #include "trainer/cli/interruption.h"
 #include "trainer/cli/session.h"
 #include "trainer/log/comparison.h"
@@ -154,8 +155,7 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
   const bool prints = leads(options);
   const auto earlier = std::count_if(runs.begin(), runs.end(), [](const auto& run) { return run.earlier; });
   auto done = static_cast<size_t>(earlier);
-  std::optional<Interruption> interruption;
-  if (prints) interruption.emplace(interruption_text(runs, options, done));
+  if (prints) set_final_text(interruption_text(runs, options, done));
   std::vector<RunSummary> summaries;
   std::vector<double>
       seconds;  // durations of this call's runs; until the first run ends, of earlier calls' runs
@@ -189,8 +189,9 @@ std::vector<RunSummary> run_all(const std::vector<PlannedRun>& runs, const RunOp
         run_once(run.config, data, {.log = run.log, .log_every = options.log_every, .label = label}, {comm}));
     if (std::exchange(first, false)) seconds.clear();  // earlier calls may have run on another machine
     seconds.push_back(summaries.back().seconds);
-    interruption->set(interruption_text(runs, options, ++done));
+    set_final_text(interruption_text(runs, options, ++done));
   }
+  set_final_text("");
   return summaries;
 }
 

@@ -1,48 +1,15 @@
 #include "trainer/cli/interruption.h"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include <atomic>
-#include <csignal>
 #include <fstream>
-#include <thread>
-#include <vector>
+#include <utility>
 
+#include "runtime/util/signals.h"
 #include "trainer/checkpoint/folder.h"
 
 namespace gradwire {
 namespace {
-
-std::atomic_flag busy;  // held while a thread replaces or prints the text
-std::string* shown = nullptr;
-
-void lock() {
-  while (busy.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
-}
-
-// Calls only functions that are safe in a signal handler.
-void print_and_end(int signal) {
-  lock();  // forever: the process ends, and another signal must not print the text again
-  if (shown != nullptr) {
-    [[maybe_unused]] const ssize_t ignored = ::write(STDERR_FILENO, shown->data(), shown->size());
-  }
-  ::signal(signal, SIG_DFL);
-  ::raise(signal);  // takes effect when the handler returns
-}
-
-// Replaces the text. Blocks this thread's signals meanwhile, because the handler waits for the lock.
-void replace(std::string* text) {
-  sigset_t ours, before;
-  sigemptyset(&ours);
-  sigaddset(&ours, SIGINT);
-  sigaddset(&ours, SIGTERM);
-  pthread_sigmask(SIG_BLOCK, &ours, &before);
-  lock();
-  delete std::exchange(shown, text);
-  busy.clear(std::memory_order_release);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
 
 // Quotes a word for a shell if necessary.
 std::string shell_word(const std::string& word) {
@@ -69,40 +36,20 @@ std::string command_line(const std::string& checkpoints = "") {
   return checkpoints.empty() ? text : text + " --resume " + shell_word(checkpoints);
 }
 
-std::string interrupted(const std::string& what) {
-  return fmt::format("{}gradwire: interrupted; {}\n", isatty(STDERR_FILENO) == 1 ? "\n" : "", what);
-}
-
 }  // namespace
 
-Interruption::Interruption(const std::string& text) {
-  set(text);
-  for (int signal : {SIGINT, SIGTERM}) {
-    struct sigaction action {};
-    if (sigaction(signal, nullptr, &action) != 0 || action.sa_handler == SIG_IGN) continue;
-    action = {};
-    action.sa_handler = print_and_end;
-    sigaction(signal, &action, nullptr);
-  }
-}
-
-Interruption::~Interruption() {
-  replace(nullptr);
-}
-
-void Interruption::set(const std::string& text) {
-  replace(new std::string(text));
-}
-
 TrainInterruption::TrainInterruption(const RunOptions& options, const TrainConfig& config)
-    : options_(options),
-      config_(config),
-      interruption_(text(holds_checkpoints(config.checkpoint_directory)
-                             ? find_checkpoint(config.checkpoint_directory).path.value_or("")
-                             : "")) {}
+    : options_(options), config_(config) {
+  const bool exist = holds_checkpoints(config.checkpoint_directory);
+  set_final_text(text(exist ? find_checkpoint(config.checkpoint_directory).path.value_or("") : ""));
+}
+
+TrainInterruption::~TrainInterruption() {
+  set_final_text("");
+}
 
 void TrainInterruption::on_checkpoint(const CheckpointRecord& record) {
-  interruption_.set(text(record.path));
+  set_final_text(text(record.path));
 }
 
 std::string TrainInterruption::text(const std::string& checkpoint) const {
@@ -112,22 +59,20 @@ std::string TrainInterruption::text(const std::string& checkpoint) const {
   const std::string with =
       config_.processes && options_.launch ? "start each rank again with" : "continue with";
   if (!checkpoint.empty()) {
-    return interrupted(fmt::format("{}; {}:\n  {}", kept, with, command_line(config_.checkpoint_directory)));
+    return fmt::format("{}; {}:\n  {}", kept, with, command_line(config_.checkpoint_directory));
   }
-  return interrupted(kept +
-                     (config_.checkpoint_directory.empty()
-                          ? "; a run with --checkpoint DIR --resume DIR can be continued"
-                          : fmt::format("; there is no checkpoint yet, the first would be after {} steps",
-                                        config_.checkpoint_every)));
+  return kept + (config_.checkpoint_directory.empty()
+                     ? "; a run with --checkpoint DIR --resume DIR can be continued"
+                     : fmt::format("; there is no checkpoint yet, the first would be after {} steps",
+                                   config_.checkpoint_every));
 }
 
 std::string compare_interruption(const RunOptions& options, bool logged, size_t done, size_t all) {
-  if (!logged) return interrupted("nothing was kept; with --json FILE, compare can be continued");
+  if (!logged) return "nothing was kept; with --json FILE, compare can be continued";
   const std::string kept = fmt::format("kept {} of {} runs next to {}", done, all, options.json);
   const char* repeats = !options.trace.empty() ? "--trace" : options.trace_steps ? "--trace-steps" : nullptr;
-  if (repeats != nullptr)
-    return interrupted(fmt::format("{}; with {}, compare repeats all runs", kept, repeats));
-  return interrupted(fmt::format("{}; continue with:\n  {}", kept, command_line()));
+  if (repeats != nullptr) return fmt::format("{}; with {}, compare repeats all runs", kept, repeats);
+  return fmt::format("{}; continue with:\n  {}", kept, command_line());
 }
 
 }  // namespace gradwire

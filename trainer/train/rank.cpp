@@ -6,8 +6,10 @@
 #include <cmath>
 #include <string>
 
+#include "collectives/agreement/all_gather.h"
 #include "collectives/transport/transport.h"
 #include "runtime/util/error.h"
+#include "runtime/util/signals.h"
 #include "trainer/measure/products.h"
 #include "trainer/train/choose_compression.h"
 #include "trainer/train/layout.h"
@@ -133,6 +135,7 @@ RankTrainer::~RankTrainer() {
 }
 
 void RankTrainer::run() {
+  const DeferredEnd deferred(!config_.checkpoint_directory.empty());
   start_run();
   Slot* pending = nullptr;
   auto catch_up = [&] {
@@ -156,6 +159,10 @@ void RankTrainer::run() {
     if (checkpoint_follows(step)) {
       catch_up();
       save(step + 1);
+    }
+    if (end_check_follows(step)) {
+      catch_up();
+      agree_to_end(step + 1, checkpoint_follows(step));
     }
     if (plan_check_follows(step)) {
       catch_up();
@@ -182,6 +189,29 @@ bool RankTrainer::evaluation_follows(int64_t step) const {
 bool RankTrainer::checkpoint_follows(int64_t step) const {
   if (config_.checkpoint_directory.empty()) return false;
   return step + 1 == config_.steps || (step + 1) % config_.checkpoint_every == 0;
+}
+
+bool RankTrainer::end_check_follows(int64_t step) const {
+  return !config_.checkpoint_directory.empty() && step + 1 < config_.steps && step + 1 >= end_check_.next;
+}
+
+void RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
+  // all_gather() exchanges on stream_, while the window's streams may still be gathering weights.
+  if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
+  // The steps to the next agreement, of which rank 0's number holds: as many as took a second.
+  const auto now = std::chrono::steady_clock::now();
+  const auto steps = static_cast<double>(steps_done - std::max(end_check_.step, start_.step));
+  const std::chrono::duration<double> took = now - end_check_.at;
+  const std::vector<double> mine{static_cast<double>(requested_end()),
+                                 std::clamp(std::floor(steps / took.count()), 1.0, 2 * steps)};
+  const auto all = all_gather(comm_.transport(), stream_, mine, "whether the run ends");
+  end_check_ = {steps_done, steps_done + static_cast<int64_t>(all[0][1]), now};
+  const int signal = static_cast<int>((*std::max_element(all.begin(), all.end()))[0]);
+  if (signal == 0) return;
+  if (!saved) save(steps_done);
+  comm_.barrier();  // rank 0 has completed the checkpoint: now launchers may end the other ranks
+  // With --elastic a rank leaves alone, and the others continue.
+  if (shared_.elastic == nullptr || requested_end() != 0) end_by_signal(signal);
 }
 
 void RankTrainer::start_run() {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -142,6 +143,10 @@ class RankTrainer {
   // Returns whether the ranks agree after `step` on whether to continue with the plan.
   bool plan_check_follows(int64_t step) const;
   bool agree_to_replan(int64_t steps_done);
+  // Returns whether the ranks agree after `step` on whether to end: about once a second.
+  bool end_check_follows(int64_t step) const;
+  // Writes a checkpoint, unless `saved`, and ends the process if a rank has got a signal.
+  void agree_to_end(int64_t steps_done, bool saved);
 
   const SharedRun& shared_;
   const TrainConfig& config_;
@@ -172,7 +177,12 @@ class RankTrainer {
   ParameterLayout sample_layout_;
   int64_t sampled_ = -1;                   // the step of these gradients
   std::optional<PlanChange> plan_change_;  // the run continues with another plan
-  bool joiners_wait_ = false;              // joiners were waiting at the latest harvested step
+  // The latest agreement on whether to end, and the steps done at the next.
+  struct EndCheck {
+    int64_t step = 0, next = 0;
+    std::chrono::steady_clock::time_point at = std::chrono::steady_clock::now();
+  } end_check_;
+  bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
   Buffer left_over_;      // the checkpoint's residuals, if they do not fit into the gradient buffer
 };
