@@ -148,6 +148,12 @@ class Collectives(BenchTest):
         self.check(rows, "tcp", 2)
         self.assertIsNone(rows[0]["baseline_time_us"])
 
+    def test_names_the_error_of_a_rank_if_the_parent_ignores_its_children(self):
+        result = self.run_words("env", "--ignore-signal=CHLD", self.program, "collectives", "--transport",
+                                "tcp", *self.ONE[1:], env={"GRADWIRE_INTERFACE": "none0"})
+        self.assertEqual((result.returncode, len(result.stderr.splitlines())), (1, 1))
+        self.assertIn("no network interface 'none0'", result.stderr)
+
     def test_a_rank_that_never_comes(self):
         result = self.run_command("collectives", "--timeout-s", "1", "--rendezvous",
                                 f"file://{self.folder}/meet", env={"RANK": "0", "WORLD_SIZE": "2"})

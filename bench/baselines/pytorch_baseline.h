@@ -3,12 +3,15 @@
 #pragma once
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "collectives/reducer/reducer.h"
 #include "collectives/spec/spec.h"
+#include "runtime/threads/child_process.h"
+#include "runtime/util/file.h"
 
 namespace gradwire::bench {
 
@@ -18,7 +21,6 @@ class PyTorchBaseline {
   // another. Throws BadInput if the program does not exist or has no torch.
   PyTorchBaseline(const std::string& python, Device device, int threads,
                   const std::vector<GradientTensor>& tensors, std::span<const float> data);
-  ~PyTorchBaseline();
   PyTorchBaseline(const PyTorchBaseline&) = delete;
 
   // Returns whether PyTorch has a corresponding hook.
@@ -36,7 +38,8 @@ class PyTorchBaseline {
   nlohmann::json read_answer();
 
   std::string python_;
-  int pid_ = -1, to_ = -1, from_ = -1, errors_ = -1;
+  FileDescriptor to_, from_, errors_;
+  std::optional<ChildProcess> process_;
   std::string received_;
 };
 

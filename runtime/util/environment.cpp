@@ -59,6 +59,9 @@ constexpr EnvironmentVariable kOwn[] = {
     {"GRADWIRE_PYTHON", "/usr/bin/python3, or else the first python3 on PATH",
      "The Python of gradwire report, which needs plotly, of gradwire export, which needs tensorboard, and of "
      "codecs in Python, which need NumPy (docs/for-researchers.md)"},
+    {"PYTHONPATH", "none",
+     "Folders in which these programs find modules that Python has nowhere else. Python's other variables "
+     "have no effect on them"},
     {"GRADWIRE_BENCH_FLUSH_BYTES", "twice the last-level cache",
      "gradwire-bench: bytes written before timing with cold caches, and the size of large copies. Smaller "
      "values are faster, but leave caches warm"},

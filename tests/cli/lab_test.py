@@ -208,6 +208,19 @@ class Codec:
         without = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--compression", "half.py:dense=off",
                                    env={"GRADWIRE_PYTHON": "/nowhere/python"})
         self.assert_refused(without, "/nowhere/python", "install python3")
+        self.write("accent.py", "import numpy, extra  # \u00e9\n" + EF21.read_text())
+        (self.folder / "pp").mkdir()
+        self.write("pp/extra.py", "")
+        self.write("pp/json.py", "raise SystemExit(7)")
+        for variables in ({"PYTHONHOME": "/nowhere"}, {"PYTHONSAFEPATH": "1"},
+                          {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}):
+            result = self.run_command("train", *SYNTHETIC, "--ranks", 2, "--steps", 1, "--compression",
+                                      "accent.py:dense=off", env={"PYTHONPATH": "pp", **variables})
+            self.assertEqual((result.returncode, result.stderr), (0, ""))
+        ended = self.run_words("env", "--ignore-signal=CHLD", self.program, "train", *SYNTHETIC, "--ranks", 2,
+                               "--compression", "half.py:dense=off",
+                               env={"GRADWIRE_PYTHON": "/usr/bin/false"})
+        self.assert_refused(ended, "ended with exit status 1")
         cluster = EF21.parents[1] / "plan/clusters/h100-ib.json"
         predicted = self.run_command("plan", "--cluster", cluster, "--ranks", 8, "--compression", "half.py")
         self.assert_refused(predicted, "half.py", "name another spec")

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import time
 import unittest
@@ -163,11 +164,72 @@ class BadInput(ReportTest):
             self.assert_refused(self.run_command(*words), part)
         self.assertEqual((self.folder / "out.json").read_text(), before)
 
+    def script(self, text):
+        """Returns the path of a program in place of Python."""
+        path = self.folder / f"python-{len(self.files())}"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        return str(path)
+
+    @unittest.skipUnless(has_plotly, "plotly is not installed")
+    def test_the_page_does_not_depend_on_the_environment(self):
+        log = self.write_log("run.jsonl", "fp32")
+        self.report(log)
+        page = (self.folder / "report.html").read_bytes()
+        (self.folder / "other").mkdir()
+        for name in ("statistics", "html", "json", "numpy"):
+            (self.folder / "other" / f"{name}.py").write_text("raise SystemExit(7)\n")
+        (self.folder / "other" / "sitecustomize.py").write_text("print('hello')\n")
+        for variables in ({"PYTHONUNBUFFERED": "1"}, {"PYTHONSAFEPATH": "1"}, {"PYTHONHOME": "/nowhere"},
+                          {"PYTHONPATH": "other"}, {"PYTHONIOENCODING": "none"}, {"LC_ALL": "ja_JP.EUC-JP"},
+                          {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+                          {"GRADWIRE_PYTHON": self.script(f'echo hi; exec "{sys.executable}" "$@"')}):
+            with self.subTest(variables):
+                result = self.run_command("report", log, "-o", "again.html", env=variables)
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+                self.assertEqual((self.folder / "again.html").read_bytes(), page)
+
+    @unittest.skipUnless(has_plotly, "plotly is not installed")
+    def test_an_incomplete_page_replaces_nothing(self):
+        log = self.write_log("run.jsonl", "fp32")
+        self.report(log)
+        page = (self.folder / "report.html").read_bytes()
+        half = self.script(f'"{sys.executable}" "$@" >whole; head -c 100000 whole')
+        ignored = ["env", "--ignore-signal=CHLD", self.program, "report"]
+        for words, python, code, part in (
+                ([self.program, "report", log], "/usr/bin/true", 1, "/usr/bin/true ended with exit status 0"),
+                ([self.program, "report", log], half, 1, "before all output"),
+                ([self.program, "report", log], self.script("kill -KILL $$"), 1, "ended by signal 9"),
+                ([*ignored, log], "/nowhere/python", 1, "/nowhere/python could not be started"),
+                ([*ignored, log], self.script("kill -KILL $$"), 1, "ended by signal 9"),
+                ([*ignored, self.folder / "empty"], sys.executable, 2, "not a result")):
+            (self.folder / "empty").touch()
+            export = [*words[:-2], "export", "--tensorboard", "events", words[-1]]
+            for command in (words, *([export] if python != half else [])):
+                with self.subTest(words=command, python=python):
+                    result = self.run_words(*command, env={"GRADWIRE_PYTHON": python})
+                    self.assertEqual((result.returncode, len(result.stderr.splitlines())), (code, 1))
+                    self.assertIn(part, result.stderr)
+        self.assertEqual((self.folder / "report.html").read_bytes(), page)
+
+    @unittest.skipUnless(has_plotly, "plotly is not installed")
+    def test_a_page_that_is_stopped_again_and_again(self):
+        log = self.write_log("run.jsonl", "fp32")
+        self.report(log)
+        run = self.spawn(self.program, "report", log, "-o", "again.html", env={"PYTHONUNBUFFERED": "1"},
+                         start_new_session=True)
+        end = time.monotonic() + 120
+        while run.poll() is None and time.monotonic() < end:
+            for number, pause in ((signal.SIGSTOP, 0.004), (signal.SIGCONT, 0.002)):
+                os.killpg(run.pid, number)
+                time.sleep(pause)
+        self.assertEqual(run.wait(timeout=60), 0)
+        pages = [(self.folder / name).read_bytes() for name in ("report.html", "again.html")]
+        self.assertEqual(*pages)
+
     def test_missing_packages_and_pythons(self):
         self.write_comparison()
-        bare = self.folder / "python"
-        bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -E -s -S "$@"\n')
-        bare.chmod(0o755)
+        bare = self.script(f'exec "{sys.executable}" -s -S "$@"')
         events = ("export", "--tensorboard", "events", "out.0.jsonl")
         for words, python, part in ((("report", "out.json"), bare, "python3-plotly"),
                                     (events, bare, "needs tensorboard"),

@@ -1,17 +1,14 @@
 #include "trainer/cli/report.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <csignal>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 
+#include "runtime/threads/resources.h"
 #include "runtime/util/error.h"
 #include "runtime/util/file.h"
 #include "runtime/util/output_file.h"
@@ -26,47 +23,26 @@ namespace fs = std::filesystem;
 
 struct ProgramResult {
   int code = 0;
-  std::string output;  // of stdout
+  std::string output;
 };
 
-std::string read_to_end(int fd) {
-  std::string text;
-  char part[1 << 16];
-  while (true) {
-    const ssize_t count = ::read(fd, part, sizeof(part));
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return text;
-    text.append(part, static_cast<size_t>(count));
-  }
-}
-
-// Runs a program of trainer/report to its end. Its errors go to stderr.
+// Runs a program of trainer/report to its end. Its errors go to stderr. Its output is all that it delivers
+// (read_results.py); other prints, such as those of an imported module, are dropped.
 ProgramResult run_program(const char* name, const std::vector<std::string>& arguments) {
-  std::vector<std::string> words{path_of_python(), "-B", path_of_program(std::string("report/") + name)};
-  words.insert(words.end(), arguments.begin(), arguments.end());
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) throw Error(fmt::format("pipe: {}", std::strerror(errno)));
-  FileDescriptor from(ends[0]), to(ends[1]);
-  const pid_t child = fork();
-  if (child < 0) throw Error(fmt::format("{} could not be started: {}", words[0], std::strerror(errno)));
-  if (child == 0) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    dup2(to.fd(), STDOUT_FILENO);
-    execvp(argv[0], argv.data());
-    _exit(kPythonNotStarted);
+  constexpr std::string_view kMark("\0gradwire\0", 10);
+  const FileDescriptor output(memfd_create("output", MFD_CLOEXEC));
+  if (!output) throw_refused("a file in memory", errno);
+  const auto child = start_python(std::string("report/") + name, arguments, {{output.fd(), STDOUT_FILENO}});
+  const ChildProcess::End& end = child->wait();
+  const std::string text = read_regular_file(fmt::format("/proc/self/fd/{}", output.fd()));
+  const size_t first = text.find(kMark), last = text.rfind(kMark);
+  if (end.signal != 0 || first == last) {
+    throw Error(fmt::format(
+        "{}: {} {} before all output was written; GRADWIRE_PYTHON must name a Python 3, or a script that "
+        "passes its arguments on to one",
+        name, child->program(), end.text));
   }
-  to.close();
-  ProgramResult result{.output = read_to_end(from.fd())};
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  if (WIFSIGNALED(status)) throw Error(fmt::format("{} was ended by signal {}", name, WTERMSIG(status)));
-  result.code = WEXITSTATUS(status);
-  if (result.code == kPythonNotStarted) throw Error(python_not_started(words[0]));
-  return result;
+  return {end.code, text.substr(first + kMark.size(), last - first - kMark.size())};
 }
 
 }  // namespace

@@ -2,14 +2,10 @@
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
 
@@ -24,32 +20,17 @@ constexpr size_t kHead = 1 + sizeof(int64_t);
 
 }  // namespace
 
-CodecWorker::CodecWorker(const std::string& file, std::chrono::milliseconds limit)
-    : python_(path_of_python()), limit_(limit) {
-  std::vector<std::string> words{python_, "-B", path_of_program("lab/codec_worker.py"), file,
-                                 fmt::to_string(kDescriptor)};
-  std::vector<char*> argv;
-  for (std::string& word : words) argv.push_back(word.data());
-  argv.push_back(nullptr);
+CodecWorker::CodecWorker(const std::string& file, std::chrono::milliseconds limit) : limit_(limit) {
   int ends[2];
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
     throw Error(fmt::format("socketpair: {}", std::strerror(errno)));
   socket_ = FileDescriptor(ends[0]);
   const FileDescriptor theirs(ends[1]);
-  process_ = fork();
-  if (process_ < 0) throw Error(fmt::format("{} could not be started: {}", python_, std::strerror(errno)));
-  if (process_ != 0) return;
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  // dup2() of equal descriptors would keep the flag that closes them.
-  const int other = theirs.fd() == kDescriptor ? dup(theirs.fd()) : theirs.fd();
-  dup2(other, kDescriptor);
-  execvp(argv[0], argv.data());
-  _exit(kPythonNotStarted);
-}
-
-CodecWorker::~CodecWorker() {
-  kill(process_, SIGKILL);
-  while (waitpid(process_, nullptr, 0) < 0 && errno == EINTR) {
+  try {
+    process_ = start_python("lab/codec_worker.py", {file, fmt::to_string(kDescriptor)},
+                            {{theirs.fd(), kDescriptor}});
+  } catch (const Error& error) {  // a codec that cannot run is bad input, as on any later error
+    throw BadInput(error.what());
   }
 }
 
@@ -126,16 +107,7 @@ std::string CodecWorker::wait(short events, Deadline deadline) {
 
 // Describes the end of the process, which has closed its socket.
 std::string CodecWorker::ended() {
-  siginfo_t end{};
-  for (int i = 0; i < 100 && end.si_pid == 0; ++i) {
-    if (i > 0) usleep(10'000);
-    if (waitid(P_PID, static_cast<id_t>(process_), &end, WEXITED | WNOWAIT | WNOHANG) != 0) break;
-  }
-  if (end.si_pid == 0) return "its Python process has closed its connection";
-  if (end.si_code != CLD_EXITED)
-    return fmt::format("its Python process was ended by signal {}", end.si_status);
-  if (end.si_status == kPythonNotStarted) return python_not_started(python_);
-  return fmt::format("its Python process ended with exit status {}", end.si_status);
+  return "its Python process " + process_->wait(std::chrono::seconds(1)).text;
 }
 
 }  // namespace gradwire

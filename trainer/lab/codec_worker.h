@@ -2,13 +2,13 @@
 // send() is answered by one reply.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "runtime/threads/child_process.h"
 #include "runtime/util/file.h"
 
 namespace gradwire {
@@ -25,8 +25,6 @@ class CodecWorker {
 
   // Starts the process for `file`. It has `limit` for each answer.
   CodecWorker(const std::string& file, std::chrono::milliseconds limit);
-  // Ends the process, which may be computing.
-  ~CodecWorker();
   CodecWorker(const CodecWorker&) = delete;
 
   // Sends the letter and the parts' bytes, and returns the reply.
@@ -44,10 +42,9 @@ class CodecWorker {
   std::string wait(short events, Deadline deadline);
   std::string ended();
 
-  const std::string python_;
   const std::chrono::milliseconds limit_;
   FileDescriptor socket_;
-  pid_t process_ = -1;
+  std::unique_ptr<ChildProcess> process_;
 };
 
 }  // namespace gradwire

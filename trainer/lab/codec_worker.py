@@ -14,6 +14,7 @@ import sys
 import traceback
 import types
 
+sys.path += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # ignored by Python itself
 # Every rank has workers, so one thread per worker is enough.
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
@@ -78,7 +79,7 @@ def load(path: str, about: dict):
     sys.dont_write_bytecode = True
     module = types.ModuleType(pathlib.Path(path).stem)
     module.__file__ = path
-    exec(compile(pathlib.Path(path).read_text(), path, "exec"), module.__dict__)
+    exec(compile(pathlib.Path(path).read_bytes(), path, "exec"), module.__dict__)
     make = getattr(module, "Codec", None)
     if not callable(make):
         raise TypeError("the file defines no class Codec")

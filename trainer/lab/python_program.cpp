@@ -28,13 +28,18 @@ std::string path_of_program(const std::string& name) {
                   fs::path(name).filename().string(), here.string()));
 }
 
-std::string path_of_python() {
-  if (const char* given = path_in_environment("GRADWIRE_PYTHON")) return given;
-  return access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
-}
-
-std::string python_not_started(const std::string& python) {
-  return python + " could not be started: install python3, or name a Python in GRADWIRE_PYTHON";
+std::unique_ptr<ChildProcess> start_python(const std::string& name, const std::vector<std::string>& arguments,
+                                           const ChildProcess::Descriptors& descriptors) {
+  const char* given = path_in_environment("GRADWIRE_PYTHON");
+  const char* system = access("/usr/bin/python3", X_OK) == 0 ? "/usr/bin/python3" : "python3";
+  std::vector<std::string> words{
+      given != nullptr ? given : system, "-E", "-B", "-X", "utf8", path_of_program(name)};
+  words.insert(words.end(), arguments.begin(), arguments.end());
+  try {
+    return std::make_unique<ChildProcess>(words, descriptors);
+  } catch (const ChildProcess::NotStarted& error) {
+    throw Error(fmt::format("{}; install python3, or name a Python in GRADWIRE_PYTHON", error.what()));
+  }
 }
 
 }  // namespace gradwire

@@ -9,7 +9,7 @@ at its step, so that TensorBoard shows runs by name and by relative time.
 import pathlib
 import sys
 
-from read_results import fail, load, number
+from read_results import deliver, fail, load, number
 
 TAGS = {"loss": "train/loss", "lr": "train/lr", "test_loss": "test/loss", "test_accuracy": "test/accuracy",
         "wire_bytes": "sent/wire_bytes", "dense_bytes": "sent/dense_bytes"}
@@ -68,10 +68,10 @@ def main():
         if kind != "log":
             fail(f"{log}: not a run log; give a file of gradwire train --log")
     classes = writer_classes()
-    sys.stdout.reconfigure(errors="surrogateescape")  # a path may contain any bytes
-    for log, folder in folders_of(directory, loaded).items():
+    folders = folders_of(directory, loaded)
+    for log, folder in folders.items():
         export(log, loaded[log][1], folder, classes)
-        print(f"TensorBoard: {folder}")
+    deliver("".join(f"TensorBoard: {folder}\n" for folder in folders.values()))
 
 
 if __name__ == "__main__":

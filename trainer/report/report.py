@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the page of `gradwire report` to standard output.
+"""Makes the page of `gradwire report`.
 
     report.py FILE...
 
@@ -15,7 +15,7 @@ import pathlib
 import string
 import sys
 
-from read_results import document_of, fail
+from read_results import deliver, document_of, fail
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 LARGEST_PAGE = 6_000_000  # bytes
@@ -57,7 +57,7 @@ def main():
     while len(page) > LARGEST_PAGE and points > 50:
         points //= 2
         page = page_of(document_of(paths, points), plotly)
-    sys.stdout.buffer.write(page.encode())
+    deliver(page)
 
 
 if __name__ == "__main__":
