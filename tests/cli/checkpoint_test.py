@@ -122,6 +122,26 @@ class Checkpoints(CommandTest):
             self.assertIn("the sum of their residuals is kept", again.stdout)
             self.assertIn("2 steps in", again.stdout)
 
+    def test_a_run_that_diverges_keeps_its_last_finite_checkpoint(self):
+        for flags in ((), ("--ranks", 2, "--shard", "optimizer", "--compression", "int8")):
+            folder = f"saved-{len(flags)}"
+            diverging = synthetic(*flags, "--optimizer", "sgd", "--lr", "1e6", "--checkpoint", folder,
+                                  "--checkpoint-every", 2, "--checkpoint-keep", 2, "--log", "run.jsonl")
+            for steps, resume in ((30, ()), (40, ("--resume", folder))):
+                run = self.run_command("train", *diverging, "--steps", steps, *resume)
+                self.assertEqual(run.returncode, 3, run.stderr)
+                self.assertRegex(run.stderr, r"\A.*warning: .*the loss of step 3 is nan; .*\n\Z")
+                self.assertNotIn("-nan", run.stdout)
+                left = {path.parent.name: (path.parent / "not-finite").exists()
+                        for path in (self.folder / folder).glob("*/model.safetensors")}
+                self.assertEqual(left, {"step-000000002": False, f"step-0000000{steps - 2}": True,
+                                        f"step-0000000{steps}": True})
+            self.assertIn("Ignoring saved-", run.stdout)
+            self.assertIn("gradwire_loss NaN", self.run_command("top", "run.jsonl", "--prometheus").stdout)
+            named = self.run_command("train", *synthetic("--optimizer", "sgd", "--steps", 31, "--resume",
+                                                         f"{folder}/step-000000040"))
+            self.assertIn("is at step 40", named.stderr)  # a checkpoint that is named itself is not ignored
+
     def test_rejects_contradictory_options(self):
         self.assertEqual(self.train("--checkpoint", "saved").returncode, 0)
         (self.folder / "broken").write_text("{}")

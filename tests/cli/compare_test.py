@@ -29,6 +29,25 @@ class Compare(CommandTest):
         table = result.stdout[result.stdout.index("compression  "):].splitlines()
         self.assertEqual([line.split()[0] for line in table[2:5]], ["fp32", "bf16", "powersgd:rank=1"])
 
+    def test_a_run_that_diverges_ends_and_is_shown_as_diverged(self):
+        flags = ["compare", *SYNTHETIC, *self.specs("fp32", "int8"), "--optimizer", "sgd", "--lr", "1e6",
+                 "--steps", 20000, "--eval-every", 0.01, "--json", "out.json"]
+        threads = self.run_command(*flags, "--ranks", 2)
+        self.check_diverged(threads.returncode, threads.stdout, threads.stderr)
+        self.assertIn("already done", self.run_command(*flags, "--ranks", 2).stdout)
+        ranks = self.start(2, *flags)
+        out, error = ranks[0].communicate(timeout=240)
+        self.check_diverged(ranks[0].returncode, out, error)
+        self.assertEqual((ranks[1].communicate(timeout=60)[1], ranks[1].returncode), ("", 0))
+
+    def check_diverged(self, code, out, error):
+        self.assertEqual((code, len(re.findall("warning: .* is nan; the run ends", error))), (0, 2), error)
+        self.assertRegex(out, r"\nfp32 +- +diverged .*\nint8 +- +diverged ")
+        for row in json.loads((self.folder / "out.json").read_text()):
+            self.assertEqual((row["test_accuracy"], row["seeds"][0]["diverged"]), (None, True))
+            steps = [r for r in self.records(row["seeds"][0]["log"]) if r["type"] == "step"]
+            self.assertLess(len(steps), 20000)
+
     def test_emulated_links_are_named_and_keep_every_bit(self):
         fixed = ("--compression", "int8:schedule=two_shot", "--compression", "powersgd:rank=1,schedule=ring")
         _, fast = self.compare(*fixed)

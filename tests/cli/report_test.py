@@ -4,6 +4,7 @@ import base64
 import gzip
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -118,6 +119,12 @@ class Document(ReportTest):
             self.assertEqual(document["rows"][0]["seeds"][0]["seed"], "9007199254740993")  # text: exact in JS
         self.write_comparison(os.fsdecode(b"\xe9.json"))
         self.report(os.fsdecode(b"\xe9.json"))
+
+    def test_diverged_runs_are_named(self):
+        document = self.report(self.write_log("a.jsonl", "int8", loss=math.nan),
+                               self.write_log("b.jsonl", "int8", seed=1), self.write_log("c.jsonl", "fp32"))
+        self.assertEqual([row["loss"] is None for row in document["rows"]], [True, False])
+        self.assertEqual(document["notes"][1], "Diverged, the last loss is not finite: int8, seed 0.")
 
     def test_results_without_logs_and_benchmarks(self):
         self.write_comparison()

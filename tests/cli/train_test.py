@@ -73,7 +73,9 @@ class Train(CommandTest):
         self.assertIsNone(self.records()[-1]["ratio"])
 
     def test_diverged_runs_write_valid_json(self):
-        self.train("--steps", 6, "--optimizer", "sgd", "--lr", "1e6", "--warmup", 0, "--log", "run.jsonl")
+        result = self.run_command("train", *synthetic("--steps", 6, "--optimizer", "sgd", "--lr", "1e6",
+                                                      "--warmup", 0, "--log", "run.jsonl"))
+        self.assertEqual((result.returncode, result.stderr.count("\n")), (3, 1))
         text = (self.folder / "run.jsonl").read_text()
         self.assertNotIn("nan", text.lower().replace('"model"', ""))
         self.assertEqual(self.records()[-1]["type"], "summary")

@@ -76,6 +76,14 @@ TEST(LiveRun, MetricsArePrometheusText) {
        "gradwire_waited_seconds_total{rank=\"0\",peer=\"1\"} 1.02\n", "gradwire_straggler_rank 1\n"});
 }
 
+TEST(LiveRun, ALossThatIsNotFiniteIsShown) {
+  LiveRun run;
+  run.read(kRun);
+  run.read(R"({"type":"step","step":7,"loss":null})");
+  expect_has(run.metrics(), {"gradwire_loss NaN\n"});
+  expect_has(run.text(), {"loss nan (diverged)"});
+}
+
 TEST(LiveRun, RejectsForeignFilesAndIgnoresDamagedLines) {
   EXPECT_THROW(LiveRun().read("hello"), BadInput);
   EXPECT_THROW(LiveRun().read(R"({"type":"step"})"), BadInput);

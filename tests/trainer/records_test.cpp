@@ -209,6 +209,28 @@ TEST(Records, FinalLossIsTheMeanOfTheLastSteps) {
   EXPECT_EQ(summarizer.summary(1).final_loss, 2.0);
 }
 
+TEST(Records, ARunHasDivergedIfItsLastLossIsNotFinite) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  struct Case {
+    std::vector<double> losses;
+    double evaluated;
+    double final_loss;  // NaN: diverged
+  };
+  for (const Case& c : {Case{{4, nan, 1, 3}, 1, 2}, Case{{4, nan}, 1, nan}, Case{{4, HUGE_VAL}, 1, nan},
+                        Case{{4, 2}, nan, nan}}) {
+    Summarizer summarizer;
+    int64_t step = 0;
+    for (const double loss : c.losses) summarizer.on_step(record_step(step++, loss));
+    summarizer.on_eval({.step = step, .test_loss = c.evaluated});
+    const RunSummary summary = summarizer.summary(1);
+    EXPECT_EQ(summary.diverged(), std::isnan(c.final_loss));
+    EXPECT_EQ(summary.test_accuracy.has_value(), !summary.diverged());
+    if (!summary.diverged()) {
+      EXPECT_EQ(summary.final_loss, c.final_loss);
+    }
+  }
+}
+
 TEST(Records, AWorldOfOneHasNoRatioAndARunWithoutEvaluationNoAccuracy) {
   Summarizer summarizer;
   StepRecord s = record_step(0, 1.0);
@@ -270,8 +292,11 @@ TEST(Records, SeedsHaveAMeanAndASampleDeviation) {
   EXPECT_EQ(row["step_ms"], 10.0);
   EXPECT_EQ(row["ratio"], 2.0);
   EXPECT_EQ(row["wire_bytes_per_element"], 2.0);
-  EXPECT_EQ(row["seeds"][1],
-            (json{{"seed", 6}, {"test_accuracy", 0.81}, {"final_loss", 2.0}, {"log", "out.1.jsonl"}}));
+  EXPECT_EQ(row["seeds"][1], (json{{"seed", 6},
+                                   {"test_accuracy", 0.81},
+                                   {"final_loss", 2.0},
+                                   {"diverged", false},
+                                   {"log", "out.1.jsonl"}}));
   testing::expect_has(compare_table({run}), {"81.00 +-1.00 %  2.0000 +-1.0000"});
   run.seeds[1].summary.test_accuracy = {};  // this run has no evaluation
   EXPECT_TRUE(json::parse(compare_document({run}))[0]["test_accuracy"].is_null());

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <memory>
 #include <random>
@@ -44,8 +45,10 @@ struct Piece {
   uint64_t first_byte() const { return static_cast<uint64_t>(first * bytes_of(state.dtype)); }
 };
 
-void write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piece>& pieces) {
+// Returns whether all values are finite.
+bool write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piece>& pieces) {
   std::vector<std::byte> chunk(kChunk);
+  bool finite = true;
   for (const Piece& piece : pieces) {
     file.seek(piece.tensor, piece.first_byte());
     const auto bytes = static_cast<size_t>(piece.state.bytes());
@@ -54,8 +57,13 @@ void write(const Stream& stream, SafetensorsWriter& file, const std::vector<Piec
       piece.state.read(stream, at, {chunk.data(), n});
       stream.synchronize();
       file.write(std::span<const std::byte>(chunk.data(), n));
+      if (piece.state.dtype != DType::f32) continue;
+      const auto* values = reinterpret_cast<const float*>(chunk.data());
+      finite =
+          finite && std::all_of(values, values + n / sizeof(float), [](float x) { return std::isfinite(x); });
     }
   }
+  return finite;
 }
 
 [[noreturn]] void refuse_as_damaged(const SafetensorsReader& file, const std::string& what) {
@@ -249,15 +257,16 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
   // Waits until rank 0 has created the folder and its common files.
   about["id"] = agreed_id(rank, about.value("id", ""));
 
+  bool finite = true;
   SavedCheckpoint saved{.path = NewCheckpoint::final_path(directory, position.step)};
   try {
     if (!leads && rank.divided) common = open_common_files(rank, folder);
     if (common.weights) {
-      write(rank.stream, *common.weights, pieces_of(rank.weights, rank, ""));
-      write(rank.stream, *common.state, moment_pieces(rank));
+      finite = write(rank.stream, *common.weights, pieces_of(rank.weights, rank, "")) && finite;
+      finite = write(rank.stream, *common.state, moment_pieces(rank)) && finite;
     }
     if (leads) {
-      write(rank.stream, *common.state, own_state(rank));
+      finite = write(rank.stream, *common.state, own_state(rank)) && finite;
     } else {
       for (SafetensorsWriter* file : common.all()) {
         if (file != nullptr) file->close();
@@ -265,7 +274,7 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
       std::vector<Entry> entries;
       append_entries(entries, own_state(rank));
       const auto own = create_file(state_path(folder, rank.comm.rank(), rank.comm.world()), about, entries);
-      write(rank.stream, *own, own_state(rank));
+      finite = write(rank.stream, *own, own_state(rank)) && finite;
       own->finish();
       saved.bytes += own->written().bytes;
     }
@@ -276,13 +285,15 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
                     "--checkpoint must be on a shared file system",
                     error.what()));
   }
-  const auto written =
-      all_gather(rank.comm.transport(), rank.stream, common.written(), "the parts of a checkpoint");
+  std::vector<double> mine = common.written();
+  mine.push_back(finite ? 1 : 0);
+  const auto written = all_gather(rank.comm.transport(), rank.stream, mine, "the parts of a checkpoint");
   if (leads) common.finish(written);
   for (const SafetensorsWriter* file : common.all())
     saved.bytes += file != nullptr ? file->written().bytes : 0;
   rank.comm.barrier();  // returns when all ranks' files are on disk
-  if (checkpoint) checkpoint->commit(config.checkpoint_keep);
+  finite = std::all_of(written.begin(), written.end(), [](const auto& part) { return part.back() != 0; });
+  if (checkpoint) checkpoint->commit(config.checkpoint_keep, finite);
   return saved;
 }
 

@@ -23,12 +23,17 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kPrefix = "step-", kUnfinished = ".tmp";
+const std::string kPrefix = "step-", kUnfinished = ".tmp", kNotFinite = "/not-finite";
 
 // Returns the number of steps in a checkpoint's name: 30 for "step-000000030", -1 for any other name.
 int64_t steps_of(const std::string& name) {
   if (!name.starts_with(kPrefix)) return -1;
   return parse_number<int64_t>(name.substr(kPrefix.size()), 0).value_or(-1);
+}
+
+bool is_finite(const std::string& checkpoint) {
+  std::error_code ignored;
+  return !fs::exists(checkpoint + kNotFinite, ignored);
 }
 
 bool is_unfinished(const std::string& name) {
@@ -165,11 +170,14 @@ FoundCheckpoint find_checkpoint(const std::string& directory) {
     found.ignored.push_back(fmt::format("Ignoring {}: it was not finished", path));
   }
   for (const auto& [steps, path] : listing.checkpoints) {
-    if (checkpoint_world(path) > 0) {
+    const bool complete = checkpoint_world(path) > 0;
+    if (complete && is_finite(path)) {
       found.path = path;
       break;
     }
-    found.ignored.push_back(fmt::format("Ignoring {}: incomplete, some of its files are missing", path));
+    found.ignored.push_back(fmt::format("Ignoring {}: {}", path,
+                                        complete ? "its values are not finite; name it to resume from it"
+                                                 : "incomplete, some of its files are missing"));
   }
   return found;
 }
@@ -244,17 +252,24 @@ NewCheckpoint::NewCheckpoint(const std::string& directory, int64_t step)
   }
 }
 
-void NewCheckpoint::commit(int keep) {
+void NewCheckpoint::commit(int keep, bool finite) {
   const std::string from = temporary_path(directory_, step_), to = final_path(directory_, step_);
+  if (!finite && !FileDescriptor(open((from + kNotFinite).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666))) {
+    fail(from + kNotFinite + ": cannot be created", errno);
+  }
   sync_folder(from);
   std::error_code ignored;
-  // A folder with this name must be incomplete; otherwise the run would have resumed from it.
+  // A folder with this name is incomplete or not finite; otherwise the run would have resumed from it.
   fs::remove_all(to, ignored);
   rename_folder(from, to);
   sync_folder(directory_);
   int kept = 0;
+  bool keeps_finite = false;
   for (const auto& [steps, path] : list(directory_).checkpoints) {
-    if (steps <= step_ && ++kept > std::max(keep, 1)) remove_or_warn(path);
+    if (steps > step_) continue;
+    const bool last_finite = !keeps_finite && is_finite(path);
+    if (++kept > std::max(keep, 1) && !last_finite) remove_or_warn(path);
+    keeps_finite = keeps_finite || last_finite;
   }
 }
 

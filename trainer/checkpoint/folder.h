@@ -19,7 +19,7 @@ std::string state_path(const std::string& checkpoint, int rank, int world);
 int checkpoint_world(const std::string& checkpoint);
 
 struct FoundCheckpoint {
-  std::optional<std::string> path;   // newest checkpoint with all its files
+  std::optional<std::string> path;   // newest checkpoint with all its files and finite values
   std::vector<std::string> ignored;  // one message for each newer or unfinished checkpoint that was skipped
 };
 // Finds the newest complete checkpoint. `directory`: a folder of checkpoints, or a checkpoint. Throws
@@ -54,9 +54,9 @@ class NewCheckpoint {
   // both paths.
   static std::string temporary_path(const std::string& directory, int64_t step);
   static std::string final_path(const std::string& directory, int64_t step);
-  // Syncs and renames the folder, and removes all but the last `keep` checkpoints. Warns if a checkpoint
-  // cannot be removed.
-  void commit(int keep);
+  // Syncs and renames the folder, and removes all but the last `keep` checkpoints and the last whose values
+  // are `finite`. Warns if a checkpoint cannot be removed.
+  void commit(int keep, bool finite = true);
 
  private:
   std::string directory_;

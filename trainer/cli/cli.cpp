@@ -35,7 +35,7 @@
 namespace gradwire {
 namespace {
 
-constexpr int kDone = 0, kFailed = 1, kBadInput = 2;
+constexpr int kDone = 0, kFailed = 1, kBadInput = 2, kDiverged = 3;
 
 // Prints an error as one line.
 int report(const char* text, int code) {
@@ -72,10 +72,10 @@ int train(const RunOptions& options) {
   RunOutput output{.log = options.log, .log_every = options.log_every, .observer = interruption.get()};
   if (!options.join.empty()) {
     say(fmt::format("Joining the run of {}: waiting for its ranks to finish a step", options.join));
-    run_once(run.config, run.data, output, {.join_group = [&](const std::string& about) {
-               return join_members(options.join, about, join_options(options));
-             }});
-    return kDone;
+    const RunPart part{.join_group = [&](const std::string& about) {
+      return join_members(options.join, about, join_options(options));
+    }};
+    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
   }
   std::unique_ptr<Communicator> comm = join(options, run.config);
   std::optional<AutoPlan> plan;
@@ -84,12 +84,10 @@ int train(const RunOptions& options) {
   if (plan && !run.chosen) choose_automatically(run, options, *plan, comm.get(), output);
   if (plan) plan->predicted = output.predicted;
   const RunPart part{.comm = comm.get(), .plan = plan ? &*plan : nullptr};
-  if (leads(options) || run.config.elastic) {
-    run_once(run.config, run.data, output, part);
-  } else {
-    RunObserver silent;
-    train_part(run.config, run.data, silent, part);
-  }
+  if (leads(options) || run.config.elastic)
+    return run_once(run.config, run.data, output, part).diverged() ? kDiverged : kDone;
+  RunObserver silent;
+  train_part(run.config, run.data, silent, part);
   return kDone;
 }
 
@@ -207,7 +205,7 @@ int cli_main(int argc, char** argv) {
   prepare_signals();
   try {
     const int done = parse_and_run(argc, argv);
-    const int code = done == kDone && any_output_lost() ? kFailed : done;
+    const int code = done != kBadInput && any_output_lost() ? kFailed : done;
     // Flushing stdout detects a full disk at the latest. Incomplete output must not look like success.
     if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return code;
     return report(

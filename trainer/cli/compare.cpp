@@ -51,6 +51,7 @@ std::vector<PlannedRun> plan_runs(const Resolved& run, int seeds) {
       for (double mb : run.buckets_mb) {
         PlannedRun planned{.config = run.config, .title = compression.to_string()};
         planned.config.compression = compression;
+        planned.config.ends_diverged = true;
         planned.config.bucket_mb = mb;
         planned.config.seed = run.config.seed + static_cast<uint64_t>(s);
         if (run.buckets_mb.size() > 1) planned.title += fmt::format(", buckets of {:g} MiB", mb);

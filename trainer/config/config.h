@@ -150,6 +150,7 @@ struct TrainConfig {
   std::string checkpoint_directory;  // empty: no checkpoints
   int64_t checkpoint_every = 0;      // optimizer steps between checkpoints; also after the last step
   int checkpoint_keep = 3;           // older checkpoints are removed
+  bool ends_diverged = false;        // compare: the run ends soon after its loss is not finite
   std::string resume;                // checkpoint to resume from; empty: start from scratch
 
   bool measure_peak = false;  // measure product and copy speed before the first step (measure/peaks.h)

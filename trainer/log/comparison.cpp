@@ -89,6 +89,7 @@ std::string compare_document(const std::vector<ComparedRun>& runs, std::optional
       seeds.push_back({{"seed", seed.seed},
                        {"test_accuracy", or_null(seed.summary.test_accuracy)},
                        {"final_loss", seed.summary.final_loss},
+                       {"diverged", seed.summary.diverged()},
                        {"log", seed.log.empty() ? Json(nullptr) : Json(seed.log)}});
     }
     document.push_back({{"compression", run.compression},
@@ -122,8 +123,9 @@ std::string compare_table(const std::vector<ComparedRun>& runs, std::optional<do
   for (const ComparedRun& run : runs) {
     const Spread loss = loss_of(run);
     const std::optional<double> ratio = ratio_of(run);
+    const std::string mean = fmt::format("{:.4f}", loss.mean);
     rows.push_back({run.compression, accuracy_text(run),
-                    with_spread(fmt::format("{:.4f}", loss.mean), loss.deviation, 1, "{:.4f}"),
+                    std::isnan(loss.mean) ? "diverged" : with_spread(mean, loss.deviation, 1, "{:.4f}"),
                     milliseconds(median_of(run, &RunSummary::step_ms)),
                     human_count(median_of(run, &RunSummary::images_per_s)),
                     human_bytes(median_of(run, &RunSummary::wire_bytes)),

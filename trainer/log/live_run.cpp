@@ -92,7 +92,8 @@ std::string LiveRun::text() const {
                       percent_of(static_cast<double>(done_), static_cast<double>(steps_)),
                       finished_ ? ", finished" : "");
   if (done_ > 0) {
-    text += fmt::format("  loss {:.4f}  {} ms per step  {} images/s", loss_, milliseconds(step_ms_),
+    text += fmt::format("  loss {:.4f}{}  {} ms per step  {} images/s", loss_,
+                        std::isfinite(loss_) ? "" : " (diverged)", milliseconds(step_ms_),
                         human_count(images_per_s_));
   }
   if (wire_bytes_ > 0) {
@@ -144,8 +145,9 @@ std::string LiveRun::text() const {
 std::string LiveRun::metrics() const {
   std::string text;
   const auto add = [&](const char* name, const char* type, const char* help, double value) {
-    if (!std::isfinite(value)) return;
-    text += fmt::format("# HELP {0} {1}\n# TYPE {0} {2}\n{0} {3}\n", name, help, type, value);
+    if (std::isinf(value)) return;
+    text += fmt::format("# HELP {0} {1}\n# TYPE {0} {2}\n{0} {3}\n", name, help, type,
+                        std::isnan(value) ? "NaN" : fmt::to_string(value));
   };
   add("gradwire_steps_total", "counter", "Optimizer steps done", static_cast<double>(done_));
   add("gradwire_steps_planned", "gauge", "Optimizer steps of the whole run", static_cast<double>(steps_));

@@ -132,12 +132,18 @@ RunSummary Summarizer::summary(double seconds) const {
   if (summary.wire_bytes > 0) summary.ratio = summary.dense_bytes / summary.wire_bytes;
   for (const StepRecord& step : steps_) summary.total_wire_bytes += step.wire_bytes;
 
-  size_t last = std::min(steps_.size(), static_cast<size_t>(kFinalLossSteps));
-  double sum = 0;
-  for (size_t i = steps_.size() - last; i < steps_.size(); ++i) sum += steps_[i].loss;
-  summary.final_loss = last > 0 ? sum / static_cast<double>(last) : std::numeric_limits<double>::quiet_NaN();
+  double sum = 0, count = 0;
+  for (auto step = steps_.rbegin(); step != steps_.rend() && count < kFinalLossSteps; ++step) {
+    if (!std::isfinite(step->loss)) break;
+    sum += step->loss;
+    ++count;
+  }
+  // The update of the last step shows in the evaluation that follows.
+  const bool fails_after = !steps_.empty() && !evals_.empty() && evals_.back().step > steps_.back().step &&
+                           !std::isfinite(evals_.back().test_loss);
+  summary.final_loss = count > 0 && !fails_after ? sum / count : std::numeric_limits<double>::quiet_NaN();
   summary.evals = evals_;
-  if (!evals_.empty()) {
+  if (!evals_.empty() && !summary.diverged()) {
     summary.test_loss = evals_.back().test_loss;
     summary.test_accuracy = evals_.back().test_accuracy;
   }

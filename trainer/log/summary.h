@@ -1,6 +1,7 @@
 // The summary of a finished run: medians over its steps, and its last evaluation.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -24,10 +25,13 @@ struct StepShares {
 
 struct RunSummary {
   int64_t steps = 0;
-  double seconds = 0;     // time from the first step to the end of the last evaluation
-  double final_loss = 0;  // mean training loss of the last kFinalLossSteps steps, or of all steps if fewer
+  double seconds = 0;  // time from the first step to the end of the last evaluation
+  // Mean training loss of the last kFinalLossSteps steps, or of the steps since the loss was last not finite
+  // if fewer. NaN if the run has diverged: the loss of its last step, or of the evaluation after it, is not
+  // finite.
+  double final_loss = 0;
   std::vector<EvalRecord> evals;
-  std::optional<double> test_loss;      // loss of the last evaluation; empty without evaluations
+  std::optional<double> test_loss;      // of the last evaluation; empty without evaluations, and if diverged
   std::optional<double> test_accuracy;  // fraction from 0 to 1
   // Medians over the steps.
   double step_ms = 0, images_per_s = 0;
@@ -47,6 +51,7 @@ struct RunSummary {
   int64_t memory_bytes = 0;                // per rank; 0 for a run read from its log
   std::optional<PredictedStep> predicted;  // --compression auto: the latest plan
   StepParts measured;                      // medians over the steps of the latest plan
+  bool diverged() const { return steps > 0 && !std::isfinite(final_loss); }
 };
 
 constexpr int64_t kFinalLossSteps = 20;

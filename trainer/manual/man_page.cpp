@@ -100,7 +100,8 @@ std::string overview(const std::vector<Command>& commands) {
   }
   text += options(program);
   return text +
-         ".SH EXIT STATUS\n0 for success, 1 for a failure while running, 2 for bad input.\n"
+         ".SH EXIT STATUS\n0 for success, 1 for a failure while running, 2 for bad input, "
+         "3 after training that has diverged, 128 + N after signal N.\n"
          "Codes 1 and 2 come with one line on standard error.\n"
          ".SH ENVIRONMENT\n\\fBgradwire doctor \\-\\-environment\\fR lists every variable.\n";
 }

@@ -221,6 +221,8 @@ def run_of(path, records, points):
         "compression": str(config.get("compression", "?")), "seed": config.get("seed"),
         "finished": bool(summary), "steps": len(steps), "curves": curves(records, points),
         "parts": parts_of(steps), "waits": waits_of(records, summary, seconds),
+        "diverged": bool(steps) and number(
+            summary.get("final_loss") if summary else steps[-1].get("loss")) is None,
         "accuracy": number((summary or (evals[-1] if evals else {})).get("test_accuracy")),
         "loss": number(summary.get("final_loss")) if summary else mean(losses),
         **{name: figure(name) for name in FIGURES}
@@ -236,7 +238,8 @@ def rows_of_comparison(path, document, read_log, notes):
             run = read_log(log) if os.path.isfile(log) else None
             missing += run is None
             seeds.append({"seed": seed.get("seed"), "accuracy": number(seed.get("test_accuracy")),
-                          "loss": number(seed.get("final_loss")), "run": run})
+                          "loss": number(seed.get("final_loss")), "run": run,
+                          "diverged": bool(seed.get("diverged"))})
         row = {name: number(entry.get(name))
                for name in (*FIGURES, "ratio", "ranks", "bucket_mb")}
         rows.append({**row, "compression": entry["compression"], "source": path.stem, "seeds": seeds,
@@ -268,7 +271,8 @@ def rows_of_logs(indices, runs):
                      "link": str(config.get("link") or ""),
                      "ranks": number(config.get("ranks")), "bucket_mb": number(config.get("bucket_mb")),
                      "seeds": [{"seed": runs[at]["seed"], "accuracy": runs[at]["accuracy"],
-                                "loss": runs[at]["loss"], "run": at} for at in members]})
+                                "loss": runs[at]["loss"], "run": at, "diverged": runs[at]["diverged"]}
+                               for at in members]})
     return rows
 
 
@@ -276,7 +280,8 @@ def finish(rows, runs):
     """Adds means, deviations, parts of a step, and labels that distinguish the rows."""
     for row in rows:
         for name in ("accuracy", "loss"):
-            row[name] = mean([seed[name] for seed in row["seeds"]])
+            diverged = any(seed["diverged"] for seed in row["seeds"])
+            row[name] = None if diverged else mean([seed[name] for seed in row["seeds"]])
             row[name + "_std"] = deviation([seed[name] for seed in row["seeds"]])
         known = [runs[s["run"]]["parts"] for s in row["seeds"] if s["run"] is not None]
         known = [parts for parts in known if parts]
@@ -342,6 +347,10 @@ def document_of(paths, points):
     unfinished = [run["log"] for run in runs if not run["finished"]]
     if unfinished:
         notes.append(f"Not finished: {', '.join(unfinished)}. Figures are those of the steps so far.")
+    diverged = [f"{row['label']}, seed {seed['seed']}" for row in rows for seed in row["seeds"]
+                if seed["diverged"]]
+    if diverged:
+        notes.append(f"Diverged, the last loss is not finite: {'; '.join(diverged)}.")
     titles = dict.fromkeys(f"{model_of(run['config'])} on {run['config'].get('data')}" for run in runs)
     return {"title": ", ".join(titles) or ", ".join(path.name for path in paths), "rows": rows, "runs": runs,
             "bench": benches, "notes": notes, "files": [str(path) for path in paths], "parts": PARTS}

@@ -162,7 +162,7 @@ void RankTrainer::run() {
     }
     if (end_check_follows(step)) {
       catch_up();
-      agree_to_end(step + 1, checkpoint_follows(step));
+      if (agree_to_end(step + 1, checkpoint_follows(step))) break;
     }
     if (plan_check_follows(step)) {
       catch_up();
@@ -192,26 +192,29 @@ bool RankTrainer::checkpoint_follows(int64_t step) const {
 }
 
 bool RankTrainer::end_check_follows(int64_t step) const {
-  return !config_.checkpoint_directory.empty() && step + 1 < config_.steps && step + 1 >= end_check_.next;
+  const bool may_end = !config_.checkpoint_directory.empty() || config_.ends_diverged;
+  return may_end && step + 1 < config_.steps && step + 1 >= end_check_.next;
 }
 
-void RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
+bool RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
   // all_gather() exchanges on stream_, while the window's streams may still be gathering weights.
   if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
   // The steps to the next agreement, of which rank 0's number holds: as many as took a second.
   const auto now = std::chrono::steady_clock::now();
   const auto steps = static_cast<double>(steps_done - std::max(end_check_.step, start_.step));
   const std::chrono::duration<double> took = now - end_check_.at;
-  const std::vector<double> mine{static_cast<double>(requested_end()),
+  const double diverged = config_.ends_diverged && reporter_.diverged() ? 1 : 0;
+  const std::vector<double> mine{static_cast<double>(requested_end()), diverged,
                                  std::clamp(std::floor(steps / took.count()), 1.0, 2 * steps)};
   const auto all = all_gather(comm_.transport(), stream_, mine, "whether the run ends");
-  end_check_ = {steps_done, steps_done + static_cast<int64_t>(all[0][1]), now};
+  end_check_ = {steps_done, steps_done + static_cast<int64_t>(all[0][2]), now};
   const int signal = static_cast<int>((*std::max_element(all.begin(), all.end()))[0]);
-  if (signal == 0) return;
+  if (signal == 0) return all[0][1] != 0;
   if (!saved) save(steps_done);
   comm_.barrier();  // rank 0 has completed the checkpoint: now launchers may end the other ranks
   // With --elastic a rank leaves alone, and the others continue.
   if (shared_.elastic == nullptr || requested_end() != 0) end_by_signal(signal);
+  return false;
 }
 
 void RankTrainer::start_run() {

@@ -145,8 +145,9 @@ class RankTrainer {
   bool agree_to_replan(int64_t steps_done);
   // Returns whether the ranks agree after `step` on whether to end: about once a second.
   bool end_check_follows(int64_t step) const;
-  // Writes a checkpoint, unless `saved`, and ends the process if a rank has got a signal.
-  void agree_to_end(int64_t steps_done, bool saved);
+  // Writes a checkpoint, unless `saved`, and ends the process if a rank has got a signal. Returns whether the
+  // run ends because it has diverged.
+  bool agree_to_end(int64_t steps_done, bool saved);
 
   const SharedRun& shared_;
   const TrainConfig& config_;

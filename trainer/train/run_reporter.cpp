@@ -3,10 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <utility>
 
 #include "runtime/device/memory_use.h"
 #include "runtime/util/error.h"
+#include "runtime/util/output_file.h"
 #include "trainer/model/flops.h"
 #include "trainer/train/parameter_hash.h"
 
@@ -29,6 +32,12 @@ RankReports::Report sum(const std::vector<RankReports::Report>& entries) {
     all.images += entry.images;
   }
   return all;
+}
+
+// Returns the mean. NaN has no sign, which the processor sets at random.
+double mean_loss(const RankReports::Report& all) {
+  const double mean = all.loss / static_cast<double>(all.images);
+  return std::isnan(mean) ? std::numeric_limits<double>::quiet_NaN() : mean;
 }
 
 }  // namespace
@@ -58,10 +67,15 @@ void RunReporter::report_step(const FinishedStep& step) {
   const std::vector<RankReports::Report> reports = reports_.collect();
   const RankReports::Report all = sum(reports);
   ReducerStats stats = reducer_.stats(marks.step);
-  StepRecord record{.step = marks.step,
-                    .epoch = step.epoch,
-                    .loss = all.loss / static_cast<double>(all.images),
-                    .lr = step.lr};
+  StepRecord record{.step = marks.step, .epoch = step.epoch, .loss = mean_loss(all), .lr = step.lr};
+  const bool diverged = !std::isfinite(record.loss);
+  if (diverged && !diverged_) {
+    warn_once(fmt::format(
+        "{}: the loss of step {} is {}; {}; try a smaller --lr or a longer --warmup",
+        config_.compression.to_string(), marks.step + 1, record.loss,
+        config_.ends_diverged ? "the run ends" : "training continues, in case the loss recovers"));
+  }
+  diverged_ = diverged;
   record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
   clock_.trained_ms += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);
@@ -110,12 +124,11 @@ void RunReporter::report_evaluation(const RankReports::Report& mine, int64_t ste
   reports_.post(comm_.rank(), mine);
   if (comm_.rank() != 0) return;
   const RankReports::Report all = sum(reports_.collect());
-  const double count = static_cast<double>(all.images);
   observer_.on_eval({.step = steps_done,
                      .epoch = epoch,
                      .seconds = clock_.trained_ms * 1e-3,
-                     .test_loss = all.loss / count,
-                     .test_accuracy = all.correct / count,
+                     .test_loss = mean_loss(all),
+                     .test_accuracy = all.correct / static_cast<double>(all.images),
                      .images = all.images});
 }
 

@@ -44,6 +44,8 @@ class RunReporter {
   // On rank 0 they block until all ranks have posted their parts. On other ranks they do not block.
   void report_step(const FinishedStep& step);
   void report_evaluation(const RankReports::Report& mine, int64_t steps_done, double epoch);
+  // Returns whether the loss of the latest reported step is not finite. False except on rank 0.
+  bool diverged() const { return diverged_; }
   // Reports the end of the run. `hash`: hash of the parameters. Rank 0 throws Error if another rank's hash
   // differs.
   void report_end(uint64_t hash);
@@ -59,6 +61,7 @@ class RunReporter {
   const int64_t images_;
   double updated_ms_ =
       0;  // --overlap-forward: time of the latest reported update, which the next forward contains
+  bool diverged_ = false;
   Clock clock_;
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
   std::vector<std::vector<double>> latest_waits_;          // of each rank; used only on rank 0
