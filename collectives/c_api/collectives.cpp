@@ -145,16 +145,13 @@ Program& ApiComm::program_for(const CollectiveCall& call) {
                     call.spec, call.function));
   }
   const int world = communicator->world();
-  const SchedulePlanner plan(
-      {.kind = spec.schedule,
-       .fp32_intra_node = spec.fp32_intra_node,
-       .collective = call.collective,
-       .root = call.root,
-       .peer_access = spec.peer_access,
-       .peer_access_obstacle =
-           spec.peer_access != PeerAccessMode::off ? communicator->peer_access_obstacle(spec.schedule) : ""},
-      world, communicator->ranks_per_node(), world > 1 ? communicator->link_costs(stream) : LinkCosts{},
-      kAutomaticSlices);
+  ScheduleRequest request = schedule_request(spec);
+  request.collective = call.collective;
+  request.root = call.root;
+  if (spec.peer_access != PeerAccessMode::off)
+    request.peer_access_obstacle = communicator->peer_access_obstacle(spec.schedule);
+  const SchedulePlanner plan(request, world, communicator->ranks_per_node(),
+                             communicator->link_costs(stream, request), kAutomaticSlices);
   const SchedulePlanner::Choice choice = plan.choose(call.count, spec.wire, call.shards);
   const bool mean = call.op == GW_AVG;
   auto program = std::make_unique<Program>(

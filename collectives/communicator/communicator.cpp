@@ -59,8 +59,32 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
   }
   ranks_per_node_ = agreed ? ranks_here : 0;
 }
-const LinkCosts& Communicator::link_costs(const Stream& stream) {
-  if (!link_costs_) link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_);
+const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRequest& request) {
+  static const LinkCosts on_gpus, on_hosts = [costs = LinkCosts{}]() mutable {
+    costs.slice_bytes = 384 << 10;
+    return costs;
+  }();
+  if (link_costs_) return *link_costs_;
+  const bool kernel =
+      request.peer_access == PeerAccessMode::automatic && request.peer_access_obstacle.empty() && world() > 1;
+  if (!kernel && (request.kind != ScheduleKind::automatic || world() <= 2)) {
+    return device().is_host() ? on_hosts : on_gpus;
+  }
+  // A joiner has not measured. After a failure some survivors may have measured, and others not.
+  std::vector<LinkCosts::Pattern> mine(5, {0, 0});
+  if (known_) {
+    mine = {known_->neighbour, known_->all_pairs, known_->intra_node, known_->inter_node, known_->library};
+  }
+  const auto all = all_gather(*transport_, stream, mine, "the known costs of links");
+  const bool nodes = ranks_per_node_ > 1 && ranks_per_node_ < world();
+  if (mine[0].latency_us > 0 && std::ranges::count(all, mine) == world() && (!nodes || mine[1] != mine[2])) {
+    set_link_costs(*known_);
+  } else {
+    const auto timeout = transport_->timeout() / 20;
+    const std::chrono::milliseconds most(300);
+    link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_,
+                                     timeout.count() > 0 ? std::min(timeout, most) : most);
+  }
   return *link_costs_;
 }
 void Communicator::set_link_costs(const LinkCosts& costs) {
@@ -84,11 +108,10 @@ void Communicator::finish_transfers() noexcept {
 }
 std::unique_ptr<Communicator> Communicator::regroup(std::chrono::milliseconds timeout,
                                                     std::vector<int>& survivors) {
-  return std::make_unique<Communicator>(require_elastic(*transport_).regroup(timeout, survivors));
+  return successor(require_elastic(*transport_).regroup(timeout, survivors));
 }
 std::unique_ptr<Communicator> Communicator::grow() {
-  auto grown = require_admission(*transport_).grow();
-  return grown ? std::make_unique<Communicator>(std::move(grown)) : nullptr;
+  return successor(require_admission(*transport_).grow());
 }
 std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   const Stream stream = device().is_host() ? Stream::immediate_host() : Stream::create(device(), "set-up");
@@ -102,11 +125,18 @@ std::unique_ptr<Communicator> Communicator::split(int color, int key) {
   std::sort(members.begin(), members.end());
   std::vector<int> ranks;
   for (const auto& [_, rank] : members) ranks.push_back(rank);
-  std::unique_ptr<Transport> transport = transport_->split(ranks);
+  auto made = successor(transport_->split(ranks));
+  if (made && link_costs_ && !link_costs_->measured) {
+    made->set_link_costs(*link_costs_);
+  } else if (made && made->world() < world()) {
+    made->known_.reset();  // links between some of the ranks may be faster
+  }
+  return made;
+}
+std::unique_ptr<Communicator> Communicator::successor(std::unique_ptr<Transport> transport) const {
   if (transport == nullptr) return nullptr;
   auto made = std::make_unique<Communicator>(std::move(transport));
-  if (link_costs_ && !link_costs_->measured)
-    made->set_link_costs(*link_costs_);  // assumed, not measured, as in this group
+  made->known_ = link_costs_ ? link_costs_ : known_;
   return made;
 }
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/plan/link_costs.h"
+#include "collectives/plan/planner.h"
 #include "collectives/schedule/schedule.h"
 #include "collectives/transport/transport.h"
 #include "runtime/device/device.h"
@@ -57,10 +57,13 @@ class Communicator {
   void agree_on_ranks_per_node(int ranks_here);
   int ranks_per_node() const { return ranks_per_node_; }
 
-  // Returns the link costs from which schedule=auto chooses. Unless the costs are set, the first call
-  // measures the costs: this call is collective and blocks, and the exchanges run on `stream`. Groups in one
-  // process use LinkCosts' defaults instead, so that every run gives the same bits.
-  const LinkCosts& link_costs(const Stream& stream);
+  // Returns the link costs for a planner with this request. Costs are needed only if there is a choice:
+  // schedule=auto with more than two ranks, or transport=auto with peer access. The first such call measures
+  // the costs, within 0.3 s and 5 % of the timeout: this call is collective and blocks, and the exchanges run
+  // on `stream`. Until then, other requests get assumed costs, and messages of at most 384 KiB between
+  // processes on the host. Groups in one process use LinkCosts' defaults, so that every run gives the same
+  // bits. Groups of the same ranks, or of survivors, do not measure again.
+  const LinkCosts& link_costs(const Stream& stream, const ScheduleRequest& request);
   void set_link_costs(const LinkCosts& costs);
 
   // Returns the reason why peer access is impossible for a schedule of this kind; empty if peer access is
@@ -107,8 +110,12 @@ class Communicator {
  private:
   std::unique_ptr<Transport> transport_;
   int ranks_per_node_ = 0;
+  // Returns a communicator of the next group; null if `transport` is.
+  std::unique_ptr<Communicator> successor(std::unique_ptr<Transport> transport) const;
+
   std::optional<LinkCosts> link_costs_;
-  Stream transfers_;  // last member: destroyed before the transport that the stream's tasks use
+  std::optional<LinkCosts> known_;  // of the group before this group; the ranks have not compared them
+  Stream transfers_;                // last member: destroyed before the transport that the stream's tasks use
 };
 
 }  // namespace gradwire

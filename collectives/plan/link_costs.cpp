@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <limits>
 
 #include "collectives/agreement/all_gather.h"
@@ -13,21 +14,23 @@
 namespace gradwire {
 namespace {
 
+using namespace std::chrono_literals;
+
 // The cost of a fourth-generation NVLink; a quarter of the throughput is deducted for headers.
 constexpr LinkCosts::Pattern kNvlink{.latency_us = 4, .bytes_per_us = 340e3};
 constexpr LinkCosts::Pattern kPcie{.latency_us = 8, .bytes_per_us = 20e3};
 constexpr double kPeerReadUs = 1;
-constexpr size_t kSmallBytes = 64;       // per message
-constexpr size_t kLeastLarge = 2 << 20;  // smallest number of bytes that a rank sends in a large round
-constexpr size_t kMostLarge =
-    64 << 20;  // largest number of bytes that a rank sends in a large round, between GPUs
-constexpr double kLongestRoundUs = 10e3;  // limit on the duration of a large round
+constexpr size_t kSmallBytes = 64;  // per message
+// The number of bytes that a rank sends in the first round that measures throughput, and the most in a round.
+constexpr size_t kFirstBytes = 1 << 10, kMostBytes = 2 << 20, kMostBytesOnGpus = 64 << 20;
 
 class Meter {
  public:
-  Meter(Transport& transport, const Stream& stream, int ranks_per_node, size_t most_bytes)
+  // Each pattern gets `us`, from when the ranks are connected.
+  Meter(Transport& transport, const Stream& stream, int ranks_per_node, double us, size_t most_bytes)
       : transport_(transport),
         stream_(stream),
+        us_(us),
         most_bytes_(most_bytes),
         out_(transport.device(), most_bytes),
         // Each small message takes 64 bytes, whatever the number of ranks.
@@ -37,12 +40,14 @@ class Meter {
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
         label_{call_.hash, call_.what} {
     fill_zero(stream, out_.data(), out_.bytes());
-    transport.begin_call(stream, call_);
+    agree_on_time();  // connects all ranks
+    start_ = std::chrono::steady_clock::now();
+    now_ = 0;
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
     const size_t messages = std::max<size_t>(1, to.size());
-    return fit([&](size_t all) { return all / messages / 4 * 4; },
+    return fit([&](size_t all) { return std::max<size_t>(4, all / messages / 4 * 4); },
                [&](size_t each) { return static_cast<double>(each * to.size()); },
                [&](size_t each) {
                  return [this, transfers = exchange(to, from, each)] {
@@ -54,43 +59,64 @@ class Meter {
   LinkCosts::Pattern measure_library() {
     const double n = transport_.world();
     const auto bytes = [n](size_t size) { return 2 * (n - 1) / n * static_cast<double>(size); };
-    return fit([](size_t all) { return all / 4 * 4; }, bytes,
-               [&](size_t size) {
-                 return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
-                   transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
-                                                            static_cast<int64_t>(size / 4), false, sent,
-                                                            label_.what);
-                 };
-               });
+    const auto round = [&](size_t size) {
+      return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
+        transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
+                                                 static_cast<int64_t>(size / 4), false, sent, label_.what);
+      };
+    };
+    round_us(round(kSmallBytes), 1, 1);  // connects the ranks for NCCL's allreduce
+    agree_on_time();
+    return fit([](size_t all) { return all / 4 * 4; }, bytes, round);
   }
 
  private:
-  // Measures one pattern with rounds of several sizes. `share(all)` is the size of a message (or of an
-  // allreduce's buffer) when a rank sends `all` bytes. `bytes(share)` is the number of bytes that a round of
-  // this size moves. `round(share)` returns the function that enqueues the round.
+  struct Point {
+    size_t share;
+    double us = std::numeric_limits<double>::infinity();
+  };
+
+  // Measures one pattern with rounds of growing sizes, until its time is over. `share(all)` is the size of a
+  // message (or of an allreduce's buffer) when a rank sends `all` bytes. `bytes(share)` is the number of
+  // bytes that a round of this size moves. `round(share)` returns the function that enqueues the round.
   template <typename Share, typename Bytes, typename Round>
   LinkCosts::Pattern fit(Share share, Bytes bytes, Round round) {
-    const double small = round_us(round(kSmallBytes), 8, 6);
-    auto time = [&](size_t all) { return round_us(round(share(all)), 1, 3); };
-    // NVLink moves 2 MiB in less time than a round takes to start, so the measurement of a fast link needs
-    // larger messages.
-    size_t large_bytes = kLeastLarge;
-    double large = time(large_bytes);
-    const double slowest = slowest_us(large);
-    while (large_bytes < most_bytes_ &&
-           slowest * static_cast<double>(2 * large_bytes) / kLeastLarge < kLongestRoundUs) {
-      large_bytes *= 2;
+    const double end = now_ + us_;
+    const auto left = [&] { return end - now_; };
+    // Measures a point again. Returns the time that this took the slowest rank.
+    const auto run = [&](Point& point) {
+      const double before = now_;
+      point.us = std::min(point.us, round_us(round(point.share), 1, 1));
+      return agree_on_time() - before;
+    };
+    std::vector<Point> points{{kSmallBytes}};
+    const double latency = run(points[0]);
+    double took = latency;
+    const double repeats = std::min(left() / 8 / (5 * latency), 6.0);
+    if (repeats >= 1) points[0].us = round_us(round(kSmallBytes), 8, static_cast<int>(repeats));
+    agree_on_time();
+    for (size_t all = kFirstBytes; left() > took;) {
+      Point& point = points.emplace_back(share(all));
+      // Several short runs average noise, and use up a rate limiter's burst before the rounds are large.
+      bool is_short = true;
+      for (int i = 0; i < 3 && is_short; ++i) is_short = 16 * (took = run(point)) < left();
+      if (all == most_bytes_ || left() < 2 * took) break;
+      all = std::min(most_bytes_, all * (!is_short && took < 1.5 * latency ? 8 : 2));
     }
-    if (large_bytes > kLeastLarge) large = time(large_bytes);
+    const double small = points[0].us;
+    Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
+    for (int i = 0; i < 2 && left() > 2 * took; ++i) {
+      run(medium);
+      took = run(large);
+    }
     // The cost per byte comes from two large rounds, because part of the latency overlaps with a large
     // transfer, and a rate limiter passes the first bytes as a burst.
-    const size_t medium_bytes = large_bytes / 4;
-    const double medium = time(medium_bytes);
-    const double most = bytes(share(large_bytes)), fewer = bytes(share(medium_bytes));
-    // Clamp the cost per byte: where latency dominates, noise must make bytes neither free nor more expensive
-    // than the whole round.
-    const double more = std::clamp((large - medium) * most / (most - fewer), 0.5 * large, large);
-    return {small, most / more};
+    const double most = bytes(large.share), fewer = bytes(medium.share);
+    // Clamp the cost per byte: noise must make bytes neither free nor more expensive than the whole round.
+    const double more = std::clamp((large.us - medium.us) * most / (most - fewer), 0.5 * large.us, large.us);
+    // Where latency dominates even the largest round, the rate is not visible.
+    const double least = large.us < 2 * small ? LinkCosts::Pattern{}.bytes_per_us : 0;
+    return {small, points.size() == 1 ? least : std::max(most / more, least)};
   }
 
   std::vector<Transfer> exchange(const std::vector<int>& to, const std::vector<int>& from, size_t bytes) {
@@ -104,35 +130,40 @@ class Meter {
     return transfers;
   }
 
-  // Returns the shortest time of `repeats` runs of `rounds` consecutive rounds, after one warm-up run. Events
-  // measure the time. Each run begins with an unmeasured round, which synchronizes the ranks and, on a GPU,
-  // gives the host time to enqueue the other rounds.
+  // Returns the shortest time of `repeats` runs of `rounds` consecutive rounds. Events measure the time. Each
+  // run begins with an unmeasured round, which synchronizes the ranks and, on a GPU, gives the host time to
+  // enqueue the other rounds.
   template <typename Round>
   double round_us(const Round& round, int rounds, int repeats) {
     const FinishOnError finish(stream_);  // rounds use memory owned by `round`
     double best = std::numeric_limits<double>::infinity();
-    for (int i = 0; i <= repeats; ++i) {
+    for (int i = 0; i < repeats; ++i) {
       stream_.synchronize();
       round();
       begin_.record(stream_);
       for (int k = 0; k < rounds; ++k) round();
       end_.record(stream_);
       stream_.synchronize();
-      if (i > 0) best = std::min(best, elapsed_ms(begin_, end_) * 1e3 / rounds);
+      best = std::min(best, elapsed_ms(begin_, end_) * 1e3 / rounds);
     }
     return std::max(best, 1e-3);
   }
 
-  // Returns the slowest rank's time, from which all ranks derive the same number of bytes to exchange.
-  double slowest_us(double mine) {
-    const auto all = all_gather_value(transport_, stream_, mine, "agreeing on the bytes to measure with");
+  // Returns the slowest rank's time since the ranks have connected, in microseconds: the same on all ranks.
+  double agree_on_time() {
+    const std::chrono::duration<double, std::micro> mine = std::chrono::steady_clock::now() - start_;
+    const auto all =
+        all_gather_value(transport_, stream_, mine.count(), "agreeing on the bytes to measure with");
     transport_.begin_call(stream_, call_);
-    return *std::max_element(all.begin(), all.end());
+    return now_ = *std::max_element(all.begin(), all.end());
   }
 
   Transport& transport_;
   const Stream& stream_;
+  const double us_;
   const size_t most_bytes_;
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  double now_ = 0;  // result of agree_on_time()
   Buffer out_, in_;
   Event begin_, end_;
   const Call call_;
@@ -156,8 +187,8 @@ std::string LinkCosts::to_string() const {
 }
 
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
-                             size_t most_bytes) {
-  if (most_bytes == 0) most_bytes = transport.device().is_cuda() ? kMostLarge : kLeastLarge;
+                             std::chrono::milliseconds limit, size_t most_bytes) {
+  if (most_bytes == 0) most_bytes = transport.device().is_cuda() ? kMostBytesOnGpus : kMostBytes;
   const int world = transport.world(), rank = transport.rank();
   LinkCosts costs;
   if (world == 1) return costs;
@@ -170,7 +201,9 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
   };
   const bool nodes = ranks_per_node > 1 && ranks_per_node < world;
   {
-    Meter meter(transport, stream, ranks_per_node, most_bytes);
+    costs.library_measured = transport.native_allreduce() != nullptr;
+    const int patterns = 2 + (nodes ? 2 : 0) + (costs.library_measured ? 1 : 0);
+    Meter meter(transport, stream, ranks_per_node, limit / 1us / patterns, most_bytes);
     const auto all = others(0, world, 1);
     costs.neighbour = meter.measure({(rank + 1) % world}, {(rank + world - 1) % world});
     costs.all_pairs = meter.measure(all, all);
@@ -181,7 +214,6 @@ LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ran
       costs.intra_node = meter.measure(here, here);
       costs.inter_node = meter.measure(alike, alike);
     }
-    costs.library_measured = transport.native_allreduce() != nullptr;
     if (costs.library_measured) costs.library = meter.measure_library();
   }
   const Device device = transport.device();

@@ -5,6 +5,7 @@
 // round in which each rank sends `bytes` in a pattern takes latency_us + bytes / bytes_per_us.
 #pragma once
 
+#include <chrono>
 #include <string>
 
 #include "collectives/transport/transport.h"
@@ -28,6 +29,8 @@ struct LinkCosts {
   // The time in microseconds of a read from another GPU's memory. Assumed; 0 between threads on the host.
   double peer_read_us = 0;
   bool measured = false;
+  // The longest message that a schedule cuts a buffer into if the costs are not measured.
+  int64_t slice_bytes = 2 << 20;
   // The cost of NCCL's allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us.
   // Measured if the transport has an allreduce.
   Pattern library;
@@ -38,13 +41,14 @@ struct LinkCosts {
   std::string to_string() const;
 };
 
-// Measures the links with a few dozen small exchanges and a few large exchanges per pattern. Measures the
-// transport's allreduce, if the transport has one, with the same numbers of exchanges. A large exchange sends
-// 2 MiB per rank, or up to `most_bytes` on fast links. `most_bytes` must be the same on all ranks; 0 stands
-// for 64 MiB between GPUs and 2 MiB on the host. At 1 Gb/s all large exchanges together take 0.1 s. Events
+// Measures the links, and the transport's allreduce if the transport has one, with exchanges of growing
+// sizes: from 1 KiB per rank to `most_bytes`, or as far as the slowest rank comes within `limit` for all
+// patterns together. The limit excludes setting up connections; a link whose round trips are long, or that
+// passes a burst before it slows down, can exceed the limit by one exchange. `limit` and `most_bytes` must be
+// the same on all ranks; a `most_bytes` of 0 stands for 64 MiB between GPUs and 2 MiB on the host. Events
 // measure the time, so that the host's work counts only if that work takes longer than the transfers. Returns
 // the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,
-                             size_t most_bytes = 0);
+                             std::chrono::milliseconds limit, size_t most_bytes = 0);
 
 }  // namespace gradwire

@@ -117,7 +117,7 @@ const LinkCosts::Pattern& SchedulePlanner::link(const Candidate& candidate, bool
 
 int64_t SchedulePlanner::slice_bytes(const Candidate& candidate, const Loads& loads) const {
   if (slice_bytes_ != kAutomaticSlices) return slice_bytes_;
-  if (!costs_.measured) return kSliceBytes;
+  if (!costs_.measured) return costs_.slice_bytes;
   const LinkCosts::Pattern& slow = link(candidate, false);
   const double exchange = kLatenciesPerSlice * slow.latency_us * slow.bytes_per_us;
   return std::clamp(static_cast<int64_t>(exchange / loads.messages), kLeastSlice, kSliceBytes);

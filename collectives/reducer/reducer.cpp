@@ -82,15 +82,13 @@ void Reducer::build_lanes() {
 void Reducer::build_buckets() {
   device_step_ = make_buffer<uint64_t>(comm_.device(), 1);
   fill_zero(stream_, device_step_.data(), device_step_.bytes());
-  const bool choice = spec_.schedule == ScheduleKind::automatic && comm_.world() > 2;
-  const bool measure = choice || options_.slice_bytes == kAutomaticSlices;
-  const LinkCosts costs = measure ? comm_.link_costs(stream_) : LinkCosts{};
   auto plan = [&](Collective collective, std::optional<SchedulePlanner>& planner) {
     ScheduleRequest request = schedule_request(spec_);
     request.collective = collective;
     if (spec_.peer_access != PeerAccessMode::off)
       request.peer_access_obstacle = comm_.peer_access_obstacle(spec_.schedule);
-    planner.emplace(request, comm_.world(), comm_.ranks_per_node(), costs, options_.slice_bytes);
+    planner.emplace(request, comm_.world(), comm_.ranks_per_node(), comm_.link_costs(stream_, request),
+                    options_.slice_bytes);
   };
   plan(Collective::allreduce, planner_);
   if (options_.sharded) plan(Collective::reduce_scatter, scatter_planner_);

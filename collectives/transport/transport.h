@@ -163,6 +163,8 @@ class Transport {
   int world() const { return world_; }
   Device device() const { return device_; }
   const char* name() const { return name_; }
+  // Returns the deadline of an exchange; 0: none.
+  std::chrono::milliseconds timeout() const { return timeout_; }
 
   // Starts `call`: the work that follows on `stream`, up to the next begin_call(), belongs to the call.
   // `call` must stay valid until the stream has passed this point. Calls are numbered from 1. If the number
@@ -221,13 +223,15 @@ class Transport {
     int rank, world;
     Device device;
     bool measures_waits = false;
+    std::chrono::milliseconds timeout{0};
   };
   Transport(const char* name, const Place& place)
       : waits_(place.measures_waits ? place.world : 0),
         name_(name),
         rank_(place.rank),
         world_(place.world),
-        device_(place.device) {}
+        device_(place.device),
+        timeout_(place.timeout) {}
   void count_sent(uint64_t bytes) { bytes_sent_.fetch_add(bytes, std::memory_order_relaxed); }
   // Subtracts the transport's internal messages, which are not payload, from the sent bytes.
   void uncount_sent(uint64_t bytes) { bytes_sent_.fetch_sub(bytes, std::memory_order_relaxed); }
@@ -238,6 +242,7 @@ class Transport {
   const char* const name_;
   const int rank_, world_;
   const Device device_;
+  const std::chrono::milliseconds timeout_;
   std::atomic<uint64_t> bytes_sent_{0};
 };
 

@@ -35,14 +35,11 @@ CompressedAllReduce::CompressedAllReduce(ncclComm_t comm, int device, const Sett
   if (settings.ranks_per_node > 0 && world % settings.ranks_per_node == 0)
     comm_->set_ranks_per_node(settings.ranks_per_node);
   try {
-    planner_.emplace(
-        ScheduleRequest{.kind = settings.spec.schedule,
-                        .fp32_intra_node = settings.spec.fp32_intra_node,
-                        .peer_access = settings.spec.peer_access,
-                        .peer_access_obstacle = settings.spec.peer_access != PeerAccessMode::off
-                                                    ? comm_->peer_access_obstacle(settings.spec.schedule)
-                                                    : ""},
-        world, comm_->ranks_per_node(), comm_->link_costs(setup_), kAutomaticSlices);
+    ScheduleRequest request = schedule_request(settings.spec);
+    if (request.peer_access != PeerAccessMode::off)
+      request.peer_access_obstacle = comm_->peer_access_obstacle(settings.spec.schedule);
+    planner_.emplace(request, world, comm_->ranks_per_node(), comm_->link_costs(setup_, request),
+                     kAutomaticSlices);
   } catch (const BadInput& error) {  // every rank gets the same error
     description_ = fmt::format("off on this communicator: {}", error.what());
     return;

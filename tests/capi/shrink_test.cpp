@@ -62,6 +62,32 @@ TEST(CApiShrink, SurvivorsContinueAndLearnTheirOldRanks) {
   });
 }
 
+TEST(CApiShrink, FirstCallsMeasureLinksOncePerRunAndOnlyForAChoice) {
+  std::barrier<> finished(4);
+  run(4, [&](const std::string& name, int rank) {
+    gw_comm comm = joined(name, rank, 4, true), rest = nullptr;
+    std::vector<float> data(1000);
+    const auto bytes_of = [&](const char* spec) {
+      const uint64_t before = capi::query(comm).bytes_sent;
+      GW_EXPECT_OK(capi::sum(comm, data, spec));
+      return capi::query(comm).bytes_sent - before;
+    };
+    const uint64_t first = bytes_of("int8:schedule=ring");
+    EXPECT_EQ(bytes_of("int8:schedule=ring"), first);
+    EXPECT_GT(bytes_of("int8"), 100 * first);
+    finished.arrive_and_wait();
+    if (rank != 3) {
+      EXPECT_EQ(capi::sum(comm, data), GW_COMM_FAILED);
+      GW_ASSERT_OK(gw_comm_shrink(comm, 20'000, nullptr, &rest, nullptr, 0));
+    }
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+    if (rank == 3) return;
+    comm = rest;
+    EXPECT_LT(bytes_of("int8"), 2 * first);
+    GW_EXPECT_OK(gw_comm_destroy(comm));
+  });
+}
+
 // Follows the example of docs/extending.md down to one rank. Each failed step is repeated with the residuals
 // of the survivors.
 TEST(CApiShrink, SurvivorsLoadTheirStatesAndConserveResiduals) {

@@ -282,7 +282,7 @@ TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
   EXPECT_EQ(over_nccl(world, 20s,
                       [&](Communicator& comm) {
                         const Stream stream = Stream::create(Device::host(), "test");
-                        costs[comm.rank()] = comm.link_costs(stream);
+                        costs[comm.rank()] = comm.link_costs(stream, {});
                       }),
             no_errors(3));
   for (const LinkCosts& c : costs) {
@@ -296,7 +296,7 @@ TEST(NcclAllreduce, MeasuresItsCostWithTheLinks) {
   // Costs measured over NCCL, for example from a checkpoint, do not apply to another transport.
   auto alone = Communicator::create_single(Device::host());
   alone->set_link_costs(costs[0]);
-  EXPECT_FALSE(alone->link_costs(Stream::immediate_host()).library_measured);
+  EXPECT_FALSE(alone->link_costs(Stream::immediate_host(), {}).library_measured);
 }
 
 }  // namespace

@@ -4,14 +4,19 @@
 
 #include <gtest/gtest.h>
 
+#include "collectives/agreement/all_gather.h"
+#include "collectives/communicator/local_ranks.h"
 #include "collectives/program/program.h"
 #include "collectives/reducer/reducer.h"
+#include "collectives/transport/local/local.h"
 #include "runtime/util/error.h"
 #include "tests/collectives/group.h"
 #include "tests/support/expect.h"
 
 namespace gradwire {
 namespace {
+
+using namespace std::chrono_literals;
 
 using Pattern = LinkCosts::Pattern;
 
@@ -154,7 +159,7 @@ TEST(Planner, EveryRankMeasuresTheSameNumbers) {
     std::vector<LinkCosts> costs(4);
     testing::run_ranks(4, Device::host(), [&](Communicator& comm) {
       Stream stream = Stream::create(comm.device(), "test");
-      costs[comm.rank()] = measure_link_costs(comm.transport(), stream, per_node);
+      costs[comm.rank()] = measure_link_costs(comm.transport(), stream, per_node, 1s);
     });
     for (const LinkCosts& c : costs) {
       EXPECT_EQ(c, costs[0]);
@@ -173,7 +178,7 @@ TEST(Planner, MeasuresFastLinksWithMoreBytesTheSameOnAllRanks) {
   for (size_t most : {size_t{0}, size_t{8} << 20}) {
     testing::run_ranks(3, Device::host(), [&](Communicator& comm) {
       Stream stream = Stream::create(comm.device(), "test");
-      measure_link_costs(comm.transport(), stream, 0, most);
+      measure_link_costs(comm.transport(), stream, 0, 1s, most);
       (most == 0 ? few : many)[comm.rank()] = comm.bytes_sent();
     });
   }
@@ -183,6 +188,63 @@ TEST(Planner, MeasuresFastLinksWithMoreBytesTheSameOnAllRanks) {
     // This check fails only if the machine is too busy to move 4 MiB in 10 ms.
     EXPECT_GE(many[r], few[r]);
     EXPECT_LT(many[r], few[r] + 2 * 16 * (8u << 20));
+  }
+}
+
+// Returns ranks that measure their links, unlike other ranks that are threads.
+std::vector<std::unique_ptr<Communicator>> measuring_ranks(int world, std::chrono::milliseconds timeout,
+                                                           const EmulatedLink& link = {}) {
+  std::vector<std::unique_ptr<Communicator>> group;
+  for (auto& transport : make_local_transports(std::vector<Device>(world, Device::host()), timeout, link)) {
+    group.push_back(std::make_unique<Communicator>(std::move(transport)));
+  }
+  return group;
+}
+
+// The bounds are twice what the link passes in 0.3 s, or in 5 % of the timeout. A busy machine sends less.
+TEST(Planner, SlowLinksEndTheMeasurementAfterFewBytes) {
+  const EmulatedLink link = EmulatedLink::parse("2Mbit");
+  for (const auto& [timeout, seconds] : {std::pair{60s, 0.3}, std::pair{2s, 0.1}}) {
+    run_local_ranks(measuring_ranks(4, timeout, link), [&, most = 2 * seconds * 2e6 / 8](Communicator& comm) {
+      const LinkCosts& costs = comm.link_costs(Stream::create(comm.device(), "test"), {});
+      EXPECT_TRUE(costs.measured);
+      EXPECT_LT(costs.neighbour.bytes_per_us, 1) << "2 Mb/s are 0.25";
+      EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
+    });
+  }
+}
+
+TEST(Planner, OnlyAChoiceMeasuresLinks) {
+  for (int world : {2, 3}) {
+    run_local_ranks(measuring_ranks(world, 60s), [&](Communicator& comm) {
+      for (const char* spec : {"int8:schedule=ring", "int8:schedule=two_shot", "int8"}) {
+        const Reducer reducer(comm, CompressionSpec::parse(spec), {{"tensor", {1 << 20}}}, {});
+        EXPECT_EQ(comm.bytes_sent() > 0, world == 3 && spec == std::string("int8")) << spec;
+      }
+    });
+  }
+}
+
+// Expects the ranks of a new group to measure unless all of them know the same costs.
+TEST(Planner, GroupsThatFollowKeepTheCostsThatAllRanksKnow) {
+  LinkCosts known = same_everywhere({123, 456});
+  known.measured = true;
+  for (int knowing : {4, 3, 0}) {
+    for (int world : {4, 3}) {
+      run_local_ranks(measuring_ranks(4, 60s), [&](Communicator& comm) {
+        if (comm.rank() < knowing) comm.set_link_costs(known);
+        const auto next = comm.split(comm.rank() < world ? 0 : -1, -comm.rank());
+        if (next == nullptr) return;
+        const Stream stream = Stream::create(comm.device(), "test");
+        EXPECT_EQ(next->link_costs(stream, {}) == known, knowing == 4 && world == 4);
+        EXPECT_EQ(next->bytes_sent() < 10'000, knowing == 4 && world == 4);
+        const LinkCosts& costs = next->link_costs(stream, {});
+        for (const double latency :
+             all_gather_value(next->transport(), stream, costs.neighbour.latency_us, "latencies")) {
+          EXPECT_EQ(latency, costs.neighbour.latency_us);
+        }
+      });
+    }
   }
 }
 

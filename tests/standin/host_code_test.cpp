@@ -78,7 +78,8 @@ TEST_F(StandinHostCode, PeerMemoryOverPcieCostsMoreThanOverNvlink) {
     std::vector<LinkCosts> costs(2);
     testing::run_ranks(2, device_, [&](Communicator& comm) {
       const Stream stream = Stream::create(comm.device(), "test");
-      costs[comm.rank()] = measure_link_costs(comm.transport(), stream, 0, size_t{2} << 20);
+      costs[comm.rank()] =
+          measure_link_costs(comm.transport(), stream, 0, std::chrono::seconds(1), size_t{2} << 20);
     });
     EXPECT_EQ(costs[0], costs[1]);
     return costs[0].peer_memory;

@@ -46,9 +46,8 @@ WeightShards::Programs WeightShards::programs(const TrainConfig& config, const W
   const bool full = config.divides(Sharding::full);
   ScheduleRequest request = schedule_request(config.compression);
   request.collective = Collective::all_gather;
-  const bool choice = request.kind == ScheduleKind::automatic && comm_.world() > 2;
   const SchedulePlanner planner(request, comm_.world(), comm_.ranks_per_node(),
-                                choice ? comm_.link_costs(stream_) : LinkCosts{}, 0);
+                                comm_.link_costs(stream_, request), 0);
   Programs made;
   int64_t packed = 0;
   for (size_t b = 0; b < reducer_.ranges().size(); ++b) {

@@ -230,7 +230,7 @@ class LocalTransport final : public Transport {
  public:
   // Measures no waits on CUDA, because waits_ would measure the time to enqueue.
   LocalTransport(std::shared_ptr<LocalHub> hub, int rank, Device device)
-      : Transport("local", {rank, hub->world, device, device.is_host()}),
+      : Transport("local", {rank, hub->world, device, device.is_host(), hub->timeout}),
         hub_(std::move(hub)),
         peers_(*hub_, rank) {
     peers_.on_sent = [this](uint64_t bytes) { count_sent(bytes); };

@@ -27,7 +27,7 @@ Stream set_up_stream(Device device) {
 NcclTransport::NcclTransport(NcclSetup setup) : NcclTransport{communicator_of(setup), std::move(setup)} {}
 
 NcclTransport::NcclTransport(std::unique_ptr<NcclCommunicator> comm, NcclSetup setup)
-    : Transport("nccl", {comm->rank(), comm->world(), setup.device}),
+    : Transport("nccl", {comm->rank(), comm->world(), setup.device, false, setup.timeout}),
       setup_(std::move(setup)),
       comm_(std::move(comm)),
       calls_(rank(), world(), setup_.group.get(), setup_.timeout),

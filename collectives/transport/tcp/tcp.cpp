@@ -13,7 +13,8 @@
 namespace gradwire {
 
 TcpTransport::TcpTransport(const TcpOptions& options, std::shared_ptr<Quorum> quorum, bool enters)
-    : Transport("tcp", {options.group.rank, options.group.world, Device::host(), true}),
+    : Transport("tcp",
+                {options.group.rank, options.group.world, Device::host(), true, options.group.timeout}),
       options_(options),
       exchanges_(rank(), world(), options.group.timeout, failure_, waits_),
       elastic_(options_, std::move(quorum), group_, failure_),
