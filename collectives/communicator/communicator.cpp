@@ -80,8 +80,9 @@ const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRe
   if (mine[0].latency_us > 0 && std::ranges::count(all, mine) == world() && (!nodes || mine[1] != mine[2])) {
     set_link_costs(*known_);
   } else {
-    const auto timeout = transport_->timeout() / 20;
-    const std::chrono::milliseconds most(300);
+    // The last exchanges take up to a fifth longer.
+    const auto timeout = transport_->timeout() / 24;
+    const std::chrono::milliseconds most(250);
     link_costs_ = measure_link_costs(*transport_, stream, ranks_per_node_,
                                      timeout.count() > 0 ? std::min(timeout, most) : most);
   }

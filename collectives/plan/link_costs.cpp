@@ -42,7 +42,7 @@ class Meter {
     fill_zero(stream, out_.data(), out_.bytes());
     agree_on_time();  // connects all ranks
     start_ = std::chrono::steady_clock::now();
-    now_ = 0;
+    agree_on_time();
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
@@ -65,7 +65,7 @@ class Meter {
                                                  static_cast<int64_t>(size / 4), false, sent, label_.what);
       };
     };
-    round_us(round(kSmallBytes), 1, 1);  // connects the ranks for NCCL's allreduce
+    round_us(round(kSmallBytes), 1);  // connects the ranks for NCCL's allreduce
     agree_on_time();
     return fit([](size_t all) { return all / 4 * 4; }, bytes, round);
   }
@@ -84,39 +84,50 @@ class Meter {
     const double end = now_ + us_;
     const auto left = [&] { return end - now_; };
     // Measures a point again. Returns the time that this took the slowest rank.
-    const auto run = [&](Point& point) {
+    const auto run = [&](Point& point, int rounds = 1) {
       const double before = now_;
-      point.us = std::min(point.us, round_us(round(point.share), 1, 1));
+      point.us = std::min(point.us, round_us(round(point.share), rounds));
       return agree_on_time() - before;
     };
+    const auto run_anew = [&](Point& point, int rounds = 1) { return run(point = {point.share}, rounds); };
     std::vector<Point> points{{kSmallBytes}};
-    const double latency = run(points[0]);
-    double took = latency;
-    const double repeats = std::min(left() / 8 / (5 * latency), 6.0);
-    if (repeats >= 1) points[0].us = round_us(round(kSmallBytes), 8, static_cast<int>(repeats));
-    agree_on_time();
+    double latency = Point{}.us;
+    for (int i = 0; i < 9 && (i == 0 || left() > us_ * (i == 1 ? 0.5 : 0.875)); ++i) {
+      const int rounds = std::min(1 << i, 8);
+      // Shorter runs contain more of the ranks' skew.
+      latency =
+          std::min(latency, (i < 4 ? run_anew(points[0], rounds) : run(points[0], rounds)) / (rounds + 2));
+    }
+    double took = 3 * latency;
     for (size_t all = kFirstBytes; left() > took;) {
       Point& point = points.emplace_back(share(all));
-      // Several short runs average noise, and use up a rate limiter's burst before the rounds are large.
-      bool is_short = true;
-      for (int i = 0; i < 3 && is_short; ++i) is_short = 16 * (took = run(point)) < left();
-      if (all == most_bytes_ || left() < 2 * took) break;
-      all = std::min(most_bytes_, all * (!is_short && took < 1.5 * latency ? 8 : 2));
+      took = run(point);
+      // Several short runs use up a rate limiter's burst before the rounds are large. An interruption of one
+      // run must not end the growth.
+      const auto is_short = [&] { return 16 * took < left(); };
+      for (int i = 1; i < 3 && took < left() && (is_short() || (i == 1 && left() < 8 * took)); ++i) {
+        took = run_anew(point);
+      }
+      const bool latency_dominates = took < 5 * latency;
+      // Keep time to repeat large rounds.
+      if (all == most_bytes_ || left() < (latency_dominates ? 2 : 8) * took) break;
+      all = std::min(most_bytes_, all * (latency_dominates && !is_short() ? 8 : 2));
     }
     const double small = points[0].us;
     Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
-    for (int i = 0; i < 2 && left() > 2 * took; ++i) {
-      run(medium);
-      took = run(large);
+    for (int i = 0; i < 4 && points.size() > 1 && left() > 1.5 * took; ++i) {
+      i == 0 ? run_anew(medium) : run(medium);
+      took = i == 0 ? run_anew(large) : run(large);
     }
-    // The cost per byte comes from two large rounds, because part of the latency overlaps with a large
-    // transfer, and a rate limiter passes the first bytes as a burst.
+    // The rate is not visible if bytes make no difference beside the latency.
+    const double least = large.us - medium.us < small / 4 ? LinkCosts::Pattern{}.bytes_per_us : 0;
     const double most = bytes(large.share), fewer = bytes(medium.share);
-    // Clamp the cost per byte: noise must make bytes neither free nor more expensive than the whole round.
+    if (most <= fewer) return {small, least};
+    // The cost per byte comes from two large rounds, because part of the latency overlaps with a large
+    // transfer, and a rate limiter passes the first bytes as a burst. Clamp the cost per byte: noise must
+    // make bytes neither free nor more expensive than the whole round.
     const double more = std::clamp((large.us - medium.us) * most / (most - fewer), 0.5 * large.us, large.us);
-    // Where latency dominates even the largest round, the rate is not visible.
-    const double least = large.us < 2 * small ? LinkCosts::Pattern{}.bytes_per_us : 0;
-    return {small, points.size() == 1 ? least : std::max(most / more, least)};
+    return {small, std::max(most / more, least)};
   }
 
   std::vector<Transfer> exchange(const std::vector<int>& to, const std::vector<int>& from, size_t bytes) {
@@ -130,23 +141,19 @@ class Meter {
     return transfers;
   }
 
-  // Returns the shortest time of `repeats` runs of `rounds` consecutive rounds. Events measure the time. Each
-  // run begins with an unmeasured round, which synchronizes the ranks and, on a GPU, gives the host time to
-  // enqueue the other rounds.
+  // Returns the time of a round, from `rounds` consecutive rounds. Events measure the time. An unmeasured
+  // round precedes them, which synchronizes the ranks and, on a GPU, gives the host time to enqueue the
+  // others.
   template <typename Round>
-  double round_us(const Round& round, int rounds, int repeats) {
+  double round_us(const Round& round, int rounds) {
     const FinishOnError finish(stream_);  // rounds use memory owned by `round`
-    double best = std::numeric_limits<double>::infinity();
-    for (int i = 0; i < repeats; ++i) {
-      stream_.synchronize();
-      round();
-      begin_.record(stream_);
-      for (int k = 0; k < rounds; ++k) round();
-      end_.record(stream_);
-      stream_.synchronize();
-      best = std::min(best, elapsed_ms(begin_, end_) * 1e3 / rounds);
-    }
-    return std::max(best, 1e-3);
+    stream_.synchronize();
+    round();
+    begin_.record(stream_);
+    for (int k = 0; k < rounds; ++k) round();
+    end_.record(stream_);
+    stream_.synchronize();
+    return std::max(elapsed_ms(begin_, end_) * 1e3 / rounds, 1e-3);
   }
 
   // Returns the slowest rank's time since the ranks have connected, in microseconds: the same on all ranks.

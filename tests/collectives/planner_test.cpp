@@ -208,6 +208,7 @@ TEST(Planner, SlowLinksEndTheMeasurementAfterFewBytes) {
     run_local_ranks(measuring_ranks(4, timeout, link), [&, most = 2 * seconds * 2e6 / 8](Communicator& comm) {
       const LinkCosts& costs = comm.link_costs(Stream::create(comm.device(), "test"), {});
       EXPECT_TRUE(costs.measured);
+
       EXPECT_LT(costs.neighbour.bytes_per_us, 1) << "2 Mb/s are 0.25";
       EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
     });
