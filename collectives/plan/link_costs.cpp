@@ -71,9 +71,10 @@ class Meter {
   }
 
  private:
+  static constexpr double kNotMeasured = std::numeric_limits<double>::infinity();
   struct Point {
     size_t share;
-    double us = std::numeric_limits<double>::infinity();
+    double us = kNotMeasured;
   };
 
   // Measures one pattern with rounds of growing sizes, until its time is over. `share(all)` is the size of a
@@ -89,14 +90,12 @@ class Meter {
       point.us = std::min(point.us, round_us(round(point.share), rounds));
       return agree_on_time() - before;
     };
-    const auto run_anew = [&](Point& point, int rounds = 1) { return run(point = {point.share}, rounds); };
     std::vector<Point> points{{kSmallBytes}};
-    double latency = Point{}.us;
+    double latency = kNotMeasured;
     for (int i = 0; i < 9 && (i == 0 || left() > us_ * (i == 1 ? 0.5 : 0.875)); ++i) {
       const int rounds = std::min(1 << i, 8);
-      // Shorter runs contain more of the ranks' skew.
-      latency =
-          std::min(latency, (i < 4 ? run_anew(points[0], rounds) : run(points[0], rounds)) / (rounds + 2));
+      if (i < 4) points[0].us = kNotMeasured;  // the ranks' skew distorts shorter runs
+      latency = std::min(latency, run(points[0], rounds) / (rounds + 2));
     }
     double took = 3 * latency;
     for (size_t all = kFirstBytes; left() > took;) {
@@ -106,7 +105,8 @@ class Meter {
       // run must not end the growth.
       const auto is_short = [&] { return 16 * took < left(); };
       for (int i = 1; i < 3 && took < left() && (is_short() || (i == 1 && left() < 8 * took)); ++i) {
-        took = run_anew(point);
+        point.us = kNotMeasured;
+        took = run(point);
       }
       const bool latency_dominates = took < 5 * latency;
       // Keep time to repeat large rounds.
@@ -115,11 +115,12 @@ class Meter {
     }
     const double small = points[0].us;
     Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
-    for (int i = 0; i < 4 && points.size() > 1 && left() > 1.5 * took; ++i) {
-      i == 0 ? run_anew(medium) : run(medium);
-      took = i == 0 ? run_anew(large) : run(large);
+    for (int i = 0; i < 3 && points.size() > 1 && left() > 1.5 * took; ++i) {
+      if (i == 0) medium.us = large.us = kNotMeasured;
+      run(medium);
+      took = run(large);
     }
-    // The rate is not visible if bytes make no difference beside the latency.
+    // Where bytes make no difference compared with the latency, assume a rate.
     const double least = large.us - medium.us < small / 4 ? LinkCosts::Pattern{}.bytes_per_us : 0;
     const double most = bytes(large.share), fewer = bytes(medium.share);
     if (most <= fewer) return {small, least};
