@@ -17,8 +17,9 @@
 //
 // Slices are long enough to amortize the latency of an exchange, but not longer, because the first and the
 // last slice of a buffer do not overlap with other work. If links were measured, an exchange is sized to take
-// four latencies. Measured on 4 hosts with 1 Gb/s links, BF16 in buckets of 10 MB: a step takes 374 ms with
-// slices of 2 MiB, 367 ms with 700 kB, 356 ms with 350 kB (this rule's choice), 360 ms with 150 kB.
+// four latencies; otherwise the limit is LinkCosts::slice_bytes. Measured on 4 hosts with 1 Gb/s links, BF16
+// in buckets of 10 MB: a step takes 374 ms with slices of 2 MiB, 367 ms with 700 kB, 356 ms with 350 kB,
+// 360 ms with 150 kB.
 #pragma once
 
 #include <cstdint>

@@ -44,7 +44,7 @@ struct ReducerOptions {
   // gradient to 16 bytes and sends few bytes for gaps; 1 is the dense layout of other frameworks' buckets.
   int64_t alignment = 4;
   // Messages are sent in slices of about this many bytes, so that adding up one slice overlaps with sending
-  // another. 0: no slicing; kAutomaticSlices: chosen from the cost of the links. Does not change results.
+  // another. 0: no slicing; kAutomaticSlices: chosen by SchedulePlanner. Does not change results.
   int64_t slice_bytes = kAutomaticSlices;
   // Off: no flat buffer; adopt() sets the gradients' addresses before the first ready().
   bool own_gradients = true;

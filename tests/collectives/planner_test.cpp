@@ -201,14 +201,16 @@ std::vector<std::unique_ptr<Communicator>> measuring_ranks(int world, std::chron
   return group;
 }
 
-// The bounds are twice what the link passes in 0.3 s, or in 5 % of the timeout. A busy machine sends less.
+// The bounds are 1.5 times what the link passes in 0.3 s, or in 5 % of the timeout. A busy machine sends
+// less.
 TEST(Planner, SlowLinksEndTheMeasurementAfterFewBytes) {
   const EmulatedLink link = EmulatedLink::parse("2Mbit");
   for (const auto& [timeout, seconds] : {std::pair{60s, 0.3}, std::pair{2s, 0.1}}) {
-    run_local_ranks(measuring_ranks(4, timeout, link), [&, most = 2 * seconds * 2e6 / 8](Communicator& comm) {
-      EXPECT_TRUE(comm.link_costs(Stream::create(comm.device(), "test"), {}).measured);
-      EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
-    });
+    run_local_ranks(measuring_ranks(4, timeout, link),
+                    [&, most = 1.5 * seconds * 2e6 / 8](Communicator& comm) {
+                      EXPECT_TRUE(comm.link_costs(Stream::create(comm.device(), "test"), {}).measured);
+                      EXPECT_LT(static_cast<double>(comm.bytes_sent()), most);
+                    });
   }
 }
 
