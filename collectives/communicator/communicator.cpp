@@ -60,10 +60,7 @@ void Communicator::agree_on_ranks_per_node(int ranks_here) {
   ranks_per_node_ = agreed ? ranks_here : 0;
 }
 const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRequest& request) {
-  static const LinkCosts on_gpus, on_hosts = [costs = LinkCosts{}]() mutable {
-    costs.slice_bytes = 384 << 10;
-    return costs;
-  }();
+  static const LinkCosts on_gpus, on_hosts{.slice_bytes = 384 << 10};
   if (link_costs_) return *link_costs_;
   const bool kernel =
       request.peer_access == PeerAccessMode::automatic && request.peer_access_obstacle.empty() && world() > 1;
@@ -71,13 +68,11 @@ const LinkCosts& Communicator::link_costs(const Stream& stream, const ScheduleRe
     return device().is_host() ? on_hosts : on_gpus;
   }
   // A joiner has not measured. After a failure some survivors may have measured, and others not.
-  std::vector<LinkCosts::Pattern> mine(5, {0, 0});
-  if (known_) {
-    mine = {known_->neighbour, known_->all_pairs, known_->intra_node, known_->inter_node, known_->library};
-  }
-  const auto all = all_gather(*transport_, stream, mine, "the known costs of links");
+  const auto mine = known_ ? known_->neighbour : LinkCosts::Pattern{0, 0};
+  const auto all = all_gather_value(*transport_, stream, mine, "the known costs of links");
   const bool nodes = ranks_per_node_ > 1 && ranks_per_node_ < world();
-  if (mine[0].latency_us > 0 && std::ranges::count(all, mine) == world() && (!nodes || mine[1] != mine[2])) {
+  if (known_ && std::ranges::count(all, mine) == world() &&
+      (!nodes || known_->intra_node != known_->all_pairs)) {
     set_link_costs(*known_);
   } else {
     // The last exchanges take up to a fifth longer.

@@ -26,7 +26,6 @@ constexpr size_t kFirstBytes = 1 << 10, kMostBytes = 2 << 20, kMostBytesOnGpus =
 
 class Meter {
  public:
-  // Each pattern gets `us`, from when the ranks are connected.
   Meter(Transport& transport, const Stream& stream, int ranks_per_node, double us, size_t most_bytes)
       : transport_(transport),
         stream_(stream),
@@ -40,9 +39,7 @@ class Meter {
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
         label_{call_.hash, call_.what} {
     fill_zero(stream, out_.data(), out_.bytes());
-    agree_on_time();  // connects all ranks
-    start_ = std::chrono::steady_clock::now();
-    agree_on_time();
+    transport.begin_call(stream, call_);
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
@@ -59,53 +56,58 @@ class Meter {
   LinkCosts::Pattern measure_library() {
     const double n = transport_.world();
     const auto bytes = [n](size_t size) { return 2 * (n - 1) / n * static_cast<double>(size); };
-    const auto round = [&](size_t size) {
-      return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
-        transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
-                                                 static_cast<int64_t>(size / 4), false, sent, label_.what);
-      };
-    };
-    round_us(round(kSmallBytes), 1);  // connects the ranks for NCCL's allreduce
-    agree_on_time();
-    return fit([](size_t all) { return all / 4 * 4; }, bytes, round);
+    return fit([](size_t all) { return all / 4 * 4; }, bytes,
+               [&](size_t size) {
+                 return [this, size, sent = static_cast<uint64_t>(bytes(size))] {
+                   transport_.native_allreduce()->allreduce(stream_, out_.as<float>(), in_.as<float>(),
+                                                            static_cast<int64_t>(size / 4), false, sent,
+                                                            label_.what);
+                 };
+               });
   }
 
  private:
-  static constexpr double kNotMeasured = std::numeric_limits<double>::infinity();
   struct Point {
     size_t share;
-    double us = kNotMeasured;
+    std::vector<double> us = {};
+    // Returns the lower median: an interruption delays a run, and lets a rate limiter pass the next run at
+    // once.
+    double median() {
+      std::ranges::sort(us);
+      return us[(us.size() - 1) / 2];
+    }
   };
 
-  // Measures one pattern with rounds of growing sizes, until its time is over. `share(all)` is the size of a
+  // Measures one pattern with rounds of growing sizes, for about us_. `share(all)` is the size of a
   // message (or of an allreduce's buffer) when a rank sends `all` bytes. `bytes(share)` is the number of
   // bytes that a round of this size moves. `round(share)` returns the function that enqueues the round.
   template <typename Share, typename Bytes, typename Round>
   LinkCosts::Pattern fit(Share share, Bytes bytes, Round round) {
-    const double end = now_ + us_;
+    round_us(round(kSmallBytes), 1);  // connects the ranks
+    const double end = agree_on_time() + us_;
     const auto left = [&] { return end - now_; };
     // Measures a point again. Returns the time that this took the slowest rank.
     const auto run = [&](Point& point, int rounds = 1) {
       const double before = now_;
-      point.us = std::min(point.us, round_us(round(point.share), rounds));
+      point.us.push_back(round_us(round(point.share), rounds));
       return agree_on_time() - before;
     };
     std::vector<Point> points{{kSmallBytes}};
-    double latency = kNotMeasured;
+    double latency = std::numeric_limits<double>::infinity();
     for (int i = 0; i < 9 && (i == 0 || left() > us_ * (i == 1 ? 0.5 : 0.875)); ++i) {
       const int rounds = std::min(1 << i, 8);
-      if (i < 4) points[0].us = kNotMeasured;  // the ranks' skew distorts shorter runs
+      if (i < 4) points[0].us.clear();  // the ranks' skew distorts shorter runs
       latency = std::min(latency, run(points[0], rounds) / (rounds + 2));
     }
     double took = 3 * latency;
     for (size_t all = kFirstBytes; left() > took;) {
       Point& point = points.emplace_back(share(all));
       took = run(point);
-      // Several short runs use up a rate limiter's burst before the rounds are large. An interruption of one
-      // run must not end the growth.
+      // Several short runs use up a rate limiter's burst before the rounds are large. Interruptions must not
+      // end the growth.
       const auto is_short = [&] { return 16 * took < left(); };
-      for (int i = 1; i < 3 && took < left() && (is_short() || (i == 1 && left() < 8 * took)); ++i) {
-        point.us = kNotMeasured;
+      for (int i = 1; i < 3 && took < left() && (is_short() || left() < 8 * took); ++i) {
+        if (i == 1) point.us.clear();
         took = run(point);
       }
       const bool latency_dominates = took < 5 * latency;
@@ -113,22 +115,23 @@ class Meter {
       if (all == most_bytes_ || left() < (latency_dominates ? 2 : 8) * took) break;
       all = std::min(most_bytes_, all * (latency_dominates && !is_short() ? 8 : 2));
     }
-    const double small = points[0].us;
+    const double small = *std::ranges::min_element(points[0].us);
     Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
-    for (int i = 0; i < 3 && points.size() > 1 && left() > 1.5 * took; ++i) {
-      if (i == 0) medium.us = large.us = kNotMeasured;
+    for (int i = 0; i < 8 && points.size() > 1 && left() > 1.5 * took; ++i) {
+      if (i == 0) large.us.clear(), medium.us.clear();
       run(medium);
       took = run(large);
     }
+    const double large_us = large.median(), more_us = large_us - medium.median();
     // Where bytes make no difference compared with the latency, assume a rate.
-    const double least = large.us - medium.us < small / 4 ? LinkCosts::Pattern{}.bytes_per_us : 0;
+    const double least = more_us < small / 4 ? LinkCosts::Pattern{}.bytes_per_us : 0;
     const double most = bytes(large.share), fewer = bytes(medium.share);
     if (most <= fewer) return {small, least};
     // The cost per byte comes from two large rounds, because part of the latency overlaps with a large
     // transfer, and a rate limiter passes the first bytes as a burst. Clamp the cost per byte: noise must
     // make bytes neither free nor more expensive than the whole round.
-    const double more = std::clamp((large.us - medium.us) * most / (most - fewer), 0.5 * large.us, large.us);
-    return {small, std::max(most / more, least)};
+    const double all_us = std::clamp(more_us * most / (most - fewer), 0.5 * large_us, large_us);
+    return {small, std::max(most / all_us, least)};
   }
 
   std::vector<Transfer> exchange(const std::vector<int>& to, const std::vector<int>& from, size_t bytes) {
@@ -157,7 +160,7 @@ class Meter {
     return std::max(elapsed_ms(begin_, end_) * 1e3 / rounds, 1e-3);
   }
 
-  // Returns the slowest rank's time since the ranks have connected, in microseconds: the same on all ranks.
+  // Returns the slowest rank's time since the beginning, in microseconds, from which all ranks decide alike.
   double agree_on_time() {
     const std::chrono::duration<double, std::micro> mine = std::chrono::steady_clock::now() - start_;
     const auto all =

@@ -20,12 +20,12 @@ struct LinkCosts {
     double bytes_per_us = 4000;
     bool operator==(const Pattern&) const = default;
   };
-  Pattern neighbour;   // rank r to r + 1: the rounds of a ring and, roughly, of a tree
-  Pattern all_pairs;   // every rank to every other rank: the rounds of a two-shot
-  Pattern intra_node;  // ranks of a node to each other; all_pairs if nodes are unknown
-  Pattern inter_node;  // ranks with the same local index to each other; all_pairs if nodes are unknown
+  Pattern neighbour = {};   // rank r to r + 1: the rounds of a ring and, roughly, of a tree
+  Pattern all_pairs = {};   // every rank to every other rank: the rounds of a two-shot
+  Pattern intra_node = {};  // ranks of a node to each other; all_pairs if nodes are unknown
+  Pattern inter_node = {};  // ranks with the same local index to each other; all_pairs if nodes are unknown
   // Loads from other ranks' memory, and the time of a barrier. Assumed, never measured.
-  Pattern peer_memory;
+  Pattern peer_memory = {};
   // The time in microseconds of a read from another GPU's memory. Assumed; 0 between threads on the host.
   double peer_read_us = 0;
   bool measured = false;
@@ -33,7 +33,7 @@ struct LinkCosts {
   int64_t slice_bytes = 2 << 20;
   // The cost of NCCL's allreduce of a buffer of S bytes by n ranks: latency_us + 2 (n-1)/n S / bytes_per_us.
   // Measured if the transport has an allreduce.
-  Pattern library;
+  Pattern library = {};
   bool library_measured = false;
 
   bool operator==(const LinkCosts&) const = default;
@@ -43,9 +43,8 @@ struct LinkCosts {
 
 // Measures the links, and the transport's allreduce if the transport has one, with exchanges of growing
 // sizes: from 1 KiB per rank to `most_bytes`, or as far as the slowest rank comes within `limit` for all
-// patterns together. The limit excludes setting up connections; a link whose round trips are long, or that
-// passes a burst before it slows down, can exceed the limit by one exchange. `limit` and `most_bytes` must be
-// the same on all ranks; a `most_bytes` of 0 stands for 64 MiB between GPUs and 2 MiB on the host. Events
+// patterns together; some round trips, and the setup of connections, are extra. `limit` and `most_bytes` must
+// be the same on all ranks; a `most_bytes` of 0 stands for 64 MiB between GPUs and 2 MiB on the host. Events
 // measure the time, so that the host's work counts only if that work takes longer than the transfers. Returns
 // the slowest rank's numbers on every rank. The exchanges run on `stream`. Collective; blocks.
 LinkCosts measure_link_costs(Transport& transport, const Stream& stream, int ranks_per_node,

@@ -668,9 +668,8 @@ typedef struct gw_reducer_options {
  *                   ",min_ratio=X" and ",seed=S"; or "randk:ratio=X" with ",wire=FORMAT" and ",seed=S"; each
  *                   with ",ef=on|off|ef21", ",schedule=auto|ring|tree|two_shot|hierarchical|nccl",
  *                   ",transport=messages|peer|auto" and ",intra_node=wire|fp32". The first schedule=auto on a
- *                   communicator of more than two processes measures its links, in 0.3 s or 5 % of timeout_ms,
- *                   whichever is less; round trips of more than 10 ms take longer. gw_comm_shrink() hands on
- *                   what is measured. A named schedule measures nothing.
+ *                   communicator of more than two processes measures its links, for at most 0.3 s and 5 % of
+ *                   timeout_ms if round trips take less than 5 ms. A named schedule measures nothing.
  * @param tensors    (n_tensors), in the order in which backward completes them: buckets are reduced in this
  *                   order. Ranks compare names, shapes and order here. Copied.
  * @param n_tensors  0 or more.

@@ -154,12 +154,9 @@ void check_names(const SafetensorsReader& file, const std::vector<VitParameter>&
 namespace {
 
 Json about_file(const RankState& rank, const TrainConfig& config, const Position& position) {
-  const bool chooses = config.compression.schedule == ScheduleKind::automatic && rank.comm.world() > 2;
-  // The reducer's constructor has measured the costs, so this call does not measure.
-  const LinkCosts* links =
-      chooses ? &rank.comm.link_costs(rank.stream, schedule_request(config.compression)) : nullptr;
-  if (links != nullptr && !links->measured) links = nullptr;
-  return about_file(config, position, rank.comm.rank(), links);
+  // The reducer's constructor has measured the costs if there is a choice, so this call does not measure.
+  const LinkCosts& links = rank.comm.link_costs(rank.stream, {.kind = config.compression.schedule});
+  return about_file(config, position, rank.comm.rank(), links.measured ? &links : nullptr);
 }
 
 std::string random_id() {
