@@ -70,11 +70,11 @@ class Meter {
   struct Point {
     size_t share;
     std::vector<double> us = {};
-    // Returns the lower median: an interruption delays a run, and lets a rate limiter pass the next run at
-    // once.
-    double median() {
+    // Returns the second shortest time if there are three. A run is delayed by an interruption, during which
+    // a rate limiter can save up to pass the next run at once.
+    double typical_us() {
       std::ranges::sort(us);
-      return us[(us.size() - 1) / 2];
+      return us[us.size() / 3];
     }
   };
 
@@ -117,12 +117,12 @@ class Meter {
     }
     const double small = *std::ranges::min_element(points[0].us);
     Point &large = points.back(), &medium = points[std::max<size_t>(points.size(), 3) - 3];
-    for (int i = 0; i < 8 && points.size() > 1 && left() > 1.5 * took; ++i) {
+    for (int i = 0; i < 5 && points.size() > 1 && left() > 1.5 * took; ++i) {
       if (i == 0) large.us.clear(), medium.us.clear();
       run(medium);
       took = run(large);
     }
-    const double large_us = large.median(), more_us = large_us - medium.median();
+    const double large_us = large.typical_us(), more_us = large_us - medium.typical_us();
     // Where bytes make no difference compared with the latency, assume a rate.
     const double least = more_us < small / 4 ? LinkCosts::Pattern{}.bytes_per_us : 0;
     const double most = bytes(large.share), fewer = bytes(medium.share);

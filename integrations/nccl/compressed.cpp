@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include "collectives/agreement/all_gather.h"
+#include "collectives/codec/codec.h"
 #include "collectives/codec/residual.h"
 #include "collectives/transport/transport.h"
 
