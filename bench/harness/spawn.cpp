@@ -27,7 +27,7 @@ std::string message_of(int fd) {
 }  // namespace
 
 std::string last_line(int fd) {
-  std::string text = read_regular_file(fmt::format("/proc/self/fd/{}", fd));
+  std::string text = read_from_start(fd, "a file in memory");
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return text.substr(text.rfind('\n') + 1);  // without a line break, the whole text, because npos + 1 is 0
 }

@@ -52,13 +52,17 @@ FileDescriptor open_regular_file(const std::string& path) {
 }
 
 std::string read_regular_file(const std::string& path) {
-  const FileDescriptor file = open_regular_file(path);
+  return read_from_start(open_regular_file(path).fd(), path);
+}
+
+std::string read_from_start(int fd, const std::string& name) {
   std::string text;
   char chunk[1 << 16];
+  lseek(fd, 0, SEEK_SET);
   while (true) {
-    const ssize_t got = read(file.fd(), chunk, sizeof chunk);
+    const ssize_t got = read(fd, chunk, sizeof chunk);
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw BadInput(fmt::format("{}: {}", path, std::strerror(errno)));
+    if (got < 0) throw BadInput(fmt::format("{}: {}", name, std::strerror(errno)));
     if (got == 0) return text;
     text.append(chunk, static_cast<size_t>(got));
   }

@@ -44,6 +44,8 @@ FileDescriptor open_regular_file(const std::string& path);
 
 // Returns the contents of a regular file. Throws the same errors as open_regular_file().
 std::string read_regular_file(const std::string& path);
+// Returns the contents of an open file, from its first byte. Throws BadInput, which names `name`.
+std::string read_from_start(int fd, const std::string& name);
 
 // Writes all bytes. Returns 0 or an errno. Returns EPIPE for a pipe without a reader and EFBIG for a file
 // beyond `ulimit -f`, without raising SIGPIPE or SIGXFSZ.

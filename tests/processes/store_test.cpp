@@ -193,7 +193,8 @@ TEST_F(StoreTest, InvitedProcessesEndTheGroupIfTheyDieBeforeJoining) {
 }
 
 TEST_F(StoreTest, ServerShutdownIsNotAFailure) {
-  auto a = join(0), b = join(1);
+  server = std::make_unique<StoreServer>(listen_on({"127.0.0.1", 0}), 2, "key");
+  auto a = join(0, 2), b = join(1, 2);
   Told told;
   told.watch(*b, 1);
   a.reset();

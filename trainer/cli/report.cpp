@@ -34,7 +34,7 @@ ProgramResult run_program(const char* name, const std::vector<std::string>& argu
   if (!output) throw_refused("a file in memory", errno);
   const auto child = start_python(std::string("report/") + name, arguments, {{output.fd(), STDOUT_FILENO}});
   const ChildProcess::End& end = child->wait();
-  const std::string text = read_regular_file(fmt::format("/proc/self/fd/{}", output.fd()));
+  const std::string text = read_from_start(output.fd(), "a file in memory");
   const size_t first = text.find(kMark), last = text.rfind(kMark);
   if (end.signal != 0 || first == last) {
     throw Error(fmt::format(
