@@ -39,7 +39,6 @@ class Meter {
         call_{mix(0x6c696e6b, static_cast<uint64_t>(ranks_per_node)), "measuring the links"},
         label_{call_.hash, call_.what} {
     fill_zero(stream, out_.data(), out_.bytes());
-    transport.begin_call(stream, call_);
   }
 
   LinkCosts::Pattern measure(const std::vector<int>& to, const std::vector<int>& from) {
@@ -152,6 +151,7 @@ class Meter {
   double round_us(const Round& round, int rounds) {
     const FinishOnError finish(stream_);  // rounds use memory owned by `round`
     stream_.synchronize();
+    transport_.begin_call(stream_, call_);  // read before this function returns
     round();
     begin_.record(stream_);
     for (int k = 0; k < rounds; ++k) round();
@@ -165,7 +165,6 @@ class Meter {
     const std::chrono::duration<double, std::micro> mine = std::chrono::steady_clock::now() - start_;
     const auto all =
         all_gather_value(transport_, stream_, mine.count(), "agreeing on the bytes to measure with");
-    transport_.begin_call(stream_, call_);
     return now_ = *std::max_element(all.begin(), all.end());
   }
 
