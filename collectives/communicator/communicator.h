@@ -108,11 +108,11 @@ class Communicator {
   std::string take_message(int from) { return require_messages(*transport_).take_message(from); }
 
  private:
-  std::unique_ptr<Transport> transport_;
-  int ranks_per_node_ = 0;
   // Returns a communicator of the next group; null if `transport` is.
   std::unique_ptr<Communicator> successor(std::unique_ptr<Transport> transport) const;
 
+  std::unique_ptr<Transport> transport_;
+  int ranks_per_node_ = 0;
   std::optional<LinkCosts> link_costs_;
   std::optional<LinkCosts> known_;  // of the group before this group; the ranks have not compared them
   Stream transfers_;                // last member: destroyed before the transport that the stream's tasks use

@@ -68,14 +68,13 @@ void RunReporter::report_step(const FinishedStep& step) {
   const RankReports::Report all = sum(reports);
   ReducerStats stats = reducer_.stats(marks.step);
   StepRecord record{.step = marks.step, .epoch = step.epoch, .loss = mean_loss(all), .lr = step.lr};
-  const bool diverged = !std::isfinite(record.loss);
-  if (diverged && !diverged_) {
+  diverged_ = !std::isfinite(record.loss);
+  if (diverged_ && !std::exchange(warned_, true)) {
     warn_once(fmt::format(
         "{}: the loss of step {} is {}; {}; try a smaller --lr or a longer --warmup",
         config_.compression.to_string(), marks.step + 1, record.loss,
         config_.ends_diverged ? "the run ends" : "training continues, in case the loss recovers"));
   }
-  diverged_ = diverged;
   record.step_ms = elapsed_ms(marks.micros.front().data, step.end);
   clock_.trained_ms += record.step_ms;
   record.images_per_s = static_cast<double>(config_.global_batch()) / (record.step_ms * 1e-3);

@@ -61,7 +61,8 @@ class RunReporter {
   const int64_t images_;
   double updated_ms_ =
       0;  // --overlap-forward: time of the latest reported update, which the next forward contains
-  bool diverged_ = false;
+  bool diverged_ = false;  // the latest loss is not finite
+  bool warned_ = false;    // of the first such loss
   Clock clock_;
   std::chrono::steady_clock::time_point next_waits_ = {};  // when this rank reports its waits again
   std::vector<std::vector<double>> latest_waits_;          // of each rank; used only on rank 0
