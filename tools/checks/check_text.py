@@ -40,10 +40,15 @@ def in_long_strings(name: str, text: str) -> set[int]:
         spans = [(text.count("\n", 0, m.start()) + 1, text.count("\n", 0, m.end()) + 1)
                  for m in raw.finditer(text)]
     elif name.endswith(".py"):
-        strings = [
-            t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.STRING
-        ]
-        spans = [(t.start[0], t.end[0]) for t in strings if "\n" in t.string or len(t.string) > COLUMNS - 20]
+        spans, starts = [], []
+        for t in tokenize.generate_tokens(io.StringIO(text).readline):
+            kind = tokenize.tok_name[t.type]
+            if kind in ("STRING", "FSTRING_START"):
+                starts.append(t.start)
+            if kind in ("STRING", "FSTRING_END"):  # Python 3.12 splits an f-string into several tokens
+                row, column = starts.pop()
+                if row != t.end[0] or t.end[1] - column > COLUMNS - 20:
+                    spans.append((row, t.end[0]))
     else:
         return set()
     return {number for first, last in spans for number in range(first, last + 1)}
