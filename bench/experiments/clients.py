@@ -28,7 +28,7 @@ WITHOUT_CHECKPOINT = ("megatron",)  # its optimizers, which save checkpoints, ne
 POWERSGD = "powersgd:rank=4"
 RING = "powersgd:rank=4,schedule=ring"  # results do not depend on DDP's buckets
 CHECKPOINT_SPECS = {"fsdp2": "int8", "torchtitan": "int8", "deepspeed2": "int8", "deepspeed3": "int8"}
-MODULES = ("torch.distributed.fsdp._fully_shard", "accelerate")
+MODULES = ("torch>=2.9", "torch.distributed.fsdp._fully_shard", "accelerate")
 SPECS = ("int8", POWERSGD, RING)
 RESUMES = True
 PACKAGE = str(ranks.ROOT / "integrations/python")  # also for Ray's workers

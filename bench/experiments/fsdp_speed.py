@@ -18,7 +18,7 @@ SCATTER_MODES = {NATIVE_FP32: {"native": True},
                  **{spec: {"ours": f"{spec}{',' if ':' in spec else ':'}schedule=two_shot"}
                     for spec in SCATTER_SPECS}}
 SPECS = SCATTER_SPECS
-MODULES = ("torch.distributed.fsdp._fully_shard",)
+MODULES = ("torch>=2.9", "torch.distributed.fsdp._fully_shard")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GRADWIRE_THREADS": "1"}
 OPTIONS = {"ranks": 4, "rate": "1gbit", "steps": 4, "warm_up": 1, "repetitions": 3}
 SMOKE = {"ranks": 2, "rate": "", "steps": 1, "repetitions": 1}

@@ -18,7 +18,7 @@ The other modules of this folder are the experiments. A module has
                        measurements that the file has already, if RESUMES is True
     tables(document)   the text for {"settings": {...}, "items": [measurements]}
 and may have
-    MODULES, SPECS     Python modules and specs that a smoke run requires
+    MODULES, SPECS     Python modules (torch>=2.9: of this version) and specs that a smoke run requires
     ENVIRONMENT        variables of the ranks
     RESUMES            True: keeps the measurements of the result file
     ERRORS_ARE_RESULTS True: measurements with an "error" do not fail the experiment

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 
-from harness import ranks, report
+from harness import ranks, report, smoke
 
 MODES = ("alone", *report.NAMES)
 OPTIONS = {"quick": False, "repetitions": 3, "rate": "1gbit", "hosts": 4, "batch_size": 1, "threads": 1,
@@ -124,9 +124,9 @@ def trace_path(result, method):
 
 
 def hook_16bit(python):
-    """Returns PyTorch's 16-bit hook: bf16 since PyTorch 2.x, whose gloo sums BF16, otherwise fp16."""
+    """Returns PyTorch's 16-bit hook: bf16, which PyTorch before 2.9 may refuse without CUDA, otherwise fp16."""
     version = ranks.output_of(python, "-c", "import torch; print(torch.__version__)")
-    return "bf16" if version and int(version.split(".")[0]) >= 2 else "fp16"
+    return "bf16" if smoke.at_least(version or "0", "2.9") else "fp16"
 
 
 def carried_out(options, items, rate):

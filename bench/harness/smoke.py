@@ -74,13 +74,24 @@ def check_specs(specs):
         sys.exit(f"smoke: {known.stderr.strip() or known.stdout}")
 
 
+def at_least(version, oldest):
+    """Returns whether a version such as "2.6.0+debian" is `oldest` or later."""
+    return [int(part) for part in version.split(".")[:2]] >= [int(part) for part in oldest.split(".")]
+
+
 def need(modules, specs):
-    """Checks the specs of a smoke run, then ends it as skipped if Python lacks one of the modules."""
+    """Checks the specs of a smoke run, then ends it as skipped if Python lacks one of the modules.
+
+    A module may have an oldest version: torch>=2.9.
+    """
     if specs:
         check_specs(specs)
     for module in modules:
+        name, _, oldest = module.partition(">=")
         try:
-            importlib.import_module(module)
+            found = importlib.import_module(name)
+            if oldest and not at_least(found.__version__, oldest):
+                raise ImportError(f"this is {found.__version__}")
         except Exception as error:  # PyTorch 1.13 raises ValueError on Python 3.11
             print(f"NOT CHECKED: {sys.executable} has no {module}: {error}")
             sys.exit(SKIPPED)

@@ -169,13 +169,14 @@ def default_type(dtype: Any) -> Iterator[None]:
 def ranks() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    today = hasattr(dist, "device_mesh")  # PyTorch 1.13 multiplies no float16 on the CPU
     parts: Dict[str, Callable[[Inside], List[Any]]] = {
         "hook, int8": hook(torch.float32, "int8"), "hook, int4 of double": hook(torch.float64, "int4"),
-        "hook, powersgd": hook(torch.float16 if today else torch.float32, "powersgd:rank=2"),
+        "hook, powersgd": hook(
+            # PyTorch 1.13 multiplies no float16 on the CPU.
+            torch.float16 if torch.__version__ >= (2, 0) else torch.float32, "powersgd:rank=2"),
         "hook, auto": hook_that_chooses,
         "hook, min_ranks": hook_that_loses_a_call, "calls": calls, "Dion": dion}
-    if today:
+    if torch.__version__ >= (2, 9):
         parts["backend"] = backend
     nothing = contextlib.nullcontext
     settings: Dict[str, Any] = {str(dtype): (lambda dtype=dtype: default_type(dtype), nothing)
