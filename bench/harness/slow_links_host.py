@@ -101,8 +101,10 @@ class Host:
                    "--steps", str(item["warmup"] + item["steps"]), "--log", str(log), "--bucket-mb",
                    str(item["bucket_mb"] or report.ONE_BUCKET_MB), *item.get("flags", [])]
         env = dict(os.environ)
-        env["MASTER_PORT"] = str(int(env["MASTER_PORT"]) + 1 + number % 500)
-        if item["ranks_are"] != "hosts":
+        if item["ranks_are"] == "hosts":
+            # A port that was chosen beforehand could be another program's by now.
+            command += ["--rendezvous", f"file://{self.folder}/meeting.{number}"]
+        else:
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
                          "MASTER_PORT"):
                 env.pop(name)
