@@ -15,6 +15,12 @@ namespace {
 // 6.5 million elements takes 37 to 38 ms in one part and 40 to 41 ms in two parts.
 constexpr int64_t kElementsToHalve = 32 << 20;
 
+// From these ranks on, cuBLAS computes the products of a pass. On an H200, 151 matrices of 1 GiB in total
+// with error feedback take at rank 32, fused and with cuBLAS: 3.8 and 3.5 ms to project, 6.1 and 3.1 ms to
+// project_onto; to back_project 1.4 and 1.9 ms at rank 32, 2.7 and 2.1 ms at rank 64
+// (docs/results/2026-11-26-gpu).
+constexpr int kLibraryRank = 32, kBackProjectLibraryRank = 64;
+
 }  // namespace
 
 // Factors and dense pieces begin at multiples of 4 elements for vectorized kernels, or at blocks of the wire
@@ -62,7 +68,14 @@ LowRankCodec::LowRankCodec(const BucketContext& c)
       factors_{make_factor(c, Factor::p), make_factor(c, Factor::q)},
       transfers_(c.transfers) {
   if (!spec_.alternate) make_halves(c);
-  choose(c);
+  // A rank that cannot load cuBLAS has other last bits in its products. The ranks' results are the same
+  // anyway, because every product is summed over the ranks.
+  const Device device = c.transport->device();
+  const auto library = [&](int least) {  // on the host only tests have one, and use it at every rank
+    return device.is_host() || matrices_.max_rank() >= least ? thin_products(device) : nullptr;
+  };
+  projections_ = library(kLibraryRank);
+  back_projections_ = library(kBackProjectLibraryRank);
   clear(c.stream);
   if (lazy()) {
     residual_.settle_with([this](const Stream& stream, int64_t begin, int64_t end) {
@@ -143,14 +156,6 @@ void LowRankCodec::add_half(const BucketContext& c, size_t begin, size_t end, co
   half.summed = Event::create(c.transport->device());
 }
 
-void LowRankCodec::choose(const BucketContext& c) {
-  const std::vector<ThinProducts*> libraries = choose_products(c, passes());
-  if (libraries.empty()) return;
-  factors_[0].product = libraries[0];
-  if (spec_.alternate) factors_[1].product = libraries[1];
-  for (size_t i = 0; i < halves_.parts.size(); ++i) halves_.parts[i].product = libraries[i + 1];
-}
-
 void LowRankCodec::clear(const Stream& stream) {
   for (const Buffer* b : buffers()) fill_zero(stream, b->data(), b->bytes());
   for (FactorState& factor : factors_) {
@@ -221,7 +226,7 @@ std::string LowRankCodec::describe() const {
                      matrices_.count(), matrices_.elements(),
                      spec_.alternate ? fmt::format("{} or {}", p, q) : fmt::to_string(p + q),
                      plan_.dense.size(), plan_.dense_elements, spec_.wire->name, residual_.describe(),
-                     described_products(passes(), products()));
+                     projections_ == nullptr ? "" : "; products by " + projections_->name());
 }
 
 std::vector<PlannedAllreduce> LowRankCodec::plan() const {
@@ -244,26 +249,6 @@ PendingFactors LowRankCodec::pending(const FactorState& sent) const {
   return {.p = (p ? sent.kept : factors_[0].basis).as<const float>(),
           .q = (p ? factors_[1].basis : sent.kept).as<const float>(),
           .flags = spec_.alternate || dion() ? flags_.as<const int32_t>() : nullptr};
-}
-
-std::vector<PowerSgdPass> LowRankCodec::passes() const {
-  if (!has_matrices()) return {};
-  const auto forms_m = static_cast<bool>(residual_);
-  std::vector<PowerSgdPass> all{{.kind = PowerSgdPass::project, .table = &matrices_, .forms_m = forms_m}};
-  if (spec_.alternate) {
-    all.push_back({.kind = PowerSgdPass::project_onto, .table = &matrices_, .forms_m = forms_m});
-  }
-  for (const Half& half : halves_.parts) {
-    all.push_back({.kind = PowerSgdPass::back_project, .table = &half.matrices});
-  }
-  return all;
-}
-
-std::vector<ThinProducts*> LowRankCodec::products() const {
-  std::vector<ThinProducts*> all{factors_[0].product};
-  if (spec_.alternate) all.push_back(factors_[1].product);
-  for (const Half& half : halves_.parts) all.push_back(half.product);
-  return all;
 }
 
 int powersgd_rank(const CompressionSpec& spec, int64_t rows, int64_t cols) {

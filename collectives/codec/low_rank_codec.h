@@ -52,7 +52,7 @@
 #include <vector>
 
 #include "collectives/codec/codec.h"
-#include "collectives/codec/powersgd_choice.h"
+#include "kernels/powersgd/library.h"
 #include "kernels/powersgd/orthonormalize.h"
 #include "kernels/powersgd/pack.h"
 #include "kernels/powersgd/powersgd.h"
@@ -97,8 +97,7 @@ class LowRankCodec final : public Codec {
     std::unique_ptr<Program> allreduce = {};
     SchedulePlanner::Choice choice = {};
     SegmentTable dense = {};
-    std::string part = {};            // description of the allreduce
-    ThinProducts* product = nullptr;  // computes the factor's products; null: the fused kernel
+    std::string part = {};  // description of the allreduce
   };
   // Matrices [first, first + matrices.count()) of the bucket, and the allreduce of these matrices' Q.
   struct Half {
@@ -107,8 +106,7 @@ class LowRankCodec final : public Codec {
     MatrixTable matrices;
     SchedulePlanner::Choice choice;
     std::unique_ptr<Program> allreduce;
-    ThinProducts* product = nullptr;  // null: the fused kernel
-    Event ready, summed;              // Q is complete on this rank; Q is summed over all ranks
+    Event ready, summed;  // Q is complete on this rank; Q is summed over all ranks
   };
   // alternate=off: this step's Q.
   struct Halves {
@@ -122,7 +120,6 @@ class LowRankCodec final : public Codec {
   void add_allreduce(const BucketContext& context, FactorState& factor) const;
   void make_halves(const BucketContext& context);
   void add_half(const BucketContext& context, size_t begin, size_t end, const char* name);
-  void choose(const BucketContext& context);
   void clear(const Stream& stream);
 
   // Run the phases of a step (low_rank_step.cpp).
@@ -152,10 +149,6 @@ class LowRankCodec final : public Codec {
   bool lazy() const { return residual_ && !residual_.encoded(); }
   // Returns the part of E that a step which sent this factor last leaves pending.
   PendingFactors pending(const FactorState& sent) const;
-  // Return the passes that may use a library, and the libraries in use. The order is: passes for P, then
-  // passes for Q or its halves.
-  std::vector<PowerSgdPass> passes() const;
-  std::vector<ThinProducts*> products() const;
   std::vector<const Buffer*> buffers() const;
 
   const CompressionSpec spec_;
@@ -170,8 +163,11 @@ class LowRankCodec final : public Codec {
   Buffer sum_;         // [P | dense] or [Q | dense]: first the values of this rank, then the mean
   Buffer lost_;        // with keeps_losses_: the residual of the allreduce of sum_
   Buffer flags_;
-  Buffer marks_;                        // scratch of the library's passes
-  Buffer scratch_;                      // of orthonormalize()
+  Buffer marks_;    // scratch of the library's passes
+  Buffer scratch_;  // of orthonormalize()
+  // The library for the products with P and Q, and for those of back_project; null: the fused kernels.
+  ThinProducts* projections_ = nullptr;
+  ThinProducts* back_projections_ = nullptr;
   std::array<FactorState, 2> factors_;  // P, Q
   Halves halves_;
   Stream transfers_;

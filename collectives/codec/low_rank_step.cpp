@@ -80,8 +80,8 @@ void LowRankCodec::project(const Stream& stream, const FactorState& now, const F
                                .pending = pending,
                                .q = other.basis.as<const float>(),
                                .p = sum_.as<float>()};
-    now.product != nullptr ? by_library::powersgd_project(stream, args, *now.product, marks)
-                           : powersgd_project(stream, args);
+    projections_ != nullptr ? by_library::powersgd_project(stream, args, *projections_, marks)
+                            : powersgd_project(stream, args);
   } else {
     const PowerSgdProjectOnto args{.table = &matrices_,
                                    .grad = gradients_,
@@ -89,8 +89,8 @@ void LowRankCodec::project(const Stream& stream, const FactorState& now, const F
                                    .pending = pending,
                                    .p = other.basis.as<const float>(),
                                    .q = sum_.as<float>()};
-    now.product != nullptr ? by_library::powersgd_project_onto(stream, args, *now.product, marks)
-                           : powersgd_project_onto(stream, args);
+    projections_ != nullptr ? by_library::powersgd_project_onto(stream, args, *projections_, marks)
+                            : powersgd_project_onto(stream, args);
   }
 }
 
@@ -118,8 +118,8 @@ void LowRankCodec::sum_half(const Stream& stream, Half& half, BucketPhases& phas
                                  .p = factors_[0].basis.as<const float>(),
                                  .q = sum,
                                  .flags = flags_.as<const int32_t>() + half.first};
-  half.product != nullptr ? by_library::powersgd_back_project(stream, back, *half.product)
-                          : powersgd_back_project(stream, back);
+  back_projections_ != nullptr ? by_library::powersgd_back_project(stream, back, *back_projections_)
+                               : powersgd_back_project(stream, back);
   if (residual_ && !dion()) keep_own(stream, factors_[1], sum + half.q_begin, half.q_begin, half.q_count);
   if (halves_.parts.size() == 1) return half.allreduce->run(stream, &phases);
   half.ready.record(stream);
