@@ -14,14 +14,14 @@ set(zsh_dir ${CMAKE_INSTALL_DATADIR}/zsh/\${zsh_folder})
 gradwire_folders(program ${CMAKE_INSTALL_BINDIR} ${private_dir} ${data_dir} ${bash_dir} ${zsh_dir}
   ${CMAKE_INSTALL_MANDIR}/man1)
 
-# Where the programs look for Python programs (trainer/lab/python_program.cpp) and their private library.
+# Where the programs look for Python programs (trainer/cli/report.cpp) and their private library.
 install(TARGETS gradwire gradwire-bench RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR} COMPONENT program)
 install(TARGETS gradwire_blas LIBRARY DESTINATION ${private_dir} COMPONENT program)
 # $ORIGIN is unknown where /proc is not mounted. Packages have the prefix /usr.
 set_target_properties(gradwire gradwire-bench PROPERTIES
   INSTALL_RPATH "$ORIGIN/../${private_dir};/usr/${private_dir}")
-install(DIRECTORY trainer/report trainer/lab trainer/plan/clusters DESTINATION ${data_dir} COMPONENT program
-  PATTERN __pycache__ EXCLUDE PATTERN *.cpp EXCLUDE PATTERN *.h EXCLUDE)
+install(DIRECTORY trainer/report trainer/plan/clusters DESTINATION ${data_dir} COMPONENT program
+  PATTERN __pycache__ EXCLUDE)
 
 set(manual ${CMAKE_BINARY_DIR}/manual)
 set(pages)

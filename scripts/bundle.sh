@@ -35,8 +35,6 @@ ln -s "$soname" "$bundle/lib/libgradwire.so"
 needed+=("build/lib/$soname")
 mkdir -p "$bundle/share/gradwire"
 cp -r trainer/report "$bundle/share/gradwire/report"
-mkdir "$bundle/share/gradwire/lab"
-cp trainer/lab/*.py "$bundle/share/gradwire/lab"
 
 # The target machine provides glibc (2.36 or later), libstdc++ (GCC 12 or later) and NVIDIA's libraries (from
 # the driver and Python packages).

@@ -38,11 +38,6 @@ std::unique_ptr<Codec> make_compressing_codec(const BucketContext& context) {
       return make_powersgd_codec(context);
     case CompressionSpec::Method::randk:
       return make_randk_codec(context);
-    case CompressionSpec::Method::python:
-      if (context.make_python) return context.make_python(context);
-      throw BadInput(fmt::format(
-          "compression spec '{}': a codec in a Python file runs only in gradwire train and compare",
-          context.spec.to_string()));
   }
   throw Error("make_codec: unknown method");
 }

@@ -5,7 +5,6 @@
 // the benchmarks then use the codec through its spec string.
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,8 +39,6 @@ struct ElementSpan {
   int64_t begin = 0, end = 0;
 };
 
-class Codec;
-
 struct BucketContext {
   Transport* transport = nullptr;
   CompressionSpec spec;
@@ -68,8 +65,6 @@ struct BucketContext {
   uint64_t rounding_seed = 0;      // differs between ranks
   const uint64_t* step = nullptr;  // steps done so far, in device memory
   std::string name;                // for error texts
-  // Constructs the codec of a Python file; empty: such specs are refused.
-  std::function<std::unique_ptr<Codec>(const BucketContext&)> make_python = {};
   // Returns the options of an FP32 allreduce of the bucket, or of a part of it, such as "Q".
   Program::Options plain_options(const std::string& part, int64_t slice_bytes) const;
   // Returns the options of an allreduce in the spec's format.

@@ -148,7 +148,6 @@ std::string choice_obstacle(const CompressionSpec& spec) {
   if (spec.policy.momentum > 0)
     return "momentum= replaces the optimizer's momentum, which specs without it would lack";
   if (spec.method == CompressionSpec::Method::dion) return "Dion is an optimizer, not a mean of gradients";
-  if (spec.method == CompressionSpec::Method::python) return "a codec in Python is too slow to be a choice";
   return "";
 }
 

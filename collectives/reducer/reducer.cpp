@@ -118,7 +118,6 @@ void Reducer::build_buckets() {
     context.transfers = comm_.transfers();
     context.slice_bytes = options_.slice_bytes;
     context.beside_others = lanes_.size() > 1;
-    context.make_python = options_.make_python;
     bucket.data = context.gradients;
     bucket.codec = options_.make_codec ? options_.make_codec(context) : make_codec(context);
     if (options_.skip_unused) bucket.codec = make_unused_codec(context, std::move(bucket.codec));

@@ -71,8 +71,6 @@ struct ReducerOptions {
   Tracer* tracer = nullptr;
   // Constructs the codec of each bucket; empty: the codec named by the spec.
   std::function<std::unique_ptr<Codec>(const BucketContext&)> make_codec = {};
-  // See BucketContext::make_python.
-  std::function<std::unique_ptr<Codec>(const BucketContext&)> make_python = {};
 };
 
 class Reducer {

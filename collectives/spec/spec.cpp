@@ -147,7 +147,7 @@ std::string CompressionSpec::grammar() {
       "FORMAT is {}, with ,ef={} and ,schedule={} and ,transport={} and ,intra_node={} on any of them, "
       ",residual={} and ,ef_decay=X and ,start=N and ,max_norm=X and "
       ",dense=off|auto|[+]NAME+NAME... on any but fp32, ,ramp=N on any but fp32 and powersgd, ,momentum=X on "
-      "topk and randk, and the format's own options; or FILE.py[:KEY=VALUE...] (docs/formats.md)",
+      "topk and randk, and the format's own options (docs/formats.md)",
       fmt::join(format_names(), "|"), words(kFeedbacks), words(schedules()), words(kTransports),
       words(kIntraNode), words(residuals()));
 }
@@ -271,26 +271,6 @@ void apply(CompressionSpec& spec, std::string_view text, std::string_view method
   spec.wire = intern_wire_format(*variant);
 }
 
-// Returns the spec of a codec in a Python file. Keys that are not Gradwire's are arguments of its class.
-CompressionSpec python_spec(std::string_view text, std::string_view file,
-                            const std::vector<std::pair<std::string_view, std::string_view>>& items) {
-  CompressionSpec spec;
-  spec.method = CompressionSpec::Method::python;
-  spec.file = file;
-  spec.policy.feedback = Feedback::off;
-  spec.dense = {kDenseAuto};
-  for (const auto& [key, value] : items) {
-    if (key == "dense") {
-      spec.dense = dense_names(text, value, {kDenseAuto});
-    } else if (key == "start") {
-      spec.policy.start = number(text, key, value, int64_t{0}, kMostSteps);
-    } else {
-      spec.arguments.emplace_back(key, value);
-    }
-  }
-  return spec;
-}
-
 // Throws BadInput if rounding, error feedback and format do not fit together.
 void check_error_feedback(const CompressionSpec& spec, std::string_view text, bool fed_back) {
   if (spec.rounding == Rounding::stochastic && !spec.wire->stochastic) {
@@ -351,7 +331,6 @@ CompressionSpec CompressionSpec::parse(std::string_view text, bool fed_back) {
   // A comma may also follow the name, as in "bf16,schedule=ring".
   const size_t separator = text.find_first_of(":,");
   const std::string_view method = text.substr(0, separator);
-  if (method.ends_with(".py")) return python_spec(text, method, items_of(text, separator));
   if (const Wire wire = find_wire_format(method)) {
     spec.wire = wire;
   } else if (method == "powersgd") {
@@ -383,9 +362,7 @@ std::string CompressionSpec::to_string() const {
     if (differs) options += (options.empty() ? ":" : ",") + item;
   };
   const bool powersgd = method == Method::powersgd, randk = method == Method::randk,
-             dion = method == Method::dion, codec = powersgd || randk || dion,
-             python = method == Method::python;
-  for (const auto& [key, value] : arguments) add(true, key + "=" + value);
+             dion = method == Method::dion, codec = powersgd || randk || dion;
   add(powersgd || dion, fmt::format("rank={}", rank));
   add(dion && mu != defaults.mu, "mu=" + shortest(mu));
   add(orth, "orth=on");
@@ -400,19 +377,18 @@ std::string CompressionSpec::to_string() const {
   if (codec) add(seed != defaults.seed, fmt::format("seed={}", seed));
   add(*wire->options != 0, wire->options);
   add(rounding != wire->rounding, fmt::format("round={}", word_for(kRoundings, rounding)));
-  add(!python && policy.feedback != Feedback::on,
-      fmt::format("ef={}", word_for(kFeedbacks, policy.feedback)));
+  add(policy.feedback != Feedback::on, fmt::format("ef={}", word_for(kFeedbacks, policy.feedback)));
   add(policy.decay != 1, "ef_decay=" + shortest(policy.decay));
   add(policy.ramp != 0, fmt::format("ramp={}", policy.ramp));
   add(policy.momentum != 0, "momentum=" + shortest(policy.momentum));
   add(policy.max_norm != 0, "max_norm=" + shortest(policy.max_norm));
   add(residual != defaults.residual, fmt::format("residual={}", residual->name));
-  add(dense != (python ? std::vector<std::string>{kDenseAuto} : default_dense(wire)),
+  add(dense != default_dense(wire),
       fmt::format("dense={}", dense.empty() ? "off" : fmt::to_string(fmt::join(dense, "+"))));
   add(schedule != defaults.schedule, fmt::format("schedule={}", name(schedule)));
   add(peer_access != defaults.peer_access, fmt::format("transport={}", word_for(kTransports, peer_access)));
   add(fp32_intra_node != defaults.fp32_intra_node, "intra_node=fp32");
-  return (python ? file : powersgd ? "powersgd" : randk ? "randk" : dion ? "dion" : wire->name) + options;
+  return (powersgd ? "powersgd" : randk ? "randk" : dion ? "dion" : wire->name) + options;
 }
 
 bool CompressionSpec::sums_gradients() const {

@@ -1,14 +1,12 @@
 // Compression specs: name[:key=value,...].
 //
-// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`, or the path of a
-// Python file that defines a codec, such as `mine.py`. CompressionSpec::grammar() lists all options;
-// docs/formats.md explains them.
+// The name is a wire format's (kernels/wire/formats.h), `powersgd`, `randk` or `dion`.
+// CompressionSpec::grammar() lists all options; docs/formats.md explains them.
 #pragma once
 
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "collectives/schedule/schedule.h"
@@ -20,7 +18,7 @@ namespace gradwire {
 inline constexpr const char* kDenseAuto = "auto";
 
 struct CompressionSpec {
-  enum class Method : uint8_t { wire, powersgd, randk, dion, python };
+  enum class Method : uint8_t { wire, powersgd, randk, dion };
   Method method = Method::wire;
   Wire wire = kFp32;  // format of gradients, PowerSGD's factors or randk's values
   Rounding rounding = Rounding::nearest;
@@ -51,10 +49,6 @@ struct CompressionSpec {
   double mu = 0.95;     // dion only: the momentum's decay along the directions that a step applies
   bool orth = false;    // dion only: orthonormalize the second factor; false: normalize its columns
   double ratio = 0.01;  // randk only: the fraction of each tensor's elements that is sent
-
-  // python only: the file, and the arguments of its class, in the order in which they were given.
-  std::string file;
-  std::vector<std::pair<std::string, std::string>> arguments;
 
   // Parses a spec. Throws BadInput that names the offending part and the legal values.
   // fed_back: refuses residuals that could grow without bound; false: the caller does (divergence()).

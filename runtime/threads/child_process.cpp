@@ -53,26 +53,24 @@ ChildProcess::ChildProcess(std::vector<std::string> words, const Descriptors& de
 }
 
 ChildProcess::~ChildProcess() {
+  if (pid_ < 0 || end_) return;
+  kill(pid_, SIGKILL);
   try {
-    if (pid_ > 0) wait(std::chrono::milliseconds(0));
+    wait();
   } catch (const Error&) {  // the end is of no interest here
   }
 }
 
-const ChildProcess::End& ChildProcess::wait(std::chrono::milliseconds limit) {
-  for (int64_t ms = 0; !end_; ++ms) {
-    int status = 0;
-    const pid_t ended = waitpid(pid_, &status, WNOHANG);
+const ChildProcess::End& ChildProcess::wait() {
+  for (int status = 0; !end_;) {
+    const pid_t ended = waitpid(pid_, &status, 0);
     if (ended > 0 && WIFSIGNALED(status)) {
       end_ = {0, WTERMSIG(status), fmt::format("was ended by signal {}", WTERMSIG(status))};
     } else if (ended > 0) {
       end_ = {WEXITSTATUS(status), 0, fmt::format("ended with exit status {}", WEXITSTATUS(status))};
-    } else if (ended < 0 && errno != EINTR) {
+    } else if (errno != EINTR) {
       pid_ = -1;
       throw Error(fmt::format("how {} ended is unknown: {}", program_, std::strerror(errno)));
-    } else {
-      if (ms >= limit.count()) kill(pid_, SIGKILL);
-      usleep(1000);
     }
   }
   return *end_;

@@ -3,7 +3,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
@@ -35,8 +34,8 @@ class ChildProcess {
   ChildProcess(const ChildProcess&) = delete;
 
   const std::string& program() const { return program_; }
-  // Blocks until the child has ended, and kills it after `limit`. Throws Error if the end is unknown.
-  const End& wait(std::chrono::milliseconds limit = std::chrono::milliseconds::max());
+  // Blocks until the child has ended. Throws Error if the end is unknown.
+  const End& wait();
 
  private:
   const std::string program_;

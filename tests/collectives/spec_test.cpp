@@ -28,8 +28,6 @@ TEST(Spec, TextSurvivesARoundTrip) {
                            "dion:rank=64",
                            "dion:rank=4,mu=0.9,wire=int8,seed=3,residual=bf16",
                            "dion:rank=4,orth=on",
-                           "./ideas/mine.py:k=41,mode=fast,start=5,dense=off",
-                           "mine.py",
                            "powersgd:rank=2,wire=bf16,round=stochastic",
                            "bf16:intra_node=fp32",
                            "powersgd:rank=2,wire=fp8,schedule=hierarchical,intra_node=fp32",
@@ -85,7 +83,6 @@ TEST(Spec, DenseNamesAfterAPlusAreAddedToTheDefault) {
   EXPECT_EQ(CompressionSpec::parse("int4:dense=+b").to_string(), "int4:dense=auto+b");
   EXPECT_EQ(CompressionSpec::parse("powersgd:rank=2,dense=+b,wire=int4").to_string(),
             CompressionSpec::parse("powersgd:rank=2,wire=int4,dense=auto+b").to_string());
-  EXPECT_EQ(CompressionSpec::parse("mine.py:dense=+b").dense, (std::vector<std::string>{kDenseAuto, "b"}));
   EXPECT_THROW(CompressionSpec::parse("int8:dense=+"), BadInput);
   EXPECT_THROW(CompressionSpec::parse("int8:dense=++a"), BadInput);
 }

@@ -1,5 +1,4 @@
-// A codec with its own state, as a user might write. docs/for-researchers.md promises that such state is
-// preserved.
+// A codec with its own state, as a user might write. docs/extending.md promises that such state is preserved.
 //
 // The codec sends bf16 with error feedback, then applies momentum to the averaged gradients in double
 // precision: the result is velocity = 0.5 velocity + gradient. Host only.

@@ -58,7 +58,6 @@ TEST(AutoCompression, RejectsInvalidRequests) {
                                       {"auto:allow=int8+int8", "twice"},
                                       {"auto:allow=int8:start=5", "start="},
                                       {"auto:allow=topk:momentum=0.9", "momentum="},
-                                      {"auto:allow=ideas/mine.py", "Python"},
                                       {"auto:allow=dion:rank=2", "optimizer"},
                                       {"auto:allow=int9", "int9"}}) {
     expect_bad_input([text = text] { AutoCompression::parse(text); }, {culprit});
@@ -315,7 +314,7 @@ TEST(EncodeErrors, IgnoreNodesAndTransport) {
 
 TEST(EncodeErrors, ReportAFailureAsNotMeasured) {
   const std::vector<float> gradients(96 * 64, 0.5f);
-  EXPECT_EQ(try_encode_error(Device::host(), {{"matrix", {96, 64}}}, gradients, "missing.py"), std::nullopt);
+  EXPECT_EQ(try_encode_error(Device::host(), {{"matrix", {96, 64}}}, gradients, "int9"), std::nullopt);
 }
 
 TEST(PredictionText, ComparesThePartsOfAStep) {

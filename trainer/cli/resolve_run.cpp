@@ -12,7 +12,6 @@
 #include "trainer/checkpoint/folder.h"
 #include "trainer/checkpoint/gradients.h"
 #include "trainer/cli/options.h"
-#include "trainer/lab/python_codec.h"
 #include "trainer/model/flops.h"
 
 namespace gradwire {
@@ -206,7 +205,6 @@ Resolved resolve(const RunOptions& o) {
                            static_cast<double>(config.global_batch()) * static_cast<double>(config.steps);
   config.measure_peak = run_flops >= kPeakRunFlops;
   resolve_checkpoints(o, per_epoch, out);
-  check_python_codecs(config, out.compressions);
   drop_automatic_of_one_rank(out);
   resolve_trace(o, out);
   resolve_gradients(o, out);

@@ -1,7 +1,5 @@
 #include "trainer/log/records.h"
 
-#include "runtime/util/crc32.h"
-#include "runtime/util/file.h"
 #include "runtime/util/version.h"
 #include "trainer/log/json.h"
 
@@ -80,10 +78,6 @@ void add_config(Json& json, const TrainConfig& config) {
     json["elastic_batch"] = name(config.elastic_batch);
   }
   json["compression"] = config.compression.to_string();
-  if (const std::string& file = config.compression.file; !file.empty()) {
-    const std::string code = read_regular_file(file);
-    json["codec_crc32"] = crc32(code.data(), code.size());
-  }
   json["bucket_mb"] = shortest(config.bucket_mb);
   json["shard"] = name(config.shard);
   json["gather_weights"] = config.gather_weights->name;

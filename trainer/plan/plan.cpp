@@ -24,8 +24,6 @@ double kernel_bytes(const CompressionSpec& spec, ScheduleKind kind) {
   if (spec.method == CompressionSpec::Method::powersgd || spec.method == CompressionSpec::Method::dion)
     return 24;
   if (spec.method == CompressionSpec::Method::randk) return 16;
-  if (spec.method == CompressionSpec::Method::python)
-    throw BadInput(spec.to_string() + ": the cost of a codec in Python is unknown; name another spec");
   if (spec.wire->exact) return kind == ScheduleKind::nccl ? 0 : 12;
   return 3 * spec.wire->bytes_per_value() + (spec.policy.keeps_errors() ? 16 : 8);
 }

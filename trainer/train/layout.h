@@ -6,7 +6,6 @@
 
 #include "collectives/codec/dense.h"
 #include "collectives/reducer/reducer.h"
-#include "trainer/lab/python_codec.h"
 #include "trainer/model/parameters.h"
 #include "trainer/model/vit_passes.h"
 #include "trainer/train/muon.h"
@@ -32,16 +31,12 @@ inline constexpr int kGradientSlots = 3;
 
 // Returns the reducer's options for the run's settings.
 inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer = nullptr) {
-  ReducerOptions options{
-      .bucket_bytes = config.bucket_bytes(),
-      .seed = config.seed,
-      .alignment = tensor_alignment(config.precision),
-      .sharded = config.divides(Sharding::optimizer),
-      .single_waits = config.overlap_forward,
-      .tracer = tracer,
-      .make_python = [seed = config.seed, timeout_s = config.timeout_s](const BucketContext& c) {
-        return make_python_codec(c, seed, timeout_s);
-      }};
+  ReducerOptions options{.bucket_bytes = config.bucket_bytes(),
+                         .seed = config.seed,
+                         .alignment = tensor_alignment(config.precision),
+                         .sharded = config.divides(Sharding::optimizer),
+                         .single_waits = config.overlap_forward,
+                         .tracer = tracer};
   if (config.divides(Sharding::gradients)) {
     options.slots = kGradientSlots;
     options.blocks = vit_blocks(vit_parameters(config.model));
