@@ -28,10 +28,9 @@ tests=(
   "python3-venv:make wheel, make test-frameworks, make build CUDA=pip and the machine-code check"
   "chromium:the test of gradwire report's page" "chromium-driver:the test of gradwire report's page"
   "python3-selenium:the test of gradwire report's page"
-  "zsh:the test of the completion for zsh" "groff-base:the test of the man pages"
   "iproute2:slow links on one machine (bench/harness/shaped_link.sh)"
   "doxygen:the API page of the C header" "git:version control" "xz-utils:make bundle"
-  "dpkg-dev:make deb" "file:make deb" "clang-format:the check of the format of C++"
+  "dpkg-dev:make deb" "file:make deb" "help2man:make deb" "clang-format:the check of the format of C++"
 )
 optional=("${demo[@]}")
 case ${1:-} in demo) ;; '') optional+=("${tests[@]}") ;;

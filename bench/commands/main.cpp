@@ -9,8 +9,7 @@
 #include "runtime/util/signals.h"
 #include "runtime/util/standard_descriptors.h"
 #include "runtime/util/version.h"
-#include "trainer/manual/manual.h"
-#include "trainer/manual/parse_error.h"
+#include "trainer/cli/parse_error.h"
 
 namespace {
 
@@ -45,7 +44,6 @@ int main(int argc, char** argv) {
     gradwire::bench::add_orthonormalize(app, exit_code);
     gradwire::bench::add_schedules(app, exit_code);
     gradwire::bench::add_step(app, exit_code);
-    gradwire::add_manual_commands(app);
     gradwire::check_paths(app);
     app.parse(argc, argv);
     if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import subprocess
 import termios
 
@@ -115,6 +116,16 @@ class Train(CommandTest):
         for name in ("GRADWIRE_THREADS", "MASTER_ADDR", "MASTER_PORT"):
             ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", name: "1\r"}
             self.assert_refused(self.run_command("train", *synthetic(), env=ranks), name, "carriage return")
+
+    def test_train_without_flags_shows_examples_that_work(self):
+        result = self.run_command("train")
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertIn("gradwire train --help", result.stderr.splitlines()[0])
+        examples = re.findall(r"^  gradwire (train .*?)(?: +#.*)?$", result.stderr, re.M)
+        self.assertEqual(len(examples), 3)
+        for example in examples:
+            self.assertEqual(self.run_command(*example.split(), "--dry-run").returncode, 0, example)
+        self.assertEqual(self.files(), [])
 
     def test_progress_bar_on_a_terminal_only(self):
         leader, follower = pty.openpty()

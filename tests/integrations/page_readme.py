@@ -40,7 +40,6 @@ SESSIONS = {
 NOT_RUN = [
     ("make demo", "trains for minutes; tests/demo_test.py runs its first steps"),
     ("Between threads", "the output of the command above; tests/demo_test.py compares it with the program"),
-    ("source <(build/bin/gradwire completion", "bash, not sh; tests/cli/completion_test.py runs it"),
     ("build/bin/gradwire compare ... --compression shelf",
      "trains with every format; tests/cli/compare_test.py runs it on small models"),
     ("build/bin/gradwire report", "tests/cli/report_test.py runs it, where plotly is installed"),

@@ -20,6 +20,7 @@
 #include "trainer/cli/interruption.h"
 #include "trainer/cli/launcher.h"
 #include "trainer/cli/options.h"
+#include "trainer/cli/parse_error.h"
 #include "trainer/cli/plan.h"
 #include "trainer/cli/report.h"
 #include "trainer/cli/session.h"
@@ -27,8 +28,6 @@
 #include "trainer/cli/values.h"
 #include "trainer/log/observer.h"
 #include "trainer/log/run_log.h"
-#include "trainer/manual/manual.h"
-#include "trainer/manual/parse_error.h"
 #include "trainer/train/agreement.h"
 #include "trainer/train/memory_plan.h"
 
@@ -163,15 +162,13 @@ int parse_and_run(int argc, char** argv) {
   add_doctor_flags(*doctor_command, doctor_options, show_environment);
   FileCommands file_commands;
   add_file_commands(app, file_commands);
-  add_manual_commands(app);
   check_paths(app);
 
   const std::string first = argc > 1 ? argv[1] : "";
   const auto named = app.get_subcommands([&](CLI::App* command) { return command->get_name() == first; });
   if (!first.empty() && first[0] != '-' && named.empty()) {
     throw BadInput("unknown command '" + first +
-                   "'; use train, compare, doctor, plan, top, report, export or "
-                   "completion");
+                   "'; use train, compare, doctor, plan, top, report or export");
   }
   if (argc == 2 && first == "train") return explain_train(*train_command);
   try {
@@ -181,7 +178,6 @@ int parse_and_run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return report(parse_error_text(app, error).c_str(), kBadInput);
   }
-  if (ran_manual_command(app)) return kDone;
   if (app.got_subcommand("report")) return write_report(file_commands.report);
   if (app.got_subcommand("export")) return export_events(file_commands.events);
   if (app.got_subcommand("plan")) {

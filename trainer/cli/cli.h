@@ -1,4 +1,4 @@
-// The `gradwire` command: train, compare, doctor, plan, top, report, export, completion.
+// The `gradwire` command: train, compare, doctor, plan, top, report, export.
 #pragma once
 
 namespace gradwire {

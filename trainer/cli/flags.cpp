@@ -89,7 +89,7 @@ void set_group(CLI::App& command, const char* group) {
   command.option_defaults()->group(group);
 }
 
-// Shown by --help, by the man page, and by train without flags.
+// Shown by --help, and by train without flags.
 constexpr const char* kTrainExamples =
     "Examples:\n"
     "  gradwire train --model vit_tiny --data fashion-mnist --ranks 4 --compression powersgd:rank=4\n"

@@ -1,4 +1,4 @@
-#include "trainer/manual/parse_error.h"
+#include "trainer/cli/parse_error.h"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -9,16 +9,13 @@
 #include <vector>
 
 #include "runtime/util/suggestion.h"
-#include "trainer/manual/arguments.h"
 
 namespace gradwire {
 namespace {
 
 std::string command_list(const CLI::App& app) {
   std::vector<std::string> names;
-  for (const Command& command : commands_of(app)) {
-    if (command.name != app.get_name()) names.push_back(command.name);
-  }
+  for (const CLI::App* command : app.get_subcommands({})) names.push_back(command->get_name());
   return fmt::format("{}", fmt::join(names, ", "));
 }
 
