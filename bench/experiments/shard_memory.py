@@ -10,7 +10,7 @@ import tempfile
 from harness import report
 from harness.ranks import GRADWIRE
 
-SHARDS = ("none", "optimizer", "gradients", "full")
+SHARDS = ("none", "optimizer")
 OPTIONS = {"model": "vit_b_32", "image_size": 224, "worlds": (1, 2, 4, 8), "gradwire": GRADWIRE}
 SMOKE = {"model": "vit_tiny", "image_size": 28, "worlds": (1, 2)}
 SPECS = ("fp32", "int8", "int8:residual=int8")

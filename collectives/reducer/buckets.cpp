@@ -15,8 +15,7 @@ std::pair<int64_t, int64_t> matrix_of(const GradientTensor& tensor) {
   return {rows, count / rows};
 }
 
-GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
-                       const std::vector<int>& blocks) {
+GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes) {
   if (alignment < 1)
     throw BadInput(fmt::format("ReducerOptions::alignment is {}; it must be at least 1 element", alignment));
   GradientLayout layout;
@@ -25,8 +24,7 @@ GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t align
     if (std::any_of(tensor.shape.begin(), tensor.shape.end(), [](int64_t extent) { return extent < 0; })) {
       throw BadInput(fmt::format("gradient '{}' has a negative extent", tensor.name));
     }
-    const bool splits = !blocks.empty() && std::find(blocks.begin(), blocks.end(), i) == blocks.end();
-    if (layout.buckets.empty() || (!splits && layout.buckets.back().elements() * 4 >= bucket_bytes)) {
+    if (layout.buckets.empty() || layout.buckets.back().elements() * 4 >= bucket_bytes) {
       layout.buckets.push_back({.first_tensor = i, .begin = layout.elements});
     }
     layout.offsets.push_back(layout.elements);

@@ -54,11 +54,9 @@ struct GradientLayout {
 // The value of bucket_bytes that puts all tensors in one bucket.
 inline constexpr int64_t kOneBucket = std::numeric_limits<int64_t>::max();
 // Places tensors one after another, each tensor at a multiple of `alignment` elements. The tensor that fills
-// a bucket to bucket_bytes closes the bucket; tensors are never split. `blocks`: the first tensor of each
-// block; buckets do not split blocks; empty: each tensor is a block. Throws BadInput for a tensor with a
+// a bucket to bucket_bytes closes the bucket; tensors are never split. Throws BadInput for a tensor with a
 // negative extent.
-GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes,
-                       const std::vector<int>& blocks = {});
+GradientLayout lay_out(const std::vector<GradientTensor>& tensors, int64_t alignment, int64_t bucket_bytes);
 
 // Parameters common to all codecs of a reducer.
 struct CodecSetup {

@@ -16,7 +16,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
       spec_(spec),
       tensors_(std::move(tensors)),
       options_(std::move(options)),
-      layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes, options_.blocks)) {
+      layout_(lay_out(tensors_, options_.alignment, options_.bucket_bytes)) {
   for (const GradientTensor& tensor : tensors_) {
     const bool half = tensor.dtype == DType::bf16 || tensor.dtype == DType::f16;
     if (tensor.dtype == DType::f32 || (half && !options_.own_gradients)) continue;
@@ -35,7 +35,7 @@ Reducer::Reducer(Communicator& comm, const CompressionSpec& spec, std::vector<Gr
     stream_ = comm.device().is_host() ? Stream::immediate_host() : Stream::create(comm.device(), "set-up");
   }
   if (options_.own_gradients) {
-    gradients_ = comm.transport().exchange_memory(static_cast<size_t>(gradient_elements()) * sizeof(float));
+    gradients_ = comm.transport().exchange_memory(static_cast<size_t>(layout_.elements) * sizeof(float));
     fill_zero(stream_, gradients_.data(), gradients_.bytes());
   }
   if (works) {
@@ -96,6 +96,7 @@ void Reducer::build_buckets() {
                          .spec = spec_,
                          .stream = stream_,
                          .step = device_step_.as<const uint64_t>(),
+                         .gradients = gradients_ ? gradients_.as<float>() : nullptr,
                          .average = options_.average,
                          .seed = options_.seed};
   const size_t count = layout_.buckets.size();
@@ -109,7 +110,6 @@ void Reducer::build_buckets() {
     BucketContext context = bucket_context(
         setup, tensors_, layout_, range,
         fmt::format("bucket {} of {}{}{}", b + 1, count, options_.name.empty() ? "" : " of ", options_.name));
-    context.gradients = memory_of(b);
     context.planner = &*planner_;
     if (options_.sharded) {
       context.shards = shards(range);
@@ -130,7 +130,6 @@ void Reducer::build_buckets() {
     dense_bytes_ += static_cast<uint64_t>(bytes_per_element(range) * static_cast<double>(sent));
   }
   describe_memory();
-  if (in_turns()) build_slots();
   for (Lane& lane : lanes_) lane.workspace = comm_.transport().exchange_memory(lane.workspace_bytes);
   for (Bucket& b : buckets_) b.codec->bind(lane_of(b).workspace.data());
 }
@@ -151,7 +150,7 @@ void Reducer::describe_memory() {
     Bucket& bucket = buckets_[b];
     bucket.owned = options_.sharded ? ElementRange{parts[b].begin - bucket.begin, parts[b].end - bucket.begin}
                                     : ElementRange{0, bucket.elements()};
-    if (options_.own_gradients && !in_turns()) continue;  // each bucket has its own memory
+    if (options_.own_gradients) continue;  // each bucket has its own memory
     for (int i = bucket.first_tensor; i < bucket.last_tensor; ++i) {
       const int64_t end = layout_.offsets[i] + tensors_[i].count();
       const int64_t next = i + 1 < bucket.last_tensor ? layout_.offsets[i + 1] : bucket.end;

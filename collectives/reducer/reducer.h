@@ -55,13 +55,6 @@ struct ReducerOptions {
   // Whether each rank needs only the mean of its part (see owned()). A wire format then uses a
   // reduce-scatter, which sends half of an allreduce's bytes; other codecs leave the mean on every rank.
   bool sharded = false;
-  // With `sharded`: the number of buckets for whose gradients there is memory, which buckets use in turn; 0:
-  // memory for all buckets. With slots, shard() holds the mean of this rank's part, and gradients must become
-  // ready in tensor order.
-  int slots = 0;
-  // The first tensor of each block; buckets do not split blocks. Empty: any tensor may begin a bucket. With
-  // slots, an op must not write gradients of two blocks.
-  std::vector<int> blocks = {};
   bool single_waits = false;  // required by wait_for()
   // Whether a tensor whose gradient is zero on all ranks counts as unused in this step: its gradient becomes
   // zero, and its state stays. wait() then treats gradients that are not ready as zero. Each bucket exchanges
@@ -86,23 +79,17 @@ class Reducer {
   // Returns the address of tensor i's gradient, shaped as registered; constant until adopt() changes it.
   float* gradient(int i) const;
   // Return the flat buffer of all gradients, and the offset of tensor i in this buffer, in elements. Gaps
-  // between tensors (alignment) are always zero, so an optimizer may process the whole buffer at once. With
-  // slots the buffer holds only the slots, and gradient(i) may be written once the gradients of all earlier
-  // buckets are ready.
+  // between tensors (alignment) are always zero, so an optimizer may process the whole buffer at once.
   const Buffer& gradients() const { return gradients_; }
   int64_t offset(int i) const { return layout_.offsets.at(i); }
   int64_t elements() const { return layout_.elements; }  // size of the flat buffer, including gaps
   // Returns the elements of the flat buffer that hold the mean after wait(): all of them or, if sharded, this
   // rank's shard of each bucket. The rest of a sharded reducer's gradients is then unspecified.
   std::vector<ElementRange> owned() const;
-  // Returns, with slots, the mean of the ranges of owned(), without gaps. Valid from wait() until the next
-  // step. Empty without slots.
-  const Buffer& shard() const { return shard_; }
   // Returns the buckets' ranges, the same on every rank. The range of bucket b in owned() begins at
   // ranges()[b].begin plus the sizes of the lower ranks' shards.
   const std::vector<BucketRange>& ranges() const { return layout_.buckets; }
   int bucket_of(int tensor) const;
-  int64_t largest_bucket() const;  // in elements
   Shards shards(const BucketRange& bucket) const;
 
   // Moves tensor i's gradient to gradients[i], on the communicator's device, from the next step on. A bucket
@@ -127,7 +114,7 @@ class Reducer {
   void wait_for(int bucket, const Stream& consumer);
   // Sets the order in which buckets are exchanged from the next step on: a permutation, the same on every
   // rank. A full bucket waits for the buckets that precede it in this order. May be called between steps, or
-  // when every gradient of a step is ready. Not supported with slots.
+  // when every gradient of a step is ready.
   void launch_in(std::vector<int> order);
 
   // Return the first step that can be captured in a graph (runtime/device/graph.h), and the period of steps.
@@ -176,7 +163,6 @@ class Reducer {
     // Gaps that another user of the memory may have written, as offsets from the bucket's start.
     std::vector<ElementRange> gaps;
     ElementRange owned;  // range that this rank owns, as offsets from the bucket's start
-    int64_t packed = 0;  // with slots: offset of `owned` in shard_
     size_t lane = 0;
     Event reduced;  // end of the reduction; only with single_waits
 
@@ -207,13 +193,6 @@ class Reducer {
   void mark_unused(const Stream& consumer);
   void launch(int position);  // an index into order_
   void count_bytes(StepMarks& marks, int which);
-  // slots.cpp: memory for some of the buckets.
-  bool in_turns() const { return options_.sharded && options_.slots > 0 && comm_.world() > 1; }
-  size_t slots() const;
-  int64_t gradient_elements() const;
-  float* memory_of(size_t bucket) const;
-  void build_slots();
-  void take(const Bucket& bucket, Event& taken);
   // staging.cpp: gradients in the caller's memory.
   float* staging_of(const Bucket& bucket);
   void clear_gaps(const Bucket& bucket) const;
@@ -229,8 +208,6 @@ class Reducer {
   const ReducerOptions options_;
   const GradientLayout layout_;
   Buffer gradients_, device_step_;
-  Buffer shard_;                 // see shard(); empty without slots
-  std::vector<Event> taken_;     // [slot]: the gradients are reduced and the mean is in shard_
   std::vector<void*> adopted_;   // [tensor]; empty: gradients are in gradients_
   std::vector<Bucket> buckets_;  // empty in a world of 1
   std::vector<int> bucket_of_;   // tensor -> bucket

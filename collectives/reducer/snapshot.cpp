@@ -63,8 +63,7 @@ double ReducerSnapshot::residual_norm() const {
   return std::sqrt(sum);
 }
 
-bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world,
-                              const std::function<float*()>& left_over, Into into) const {
+bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int world, Into into) const {
   const std::vector<TensorState> states =
       into == Into::same_codec ? reducer.tensor_state() : std::vector<TensorState>();
   float* rest = nullptr;
@@ -86,7 +85,7 @@ bool ReducerSnapshot::restore(const Stream& stream, const Reducer& reducer, int 
           fmt::format("ReducerSnapshot::restore: no place for '{}' of tensor {}", entry.kind, entry.tensor));
     } else if (entry.kind == kResidualKind) {
       if (rest == nullptr) {
-        rest = left_over();
+        rest = reducer.gradients().as<float>();
         fill_zero(stream, rest, static_cast<size_t>(reducer.elements()) * sizeof(float));
       }
       copy(stream, rest + reducer.offset(entry.tensor), from, entry.bytes);

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -26,10 +25,9 @@ class ReducerSnapshot {
   // Loads the state into a new reducer of the same tensors, and blocks until `stream` is done. `world`: 0 if
   // a rank was replaced. If the world size differs, state that belongs to one rank is reset (is_loaded()),
   // except residuals, which are restored bit for bit. A residual that this reducer cannot hold (a world of 1)
-  // is stored in `left_over()`, laid out as the flat gradient buffer and requested at most once. Returns
-  // whether `left_over()` was requested.
-  bool restore(const Stream& stream, const Reducer& reducer, int world,
-               const std::function<float*()>& left_over, Into into = Into::same_codec) const;
+  // is stored in the reducer's gradients; the other gradients are then 0. Returns whether there was such a
+  // residual.
+  bool restore(const Stream& stream, const Reducer& reducer, int world, Into into = Into::same_codec) const;
 
   int64_t bytes() const { return static_cast<int64_t>(values_.size()); }
 

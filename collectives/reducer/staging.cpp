@@ -13,7 +13,6 @@ namespace gradwire {
 
 void Reducer::adopt(std::span<void* const> gradients) {
   std::lock_guard lock(mutex_);
-  if (in_turns()) throw Error("Reducer::adopt: with slots, the reducer owns the gradients' memory");
   if (gradients.size() != tensors_.size()) {
     throw BadInput(
         fmt::format("Reducer::adopt: {} addresses for {} tensors", gradients.size(), tensors_.size()));
@@ -46,15 +45,13 @@ int Reducer::buckets_in_place() const {
 
 float* Reducer::gradient(int i) const {
   if (!adopted_.empty()) return static_cast<float*>(adopted_.at(static_cast<size_t>(i)));
-  if (!gradients_) return nullptr;
-  const auto bucket = static_cast<size_t>(bucket_of(i));
-  return memory_of(bucket) + (offset(i) - layout_.buckets[bucket].begin);
+  return gradients_ ? gradients_.as<float>() + offset(i) : nullptr;
 }
 
 // Returns the bucket's address in the reducer's memory. The buckets of a lane share one buffer, which is as
 // large as the largest bucket.
 float* Reducer::staging_of(const Bucket& bucket) {
-  if (gradients_) return memory_of(static_cast<size_t>(&bucket - buckets_.data()));
+  if (gradients_) return gradients_.as<float>() + bucket.begin;
   Lane& lane = lane_of(bucket);
   if (!lane.staging) {
     int64_t most = 0;

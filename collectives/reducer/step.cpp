@@ -22,11 +22,6 @@ void Reducer::ready(int i, const Stream& producer) {
   if (!options_.own_gradients && adopted_.empty()) {
     throw BadInput("Reducer::ready: no gradients; call adopt() first, because own_gradients is off");
   }
-  if (in_turns() && i > 0 && !ready_[i - 1]) {
-    throw BadInput(fmt::format(
-        "gradient '{}' was marked ready before '{}'; with slots, mark gradients in the order of registration",
-        tensors_[i].name, tensors_[i - 1].name));
-  }
   ready_[i] = true;
   if (buckets_.empty()) return;
   Bucket& bucket = buckets_[bucket_of_[i]];
@@ -38,10 +33,6 @@ void Reducer::ready(int i, const Stream& producer) {
   // in the same order.
   while (launched_ < static_cast<int>(order_.size()) && buckets_[order_[launched_]].is_full())
     launch(launched_++);
-  const size_t next = static_cast<size_t>(bucket_of_[i]) + 1;
-  if (in_turns() && bucket.is_full() && next < buckets_.size() && next >= slots()) {
-    producer.wait(taken_[next % slots()]);  // the next bucket reuses the slot's memory
-  }
 }
 
 void Reducer::launch_in(std::vector<int> order) {
@@ -52,11 +43,10 @@ void Reducer::launch_in(std::vector<int> order) {
   std::sort(sorted.begin(), sorted.end());
   std::vector<int> all(buckets_.size());
   std::iota(all.begin(), all.end(), 0);
-  if (!idle || in_turns() || sorted != all) {
+  if (!idle || sorted != all) {
     throw BadInput(fmt::format("Reducer::launch_in: {}",
-                               !idle        ? "only between steps, or when every gradient of a step is ready"
-                               : in_turns() ? "with slots, the order of buckets is fixed"
-                                            : fmt::format("not a permutation of {} buckets", all.size())));
+                               !idle ? "only between steps, or when every gradient of a step is ready"
+                                     : fmt::format("not a permutation of {} buckets", all.size())));
   }
   order_ = std::move(order);
   if (launched_ > 0) launched_ = static_cast<int>(order_.size());
@@ -186,9 +176,8 @@ void Reducer::launch(int position) {
     phases.enter(stream, Phase::compress);
     stage(bucket, true);
   }
-  if (bucket.staged || in_turns()) clear_gaps(bucket);
+  if (bucket.staged) clear_gaps(bucket);
   bucket.codec->run(stream, step_, phases);
-  if (in_turns()) take(bucket, taken_[static_cast<size_t>(b) % slots()]);
   if (bucket.staged) {
     phases.enter(stream, Phase::decompress);
     stage(bucket, false);

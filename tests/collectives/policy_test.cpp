@@ -211,7 +211,7 @@ TEST(Ef21, ContinuesFromTheEstimateInAnotherGroup) {
     std::vector<std::vector<float>> deviations(static_cast<size_t>(world));
     run_ranks(world, Device::host(), [&](Communicator& comm) {
       Rank rank(comm, "int4:ef=ef21", model(), 16 << 10);
-      kept.restore(rank.stream, rank.reducer, passed, [] { return nullptr; });
+      kept.restore(rank.stream, rank.reducer, passed);
       EXPECT_TRUE(same_bits(state_of(rank, "estimate"), estimate));
       EXPECT_EQ(norm(sum_of({state_of(rank, "deviation")})) > 0, passed == 3);
       rank.step(gradients_for(rank.tensors, static_cast<uint32_t>(comm.rank())));

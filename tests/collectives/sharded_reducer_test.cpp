@@ -1,10 +1,8 @@
 // A sharded reducer: each rank gets the mean of its shard, gradients are conserved, and half the bytes are
 // sent.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <numeric>
 
 #include "tests/collectives/conservation.h"
 #include "tests/support/devices.h"
@@ -13,7 +11,6 @@
 namespace gradwire {
 namespace {
 
-using testing::flat;
 using testing::gradients_for;
 using testing::model;
 using testing::norm;
@@ -30,15 +27,14 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
     std::vector<int> owners;  // number of ranks that own each element
     uint64_t wire_bytes = 0;
   };
-  Result run(const std::string& spec, int world, int steps, bool sharded, int slots = 0) const {
+  Result run(const std::string& spec, int world, int steps, bool sharded) const {
     Result all;
     std::mutex mutex;
     run_ranks(world, GetParam(), [&](Communicator& comm) {
       comm.set_ranks_per_node(testing::ranks_per_node(world));
       const Stream stream = Stream::create(comm.device(), "compute");
-      Reducer reducer(
-          comm, CompressionSpec::parse(spec), model(),
-          {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded, .slots = slots});
+      Reducer reducer(comm, CompressionSpec::parse(spec), model(),
+                      {.bucket_bytes = 16 << 10, .seed = 5, .slice_bytes = 0, .sharded = sharded});
       const auto elements = static_cast<size_t>(reducer.elements());
       std::vector<double> applied(elements), in(elements);
       std::vector<float> mean;
@@ -52,11 +48,10 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
           reducer.ready(i, stream);
         }
         reducer.wait(stream);
-        mean = slots > 0 ? unpacked(stream, reducer)
-                         : to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
+        mean = to_host(stream, reducer.gradients().as<const float>(), reducer.elements());
         for (size_t e = 0; e < elements; ++e) applied[e] += mean[e];
         // The gaps between the tensors must be zero in the next step.
-        if (sharded && slots == 0) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
+        if (sharded) fill_zero(stream, reducer.gradients().data(), reducer.gradients().bytes());
         stream.synchronize();
       }
       std::vector<double> kept(elements);
@@ -80,18 +75,6 @@ class ShardedReducer : public ::testing::TestWithParam<Device> {
       all.wire_bytes = std::max(all.wire_bytes, reducer.stats(steps - 1).wire_bytes);
     });
     return all;
-  }
-
-  static std::vector<float> unpacked(const Stream& stream, const Reducer& reducer) {
-    std::vector<float> flat(reducer.elements());
-    const std::vector<float> packed =
-        to_host(stream, reducer.shard().as<const float>(), static_cast<int64_t>(reducer.shard().bytes() / 4));
-    auto from = packed.begin();
-    for (const ElementRange& range : reducer.owned()) {
-      std::copy_n(from, range.count(), flat.begin() + range.begin);
-      from += range.count();
-    }
-    return flat;
   }
 };
 GW_INSTANTIATE_ON_DEVICES(ShardedReducer);
@@ -130,40 +113,6 @@ TEST_P(ShardedReducer, ConservesGradients) {
       EXPECT_LE(norm(difference), 1e-6 * norm(r.size)) << spec << ", " << world;
     }
   }
-}
-
-TEST_P(ShardedReducer, BucketsThatShareMemoryGiveTheSameBits) {
-  for (const char* spec : thinned({"fp32", "fp32:schedule=ring", "int8:round=stochastic", "int4:dense=off",
-                                   "powersgd:rank=2", "randk:ratio=0.1"})) {
-    for (int world : thinned({2, 3, 8}, 2)) {
-      const Result whole = run(spec, world, 3, true);
-      for (int slots : thinned({1, 2, 3, 100})) {
-        const Result in_turns = run(spec, world, 3, true, slots);
-        EXPECT_TRUE(testing::same_bits(whole.mean, in_turns.mean)) << spec << ", " << world << ", " << slots;
-        EXPECT_EQ(whole.kept, in_turns.kept) << spec << ", " << world << ", " << slots;
-      }
-    }
-  }
-}
-
-TEST_P(ShardedReducer, BucketsThatShareMemoryRequireTensorOrder) {
-  run_ranks(2, GetParam(), [&](Communicator& comm) {
-    const Stream stream = Stream::create(comm.device(), "compute");
-    Reducer reducer(comm, CompressionSpec::parse("fp32"), model(),
-                    {.bucket_bytes = 16 << 10, .sharded = true, .slots = 2, .blocks = {0, 3}});
-    EXPECT_EQ(reducer.buckets(), 2);  // the cut is at a block boundary
-    EXPECT_EQ(reducer.bucket_of(2), 0);
-    EXPECT_EQ(reducer.bucket_of(3), 1);
-    try {
-      reducer.ready(1, stream);
-      ADD_FAILURE() << "tensor 1 before tensor 0";
-    } catch (const BadInput& error) {
-      EXPECT_THAT(error.what(), ::testing::HasSubstr("'" + model()[1].name + "' was marked ready before '" +
-                                                     model()[0].name + "'"));
-    }
-    std::vector<void*> addresses(model().size(), reducer.gradient(0));
-    EXPECT_THROW(reducer.adopt(addresses), Error);
-  });
 }
 
 TEST_P(ShardedReducer, AWireFormatSendsHalfTheBytesOfAnAllreduce) {

@@ -206,7 +206,7 @@ RANK_PROGRAM(TrainsElastically) {
   config.elastic_batch =
       me.option("batch") == "keep-local" ? ElasticBatch::keep_local : ElasticBatch::keep_global;
   config.graph = me.option("graph") == "on";
-  config.shard = static_cast<Sharding>(me.number("shard"));
+  config.shard_optimizer = me.option("shard") == "on";
   config.timeout_s = static_cast<double>(me.timeout.count()) * 1e-3;
   config.members = folder + "/members";
   if (me.option("checkpoints") == "on") {
@@ -296,7 +296,7 @@ Trained train(const Case& c, const std::set<int>& dead) {
                                      {"least", std::to_string(c.least)},
                                      {"batch", c.batch},
                                      {"graph", c.graph},
-                                     {"shard", std::to_string(static_cast<int>(c.shard))},
+                                     {"shard", c.shard_optimizer ? "on" : "off"},
                                      {"checkpoints", c.checkpoints},
                                      {"folder", trained.folder}}};
   for (const Fate& fate : fates_of(c.fates)) {

@@ -56,7 +56,7 @@ struct Case {
   std::string spec = "int8", fates;
   int world = 4, least = 1;  // world: number of launched ranks
   std::string batch = "keep-global", checkpoints = "off", graph = "off";
-  Sharding shard = Sharding::none;
+  bool shard_optimizer = false;
   std::chrono::milliseconds timeout = 20s;
   int64_t steps = 24;
   int most = 0;                // 0: the number of processes is the maximum

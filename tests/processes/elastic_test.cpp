@@ -92,15 +92,15 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
       fates += fmt::format("{} {} soon ", random() % (kSteps - 6), order[i]);
       lost.insert(order[i]);
     }
-    const Sharding shard = static_cast<Sharding>(random() % 4);
-    const bool checkpoints = shard != Sharding::none || random() % 2 == 0;
-    SCOPED_TRACE(fmt::format("{}, --shard {}", fates, name(shard)));
+    const bool sharded = random() % 2 == 0;
+    const bool checkpoints = sharded || random() % 2 == 0;
+    SCOPED_TRACE(fmt::format("{}, {}", fates, sharded ? "sharded" : "whole"));
     const Trained trained = train({.spec = specs[run % 3],
                                    .fates = fates,
                                    .world = world,
                                    .batch = random() % 2 == 0 ? "keep-global" : "keep-local",
                                    .checkpoints = checkpoints ? "on" : "off",
-                                   .shard = shard},
+                                   .shard_optimizer = sharded},
                                   lost);
     expect_steps(trained);
     const std::vector<int> told = trained.lost();
@@ -113,18 +113,15 @@ TEST(Elastic, RanksKilledAtAnyTimeLeaveARunThatEndsInGoodOrder) {
 // the steps since that checkpoint are repeated. With FP32 and the same images per step, the losses are equal.
 TEST(Elastic, ShardedRunsReplayFromTheNewestCheckpointOrTheBeginning) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(4, "fp32"));
-  for (const Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
-    SCOPED_TRACE(name(shard));
-    const Trained trained =
-        train({.spec = "fp32", .fates = "1 3 kill 10 0 kill 17 2 kill", .checkpoints = "on", .shard = shard},
-              {0, 2, 3});
-    EXPECT_EQ(trained.lost(), (std::vector<int>{3, 0, 2}));
-    EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
-    EXPECT_EQ(trained.steps_of("shrink"), (std::vector<int64_t>{0, 8, 16}));
-    EXPECT_EQ(trained.steps_of("step"), every_step(kSteps));
-    expect_losses(trained, whole);
-    EXPECT_EQ(trained.steps_of("eval"), (std::vector<int64_t>{6, 12, 18, 24}));
-  }
+  const Trained trained = train(
+      {.spec = "fp32", .fates = "1 3 kill 10 0 kill 17 2 kill", .checkpoints = "on", .shard_optimizer = true},
+      {0, 2, 3});
+  EXPECT_EQ(trained.lost(), (std::vector<int>{3, 0, 2}));
+  EXPECT_EQ(lines_with("end: ", trained.ranks[1].output).size(), 1u);
+  EXPECT_EQ(trained.steps_of("shrink"), (std::vector<int64_t>{0, 8, 16}));
+  EXPECT_EQ(trained.steps_of("step"), every_step(kSteps));
+  expect_losses(trained, whole);
+  EXPECT_EQ(trained.steps_of("eval"), (std::vector<int64_t>{6, 12, 18, 24}));
 }
 
 // Checks the residuals. The residuals of dead ranks are in the checkpoint, so no residual is lost.
@@ -132,8 +129,7 @@ TEST(Elastic, ShardedRunsLoseNoResiduals) {
   for (const char* spec : {"int8", "powersgd:rank=2"}) {
     SCOPED_TRACE(spec);
     const Trained trained = train(
-        {.spec = spec, .fates = "6 3 kill 14 1 kill", .checkpoints = "on", .shard = Sharding::optimizer},
-        {1, 3});
+        {.spec = spec, .fates = "6 3 kill 14 1 kill", .checkpoints = "on", .shard_optimizer = true}, {1, 3});
     EXPECT_EQ(trained.lost(), (std::vector<int>{3, 1}));
     for (const json& record : trained.records("shrink")) {
       for (const json& norm : record["lost_residual_norms"]) EXPECT_EQ(norm, 0.0);

@@ -71,21 +71,18 @@ TEST(Grow, JoinersExtendAndSucceedALoneRank) {
 // Checks that joiners read their part of the state from a checkpoint that the group writes for them.
 TEST(Grow, ShardedRunsReshardTheirState) {
   const std::vector<double> whole = undisturbed_losses(tiny_run(2, "fp32", 50));
-  for (const Sharding shard : {Sharding::optimizer, Sharding::full}) {
-    SCOPED_TRACE(name(shard));
-    const Trained trained = train({.spec = "fp32",
-                                   .fates = "5 2 join 5 3 join 30 0 kill",
-                                   .world = 2,
-                                   .checkpoints = "on",
-                                   .shard = shard,
-                                   .steps = 50},
-                                  {0});
-    EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
-    EXPECT_EQ(trained.lost(), (std::vector<int>{0}));
-    EXPECT_EQ(checkpoint_world(trained.checkpoint(28)), 4);
-    EXPECT_EQ(trained.steps_of("step"), every_step(50));
-    expect_losses(trained, whole);
-  }
+  const Trained trained = train({.spec = "fp32",
+                                 .fates = "5 2 join 5 3 join 30 0 kill",
+                                 .world = 2,
+                                 .checkpoints = "on",
+                                 .shard_optimizer = true,
+                                 .steps = 50},
+                                {0});
+  EXPECT_EQ(trained.joined(), (std::vector<int>{2, 3}));
+  EXPECT_EQ(trained.lost(), (std::vector<int>{0}));
+  EXPECT_EQ(checkpoint_world(trained.checkpoint(28)), 4);
+  EXPECT_EQ(trained.steps_of("step"), every_step(50));
+  expect_losses(trained, whole);
 }
 
 TEST(Grow, KeepLocalGivesJoinersABatchAndRaisesTheLearningRate) {
@@ -161,7 +158,7 @@ TEST(Grow, CompletesWhenRanksDieWhileOthersJoin) {
                                    .fates = fates,
                                    .world = launched,
                                    .checkpoints = checkpoints ? "on" : "off",
-                                   .shard = divided ? Sharding::full : Sharding::none,
+                                   .shard_optimizer = divided,
                                    .steps = 80},
                                   dead);
     expect_steps(trained);

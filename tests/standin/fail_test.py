@@ -30,7 +30,7 @@ RUNS = {
     "graph": (1, "--graph", "cudaErrorInvalidValue"),
     "memory": (1, "--precision bf16", "cudaErrorMemoryAllocation"),
     "ranks": (2, "", "cudaErrorIllegalAddress:sticky"),
-    "shards": (2, "--shard full", "cudaErrorMemoryAllocation"),
+    "shards": (2, "--shard optimizer --gather-weights int8", "cudaErrorMemoryAllocation"),
     "powersgd": (2, "--compression powersgd:rank=2", "cudaErrorInvalidValue"),
 }
 # Calls whose failures may be ignored, as "call < its callers".

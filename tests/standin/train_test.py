@@ -36,8 +36,6 @@ VARIANTS = [
     (2, "--compression topk", False),
     (2, "--compression randk", False),
     (2, "--shard optimizer", True),
-    (2, "--shard gradients", False),
-    (2, "--shard full", True),
     (2, "--overlap-forward", False),
     (2, "--precision bf16 --compression bf16", False),
     (2, "--compression fp32:transport=peer", True),

@@ -37,7 +37,7 @@ TEST_P(CheckpointFiles, RanksOfAShardedRunWriteTheirShards) {
   constexpr int kRanks = 3;
   TrainConfig c = config(kRanks, "fp32");
   c.bucket_mb = 0.003;
-  c.shard = Sharding::optimizer;
+  c.shard_optimizer = true;
   c.checkpoint_directory = folder_.path("run");
   const auto parameters = vit_parameters(c.model);
   std::array<uint64_t, kRanks> bytes{};
@@ -189,6 +189,11 @@ TEST_P(CheckpointFiles, RejectsARunThatDoesNotFit) {
   const auto notes = compare_with_head(c, read_head(checkpoint(4)));
   ASSERT_EQ(notes.size(), 1u);
   testing::expect_has(notes[0], {"lr 0.01, now 0.5"});
+  CheckpointHead head = read_head(checkpoint(4));
+  Json saved = parse_json(head.config);
+  saved["shard"] = "full";
+  head.config = saved.dump();
+  expect_bad_input([&] { compare_with_head(c, head); }, {head.path, "shard \"full\"", "\"optimizer\""});
 }
 
 // Flips bits at random places, and truncates the file at random places.

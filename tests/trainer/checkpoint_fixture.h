@@ -127,7 +127,6 @@ inline Restored restore_rank(const TrainConfig& config, Communicator& comm, cons
   const Optimizer optimizer(config, rank.stream, {{0, elements}});
   RankState state = rank.state();
   state.moments = optimizer.moments();
-  state.left_over = [&] { return rank.reducer.gradients().as<float>(); };
   const bool left = restore_checkpoint(state, config, read_head(from));
   Restored out{.residual = rank.residual(),
                .left = to_host<float>(rank.stream, rank.reducer.gradients().as<float>(), elements),

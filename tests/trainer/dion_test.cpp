@@ -43,13 +43,12 @@ TEST_P(DionTrainTest, LearnsInEveryFormatAndWorld) {
 }
 
 TEST_P(DionTrainTest, ShardsGraphsAndOverlapGiveTheSameBits) {
-  // Divided gradients have other buckets, which a lossy format rounds in other places.
   TrainConfig c = config(3, "dion:rank=3,schedule=two_shot");
   c.steps = 8;
   c.bucket_mb = 0.003;
   const Recorder plain = train(c);
   TrainConfig sharded = c, graph = c, overlap = c;
-  sharded.shard = Sharding::gradients;
+  sharded.shard_optimizer = true;
   graph.graph = GetParam().is_host();
   overlap.overlap_forward = true;
   for (const TrainConfig& other : {sharded, graph, overlap}) {
@@ -112,13 +111,13 @@ TEST_P(DionCheckpointTest, AnotherNumberOfRanksKeepsTheSumOfTheMomenta) {
 }
 
 TEST(DionOptions, ComposeWithTheWireFormat) {
-  const auto resolved = [](const char* optimizer, const char* compression, Sharding shard = Sharding::none) {
+  const auto resolved = [](const char* optimizer, const char* compression, bool shard_optimizer = false) {
     RunOptions o;
     o.data = "synthetic";
     o.device = DeviceChoice::host;
     o.matrix_optimizer = optimizer;
     if (*compression != '\0') o.compression = {compression};
-    o.shard = shard;
+    o.shard_optimizer = shard_optimizer;
     return resolve_machine(o).config;
   };
   const TrainConfig config = resolved("dion:rank=8,mu=0.9,lr=0.02", "int8:schedule=ring");
@@ -138,7 +137,7 @@ TEST(DionOptions, ComposeWithTheWireFormat) {
   EXPECT_EQ(muon.compression.to_string(), "topk:k=41");
   expect_bad_input([&] { resolved("muon:mu=2", ""); }, {"mu=", "0 to 1"});
   expect_bad_input([&] { resolved("muon:rank=2", ""); }, {"muon:rank=2", "mu= and lr="});
-  expect_bad_input([&] { resolved("muon", "", Sharding::full); }, {"--shard", "muon"});
+  expect_bad_input([&] { resolved("muon", "", true); }, {"--shard", "muon"});
 }
 
 }  // namespace

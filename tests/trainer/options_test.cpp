@@ -149,8 +149,6 @@ TEST(Resolve, LayersPerGradientGroupAreTwoByDefault) {
   EXPECT_EQ(four.config.gradient_group, 4);
   ASSERT_FALSE(four.notes.empty());
   testing::expect_has(four.notes.back(), {"--gradient-group has no effect on the host"});
-  o.shard = Sharding::gradients, o.ranks = 2;
-  expect_bad_input([&] { resolve(o); }, {"--gradient-group", "--shard gradients", "--shard optimizer"});
   for (const char* wrong : {"0", "9", "some"})
     expect_bad_input([&] { parsed({"--gradient-group", wrong}); }, {"--gradient-group", wrong});
 }
@@ -194,7 +192,7 @@ TEST(Resolve, ResidualPoliciesMustFitOptimizerAndSharding) {
   o.compression = {"topk:momentum=0.9"};
   o.ranks = 4;
   EXPECT_EQ(resolve(o).compressions[0].policy.momentum, 0.9);
-  o.shard = Sharding::optimizer;
+  o.shard_optimizer = true;
   expect_bad_input([&] { resolve(o); }, {"topk:momentum=0.9", "--shard none"});
   o.compression = {"int8", "int8:ef=ef21"};
   expect_bad_input([&] { resolve(o); }, {"int8:ef=ef21", "--shard none"});
@@ -209,8 +207,8 @@ TEST(Resolve, OverlappedStepsExcludeGraphsAndShards) {
   o.graph = true;
   expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--graph"});
   o.graph = false;
-  o.shard = Sharding::full;
-  expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--shard full"});
+  o.shard_optimizer = true;
+  expect_bad_input([&] { resolve(o); }, {"--overlap-forward", "--shard optimizer", "--shard none"});
 }
 
 TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
@@ -234,6 +232,7 @@ TEST(Flags, NamesEachInvalidValueWithTheAllowedOnes) {
   refuse({"--precision", "fp16"}, {"--precision", "fp16", "fp32,tf32,bf16"});
   refuse({"--gelu", "quick"}, {"--gelu", "quick", "exact,tanh"});
   refuse({"--device", "tpu"}, {"--device", "tpu", "auto,host,cuda"});
+  refuse({"--shard", "full"}, {"--shard", "full", "none,optimizer"});
   refuse({"--steps", "1", "--epochs", "1"}, {"--steps", "--epochs"});
   refuse({"--init", "a", "--resume", "b"}, {"--resume", "--init"});
   refuse({"--checkpoint-keep", "3"}, {"--checkpoint-keep", "--checkpoint"});
@@ -315,14 +314,14 @@ TEST(Elastic, RejectsUnsupportedConfigurations) {
   }
   o.elastic = "1:4";
   RunOptions sharded = o, overlapped = o, hierarchical = o;
-  sharded.shard = Sharding::optimizer;
+  sharded.shard_optimizer = true;
   overlapped.overlap_forward = true;
   hierarchical.compression = {"fp32:schedule=hierarchical"};
   hierarchical.ranks_per_node = 2;
   expect_bad_input([&] { resolve(sharded); }, {"--elastic 1:4", "--shard optimizer", "--checkpoint"});
   const testing::TemporaryFolder folder;
   sharded.checkpoint = folder.path("saved");
-  EXPECT_EQ(resolve(sharded).config.shard, Sharding::optimizer);
+  EXPECT_TRUE(resolve(sharded).config.shard_optimizer);
   expect_bad_input([&] { resolve(overlapped); }, {"--elastic 1:4", "--overlap-forward"});
   expect_bad_input([&] { resolve(hierarchical); },
                    {"--elastic 1:4", "schedule=hierarchical", "schedule=auto"});

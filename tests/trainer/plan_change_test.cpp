@@ -47,8 +47,7 @@ struct Rank {
             .layout = layout,
             .weights = {weights.as<float>()},
             .moments = {{"m", {moment.as<float>()}}},
-            .parts = {{0, layout.elements}},
-            .left_over = [this] { return reducer.gradients().as<float>(); }};
+            .parts = {{0, layout.elements}}};
   }
   // Visits the elements of all tensors, without the gaps of a layout.
   void each(const std::function<void(size_t number, size_t at)>& visit) const {

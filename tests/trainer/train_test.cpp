@@ -150,8 +150,7 @@ TEST_P(TrainTest, GraphsAndOverlappingForwardGiveTheSameBits) {
   }
 }
 
-// Checks sharded runs, in which each rank holds and updates a part of the moments, and possibly of the
-// gradients and weights.
+// Checks sharded runs, in which each rank holds and updates a part of the moments.
 TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
   for (const char* spec : {"fp32:schedule=two_shot", "fp32:schedule=ring",
                            "powersgd:rank=2,schedule=two_shot", "powersgd:rank=2"}) {
@@ -159,16 +158,13 @@ TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
     for (int ranks : thinned({1, 2, 3, 5, 8})) {
       TrainConfig c = config(ranks, spec);
       if (ranks > 4) c.batch_size = 2;
-      c.bucket_mb = ranks == 5 ? 25 : ranks == 8 ? 0.0001 : 0.003;  // 0.0001: a bucket per block
+      c.bucket_mb = ranks == 5 ? 25 : ranks == 8 ? 0.0001 : 0.003;  // 0.0001: a bucket per tensor
       c.optimizer = ranks == 2 ? OptimizerKind::sgd : OptimizerKind::adamw;
       c.precision = ranks == 3 && two_shot ? Precision::bf16 : Precision::fp32;
       const Recorder whole = train(c);
-      for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
-        if (shard != Sharding::optimizer && !two_shot) continue;
-        c.shard = shard;
-        c.graph = shard == Sharding::optimizer && ranks == 3 && GetParam().is_host();
-        expect_same_run(train(c), whole, fmt::format("{}, {}, {}", spec, ranks, name(shard)));
-      }
+      c.shard_optimizer = true;
+      c.graph = ranks == 3 && GetParam().is_host();
+      expect_same_run(train(c), whole, fmt::format("{}, {}", spec, ranks));
     }
   }
 }
@@ -177,12 +173,11 @@ TEST_P(TrainTest, ShardedRunsMatchUnshardedOnesBitForBit) {
 // differ in a bit.
 TEST_P(TrainTest, CompressedWeightsAreEqualOnAllRanksAndTrain) {
   const Recorder exact = train(config(4));
-  Sharding shard = Sharding::full;
   for (const char* format : thinned({"bf16", "fp8", "int8", "int4:rotate=hadamard"}, 2)) {
     for (const char* spec : {"fp32", "int8"}) {
       TrainConfig c = config(4, spec);
       c.bucket_mb = 0.003;
-      c.shard = shard = shard == Sharding::full ? Sharding::optimizer : Sharding::full;
+      c.shard_optimizer = true;
       const uint64_t plain = train(c).steps.back().wire_bytes;
       c.gather_weights = CompressionSpec::parse(format).wire;
       const Recorder r = train(c);
@@ -200,29 +195,13 @@ TEST_P(TrainTest, ShardedOptimizersNeedAnNthOfTheMemory) {
   for (int ranks : {1, 2, 4, 8}) {
     TrainConfig c = config(ranks);
     const RunMemory whole = plan_memory(c);
-    c.shard = Sharding::optimizer;
+    c.shard_optimizer = true;
     const RunMemory divided = plan_memory(c);
     EXPECT_NEAR(static_cast<double>(divided.optimizer), static_cast<double>(whole.optimizer) / ranks,
                 64.0 * ranks)
         << ranks;
     EXPECT_EQ(divided.gradients, whole.gradients);
-    c.bucket_mb = 0.003;
-    c.model.depth = 8;
-    c.shard = Sharding::none;
-    const RunMemory deep = plan_memory(c);
-    c.shard = Sharding::gradients;
-    const RunMemory less = plan_memory(c);
-    c.shard = Sharding::full;
-    const RunMemory least = plan_memory(c);
-    if (ranks > 1) {
-      EXPECT_LT(less.gradients, deep.gradients);
-      EXPECT_LT(least.model, deep.model);
-    } else {
-      EXPECT_EQ(least.total(), deep.total());
-    }
-    c.bucket_mb = config(ranks).bucket_mb;
-    c.model = config(ranks).model;
-    c.shard = Sharding::optimizer;
+    EXPECT_EQ(divided.model, whole.model);
     c.memory_limit = divided.total();
     EXPECT_NO_THROW(check_memory_limit(c));
     c.memory_limit = divided.total() - 1;
@@ -231,17 +210,17 @@ TEST_P(TrainTest, ShardedOptimizersNeedAnNthOfTheMemory) {
 }
 
 TEST_P(TrainTest, ARunTakesTheMemoryOfItsPlan) {
-  for (Sharding shard : {Sharding::none, Sharding::optimizer, Sharding::gradients, Sharding::full}) {
+  for (bool sharded : {false, true}) {
     for (int ranks : {1, 2, 4}) {
       TrainConfig c = config(ranks, "int8");
       c.model.width = 64, c.model.mlp = 256, c.model.depth = 8;
       c.bucket_mb = 0.1;
       c.batch_size = 2;
       c.eval_every = 0;
-      c.shard = shard;
+      c.shard_optimizer = sharded;
       const auto planned = static_cast<double>(plan_memory(c).total());
       const auto taken = static_cast<double>(train(c).memory_bytes);
-      EXPECT_NEAR(taken, planned, 0.1 * planned) << name(shard) << ", " << ranks;
+      EXPECT_NEAR(taken, planned, 0.1 * planned) << sharded << ", " << ranks;
     }
   }
 }

@@ -374,31 +374,6 @@ TEST_P(VitTest, EvaluationWithFusedGeluKeepsNoPreActivations) {
   }
 }
 
-TEST_P(VitTest, ProcessesUnevenlySpacedGradientsLayerByLayer) {
-  const VitConfig config = small_config(Gelu::exact, 3);
-  Bench bench(config, GetParam(), 2, 5);
-  bench.randomize(6);
-  ParameterLayout uneven = bench.layout;
-  const auto last =
-      static_cast<size_t>(index_of(bench.vit.parameters(), "encoder.layers.encoder_layer_0.mlp.3.bias"));
-  for (size_t i = last; i < uneven.offsets.size(); ++i) uneven.offsets[i] += 64;
-  const std::vector<float> want = bench.gradient();
-  Vit vit(
-      config, bench.stream, bench.layout,
-      {.max_batch = 2, .share = &bench.vit, .gradients = uneven, .groups = {.layers = 3, .awaited = false}});
-  const Buffer gradients = make_buffer<float>(GetParam(), uneven.elements + 64);
-  fill_zero(bench.stream, gradients.data(), gradients.bytes());
-  fill_zero(bench.stream, bench.totals.data(), bench.totals.bytes());
-  vit.forward(bench.images.as<float>(), 2);
-  vit.backward(bench.labels.as<int32_t>(), bench.totals.as<double>(), 0.5f, gradients.as<float>(), false, {});
-  const std::vector<float> got = to_host(bench.stream, gradients.as<const float>(), uneven.elements + 64);
-  for (size_t i = 0; i < uneven.offsets.size(); ++i) {
-    const std::span<const float> tensor = bench.tensor(want, static_cast<int>(i));
-    EXPECT_TRUE(std::equal(tensor.begin(), tensor.end(), got.begin() + uneven.offsets[i]))
-        << bench.vit.parameters()[i].name;
-  }
-}
-
 TEST_P(VitTest, SameInputGivesTheSameBits) {
   auto once = [&](int threads, Precision precision = Precision::fp32) {
     const int before = host_threads();

@@ -328,7 +328,8 @@ void add_saved_residual(const SafetensorsReader& file, const VitParameter& p, st
   add_residual(sum, values);
 }
 
-// Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to left_over().
+// Sets each residual to the sum of the residuals in `files`. Returns true if a residual went to the
+// reducer's gradients.
 bool restore_residuals(const RankState& rank, const std::vector<TensorState>& states, bool same_codec,
                        const std::vector<std::unique_ptr<SafetensorsReader>>& files) {
   std::vector<const TensorState*> residual(rank.parameters.size());
@@ -351,7 +352,7 @@ bool restore_residuals(const RankState& rank, const std::vector<TensorState>& st
     }
   }
   if (!left_over) return false;
-  float* const to = rank.left_over();
+  float* const to = rank.reducer.gradients().as<float>();
   fill_zero(rank.stream, to, static_cast<size_t>(rank.layout.elements) * sizeof(float));
   for (size_t i = 0; i < left.size(); ++i) {
     if (!left[i].empty()) {

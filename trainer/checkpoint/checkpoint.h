@@ -13,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <vector>
@@ -44,9 +43,6 @@ struct RankState {
   // The elements of the layout whose weights and moments this rank holds.
   std::vector<ElementRange> parts;
   bool divided = false;  // weights are divided; otherwise every rank has all weights and rank 0 writes them
-  // Returns device or host memory, in ParameterLayout, for residuals that no codec of this run takes. Called
-  // at most once, and only if such residuals exist.
-  std::function<float*()> left_over = {};
 };
 
 struct SavedCheckpoint {
@@ -59,8 +55,8 @@ SavedCheckpoint save_checkpoint(const RankState& rank, const TrainConfig& config
 
 // Checks every file of the checkpoint, and loads this rank's parts. Rank r of this run takes the sum of the
 // residuals of the checkpoint's ranks r, r + world, ..., which preserves the sum over all ranks. Residuals
-// that no codec of this run takes (a world of 1, another compression) go to rank.left_over(); the function
-// then returns true, and the first step must add its gradients to these residuals.
+// that no codec of this run takes (a world of 1, another compression) go to the reducer's gradients; the
+// function then returns true, and the first step must add its gradients to these residuals.
 bool restore_checkpoint(const RankState& rank, const TrainConfig& config, const CheckpointHead& head);
 
 // Loads only the weights into `out`, which has layout.elements floats. Sets gaps to 0. Throws BadInput, which

@@ -163,11 +163,16 @@ std::vector<std::string> compare_with_head(const TrainConfig& config, const Chec
     if (old_value != new_value)
       differences.push_back(fmt::format("{} {}, now {}", key, old_value.dump(), new_value.dump()));
   }
-  // An allreduce encodes the sum, but a reduce-scatter does not. In an exact format the results are equal.
-  if (const Json old_value = saved.value("shard", Json("none"));
-      old_value != current["shard"] && !config.compression.wire->exact) {
-    differences.push_back(fmt::format("shard {}, now {}", old_value.dump(), current["shard"].dump()));
+  const Json shard = saved.value("shard", Json("none"));
+  if (shard != "none" && shard != "optimizer") {
+    throw BadInput(fmt::format(
+        "--resume {}: the checkpoint has shard {}, expected \"none\" or \"optimizer\"; to load only the "
+        "weights, use --init",
+        head.path, shard.dump()));
   }
+  // An allreduce encodes the sum, but a reduce-scatter does not. In an exact format the results are equal.
+  if (shard != current["shard"] && !config.compression.wire->exact)
+    differences.push_back(fmt::format("shard {}, now {}", shard.dump(), current["shard"].dump()));
   if (head.world != config.ranks()) {
     notes.push_back(
         fmt::format("Note: the checkpoint has {} rank{}, this run {}; the sum of their residuals is kept",

@@ -39,7 +39,8 @@ struct CheckpointHead {
 // when a file or value is missing or inconsistent.
 CheckpointHead read_head(const std::string& checkpoint);
 // Returns a note for each setting that changes how the run continues from the checkpoint. Throws BadInput
-// when the run cannot continue (another model or optimizer, or fewer steps than the checkpoint has done).
+// when the run cannot continue (another model or optimizer, an unknown value of --shard, or fewer steps than
+// the checkpoint has done).
 std::vector<std::string> compare_with_head(const TrainConfig& config, const CheckpointHead& head);
 
 // Convert measured link costs to and from JSON: latency and rate of four patterns, of peer memory reads and,

@@ -272,15 +272,10 @@ void add_checkpoint_flags(CLI::App& command, RunOptions& o, CLI::Option* init) {
 
 void add_shard_flags(CLI::App& command, RunOptions& o) {
   set_group(command, "Ranks");
-  add_choice<Sharding>(
-      command, "--shard", o.shard,
-      {{"none", Sharding::none},
-       {"optimizer", Sharding::optimizer},
-       {"gradients", Sharding::gradients},
-       {"full", Sharding::full}},
+  add_choice<bool>(
+      command, "--shard", o.shard_optimizer, {{"none", false}, {"optimizer", true}},
       "State to divide among the ranks: optimizer (its moments; gradients are reduce-scattered, and each "
-      "rank updates its part of the weights), gradients (and moments; only three buckets are in memory), or "
-      "full (weights as well, gathered as layers need them)");
+      "rank updates its part of the weights)");
   add_text(command, "--gather-weights", o.gather_weights, "FORMAT",
            "With --shard: wire format in which ranks exchange new weights (default: fp32)");
   command

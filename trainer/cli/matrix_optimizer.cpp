@@ -77,9 +77,9 @@ void resolve_matrix_optimizer(const std::string& text, bool automatic, TrainConf
 }
 
 void check_muon(const TrainConfig& config) {
-  const char* flag = config.shard != Sharding::none ? "--shard"
-                     : config.overlap_forward       ? "--overlap-forward"
-                                                    : nullptr;
+  const char* flag = config.shard_optimizer   ? "--shard"
+                     : config.overlap_forward ? "--overlap-forward"
+                                              : nullptr;
   if (!config.muon || flag == nullptr) return;
   throw BadInput(fmt::format(
       "--optimizer muon needs whole matrices on every rank at the end of the step; drop {}, or use dion",

@@ -38,7 +38,7 @@ struct RunOptions {
   int seeds = 1;                          // compare: runs of each spec, with consecutive seeds from `seed`
   bool overlap_forward = false;
   std::optional<int64_t> gradient_group;
-  Sharding shard = Sharding::none;
+  bool shard_optimizer = false;
   std::string gather_weights = "fp32";
   uint64_t memory_limit = 0;
   bool graph = false;

@@ -14,8 +14,7 @@ void check_automatic(const RunOptions& o, Resolved& out) {
     throw BadInput(fmt::format("--compression auto and {} cannot be combined: {}; name a spec, such as int8",
                                flag, why));
   };
-  if (o.shard != Sharding::none)
-    refuse(fmt::format("--shard {}", name(o.shard)), "it predicts allreduces, not reduce-scatters");
+  if (o.shard_optimizer) refuse("--shard optimizer", "it predicts allreduces, not reduce-scatters");
   if (o.overlap_forward)
     refuse("--overlap-forward", "it predicts steps whose communication ends before the next forward");
   if (o.elastic) refuse("--elastic", "it predicts a fixed number of ranks");

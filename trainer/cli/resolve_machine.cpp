@@ -50,7 +50,7 @@ TrainConfig training_settings(const RunOptions& o) {
   if (o.momentum) (adamw ? config.beta1 : config.momentum) = *o.momentum;
   config.weight_decay = o.weight_decay.value_or(adamw ? 0.01 : 0.0);
   config.overlap_forward = o.overlap_forward;
-  config.shard = o.shard;
+  config.shard_optimizer = o.shard_optimizer;
   config.memory_limit = static_cast<int64_t>(std::min<uint64_t>(o.memory_limit, int64_t{1} << 60));
   config.graph = o.graph;
   config.batch_size = o.batch_size;
@@ -173,36 +173,15 @@ Wire gather_format(const RunOptions& o) {
                     "bf16 or int8:block=64",
                     o.gather_weights));
   }
-  if (o.shard == Sharding::none && !spec.wire->exact) {
+  if (!o.shard_optimizer && !spec.wire->exact) {
     throw BadInput("--gather-weights needs --shard; otherwise every rank updates all weights");
   }
   return spec.wire;
 }
 
-// Checks --shard gradients and full: the memory of a bucket's gradients is reused within a step.
-void check_shard(const RunOptions& o) {
-  if (o.shard < Sharding::gradients) return;
-  const std::string flag = fmt::format("--shard {}", name(o.shard));
-  if (o.accumulate > 1) {
-    throw BadInput(
-        fmt::format("--accumulate {} needs all gradients until the last micro-batch, and {} keeps only a few "
-                    "buckets; use --shard optimizer, or a larger --batch-size",
-                    o.accumulate, flag));
-  }
-  if (o.graph) {
-    throw BadInput(fmt::format("--graph and {} cannot be combined; use --shard optimizer", flag));
-  }
-}
-
 // Resolves --gradient-group. Call after resolving the ranks and devices.
 void resolve_gradient_group(const RunOptions& o, Resolved& out) {
   if (!o.gradient_group) return;
-  if (o.shard >= Sharding::gradients) {
-    throw BadInput(
-        fmt::format("--gradient-group and --shard {} cannot be combined: divided gradients are reduced layer "
-                    "by layer, to save memory; use --shard optimizer",
-                    name(o.shard)));
-  }
   out.config.gradient_group = *o.gradient_group;
   if (out.config.devices.front().is_host())
     out.notes.emplace_back(
@@ -216,12 +195,10 @@ void check_overlap(const RunOptions& o) {
   if (!o.overlap_forward) return;
   if (o.graph)
     throw BadInput("--overlap-forward and --graph cannot be combined: a graph contains one whole step");
-  if (o.shard != Sharding::none) {
+  if (o.shard_optimizer)
     throw BadInput(
-        fmt::format("--overlap-forward and --shard {} cannot be combined; --shard full already gathers "
-                    "weights during forward",
-                    name(o.shard)));
-  }
+        "--overlap-forward and --shard optimizer cannot be combined: with --shard optimizer a step ends when "
+        "the weights are gathered; use --shard none");
 }
 
 // Resolves --elastic. Call after resolving the ranks and devices.
@@ -255,11 +232,11 @@ void resolve_elastic(const RunOptions& o, Resolved& out) {
     throw BadInput(fmt::format("{}: the {} images of a batch over all ranks cannot be divided among {} ranks",
                                flag, config.micro_batch(), config.elastic.most));
   }
-  if (o.shard != Sharding::none && o.checkpoint.empty()) {
+  if (o.shard_optimizer && o.checkpoint.empty()) {
     throw BadInput(
-        fmt::format("{} and --shard {}: only a checkpoint holds the optimizer's state of a lost rank; add "
-                    "--checkpoint DIR, or use --shard none",
-                    flag, name(o.shard)));
+        fmt::format("{} and --shard optimizer: only a checkpoint holds the optimizer's state of a lost rank; "
+                    "add --checkpoint DIR, or use --shard none",
+                    flag));
   }
   if (o.overlap_forward) {
     throw BadInput(
@@ -307,7 +284,7 @@ void check_schedules(const Resolved& out) {
           ": schedule=nccl needs a process with a GPU for each rank (start it with torchrun, srun or "
           "mpirun); or use schedule=auto");
     }
-    if (out.config.shard != Sharding::none) {
+    if (out.config.shard_optimizer) {
       throw BadInput(
           "--compression " + spec.to_string() +
           ": schedule=nccl is NCCL's allreduce, and --shard needs a reduce-scatter; use schedule=auto");
@@ -332,7 +309,7 @@ void check_policies(const Resolved& out) {
                       spec.to_string(), option, option));
     }
     const bool whole_mean = policy.momentum > 0 || policy.feedback == ResidualPolicy::Feedback::ef21;
-    if (whole_mean && config.shard != Sharding::none) {
+    if (whole_mean && config.shard_optimizer) {
       throw BadInput(fmt::format(
           "--compression {}: {} needs the whole mean on every rank; use ef=on without momentum, or "
           "--shard none",
@@ -364,7 +341,6 @@ Resolved resolve_machine(const RunOptions& o) {
   config.bucket_mb = out.buckets_mb[0];
   check_overlap(o);
   config.gather_weights = gather_format(o);
-  check_shard(o);
   resolve_devices(o, out);
   resolve_nodes(o, out);
   resolve_elastic(o, out);

@@ -166,19 +166,6 @@ std::string StepRange::to_string() const {
 const char* name(OptimizerKind kind) {
   return kind == OptimizerKind::sgd ? "sgd" : "adamw";
 }
-const char* name(Sharding sharding) {
-  switch (sharding) {
-    case Sharding::none:
-      return "none";
-    case Sharding::optimizer:
-      return "optimizer";
-    case Sharding::gradients:
-      return "gradients";
-    case Sharding::full:
-      break;
-  }
-  return "full";
-}
 const char* name(ElasticBatch batch) {
   return batch == ElasticBatch::keep_global ? "keep-global" : "keep-local";
 }

@@ -87,9 +87,6 @@ struct ElasticRange {
   bool operator==(const ElasticRange&) const = default;
 };
 
-// The state that is divided among the ranks. Each value includes the previous ones.
-enum class Sharding : uint8_t { none, optimizer, gradients, full };
-
 struct TrainConfig {
   VitConfig model;
   DataSpec data;
@@ -108,11 +105,11 @@ struct TrainConfig {
   std::string members;
 
   CompressionSpec compression;
-  double bucket_mb = 25;  // MiB
-  Sharding shard = Sharding::none;
-  Wire gather_weights = kFp32;  // --shard: the format in which ranks exchange updated weights
-  // Returns whether the ranks divide `what` among themselves. A single rank divides nothing.
-  bool divides(Sharding what) const { return shard >= what && ranks() > 1; }
+  double bucket_mb = 25;         // MiB
+  bool shard_optimizer = false;  // --shard optimizer: each rank updates a part of the weights
+  Wire gather_weights = kFp32;   // --shard: the format in which ranks exchange updated weights
+  // Returns whether the ranks divide the optimizer's state. A single rank divides nothing.
+  bool divides_optimizer() const { return shard_optimizer && ranks() > 1; }
   int64_t memory_limit = 0;  // bytes per rank; a run that needs more memory is rejected. 0: no limit
   // The next forward begins while gradients are in transfer; the bits do not change.
   bool overlap_forward = false;
@@ -170,7 +167,6 @@ struct TrainConfig {
 };
 
 const char* name(OptimizerKind kind);
-const char* name(Sharding sharding);
 const char* name(ElasticBatch batch);
 const char* name(Precision precision);
 const char* name(Gelu gelu);

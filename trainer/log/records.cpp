@@ -79,7 +79,7 @@ void add_config(Json& json, const TrainConfig& config) {
   }
   json["compression"] = config.compression.to_string();
   json["bucket_mb"] = shortest(config.bucket_mb);
-  json["shard"] = name(config.shard);
+  json["shard"] = config.shard_optimizer ? "optimizer" : "none";
   json["gather_weights"] = config.gather_weights->name;
   json["memory_limit"] = config.memory_limit == 0 ? Json(nullptr) : Json(config.memory_limit);
   json["overlap_forward"] = config.overlap_forward;

@@ -188,9 +188,8 @@ class TypedVitPasses final : public VitPasses {
   LayerGroup group_below(int64_t top) const;
   // Returns a layer's block. Blocks count from the head (vit_blocks()).
   int block_of(size_t layer) const { return static_cast<int>(a_.layers.size() - layer); }
-  // Makes the weights of `block` available to later ops. Call once the previous block is fully enqueued.
-  void enter_block(int block, int next) const {
-    if (options_.enter_block) options_.enter_block(block, next);
+  void enter_block(int block) const {
+    if (options_.enter_block) options_.enter_block(block);
   }
   void forward_layer(size_t layer, S* branch_out);
   void forward_attention(size_t layer);  // l.ln1 -> l.merged

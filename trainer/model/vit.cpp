@@ -21,12 +21,10 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
   if (options.share != nullptr) {
     weights_ = options.share->weights_;
     rounded_ = options.share->rounded_;
-    enter_block_ = options.share->enter_block_;
     if (options.share->layout_.elements < layout_.elements || static_cast<bool>(rounded_) != rounds) {
       throw Error("Vit: the shared weights have another layout or precision");
     }
   } else {
-    enter_block_ = options.enter_block;
     weights_ = make_buffer<float>(stream_.device(), layout_.elements);
     fill_zero(stream_, weights_.data(), weights_.bytes());  // zeroes the gaps, which no other code writes
     stream_.synchronize();                                  // waits before an exception can free the memory
@@ -38,8 +36,7 @@ Vit::Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, 
                              .training = options.training,
                              .weights = weights_,
                              .rounded_weights = rounded_,
-                             .gradients = options.gradients.offsets.empty() ? layout_ : options.gradients,
-                             .enter_block = enter_block_,
+                             .enter_block = options.enter_block,
                              .fused_attention = options.fused_attention.value_or(
                                  fuses_attention(stream_.device(), config_, options.precision)),
                              .fused_gelu = options.fused_gelu.value_or(fuses_gelu(stream_.device(), config_)),
@@ -54,11 +51,11 @@ void Vit::load(std::span<const float> values) {
   round_weights();
 }
 
-void Vit::round_weights(const Stream& stream, int64_t first, int64_t count) {
+void Vit::round_weights() {
   if (!rounded_) return;
   // The encoder of the wire format rounds to the nearest BF16.
-  kBf16->reduce_encode(
-      stream, {.own = weights_.as<float>() + first, .wire = rounded_.as<Bf16>() + first, .count = count});
+  kBf16->reduce_encode(stream_,
+                       {.own = weights_.as<float>(), .wire = rounded_.as<Bf16>(), .count = layout_.elements});
 }
 
 }  // namespace gradwire

@@ -35,11 +35,8 @@ class Vit {
     int64_t max_batch = 1;  // maximum images in one forward
     Precision precision = Precision::fp32;
     bool training = true;  // if false, the model only runs forward, and layers share their activations
-    // If set, the model shares the weights and enter_block of `share`, which must have the same layout,
-    // stream and precision.
+    // If set, the model shares the weights of `share`, which must have the same layout, stream and precision.
     const Vit* share = nullptr;
-    // The offset of each gradient in the `gradients` of backward(). If empty, the layout of the weights.
-    ParameterLayout gradients = {};
     EnterBlock enter_block = {};
     // Whether attention is one op in forward and one op in backward, or products and softmax. If empty, the
     // device's default.
@@ -47,13 +44,11 @@ class Vit {
     // Whether products compute GELU and its derivative; only for the tanh form. If empty, the device's
     // default.
     std::optional<bool> fused_gelu = {};
-    // Layers whose weight gradients are computed together. If gradients are not evenly spaced, a group has
-    // one layer.
-    GradientGroups groups = {};
+    GradientGroups groups = {};  // layers whose weight gradients are computed together
   };
 
   // Allocates all memory. `layout`: the offset of parameter i of vit_parameters(config) in the flat buffers.
-  // Blocks may share memory that enter_block() fills.
+  // All layers must have the same layout, at a constant distance.
   Vit(const VitConfig& config, const Stream& stream, ParameterLayout layout, Options options);
 
   const VitConfig& config() const { return config_; }
@@ -66,9 +61,7 @@ class Vit {
   // Returns the BF16 copy of the weights, layout().elements values; null unless the precision is bf16. After
   // writing to weights() without load(), also write the copy or call round_weights().
   Bf16* rounded_weights() const { return rounded_.as<Bf16>(); }
-  void round_weights() { round_weights(stream_, 0, layout_.elements); }
-  // Rounds `count` weights from element `first`, on the caller's stream.
-  void round_weights(const Stream& stream, int64_t first, int64_t count);
+  void round_weights();
 
   // Computes logits() from `images`: (batch, channels, image, image) in device memory. 0 <= batch <=
   // max_batch.
@@ -82,7 +75,7 @@ class Vit {
 
   // Computes the totals of evaluate(), and the gradient of grad_scale * (sum of losses) with respect to every
   // parameter. Overwrites `totals` and `gradients` or, with `accumulate`, adds to them. `gradients` is a flat
-  // buffer in the layout of the gradients; gaps are unchanged. Calls ready(i) right after enqueuing the op
+  // buffer in layout(); gaps are unchanged. Calls ready(i) right after enqueuing the op
   // that finishes gradient i or later, in order of i; `ready` may be empty. Call once per forward.
   void backward(const int32_t* labels, double* totals, float grad_scale, float* gradients, bool accumulate,
                 const std::function<void(int)>& ready) {
@@ -101,7 +94,6 @@ class Vit {
   std::vector<VitParameter> parameters_;
   ParameterLayout layout_;
   Buffer weights_, rounded_;
-  EnterBlock enter_block_;
   std::unique_ptr<VitPasses> passes_;
 };
 

@@ -21,7 +21,7 @@ template <typename S>
 void TypedVitPasses<S>::backward(const int32_t* labels, double* totals, float grad_scale, float* gradients,
                                  bool accumulate, const std::function<void(int)>& ready) {
   if (!options_.training) throw Error("Vit::backward: this model was created with training=false");
-  GradientOutput to(gradients, options_.gradients, accumulate, ready);
+  GradientOutput to(gradients, layout_, accumulate, ready);
   backward_head(labels, totals, grad_scale, to);
   for (int64_t top = std::ssize(a_.layers) - 1; top >= 0;) {
     const LayerGroup group = group_below(top);
@@ -64,7 +64,6 @@ void TypedVitPasses<S>::backward_head(const int32_t* labels, double* totals, flo
   }
   product(true, false, k, c, batch_, a_.d_logits, a_.features, to.at(index_.head_weight), to.beta());
   to.report({index_.head_weight});
-  enter_block(0, 1);
   product(false, false, batch_, c, k, a_.d_logits, operand(index_.head_weight), a_.d_features);
 
   // The head gives a gradient only to the class token's rows.
@@ -152,8 +151,6 @@ void TypedVitPasses<S>::backward_layer(const LayerGroup& group, int64_t slot, Gr
   const LayerActivations& l = a_.layers[layer];
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
-  // Backward does not use the embedding's weights.
-  enter_block(block_of(layer), layer > 0 ? block_of(layer - 1) : -1);
   // Saves one launch per sum if gradients may be reported together. After layer 0, too little computation
   // follows to hide a later exchange.
   to.defer_sums = layer > 0 || !options_.groups.awaited;

@@ -21,7 +21,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
                         .image = config_.image,
                         .patch = config_.patch});
   const int embedding = block_of(0) + 1;
-  enter_block(embedding, block_of(0));
+  enter_block(embedding);
   // The projection writes to a_.qkv, a scratch buffer that is still unused.
   product(false, true, batch * (t - 1), c, patch_elements(), a_.patches, operand(index_.conv_weight), a_.qkv);
   assemble_tokens<S>(stream_, {.projected = a_.qkv,
@@ -35,7 +35,7 @@ void TypedVitPasses<S>::forward(const float* images, int64_t batch) {
   for (size_t layer = 0; layer < a_.layers.size(); ++layer) {
     forward_layer(layer, branch_of(layer + 1 < a_.layers.size() ? a_.layers[layer + 1].x : a_.x_last));
   }
-  enter_block(0, -1);
+  enter_block(0);
   // Only the class token reaches the head, so only the class token's rows are completed and normalized.
   layer_norm<S>(stream_, {.x = a_.layers.back().x_mid,
                           .gamma = weight(index_.ln_weight),
@@ -61,7 +61,7 @@ void TypedVitPasses<S>::forward_layer(size_t layer, S* branch_out) {
   const VitLayerIndex& at = index_.layers[layer];
   const int64_t c = config_.width, f = config_.mlp, rows = batch_ * config_.tokens();
 
-  enter_block(block_of(layer), block_of(layer) - 1);
+  enter_block(block_of(layer));
   // Computes x_mid = x + out_proj(attention(ln_1(x))).
   const bool joins = layer > 0;
   layer_norm<S>(stream_, {.x = joins ? a_.layers[layer - 1].x_mid : l.x,

@@ -28,24 +28,8 @@ class Arena {
 
 namespace {
 
-// Returns whether each kind of weight gradient has a constant distance between consecutive layers, which a
-// batched product requires.
-bool evenly_spaced(const VitIndex& index, const ParameterLayout& gradients) {
-  for (int VitLayerIndex::*weight : {&VitLayerIndex::mlp3_weight, &VitLayerIndex::mlp0_weight,
-                                     &VitLayerIndex::out_weight, &VitLayerIndex::in_weight}) {
-    auto offset = [&](size_t layer) {
-      return gradients.offsets[static_cast<size_t>(index.layers[layer].*weight)];
-    };
-    for (size_t layer = 1; layer < index.layers.size(); ++layer) {
-      const int64_t distance = offset(layer - 1) - offset(layer);
-      if (distance <= 0 || distance != offset(0) - offset(1)) return false;
-    }
-  }
-  return true;
-}
-
-int64_t group_layers(const VitPassesOptions& options, const VitIndex& index) {
-  if (!options.training || !evenly_spaced(index, options.gradients)) return 1;
+int64_t group_layers(const VitPassesOptions& options) {
+  if (!options.training) return 1;
   return std::clamp<int64_t>(options.groups.layers, 1, GradientGroups::kMost);
 }
 
@@ -60,7 +44,7 @@ TypedVitPasses<S>::TypedVitPasses(const VitConfig& config, const Stream& stream,
       layout_(layout),
       options_(options),
       index_(find_parameters(parameters, config.depth)),
-      group_layers_(group_layers(options_, index_)) {
+      group_layers_(group_layers(options_)) {
   a_.layers.resize(static_cast<size_t>(config_.depth));
   Arena measure(nullptr);
   lay_out(measure);

@@ -13,10 +13,9 @@
 
 namespace gradwire {
 
-// The callback before the first op of each block of vit_blocks(), once all ops of the previous block are
-// enqueued. Until the next call, ops use only the weights of `block`. `next`: the block of the next call, or
-// -1. Weights need to be in memory only while ops use them.
-using EnterBlock = std::function<void(int block, int next)>;
+// The callback of forward before the first op that uses the weights of `block`, for each block of
+// vit_blocks().
+using EnterBlock = std::function<void(int block)>;
 
 // Adjacent layers whose weight gradients are computed together, in one batched product of each kind. This
 // fills a GPU and saves launches. A group's gradients are reported after its last layer.
@@ -32,10 +31,9 @@ struct VitPassesOptions {
   int64_t max_batch = 1;
   Precision precision = Precision::fp32;
   bool training = true;
-  Buffer weights;             // layout.elements floats
-  Buffer rounded_weights;     // BF16 copy; only with Precision::bf16
-  ParameterLayout gradients;  // layout of the gradients
-  EnterBlock enter_block;     // may be empty, if all weights are in memory
+  Buffer weights;          // layout.elements floats
+  Buffer rounded_weights;  // BF16 copy; only with Precision::bf16
+  EnterBlock enter_block;  // may be empty
   bool fused_attention = false;
   bool fused_gelu = false;
   GradientGroups groups = {};

@@ -31,7 +31,7 @@ class DeferredUpdate {
   void prepare(TrainingMarks& marks) const;
   // Starts the update of a step. Call after enqueuing the backward that wrote `gradients`.
   void begin(TrainingMarks& marks, const float* gradients, double lr);
-  // Vit's EnterBlock: updates the weights of `block`.
+  // The model's EnterBlock: updates the weights of `block`.
   void enter_block(int block);
   // Updates the weights of the remaining buckets and ends the step. Does nothing if no update is pending.
   void finish();

@@ -45,7 +45,7 @@ TrainConfig as_launched(TrainConfig config) {
 
 Elastic::Elastic(const TrainConfig& config, Communicator& comm)
     : launched_(as_launched(config)),
-      from_checkpoints_(config.divides(Sharding::optimizer)),
+      from_checkpoints_(config.divides_optimizer()),
       resumed_(config.resume),
       config_(config),
       first_(&comm),
@@ -58,7 +58,7 @@ Elastic::Elastic(const TrainConfig& config, Communicator& comm)
 
 Elastic::Elastic(const TrainConfig& config)
     : launched_(as_launched(config)),
-      from_checkpoints_(config.divides(Sharding::optimizer)),
+      from_checkpoints_(config.divides_optimizer()),
       config_(launched_),
       first_(nullptr),
       snapshots_(!from_checkpoints_) {}

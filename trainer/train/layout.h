@@ -25,29 +25,20 @@ inline int64_t tensor_alignment(Precision precision) {
   return precision == Precision::bf16 ? 8 : 4;
 }
 
-// The number of buckets in memory when gradients are divided: backward writes one bucket while the reducer
-// reduces two buckets.
-inline constexpr int kGradientSlots = 3;
-
 // Returns the reducer's options for the run's settings.
 inline ReducerOptions reducer_options(const TrainConfig& config, Tracer* tracer = nullptr) {
-  ReducerOptions options{.bucket_bytes = config.bucket_bytes(),
-                         .seed = config.seed,
-                         .alignment = tensor_alignment(config.precision),
-                         .sharded = config.divides(Sharding::optimizer),
-                         .single_waits = config.overlap_forward,
-                         .tracer = tracer};
-  if (config.divides(Sharding::gradients)) {
-    options.slots = kGradientSlots;
-    options.blocks = vit_blocks(vit_parameters(config.model));
-  }
-  return options;
+  return {.bucket_bytes = config.bucket_bytes(),
+          .seed = config.seed,
+          .alignment = tensor_alignment(config.precision),
+          .sharded = config.divides_optimizer(),
+          .single_waits = config.overlap_forward,
+          .tracer = tracer};
 }
 
 // Returns the number of layers whose weight gradients a rank on `device` computes together. A single rank
-// sends nothing, so no gradient is awaited. Divided gradients are reduced layer by layer, to save memory.
+// sends nothing, so no gradient is awaited.
 inline GradientGroups gradient_groups(const TrainConfig& config, const Device& device, int ranks) {
-  if (device.is_host() || config.divides(Sharding::gradients)) return {};
+  if (device.is_host()) return {};
   if (ranks == 1) return {.layers = GradientGroups::kMost, .awaited = false};
   return {.layers = config.gradient_group};
 }
@@ -79,16 +70,6 @@ inline ParameterLayout reducer_layout(const Reducer& reducer) {
   ParameterLayout layout;
   for (int i = 0; i < reducer.tensors(); ++i) layout.offsets.push_back(reducer.offset(i));
   layout.elements = reducer.elements();
-  return layout;
-}
-
-// Returns the offsets of the gradients in reducer.gradients().
-inline ParameterLayout gradient_layout(const Reducer& reducer) {
-  ParameterLayout layout;
-  for (int i = 0; i < reducer.tensors(); ++i) {
-    layout.offsets.push_back(reducer.gradient(i) - reducer.gradients().as<float>());
-  }
-  layout.elements = static_cast<int64_t>(reducer.gradients().bytes() / sizeof(float));
   return layout;
 }
 

@@ -31,7 +31,7 @@ int64_t host_limit(const TrainConfig& config) {
 RunMemory plan_memory(const TrainConfig& config) {
   const int64_t moments = config.optimizer == OptimizerKind::adamw ? 2 : config.momentum != 0 ? 1 : 0;
   const int64_t least = (2 + moments) * count_elements(vit_parameters(config.model)) * int64_t{sizeof(float)};
-  const int64_t limit = config.memory_limit > 0 || config.shard != Sharding::none ? 0 : host_limit(config);
+  const int64_t limit = config.memory_limit > 0 || config.shard_optimizer ? 0 : host_limit(config);
   if (limit > 0 && least > limit) {  // planning would end like the run
     throw BadInput(
         fmt::format("the control group allows each rank {}; weights, gradients and optimizer take {}",
@@ -41,8 +41,7 @@ RunMemory plan_memory(const TrainConfig& config) {
   comm.set_link_costs({});  // the planned run has no peers to measure
   const Stream stream = Stream::immediate_host();
   const Reducer reducer(comm, config.compression, gradient_tensors(config.model), reducer_options(config));
-  const bool full = config.divides(Sharding::full);
-  const Vit model(config.model, stream, full ? WeightWindow::layout(reducer) : reducer_layout(reducer),
+  const Vit model(config.model, stream, reducer_layout(reducer),
                   {.max_batch = config.batch_size,
                    .precision = config.precision,
                    .fused_attention = fuses_attention(config.devices.front(), config.model, config.precision),
@@ -50,8 +49,7 @@ RunMemory plan_memory(const TrainConfig& config) {
   const int64_t muon = config.muon ? 2 * reducer.elements() : 0;
   int64_t owned = 0;
   for (const ElementRange& range : reducer.owned()) owned += range.count();
-  const int64_t masters =
-      config.divides(Sharding::optimizer) ? WeightShards::master_elements(config, reducer) : 0;
+  const int64_t masters = config.divides_optimizer() ? WeightShards::master_elements(config, reducer) : 0;
   int64_t codecs = 0;
   for (const TensorState& state : reducer.tensor_state()) codecs += state.bytes();
   const int64_t loaded_batches = config.graph ? 2 * config.accumulate : 2;  // as in RankTrainer's loader
@@ -61,10 +59,10 @@ RunMemory plan_memory(const TrainConfig& config) {
   int64_t evaluation = 0;
   if (config.eval_every > 0) evaluation = Evaluator::bytes(config, stream, model);
   return {.model = model.bytes() + images,
-          .gradients = static_cast<int64_t>(reducer.gradients().bytes() + reducer.shard().bytes()),
+          .gradients = static_cast<int64_t>(reducer.gradients().bytes()),
           .optimizer = (moments * owned + masters + muon) * static_cast<int64_t>(sizeof(float)),
           .compression = reducer.memory(),
-          .kept = config.elastic && !config.divides(Sharding::optimizer)
+          .kept = config.elastic && !config.divides_optimizer()
                       ? Snapshots::bytes(reducer.elements(), moments, codecs)
                       : 0,
           .evaluation = evaluation};
@@ -117,15 +115,13 @@ void check_memory_limit(const TrainConfig& config) {
   const RunMemory memory = plan_memory(config);
   if (memory.total() <= limit) return;
   std::string remedy = "; give it more ranks, a smaller --batch-size or model, or --eval-every 0";
-  TrainConfig sharded = config;
-  for (Sharding shard : {Sharding::optimizer, Sharding::gradients, Sharding::full}) {
-    if (shard <= config.shard || config.ranks() == 1) continue;
-    if (config.elastic && config.checkpoint_directory.empty()) continue;
-    sharded.shard = shard;
+  const bool only_whole = config.elastic && config.checkpoint_directory.empty();
+  if (!config.shard_optimizer && config.ranks() > 1 && !only_whole) {
+    TrainConfig sharded = config;
+    sharded.shard_optimizer = true;
     const int64_t less = plan_memory(sharded).total();
-    remedy = fmt::format("; --shard {} would need {}{}", name(shard), text(less),
+    remedy = fmt::format("; --shard optimizer would need {}{}", text(less),
                          less <= limit ? "" : ", which is too much as well");
-    if (less <= limit) break;
   }
   throw BadInput(fmt::format(
       "{}{}: each rank needs {} ({} model and activations, {} gradients, {} "

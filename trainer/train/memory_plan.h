@@ -11,7 +11,7 @@ namespace gradwire {
 
 struct RunMemory {
   int64_t model = 0;          // weights, activations of one batch, and loaded images
-  int64_t gradients = 0;      // one FP32 value per parameter, including gaps between tensors; less if divided
+  int64_t gradients = 0;      // one FP32 value per parameter, including gaps between tensors
   int64_t optimizer = 0;      // moments and, with --gather-weights, a rank's FP32 weights
   ReducerMemory compression;  // the reducer's memory in addition to the gradients
   int64_t kept = 0;           // --elastic: bytes of the snapshots of the last two steps
@@ -28,7 +28,8 @@ RunMemory plan_memory(const TrainConfig& config);
 // group's limit.
 std::string memory_text(const TrainConfig& config, const RunMemory& memory);
 // Throws BadInput if the run needs more than its --memory-limit or, without one and on the host, than the
-// control group allows. The message names the required memory and the sufficient --shard.
+// control group allows. The message names the required memory and, for a run without --shard, the memory
+// with --shard optimizer.
 void check_memory_limit(const TrainConfig& config);
 
 }  // namespace gradwire

@@ -65,13 +65,12 @@ void Optimizer::prepare(const Stream& stream, int64_t step, double lr) {
   store(stream, scalars_.data(), scalars.data(), sizeof scalars);
 }
 
-void Optimizer::step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded) {
-  if (muon_) muon_->run(stream, grads.data, first_.as<float>());
+void Optimizer::step(const Stream& stream, Parts<float> params, const float* grads, Bf16* rounded) {
+  if (muon_) muon_->run(stream, grads, first_.as<float>());
   for (const Run& run : runs_) {
-    const float* const steps = muon_ && run.dion ? muon_->steps() : grads.data;
+    const float* const steps = muon_ && run.dion ? muon_->steps() : grads;
     step_run(stream, params.data + (params.packed ? run.first : run.elements.begin),
-             steps + (grads.packed ? run.first : run.elements.begin),
-             rounded == nullptr ? nullptr : rounded + run.elements.begin, run);
+             steps + run.elements.begin, rounded == nullptr ? nullptr : rounded + run.elements.begin, run);
   }
 }
 

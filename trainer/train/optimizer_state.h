@@ -27,7 +27,7 @@ class Optimizer {
   void prepare(const Stream& stream, int64_t step, double lr);
   // Enqueues a step. The work is the same in each step, so a graph can capture it. Also writes the new
   // parameters as BF16 to the same offsets in `rounded`, unless `rounded` is null.
-  void step(const Stream& stream, Parts<float> params, Parts<const float> grads, Bf16* rounded = nullptr);
+  void step(const Stream& stream, Parts<float> params, const float* grads, Bf16* rounded = nullptr);
   // Enqueues a step of the elements `range` of the flat buffer. Requires state for the whole buffer.
   void step(const Stream& stream, float* params, const float* grads, ElementRange range,
             Bf16* rounded = nullptr);

@@ -6,7 +6,8 @@
 
 namespace gradwire {
 
-uint64_t parameter_hash(std::span<const float> values, uint64_t hash) {
+uint64_t parameter_hash(std::span<const float> values) {
+  uint64_t hash = 0xcbf29ce484222325u;
   for (float value : values) hash = (hash ^ std::bit_cast<uint32_t>(value)) * 0x100000001b3u;
   return hash;
 }

@@ -8,9 +8,8 @@
 namespace gradwire {
 
 // Returns the FNV-1a hash of the values' 32-bit words. Every bit affects the hash: -0 differs from 0, and
-// NaNs with different bits differ. To hash in pieces, pass the hash of the previous values.
-inline constexpr uint64_t kNoParameters = 0xcbf29ce484222325u;
-uint64_t parameter_hash(std::span<const float> values, uint64_t hash = kNoParameters);
+// NaNs with different bits differ.
+uint64_t parameter_hash(std::span<const float> values);
 // Returns the value as 16 hexadecimal digits.
 std::string hex(uint64_t value);
 

@@ -44,7 +44,7 @@ bool PlanChange::restore(const RankState& rank, const CompressionSpec& to) const
   rank.reducer.resume_at(position.step);
 
   return codecs.restore(
-      stream, rank.reducer, rank.comm.world(), rank.left_over,
+      stream, rank.reducer, rank.comm.world(),
       to.loads_state_of(spec) ? ReducerSnapshot::Into::same_codec : ReducerSnapshot::Into::other_codec);
 }
 

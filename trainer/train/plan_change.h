@@ -26,8 +26,8 @@ struct PlanChange {
   // Copies a rank's state. Blocks. The rank holds the whole state, and no work may be in flight.
   void take(const RankState& rank);
   // Restores the state into a new rank of the same model and world, and blocks. A codec of another spec
-  // starts afresh: the residuals then go to rank.left_over(), as in restore_checkpoint(). Returns whether
-  // they did; then the first step must add its gradients to the residuals, so that nothing is lost.
+  // starts afresh: the residuals then go to the reducer's gradients, as in restore_checkpoint(). Returns
+  // whether they did; then the first step must add its gradients to the residuals, so that nothing is lost.
   bool restore(const RankState& rank, const CompressionSpec& to) const;
   // Frees the memory of the state.
   void free();

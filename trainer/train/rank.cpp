@@ -69,13 +69,13 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       reducer_(comm, config_.compression, gradient_tensors(config_.model),
                reducer_options(config_, trace_.tracer())),
       layout_(reducer_layout(reducer_)),
-      gradient_layout_(gradient_layout(reducer_)),
-      model_(config_.model, stream_,
-             config_.divides(Sharding::full) ? WeightWindow::layout(reducer_) : layout_,
+      model_(config_.model, stream_, layout_,
              {.max_batch = config_.batch_size,
               .precision = config_.precision,
-              .gradients = gradient_layout_,
-              .enter_block = enter_block(),
+              .enter_block =
+                  [this](int block) {
+                    if (deferred_) deferred_->enter_block(block);
+                  },
               .groups = gradient_groups(config_, comm.device(), comm.world())}),
       optimizer_(config_, stream_, reducer_.owned(), optimizer_matrices(config_, layout_)),
       images_(part_of_batch(config_.micro_batch(), comm.rank(), comm.world())),
@@ -87,7 +87,7 @@ RankTrainer::RankTrainer(const SharedRun& shared, Communicator& comm)
       totals_(make_buffer<double>(comm.device(), 2)) {
   // Wait, because loading may throw. The exception would free memory that the stream may still be zeroing.
   stream_.synchronize();
-  if (config_.divides(Sharding::optimizer)) shards_.emplace(config_, comm, stream_, reducer_, model_);
+  if (config_.divides_optimizer()) shards_.emplace(config_, comm, stream_, reducer_, model_);
   const bool snapshot = start_.again != nullptr && !shared.elastic->from_checkpoints();
   if (start_.from || snapshot || shared.plan_change != nullptr) {
     restore();
@@ -197,8 +197,6 @@ bool RankTrainer::end_check_follows(int64_t step) const {
 }
 
 bool RankTrainer::agree_to_end(int64_t steps_done, bool saved) {
-  // all_gather() exchanges on stream_, while the window's streams may still be gathering weights.
-  if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
   // The steps to the next agreement, of which rank 0's number holds: as many as took a second.
   const auto now = std::chrono::steady_clock::now();
   const auto steps = static_cast<double>(steps_done - std::max(end_check_.step, start_.step));
@@ -269,16 +267,6 @@ void RankTrainer::take_snapshot(int64_t steps_done) {
       {.evaluation = !first && evaluation_follows(last), .checkpoint = !first && checkpoint_follows(last)});
 }
 
-EnterBlock RankTrainer::enter_block() {
-  if (config_.overlap_forward) {
-    return [this](int block, int) {
-      if (deferred_) deferred_->enter_block(block);
-    };
-  }
-  if (!config_.divides(Sharding::full)) return {};
-  return [this](int block, int next) { shards_->window()->enter_block(block, next); };
-}
-
 // Loads the model's weights or, with --shard, this rank's shards. `weights`: all weights, in host memory.
 void RankTrainer::load(std::span<const float> weights) {
   if (!shards_) return model_.load(weights);
@@ -302,8 +290,6 @@ Position RankTrainer::position(int64_t steps_done) const {
 
 void RankTrainer::save(int64_t steps_done) {
   const auto begin = std::chrono::steady_clock::now();
-  // save_checkpoint() exchanges on stream_, while the window's streams may still be gathering weights.
-  if (shards_ && shards_->window() != nullptr) shards_->window()->synchronize();
   const SavedCheckpoint saved = save_checkpoint(state(), config_, position(steps_done));
   if (!leads()) return;
   const std::chrono::duration<double, std::milli> took = std::chrono::steady_clock::now() - begin;
@@ -320,13 +306,7 @@ RankState RankTrainer::state() {
           .weights = shards_ ? shards_->weights() : Parts<float>{model_.weights().as<float>()},
           .moments = optimizer_.moments(),
           .parts = optimizer_.parts(),
-          .divided = shards_.has_value(),
-          .left_over = [this] {
-            if (!reducer_.shard()) return reducer_.gradients().as<float>();
-            left_over_ =
-                Buffer::pinned(stream_.device(), static_cast<size_t>(layout_.elements) * sizeof(float));
-            return left_over_.as<float>();
-          }};
+          .divided = shards_.has_value()};
 }
 
 void RankTrainer::restore() {
@@ -344,16 +324,8 @@ void RankTrainer::restore() {
 }
 
 void RankTrainer::finish_run() {
-  uint64_t hash = kNoParameters;
-  auto add = [&](const float* weights, int64_t count) {
-    hash = parameter_hash(to_host(stream_, weights, count), hash);
-  };
-  if (shards_) {
-    shards_->visit(add);
-  } else {
-    add(model_.weights().as<const float>(), layout_.elements);
-  }
-  reporter_.report_end(hash);
+  reporter_.report_end(
+      parameter_hash(to_host(stream_, model_.weights().as<const float>(), layout_.elements)));
   if (leads() && shared_.elastic != nullptr) shared_.elastic->finished();
 }
 

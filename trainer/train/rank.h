@@ -84,7 +84,6 @@ class RankTrainer {
   struct Slot : TrainingMarks {
     double lr = 0;
     Buffer totals;  // pinned memory: sum of losses, and number of correct answers
-    WeightShards::Sent weights;
     // --graph: the captured step, which contains these marks, and the batches that it reads.
     Graph graph;
     std::vector<Loader::Batch> batches;
@@ -117,11 +116,7 @@ class RankTrainer {
   // Enqueues a snapshot of the state after `steps_done` steps, for --elastic.
   void take_snapshot(int64_t steps_done);
   void enqueue_step(int64_t step);
-  EnterBlock enter_block();
   void load(std::span<const float> weights);
-  // Enqueues a copy of a checkpoint's residuals into a bucket's gradients. The first step adds its gradients
-  // to the residuals.
-  void load_residuals(int bucket);
   Loader::Batch next_batch(int64_t step);
   void enqueue_graph(Slot& slot);
   void enqueue_update(Slot& slot);
@@ -157,9 +152,7 @@ class RankTrainer {
   RankTrace trace_;
   Loader loader_;
   Reducer reducer_;
-  // The layout of weights, moments and residuals of the whole model, and the layout of gradients, which may
-  // have only some of the buckets.
-  const ParameterLayout layout_, gradient_layout_;
+  const ParameterLayout layout_;  // of weights, gradients, moments and residuals
   Vit model_;
   Optimizer optimizer_;
   std::optional<WeightShards> shards_;      // empty unless state is sharded
@@ -170,7 +163,7 @@ class RankTrainer {
   RunReporter reporter_;
   const int64_t steps_per_epoch_;
   const int64_t graph_from_;  // the first step launched as a graph
-  float* gradients_;          // laid out as gradient_layout_
+  float* gradients_;          // laid out as layout_
   Buffer totals_;             // device memory: two doubles
   std::array<Slot, 2> slots_;
   std::optional<DriftDetector> drift_;  // rank 0 with SharedRun::plan
@@ -185,7 +178,6 @@ class RankTrainer {
   } end_check_;
   bool joiners_wait_ = false;  // joiners were waiting at the latest harvested step
   bool carried_ = false;  // the gradient buffer has a checkpoint's residuals, to which the first step adds
-  Buffer left_over_;      // the checkpoint's residuals, if they do not fit into the gradient buffer
 };
 
 }  // namespace gradwire

@@ -22,13 +22,11 @@ void RankTrainer::enqueue_step(int64_t step) {
   slot.lr = learning_rate(config_, step);
   if (!deferred_) optimizer_.prepare(stream_, step, slot.lr);
   slot.micros.front().data.record(stream_);
-  if (shards_) shards_->begin_step();
   if (config_.graph) {
     enqueue_graph(slot);
   } else {
     enqueue_work(slot);
   }
-  if (shards_) slot.weights = shards_->sent();
   copy(stream_, slot.totals.data(), totals_.data(), totals_.bytes());
   if (!deferred_) slot.end.record(stream_);
   if (shared_.elastic != nullptr) {
@@ -76,12 +74,9 @@ void RankTrainer::enqueue_work(Slot& slot) {
   }
   const bool samples = samples_gradients(step);
   const std::function<void(int)> ready = [&](int i) {
-    if (dumps) dump_->take(stream_, i, gradients_ + gradient_layout_.offsets[static_cast<size_t>(i)]);
+    if (dumps) dump_->take(stream_, i, reducer_.gradient(i));
     if (samples) sample_->take(stream_, i, reducer_.gradient(i));
     reducer_.ready(i, stream_);
-    if (left_over_ && i + 1 < reducer_.tensors() && reducer_.bucket_of(i) != reducer_.bucket_of(i + 1)) {
-      load_residuals(reducer_.bucket_of(i + 1));
-    }
   };
 
   for (int64_t micro = 0; micro < config_.accumulate; ++micro) {
@@ -101,7 +96,6 @@ void RankTrainer::enqueue_work(Slot& slot) {
     // Only the last micro-batch completes a gradient.
     bool completes = micro + 1 == config_.accumulate;
     range.emplace(Activity::backward, step);
-    if (left_over_) load_residuals(0);
     model_.backward(batch.labels, totals_.as<double>(), grad_scale, gradients_, micro > 0 || carried_,
                     completes ? ready : std::function<void(int)>());
     range.reset();
@@ -115,25 +109,14 @@ void RankTrainer::enqueue_work(Slot& slot) {
 
 void RankTrainer::enqueue_update(Slot& slot) {
   reducer_.wait(stream_);
-  if (left_over_) {
-    stream_.synchronize();
-    left_over_ = {};
-  }
   slot.reduced.record(stream_);
   NvtxRange range(Activity::optimizer, slot.step);
   if (shards_) {
-    const Buffer& own = reducer_.shard();
-    shards_->step(optimizer_,
-                  own ? Parts<const float>{own.as<float>(), true} : Parts<const float>{gradients_});
+    optimizer_.step(stream_, shards_->weights(), gradients_);
+    shards_->share_weights();
   } else {
-    optimizer_.step(stream_, {model_.weights().as<float>()}, {gradients_}, model_.rounded_weights());
+    optimizer_.step(stream_, {model_.weights().as<float>()}, gradients_, model_.rounded_weights());
   }
-}
-
-void RankTrainer::load_residuals(int bucket) {
-  const BucketRange& range = reducer_.ranges()[static_cast<size_t>(bucket)];
-  copy(stream_, reducer_.gradient(range.first_tensor), left_over_.as<float>() + range.begin,
-       static_cast<size_t>(range.elements()) * sizeof(float));
 }
 
 Loader::Batch RankTrainer::next_batch(int64_t step) {
@@ -165,7 +148,7 @@ void RankTrainer::harvest(Slot& slot, const Event* next_start) {
                          .totals = slot.totals.as<double>(),
                          .epoch = data_step(slot.step) / steps_per_epoch_,
                          .lr = slot.lr,
-                         .weights = slot.weights});
+                         .weights = shards_ ? shards_->sent() : WeightShards::Sent()});
   if (drift_) check_plan(slot, end);
   if (deferred_) deferred_->measured(slot.backward_ms(), reducer_.stats(slot.step).comm_ms);
   trace_.add(slot, end, stream_.name(), reducer_);

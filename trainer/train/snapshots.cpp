@@ -39,18 +39,7 @@ void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const
   const int64_t step = position.step;
   slot.label = {mix(0x6e6f726d, static_cast<uint64_t>(step)),
                 fmt::format("the norms of the residuals after {} steps", step)};
-  if (states_) {
-    exchange_status(slot, rank, stream);
-  } else {  // use another stream: this rank's next forward may still be gathering weights
-    if (!slot.ended) slot.ended = Event::create(stream.device());
-    if (!slot.exchanged) slot.exchanged = Event::create(stream.device());
-    const Stream& exchanges = rank.comm.transfers();
-    slot.ended.record(stream);
-    exchanges.wait(slot.ended);
-    exchange_status(slot, rank, exchanges);
-    slot.exchanged.record(exchanges);
-    stream.wait(slot.exchanged);
-  }
+  exchange_status(slot, rank);
   stream.submit([&slot, ranks, position, pending] {
     slot.description = {position, pending, ranks, {}, false};
     for (const Slot::RankStatus& status : slot.statuses) {
@@ -61,7 +50,8 @@ void Snapshots::take(const RankState& rank, const std::vector<int>& ranks, const
   });
 }
 
-void Snapshots::exchange_status(Slot& slot, const RankState& rank, const Stream& stream) {
+void Snapshots::exchange_status(Slot& slot, const RankState& rank) {
+  const Stream& stream = rank.stream;
   const int me = rank.comm.rank(), world = rank.comm.world();
   slot.statuses.resize(static_cast<size_t>(world));
   Slot::RankStatus* const statuses = slot.statuses.data();
@@ -128,7 +118,7 @@ bool Snapshots::restore(const RankState& rank, int64_t step) const {
   // A description also has ranks that were lost or have joined. A replaced rank leaves the world's size.
   const int world = rank.comm.world();
   const bool same_ranks = static_cast<int>(slot.description.ranks.size()) == world;
-  const bool left_over = slot.codecs.restore(stream, rank.reducer, same_ranks ? world : 0, rank.left_over);
+  const bool left_over = slot.codecs.restore(stream, rank.reducer, same_ranks ? world : 0);
   rank.reducer.resume_at(step);
   return left_over;
 }

@@ -55,7 +55,7 @@ class Snapshots {
   // Takes the first snapshot of a joiner, after the joiner has received its state.
   void take_first(const RankState& rank, const Description& description);
   // Restores the state after `step` into a newly constructed rank of another group. Returns true if residuals
-  // are in rank.left_over(), as in restore_checkpoint().
+  // are in the reducer's gradients, as in restore_checkpoint().
   bool restore(const RankState& rank, int64_t step) const;
 
   // Returns the host memory in bytes for the snapshots of a rank with `elements` weights.
@@ -79,11 +79,10 @@ class Snapshots {
     Call call;
     ExchangeLabel label;
     std::vector<Transfer> transfers;
-    Event ended, exchanged;
   };
   Slot& slot_of(int64_t step) { return slots_[static_cast<size_t>(step) % kSlots]; }
   static void copy_state(Slot& slot, const RankState& rank);
-  void exchange_status(Slot& slot, const RankState& rank, const Stream& stream);
+  void exchange_status(Slot& slot, const RankState& rank);
   const Slot& find(int64_t step) const;
 
   const bool states_;

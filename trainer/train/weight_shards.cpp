@@ -8,19 +8,12 @@
 #include "kernels/wire/formats.h"
 
 namespace gradwire {
-namespace {
-
-int64_t total(const std::vector<ElementRange>& ranges) {
-  int64_t elements = 0;
-  for (const ElementRange& range : ranges) elements += range.count();
-  return elements;
-}
-
-}  // namespace
 
 int64_t WeightShards::master_elements(const TrainConfig& config, const Reducer& reducer) {
-  const bool in_place = config.gather_weights->exact && !config.divides(Sharding::full);
-  return in_place ? 0 : total(reducer.owned());
+  if (config.gather_weights->exact) return 0;
+  int64_t elements = 0;
+  for (const ElementRange& range : reducer.owned()) elements += range.count();
+  return elements;
 }
 
 WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const Stream& stream,
@@ -39,11 +32,9 @@ WeightShards::WeightShards(const TrainConfig& config, Communicator& comm, const 
   for (const auto& gather : gathers_) bytes = std::max(bytes, gather->workspace_bytes());
   workspace_ = Buffer(comm.device(), bytes);
   for (const auto& gather : gathers_) gather->bind(workspace_.data());
-  if (config.divides(Sharding::full)) window_.emplace(comm, stream, reducer, model, gathers_, dense_);
 }
 
 WeightShards::Programs WeightShards::programs(const TrainConfig& config, const Wire& wire) const {
-  const bool full = config.divides(Sharding::full);
   ScheduleRequest request = schedule_request(config.compression);
   request.collective = Collective::all_gather;
   const SchedulePlanner planner(request, comm_.world(), comm_.ranks_per_node(),
@@ -53,8 +44,7 @@ WeightShards::Programs WeightShards::programs(const TrainConfig& config, const W
   for (size_t b = 0; b < reducer_.ranges().size(); ++b) {
     const BucketRange& bucket = reducer_.ranges()[b];
     const Shards shards = reducer_.shards(bucket);
-    float* const to =
-        model_.weights().as<float>() + (full ? WeightWindow::offset(reducer_, b) : bucket.begin);
+    float* const to = model_.weights().as<float>() + bucket.begin;
     const float* from = masters_ ? masters_.as<float>() + packed : to + (owned_[b].begin - bucket.begin);
     made.push_back(std::make_unique<Program>(
         comm_.transport(), planner.choose(bucket.elements(), wire, shards).schedule,
@@ -62,9 +52,7 @@ WeightShards::Programs WeightShards::programs(const TrainConfig& config, const W
         Program::Options{.what = fmt::format("the weights, bucket {} of {}", b + 1, reducer_.ranges().size()),
                          .wire = wire,
                          .fp32_intra_node = config.compression.fp32_intra_node,
-                         .spec = wire->name,
-                         .transfers = full ? comm_.transfers() : Stream(),
-                         .beside_others = full}));
+                         .spec = wire->name}));
     packed += owned_[b].count();
   }
   return made;
@@ -76,7 +64,6 @@ Parts<float> WeightShards::weights() const {
 }
 
 void WeightShards::share_weights() {
-  if (window_) return window_->changed();
   for (const auto& gather : gathers_) gather->run(stream_);
   model_.round_weights();
 }
@@ -92,28 +79,13 @@ void WeightShards::take_weights(const float* flat) {
   share_weights();
 }
 
-void WeightShards::step(Optimizer& optimizer, Parts<const float> gradients) {
-  optimizer.step(stream_, weights(), gradients);
-  share_weights();
-}
-
-void WeightShards::begin_step() {
-  if (window_) before_ = {window_->bytes_sent(), window_->dense_bytes()};
-}
-
 WeightShards::Sent WeightShards::sent() const {
-  if (window_) return {window_->bytes_sent() - before_.wire, window_->dense_bytes() - before_.dense};
   auto sum = [](const Programs& programs) {
     uint64_t bytes = 0;
     for (const auto& program : programs) bytes += static_cast<uint64_t>(program->info().bytes_sent);
     return bytes;
   };
   return {sum(gathers_), sum(dense_)};
-}
-
-void WeightShards::visit(const std::function<void(const float* weights, int64_t count)>& each) {
-  if (window_) return window_->visit(each);
-  each(model_.weights().as<const float>(), reducer_.elements());
 }
 
 }  // namespace gradwire

@@ -1,16 +1,13 @@
-// --shard: each rank updates a part of the weights, and the ranks gather the parts.
+// --shard optimizer: each rank updates a part of the weights, and the ranks gather the parts.
 //
 // A rank's part is its shard of each bucket (Reducer::owned()). With an exact format the shards are updated
-// in place and all-gathered after the step. With any other format, and with --shard full, each rank also
-// keeps its shards in FP32 (master weights), which the optimizer updates. All ranks, including the owner,
-// compute with the transmitted values. So all ranks hold the same bits, and the rounding errors of steps do
-// not accumulate.
+// in place and all-gathered after the step. With any other format, each rank also keeps its shards in
+// FP32 (master weights), which the optimizer updates. All ranks, including the owner, compute with the
+// transmitted values. So all ranks hold the same bits, and the rounding errors of steps do not accumulate.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "collectives/communicator/communicator.h"
@@ -20,7 +17,6 @@
 #include "trainer/config/config.h"
 #include "trainer/model/vit.h"
 #include "trainer/train/optimizer_state.h"
-#include "trainer/train/weight_window.h"
 
 namespace gradwire {
 
@@ -39,26 +35,16 @@ class WeightShards {
   void share_weights();
   // Copies the shards from `flat`, reducer.elements() floats on host or device, and shares them. Collective.
   void take_weights(const float* flat);
-  // Enqueues the optimizer's step and the gathers. With --shard full, enqueues only the optimizer's step, and
-  // a graph cannot capture the work.
-  void step(Optimizer& optimizer, Parts<const float> gradients);
-  // Returns the window that the model calls before it uses a block's weights; null without --shard full.
-  WeightWindow* window() { return window_ ? &*window_ : nullptr; }
-  // Visits all weights as the model uses them, in flat-buffer order, in pieces on the device. Collective.
-  void visit(const std::function<void(const float* weights, int64_t count)>& each);
-
   // Returns the number of FP32 master weights of a rank: its part of the weights; 0 if updated in place.
   static int64_t master_elements(const TrainConfig& config, const Reducer& reducer);
-  // The bytes that this rank sent for weights since begin_step(), or per step if all steps send the same
-  // bytes: in the chosen format, and in FP32.
+  // The bytes that this rank sends for weights in a step: in the chosen format, and in FP32.
   struct Sent {
     uint64_t wire = 0, dense = 0;
   };
-  void begin_step();
   Sent sent() const;
 
  private:
-  using Programs = WeightWindow::Programs;
+  using Programs = std::vector<std::unique_ptr<Program>>;
   // Builds a program per bucket that gathers the bucket's weights in format `wire`.
   Programs programs(const TrainConfig& config, const Wire& wire) const;
 
@@ -67,12 +53,10 @@ class WeightShards {
   const Reducer& reducer_;
   Vit& model_;
   const std::vector<ElementRange> owned_;
-  Buffer masters_;                      // FP32 shards; empty if updated in place
-  Programs gathers_;                    // one program per bucket
-  const Programs dense_;                // the same programs in FP32, to count their bytes; never run
-  Buffer workspace_;                    // sized for the largest gather
-  std::optional<WeightWindow> window_;  // --shard full
-  Sent before_;                         // bytes that the window had sent before the step
+  Buffer masters_;        // FP32 shards; empty if updated in place
+  Programs gathers_;      // one program per bucket
+  const Programs dense_;  // the same programs in FP32, to count their bytes; never run
+  Buffer workspace_;      // sized for the largest gather
 };
 
 }  // namespace gradwire
